@@ -1,0 +1,1 @@
+"""jaxdist: train any JAX model on any mesh by changing a config."""

@@ -1,0 +1,1 @@
+"""Configuration: YAML with includes and overrides becomes one validated, frozen, typed tree."""

@@ -1,0 +1,86 @@
+"""The process environment that jax reads once: set here, in one place, before jax is imported.
+
+Fake CPU devices need three settings that belong together. The device count is an XLA flag. XLA's
+CPU thread pool must hold at least two threads per fake device, or collectives can wait for a device
+whose matmul has no thread left (seen on jax 0.10 as an abort after 40 seconds); `NPROC` sizes it.
+And a collective that waits for a lost peer must give up: the shipped default is 30 minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from jaxdist.errors import MeshError
+
+COLLECTIVE_TIMEOUT_SECONDS = 120
+THREADS_PER_FAKE_DEVICE = 2
+
+_COUNT_FLAG = "--xla_force_host_platform_device_count"
+_TIMEOUT_FLAGS = (
+    "--xla_cpu_collective_timeout_seconds",
+    "--xla_cpu_collective_call_terminate_timeout_seconds",
+)
+
+
+def parse_xla_flags(text: str) -> dict[str, str | None]:
+    """XLA_FLAGS as a mapping; the last of two equal flags wins, as in XLA.
+
+    >>> parse_xla_flags("--a=1 --b --a=2")
+    {'--a': '2', '--b': None}
+    """
+    pairs = (flag.partition("=") for flag in text.split())
+    return {name: value if eq else None for name, eq, value in pairs}
+
+
+def format_xla_flags(flags: dict[str, str | None]) -> str:
+    """The inverse of `parse_xla_flags`."""
+    return " ".join(name if value is None else f"{name}={value}" for name, value in flags.items())
+
+
+def plan_environment(
+    environ: dict[str, str],
+    *,
+    fake_devices: int | None,
+    collective_timeout_seconds: int = COLLECTIVE_TIMEOUT_SECONDS,
+) -> dict[str, str]:
+    """The variables to set, given the present ones; what the user set wins where it is safe.
+
+    `fake_devices` None leaves the device count alone (but a count already in XLA_FLAGS still gets
+    the thread pool that it needs).
+    """
+    flags = parse_xla_flags(environ.get("XLA_FLAGS", ""))
+    for name in _TIMEOUT_FLAGS:
+        flags.setdefault(name, str(collective_timeout_seconds))
+    if fake_devices is not None:
+        flags[_COUNT_FLAG] = str(fake_devices)
+    planned = {"XLA_FLAGS": format_xla_flags(flags)}
+    count = flags.get(_COUNT_FLAG)
+    if count is not None and count.isdigit() and int(count) > 1:
+        needed = THREADS_PER_FAKE_DEVICE * int(count)
+        present = environ.get("NPROC", "")
+        if not present.isdigit() or int(present) < needed:
+            planned["NPROC"] = str(needed)
+    if fake_devices is not None:
+        planned["JAX_PLATFORMS"] = "cpu"
+    return planned
+
+
+def prepare(*, fake_devices: int | None = None) -> None:
+    """Set the environment for jax. Call it before jax is imported.
+
+    Args:
+      fake_devices: number of fake CPU devices; None uses the real ones.
+
+    Raises:
+      MeshError: jax is already imported, so that the settings would come too late.
+    """
+    planned = plan_environment(dict(os.environ), fake_devices=fake_devices)
+    changed = {name: value for name, value in planned.items() if os.environ.get(name) != value}
+    if changed and "jax" in sys.modules and fake_devices is not None:
+        raise MeshError(
+            f"{fake_devices} fake devices were asked for after jax was imported, which is too "
+            f"late: set {' '.join(f'{k}={v!r}' for k, v in changed.items())} in the environment, "
+            "or call jaxdist.environment.prepare() before the first import of jax"
+        )
+    os.environ.update(changed)
