@@ -16,8 +16,8 @@ from jaxdist.errors import MeshError
 COLLECTIVE_TIMEOUT_SECONDS = 120
 THREADS_PER_FAKE_DEVICE = 2
 
-_COUNT_FLAG = "--xla_force_host_platform_device_count"
-_TIMEOUT_FLAGS = (
+COUNT_FLAG = "--xla_force_host_platform_device_count"
+TIMEOUT_FLAGS = (
     "--xla_cpu_collective_timeout_seconds",
     "--xla_cpu_collective_call_terminate_timeout_seconds",
 )
@@ -50,12 +50,12 @@ def plan_environment(
     the thread pool that it needs).
     """
     flags = parse_xla_flags(environ.get("XLA_FLAGS", ""))
-    for name in _TIMEOUT_FLAGS:
+    for name in TIMEOUT_FLAGS:
         flags.setdefault(name, str(collective_timeout_seconds))
     if fake_devices is not None:
-        flags[_COUNT_FLAG] = str(fake_devices)
+        flags[COUNT_FLAG] = str(fake_devices)
     planned = {"XLA_FLAGS": format_xla_flags(flags)}
-    count = flags.get(_COUNT_FLAG)
+    count = flags.get(COUNT_FLAG)
     if count is not None and count.isdigit() and int(count) > 1:
         needed = THREADS_PER_FAKE_DEVICE * int(count)
         present = environ.get("NPROC", "")

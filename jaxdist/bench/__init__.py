@@ -1,1 +1,40 @@
+"""Measured figures: ours beside a reference, on this machine. `jaxdist bench NAME` runs one."""
 
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from typing import Any
+
+from jaxdist.bench.harness import Sample, alternate_processes, interleave
+from jaxdist.bench.report import Figure, Report
+from jaxdist.errors import JaxdistError, did_you_mean
+
+__all__ = ["BENCHES", "Figure", "Report", "Sample", "alternate_processes", "interleave", "run"]
+
+BENCHES: dict[str, str] = {
+    "startup": "jaxdist.bench.startup:bench",
+}
+"""Name to `module:function`, imported when run. Each function returns a `Report`."""
+
+
+def run(name: str, json_path: str | os.PathLike[str] | None = None, **options: Any) -> Report:
+    """Run the bench `name`; write its report as JSON where `json_path` says.
+
+    Raises:
+      JaxdistError: no such bench, or an option that it does not take.
+    """
+    if name not in BENCHES:
+        raise JaxdistError(f"no bench is named {name!r}: {did_you_mean(name, BENCHES)}")
+    module, _, function = BENCHES[name].partition(":")
+    bench = getattr(importlib.import_module(module), function)
+    taken = inspect.signature(bench).parameters
+    for option, value in options.items():
+        if option not in taken:
+            hint = did_you_mean(option, taken) if taken else "it takes none"
+            raise JaxdistError(f"bench {name!r} takes no option {option}={value!r}: {hint}")
+    report = bench(**options)
+    if json_path is not None:
+        report.write_json(json_path)
+    return report

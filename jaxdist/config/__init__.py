@@ -1,1 +1,24 @@
 """Configuration: YAML with includes and overrides becomes one validated, frozen, typed tree."""
+
+from jaxdist.config.document import Document, KeyPath, Origin, dotted
+from jaxdist.config.explain import Problem
+from jaxdist.config.load import read
+from jaxdist.config.schema import Config, problems_error, validate
+from jaxdist.config.show import Row, json_schema, provenance, render, resolved_yaml
+
+__all__ = [
+    "Config",
+    "Document",
+    "KeyPath",
+    "Origin",
+    "Problem",
+    "Row",
+    "dotted",
+    "json_schema",
+    "problems_error",
+    "provenance",
+    "read",
+    "render",
+    "resolved_yaml",
+    "validate",
+]

@@ -1,8 +1,16 @@
-"""The base of every component's configuration class."""
+"""The base of every component's configuration class, and validation with all problems at once."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+import json
+from collections.abc import Iterable
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from jaxdist.config.document import Document, dotted, shown
+from jaxdist.config.explain import Problem, explain
+from jaxdist.errors import ConfigError
 
 
 class Config(BaseModel):
@@ -19,3 +27,52 @@ class Config(BaseModel):
         use_attribute_docstrings=True,
         allow_inf_nan=False,
     )
+
+
+Schema = TypeVar("Schema", bound=BaseModel)
+
+
+def validate(document: Document, schema_class: type[Schema]) -> Schema:
+    """The document as an instance of `schema_class`.
+
+    A whole number is taken for a float, text for a path, a list for a tuple; nothing else is
+    converted.
+
+    Raises:
+      ConfigError: one line for each problem of the whole tree.
+
+    >>> class Optim(Config):
+    ...     lr: float
+    >>> validate(Document({"lr": 1}), Optim)
+    Optim(lr=1.0)
+    """
+    try:
+        return schema_class.model_validate_json(json.dumps(document.values))
+    except ValidationError:
+        problems = explain(schema_class, document.values)
+        assert problems, "a failed validation explains itself"
+        raise problems_error(document, problems) from None
+
+
+def problems_error(document: Document, problems: Iterable[Problem]) -> ConfigError:
+    """One error with a line for each problem: dotted path, value, origin, message.
+
+    >>> document = Document({"batch": 7})
+    >>> print(problems_error(document, [Problem(("batch",), "does not divide by 2 devices")]))
+    1 problem in config.yaml:
+      batch = 7 (config.yaml): does not divide by 2 devices
+    """
+    lines = [_line(document, problem) for problem in problems]
+    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    return ConfigError("\n".join([f"{count} in {document.origin(())}:", *lines]))
+
+
+def _line(document: Document, problem: Problem) -> str:
+    path = problem.path
+    known, value = document.get(path)
+    message = problem.message.replace("\n", "\n    ")
+    if known == path:
+        setting = f" = {shown(value)}" if path else ""
+        return f"  {dotted(path)}{setting} ({document.origin(path)}): {message}"
+    section = f"{dotted(known)}, " if known else ""
+    return f"  {dotted(path)} (not set in {section}{document.origin(known)}): {message}"

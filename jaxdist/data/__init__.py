@@ -1,1 +1,28 @@
+"""Data sources: index -> example, by random access; `loader` makes them global batches.
 
+The loader is not imported here, so that a configuration can be read before jax starts.
+"""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxdist.data.images import ImagesConfig
+from jaxdist.data.imported import ImportConfig
+from jaxdist.data.source import Dataset, Source
+from jaxdist.data.synthetic import SyntheticConfig
+from jaxdist.data.text import TextConfig
+
+DataConfig = Annotated[
+    TextConfig | ImagesConfig | SyntheticConfig | ImportConfig, Field(discriminator="type")
+]
+
+__all__ = [
+    "DataConfig",
+    "Dataset",
+    "ImagesConfig",
+    "ImportConfig",
+    "Source",
+    "SyntheticConfig",
+    "TextConfig",
+]

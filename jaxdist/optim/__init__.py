@@ -1,1 +1,1 @@
-
+"""Optimizers and learning-rate schedules, built from config."""

@@ -1,0 +1,132 @@
+"""The thin edge to orbax: arrays of a tree to files and back, into any sharding, bit for bit.
+
+Orbax sees a flat mapping from the leaf's number to its array. The structure (None, empty
+containers, namedtuples) comes from the target when loading; the names stand in the manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.checkpoint.manifest import LeafRecord
+from jaxdist.checkpoint.structure import is_key, named_leaves
+
+WRITE_TIMEOUT_SECONDS = 1200
+
+
+def _orbax() -> Any:
+    """The orbax module, imported on first use (it takes longer than jax) and without its log lines.
+
+    Orbax logs with a traceback what it raises; the store says it in one line.
+    """
+    import orbax.checkpoint
+
+    for name in ("absl", "asyncio"):
+        logger = logging.getLogger(name)
+        if _not_from_orbax not in logger.filters:
+            logger.addFilter(_not_from_orbax)
+    return orbax.checkpoint
+
+
+def _not_from_orbax(record: logging.LogRecord) -> bool:
+    # asyncio logs the second of two failed writes, with orbax in the text only.
+    return "/orbax/" not in f"{record.pathname} {record.getMessage()}"
+
+
+def _number(index: int) -> str:
+    return f"{index:06d}"
+
+
+def _pack(tree: Any) -> dict[str, jax.Array]:
+    """Number -> array, for what orbax can store: not empty, and random keys as their words."""
+    return {
+        _number(index): jax.random.key_data(leaf) if is_key(leaf) else leaf
+        for index, leaf in enumerate(named_leaves(tree).values())
+        if leaf.size
+    }
+
+
+class ArrayWriter:
+    """Writes one tree at a time in the background; every process calls each method."""
+
+    def __init__(self) -> None:
+        ocp = _orbax()
+        self._tree_args = ocp.args.PyTreeSave
+        self._barrier = ocp.multihost.get_barrier_sync_fn()
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(),
+            async_options=ocp.AsyncOptions(
+                timeout_secs=WRITE_TIMEOUT_SECONDS, create_directories_asynchronously=False
+            ),
+        )
+
+    def start(self, path: Path, tree: Any) -> None:
+        """Copy the arrays to the host, begin to write them below `path`, and return.
+
+        The caller may donate the arrays as soon as this returns.
+        """
+        packed = _pack(tree)
+        if packed:
+            self._orbax.save(path, args=self._tree_args(packed))
+
+    def wait(self) -> None:
+        """Return when the arrays of all processes are on disk; raise what went wrong."""
+        self._orbax.wait_until_finished()
+
+    def barrier(self, name: str) -> None:
+        """Wait for all processes by the coordination service: safe in a background thread."""
+        self._barrier(key=name, timeout_ms=WRITE_TIMEOUT_SECONDS * 1000)
+
+    def close(self) -> None:
+        """Stop orbax's threads."""
+        self._orbax.close()
+
+
+def load_arrays(path: Path, saved: dict[str, LeafRecord], target: Any) -> Any:
+    """The tree at `path` with the structure and shardings of `target`; every process calls it.
+
+    `saved` gives the numbers of the names. Shapes and dtypes must have been compared before.
+    """
+    ocp = _orbax()
+    numbers = {name: _number(index) for index, name in enumerate(saved)}
+    wanted = named_leaves(target)
+    stored = {numbers[name]: _stored(leaf, saved[name]) for name, leaf in wanted.items()}
+    restore_args = {
+        number: ocp.ArrayRestoreArgs(
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+        )
+        for number, leaf in stored.items()
+        if leaf.size
+    }
+    loaded = {}
+    if restore_args:
+        args = ocp.args.PyTreeRestore(
+            item=dict.fromkeys(restore_args, 0), restore_args=restore_args
+        )
+        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+            loaded = reader.restore(path, args=args)
+    for number, leaf in stored.items():
+        if not leaf.size:
+            loaded[number] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+    leaves = [_unpack(loaded[numbers[name]], saved[name]) for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _stored(leaf: Any, record: LeafRecord) -> jax.ShapeDtypeStruct:
+    """What stands on disk for a leaf of the target."""
+    assert leaf.sharding is not None, f"a target leaf {leaf} has no sharding"
+    if record.key_impl is None:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+    words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=leaf.sharding)
+
+
+def _unpack(array: jax.Array, record: LeafRecord) -> jax.Array:
+    if record.key_impl is None:
+        return array
+    return jax.random.wrap_key_data(array, impl=record.key_impl)

@@ -1,0 +1,33 @@
+"""What orbax, tensorstore and the operating system raise, in one line for a person."""
+
+from __future__ import annotations
+
+import errno
+
+_MAX_CHARACTERS = 400
+_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT)
+_FULL_TEXTS = ("No space left on device", "Disk quota exceeded")
+
+
+def one_line(error: Exception) -> str:
+    """The kind of an error and the beginning of its text.
+
+    >>> one_line(OSError(5, "Input/output error"))
+    'OSError: [Errno 5] Input/output error'
+    """
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:_MAX_CHARACTERS]}"
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Whether an error, or one behind it, says that there is no room; tensorstore's are no OSError.
+
+    >>> is_disk_full(ValueError("RESOURCE_EXHAUSTED: write: No space left on device"))
+    True
+    """
+    while error is not None:
+        if getattr(error, "errno", None) in _FULL_ERRNOS:
+            return True
+        if any(text in str(error) for text in _FULL_TEXTS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,136 @@
+"""Load the newest checkpoint that can be trusted, and say aloud which could not.
+
+Reading never writes, so that a finished or running run can be evaluated from elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist.checkpoint.agree import any_process, broadcast_json
+from jaxdist.checkpoint.arrays import load_arrays
+from jaxdist.checkpoint.layout import ARRAYS, METADATA, step_directory, steps_present
+from jaxdist.checkpoint.manifest import DamageError, Manifest, check_files, read_manifest
+from jaxdist.checkpoint.reasons import one_line
+from jaxdist.checkpoint.structure import check_structure
+from jaxdist.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A loaded checkpoint."""
+
+    step: int
+    """The step whose state this is."""
+    state: Any
+    """The tree, with the structure and shardings of the target."""
+    metadata: dict[str, Any]
+    """What the caller saved beside it."""
+
+
+def committed_steps(directory: Path) -> tuple[int, ...]:
+    """The steps with a valid manifest, in ascending order; their files are not read."""
+    return tuple(manifest.step for manifest in valid_manifests(directory))
+
+
+def valid_manifests(directory: Path) -> list[Manifest]:
+    """The manifests of all checkpoints that have a valid one, by ascending step."""
+    manifests = []
+    for step in steps_present(directory):
+        try:
+            manifests.append(_read(directory, step))
+        except DamageError:
+            continue
+    return manifests
+
+
+def restore(
+    directory: Path, target: Any, *, step: int | None = None, on_event: Callable[[str], None]
+) -> Restored:
+    """Load a checkpoint into the structure and shardings of `target`; every process calls it.
+
+    Every file is compared with the manifest before any array is loaded. With `step` None the newest
+    comes first and a damaged one is reported through `on_event` and passed over.
+
+    Args:
+      directory: where the `step_*` directories stand, on a file system that all processes share.
+      target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`; any mesh.
+      step: the step to load; None for the newest that is whole.
+      on_event: called on process 0 with one line for each damaged checkpoint.
+
+    Raises:
+      CheckpointError: no checkpoint, none that is whole, the asked one missing or damaged, or one
+        of another model (never passed over: the older ones are of that model too).
+    """
+    steps = broadcast_json(steps_present(directory))
+    if not steps:
+        raise CheckpointError(f"no checkpoint in {directory}: nothing was saved there yet")
+    if step is not None and step not in steps:
+        raise CheckpointError(f"no checkpoint of step {step} in {directory}; there are: {steps}")
+    remaining = [step] if step is not None else steps[::-1]
+    refused: list[str] = []
+    while remaining:
+        candidate = remaining.pop(0)
+        restored, problem = _try(directory, candidate, target)
+        if restored is not None:
+            return restored
+        following = f"trying step {remaining[0]} next" if remaining else "there is no other to try"
+        if jax.process_index() == 0 and step is None:
+            path = step_directory(directory, candidate)
+            on_event(f"checkpoint {path} is damaged: {problem}; {following}")
+        refused.append(f"step {candidate}: {problem}")
+    advice = (
+        "start again without --resume in a new run directory, or bring back a copy of the files"
+        if step is None
+        else f"leave the step out to take the newest whole one of {steps}"
+    )
+    raise CheckpointError(
+        f"no checkpoint in {directory} can be trusted:\n  " + "\n  ".join(refused) + f"\n{advice}"
+    )
+
+
+def _try(directory: Path, step: int, target: Any) -> tuple[Restored | None, str | None]:
+    """The checkpoint, or what is wrong with it; the same outcome on every process."""
+    problem = broadcast_json(_verify(directory, step) if jax.process_index() == 0 else None)
+    if problem is not None:
+        return None, problem
+    path = step_directory(directory, step)
+    try:
+        manifest = _read(directory, step)
+        metadata = json.loads((path / METADATA).read_bytes())
+    except (DamageError, OSError) as error:
+        raise CheckpointError(
+            f"process {jax.process_index()} cannot read {path}, which process 0 can ({error}): put "
+            "the run directory on a file system that all hosts share"
+        ) from error
+    check_structure(manifest.leaves, target, where=str(path))
+    try:
+        state = load_arrays(path / ARRAYS, manifest.leaves, target)
+    except Exception as error:  # whatever orbax or tensorstore raise, the bytes were no use
+        state, problem = None, f"{ARRAYS}: {one_line(error)}"
+    if any_process(problem is not None):
+        return None, problem or f"{ARRAYS}: another process could not load it"
+    return Restored(step, state, metadata), None
+
+
+def _verify(directory: Path, step: int) -> str | None:
+    try:
+        check_files(step_directory(directory, step), _read(directory, step))
+    except DamageError as damage:
+        return str(damage)
+    return None
+
+
+def _read(directory: Path, step: int) -> Manifest:
+    manifest = read_manifest(step_directory(directory, step))
+    if manifest.step != step:
+        raise DamageError(
+            f"manifest.json: it is of step {manifest.step}, the directory says {step}"
+        )
+    return manifest

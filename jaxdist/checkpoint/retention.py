@@ -1,0 +1,38 @@
+"""Which checkpoints to delete after a save: the last N stay, and the best one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Saved(NamedTuple):
+    """A committed checkpoint; a `metric` that is None or not finite is never the best."""
+
+    step: int
+    metric: float | None
+
+
+def best(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
+    """The step with the best finite metric, the newest of equals; None when there is no metric."""
+    sign = -1.0 if lower_is_better else 1.0
+    ranked = [
+        (sign * s.metric, s.step) for s in saved if s.metric is not None and math.isfinite(s.metric)
+    ]
+    return max(ranked)[1] if ranked else None
+
+
+def to_delete(
+    saved: Sequence[Saved], *, keep: int, keep_best: bool, lower_is_better: bool
+) -> tuple[int, ...]:
+    """The steps to delete, oldest first: all but the newest `keep`, and the best if `keep_best`.
+
+    >>> saved = [Saved(1, 0.5), Saved(2, 0.1), Saved(3, float("nan")), Saved(4, 0.3)]
+    >>> to_delete(saved, keep=1, keep_best=True, lower_is_better=True)
+    (1, 3)
+    """
+    assert keep >= 1, keep
+    steps = sorted(s.step for s in saved)
+    kept = {*steps[-keep:], best(saved, lower_is_better=lower_is_better) if keep_best else None}
+    return tuple(step for step in steps if step not in kept)

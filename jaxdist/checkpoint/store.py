@@ -1,0 +1,288 @@
+"""Save the state of a run in the background: a kill at any moment loses nothing committed.
+
+A save goes: arrays by orbax into a hidden directory -> digest and fsync of every file -> manifest
+-> fsync -> rename -> fsync of the parent -> deletion of what retention no longer keeps.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import jax
+from pydantic import Field
+
+from jaxdist.checkpoint import layout
+from jaxdist.checkpoint.agree import broadcast_json
+from jaxdist.checkpoint.arrays import ArrayWriter
+from jaxdist.checkpoint.manifest import LeafRecord, seal
+from jaxdist.checkpoint.reasons import is_disk_full, one_line
+from jaxdist.checkpoint.restore import Restored, committed_steps, restore, valid_manifests
+from jaxdist.checkpoint.retention import Saved, to_delete
+from jaxdist.checkpoint.structure import describe
+from jaxdist.config.schema import Config
+from jaxdist.errors import CheckpointError
+
+
+class CheckpointConfig(Config):
+    """When to save, and what to keep."""
+
+    every: int = Field(default=500, ge=1)
+    """Steps between two checkpoints."""
+    keep: int = Field(default=3, ge=1)
+    """How many of the newest checkpoints stay; 2 or more leave one to fall back on."""
+    keep_best: bool = True
+    """Whether the checkpoint with the best evaluation stays as well."""
+
+
+class _Pending(NamedTuple):
+    step: int
+    metric: float | None
+    leaves: dict[str, LeafRecord]
+
+
+class _Outcome(NamedTuple):
+    failure: str | None
+    met: bool
+    """Whether all processes came to the end of the save, so that they can be asked to agree."""
+
+
+class CheckpointStore:
+    """The checkpoints of one run; every process of the run makes one and calls the same methods.
+
+    The directory must be on a file system that all processes share. Process 0 alone digests,
+    commits and deletes. In a run of several processes the arrays must be global ones.
+
+    Args:
+      directory: made if it is not there; what a crash left in it is cleared.
+      keep: how many of the newest checkpoints stay, at least 1.
+      keep_best: whether the one with the best metric stays as well.
+      lower_is_better: the direction of the metric.
+      on_event: called with one line when something needs a person's eye; at times from the
+        background thread.
+
+    Raises:
+      CheckpointError: the directory cannot be made or written.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        keep_best: bool,
+        lower_is_better: bool = True,
+        on_event: Callable[[str], None],
+    ) -> None:
+        self.directory = directory.absolute()
+        self._keep = keep
+        self._keep_best = keep_best
+        self._lower_is_better = lower_is_better
+        self._on_event = on_event
+        self._primary = jax.process_index() == 0
+        self._thread: threading.Thread | None = None
+        self._outcome: _Outcome | None = None
+        self._saves = 0
+        self._prepare_directory()
+        self._writer = ArrayWriter()
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metadata: Mapping[str, Any],
+        metric: float | None = None,
+    ) -> None:
+        """Copy the arrays to the host and return; the rest goes on in the background.
+
+        The caller may donate `state` to its next step at once. A checkpoint of the same step is
+        replaced, and stays whole until the new one is committed. Waits for the save before.
+
+        Args:
+          step: the number under which the state is kept, 0 or more.
+          state: tree of `jax.Array`; typed random keys are fine.
+          metadata: JSON values, given back by `restore`.
+          metric: for `keep_best`; one that is not finite is never the best.
+
+        Raises:
+          CheckpointError: the save before this one failed, this one cannot begin, `metadata` is not
+            JSON, or two leaves have the same path.
+        """
+        self.wait()
+        text = _encode(metadata)
+        finite = float(metric) if metric is not None and math.isfinite(metric) else None
+        pending = _Pending(step, finite, describe(state))
+        staging = layout.staging_directory(self.directory, step)
+        try:
+            if self._primary:
+                shutil.rmtree(staging, ignore_errors=True)
+                staging.mkdir()
+                (staging / layout.METADATA).write_text(text, encoding="utf-8")
+            self._writer.start(staging / layout.ARRAYS, state)
+        except Exception as error:
+            raise CheckpointError(self._abandon(step, error)) from error
+        self._saves += 1
+        self._thread = threading.Thread(
+            target=self._finish, args=(pending,), name=f"checkpoint-{step}"
+        )
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the last save is committed on every process.
+
+        Raises:
+          CheckpointError: that save failed; says why, the space left and the last good step.
+        """
+        outcome = self._join()
+        if outcome is None:
+            return
+        failure = broadcast_json(outcome.failure) if outcome.met else outcome.failure
+        if failure is not None:
+            raise CheckpointError(failure)
+
+    def close(self) -> None:
+        """Wait for the last save and stop the writer.
+
+        Raises:
+          CheckpointError: the last save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            self._writer.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+            return
+        # After an error the other processes may be elsewhere: finish our part, agree on nothing.
+        outcome = self._join()
+        if outcome is not None and outcome.failure is not None:
+            self._on_event(outcome.failure)
+        self._writer.close()
+
+    def steps(self) -> tuple[int, ...]:
+        """The committed steps in ascending order."""
+        return committed_steps(self.directory)
+
+    def restore(self, target: Any, *, step: int | None = None) -> Restored:
+        """Load a checkpoint; see `jaxdist.checkpoint.restore.restore`."""
+        self.wait()
+        return restore(self.directory, target, step=step, on_event=self._on_event)
+
+    def _prepare_directory(self) -> None:
+        probe = self.directory / f".probe-{jax.process_index()}"
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+            leftovers = layout.recover(self.directory) if self._primary else []
+        except OSError as error:
+            raise CheckpointError(
+                f"checkpoints cannot be written to {self.directory}: {one_line(error)}; choose a "
+                "directory that exists or can be made, on a disk with room, and that you may write"
+            ) from error
+        if leftovers:
+            self._on_event(
+                f"{self.directory}: cleared what an interrupted save left: {', '.join(leftovers)}"
+            )
+        if self._primary:
+            self._report_torn()
+
+    def _report_torn(self) -> None:
+        torn = set(layout.steps_present(self.directory)) - set(committed_steps(self.directory))
+        for step in sorted(torn):
+            path = layout.step_directory(self.directory, step)
+            self._on_event(f"{path} has no valid manifest and does not count as a checkpoint")
+
+    def _finish(self, pending: _Pending) -> None:
+        """The background half of a save."""
+        failure, met = None, False
+        try:
+            self._writer.wait()
+            try:
+                if self._primary:
+                    self._commit(pending)
+            except Exception as error:
+                failure = self._abandon(pending.step, error)
+            self._writer.barrier(f"jaxdist_checkpoint_{self._saves}")
+            met = True
+        except Exception as error:
+            failure = self._abandon(pending.step, error)
+        self._outcome = _Outcome(failure, met)
+
+    def _commit(self, pending: _Pending) -> None:
+        staging = layout.staging_directory(self.directory, pending.step)
+        final = layout.step_directory(self.directory, pending.step)
+        seal(staging, step=pending.step, metric=pending.metric, leaves=pending.leaves)
+        layout.commit(staging, final)
+        self._prune(pending.step)
+
+    def _prune(self, step: int) -> None:
+        """Delete what is no longer kept, among the steps up to the one just committed.
+
+        Later steps are of an abandoned or damaged future: counting them could push out this one.
+        """
+        manifests = valid_manifests(self.directory)
+        later = [manifest.step for manifest in manifests if manifest.step > step]
+        if later:
+            self._on_event(
+                f"{self.directory} holds steps {later}, later than step {step} just saved: they "
+                "stay, and a resume takes the latest that is whole"
+            )
+        doomed = to_delete(
+            [Saved(m.step, m.metric) for m in manifests if m.step <= step],
+            keep=self._keep,
+            keep_best=self._keep_best,
+            lower_is_better=self._lower_is_better,
+        )
+        for old in doomed:
+            path = layout.step_directory(self.directory, old)
+            try:
+                layout.delete(path)
+            except OSError as error:
+                self._on_event(f"the old checkpoint {path} cannot be deleted: {one_line(error)}")
+
+    def _abandon(self, step: int, error: Exception) -> str:
+        """Clear what a failed save left, and say what happened."""
+        reason = "the disk is full" if is_disk_full(error) else one_line(error)
+        if self._primary:
+            layout.recover(self.directory)
+        good = self.steps()
+        return (
+            f"saving step {step} in {self.directory} failed: {reason}; "
+            f"{shutil.disk_usage(self.directory).free} bytes are free there; "
+            + (f"the last good checkpoint is step {good[-1]}" if good else "there is no checkpoint")
+            + "; make room or choose another disk, then resume"
+        )
+
+    def _join(self) -> _Outcome | None:
+        if self._thread is None:
+            return None
+        self._thread.join()
+        self._thread = None
+        return self._outcome
+
+
+def _encode(metadata: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(metadata))
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the metadata of a checkpoint must be JSON values, and {error}: {dict(metadata)!r}"
+        ) from error

@@ -1,0 +1,91 @@
+"""Does the saved tree fit the wanted one? Compared by path before any array is loaded."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.checkpoint.manifest import LeafRecord
+from jaxdist.errors import CheckpointError
+from jaxdist.trees import flatten_with_names
+
+_LISTED_PATHS = 8
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed random keys."""
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves by path, in jax's order.
+
+    Raises:
+      CheckpointError: two leaves have the same path, such as {"a/b": x, "a": {"b": y}}.
+    """
+    pairs = flatten_with_names(tree)
+    named = dict(pairs)
+    if len(named) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise CheckpointError(
+            f"two leaves of the state have the same path {', '.join(map(repr, twice))}: rename the "
+            "keys that contain '/' or differ only in type"
+        )
+    return named
+
+
+def describe(tree: Any) -> dict[str, LeafRecord]:
+    """Path -> shape and dtype of every array of a tree of arrays."""
+    return {
+        name: LeafRecord(
+            shape=tuple(leaf.shape),
+            dtype=str(leaf.dtype),
+            key_impl=str(jax.random.key_impl(leaf)) if is_key(leaf) else None,
+        )
+        for name, leaf in named_leaves(tree).items()
+    }
+
+
+def _text(shape: tuple[int, ...], dtype: str) -> str:
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def differences(saved: dict[str, LeafRecord], target: Any) -> list[str]:
+    """One line for each path whose array is missing, extra, or of another shape or dtype.
+
+    `target` is a tree of arrays or `jax.ShapeDtypeStruct`.
+    """
+    wanted = {n: _text(leaf.shape, str(leaf.dtype)) for n, leaf in named_leaves(target).items()}
+    present = {name: _text(leaf.shape, leaf.dtype) for name, leaf in saved.items()}
+    lines = []
+    for name in dict.fromkeys([*wanted, *present]):
+        if name not in present:
+            lines.append(f"{name}: not saved, wanted {wanted[name]}")
+        elif name not in wanted:
+            lines.append(f"{name}: saved {present[name]}, not wanted")
+        elif wanted[name] != present[name]:
+            lines.append(f"{name}: saved {present[name]}, wanted {wanted[name]}")
+    return lines
+
+
+def check_structure(saved: dict[str, LeafRecord], target: Any, *, where: str) -> None:
+    """Refuse a checkpoint of another model or optimizer.
+
+    Raises:
+      CheckpointError: lists the first paths that differ, with both shapes and dtypes.
+    """
+    lines = differences(saved, target)
+    if not lines:
+        return
+    rest = len(lines) - _LISTED_PATHS
+    listed = lines[:_LISTED_PATHS] + ([f"and {rest} more"] if rest > 0 else [])
+    raise CheckpointError(
+        f"{where} holds another model or optimizer than the one configured; {len(lines)} of "
+        f"{len(saved)} saved arrays do not fit:\n  "
+        + "\n  ".join(listed)
+        + "\nresume with the configuration that the run was started with, or start a new run "
+        "directory"
+    )

@@ -1,0 +1,213 @@
+"""The command line: parse, call, print.
+
+Nothing here imports jax before the environment is prepared, so that `--help` starts no backend and
+fake devices can still be asked for.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+app = typer.Typer(
+    name="jaxdist",
+    help="Train any JAX model on any mesh by changing a config.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
+data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
+app.add_typer(config_app, name="config")
+app.add_typer(data_app, name="data")
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file of the experiment.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings on top of it: section.key=value ...")
+]
+Devices = Annotated[
+    int | None, typer.Option(min=1, help="Train on this many fake CPU devices.")
+]
+Coordinator = Annotated[str | None, typer.Option(help="HOST:PORT of process 0.")]
+NumProcesses = Annotated[int | None, typer.Option(help="Number of processes.")]
+ProcessId = Annotated[int | None, typer.Option(help="Number of this process, from 0.")]
+Detect = Annotated[
+    bool, typer.Option("--distributed", help="Find the peers by Slurm, MPI, Kubernetes or TPU.")
+]
+Run = Annotated[Path, typer.Argument(help="Run directory.")]
+Step = Annotated[int | None, typer.Option(help="Checkpoint to use; the newest by default.")]
+
+
+def _console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def _prepare(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
+    """Set the environment for the config's fake devices, before jax is imported."""
+    from jaxdist import environment
+    from jaxdist.config import read
+
+    extra = list(overrides or [])
+    if devices is not None:
+        extra.append(f"mesh.fake_devices={devices}")
+    mesh = read(path, extra).values.get("mesh")
+    count = mesh.get("fake_devices") if isinstance(mesh, dict) else None
+    environment.prepare(fake_devices=count if isinstance(count, int) and count > 0 else None)
+    return extra
+
+
+@app.command()
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    devices: Devices = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")
+    ] = False,
+    coordinator: Coordinator = None,
+    num_processes: NumProcesses = None,
+    process_id: ProcessId = None,
+    distributed: Detect = False,
+) -> None:
+    """Train as CONFIG says."""
+    extra = _prepare(config, overrides, devices)
+    from jaxdist.distributed import connect, find_processes
+    from jaxdist.launch.train import run
+
+    connect(
+        find_processes(
+            os.environ,
+            coordinator=coordinator,
+            count=num_processes,
+            index=process_id,
+            detect=distributed,
+        )
+    )
+    run(config, extra, resume=resume, console=_console())
+
+
+@app.command(name="eval")
+def evaluate(
+    run: Run, overrides: Overrides = None, *, step: Step = None, devices: Devices = None
+) -> None:
+    """Evaluate a run's checkpoint on the whole held-out split."""
+    extra = _prepare(run / "config.yaml", overrides, devices)
+    from jaxdist.launch.evaluate import evaluate_run
+
+    evaluate_run(run, extra, step=step, console=_console())
+
+
+@app.command()
+def generate(
+    run: Run,
+    overrides: Overrides = None,
+    *,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to add.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random choices.")] = 0,
+    step: Step = None,
+    devices: Devices = None,
+) -> None:
+    """Continue a prompt with a run's language model."""
+    extra = _prepare(run / "config.yaml", overrides, devices)
+    from jaxdist.launch.evaluate import generate_from_run
+
+    text = generate_from_run(
+        run,
+        extra,
+        prompt=prompt,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        step=step,
+        console=_console(),
+    )
+    typer.echo(text)
+
+
+@config_app.command()
+def show(config: ConfigFile, overrides: Overrides = None) -> None:
+    """Print the resolved tree, each value with where it came from."""
+    _prepare(config, overrides, None)
+    from jaxdist.config import provenance, render
+    from jaxdist.experiment import load
+
+    console = _console()
+    document, instance = load(config, overrides or [])
+    typer.echo(render(provenance(document, instance), console.width))
+
+
+@config_app.command()
+def schema() -> None:
+    """Print the JSON schema of a configuration, for editors."""
+    from jaxdist import environment
+
+    environment.prepare()
+    from jaxdist.config import json_schema
+    from jaxdist.experiment import ExperimentConfig
+
+    typer.echo(json_schema(ExperimentConfig))
+
+
+@app.command()
+def doctor(
+    devices: Devices = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print and judge what a run stands on."""
+    from jaxdist.doctor import main as examine
+
+    raise typer.Exit(examine(devices=devices, as_json=as_json))
+
+
+@app.command()
+def bench(
+    name: Annotated[str, typer.Argument(help="overhead, compile, startup, quickstart, ...")],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures as JSON.")
+    ] = None,
+    devices: Devices = 8,
+) -> None:
+    """Measure ours against a reference, interleaved; a missed goal is reported, not failed."""
+    from jaxdist import environment
+
+    environment.prepare(fake_devices=devices)
+    from jaxdist.bench import run
+
+    run(name, json_file).print()
+
+
+def _guarded(call: Callable[[], Any]) -> int:
+    """Run, and turn what a user can mend into one message and an exit code."""
+    from jaxdist.errors import JaxdistError
+
+    try:
+        call()
+    except JaxdistError as error:
+        typer.echo(f"error: {error}", err=True)
+        return error.exit_code
+    except KeyboardInterrupt:
+        typer.echo("interrupted", err=True)
+        return 130
+    return 0
+
+
+def main() -> None:
+    """Entry point of the `jaxdist` command."""
+    sys.exit(_guarded(app))
+
+
+if __name__ == "__main__":
+    main()

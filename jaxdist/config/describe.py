@@ -1,0 +1,209 @@
+"""What a field accepts, in words, read from its annotation; and how annotations nest."""
+
+from __future__ import annotations
+
+import enum
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel, RootModel
+from pydantic.fields import FieldInfo
+
+TAG = "type"
+
+_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bytes: "text",
+    Path: "a path",
+    PurePath: "a path",
+    type(None): "null",
+    None: "null",
+    Any: "any value",
+    object: "any value",
+}
+
+
+def split(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The bare type and its metadata, with every `Annotated` and type alias removed.
+
+    >>> split(Annotated[int, "a", "b"])
+    (<class 'int'>, ('a', 'b'))
+    """
+    metadata: tuple[Any, ...] = ()
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation, *extra = get_args(annotation)
+            metadata = (*extra, *metadata)
+        elif hasattr(annotation, "__value__"):
+            annotation = annotation.__value__
+        elif isinstance(annotation, type) and issubclass(annotation, RootModel):
+            annotation = field_type(annotation.model_fields["root"])
+        else:
+            return annotation, metadata
+
+
+def field_type(field: FieldInfo) -> Any:
+    """A field's annotation with its metadata joined on again."""
+    if field.metadata:
+        return Annotated[(field.annotation, *field.metadata)]  # pyright: ignore[reportInvalidTypeForm] (built at run time)
+    return field.annotation
+
+
+def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of a model by the key that stands in YAML."""
+    return {info.alias or name: info for name, info in model.model_fields.items()}
+
+
+def is_model(bare: Any) -> bool:
+    return isinstance(bare, type) and issubclass(bare, BaseModel)
+
+
+def is_mapping(bare: Any) -> bool:
+    origin = get_origin(bare) or bare
+    return is_model(bare) or (isinstance(origin, type) and issubclass(origin, Mapping))
+
+
+def is_sequence(bare: Any) -> bool:
+    origin = get_origin(bare) or bare
+    if not isinstance(origin, type) or issubclass(origin, str | bytes):
+        return False
+    return issubclass(origin, Sequence | set | frozenset)
+
+
+def arms(annotation: Any) -> list[Any]:
+    """The alternatives of a union, nested unions flattened; a list of one for other types."""
+    bare, metadata = split(annotation)
+    if get_origin(bare) in (Union, types.UnionType):
+        return [arm for child in get_args(bare) for arm in arms(child)]
+    return [Annotated[(bare, *metadata)] if metadata else bare]
+
+
+def tags(annotation: Any) -> dict[Any, Any]:
+    """The models of a tagged union by the value of their `type:`; empty when it is not one."""
+    found: dict[Any, Any] = {}
+    for arm in arms(annotation):
+        model, _ = split(arm)
+        if is_mapping(model):
+            info = fields(model).get(TAG) if is_model(model) else None
+            literal = split(info.annotation)[0] if info is not None else None
+            if get_origin(literal) is not Literal:
+                return {}
+            found |= dict.fromkeys(get_args(literal), model)
+    return found
+
+
+def child_type(annotation: Any, key: Any) -> Any | None:
+    """The annotation of what stands under `key`, or None where none is declared."""
+    bare, _ = split(annotation)
+    if is_model(bare):
+        info = fields(bare).get(key)
+        return None if info is None else field_type(info)
+    inner = get_args(bare)
+    if is_mapping(bare):
+        return inner[1] if len(inner) == 2 else Any
+    if is_sequence(bare) and isinstance(key, int):
+        if get_origin(bare) is tuple and Ellipsis not in inner:
+            return inner[key] if key < len(inner) else None
+        return inner[0] if inner else Any
+    return None
+
+
+def choices(annotation: Any) -> list[Any]:
+    """The literal values that `annotation` lists, through unions and enums."""
+    found: list[Any] = []
+    for arm in arms(annotation):
+        bare, _ = split(arm)
+        if get_origin(bare) is Literal:
+            found += get_args(bare)
+        elif isinstance(bare, type) and issubclass(bare, enum.Enum):
+            found += [member.value for member in bare]
+    return found
+
+
+def describe(annotation: Any) -> str:
+    """What `annotation` accepts, in words.
+
+    >>> describe(Annotated[int, annotated_types.Ge(1)] | None)
+    'a whole number of at least 1, or null'
+    >>> describe(Literal["gelu", "relu"] | bool)
+    "'gelu', 'relu', or true or false"
+    >>> describe(dict[str, list[float]])
+    'a mapping (each value: a list (each item: a number))'
+    """
+    words: list[str] = []
+    tagged = tags(annotation)
+    if len(tagged) > 1:
+        words.append(f"a mapping with `{TAG}:` one of {_listed(list(tagged))}")
+    alternatives = arms(annotation)
+    shared = split(annotation)[1] if len(alternatives) > 1 else ()
+    for arm in alternatives:
+        if not (len(tagged) > 1 and is_model(split(arm)[0])):
+            words.append(_describe_one(arm, shared))
+    unique = list(dict.fromkeys(words))
+    return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])}, or {unique[-1]}"
+
+
+def _listed(values: list[Any]) -> str:
+    return ", ".join(repr(value) for value in values)
+
+
+def _describe_one(annotation: Any, shared: tuple[Any, ...]) -> str:
+    bare, metadata = split(annotation)
+    listed = choices(bare)
+    if listed or bare is type(None):
+        return _listed(listed) or "null"
+    bounds = _bounds((*metadata, *shared), counted=is_sequence(bare) or is_mapping(bare))
+    if is_mapping(bare):
+        inner = get_args(bare)
+        text = f" (each value: {describe(inner[1])})" if len(inner) == 2 else ""
+        return f"a mapping{bounds}{text}"
+    if is_sequence(bare):
+        inner = [arg for arg in get_args(bare) if arg is not Ellipsis]
+        if get_origin(bare) is tuple and Ellipsis not in get_args(bare):
+            return f"a list of {len(inner)} ({'; '.join(describe(arg) for arg in inner)})"
+        text = f" (each item: {describe(inner[0])})" if inner else ""
+        return f"a list{bounds}{text}"
+    try:
+        word = _WORDS.get(bare)
+    except TypeError:
+        word = None
+    return f"{word or getattr(bare, '__name__', None) or typing.cast('str', str(bare))}{bounds}"
+
+
+def _bounds(metadata: tuple[Any, ...], *, counted: bool) -> str:
+    """Bounds in words; `counted` things are measured by their number of entries."""
+    found: list[str] = []
+    for item in _flat(metadata):
+        for name, words in (
+            ("ge", "of at least {}"),
+            ("gt", "greater than {}"),
+            ("le", "of at most {}"),
+            ("lt", "below {}"),
+            ("multiple_of", "that is a multiple of {}"),
+            ("min_length", "with {} or more entries" if counted else "of {} characters or more"),
+            ("max_length", "with at most {} entries" if counted else "of at most {} characters"),
+            ("pattern", "that matches {!r}"),
+        ):
+            bound = getattr(item, name, None)
+            if bound is not None:
+                found.append(words.format(getattr(bound, "pattern", bound)))
+    return f" {' and '.join(found)}" if found else ""
+
+
+def _flat(metadata: tuple[Any, ...]) -> list[Any]:
+    found: list[Any] = []
+    for item in metadata:
+        if isinstance(item, FieldInfo):
+            found += _flat(tuple(item.metadata))
+        elif isinstance(item, annotated_types.GroupedMetadata):
+            found += _flat(tuple(item))
+        else:
+            found.append(item)
+    return found

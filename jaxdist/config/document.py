@@ -1,0 +1,116 @@
+"""A loaded configuration as plain values, and where each of them was written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Key = str | int
+KeyPath = tuple[Key, ...]
+
+SHOWN_CHARS = 60
+
+_PLAIN_KEY = re.compile(r"[\w-]+")
+
+
+def dotted(path: KeyPath) -> str:
+    """The spelling of a path that people read; keys that would mislead are quoted.
+
+    >>> dotted(("data", "files", 0)), dotted(("a.b",)), dotted(())
+    ('data.files.0', "'a.b'", '(top level)')
+    """
+    parts = (str(key) if _PLAIN_KEY.fullmatch(str(key)) else repr(key) for key in path)
+    return ".".join(parts) or "(top level)"
+
+
+def keys_of(value: Any) -> Collection[Key]:
+    """The keys of a mapping, the indices of a list, nothing for a scalar."""
+    if isinstance(value, dict):
+        return value.keys()
+    return range(len(value)) if isinstance(value, list) else ()
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it: its repr, cut at SHOWN_CHARS characters."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 1]}…"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a value was written: a file and its line (from 1), or the text of an override.
+
+    >>> str(Origin("configs/gpt/base.yaml", 12)), str(Origin("override 'optim.lr=1'"))
+    ('configs/gpt/base.yaml:12', "override 'optim.lr=1'")
+    """
+
+    source: str
+    line: int | None = None
+
+    def __str__(self) -> str:
+        return self.source if self.line is None else f"{self.source}:{self.line}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One value with its origin; `value` is a scalar, a dict of Nodes or a list of Nodes."""
+
+    value: Any
+    origin: Origin
+
+    def plain(self) -> Any:
+        """The value without origins."""
+        if isinstance(self.value, dict):
+            return {key: child.plain() for key, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+    def origins(self, path: KeyPath = ()) -> dict[KeyPath, Origin]:
+        """The origin of this value and of everything below it, by path."""
+        found = {path: self.origin}
+        children = self.value.items() if isinstance(self.value, dict) else ()
+        if isinstance(self.value, list):
+            children = enumerate(self.value)
+        for key, child in children:
+            found |= child.origins((*path, key))
+        return found
+
+
+@dataclass(frozen=True)
+class Document:
+    """A configuration before validation: what `read` makes and `validate` takes.
+
+    Attributes:
+      values: nested dicts (text keys), lists, text, numbers, booleans and None.
+      origins: where each path of `values` was written; paths may be missing.
+      path: the file that was read.
+    """
+
+    values: dict[str, Any]
+    origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
+    path: Path = Path("config.yaml")
+
+    def origin(self, path: KeyPath) -> Origin:
+        """The origin of `path`, or of its nearest known ancestor.
+
+        >>> document = Document({"a": {"b": 1}}, {("a",): Origin("x.yaml", 3)}, Path("x.yaml"))
+        >>> str(document.origin(("a", "b"))), str(document.origin(("c",)))
+        ('x.yaml:3', 'x.yaml')
+        """
+        for length in range(len(path), -1, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]]
+        return Origin(str(self.path))
+
+    def get(self, path: KeyPath) -> tuple[KeyPath, Any]:
+        """The longest prefix of `path` that is set, and the value there."""
+        value: Any = self.values
+        for depth, key in enumerate(path):
+            if key not in keys_of(value):
+                return path[:depth], value
+            value = value[key]
+        return path, value

@@ -1,0 +1,144 @@
+"""Why values do not fit a schema, in the user's words: pydantic finds, this file explains.
+
+A union is explained once, by the one alternative that the value was meant for: the `type:` it
+names, or the one whose shape it has.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, core_schema
+
+from jaxdist.config.describe import (
+    TAG,
+    arms,
+    child_type,
+    choices,
+    describe,
+    fields,
+    is_mapping,
+    is_model,
+    is_sequence,
+    split,
+    tags,
+)
+from jaxdist.config.document import Key, KeyPath, keys_of
+from jaxdist.errors import closest, did_you_mean
+
+_MESSAGE_IS_OURS = ("value_error", "assertion_error")
+_KNOWN_TYPES = frozenset(get_args(core_schema.ErrorType)) - set(_MESSAGE_IS_OURS)
+_STRICT = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong at one path; the message says what is allowed, without path or value."""
+
+    path: KeyPath
+    message: str
+
+
+def explain(schema: Any, values: Any, path: KeyPath = ()) -> list[Problem]:
+    """Every problem of `values` (plain, as from JSON) under `schema`; empty when it validates.
+
+    Args:
+      schema: a model class or any annotation that pydantic takes.
+      path: where `values` stands; the problems' paths begin with it.
+    """
+    found: dict[tuple[KeyPath, str], Problem] = {}
+    unions: set[KeyPath] = set()
+    for detail in _failures(schema, values):
+        for problem in _explain(schema, values, path, detail, unions):
+            found.setdefault((problem.path, problem.message), problem)
+    return list(found.values())
+
+
+def _failures(schema: Any, values: Any) -> list[ErrorDetails]:
+    # Through JSON, since strict JSON allows what YAML writes: text for a path, a list for a tuple.
+    text = json.dumps(values)
+    try:
+        adapter = TypeAdapter(schema, config=_STRICT)
+    except PydanticUserError:  # a model brings its own configuration
+        adapter = TypeAdapter(schema)
+    try:
+        adapter.validate_json(text)
+    except ValidationError as error:
+        return error.errors(include_url=False)
+    return []
+
+
+def _explain(
+    schema: Any, value: Any, path: KeyPath, detail: ErrorDetails, unions: set[KeyPath]
+) -> list[Problem]:
+    keys = list(detail["loc"])
+    while keys and len(arms(schema)) == 1 and (child := child_type(schema, keys[0])) is not None:
+        if is_mapping(split(schema)[0]) and keys[1:] == ["[key]"]:
+            return [Problem((*path, keys[0]), _unknown_key(split(schema)[0], keys[0]))]
+        schema = child
+        value = value[keys[0]] if keys[0] in keys_of(value) else None
+        path = (*path, keys.pop(0))
+    kind = detail["type"]
+    if kind == "missing" and not keys:
+        return [Problem(path, f"required, but not set; expected {describe(schema)}")]
+    if kind not in _KNOWN_TYPES and (not keys or len(arms(schema)) == 1):
+        return [Problem(path, _own_message(detail))]
+    if len(arms(schema)) > 1:
+        if path in unions:
+            return []
+        unions.add(path)
+        return _explain_union(schema, value, path)
+    if kind == "extra_forbidden" and len(keys) == 1:
+        return [Problem((*path, keys[0]), _unknown_key(split(schema)[0], keys[0]))]
+    return [Problem(path, _expected(schema, value))]
+
+
+def _explain_union(schema: Any, value: Any, path: KeyPath) -> list[Problem]:
+    tagged = tags(schema)
+    if isinstance(value, dict) and len(tagged) > 1:
+        if TAG not in value:
+            words = f"required, but not set; expected one of: {', '.join(map(str, tagged))}"
+            return [Problem((*path, TAG), words)]
+        model = next((tagged[tag] for tag in tagged if tag == value[TAG]), None)
+        if model is None:
+            return [Problem((*path, TAG), did_you_mean(str(value[TAG]), map(str, tagged)))]
+        return explain(model, value, path) or [Problem(path, _expected(schema, value))]
+    attempts = [(arm, explain(arm, value, path)) for arm in arms(schema) if _fits(arm, value)]
+    otherwise = [Problem(path, _expected(schema, value))]
+    if isinstance(value, dict | list):
+        return min((found for _, found in attempts if found), key=len, default=otherwise)
+    from_validators = (
+        found[:1] for arm, found in attempts if found and found[0].message != _expected(arm, value)
+    )
+    return next(from_validators, otherwise)
+
+
+def _fits(arm: Any, value: Any) -> bool:
+    bare, _ = split(arm)
+    shapes = is_mapping(bare), is_sequence(bare)
+    return shapes == (isinstance(value, dict), isinstance(value, list))
+
+
+def _own_message(detail: ErrorDetails) -> str:
+    error = detail.get("ctx", {}).get("error")
+    return str(error) if error is not None else detail["msg"]
+
+
+def _unknown_key(schema: Any, key: Key) -> str:
+    allowed = list(fields(schema)) if is_model(schema) else choices(get_args(schema)[0])
+    if not allowed:
+        what = "no keys are allowed here" if is_model(schema) else describe(get_args(schema)[0])
+        return f"unknown key; {what}"
+    return f"unknown key; {did_you_mean(str(key), map(str, allowed))}"
+
+
+def _expected(schema: Any, value: Any) -> str:
+    listed = [choice for choice in choices(schema) if isinstance(choice, str)]
+    if isinstance(value, str) and listed and len(arms(schema)) == 1:
+        return did_you_mean(value, listed)
+    match = closest(value, listed) if isinstance(value, str) else None
+    hint = f"; did you mean {match!r}?" if match else ""
+    return f"expected {describe(schema)}{hint}"

@@ -1,0 +1,111 @@
+"""Objects of the user's own, named by import path: `mypkg.model:build`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import pkgutil
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+from jaxdist.errors import ConfigError, JaxdistError, closest
+
+
+def load_object(path: str) -> Any:
+    """The object that `module:name` names; the current directory is searched first.
+
+    `name` may be dotted, to reach into a class or a namespace.
+
+    >>> load_object("math:gcd")(12, 18)
+    6
+
+    Raises:
+      ConfigError: the path is not of that form, the module or the name does not exist, or the
+        module fails while it is imported.
+    """
+    module_name, colon, attribute = path.partition(":")
+    parts = (*module_name.split("."), *attribute.split("."))
+    if not colon or not all(part.isidentifier() for part in parts):
+        raise ConfigError(
+            f"import path {path!r}: expected 'package.module:name', as in 'mypkg.model:build'"
+        )
+    if sys.path[:1] not in ([""], ["."]):
+        sys.path.insert(0, "")
+    found = _import_module(module_name, path)
+    for name in attribute.split("."):
+        if not hasattr(found, name):
+            _no_attribute(path, found, name)
+        found = getattr(found, name)
+    return found
+
+
+def call_object(path: str, found: Any, args: Mapping[str, Any]) -> Any:
+    """`found(**args)`, where an error raised inside is shown with its file and line.
+
+    Raises:
+      ConfigError: `found` is not callable, refuses the arguments, or raises.
+    """
+    if not callable(found):
+        raise ConfigError(f"import path {path!r}: {type(found).__name__} object is not callable")
+    return run_user_code(f"import path {path!r}: calling it with {dict(args)!r}", found, **args)
+
+
+def run_user_code(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`function(*args, **kwargs)`; what it raises becomes a ConfigError that starts with `what`."""
+    try:
+        return function(*args, **kwargs)
+    except JaxdistError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{what} raised {describe_exception(error)}") from error
+
+
+def describe_exception(error: BaseException) -> str:
+    """`IndexError: message (file.py:12)`: the type, the message and where it was raised."""
+    place = ""
+    if isinstance(error, SyntaxError) and error.filename:
+        place = f" ({error.filename}:{error.lineno})"
+    elif frames := traceback.extract_tb(error.__traceback__):
+        place = f" ({frames[-1].filename}:{frames[-1].lineno})"
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    return f"{type(error).__name__}: {message}{place}"
+
+
+def _import_module(name: str, path: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # Only a missing `name` or one of its parents is the path's fault; anything else is an
+        # import inside the user's module.
+        if error.name and (name == error.name or name.startswith(f"{error.name}.")):
+            _no_module(path, error.name)
+        raise ConfigError(
+            f"import path {path!r}: module {name!r} raised {describe_exception(error)}"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"import path {path!r}: module {name!r} raised {describe_exception(error)}"
+        ) from error
+
+
+def _no_module(path: str, missing: str) -> NoReturn:
+    parent, _, leaf = missing.rpartition(".")
+    search = getattr(sys.modules.get(parent), "__path__", None) if parent else None
+    names = {module.name for module in pkgutil.iter_modules(search)} | (
+        set() if parent else set(sys.stdlib_module_names)
+    )
+    match = closest(leaf, names)
+    hint = f"; did you mean {f'{parent}.' if parent else ''}{match}?" if match else ""
+    raise ConfigError(
+        f"import path {path!r}: there is no module {missing!r}{hint} (searched: the current "
+        "directory, PYTHONPATH and the installed packages)"
+    ) from None
+
+
+def _no_attribute(path: str, found: Any, name: str) -> NoReturn:
+    owner = getattr(found, "__name__", type(found).__name__)
+    match = closest(name, (other for other in dir(found) if not other.startswith("_")))
+    hint = f"; did you mean {match!r}?" if match else ""
+    raise ConfigError(f"import path {path!r}: {owner!r} has no attribute {name!r}{hint}")

@@ -1,0 +1,154 @@
+"""A YAML file, its `include:`s and the overrides become one Document.
+
+`include: base.yaml`, or a list of files, stands at the top level; paths are relative to the file
+that includes. Later includes win over earlier ones, and the including file wins over all. Where
+both sides hold a mapping they are merged key by key (the base's order first, new keys behind);
+every other value is replaced. A mapping is replaced, not merged, when
+
+- both sides have a `type:` and the types differ: the keys of another choice make no sense; or
+- the file lists it under `replace:`, as in `replace: [mesh]`, dotted for deeper ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxdist.config.document import Document, KeyPath, Node, Origin, dotted, shown
+from jaxdist.config.override import apply_override
+from jaxdist.config.parse import parse
+from jaxdist.errors import ConfigError, closest
+
+MAX_FILE_BYTES = 1 << 18
+MAX_FILES = 64
+
+
+def read(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Document:
+    """The merged values of a YAML file, each with its origin; nothing is validated yet.
+
+    Args:
+      path: a YAML 1.2 file of UTF-8 text, at most MAX_FILE_BYTES.
+      overrides: `section.key=value` texts, applied in order after all includes.
+
+    Raises:
+      ConfigError: a file that is missing, unreadable or not plain YAML; includes that form a
+        cycle; an override that does not fit.
+    """
+    file = Path(path)
+    root = _Loader().load(file, None, ())
+    for text in overrides:
+        root = apply_override(root, text)
+    return Document(root.plain(), root.origins(), file)
+
+
+def merge(base: Node, child: Node, replaced: frozenset[KeyPath], path: KeyPath = ()) -> Node:
+    """`child` laid over `base`, by the rules at the top of this file."""
+    if not (isinstance(base.value, dict) and isinstance(child.value, dict)) or path in replaced:
+        return child
+    types = [side.value["type"].plain() for side in (base, child) if "type" in side.value]
+    if len(types) == 2 and types[0] != types[1]:
+        return child
+    merged = dict(base.value)
+    for key, node in child.value.items():
+        merged[key] = merge(merged[key], node, replaced, (*path, key)) if key in merged else node
+    return Node(merged, child.origin)
+
+
+class _Loader:
+    def __init__(self) -> None:
+        self.files = 0
+
+    def load(self, file: Path, asked: Origin | None, chain: tuple[Path, ...]) -> Node:
+        name = _display(file)
+        place = f"{asked}: include: " if asked else ""
+        text = _read_text(file, place)
+        if os.path.realpath(file) in [os.path.realpath(seen) for seen in chain]:
+            cycle = " -> ".join(_display(seen) for seen in (*chain, file))
+            raise ConfigError(f"{place}files include each other: {cycle}; break the cycle")
+        self.files += 1
+        if self.files > MAX_FILES:
+            raise ConfigError(f"{place}more than {MAX_FILES} files included in all")
+        root = parse(text, lambda line: Origin(name, line))
+        if root.value is None:
+            root = Node({}, Origin(name))
+        if not isinstance(root.value, dict):
+            found = "a list" if isinstance(root.value, list) else shown(root.value)
+            raise ConfigError(
+                f"{root.origin}: the top level must be a mapping (`key: value` lines), "
+                f"found {found}"
+            )
+        values = dict(root.value)
+        includes = _texts(values.pop("include", None), "include", "file names")
+        replaced = _replaced(values.pop("replace", None), values, bool(includes))
+        merged = Node({}, Origin(name))
+        for include, origin in includes:
+            base = self.load(file.parent / include, origin, (*chain, file))
+            merged = merge(merged, base, frozenset())
+        return merge(merged, Node(values, Origin(name)), replaced)
+
+
+def _texts(node: Node | None, key: str, what: str) -> list[tuple[str, Origin]]:
+    if node is None:
+        return []
+    items = node.value if isinstance(node.value, list) else [node]
+    for item in items:
+        if not isinstance(item.value, str) or not item.value:
+            found = shown(item.plain())
+            raise ConfigError(f"{item.origin}: {key} takes one or a list of {what}, found {found}")
+    return [(item.value, item.origin) for item in items]
+
+
+def _replaced(node: Node | None, values: dict[str, Node], included: bool) -> frozenset[KeyPath]:
+    paths: set[KeyPath] = set()
+    for text, origin in _texts(node, "replace", "dotted paths"):
+        path = tuple(text.split("."))
+        at: Node | None = Node(values, origin)
+        for key in path:
+            at = at.value.get(key) if at is not None and isinstance(at.value, dict) else None
+        if at is None:
+            raise ConfigError(f"{origin}: replace names {dotted(path)}, which this file never sets")
+        if not included:
+            raise ConfigError(f"{origin}: replace has no effect without include; remove it")
+        paths.add(path)
+    return frozenset(paths)
+
+
+def _read_text(file: Path, place: str) -> str:
+    name = _display(file)
+    if "\0" in str(file):
+        raise ConfigError(f"{place}{name!r}: a file name holds no null character")
+    try:
+        if file.exists() and not file.is_file():
+            kind = "a directory" if file.is_dir() else "not a regular file"
+            raise ConfigError(f"{place}{name} is {kind}; name a YAML file")
+        with file.open("rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ConfigError(f"{place}{name}: no such file{_suggestion(file)}") from None
+    except OSError as error:
+        raise ConfigError(f"{place}{name}: cannot be read: {error.strerror}") from None
+    if len(data) > MAX_FILE_BYTES:
+        raise ConfigError(f"{place}{name} is larger than {MAX_FILE_BYTES} bytes: not a config")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{place}{name}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset "
+            f"{error.start}); save it as UTF-8"
+        ) from None
+
+
+def _suggestion(file: Path) -> str:
+    try:
+        names = sorted(name for name in os.listdir(file.parent) if name.endswith((".yaml", ".yml")))
+    except OSError:
+        return f" (there is no folder {_display(file.parent)} to read)"
+    match = closest(file.name, names)
+    if match:
+        return f"; did you mean {_display(file.parent / match)!r}?"
+    return f"; in {_display(file.parent)} there are: {', '.join(names)}" if names else ""
+
+
+def _display(file: Path) -> str:
+    return os.path.normpath(file).encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,64 @@
+"""`section.key=value` on the command line replaces one value of the tree."""
+
+from __future__ import annotations
+
+from jaxdist.config.document import KeyPath, Node, Origin, dotted, shown
+from jaxdist.config.parse import MAX_DEPTH, parse
+from jaxdist.errors import ConfigError
+
+
+def apply_override(root: Node, text: str) -> Node:
+    """The tree with the value at the override's path replaced (never merged).
+
+    The value is YAML: `model.layers=12`, `eval=null`, `mesh={data: 4, tensor: 2}`. An item of a
+    list goes by its index: `data.files.0=a.txt`. Missing sections on the way are made; nothing
+    after `=` means null.
+
+    Raises:
+      ConfigError: no `=`, an empty key, a path through a scalar or past the end of a list, or a
+        value that is not YAML.
+
+    >>> root = Node({"model": Node({"layers": Node(2, Origin("x.yaml", 1))}, Origin("x.yaml"))},
+    ...     Origin("x.yaml"))
+    >>> apply_override(root, "model.layers=12").plain()
+    {'model': {'layers': 12}}
+    """
+    origin = Origin(f"override {shown(text)}")
+    key, equals, value = text.partition("=")
+    parts = [part.strip() for part in key.split(".")]
+    if not key.isprintable():
+        raise ConfigError(f"{origin}: its key is not printable text; write section.key=value")
+    if not equals:
+        raise ConfigError(f"{origin}: no '=' in it; write section.key=value")
+    if not all(parts):
+        raise ConfigError(f"{origin}: empty key; write section.key=value")
+    if len(parts) > MAX_DEPTH:
+        raise ConfigError(f"{origin}: {len(parts)} keys deep; at most {MAX_DEPTH}")
+    if parts[0] in ("include", "replace"):
+        raise ConfigError(f"{origin}: {parts[0]!r} belongs in a file and cannot be overridden")
+    return _set(root, parts, parse(value, lambda line: origin), ())
+
+
+def _set(node: Node, parts: list[str], value: Node, done: KeyPath) -> Node:
+    if not parts:
+        return value
+    part, rest = parts[0], parts[1:]
+    if isinstance(node.value, list):
+        if not (part.isascii() and part.isdigit() and int(part) < len(node.value)):
+            raise ConfigError(
+                f"{value.origin}: {dotted(done)} (at {node.origin}) is a list of "
+                f"{len(node.value)}, and {part!r} is not an index of it; count from 0"
+            )
+        index = int(part)
+        items = list(node.value)
+        items[index] = _set(items[index], rest, value, (*done, index))
+        return Node(items, node.origin)
+    if node.value is None:
+        node = Node({}, value.origin)
+    if not isinstance(node.value, dict):
+        raise ConfigError(
+            f"{value.origin}: {dotted(done)} is {shown(node.value)} (at {node.origin}), "
+            f"not a section, so it has no {part!r}; override {dotted(done)} itself"
+        )
+    child = node.value.get(part, Node(None, value.origin))
+    return Node({**node.value, part: _set(child, rest, value, (*done, part))}, node.origin)

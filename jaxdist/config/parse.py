@@ -1,0 +1,211 @@
+"""YAML 1.2 text becomes a tree of Nodes: data only, every value with its line, within limits.
+
+Read from ruamel's events, not through its constructors: no tag is ever acted on, aliases are
+counted before they are followed, and each key keeps its line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.events import (
+    AliasEvent,
+    DocumentStartEvent,
+    MappingEndEvent,
+    MappingStartEvent,
+    NodeEvent,
+    ScalarEvent,
+    SequenceEndEvent,
+)
+from ruamel.yaml.nodes import ScalarNode
+
+from jaxdist.config.document import Node, Origin
+from jaxdist.errors import ConfigError
+
+MAX_DEPTH = 32
+MAX_VALUES = 10_000
+MAX_DIGITS = 80
+
+Locate = Callable[[int], Origin]
+
+_SCALARS = YAML(typ="safe", pure=True)  # never parses, so that no %YAML line can change it
+
+
+def parse(text: str, locate: Locate) -> Node:
+    """The one document in `text`; empty text is null.
+
+    Args:
+      text: YAML 1.2 (so `1e-3` is a number and `on` is text); plain `2024-01-31` stays text.
+      locate: the origin of a line, counted from 1.
+
+    Raises:
+      ConfigError: broken YAML, duplicate or non-text keys, tags, directives, a second document,
+        or more than MAX_DEPTH levels, MAX_VALUES values or MAX_DIGITS digits.
+
+    >>> parse("{lr: 1e-3, on: [true, 0x10]}", lambda line: Origin("x.yaml", line)).plain()
+    {'lr': 0.001, 'on': [True, 16]}
+    """
+    builder = _Builder(text, locate)
+    try:
+        return builder.build()
+    except YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        what = getattr(error, "problem", None) or getattr(error, "reason", None) or str(error)
+        where = locate(mark.line + 1 if mark else 1)
+        raise ConfigError(f"{where}: not valid YAML: {what}{_hint(what)}") from None
+    except OverflowError:  # ruamel passes "\UFFFFFFFF" to chr() unchecked
+        raise ConfigError(f"{locate(1)}: not valid YAML: a \\U escape beyond 10FFFF") from None
+
+
+def plain_scalar(text: str) -> Any:
+    """What `text` means when it stands in YAML without quotes.
+
+    >>> [plain_scalar(text) for text in ("on", "1e-3", "1_000", "~", "2024-01-31")]
+    ['on', 0.001, 1000, None, '2024-01-31']
+    """
+    tag = str(_SCALARS.resolver.resolve(ScalarNode, text, (True, False))).rpartition(":")[2]
+    node = ScalarNode(tag, text)
+    try:
+        if tag == "null":
+            return None
+        if tag == "bool":
+            return _SCALARS.constructor.construct_yaml_bool(node)
+        if tag == "int":
+            return _SCALARS.constructor.construct_yaml_int(node)
+        if tag == "float":
+            return _SCALARS.constructor.construct_yaml_float(node)
+    except ValueError:  # ruamel's pattern admits a few non-numbers, such as "-_"
+        return text
+    return text
+
+
+def _hint(problem: str) -> str:
+    if "'\\t'" in problem:
+        return "; indent with spaces, not tabs"
+    if "cannot start any token" in problem or "mapping values are not allowed" in problem:
+        return "; put quotes around it if it is text"
+    return ""
+
+
+def _size_and_depth(node: Node) -> tuple[int, int]:
+    if isinstance(node.value, dict | list):
+        children = node.value.values() if isinstance(node.value, dict) else node.value
+        measured = [_size_and_depth(child) for child in children]
+        return 1 + sum(size for size, _ in measured), 1 + max((d for _, d in measured), default=0)
+    return 1, 1
+
+
+class _Builder:
+    def __init__(self, text: str, locate: Locate):
+        self.text = text
+        self.locate = locate
+        self.events: Iterator[Any] = iter(())
+        self.anchors: dict[str, Node] = {}
+        self.values = 0
+        self.problems: list[str] = []
+
+    def build(self) -> Node:
+        self.events = iter(YAML(typ="safe", pure=True).parse(self.text))
+        root = Node(None, self.locate(1))
+        documents = 0
+        for event in self.events:
+            if isinstance(event, DocumentStartEvent):
+                documents += 1
+                self._check_document(event, documents)
+            elif isinstance(event, NodeEvent):
+                root = self._node(event, 1)
+        if self.problems:
+            raise ConfigError("\n".join(self.problems))
+        return root
+
+    def _check_document(self, event: DocumentStartEvent, documents: int) -> None:
+        if documents > 1:
+            raise self._error(event, "a second document ('---') begins here; keep one a file")
+        if event.version or event.tags:
+            raise self._error(event, "directives ('%...') are not supported; remove the line")
+
+    def _node(self, event: Any, depth: int) -> Node:
+        self._check_limits(event, 1, depth)
+        if isinstance(event, AliasEvent):
+            return self._alias(event, depth)
+        if event.tag is not None:
+            self._problem(event, f"the tag {event.tag!r} is not supported; remove it")
+        if isinstance(event, ScalarEvent):
+            value = self._scalar(event)
+        elif isinstance(event, MappingStartEvent):
+            value = self._mapping(depth)
+        else:
+            value = self._sequence(depth)
+        node = Node(value, self._origin(event))
+        if event.anchor is not None:
+            self.anchors[event.anchor] = node
+        return node
+
+    def _alias(self, event: AliasEvent, depth: int) -> Node:
+        if event.anchor not in self.anchors:
+            raise self._error(
+                event,
+                f"'*{event.anchor}' refers to no finished '&{event.anchor}' above it; "
+                "put quotes around it if it is text",
+            )
+        node = self.anchors[event.anchor]
+        size, height = _size_and_depth(node)
+        self._check_limits(event, size - 1, depth + height - 1)
+        return node
+
+    def _mapping(self, depth: int) -> dict[str, Node]:
+        found: dict[str, Node] = {}
+        while not isinstance(event := next(self.events), MappingEndEvent):
+            key_node = self._node(event, depth + 1)
+            value = self._node(next(self.events), depth + 1)
+            key, origin = key_node.value, self._origin(event)
+            if key == "<<" and event.implicit[0]:
+                self._problem(event, "'<<' is not part of YAML 1.2; use `include:` at the top")
+            elif not isinstance(key, str):
+                shown = "a list or mapping" if isinstance(key, dict | list) else repr(key)
+                self._problem(event, f"a key must be text, found {shown}; put quotes around it")
+            elif key in found:
+                first = found[key].origin
+                self._problem(event, f"the key {key!r} is set twice, first at {first}; remove one")
+            else:
+                found[key] = Node(value.value, origin)
+        return found
+
+    def _sequence(self, depth: int) -> list[Node]:
+        found: list[Node] = []
+        while not isinstance(event := next(self.events), SequenceEndEvent):
+            found.append(self._node(event, depth + 1))
+        return found
+
+    def _scalar(self, event: ScalarEvent) -> Any:
+        text: str = event.value
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            self._problem(event, f"{text!r} holds half of a \\u surrogate pair; write it whole")
+            return None
+        if not event.implicit[0]:
+            return text
+        if len(text) > MAX_DIGITS and not isinstance(plain_scalar(text[:MAX_DIGITS]), str):
+            self._problem(event, f"a number of {len(text)} digits; at most {MAX_DIGITS}")
+            return None
+        return plain_scalar(text)
+
+    def _check_limits(self, event: Any, size: int, depth: int) -> None:
+        self.values += size
+        if depth > MAX_DEPTH:
+            raise self._error(event, f"nested more than {MAX_DEPTH} levels deep")
+        if self.values > MAX_VALUES:
+            raise self._error(event, f"more than {MAX_VALUES} values, aliases followed")
+
+    def _origin(self, event: Any) -> Origin:
+        return self.locate(event.start_mark.line + 1)
+
+    def _problem(self, event: Any, message: str) -> None:
+        self.problems.append(f"{self._origin(event)}: {message}")
+
+    def _error(self, event: Any, message: str) -> ConfigError:
+        return ConfigError("\n".join([*self.problems, f"{self._origin(event)}: {message}"]))

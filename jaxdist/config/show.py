@@ -1,0 +1,178 @@
+"""The resolved configuration for people, for the run directory, and for editors."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from rich.cells import cell_len, set_cell_size
+from ruamel.yaml import YAML
+
+from jaxdist.config.document import Document, KeyPath, Origin, dotted
+from jaxdist.config.parse import plain_scalar
+
+DEFAULT = Origin("default")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One value of the resolved tree (a scalar, a list of scalars, or something empty)."""
+
+    path: KeyPath
+    value: Any
+    origin: Origin
+
+
+def provenance(document: Document, instance: BaseModel) -> list[Row]:
+    """The validated tree as flat rows, in field order; what the user left out is `DEFAULT`.
+
+    >>> class Optim(BaseModel):
+    ...     lr: float = 0.1
+    ...     momentum: float = 0.9
+    >>> document = Document({"lr": 1}, {("lr",): Origin("x.yaml", 1)})
+    >>> for row in provenance(document, Optim(lr=1)):
+    ...     print(dotted(row.path), row.value, row.origin)
+    lr 1.0 x.yaml:1
+    momentum 0.9 default
+    """
+    return list(_rows(document, _plain(instance), ()))
+
+
+def render(rows: Iterable[Row], width: int = 80) -> str:
+    """Aligned lines `path  value  origin`, none wider than `width` terminal cells.
+
+    What does not fit is cut with an ellipsis at its end; a file's path is cut at its start, since
+    its line number matters most.
+    """
+    rows = list(rows)
+    cells = [(dotted(row.path), _value_text(row.value), str(row.origin)) for row in rows]
+    if not cells:
+        return ""
+    path_cells, value_cells, origin_cells = (
+        max(cell_len(text) for text in column) for column in zip(*cells, strict=True)
+    )
+    path_cells = min(path_cells, width * 2 // 5)
+    origin_cells = min(origin_cells, max(width // 3, width - 4 - path_cells - value_cells))
+    value_cells = min(value_cells, width - 4 - path_cells - origin_cells)
+    lines = []
+    for row, (path, value, origin) in zip(rows, cells, strict=True):
+        fit_origin = _fit if row.origin.line is None else _fit_end
+        columns = _fit(path, path_cells), _fit(value, value_cells), fit_origin(origin, origin_cells)
+        lines.append("  ".join(columns).rstrip())
+    return "\n".join(lines)
+
+
+def resolved_yaml(instance: BaseModel) -> str:
+    """YAML of the whole tree, defaults included; it loads back to an equal instance.
+
+    >>> class Optim(BaseModel):
+    ...     lr: float = 1e-5
+    ...     name: str = "on"
+    >>> print(resolved_yaml(Optim()), end="")
+    lr: 1e-05
+    name: on
+    """
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.allow_unicode = True
+    yaml.width = sys.maxsize  # a folded text would be hard to read and to edit
+    yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue] (untyped in ruamel)
+    stream = io.StringIO()
+    yaml.dump(_plain(instance), stream)
+    return stream.getvalue()
+
+
+def json_schema(schema_class: type[BaseModel]) -> str:
+    """JSON schema (draft 2020-12) of a configuration file, as text for an editor.
+
+    Keys, types and bounds are checked; presence is not, since what one file leaves out may come
+    from its `include:`s. Loading checks presence, on the merged tree.
+    """
+    schema = _for_partial_files(schema_class.model_json_schema())
+    texts = {"type": "array", "items": {"type": "string"}}
+    directives = {
+        "include": {
+            "description": "Files, relative to this one, whose values this file overrides.",
+            "anyOf": [{"type": "string"}, texts],
+        },
+        "replace": {
+            "description": "Dotted paths of mappings to replace instead of merging them.",
+            "anyOf": [{"type": "string"}, texts],
+        },
+    }
+    schema["properties"] = directives | schema.get("properties", {})
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps(dialect | schema, indent=2, ensure_ascii=False) + "\n"
+
+
+def _plain(instance: BaseModel) -> dict[str, Any]:
+    return instance.model_dump(mode="json", by_alias=True)
+
+
+def _rows(document: Document, value: Any, path: KeyPath) -> Iterator[Row]:
+    if isinstance(value, dict) and value:
+        for key, child in value.items():
+            yield from _rows(document, child, (*path, key))
+    elif isinstance(value, list) and (_nested(value) or _mixed(document, value, path)):
+        for index, child in enumerate(value):
+            yield from _rows(document, child, (*path, index))
+    else:
+        yield Row(path, value, _origin(document, path))
+
+
+def _origin(document: Document, path: KeyPath) -> Origin:
+    known, value = document.get(path)
+    # A scalar above the path was expanded by a validator: its author wrote what lies below.
+    written = known == path or (known and not isinstance(value, dict | list))
+    return document.origin(path) if written else DEFAULT
+
+
+def _nested(items: list[Any]) -> bool:
+    return any(isinstance(item, dict | list) and item for item in items)
+
+
+def _mixed(document: Document, items: list[Any], path: KeyPath) -> bool:
+    sources = {_origin(document, (*path, index)).source for index in range(len(items))}
+    return len(sources | {_origin(document, path).source}) > 1
+
+
+def _value_text(value: Any) -> str:
+    if isinstance(value, str) and value.isprintable() and plain_scalar(value) == value != "":
+        return value
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _fit(text: str, cells: int) -> str:
+    if cell_len(text) <= cells:
+        return set_cell_size(text, cells)
+    return set_cell_size(set_cell_size(text, cells - 1).rstrip() + "…", cells)
+
+
+def _fit_end(text: str, cells: int) -> str:
+    if cell_len(text) <= cells:
+        return text
+    while cell_len(text) > cells - 1:
+        text = text[1:]
+    return f"…{text}"
+
+
+def _for_partial_files(schema: Any) -> Any:
+    """Drop `required`, and let a section without its tag match any alternative."""
+    if isinstance(schema, list):
+        return [_for_partial_files(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    partial = {}
+    for key, value in schema.items():
+        if key in ("properties", "$defs"):
+            partial[key] = {name: _for_partial_files(inner) for name, inner in value.items()}
+        elif key in ("default", "enum", "const", "examples"):
+            partial[key] = value
+        elif key not in ("required", "discriminator"):
+            partial["anyOf" if key == "oneOf" else key] = _for_partial_files(value)
+    return partial

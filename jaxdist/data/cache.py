@@ -1,0 +1,59 @@
+"""Where derived data is kept between runs: whole folders, published at once."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """JAXDIST_CACHE, else jaxdist in XDG_CACHE_HOME, else ~/.cache/jaxdist; it need not exist.
+
+    >>> cache_directory({"XDG_CACHE_HOME": "/home/ada/.cache"}).as_posix()
+    '/home/ada/.cache/jaxdist'
+    """
+    if chosen := environ.get("JAXDIST_CACHE"):
+        return Path(chosen)
+    base = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "jaxdist"
+
+
+def publish(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary folder, then make it appear as `target` in one rename.
+
+    Of several processes that publish the same target one wins; the others drop what they wrote,
+    which was the same.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=".tmp-", dir=target.parent))
+    try:
+        write(temporary)
+        try:
+            temporary.rename(target)
+        except OSError:
+            if not target.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_file(target: Path, content: bytes) -> None:
+    """Write or replace one file at once.
+
+    Raises:
+      OSError: the folder cannot be written.
+    """
+    handle, name = tempfile.mkstemp(prefix=".tmp-", dir=target.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,227 @@
+"""Text files as documents: which files, in which split, and what each one holds."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from jaxdist.errors import DataError
+
+SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+
+NotUtf8 = Literal["keep", "skip", "raise"]
+
+_NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+
+
+class TextFile(NamedTuple):
+    """A file, and its name below the folder that was asked for: the same on every machine."""
+
+    path: Path
+    name: str
+
+
+class Split(NamedTuple):
+    """The documents of both splits (UTF-8 bytes, unless the files were not), and what was read."""
+
+    train: list[bytes]
+    heldout: list[bytes]
+    facts: dict[str, int]
+
+
+def python_stdlib() -> list[TextFile]:
+    """The Python files of the running interpreter's own standard library, sorted by name.
+
+    What is installed beside the library (site-packages) is left out, and so is a file that is not
+    UTF-8: the library keeps some on purpose, to test its own errors.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [name for name in subfolders if name not in _NOT_STDLIB]
+        paths = (Path(folder, name) for name in names if name.endswith(".py"))
+        files += [
+            TextFile(path, path.relative_to(root).as_posix()) for path in paths if path.is_file()
+        ]
+    return sorted(files, key=lambda file: file.name)
+
+
+def matching(patterns: Sequence[str]) -> list[TextFile]:
+    """The files that any of the globs matches (`**` goes into subfolders), sorted by name.
+
+    Raises:
+      DataError: a glob that matches no file, or a file of a kind that is not text.
+    """
+    found: dict[Path, TextFile] = {}
+    for pattern in patterns:
+        root = _fixed_folder(pattern)
+        paths = [Path(p) for p in glob.glob(os.path.expanduser(pattern), recursive=True)]
+        files = [path for path in paths if path.is_file()]
+        if not files:
+            raise DataError(f"data.files: {pattern!r} matches no file; {_nearest(root)}")
+        for path in files:
+            if path.suffix not in SUFFIXES:
+                raise DataError(
+                    f"data.files: {path} (from {pattern!r}) has the suffix {path.suffix!r}, "
+                    f"expected one of {', '.join(SUFFIXES)}; name the files more narrowly"
+                )
+            name = path.relative_to(root).as_posix()
+            found.setdefault(path.resolve(), TextFile(path, name))
+    return _distinct(sorted(found.values(), key=lambda file: (file.name, file.path)))
+
+
+def split_documents(
+    files: Sequence[TextFile],
+    *,
+    heldout_fraction: float,
+    jsonl_field: str = "text",
+    not_utf8: NotUtf8 = "raise",
+) -> Split:
+    """Read every file once, drop those with equal content, and split by file.
+
+    A file is held out when the hash of its name says so, hence whatever else is there; of several
+    files at least one is on each side. A single file is cut by its bytes, the last part is held
+    out, between two documents where there are several (.jsonl) or else between two lines.
+
+    Args:
+      files: sorted, with distinct names.
+      heldout_fraction: the expected share of the held-out split, [0, 1); 0 holds nothing out.
+      jsonl_field: the key of the text in each line of a .jsonl file.
+      not_utf8: what becomes of a file that is not UTF-8.
+
+    Raises:
+      DataError: a file that cannot be read or is not UTF-8, or a broken line of a .jsonl file.
+    """
+    seen: set[bytes] = set()
+    kept: list[tuple[float, list[bytes]]] = []
+    for file in files:
+        content = _read(file.path)
+        digest = hashlib.blake2b(content, digest_size=16).digest()
+        if not content or digest in seen or not _usable(file.path, content, not_utf8):
+            continue
+        seen.add(digest)
+        documents = (
+            list(_jsonl(file.path, content, jsonl_field))
+            if file.path.suffix == ".jsonl"
+            else [content]
+        )
+        kept.append((_uniform(file.name), documents))
+    train, heldout = _divide(kept, heldout_fraction)
+    facts = {
+        "files": len(kept),
+        "skipped_files": len(files) - len(kept),
+        "documents": len(train) + len(heldout),
+        "train_bytes": sum(map(len, train)),
+        "heldout_bytes": sum(map(len, heldout)),
+    }
+    return Split(train, heldout, facts)
+
+
+def _divide(
+    kept: Sequence[tuple[float, list[bytes]]], fraction: float
+) -> tuple[list[bytes], list[bytes]]:
+    if fraction == 0 or not kept:
+        return [document for _, documents in kept for document in documents], []
+    if len(kept) == 1:
+        return _cut(kept[0][1], fraction)
+    draws = sorted(draw for draw, _ in kept)
+    # The least draw is always held out and the greatest never.
+    threshold = min(max(fraction, draws[0]), draws[-2])
+    train = [document for draw, some in kept if draw > threshold for document in some]
+    heldout = [document for draw, some in kept if draw <= threshold for document in some]
+    return train, heldout
+
+
+def _cut(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[bytes]]:
+    if len(documents) == 1:
+        content = documents[0]
+        start = int(len(content) * (1 - fraction))
+        place = content.find(b"\n", start) + 1
+        if place in (0, len(content)):
+            place = start
+            while place < len(content) and content[place] & 0xC0 == 0x80:  # inside a character
+                place += 1
+        return [content[:place]], [content[place:]]
+    remaining = sum(map(len, documents)) * (1 - fraction)
+    count = 0
+    while count < len(documents) - 1 and (remaining > 0 or count == 0):
+        remaining -= len(documents[count])
+        count += 1
+    return documents[:count], documents[count:]
+
+
+def _uniform(name: str) -> float:
+    """A number in [0, 1) that depends on the name alone."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest()) / 2**48
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
+
+
+def _usable(path: Path, content: bytes, not_utf8: NotUtf8) -> bool:
+    if not_utf8 == "keep":
+        return True
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        if not_utf8 == "skip":
+            return False
+        raise DataError(
+            f"data: {path} is not UTF-8: {error.reason} at byte {error.start}; convert it, or use "
+            "tokenizer: {type: bytes}, which takes any content"
+        ) from error
+    return True
+
+
+def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"data: {path}:{number} is not JSON: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get(field), str):
+            keys = sorted(record) if isinstance(record, dict) else type(record).__name__
+            raise DataError(
+                f"data: {path}:{number} has no text in {field!r} (found: {keys}); name the field "
+                "with data.jsonl_field"
+            )
+        yield record[field].encode()
+
+
+def _distinct(files: Sequence[TextFile]) -> list[TextFile]:
+    """Number equal names, which files below different folders can have."""
+    counts: dict[str, int] = {}
+    named = []
+    for path, name in files:
+        counts[name] = counts.get(name, 0) + 1
+        named.append(TextFile(path, name if counts[name] == 1 else f"{name}#{counts[name]}"))
+    return named
+
+
+def _fixed_folder(pattern: str) -> Path:
+    """The folder above the first wildcard of a glob."""
+    parts = Path(os.path.expanduser(pattern)).parts[:-1]
+    fixed = 0
+    while fixed < len(parts) and not glob.has_magic(parts[fixed]):
+        fixed += 1
+    return Path(*parts[:fixed])
+
+
+def _nearest(folder: Path) -> str:
+    while not folder.is_dir():
+        folder = folder.parent
+    names = sorted(path.name for path in folder.iterdir())
+    shown = ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
+    return f"the nearest folder that exists is {folder.resolve()} (it holds: {shown or 'nothing'})"

@@ -1,0 +1,84 @@
+"""The IDX format of the MNIST family: a header of sizes, then raw bytes."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from jaxdist.errors import DataError
+
+_UINT8 = 0x08
+_MAX_DIMS = 4
+
+
+def parse_idx(content: bytes, name: str) -> np.ndarray:
+    """The array (uint8) in the content of an IDX file; it is read-only and shares the memory.
+
+    Two zero bytes, the dtype code, the number of dims, each dim as a big-endian uint32, the values.
+
+    Args:
+      content: the file, uncompressed.
+      name: what messages call it.
+
+    Raises:
+      DataError: not an IDX file of uint8 with 1 to 4 dims, or more or fewer bytes than it says.
+
+    >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]), "labels").tolist()
+    [7, 9]
+    """
+    if len(content) < 4 or content[:2] != b"\0\0":
+        raise DataError(
+            f"data: {name} is not an IDX file: it begins with {content[:4].hex(' ') or 'nothing'}, "
+            "expected 00 00 08 and the number of dims"
+        )
+    code, dims = content[2], content[3]
+    if code != _UINT8:
+        raise DataError(f"data: {name} has IDX dtype 0x{code:02x}, expected 0x08 (uint8)")
+    if not 1 <= dims <= _MAX_DIMS:
+        raise DataError(f"data: {name} has {dims} IDX dims, expected 1 to {_MAX_DIMS}")
+    start = 4 + 4 * dims
+    if len(content) < start:
+        raise DataError(
+            f"data: {name} is truncated: {len(content)} bytes, its header alone takes {start}"
+        )
+    shape = struct.unpack_from(f">{dims}I", content, 4)
+    size = math.prod(shape)
+    if len(content) - start != size:
+        problem = "is truncated" if len(content) - start < size else "is too long"
+        raise DataError(
+            f"data: {name} {problem}: it holds {len(content) - start} values, its header says "
+            f"{' x '.join(map(str, shape))} = {size}"
+        )
+    return np.frombuffer(content, np.uint8, offset=start).reshape(shape)
+
+
+def read_idx_content(path: Path) -> bytes:
+    """A file's content, unpacked when its name ends in .gz.
+
+    Raises:
+      DataError: it cannot be read or unpacked.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
+    return unpack(content, str(path)) if path.suffix == ".gz" else content
+
+
+def unpack(packed: bytes, name: str) -> bytes:
+    """The content of a gzip file that messages call `name`.
+
+    Raises:
+      DataError: it is damaged.
+    """
+    try:
+        return gzip.decompress(packed)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(
+            f"data: {name} cannot be unpacked ({len(packed)} bytes): {error}; fetch it again"
+        ) from error

@@ -1,0 +1,163 @@
+"""From a source to global arrays on the mesh: any step at once, in the order that the seed gives.
+
+What a batch holds depends on the source, the seed and the step alone, not on the number of
+processes or devices. Each process reads only the rows that its own devices need.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdist.data.permutation import permuted
+from jaxdist.data.placement import Placement, Shardings
+from jaxdist.data.source import Source, take
+from jaxdist.errors import DataError
+
+DeviceBatch = dict[str, jax.Array]
+
+WEIGHT = "weight"
+
+
+class Rows(NamedTuple):
+    """What a global batch holds: example numbers int64 [B], and weights float32 [B]."""
+
+    examples: np.ndarray
+    weights: np.ndarray
+
+
+class Loader:
+    """Batches of a source as global arrays; a resume needs only the step.
+
+    A batch is a mapping: the source's names, each with the leading dim `batch_size` (with
+    `microbatches` M: the two leading dims M and batch_size / M), and `weight` (float32): 1 for a
+    real row, 0 for padding. A source may bring a `weight` of its own, which is kept.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        *,
+        batch_size: int,
+        sharding: Shardings,
+        seed: int = 0,
+        shuffle: bool = True,
+        microbatches: int | None = None,
+        prefetch: int = 2,
+        threads: int = 2,
+    ):
+        """Check what can be checked before the first batch.
+
+        Args:
+          source: the examples.
+          batch_size: examples in a global batch.
+          sharding: the layout of each name's array, by name or as a function (name, shape).
+          seed: the order of the examples, any integer >= 0.
+          shuffle: a new order in each epoch; False keeps the source's own.
+          microbatches: split the leading dim in two; row (m, i) is row m * (batch_size / M) + i.
+          prefetch: batches that wait on the devices beside the one in use.
+          threads: readers that work on different batches at once.
+
+        Raises:
+          DataError: an empty source, or a batch size that does not divide into microbatches.
+          ShardingError: a name without a sharding, or a batch that does not divide.
+        """
+        if len(source) == 0:
+            raise DataError("data: the source is empty, 0 examples")
+        if batch_size < 1 or batch_size % (microbatches or 1):
+            raise DataError(
+                f"batch of {batch_size} examples does not divide into {microbatches or 1} "
+                "microbatches: make batch_size a positive multiple of microbatches"
+            )
+        self._source = source
+        self._batch_size = batch_size
+        self._seed, self._shuffle = seed, shuffle
+        self._prefetch, self._threads = prefetch, threads
+        leading = (microbatches, batch_size // microbatches) if microbatches else (batch_size,)
+        example = _example(source)
+        shapes = {name: values.shape[1:] for name, values in example.items()}
+        self._placement = Placement(shapes, leading, sharding)
+        self.batch_shapes = {
+            name: jax.ShapeDtypeStruct((*leading, *shapes[name]), values.dtype)
+            for name, values in example.items()
+        }
+
+    def indices(self, step: int) -> np.ndarray:
+        """The examples (int64 [batch_size]) of the global training batch of `step`."""
+        positions = np.arange(self._batch_size, dtype=np.int64) + step * self._batch_size
+        if self._shuffle:
+            return permuted(positions, length=len(self._source), seed=self._seed)
+        return positions % len(self._source)
+
+    def batches(self, start_step: int = 0) -> Batches:
+        """Training batches from `start_step` on, without an end."""
+        weights = np.ones(self._batch_size, np.float32)
+        return self._stream(lambda step: Rows(self.indices(step), weights), start_step, sys.maxsize)
+
+    def evaluation_batches(self, limit: int | None = None) -> Batches:
+        """Every example once, in order, in at most `limit` batches; the last one is padded."""
+        count = -(-len(self._source) // self._batch_size)
+        return self._stream(self._evaluation_rows, 0, count if limit is None else min(limit, count))
+
+    def _evaluation_rows(self, step: int) -> Rows:
+        positions = np.arange(self._batch_size, dtype=np.int64) + step * self._batch_size
+        weights = (positions < len(self._source)).astype(np.float32)
+        return Rows(np.minimum(positions, len(self._source) - 1), weights)
+
+    def _stream(self, rows: Callable[[int], Rows], start: int, stop: int) -> Batches:
+        return Batches(
+            lambda step: self._load(rows(step)), start, stop, self._prefetch, self._threads
+        )
+
+    def _load(self, rows: Rows) -> DeviceBatch:
+        mine = self._placement.rows
+        local = take(self._source, rows.examples[mine])
+        local[WEIGHT] = local.get(WEIGHT, np.float32(1)) * rows.weights[mine]
+        return self._placement.place(local)
+
+
+def _example(source: Source) -> dict[str, np.ndarray]:
+    """Example 0 as a batch of one, with the weight that every batch has."""
+    example = take(source, np.zeros(1, np.int64))
+    weight = example.setdefault(WEIGHT, np.ones(1, np.float32))
+    if weight.shape != (1,):
+        raise DataError(
+            f"data: {WEIGHT!r} of example 0 has shape {weight.shape[1:]}, expected one number"
+        )
+    return example
+
+
+class Batches(Iterator[DeviceBatch]):
+    """An iterator over batches that are loaded ahead by grain's threads; close it when done."""
+
+    def __init__(
+        self,
+        load: Callable[[int], DeviceBatch],
+        start: int,
+        stop: int,
+        prefetch: int,
+        threads: int,
+    ):
+        """Begin loading at `load(start)`; nothing is kept but what is prefetched."""
+        import grain  # Takes 1.6 s to import, so only who reads data pays for it.
+
+        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch)
+        steps = grain.MapDataset.range(start, stop).map(load)
+        self._iterator = iter(steps.to_iter_dataset(options))
+
+    def __next__(self) -> DeviceBatch:
+        return next(self._iterator)
+
+    def close(self) -> None:
+        """Stop the threads, once what they are loading is loaded."""
+        self._iterator.close()
+
+    def __enter__(self) -> Batches:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()

@@ -1,0 +1,164 @@
+"""A trigram model of tokens by counting: what a trained model has to beat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+_ORDERS = (1, 2, 3)
+_APART_BLOCKS = 16
+_APART_SHARE = 20
+_BUCKETS = 64
+_STEPS = 40
+_DENSE_LIMIT = 2**25
+_BELIEF = 10.0  # tokens' worth of belief in WITTEN_BELL, for buckets with little to fit
+
+WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
+"""T / (T + c), the g of Witten and Bell, in the middle of each bucket of c / T."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """How often each n-gram was seen; an n-gram is one number, its tokens in base vocab_size."""
+
+    grams: np.ndarray
+    """Sorted int64 [G]."""
+    counts: np.ndarray
+    """int64 [G]."""
+    contexts: np.ndarray
+    """Sorted int64 [C]: the grams without their last token."""
+    totals: np.ndarray
+    """int64 [C], the counts of each context."""
+    buckets: np.ndarray
+    """int64 [C], how much a context is to be trusted: 2 * log2(count per different token)."""
+
+
+class TrigramModel:
+    """Trigrams interpolated with bigrams, unigrams and the uniform distribution.
+
+    With c the count of a context and T the number of different tokens seen after it,
+
+        p_n(w | context) = (1 - g) * count(context w) / c + g * p_{n-1}(w | shorter context)
+
+    and g = 1 for an unseen context. g depends on a bucket of c / T alone; each bucket's g maximises
+    the likelihood of a slice of the training tokens that the counts leave out (by expectation
+    maximisation, beginning with Witten and Bell's). All training tokens are counted in the end.
+
+    Source: Jelinek and Mercer (1980); the buckets are from Chen and Goodman, "An empirical study of
+    smoothing techniques for language modeling", section 2.2 (1998).
+
+    >>> model = TrigramModel.fit(np.tile([0, 1, 2], 2000), vocab_size=4)
+    >>> round(model.loss(np.tile([0, 1, 2], 10)), 2)
+    0.0
+    """
+
+    def __init__(self, vocab_size: int, orders: Sequence[Counts], back_off: Sequence[np.ndarray]):
+        """`orders`: the counts of 1-, 2- and 3-grams; `back_off`: g (float64 [64]) of each."""
+        self._vocab_size = vocab_size
+        self._orders = orders
+        self._back_off = back_off
+
+    @classmethod
+    def fit(cls, stream: np.ndarray, vocab_size: int) -> TrigramModel:
+        """Count a training stream (integers [N] in [0, vocab_size), vocab_size at most 2**20).
+
+        Takes some 8 s and 2 GB for 30 million bytes on one core.
+        """
+        assert 1 <= vocab_size <= 2**20, "three tokens must fit an int64"
+        apart, rest = _set_apart(np.asarray(stream))
+        lower = np.full(sum(len(piece) - 2 for piece in apart), 1 / vocab_size)
+        back_off = []
+        for order in _ORDERS:
+            bucket, own = _look_up(count(rest, order, vocab_size), apart, order, vocab_size)
+            back_off.append(_fit_back_off(bucket, own, lower))
+            lower = _interpolate(back_off[-1], bucket, own, lower)
+        return cls(vocab_size, [count([stream], n, vocab_size) for n in _ORDERS], back_off)
+
+    def probabilities(self, stream: np.ndarray) -> np.ndarray:
+        """The probability (float64 [N - 2]) of each token of a stream but the first two."""
+        result = np.full(len(stream) - 2, 1 / self._vocab_size)
+        for order, counts, back_off in zip(_ORDERS, self._orders, self._back_off, strict=True):
+            bucket, own = _look_up(counts, [stream], order, self._vocab_size)
+            result = _interpolate(back_off, bucket, own, result)
+        return result
+
+    def loss(self, stream: np.ndarray) -> float:
+        """The mean of -log p over a stream (integers [N], N > 2), in nats per token."""
+        assert len(stream) > 2, "the first two tokens are only contexts"
+        return float(-np.log(self.probabilities(stream)).mean())
+
+
+def count(pieces: Sequence[np.ndarray], order: int, vocab_size: int) -> Counts:
+    """Count the n-grams within each piece (integers [N]) of a stream."""
+    grams = np.concatenate([_grams(piece, order, vocab_size) for piece in pieces])
+    if vocab_size**order <= _DENSE_LIMIT:
+        table = np.bincount(grams)
+        keys = np.flatnonzero(table)
+        counts = table[keys]
+    else:
+        keys, counts = np.unique(grams, return_counts=True)
+    contexts, first, types = np.unique(keys // vocab_size, return_index=True, return_counts=True)
+    totals = np.add.reduceat(counts, first) if len(first) else counts
+    buckets = np.minimum(2 * np.log2(totals / types), _BUCKETS - 1).astype(np.int64)
+    return Counts(keys, counts, contexts, totals, buckets)
+
+
+def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
+    """Every n-gram (int64 [N - order + 1]) of a piece, as numbers."""
+    size = max(len(piece) - order + 1, 0)
+    grams = np.zeros(size, np.int64)
+    for place in range(order):
+        grams = grams * vocab_size + piece[place : place + size]
+    return grams
+
+
+def _look_up(
+    counts: Counts, pieces: Sequence[np.ndarray], order: int, vocab_size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Of all but the first two tokens of each piece: the bucket (-1: unseen) and count / c."""
+    grams = np.concatenate(
+        [_grams(piece[_ORDERS[-1] - order :], order, vocab_size) for piece in pieces]
+    )
+    context, known = _find(counts.contexts, grams // vocab_size)
+    gram, seen = _find(counts.grams, grams)
+    share = counts.counts[gram] / counts.totals[context]
+    return np.where(known, counts.buckets[context], -1), np.where(known & seen, share, 0.0)
+
+
+def _find(sorted_values: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each wanted value is, and whether it is there at all."""
+    places = np.minimum(np.searchsorted(sorted_values, wanted), len(sorted_values) - 1)
+    return places, sorted_values[places] == wanted
+
+
+def _interpolate(
+    back_off: np.ndarray, bucket: np.ndarray, own: np.ndarray, lower: np.ndarray
+) -> np.ndarray:
+    share = np.where(bucket >= 0, back_off[bucket], 1.0)
+    return (1 - share) * own + share * lower
+
+
+def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.ndarray:
+    """The g (float64 [64]) of each bucket that makes the tokens looked up most likely."""
+    known = bucket >= 0
+    bucket, own, lower = bucket[known], own[known], lower[known]
+    believed = np.bincount(bucket, minlength=_BUCKETS) + _BELIEF
+    back_off = WITTEN_BELL
+    for _ in range(_STEPS):
+        share = back_off[bucket]
+        blame = share * lower / ((1 - share) * own + share * lower)
+        back_off = (np.bincount(bucket, blame, _BUCKETS) + _BELIEF * WITTEN_BELL) / believed
+    return back_off
+
+
+def _set_apart(stream: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """A twentieth of a stream in 16 blocks, and the pieces between them."""
+    length = len(stream) // (_APART_SHARE * _APART_BLOCKS)
+    starts = [len(stream) * number // _APART_BLOCKS for number in range(_APART_BLOCKS)]
+    if length < _ORDERS[-1]:
+        return [stream[:2]], [stream]
+    apart = [stream[start : start + length] for start in starts]
+    ends = [*starts[1:], len(stream)]
+    return apart, [stream[a + length : b] for a, b in zip(starts, ends, strict=True)]

@@ -1,0 +1,53 @@
+"""A random permutation of any length that is never stored: position -> index, by arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+_ROUNDS = 8
+
+
+def permuted(positions: np.ndarray, *, length: int, seed: int) -> np.ndarray:
+    """Where an endless shuffled reading of `length` examples stands at `positions`.
+
+    Position p is in epoch p // length; every epoch visits each example once, in an order of its
+    own. A generalised Feistel network over Z_a x Z_a with a = ceil(sqrt(length)) is a bijection on
+    a**2 >= length numbers; a result that falls outside is sent through again until it is inside
+    (cycle walking), which keeps it a bijection. Costs O(1) memory and some 20 vector operations.
+
+    Source: Black and Rogaway, "Ciphers with arbitrary finite domains", section 4 and 5 (2002).
+
+    Args:
+      positions: int64 [N], each >= 0.
+      length: examples in an epoch, 1 to 2**62.
+      seed: any integer >= 0.
+
+    >>> permuted(np.arange(6), length=3, seed=0).tolist()
+    [2, 1, 0, 0, 1, 2]
+    """
+    epochs, inside = np.divmod(positions.astype(np.uint64), np.uint64(length))
+    keys = mix(epochs ^ np.uint64(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0]))
+    side = np.uint64(math.isqrt(length - 1) + 1)
+    result = _feistel(inside, keys, side)
+    while (outside := result >= length).any():
+        result[outside] = _feistel(result[outside], keys[outside], side)
+    return result.astype(np.int64)
+
+
+def _feistel(values: np.ndarray, keys: np.ndarray, side: np.uint64) -> np.ndarray:
+    left, right = np.divmod(values, side)
+    for number in range(_ROUNDS):
+        # Reduced before it is added: a sum that wraps at 2**64 would not be a bijection.
+        noise = mix(right ^ mix(keys + np.uint64(number))) % side
+        left, right = right, (left + noise) % side
+    return left * side + right
+
+
+def mix(values: np.ndarray) -> np.ndarray:
+    """A well scattered uint64 for each uint64: the finaliser of splitmix64, which wraps."""
+    values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,163 @@
+"""The contract of a data source: index -> example, by random access."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+from jaxdist.config.importing import describe_exception
+from jaxdist.errors import DataError
+
+Example = Mapping[str, np.ndarray]
+Batch = dict[str, np.ndarray]
+
+
+class Source(Protocol):
+    """One split of a data set; `source[i]` is the same example whenever it is asked for."""
+
+    def __len__(self) -> int:
+        """How many examples there are."""
+        ...
+
+    def __getitem__(self, index: int) -> Example:
+        """Example `index`, a mapping of names to arrays whose shapes do not depend on `index`."""
+        ...
+
+
+@runtime_checkable
+class BatchSource(Source, Protocol):
+    """A source that can hand over many examples at once, faster than one by one."""
+
+    def take(self, indices: np.ndarray) -> Example:
+        """The examples `indices` (int64 [N]) with a leading dim N."""
+        ...
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What every data configuration builds.
+
+    Attributes:
+      train: the examples to learn from.
+      heldout: the examples to judge by, or None.
+      vocab_size: tokens are in [0, vocab_size), or None where there are no tokens.
+      classes: labels are in [0, classes), or None where there are no labels.
+      description: one line for people.
+      facts: sizes, by name with its unit.
+      baselines: computes the losses to beat on the held-out split (nats per token), by name. It
+        may take seconds, so nothing calls it before a result is to be judged.
+    """
+
+    train: Source
+    heldout: Source | None
+    vocab_size: int | None
+    classes: int | None
+    description: str
+    facts: Mapping[str, float | int | str]
+    baselines: Callable[[], Mapping[str, float]] = field(default=dict)
+
+
+class ArraySource:
+    """Examples that lie in memory (or in a memory map) as whole arrays."""
+
+    def __init__(self, **arrays: np.ndarray):
+        """`arrays` share their leading dim, the example."""
+        assert len({len(array) for array in arrays.values()}) == 1, "one length for all arrays"
+        self._arrays = arrays
+
+    def __len__(self) -> int:
+        return len(next(iter(self._arrays.values())))
+
+    def __getitem__(self, index: int) -> Example:
+        return {name: array[index] for name, array in self._arrays.items()}
+
+    def take(self, indices: np.ndarray) -> Example:
+        return {name: array[indices] for name, array in self._arrays.items()}
+
+
+def take(source: Source, indices: np.ndarray) -> Batch:
+    """The examples `indices` (int64 [N]) of any source, with a leading dim N.
+
+    Raises:
+      DataError: an example cannot be read, is not a mapping of arrays, or differs in keys, shape
+        or dtype from example 0.
+    """
+    if isinstance(source, BatchSource):
+        return {name: narrow(name, values) for name, values in source.take(indices).items()}
+    first = read_example(source, 0)
+    rows = [read_example(source, int(index)) for index in indices]
+    for index, row in zip(indices, rows, strict=True):
+        _check_alike(first, row, int(index))
+    return {
+        name: np.stack([row[name] for row in rows])
+        if rows
+        else np.empty((0, *value.shape), value.dtype)
+        for name, value in first.items()
+    }
+
+
+def take_one(source: BatchSource, index: int) -> Example:
+    """Example `index` of a source that reads whole batches.
+
+    Raises:
+      IndexError: there is no such example.
+    """
+    if not 0 <= index < len(source):
+        raise IndexError(f"example {index} of {len(source)}")
+    return {name: rows[0] for name, rows in source.take(np.array([index])).items()}
+
+
+def read_example(source: Source, index: int) -> Batch:
+    """Example `index` of any source, as arrays of the dtypes that jax will give them.
+
+    Raises:
+      DataError: the source raised, or the example is not a mapping of names to arrays.
+    """
+    try:
+        example: Any = source[index]
+    except Exception as error:
+        raise DataError(f"data: example {index} raised {describe_exception(error)}") from error
+    if not isinstance(example, Mapping) or not example:
+        raise DataError(
+            f"data: example {index} is a {type(example).__name__}, expected a mapping of names to "
+            "arrays, as in {'image': image, 'label': label}"
+        )
+    return {str(name): narrow(f"{name}[{index}]", value) for name, value in example.items()}
+
+
+def narrow(name: str, value: Any) -> np.ndarray:
+    """`value` as an array of a 32-bit dtype at most, as jax keeps it; numbers are not changed.
+
+    Raises:
+      DataError: not numbers, or integers that 32 bits cannot hold.
+    """
+    array = np.asarray(value)
+    if array.dtype == np.float64:
+        return array.astype(np.float32)
+    if array.dtype in (np.int64, np.uint64):
+        limits = np.iinfo(np.int32)
+        if array.size and (array.max() > limits.max or array.min() < limits.min):
+            raise DataError(
+                f"data: {name} holds {array.min()} to {array.max()}, which 32 bits cannot hold"
+            )
+        return array.astype(np.int32)
+    if array.dtype.kind in "OUSMm":
+        raise DataError(f"data: {name} has dtype {array.dtype}, expected numbers")
+    return array
+
+
+def _check_alike(first: Batch, row: Batch, index: int) -> None:
+    if row.keys() != first.keys():
+        raise DataError(
+            f"data: example {index} has the keys {sorted(row)}, example 0 has {sorted(first)}; "
+            "every example needs the same keys"
+        )
+    for name, value in row.items():
+        if (value.shape, value.dtype) != (first[name].shape, first[name].dtype):
+            raise DataError(
+                f"data: {name!r} of example {index} is {value.dtype} {value.shape}, of example 0 "
+                f"{first[name].dtype} {first[name].shape}; pad or crop examples to one shape"
+            )

@@ -1,0 +1,140 @@
+"""Made-up data of any size, for benchmarks: an example depends on the seed and its index alone."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Config
+from jaxdist.data.permutation import mix
+from jaxdist.data.source import Dataset, Example, take_one
+
+_SUCCESSORS = 4
+_NOISES = 64
+_TRAIN, _HELDOUT, _WORLD = range(3)
+
+_ONLY = {"tokens": {"vocab_size", "window"}, "images": {"height", "width", "channels", "classes"}}
+
+
+class SyntheticConfig(Config):
+    """Random examples with a structure to learn, so that a loss falls."""
+
+    type: Literal["synthetic"] = "synthetic"
+    """Made-up data, for benchmarks."""
+    kind: Literal["tokens", "images"]
+    """Tokens of a random bigram chain, or images that are their class's picture plus noise."""
+    examples: int = Field(default=65_536, ge=1)
+    """Training examples; nothing is stored."""
+    heldout_examples: int = Field(default=1_024, ge=0)
+    """Examples to judge by, none of which is a training example."""
+    seed: int = Field(default=0, ge=0)
+    """Equal seeds give equal examples."""
+    vocab_size: int = Field(default=257, ge=2)
+    """Tokens: how many different ones."""
+    window: int = Field(default=256, ge=1)
+    """Tokens: how many an example predicts."""
+    height: int = Field(default=32, ge=1)
+    """Images: rows."""
+    width: int = Field(default=32, ge=1)
+    """Images: columns."""
+    channels: int = Field(default=3, ge=1)
+    """Images: values of a pixel."""
+    classes: int = Field(default=10, ge=2)
+    """Images: how many different labels."""
+
+    @model_validator(mode="after")
+    def _other_kind_is_not_set(self) -> SyntheticConfig:
+        default = {name: field.default for name, field in type(self).model_fields.items()}
+        for kind, names in _ONLY.items():
+            unused = [name for name in sorted(names) if getattr(self, name) != default[name]]
+            if kind != self.kind and unused:
+                raise ValueError(
+                    f"{', '.join(unused)} has no effect with kind {self.kind!r}: drop it, or set "
+                    f"kind to {kind!r}"
+                )
+        return self
+
+    def build(self) -> Dataset:
+        """Nothing is computed before an example is asked for."""
+        tokens = self.kind == "tokens"
+        source = _TokenSource if tokens else _ImageSource
+        shape = (
+            f"windows of {self.window} tokens out of {self.vocab_size}"
+            if tokens
+            else f"{self.height} x {self.width} x {self.channels} images in {self.classes} classes"
+        )
+        return Dataset(
+            train=source(self, _TRAIN, self.examples),
+            heldout=source(self, _HELDOUT, self.heldout_examples)
+            if self.heldout_examples
+            else None,
+            vocab_size=self.vocab_size if tokens else None,
+            classes=None if tokens else self.classes,
+            description=f"synthetic: {self.examples:,} {shape}",
+            facts={
+                "train_examples": self.examples,
+                "heldout_examples": self.heldout_examples,
+            },
+        )
+
+
+class _TokenSource:
+    """`tokens` int32 [L + 1] of a chain, four successors a token; `segments` int32 [L], zeros."""
+
+    def __init__(self, config: SyntheticConfig, stream: int, length: int):
+        self._window, self._vocab_size = config.window, config.vocab_size
+        self._stream, self._length = _stream_key(config.seed, stream), length
+        world = np.random.default_rng([config.seed, _WORLD])
+        self._successors = world.integers(
+            config.vocab_size, size=(config.vocab_size, _SUCCESSORS), dtype=np.int32
+        )
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Example:
+        return take_one(self, index)
+
+    def take(self, indices: np.ndarray) -> Example:
+        draws = _draws(self._stream, indices, self._window + 1)
+        tokens = np.empty(draws.shape, np.int32)
+        tokens[:, 0] = draws[:, 0] % self._vocab_size
+        choices = draws % _SUCCESSORS
+        for place in range(1, self._window + 1):
+            tokens[:, place] = self._successors[tokens[:, place - 1], choices[:, place]]
+        return {"tokens": tokens, "segments": np.zeros((len(indices), self._window), np.int32)}
+
+
+class _ImageSource:
+    """`image` uint8 [H, W, C]: its class's picture plus one of 64 noises; `label` int32."""
+
+    def __init__(self, config: SyntheticConfig, stream: int, length: int):
+        self._stream, self._length = _stream_key(config.seed, stream), length
+        shape = (config.height, config.width, config.channels)
+        world = np.random.default_rng([config.seed, _WORLD])
+        # Two numbers below 128 add up without a carry.
+        self._pictures = world.integers(128, size=(config.classes, *shape), dtype=np.uint8)
+        self._noises = world.integers(128, size=(_NOISES, *shape), dtype=np.uint8)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Example:
+        return take_one(self, index)
+
+    def take(self, indices: np.ndarray) -> Example:
+        labels, noises = _draws(self._stream, indices, 2).T
+        labels = (labels % len(self._pictures)).astype(np.int32)
+        return {"image": self._pictures[labels] + self._noises[noises % _NOISES], "label": labels}
+
+
+def _stream_key(seed: int, stream: int) -> np.uint64:
+    return np.random.SeedSequence([seed, stream]).generate_state(1, np.uint64)[0]
+
+
+def _draws(key: np.uint64, indices: np.ndarray, count: int) -> np.ndarray:
+    """`count` random numbers (uint64 [N, count]) for each example, by its index alone."""
+    examples = mix(indices.astype(np.uint64) ^ key)
+    return mix(examples[:, None] + np.arange(count, dtype=np.uint64))

@@ -1,0 +1,61 @@
+"""What a run stands on: gathered (`facts`), judged (`checks`), printed here."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from rich.console import Console
+from rich.text import Text
+
+from jaxdist.doctor.checks import Check, checks
+from jaxdist.doctor.facts import Facts, gather
+
+__all__ = ["Check", "Facts", "checks", "gather", "main", "show"]
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+
+
+def main(devices: int | None = None, as_json: bool = False, console: Console | None = None) -> int:
+    """Print every check; the exit code is 1 with an error among them, else 0.
+
+    The backend is started in a process of its own, so that one that crashes or hangs is a finding.
+
+    Args:
+      devices: judge a run on this many fake CPU devices; None judges the real ones.
+      as_json: print one JSON list instead.
+      console: where to write; standard output when None.
+    """
+    console = Console() if console is None else console
+    found = checks(gather(devices))
+    if as_json:
+        text = json.dumps([asdict(check) for check in found], indent=2)
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+    else:
+        show(found, console)
+    return int(any(check.status == "error" for check in found))
+
+
+def show(found: Sequence[Check], console: Console) -> None:
+    """Print one line a check, the remedy indented below it, and a count at the end."""
+    name_width = max(len(check.name) for check in found)
+    indent = " " * (len("warning") + name_width + 4)
+    width = max(console.width - len(indent), 20)
+    for check in found:
+        lines = textwrap.wrap(check.value, width)
+        if check.remedy:
+            lines += textwrap.wrap(f"-> {check.remedy}", width, subsequent_indent="   ")
+        line = Text(f"{check.status:<7}", style=_STYLES[check.status])
+        console.print(line, end="")
+        body = f"  {check.name:<{name_width}}  " + f"\n{indent}".join(lines)
+        console.print(body, soft_wrap=True, markup=False, highlight=False)
+    counts = Counter(check.status for check in found)
+    summary = [f"{counts['ok']} ok", _several(counts["warning"], "warning")]
+    console.print(", ".join([*summary, _several(counts["error"], "error")]), highlight=False)
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -1,0 +1,234 @@
+"""The judgement of the doctor: a pure function of the facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+
+from jaxdist.doctor.facts import COMPANIONS, Facts, Folder
+from jaxdist.environment import (
+    COUNT_FLAG,
+    THREADS_PER_FAKE_DEVICE,
+    TIMEOUT_FLAGS,
+    parse_xla_flags,
+)
+
+Status = Literal["ok", "warning", "error"]
+
+_GIB = 2**30
+_LEAST_MEMORY_BYTES = 2 * _GIB
+_LEAST_DISK_BYTES = 2 * _GIB
+_LEAST_OPEN_FILES = 1024
+_LONGEST_TIMEOUT_SECONDS = 600
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the doctor: what was looked at, how it stands, and what to do about it."""
+
+    name: str
+    status: Status
+    value: str
+    remedy: str = ""
+
+
+def checks(facts: Facts) -> list[Check]:
+    """Every check, in the order in which a run meets them."""
+    return [
+        *_software(facts),
+        _backend(facts),
+        *_accelerator(facts),
+        _memory(facts),
+        _cpus(facts),
+        *_fake_devices(facts),
+        _xla_flags(facts),
+        _timeouts(facts),
+        _compilation_cache(facts.compilation_cache),
+        _cache(facts.cache),
+        _open_files(facts),
+        *_extras(facts),
+    ]
+
+
+def _software(facts: Facts) -> Iterator[Check]:
+    """Python and the packages, against what jaxdist's own metadata asks for."""
+    python = _versioned("python", facts.python, facts.python_range)
+    yield Check("python", python.status, python.value, python.remedy and "install Python 3.11-3.13")
+    for name in COMPANIONS:
+        yield _versioned(name, facts.versions[name], facts.ranges.get(name, ""))
+    jax, jaxlib = facts.versions["jax"], facts.versions["jaxlib"]
+    if jax and jaxlib and Version(jax).release[:3] != Version(jaxlib).release[:3]:
+        yield Check(
+            "jax and jaxlib",
+            "warning",
+            f"jax {jax} runs on jaxlib {jaxlib}",
+            f"pip install 'jax=={jax}' 'jaxlib=={jax}'",
+        )
+
+
+def _versioned(name: str, version: str | None, allowed: str) -> Check:
+    remedy = f"pip install '{name}{allowed}'"
+    if version is None:
+        return Check(name, "error", "not installed", remedy)
+    if Version(version) not in SpecifierSet(allowed, prereleases=True):
+        return Check(name, "error", f"{version}, but jaxdist needs {allowed}", remedy)
+    return Check(name, "ok", version)
+
+
+def _backend(facts: Facts) -> Check:
+    backend = facts.backend
+    if not backend.problem:
+        kind = "" if backend.device_kind == backend.platform else f" ({backend.device_kind})"
+        return Check("backend", "ok", f"{backend.device_count} x {backend.platform}{kind}")
+    remedy = "run `python -c 'import jax; jax.devices()'` for the whole message"
+    if "Unknown flag" in backend.problem:
+        remedy = "this jaxlib does not know the flag: remove it from XLA_FLAGS"
+    elif facts.planned.get("JAX_PLATFORMS"):
+        remedy = f"JAX_PLATFORMS is {facts.planned['JAX_PLATFORMS']!r}: unset it, or set it to cpu"
+    return Check("backend", "error", backend.problem, remedy)
+
+
+def _accelerator(facts: Facts) -> Iterator[Check]:
+    """A GPU that jax does not use, although nobody asked it for the CPU."""
+    wants_cpu = facts.planned.get("JAX_PLATFORMS", "").lower() == "cpu"
+    if facts.nvidia_driver and facts.backend.platform == "cpu" and not wants_cpu:
+        yield Check(
+            "accelerator",
+            "warning",
+            "an NVIDIA driver is here, but jax runs on the CPU",
+            "pip install 'jax[cuda13]' (cuda12 for drivers before 580)",
+        )
+
+
+def _memory(facts: Facts) -> Check:
+    on_device = facts.backend.device_memory_bytes
+    device = f"; {_gib(on_device)} per device" if on_device else ""
+    if facts.memory_bytes is None or facts.available_bytes is None:
+        return Check("memory", "ok", f"host memory not known{device}")
+    value = f"{_gib(facts.available_bytes)} free of {_gib(facts.memory_bytes)} on the host{device}"
+    if facts.available_bytes < _LEAST_MEMORY_BYTES:
+        return Check("memory", "warning", value, "end other programs, or train a smaller model")
+    return Check("memory", "ok", value)
+
+
+def _cpus(facts: Facts) -> Check:
+    quota = facts.cpu_quota
+    if quota is None or quota >= facts.cpus:
+        return Check("cpus", "ok", str(facts.cpus))
+    value = f"{facts.cpus} visible, but the container may use {quota:g}"
+    if facts.planned.get("NPROC", "").isdigit():
+        return Check("cpus", "ok", f"{value}; NPROC is {facts.planned['NPROC']}")
+    remedy = f"export NPROC={max(round(quota), 1)}, or XLA starts a thread for each visible CPU"
+    return Check("cpus", "warning", value, remedy)
+
+
+def _fake_devices(facts: Facts) -> Iterator[Check]:
+    count = parse_xla_flags(facts.planned.get("XLA_FLAGS", "")).get(COUNT_FLAG)
+    if count is None:
+        return
+    if not count.isdigit():
+        remedy = f"give a whole number: XLA_FLAGS={COUNT_FLAG}=8"
+        yield Check("fake devices", "error", f"{COUNT_FLAG}={count}", remedy)
+        return
+    needed = THREADS_PER_FAKE_DEVICE * int(count)
+    set_by_user = COUNT_FLAG in parse_xla_flags(facts.environ.get("XLA_FLAGS", ""))
+    present = facts.environ.get("NPROC", "")
+    if set_by_user and int(count) > 1 and not (present.isdigit() and int(present) >= needed):
+        yield Check(
+            "fake devices",
+            "warning",
+            f"{count} asked for in XLA_FLAGS, NPROC is {present or 'not set'}",
+            f"jaxdist commands raise it; for scripts of your own: export NPROC={needed}, or "
+            "collectives can deadlock",
+        )
+    else:
+        yield Check("fake devices", "ok", f"{count}, NPROC {facts.planned.get('NPROC', 'not set')}")
+
+
+def _xla_flags(facts: Facts) -> Check:
+    text = facts.environ.get("XLA_FLAGS", "")
+    values: dict[str, set[str]] = {}
+    for flag in text.split():
+        values.setdefault(flag.partition("=")[0], set()).add(flag)
+    twice = sorted(name for name, flags in values.items() if len(flags) > 1)
+    if twice:
+        value = "; ".join(" and ".join(sorted(values[name])) for name in twice)
+        return Check("XLA_FLAGS", "warning", value, "the last one wins: remove the others")
+    return Check("XLA_FLAGS", "ok", text or "not set")
+
+
+def _timeouts(facts: Facts) -> Check:
+    flags = parse_xla_flags(facts.planned.get("XLA_FLAGS", ""))
+    given = {name: flags.get(name) or "" for name in TIMEOUT_FLAGS}
+    shown = ", ".join(f"{name.removeprefix('--')}={value}" for name, value in given.items())
+    broken = [name for name, value in given.items() if not value.isdigit()]
+    if broken:
+        remedy = f"set {broken[0]} to whole seconds in XLA_FLAGS, or a lost peer hangs the run"
+        return Check("collective timeout", "warning", shown, remedy)
+    seconds = max(int(value) for value in given.values())
+    if seconds > _LONGEST_TIMEOUT_SECONDS:
+        remedy = f"set both flags to at most {_LONGEST_TIMEOUT_SECONDS} in XLA_FLAGS"
+        value = f"a lost peer is noticed only after {seconds} s"
+        return Check("collective timeout", "warning", value, remedy)
+    return Check("collective timeout", "ok", f"{seconds} s")
+
+
+def _compilation_cache(folder: Folder | None) -> Check:
+    name = "compilation cache"
+    if folder is None:
+        return Check(name, "ok", "no folder set: each process compiles anew")
+    if not folder.writable:
+        remedy = "make it writable, or set JAX_COMPILATION_CACHE_DIR to another folder"
+        return Check(name, "warning", f"{folder.path} cannot be written", remedy)
+    if not folder.exists:
+        remedy = f"mkdir -m 700 -p {folder.path}"
+        return Check(name, "warning", f"{folder.path} does not exist", remedy)
+    if folder.mode is not None and folder.mode & 0o077:
+        return Check(
+            name,
+            "warning",
+            f"{folder.path} has mode {folder.mode:04o}",
+            "use a folder of mode 0700: whoever can write there decides what your runs execute",
+        )
+    return Check(name, "ok", f"{folder.path}, {_gib(folder.free_bytes)} free")
+
+
+def _cache(folder: Folder) -> Check:
+    value = f"{folder.path}, {_gib(folder.free_bytes)} free"
+    if not folder.writable:
+        remedy = "make it writable, or set JAXDIST_CACHE to another folder"
+        return Check("jaxdist cache", "warning", f"{folder.path} cannot be written", remedy)
+    if folder.free_bytes < _LEAST_DISK_BYTES:
+        remedy = "free some space, or set JAXDIST_CACHE to a folder on a larger disk"
+        return Check("jaxdist cache", "warning", value, remedy)
+    return Check("jaxdist cache", "ok", value)
+
+
+def _open_files(facts: Facts) -> Check:
+    value = f"at most {facts.open_files}" if facts.open_files >= 0 else "no limit"
+    if 0 <= facts.open_files < _LEAST_OPEN_FILES:
+        return Check("open files", "warning", value, "ulimit -n 4096: checkpoints open many files")
+    return Check("open files", "ok", value)
+
+
+def _extras(facts: Facts) -> Iterator[Check]:
+    """What only some runs need: its absence is no warning, but the way to get it is said."""
+    ways = {
+        "scikit-learn": "pip install 'jaxdist[images]' for the handwritten digits",
+        "libtpu": "pip install 'jaxdist[tpu]' for TPUs and for compiling towards them",
+        "tensorboard": "pip install tensorboard to look at the events that runs write",
+    }
+    for name, way in ways.items():
+        version = facts.versions[name]
+        yield Check(name, "ok", version or "not installed (optional)", "" if version else way)
+    value = "found" if facts.fashion_mnist else "not found (optional)"
+    way = "" if facts.fashion_mnist else "apt install dataset-fashion-mnist, or let a run fetch it"
+    yield Check("fashion-mnist", "ok", value, way)
+
+
+def _gib(size_bytes: int) -> str:
+    return f"{size_bytes / _GIB:.1f} GiB"

@@ -1,0 +1,213 @@
+"""The thin edge of the doctor: reads the machine, judges nothing."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from jaxdist import environment
+from jaxdist.data.cache import cache_directory
+
+COMPANIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "chex", "numpy")
+EXTRAS = ("scikit-learn", "libtpu", "tensorboard")
+PROBE_TIMEOUT_SECONDS = 120
+
+_PROBE = """
+import json, jax
+devices = jax.devices()
+(jax.numpy.ones(()) + 1).block_until_ready()
+stats = devices[0].memory_stats() or {}
+print(json.dumps({
+    "platform": jax.default_backend(),
+    "device_count": len(devices),
+    "device_kind": devices[0].device_kind,
+    "device_memory_bytes": stats.get("bytes_limit"),
+}))
+"""
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What jax finds when it starts; `problem` holds why it does not."""
+
+    platform: str = ""
+    device_count: int = 0
+    device_kind: str = ""
+    device_memory_bytes: int | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A directory; while it does not exist, `writable` and `free_bytes` are those of its parent."""
+
+    path: str
+    exists: bool
+    writable: bool
+    mode: int | None
+    free_bytes: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that the checks look at, as plain data.
+
+    Attributes:
+      python: version of the interpreter.
+      python_range: the versions that this jaxdist takes.
+      versions: package to version, None when not installed.
+      ranges: package to the versions that this jaxdist takes, where it says so.
+      backend: what jax finds when it starts under `planned`.
+      environ: the environment as the user set it.
+      planned: the same as a jaxdist command runs with it.
+      cpus: CPUs this process may run on.
+      cpu_quota: CPUs' worth of time that a container may use; None without a limit.
+      memory_bytes, available_bytes: host memory in all and free now; None when not known.
+      open_files: how many files this process may open.
+      compilation_cache: None when jax's persistent compilation cache is not set to a folder.
+      cache: where jaxdist keeps what it derives or downloads.
+      nvidia_driver: whether the NVIDIA driver's tools are there.
+      fashion_mnist: whether the data set is on this machine.
+    """
+
+    python: str
+    python_range: str
+    versions: Mapping[str, str | None]
+    ranges: Mapping[str, str]
+    backend: Backend
+    environ: Mapping[str, str]
+    planned: Mapping[str, str]
+    cpus: int
+    cpu_quota: float | None
+    memory_bytes: int | None
+    available_bytes: int | None
+    open_files: int
+    compilation_cache: Folder | None
+    cache: Folder
+    nvidia_driver: bool
+    fashion_mnist: bool
+
+
+def gather(devices: int | None = None) -> Facts:
+    """Read this machine, for a run on `devices` fake CPU devices or on the real ones (None)."""
+    environ = dict(os.environ)
+    planned = environ | environment.plan_environment(environ, fake_devices=devices)
+    python_range, ranges = _own_requirements()
+    total, available = _host_memory()
+    compilation_cache = planned.get("JAX_COMPILATION_CACHE_DIR", "")
+    on_disk = compilation_cache and "://" not in compilation_cache
+    return Facts(
+        python=".".join(map(str, sys.version_info[:3])),
+        python_range=python_range,
+        versions={name: _version(name) for name in (*COMPANIONS, *EXTRAS)},
+        ranges=ranges,
+        backend=probe_backend(planned),
+        environ=environ,
+        planned=planned,
+        cpus=_cpus(),
+        cpu_quota=_cpu_quota(Path("/sys/fs/cgroup")),
+        memory_bytes=total,
+        available_bytes=available,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        compilation_cache=look_at(Path(compilation_cache)) if on_disk else None,
+        cache=look_at(cache_directory(environ)),
+        nvidia_driver=shutil.which("nvidia-smi") is not None,
+        fashion_mnist=_has_fashion_mnist(environ),
+    )
+
+
+def probe_backend(
+    environ: Mapping[str, str], timeout_seconds: float = PROBE_TIMEOUT_SECONDS
+) -> Backend:
+    """Start jax in a process of its own, so that a crash or a hang there is only a finding."""
+    command = [sys.executable, "-c", _PROBE]
+    try:
+        done = subprocess.run(
+            command, env=dict(environ), capture_output=True, text=True, timeout=timeout_seconds
+        )
+    except subprocess.TimeoutExpired:
+        return Backend(problem=f"no answer within {timeout_seconds:g} s")
+    if done.returncode:
+        last = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        unknown = [line for line in done.stderr.splitlines() if "Unknown flag" in line]
+        return Backend(problem=unknown[0].partition("] ")[2] if unknown else last)
+    return Backend(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def look_at(path: Path) -> Folder:
+    """What matters of a folder, or of the nearest parent that exists."""
+    present = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    exists = path.exists()
+    return Folder(
+        path=str(path),
+        exists=exists,
+        writable=present.is_dir() and os.access(present, os.W_OK | os.X_OK),
+        mode=stat.S_IMODE(path.stat().st_mode) if exists else None,
+        free_bytes=shutil.disk_usage(present).free,
+    )
+
+
+def _own_requirements() -> tuple[str, dict[str, str]]:
+    """The Python versions and the package versions that the installed jaxdist asks for."""
+    try:
+        own = importlib.metadata.metadata("jaxdist")
+    except importlib.metadata.PackageNotFoundError:
+        return "", {}
+    requirements = [Requirement(text) for text in own.get_all("Requires-Dist") or []]
+    ranges = {r.name: str(r.specifier) for r in requirements if r.marker is None}
+    return own["Requires-Python"] or "", ranges
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpus() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _cpu_quota(cgroup: Path) -> float | None:
+    """The container's CPU limit, from control groups of version 2 or 1."""
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota, period = (
+                (cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+            )
+        return int(quota) / int(period) if int(quota) > 0 else None
+    except (OSError, ValueError):  # no such file, or "max"
+        return None
+
+
+def _host_memory() -> tuple[int | None, int | None]:
+    """Host memory in bytes: in all, and available without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None, None
+    kibibytes = {name: int(rest.split()[0]) for name, _, rest in (s.partition(":") for s in lines)}
+    return kibibytes["MemTotal"] * 1024, kibibytes["MemAvailable"] * 1024
+
+
+def _has_fashion_mnist(environ: Mapping[str, str]) -> bool:
+    shares = (environ.get("XDG_DATA_DIRS") or "/usr/local/share:/usr/share").split(":")
+    folders = [Path(share) / "datasets" for share in (*shares, f"{sys.prefix}/share")]
+    folders.append(cache_directory(environ))
+    return any(any(folder.glob("fashion-mnist/train-images*")) for folder in folders)

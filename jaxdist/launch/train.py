@@ -1,0 +1,209 @@
+"""`jaxdist train`: from a config file to a trained model in a run directory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import jax
+from rich.console import Console
+
+from jaxdist.checkpoint.agree import broadcast_json
+from jaxdist.checkpoint.layout import steps_present
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.config import resolved_yaml
+from jaxdist.experiment import Experiment, ExperimentConfig, build, load
+from jaxdist.launch.compare import changes
+from jaxdist.metrics.curve import plot_loss
+from jaxdist.metrics.progress import Progress
+from jaxdist.metrics.writer import MetricsWriter, read_metrics
+from jaxdist.train.directory import RunDirectory, choose, prepare
+from jaxdist.train.evaluate import evaluate
+from jaxdist.train.hooks import Cadence, RunHooks
+from jaxdist.train.loop import run_loop
+from jaxdist.train.state import TrainState
+from jaxdist.train.termination import Termination
+from jaxdist.trees import tree_size
+
+
+def run(
+    path: Path, overrides: Sequence[str] = (), *, resume: bool = False, console: Console
+) -> RunDirectory:
+    """Train as the config says; returns the run directory.
+
+    Args:
+      resume: continue the newest run of this config from its newest whole checkpoint.
+
+    Raises:
+      JaxdistError: anything that the user can mend.
+    """
+    document, config = load(path, overrides)
+    base = config.run.directory or Path("runs") / path.stem
+    directory = RunDirectory(Path(broadcast_json(str(choose(base, resume=resume).path))))
+    with Termination() as termination:
+        experiment = build(config, document)
+        _take(directory, config, console if resume else None)
+        _describe(experiment, directory, console)
+        _train(experiment, directory, termination, resume=resume, console=console)
+    return directory
+
+
+def _take(directory: RunDirectory, config: ExperimentConfig, console: Console | None) -> None:
+    """Write the resolved config; on a resume, say what differs from the run's own."""
+    resolved = resolved_yaml(config)
+    if console is not None and directory.occupied:
+        for line in changes(directory.config.read_text(), resolved):
+            console.print(f"changed since this run began: {line}")
+    if jax.process_index() == 0:
+        prepare(directory, resolved)
+
+
+def _describe(experiment: Experiment, directory: RunDirectory, console: Console) -> None:
+    program, config = experiment.program, experiment.config
+    devices = experiment.layout.mesh.devices
+    shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
+    kind = devices.flat[0].device_kind
+    console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
+    console.print(
+        f"model  {config.model.type}, {tree_size(program.model.params):,} parameters; "
+        f"{config.optim.type}, {experiment.total_steps:,} steps of "
+        f"{experiment.units_per_step:,} {experiment.unit}",
+        soft_wrap=True,
+    )
+    console.print(f"mesh   {{{shape}}} on {devices.size} x {kind}", soft_wrap=True)
+    console.print(f"run    {directory.path}", soft_wrap=True)
+
+
+def _train(
+    experiment: Experiment,
+    directory: RunDirectory,
+    termination: Termination,
+    *,
+    resume: bool,
+    console: Console,
+) -> None:
+    config, program = experiment.config, experiment.program
+    primary = jax.process_index() == 0
+    with ExitStack() as stack:
+        store = stack.enter_context(_store(config, directory, console))
+        state, metadata = _begin(experiment, store, resume=resume, console=console)
+        start = int(state.step)
+        writer = None
+        if primary:
+            writer = MetricsWriter(directory.path, resume_step=start if resume else None)
+            stack.enter_context(writer)
+        progress = stack.enter_context(
+            Progress(
+                experiment.total_steps,
+                start,
+                "tokens" if experiment.unit == "tokens" else "examples",
+                experiment.units_per_step,
+                console,
+                enabled=primary,
+            )
+        )
+        hooks = _hooks(experiment, store, writer, progress, termination, metadata)
+        batches = stack.enter_context(experiment.loader.batches(start))
+        begun = time.perf_counter()
+        state = run_loop(
+            program.train, state, batches, hooks, start=start, stop=experiment.total_steps
+        )
+        store.wait()
+        seconds = time.perf_counter() - begun
+    _finish(experiment, directory, termination, hooks, int(state.step), seconds, console)
+
+
+def _store(
+    config: ExperimentConfig, directory: RunDirectory, console: Console
+) -> CheckpointStore:
+    return CheckpointStore(
+        directory.checkpoints,
+        keep=config.checkpoint.keep,
+        keep_best=config.checkpoint.keep_best,
+        on_event=lambda text: console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True),
+    )
+
+
+def _begin(
+    experiment: Experiment,
+    store: CheckpointStore,
+    *,
+    resume: bool,
+    console: Console,
+) -> tuple[TrainState, Mapping[str, Any]]:
+    """A fresh state, or that of the newest whole checkpoint, and what was kept beside it."""
+    if resume and broadcast_json(bool(steps_present(store.directory))):
+        restored = store.restore(experiment.program.state_shapes)
+        console.print(f"resume from step {restored.step} of {experiment.total_steps}")
+        return restored.state, restored.metadata
+    if resume:
+        console.print("resume: there is no checkpoint yet, so this run begins at step 0")
+    return experiment.program.init(), {}
+
+
+def _hooks(
+    experiment: Experiment,
+    store: CheckpointStore,
+    writer: MetricsWriter | None,
+    progress: Progress,
+    termination: Termination,
+    metadata: Mapping[str, Any],
+) -> RunHooks:
+    config, program, heldout = experiment.config, experiment.program, experiment.heldout
+
+    def held_out(state: TrainState) -> dict[str, float]:
+        assert heldout is not None
+        with heldout.evaluation_batches(config.eval.batches) as batches:
+            return evaluate(program, state.params, state.buffers, batches)
+
+    return RunHooks(
+        names=program.metrics,
+        cadence=Cadence(
+            log=config.train.log_every,
+            evaluate=config.eval.every,
+            save=config.checkpoint.every,
+            last=experiment.total_steps,
+        ),
+        progress=progress,
+        writer=writer,
+        store=store,
+        evaluate=held_out if heldout is not None else None,
+        termination=termination,
+        best=metadata.get("best"),
+    )
+
+
+def _finish(
+    experiment: Experiment,
+    directory: RunDirectory,
+    termination: Termination,
+    hooks: RunHooks,
+    step: int,
+    seconds: float,
+    console: Console,
+) -> None:
+    if termination.signal is not None and step < experiment.total_steps:
+        console.print(
+            f"{termination.signal}: stopped after step {step} of {experiment.total_steps} and "
+            "saved a checkpoint; continue with the same command and --resume",
+            soft_wrap=True,
+        )
+        return
+    if jax.process_index() != 0:
+        return
+    baselines = experiment.dataset.baselines() if experiment.heldout is not None else {}
+    plot_loss(
+        read_metrics(directory.path),
+        directory.curve,
+        baselines,
+        title=directory.path.name,
+        loss_unit=f"nats per {experiment.unit[:-1]}",
+    )
+    console.print(f"done   step {step} in {seconds:.0f} s; curve in {directory.curve}")
+    for name, value in hooks.heldout.items():
+        console.print(f"held-out {name} {value:.4f}")
+    for name, value in baselines.items():
+        console.print(f"  to beat: {name} {value:.4f}")

@@ -1,0 +1,215 @@
+"""The device mesh: an ordered mapping of axis to size, and the devices arranged to fit it.
+
+The first axis varies slowest: the last one connects the nearest devices. An axis that is split over
+two networks becomes two mesh axes, `data_dcn` (between slices or hosts) and `data_ici` (inside), so
+that both auto sharding and manual collectives can name either or both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from typing import Annotated, Any
+
+import jax
+import numpy as np
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh
+from pydantic import Field, PrivateAttr, model_serializer, model_validator
+
+from jaxdist.config.schema import Config
+from jaxdist.errors import MeshError
+
+
+class MeshAxis(StrEnum):
+    """The axes a mesh can have; a *dim* is a tensor's, an *axis* is a mesh's."""
+
+    DATA = "data"
+    STAGE = "stage"
+    TENSOR = "tensor"
+    CONTEXT = "context"
+    EXPERT = "expert"
+
+
+AXES = tuple(axis.value for axis in MeshAxis)
+DCN, ICI = "_dcn", "_ici"
+
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class Split(Config):
+    """One axis over two networks."""
+
+    dcn: PositiveInt
+    """Size across the slow network (between slices or hosts)."""
+    ici: PositiveInt
+    """Size inside the fast network."""
+
+
+class MeshConfig(Config):
+    """Axis sizes in order, slowest first; one size may be -1 (whatever is left)."""
+
+    data: int | Split | None = None
+    """Splits the batch (and, with ZeRO, the training state)."""
+    stage: int | Split | None = None
+    """Splits the layers into pipeline stages."""
+    tensor: int | Split | None = None
+    """Splits the work within a layer."""
+    context: int | Split | None = None
+    """Splits the sequence."""
+    expert: int | Split | None = None
+    """Splits the experts of a mixture."""
+    fake_devices: PositiveInt | None = None
+    """Train on this many fake CPU devices instead of the real ones."""
+
+    _order: tuple[str, ...] = PrivateAttr(default=())
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _keep_order(cls, data: Any, handler: Any) -> MeshConfig:
+        mesh = handler(data)
+        if isinstance(data, Mapping):
+            mesh._order = tuple(k for k in data if k in AXES and data[k] is not None)
+        return mesh
+
+    @model_validator(mode="after")
+    def _check_sizes(self) -> MeshConfig:
+        wildcards = [axis for axis in AXES if getattr(self, axis) == -1]
+        if len(wildcards) > 1:
+            raise ValueError(f"only one axis may be -1, here {' and '.join(wildcards)} are")
+        for axis in AXES:
+            size = getattr(self, axis)
+            if isinstance(size, int) and (size == 0 or size < -1):
+                raise ValueError(f"axis {axis} has size {size}: give 1 or more, or -1 for the rest")
+        return self
+
+    @model_serializer(mode="plain")
+    def _serialize_in_order(self) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for axis in self._order:
+            size = getattr(self, axis)
+            values[axis] = size.model_dump() if isinstance(size, Split) else size
+        if self.fake_devices is not None:
+            values["fake_devices"] = self.fake_devices
+        return values
+
+    def sizes(self) -> dict[str, int | Split]:
+        """Axis to size as written, in the order written; `{data: -1}` when none was."""
+        return {axis: getattr(self, axis) for axis in self._order} or {MeshAxis.DATA.value: -1}
+
+
+def describe(sizes: Mapping[str, int | Split]) -> str:
+    """A mesh as one would write it.
+
+    >>> describe({"data": 4, "tensor": 2})
+    '{data: 4, tensor: 2}'
+    """
+    shown = (
+        f"{axis}: {{dcn: {size.dcn}, ici: {size.ici}}}" if isinstance(size, Split) else f"{axis}: {size}"
+        for axis, size in sizes.items()
+    )
+    return "{" + ", ".join(shown) + "}"
+
+
+def _count(size: int | Split) -> int:
+    return size.dcn * size.ici if isinstance(size, Split) else size
+
+
+def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) -> list[str]:
+    """Meshes over the same axes that use exactly `device_count` devices, nearest to `sizes` first.
+
+    >>> propose({"data": 3, "tensor": 2}, 8)
+    ['{data: 4, tensor: 2}', '{data: 2, tensor: 4}', '{data: 8, tensor: 1}']
+    """
+    axes = list(sizes)
+    wanted = [max(_count(size), 1) for size in sizes.values()]
+
+    def factorings(n: int, k: int) -> list[tuple[int, ...]]:
+        if k == 1:
+            return [(n,)]
+        divisors = [d for d in range(1, n + 1) if n % d == 0]
+        return [(d, *rest) for d in divisors for rest in factorings(n // d, k - 1)]
+
+    def distance(found: tuple[int, ...]) -> float:
+        return sum(abs(math.log2(a / b)) for a, b in zip(found, wanted, strict=True))
+
+    best = sorted(factorings(device_count, len(axes)), key=distance)[:most]
+    return [describe(dict(zip(axes, found, strict=True))) for found in best]
+
+
+def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Split]:
+    """Concrete sizes for `device_count` devices, in order.
+
+    Raises:
+      MeshError: the mesh needs another number of devices; the message proposes meshes that fit.
+    """
+    sizes = config.sizes()
+    known = math.prod(_count(size) for size in sizes.values() if size != -1)
+    fits = known == device_count
+    if -1 in sizes.values():
+        fits = device_count % known == 0
+        sizes = {a: device_count // known if s == -1 and fits else s for a, s in sizes.items()}
+    if not fits:
+        proposals = " or ".join(propose(sizes, device_count))
+        needed = f"a multiple of {known}" if -1 in config.sizes().values() else str(known)
+        raise MeshError(
+            f"mesh {describe(config.sizes())} needs {needed} devices, but there are {device_count}; "
+            f"meshes that fit: {proposals}; or run on fake CPU devices with --devices {known}"
+        )
+    return sizes
+
+
+def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Arrange `devices` (default: all) as the mesh that `config` names, all axes auto.
+
+    Raises:
+      MeshError: the sizes do not fit the devices, or a `dcn` size does not fit the hosts or slices.
+    """
+    devices = list(jax.devices() if devices is None else devices)
+    sizes = resolve_sizes(config, len(devices))
+    names: list[str] = []
+    dcn: list[int] = []
+    ici: list[int] = []
+    for axis, size in sizes.items():
+        split = isinstance(size, Split)
+        names += [axis + DCN, axis + ICI] if split else [axis]
+        dcn += [size.dcn, 1] if split else [1]
+        ici += [1, size.ici] if split else [size]
+    types = (AxisType.Auto,) * len(names)
+    if math.prod(dcn) == 1:
+        shape = tuple(i * d for i, d in zip(ici, dcn, strict=True))
+        return jax.make_mesh(shape, tuple(names), axis_types=types, devices=devices)
+    return Mesh(_two_level(devices, dcn, ici), tuple(names), axis_types=types)
+
+
+def _two_level(devices: list[jax.Device], dcn: list[int], ici: list[int]) -> np.ndarray:
+    """Devices with the slow network's sizes outside, the fast network's inside."""
+    granules = {getattr(d, "slice_index", d.process_index) for d in devices}
+    if len(granules) > 1:
+        try:
+            return mesh_utils.create_hybrid_device_mesh(
+                ici, dcn, devices, process_is_granule=not hasattr(devices[0], "slice_index")
+            )
+        except ValueError as error:
+            raise MeshError(
+                f"the dcn sizes multiply to {math.prod(dcn)}, but the devices lie on "
+                f"{len(granules)} hosts or slices: {error}"
+            ) from error
+    # One host (fake devices, tests): consecutive devices play a fast network each.
+    blocks = np.asarray(devices).reshape(*dcn, *ici)
+    order = [axis for pair in zip(range(len(dcn)), range(len(dcn), 2 * len(dcn))) for axis in pair]
+    return blocks.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
+
+
+def axis_names(mesh: Mesh, axis: str) -> tuple[str, ...]:
+    """The mesh's own names for `axis`: none if absent, two if it is split over two networks."""
+    present = mesh.axis_names
+    if axis in present:
+        return (axis,)
+    return tuple(name for name in (axis + DCN, axis + ICI) if name in present)
+
+
+def axis_size(mesh: Mesh, axis: str) -> int:
+    """Number of devices along `axis`; 1 when the mesh does not have it."""
+    return math.prod(mesh.shape[name] for name in axis_names(mesh, axis))

@@ -1,0 +1,177 @@
+"""How a run goes, for the person who watches: a live bar in a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Literal, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from jaxdist.metrics.rates import (
+    StepTime,
+    format_duration,
+    format_loss,
+    format_rate,
+    format_step_time,
+)
+
+Unit = Literal["tokens", "examples"]
+
+_REFRESHES_PER_SECOND = 4
+_SHORTEST_BAR, _LONGEST_BAR = 8, 40
+
+
+class Progress:
+    """Shows step, loss, rate, step time and time left; a context manager.
+
+    In a terminal one line is redrawn a few times a second by a thread of its own, so that `update`
+    only stores numbers. Anywhere else (a file, a pipe, CI) whole lines are printed: the first step,
+    the last, and one about every `seconds_between_lines`.
+
+    Args:
+      total_steps: the step at which the run ends.
+      start_step: steps taken before this process began (not 0 after a resume).
+      unit: what the rate counts.
+      units_per_step: tokens or examples of one step, over all devices.
+      console: where to write; standard output when None.
+      enabled: False shows nothing (every process but the first).
+      seconds_between_lines: cadence of the plain lines.
+      clock: seconds that never go back; for tests.
+
+    >>> import io
+    >>> console = Console(file=io.StringIO())
+    >>> with Progress(2000, 0, "tokens", 16_384, console) as progress:
+    ...     for step in range(1, 2001):
+    ...         progress.update(step, loss=1.834, step_seconds=0.0397)
+    >>> print(console.file.getvalue().splitlines()[-1])
+    step 2000/2000  loss 1.834  412,695 tokens/s  40 ms/step  0:00 left
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        start_step: int,
+        unit: Unit,
+        units_per_step: int,
+        console: Console | None = None,
+        enabled: bool = True,
+        *,
+        seconds_between_lines: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.step = start_step
+        self._total_steps = total_steps
+        self._unit = unit
+        self._units_per_step = units_per_step
+        self._console = Console() if console is None else console
+        self._enabled = enabled
+        self._seconds_between_lines = seconds_between_lines
+        self._clock = clock
+        self._loss = float("nan")
+        self._step_time = StepTime()
+        self._next_line = 0.0
+        self._live: Live | None = None
+        if enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(
+                console=self._console,
+                get_renderable=self._bar,
+                refresh_per_second=_REFRESHES_PER_SECOND,
+            )
+
+    def update(self, step: int, *, loss: float, step_seconds: float) -> None:
+        """Record that `step` is done; costs microseconds.
+
+        Args:
+          step: steps taken in all.
+          loss: a number already on the host: a device array would make the loop wait.
+          step_seconds: wall time of one step.
+        """
+        self.step = step
+        self._loss = loss
+        self._step_time.add(step_seconds)
+        if self._live is not None or not self._enabled:
+            return
+        now = self._clock()
+        first = self._step_time.count == 1
+        if first or step >= self._total_steps or now >= self._next_line:
+            self._next_line = now + self._seconds_between_lines
+            self._print(self._first_line(step_seconds) if first else self._line())
+
+    def evaluation(
+        self, step: int, metrics: Mapping[str, float], *, split: str = "heldout"
+    ) -> None:
+        """Print the numbers of an evaluation, above the bar."""
+        numbers = [f"{name} {format_loss(float(value))}" for name, value in metrics.items()]
+        self.note(self._joined(f"step {step} {split}", *numbers))
+
+    def note(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self._enabled:
+            self._print(text)
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+    def _joined(self, *parts: str) -> str:
+        """As many of the parts, from the first on, as stand on one line."""
+        kept = list(parts)
+        while len(kept) > 1 and len("  ".join(kept)) > self._console.width:
+            kept.pop()
+        return "  ".join(kept)
+
+    def _first_line(self, step_seconds: float) -> str:
+        return self._joined(
+            f"step {self.step}/{self._total_steps}",
+            f"loss {format_loss(self._loss)}",
+            f"{step_seconds:.1f} s for the first step, compilation included",
+        )
+
+    def _line(self) -> str:
+        return self._joined(f"step {self.step}/{self._total_steps}", *self._numbers())
+
+    def _numbers(self) -> list[str]:
+        """Loss, rate, step time and time left; nothing of what no step has told yet."""
+        if not self._step_time.count:
+            return []
+        seconds = self._step_time.seconds
+        rate = self._units_per_step / seconds if seconds > 0 else float("inf")
+        left = seconds * max(self._total_steps - self.step, 0)
+        return [
+            f"loss {format_loss(self._loss)}",
+            f"{format_rate(rate)} {self._unit}/s",
+            format_step_time(seconds),
+            f"{format_duration(left)} left",
+        ]
+
+    def _bar(self) -> RenderableType:
+        total = max(self._total_steps, 1)
+        numbers = self._numbers() or ["compiling the first step"]
+        share = f"{self.step / total:4.0%}"
+        text = self._joined(share, f"{self.step}/{self._total_steps}", *numbers)
+        room = min(self._console.width - len(text) - 2, _LONGEST_BAR)
+        if room < _SHORTEST_BAR:
+            return Group(Text(text, no_wrap=True, overflow="crop"))
+        line = Table.grid(padding=(0, 2, 0, 0))
+        bar = ProgressBar(total=total, completed=min(self.step, total), width=room)
+        line.add_row(bar, Text(text, no_wrap=True))
+        return line

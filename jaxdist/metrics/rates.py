@@ -1,0 +1,87 @@
+"""How fast a run goes and how to say it in few characters."""
+
+from __future__ import annotations
+
+import math
+
+
+class StepTime:
+    """Smoothed seconds per step: a plain mean at first, an exponential one later.
+
+    The first step of a process holds compilation, so it counts only until a second one is known.
+
+    >>> time = StepTime(weight=0.5)
+    >>> for seconds in (9.0, 0.2, 0.4):
+    ...     time.add(seconds)
+    >>> round(time.seconds, 3)
+    0.3
+    """
+
+    def __init__(self, weight: float = 0.05) -> None:
+        self.count = 0
+        self.seconds = math.nan
+        self._weight = weight
+
+    def add(self, seconds: float) -> None:
+        """Take in the wall time of one step."""
+        self.count += 1
+        if self.count <= 2:
+            self.seconds = seconds
+        else:
+            share = max(self._weight, 1 / (self.count - 1))
+            self.seconds += (seconds - self.seconds) * share
+
+
+def format_rate(per_second: float) -> str:
+    """A rate in at most seven characters.
+
+    >>> format_rate(412_331.4), format_rate(41_233_140.0), format_rate(3.2)
+    ('412,331', '41.2M', '3.2')
+    """
+    if not math.isfinite(per_second):
+        return "?"
+    for limit, scale, suffix in ((1e6, 1, ""), (1e9, 1e6, "M"), (1e12, 1e9, "G")):
+        if per_second < limit:
+            value = per_second / scale
+            return f"{value:,.0f}" if not suffix and value >= 100 else f"{value:.1f}{suffix}"
+    return f"{per_second:.1e}"
+
+
+def format_step_time(seconds: float) -> str:
+    """Seconds per step in a readable unit.
+
+    >>> format_step_time(0.0382), format_step_time(0.00042), format_step_time(12.34)
+    ('38 ms/step', '0.42 ms/step', '12.3 s/step')
+    """
+    if not math.isfinite(seconds):
+        return "? ms/step"
+    if seconds >= 10:
+        return f"{seconds:.1f} s/step"
+    milliseconds = 1e3 * seconds
+    return f"{milliseconds:.0f} ms/step" if milliseconds >= 10 else f"{milliseconds:.2g} ms/step"
+
+
+def format_duration(seconds: float) -> str:
+    """A duration as minutes and seconds, hours, or days.
+
+    >>> format_duration(68), format_duration(3 * 3600 + 62), format_duration(90_000 * 4)
+    ('1:08', '3:01:02', '4d 4h')
+    """
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(max(seconds, 0)), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 100:
+        return f"{hours // 24}d {hours % 24}h"
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def format_loss(value: float) -> str:
+    """A loss with three decimals where that says something.
+
+    >>> format_loss(1.8342), format_loss(0.00042), format_loss(123456.0), format_loss(float("nan"))
+    ('1.834', '4.2e-04', '1.2e+05', 'nan')
+    """
+    if not math.isfinite(value) or value == 0:
+        return f"{value:g}"
+    return f"{value:.3f}" if 1e-2 <= abs(value) < 1e4 else f"{value:.1e}"

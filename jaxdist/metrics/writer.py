@@ -1,0 +1,197 @@
+"""Metrics on disk: one JSON line per record, and TensorBoard events beside it.
+
+A resumed run continues the same file. Records of steps that the interrupted run had taken but not
+checkpointed are dropped first, so that the file ends up as if nothing had happened. The events
+carry the same purge for TensorBoard.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from jaxdist.errors import RunError
+
+FILE_NAME = "metrics.jsonl"
+EVENTS_FOLDER = "tensorboard"
+
+_RESERVED = ("step", "split", "time")
+_NON_FINITE = ("nan", "inf", "-inf")
+
+
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a metrics file in the order written; a torn last line is left out.
+
+    Args:
+      path: a `metrics.jsonl`, or the directory that holds it.
+
+    Raises:
+      RunError: no such file, or a line before the last that is not a record.
+    """
+    path = _metrics_file(Path(path))
+    try:
+        lines = _complete_lines(path)
+    except OSError as error:
+        raise RunError(
+            f"no metrics can be read from {path}: {error.strerror}; "
+            "name the directory of a run that has started"
+        ) from error
+    return [{key: _decode(key, value) for key, value in record.items()} for _, record in lines]
+
+
+class MetricsWriter:
+    """Appends records to `metrics.jsonl` and TensorBoard events under `directory`.
+
+    Each line is flushed as it is written: a killed process loses at most the line it was writing.
+    Only one process of a run may hold a writer.
+
+    Args:
+      directory: the run directory; made when missing.
+      resume_step: None for a new run; else the step of the checkpoint that the run resumes from (0
+        when it starts over): records after it are dropped.
+
+    Raises:
+      RunError: the directory cannot be written, it holds the metrics of another run although
+        `resume_step` is None, or a line before the last is not a record.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None) -> None:
+        self.path = Path(directory) / FILE_NAME
+        self._resume_step = resume_step
+        self._kept_splits: set[str] = set()
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if resume_step is not None:
+                self._rewind(resume_step)
+            elif self.path.exists() and self.path.stat().st_size:
+                raise RunError(
+                    f"{self.path} already holds the metrics of a run: resume that run, or choose "
+                    "another run directory"
+                )
+            self._file = self.path.open("a", encoding="utf-8")
+            self._events = _open_events(self.path.parent / EVENTS_FOLDER, resume_step)
+        except OSError as error:
+            raise RunError(
+                f"cannot write metrics to {self.path}: {error.strerror}; "
+                "make the run directory writable, or choose another"
+            ) from error
+
+    def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:
+        """Append one record.
+
+        Args:
+          step: number of optimizer steps taken.
+          values: metric name to a number; arrays of no dims are taken, NaN and infinities too.
+          split: which data the numbers are about.
+
+        Raises:
+          RunError: a metric is named like one of our own keys, or the disk refuses the line.
+        """
+        taken = [name for name in _RESERVED if name in values]
+        if taken:
+            raise RunError(
+                f"metric {taken[0]!r} of split {split!r} has the name of a key that every record "
+                f"holds ({', '.join(_RESERVED)}): rename the metric"
+            )
+        if step == self._resume_step and split in self._kept_splits:
+            return  # the interrupted run had already recorded this evaluation of the same state
+        now = time.time()
+        numbers = {name: float(value) for name, value in values.items()}
+        record = {"step": int(step), "split": split, "time": round(now, 3)}
+        record |= {name: _encode(number) for name, number in numbers.items()}
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunError(
+                f"cannot append the metrics of step {step} to {self.path}: {error.strerror}; "
+                "free some space, then resume the run"
+            ) from error
+        for name, number in numbers.items():
+            self._events.add_scalar(f"{split}/{name}", number, int(step), walltime=now)
+
+    def close(self) -> None:
+        """Flush and close both files."""
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _rewind(self, resume_step: int) -> None:
+        """Drop the records after `resume_step`: one rename, so that no kill can lose the others."""
+        if not self.path.exists():
+            return
+        kept = [
+            (line, record)
+            for line, record in _complete_lines(self.path)
+            if record["step"] <= resume_step
+        ]
+        self._kept_splits = {record["split"] for _, record in kept if record["step"] == resume_step}
+        temporary = self.path.with_suffix(".tmp")
+        with temporary.open("wb") as file:
+            file.writelines(line + b"\n" for line, _ in kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(self.path)
+
+
+def _metrics_file(path: Path) -> Path:
+    return path / FILE_NAME if path.is_dir() else path
+
+
+def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+    """Each line with its record; the last line may be torn by a kill and is then left out."""
+    lines = path.read_bytes().rstrip(b"\n").split(b"\n")
+    found: list[tuple[bytes, dict[str, Any]]] = []
+    for number, line in enumerate(lines, start=1):
+        record = _parse(line)
+        if record is not None:
+            found.append((line, record))
+        elif number < len(lines):
+            raise RunError(
+                f"{path}:{number} is not a metrics record: {line[:60]!r}; remove the line, or "
+                "restore the file"
+            )
+    return found
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and {"step", "split"} <= record.keys() else None
+
+
+def _encode(number: float) -> float | str:
+    """JSON knows no NaN and no infinity: they are written as the strings that `float` reads."""
+    return number if math.isfinite(number) else str(number)
+
+
+def _decode(key: str, value: Any) -> Any:
+    return float(value) if key not in _RESERVED and value in _NON_FINITE else value
+
+
+def _open_events(directory: Path, resume_step: int | None) -> Any:
+    from tensorboardX import SummaryWriter  # slow to import: only a run that writes pays for it
+
+    # Event files are named by the second; the suffix keeps a quick resume from overwriting one.
+    if resume_step is None:
+        return SummaryWriter(str(directory))
+    suffix = f".from-step-{resume_step}"
+    return SummaryWriter(str(directory), purge_step=resume_step + 1, filename_suffix=suffix)

@@ -1,0 +1,91 @@
+"""From a model's config, and what the data says of itself, to a function that makes the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal
+
+from flax import nnx
+from pydantic import Field
+
+from jaxdist.config.importing import call_object, load_object
+from jaxdist.config.schema import Config
+from jaxdist.errors import ConfigError
+from jaxdist.models.cnn import CnnConfig
+from jaxdist.models.gpt import GptConfig
+from jaxdist.models.layers import Hint
+from jaxdist.models.loss import ClassificationConfig, LossConfig, NextTokenConfig
+from jaxdist.models.mlp import MlpConfig
+
+
+class ImportedModelConfig(Config):
+    """Your own: a function of (rngs, **args) that returns a flax NNX module.
+
+    Parameters name their dims with `nnx.Param(value, dims=("embed", "mlp"))`, or the config names
+    them under sharding.params.
+    """
+
+    type: Literal["import"]
+    """Selects this model."""
+    path: str
+    """Import path of the function, `mypkg.module:name`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for the function."""
+
+
+ModelConfig = Annotated[
+    GptConfig | MlpConfig | CnnConfig | ImportedModelConfig, Field(discriminator="type")
+]
+
+
+def _imported(config: ImportedModelConfig, rngs: nnx.Rngs) -> nnx.Module:
+    module = call_object(config.path, load_object(config.path), {"rngs": rngs, **config.args})
+    if not isinstance(module, nnx.Module):
+        raise ConfigError(
+            f"model.path {config.path} returned {type(module).__name__}, not a flax.nnx.Module"
+        )
+    return module
+
+
+def make_model(
+    config: ModelConfig,
+    *,
+    shapes: Mapping[str, tuple[int, ...]],
+    vocab_size: int | None,
+    classes: int | None,
+    hint: Hint,
+) -> Callable[[nnx.Rngs], nnx.Module]:
+    """A function of random streams that makes the module.
+
+    Args:
+      shapes: shape of one example of the data, by name.
+      vocab_size: size of the data's vocabulary, if it has tokens.
+      classes: number of the data's classes, if it has labels.
+      hint: how activations lie on the mesh.
+
+    Raises:
+      ConfigError: the model does not fit the data.
+    """
+    if isinstance(config, ImportedModelConfig):
+        return lambda rngs: _imported(config, rngs)
+    if isinstance(config, GptConfig):
+        if vocab_size is None:
+            raise ConfigError(f"model.type gpt needs tokens, but the data gives {sorted(shapes)}")
+        return lambda rngs: config.build(rngs, vocab_size=vocab_size, hint=hint)
+    image = shapes.get("image")
+    if image is None or len(image) != 3 or classes is None:
+        raise ConfigError(
+            f"model.type {config.type} needs images [height, width, channels] with classes, "
+            f"but the data gives {dict(shapes)}"
+        )
+    shape = (image[0], image[1], image[2])
+    return lambda rngs: config.build(rngs, shape=shape, classes=classes, hint=hint)
+
+
+def default_loss(config: ModelConfig) -> LossConfig | None:
+    """The loss that goes with a model; None for the user's own model."""
+    if isinstance(config, GptConfig):
+        return NextTokenConfig(type="next_token")
+    if isinstance(config, MlpConfig | CnnConfig):
+        return ClassificationConfig(type="classification")
+    return None

@@ -1,0 +1,91 @@
+"""A small convolutional network: 3x3 convolutions with pooling, then a hidden layer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import jax
+from flax import nnx
+from pydantic import Field
+
+from jaxdist.config.schema import Config
+from jaxdist.models.layers import Hint, Linear, no_hint, param
+
+Size = Annotated[int, Field(ge=1)]
+
+
+class CnnConfig(Config):
+    """Convolution, ReLU and 2x2 max pooling per stage, then one hidden layer."""
+
+    type: Literal["cnn"]
+    """Selects this model."""
+    channels: Annotated[list[Size], Field(min_length=1)]
+    """Output channels of each 3x3 convolution."""
+    hidden: Size
+    """Width of the hidden layer."""
+
+    def build(
+        self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint
+    ) -> Cnn:
+        """The module for images of `shape` (height, width, channels)."""
+        return Cnn(self, rngs, shape=shape, classes=classes, hint=hint)
+
+
+class Conv(nnx.Module):
+    """3x3 convolution, same padding, bias, channels last."""
+
+    def __init__(self, channels_in: int, channels_out: int, rngs: nnx.Rngs):
+        dims = ("window", "window", "channels_in", "channels_out")
+        init = nnx.initializers.he_normal()
+        self.kernel = param(rngs, init, (3, 3, channels_in, channels_out), dims)
+        self.bias = param(rngs, nnx.initializers.zeros, (channels_out,), ("channels_out",))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x `[B, height, width, in]` to `[B, height, width, out]`."""
+        out = jax.lax.conv_general_dilated(
+            x, self.kernel[...], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+        return out + self.bias[...].reshape(1, 1, 1, -1)
+
+
+def max_pool(x: jax.Array) -> jax.Array:
+    """2x2 maximum; a last odd row or column is dropped."""
+    B, height, width, C = x.shape
+    even = x[:, : height // 2 * 2, : width // 2 * 2]
+    return even.reshape(B, height // 2, 2, width // 2, 2, C).max(axis=(2, 4))
+
+
+class Cnn(nnx.Module):
+    """Pooling stops once an image side would vanish."""
+
+    def __init__(
+        self,
+        config: CnnConfig,
+        rngs: nnx.Rngs,
+        *,
+        shape: tuple[int, int, int],
+        classes: int,
+        hint: Hint,
+    ):
+        height, width, channels = shape
+        sizes = [channels, *config.channels]
+        self.convolutions = nnx.List(
+            Conv(sizes[i], sizes[i + 1], rngs) for i in range(len(config.channels))
+        )
+        for _ in config.channels:
+            height, width = (height // 2, width // 2) if min(height, width) > 1 else (height, width)
+        init = nnx.initializers.he_normal()
+        flat = height * width * sizes[-1]
+        self.hidden = Linear((flat, config.hidden), ("features", "mlp"), rngs, init=init)
+        self.output = Linear((config.hidden, classes), ("mlp", "classes"), rngs)
+        self.hint = hint
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        """Images `[B, height, width, channels]` in 0..1 to logits `[B, classes]`."""
+        x = image
+        for convolution in self.convolutions:
+            x = jax.nn.relu(convolution(x))
+            x = self.hint(x, "batch", None, None, "channels_out")
+            x = max_pool(x) if min(x.shape[1:3]) > 1 else x
+        x = jax.nn.relu(self.hidden(x.reshape(x.shape[0], -1)))
+        return self.output(self.hint(x, "batch", "mlp"))

@@ -1,0 +1,222 @@
+"""A modern decoder: RMSNorm, rotary positions, SwiGLU, grouped-query attention, scan over layers.
+
+Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim, F mlp, V vocab.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Config
+from jaxdist.models.layers import (
+    ComputeDtype,
+    Hint,
+    Remat,
+    RMSNorm,
+    matmul,
+    no_hint,
+    param,
+    rotate,
+    scan_blocks,
+    stack,
+)
+
+Size = Annotated[int, Field(ge=1)]
+
+
+class GptConfig(Config):
+    """A decoder-only transformer for next-token prediction."""
+
+    type: Literal["gpt"]
+    """Selects this model."""
+    layers: Size
+    """Number of blocks."""
+    embed: Size
+    """Width of the residual stream."""
+    heads: Size
+    """Query heads; must divide embed into even head sizes."""
+    kv_heads: Size | None = None
+    """Key and value heads shared by groups of query heads; null is one each (multi-head)."""
+    mlp: Size | None = None
+    """Hidden width of the SwiGLU; null is 8/3 of embed, rounded up to a multiple of 64."""
+    vocab_multiple: Size = 64
+    """The embedding table is padded to a multiple of this, so that it divides over a mesh."""
+    tied_head: bool = True
+    """Use the embedding table as the output head."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    """Base wavelength of the rotary positions."""
+    isolate_documents: bool = False
+    """Block attention across the documents packed in one window."""
+    attention: Literal["auto", "xla", "cudnn"] = "auto"
+    """Kernel of `jax.nn.dot_product_attention`; auto is cuDNN's on a GPU in bfloat16."""
+    compute_dtype: ComputeDtype = "float32"
+    """Dtype of activations and matmuls; parameters are float32."""
+    remat: Remat = "none"
+    """What the backward pass recomputes: nothing, all but matmul results, or whole blocks."""
+    scan_unroll: Size = 1
+    """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
+
+    @model_validator(mode="after")
+    def _check(self) -> GptConfig:
+        if self.embed % self.heads or (self.embed // self.heads) % 2:
+            raise ValueError(
+                f"embed {self.embed} over heads {self.heads} must give an even head size: "
+                f"use heads {_even_heads(self.embed, self.heads)}"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
+        if self.scan_unroll > self.layers:
+            raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
+        if self.attention == "cudnn" and self.compute_dtype != "bfloat16":
+            raise ValueError("attention: cudnn needs compute_dtype: bfloat16")
+        return self
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.embed // self.heads
+
+    @property
+    def mlp_width(self) -> int:
+        """Hidden width of the SwiGLU."""
+        return self.mlp or -(-8 * self.embed // 3 // 64) * 64
+
+    def build(self, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint = no_hint) -> Gpt:
+        """The module for a vocabulary of `vocab_size` tokens."""
+        return Gpt(self, rngs, vocab_size=vocab_size, hint=hint)
+
+
+def _even_heads(embed: int, heads: int) -> str:
+    fitting = [h for h in range(1, embed // 2 + 1) if embed % (2 * h) == 0]
+    near = sorted(sorted(fitting, key=lambda h: abs(h - heads))[:3])
+    return " or ".join(map(str, near)) or "with an even embed"
+
+
+class Attention(nnx.Module):
+    """Causal grouped-query attention with rotary positions (Ainslie et al., arXiv 2305.13245)."""
+
+    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint):
+        D, H, d = config.embed, config.heads, config.head_dim
+        K = config.kv_heads or H
+        init = nnx.initializers.normal(D**-0.5)
+        out = nnx.initializers.normal(D**-0.5 / (2 * config.layers) ** 0.5)
+        self.query = param(rngs, init, (D, H, d), ("embed", "heads", "head_dim"))
+        self.key = param(rngs, init, (D, K, d), ("embed", "kv_heads", "head_dim"))
+        self.value = param(rngs, init, (D, K, d), ("embed", "kv_heads", "head_dim"))
+        self.out = param(rngs, out, (H, d, D), ("heads", "head_dim", "embed"))
+        self.theta = config.rope_theta
+        self.kernel = _attention_kernel(config)
+        self.hint = hint
+
+    def __call__(self, x_BLD: jax.Array, mask_B1LL: jax.Array | None) -> jax.Array:
+        """x `[B, L, D]`, mask true where a query may look (besides causality)."""
+        q_BLHd = self.hint(matmul(x_BLD, self.query[...]), "batch", "seq", "heads", "head_dim")
+        k_BLKd = self.hint(matmul(x_BLD, self.key[...]), "batch", "seq", "kv_heads", "head_dim")
+        v_BLKd = self.hint(matmul(x_BLD, self.value[...]), "batch", "seq", "kv_heads", "head_dim")
+        y_BLHd = jax.nn.dot_product_attention(
+            rotate(q_BLHd, theta=self.theta),
+            rotate(k_BLKd, theta=self.theta),
+            v_BLKd,
+            mask=mask_B1LL,
+            is_causal=True,
+            implementation=self.kernel,
+        )
+        flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
+        return matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
+
+
+def _attention_kernel(config: GptConfig) -> Literal["xla", "cudnn"]:
+    if config.attention != "auto":
+        return config.attention
+    fused = jax.default_backend() == "gpu" and config.compute_dtype == "bfloat16"
+    return "cudnn" if fused else "xla"
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202)."""
+
+    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint):
+        D, F = config.embed, config.mlp_width
+        init = nnx.initializers.normal(D**-0.5)
+        down = nnx.initializers.normal(F**-0.5 / (2 * config.layers) ** 0.5)
+        self.gate = param(rngs, init, (D, F), ("embed", "mlp"))
+        self.up = param(rngs, init, (D, F), ("embed", "mlp"))
+        self.down = param(rngs, down, (F, D), ("mlp", "embed"))
+        self.hint = hint
+
+    def __call__(self, x_BLD: jax.Array) -> jax.Array:
+        """x `[B, L, D]` to the same shape."""
+        h_BLF = jax.nn.silu(matmul(x_BLD, self.gate[...])) * matmul(x_BLD, self.up[...])
+        return matmul(self.hint(h_BLF, "batch", "seq", "mlp"), self.down[...])
+
+
+class Block(nnx.Module):
+    """Pre-norm residual block."""
+
+    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint):
+        self.attention_norm = RMSNorm(config.embed, rngs)
+        self.attention = Attention(config, rngs, hint)
+        self.mlp_norm = RMSNorm(config.embed, rngs)
+        self.mlp = SwiGLU(config, rngs, hint)
+        self.hint = hint
+
+    def __call__(self, x_BLD: jax.Array, mask_B1LL: jax.Array | None) -> jax.Array:
+        """x `[B, L, D]` to the same shape."""
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), mask_B1LL)
+        x_BLD = x_BLD + self.mlp(self.mlp_norm(x_BLD))
+        return self.hint(x_BLD, "batch", "seq", "embed")
+
+
+class Gpt(nnx.Module):
+    """`embed`, a stack of `blocks`, `head`: the three parts that a pipeline may separate."""
+
+    def __init__(self, config: GptConfig, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint):
+        self.config, self.hint = config, hint
+        self.vocab_size = vocab_size
+        D, V = config.embed, -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
+        init = nnx.initializers.normal(D**-0.5)
+        self.embedding = param(rngs, init, (V, D), ("vocab", "embed"))
+        self.blocks = stack(lambda r: Block(config, r, hint), config.layers, rngs)
+        self.norm = RMSNorm(D, rngs)
+        if not config.tied_head:
+            self.output = param(rngs, init, (D, V), ("embed", "vocab"))
+
+    def __call__(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
+        """Logits `[B, L, V]` (V padded) of the token after each position.
+
+        Args:
+          tokens_BL: int32 `[B, L]`.
+          segments_BL: int32 `[B, L]`, the document of each position; used with isolate_documents.
+        """
+        mask = None
+        if self.config.isolate_documents and segments_BL is not None:
+            mask = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
+        x_BLD = scan_blocks(
+            self.blocks,
+            self.embed(tokens_BL),
+            mask,
+            remat=self.config.remat,
+            unroll=self.config.scan_unroll,
+        )
+        return self.head(x_BLD)
+
+    def embed(self, tokens_BL: jax.Array) -> jax.Array:
+        """Tokens `[B, L]` to unit-variance `[B, L, D]` in the compute dtype."""
+        x_BLD = self.embedding[...][tokens_BL] * self.config.embed**0.5
+        x_BLD = x_BLD.astype(jnp.dtype(self.config.compute_dtype))
+        return self.hint(x_BLD, "batch", "seq", "embed")
+
+    def head(self, x_BLD: jax.Array) -> jax.Array:
+        """Final norm and logits `[B, L, V]` in the compute dtype."""
+        x_BLD = self.norm(x_BLD)
+        if self.config.tied_head:
+            # The table's rows have unit norm, right for the input; as a head they need 1/sqrt(D).
+            logits = matmul(x_BLD * self.config.embed**-0.5, self.embedding[...].T)
+        else:
+            logits = matmul(x_BLD, self.output[...])
+        return self.hint(logits, "batch", "seq", "vocab")

@@ -1,0 +1,139 @@
+"""Layers that the models share. Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim.
+
+Parameters are created with their logical dims: `Param(value, dims=("embed", "mlp"))`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+ComputeDtype = Literal["float32", "bfloat16"]
+Initializer = Callable[..., jax.Array]
+
+
+class Hint(Protocol):
+    """Says how an activation lies on the mesh: takes it with its dims, returns it constrained."""
+
+    def __call__(self, x: jax.Array, *dims: str | None) -> jax.Array: ...
+
+
+def no_hint(x: jax.Array, *dims: str | None) -> jax.Array:
+    """The hint of a single device."""
+    return x
+
+
+def param(
+    rngs: nnx.Rngs, init: Initializer, shape: tuple[int, ...], dims: tuple[str | None, ...]
+) -> nnx.Param:
+    """A float32 parameter that names its dims."""
+    assert len(shape) == len(dims), (shape, dims)
+    return nnx.Param(init(rngs.params(), shape, jnp.float32), dims=dims)
+
+
+def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    """`x [..., D] @ kernel [D, ...]` over flattened rows, in x's dtype.
+
+    Rows are flattened because the kernel's gradient otherwise contracts over two dims, which XLA
+    runs at half the speed on CPU.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    out = rows @ kernel.astype(x.dtype).reshape(kernel.shape[0], -1)
+    return out.reshape(*x.shape[:-1], *kernel.shape[1:])
+
+
+class RMSNorm(nnx.Module):
+    """x / rms(x) * scale, in float32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    def __init__(self, size: int, rngs: nnx.Rngs, *, epsilon: float = 1e-6):
+        self.scale = param(rngs, nnx.initializers.ones, (size,), ("embed",))
+        self.epsilon = epsilon
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x `[..., D]` to the same shape and dtype."""
+        wide = x.astype(jnp.float32)
+        inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
+        scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
+        return (wide * inverse * scale).astype(x.dtype)
+
+
+class Linear(nnx.Module):
+    """x @ kernel + bias with named dims."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        dims: tuple[str, str],
+        rngs: nnx.Rngs,
+        *,
+        init: Initializer = nnx.initializers.lecun_normal(),
+    ):
+        self.kernel = param(rngs, init, shape, dims)
+        self.bias = param(rngs, nnx.initializers.zeros, shape[1:], dims[1:])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x `[..., in]` to `[..., out]`."""
+        bias = self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
+        return matmul(x, self.kernel[...]) + bias
+
+
+def rotate(x_BLHd: jax.Array, *, theta: float) -> jax.Array:
+    """Rotary positions (Su et al. 2021, arXiv 2104.09864), halves paired; positions 0..L-1.
+
+    Attention sees only differences of positions, so packed documents need no restart.
+    """
+    length, half = x_BLHd.shape[1], x_BLHd.shape[-1] // 2
+    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
+    cos, sin = (f(angle)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(turned, axis=-1).astype(x_BLHd.dtype)
+
+
+def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
+    """`count` modules as one whose arrays have a leading dim "layers", for `scan_blocks`."""
+    keys = jax.random.split(rngs.params(), count)
+    stacked = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(key)))[1])(keys)
+    module = nnx.merge(nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0], stacked)
+    for _, node in nnx.iter_graph(module):
+        if isinstance(node, nnx.Param):
+            node.set_metadata(dims=("layers", *node.get_metadata()["dims"]))
+    return module
+
+
+Remat = Literal["none", "dots", "full"]
+
+_POLICIES: dict[str, Any] = {
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+
+
+def scan_blocks(
+    stacked: nnx.Module,
+    x: jax.Array,
+    *operands: Any,
+    remat: Remat = "none",
+    unroll: int = 1,
+) -> jax.Array:
+    """Run a stack of blocks one after another by one compiled loop body.
+
+    Args:
+      stacked: from `stack`; each block maps `(x, *operands)` to a new x.
+      remat: what the backward pass recomputes: nothing, all but matmul results, or all.
+      unroll: blocks per loop iteration.
+    """
+    graph, state = nnx.split(stacked)
+
+    def body(carry: jax.Array, layer: Any) -> tuple[jax.Array, None]:
+        block: Any = nnx.merge(graph, layer)
+        return block(carry, *operands), None
+
+    if remat != "none":
+        body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=False)
+    return jax.lax.scan(body, x, state, unroll=unroll)[0]

@@ -1,0 +1,145 @@
+"""What is minimised and measured, as sums with their weights, so that any split adds up exactly.
+
+A loss returns `{"loss": Mean, ...}`: totals and weights of microbatches, devices and evaluation
+batches are added, and divided once. (Averaging averages is wrong as soon as weights differ.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field
+
+from jaxdist.config.importing import load_object
+from jaxdist.config.schema import Config
+from jaxdist.errors import RunError
+
+
+class Mean(NamedTuple):
+    """A weighted sum and its weight, float32 scalars; the mean is total / weight."""
+
+    total: jax.Array
+    weight: jax.Array
+
+
+Sums = dict[str, Mean]
+Batch = Mapping[str, jax.Array]
+Loss = Callable[[Any, Batch], Any]
+"""(module, batch) to named means, `Sums`; "loss" is the one that training minimises.
+
+A user's own loss may also return the mean of a batch as a scalar, or (scalar, {name: scalar}).
+"""
+
+
+def as_sums(result: Any, batch: Batch) -> Sums:
+    """What a loss returned, as named sums; a bare mean weighs as many rows as the batch has.
+
+    Raises:
+      RunError: the loss returned something else; the message says what.
+    """
+    rows = batch["weight"].sum()
+    if isinstance(result, tuple) and not isinstance(result, Mean) and len(result) == 2:
+        scalar, extra = result
+        result = {"loss": scalar, **extra} if isinstance(extra, Mapping) else result
+    elif not isinstance(result, Mapping):
+        result = {"loss": result}
+    sums: Sums = {}
+    for name, value in result.items() if isinstance(result, Mapping) else [("loss", result)]:
+        mean = value if isinstance(value, Mean) else None
+        if mean is None and getattr(value, "shape", None) == ():
+            mean = Mean(value * rows, rows)
+        if mean is None:
+            shape = getattr(value, "shape", "")
+            raise RunError(
+                f"the loss returned {type(value).__name__} {shape} for {name!r}: return "
+                "{'loss': Mean(total, weight), ...}, a scalar mean, or (scalar, {name: scalar})"
+            )
+        sums[name] = Mean(*(jnp.asarray(part, jnp.float32) for part in mean))
+    if "loss" not in sums:
+        raise RunError(f"the loss returned {sorted(sums)}, without 'loss', which is minimised")
+    return sums
+
+
+class NextTokenConfig(Config):
+    """Cross-entropy of each next token, in nats."""
+
+    type: Literal["next_token"]
+    """Selects this loss."""
+
+    def build(self) -> Loss:
+        """The loss of a module called as `module(tokens, segments)`."""
+        return next_token
+
+
+class ClassificationConfig(Config):
+    """Softmax cross-entropy of one label per example, in nats, and accuracy."""
+
+    type: Literal["classification"]
+    """Selects this loss."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the target spread over all classes, in training and evaluation alike."""
+
+    def build(self) -> Loss:
+        """The loss of a module called as `module(image)`, image in 0..1."""
+
+        return partial(classification, label_smoothing=self.label_smoothing)
+
+
+class ImportedLossConfig(Config):
+    """Your own: a function of (module, batch)."""
+
+    type: Literal["import"]
+    """Selects this loss."""
+    path: str
+    """Import path of the function, `mypkg.module:name`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for the function."""
+
+    def build(self) -> Loss:
+        """The user's function with its arguments bound."""
+        return partial(load_object(self.path), **self.args)
+
+
+LossConfig = Annotated[
+    NextTokenConfig | ClassificationConfig | ImportedLossConfig, Field(discriminator="type")
+]
+
+
+def next_token(module: Any, batch: Batch) -> Sums:
+    """Mean cross-entropy over the tokens of rows with weight.
+
+    Args:
+      module: maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`.
+      batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, weight float32 `[B]`.
+    """
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    logits = module(inputs, batch["segments"]).astype(jnp.float32)
+    nats_BL = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+    weight_BL = jnp.broadcast_to(batch["weight"][:, None], nats_BL.shape)
+    return {"loss": Mean((nats_BL * weight_BL).sum(), weight_BL.sum())}
+
+
+def classification(module: Any, batch: Batch, *, label_smoothing: float) -> Sums:
+    """Mean cross-entropy and accuracy over the rows with weight.
+
+    Args:
+      module: maps images `[B, height, width, channels]` to logits `[B, classes]`.
+      batch: image uint8 or float, label int32 `[B]`, weight float32 `[B]`.
+    """
+    image, label, weight = batch["image"], batch["label"], batch["weight"]
+    if image.dtype == jnp.uint8:
+        image = image.astype(jnp.float32) / 255
+    logits = module(image).astype(jnp.float32)
+    target = optax.smooth_labels(jax.nn.one_hot(label, logits.shape[-1]), label_smoothing)
+    nats_B = optax.softmax_cross_entropy(logits, target)
+    hit_B = (logits.argmax(-1) == label).astype(jnp.float32)
+    count = weight.sum()
+    return {
+        "loss": Mean((nats_B * weight).sum(), count),
+        "accuracy": Mean((hit_B * weight).sum(), count),
+    }

@@ -1,0 +1,59 @@
+"""A multilayer perceptron on flattened images."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import jax
+from flax import nnx
+from pydantic import Field
+
+from jaxdist.config.schema import Config
+from jaxdist.models.layers import Hint, Linear, no_hint
+
+Size = Annotated[int, Field(ge=1)]
+
+
+class MlpConfig(Config):
+    """Fully connected layers with ReLU between them."""
+
+    type: Literal["mlp"]
+    """Selects this model."""
+    hidden: Annotated[list[Size], Field(min_length=1)]
+    """Width of each hidden layer."""
+
+    def build(
+        self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint
+    ) -> Mlp:
+        """The module for images of `shape` (height, width, channels)."""
+        return Mlp(self, rngs, shape=shape, classes=classes, hint=hint)
+
+
+class Mlp(nnx.Module):
+    """Layers pair up: one splits its outputs ("mlp"), the next its inputs."""
+
+    def __init__(
+        self,
+        config: MlpConfig,
+        rngs: nnx.Rngs,
+        *,
+        shape: tuple[int, int, int],
+        classes: int,
+        hint: Hint,
+    ):
+        height, width, channels = shape
+        sizes = [height * width * channels, *config.hidden, classes]
+        names = ["features", *(("mlp", "embed")[i % 2] for i in range(len(config.hidden)))]
+        init = nnx.initializers.he_normal()
+        self.layers = nnx.List(
+            Linear((sizes[i], sizes[i + 1]), (names[i], name), rngs, init=init)
+            for i, name in enumerate([*names[1:], "classes"])
+        )
+        self.names, self.hint = tuple(names[1:]), hint
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        """Images `[B, height, width, channels]` in 0..1 to logits `[B, classes]`."""
+        x = image.reshape(image.shape[0], -1)
+        for layer, name in zip(list(self.layers)[:-1], self.names, strict=True):
+            x = self.hint(jax.nn.relu(layer(x)), "batch", name)
+        return self.layers[-1](x)

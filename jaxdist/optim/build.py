@@ -1,0 +1,127 @@
+"""From an optimizer's config to an optax transformation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import jax
+import optax
+from pydantic import Field
+
+from jaxdist.config.importing import load_object
+from jaxdist.config.schema import Config
+from jaxdist.errors import ConfigError
+from jaxdist.optim.schedules import ScheduleConfig, build_schedule
+from jaxdist.trees import flatten_with_names
+
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Dims = tuple[str | None, ...]
+
+
+class _Common(Config):
+    learning_rate: Positive
+    """Peak learning rate."""
+    schedule: ScheduleConfig = ScheduleConfig()
+    """Warm-up and decay of the learning rate."""
+    clip_norm: Positive | None = None
+    """Scale the gradient down to this global norm when it is larger; null never clips."""
+
+
+class AdamWConfig(_Common):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
+
+    type: Literal["adamw"]
+    """Selects this optimizer."""
+    b1: Beta = 0.9
+    """Decay of the first moment."""
+    b2: Beta = 0.999
+    """Decay of the second moment."""
+    eps: Positive = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled decay, times the learning rate; biases and norm scales are left out."""
+
+    def transform(self, rate: optax.Schedule, mask: Any) -> optax.GradientTransformation:
+        """The update rule for a learning-rate schedule; `mask` true where weights decay."""
+        return optax.adamw(
+            rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=mask
+        )
+
+
+class SgdConfig(_Common):
+    """Stochastic gradient descent with momentum."""
+
+    type: Literal["sgd"]
+    """Selects this optimizer."""
+    momentum: Beta = 0.9
+    """Decay of the velocity; 0 keeps none."""
+    nesterov: bool = False
+    """Look ahead along the velocity."""
+    weight_decay: NonNegative = 0.0
+    """L2 decay added to the gradient; biases and norm scales are left out."""
+
+    def transform(self, rate: optax.Schedule, mask: Any) -> optax.GradientTransformation:
+        """The update rule for a learning-rate schedule; `mask` true where weights decay."""
+        return optax.chain(
+            optax.add_decayed_weights(self.weight_decay, mask),
+            optax.sgd(rate, self.momentum or None, self.nesterov),
+        )
+
+
+class ImportedOptimizerConfig(_Common):
+    """Your own: a function of (learning_rate schedule, **args) that returns an optax transform."""
+
+    type: Literal["import"]
+    """Selects this optimizer."""
+    path: str
+    """Import path of the function, `mypkg.module:name`."""
+    args: dict[str, Any] = {}
+    """Keyword arguments for the function."""
+
+    def transform(self, rate: optax.Schedule, mask: Any) -> optax.GradientTransformation:
+        """The user's transformation; it is given the schedule, not the mask."""
+        made = load_object(self.path)(rate, **self.args)
+        if not (hasattr(made, "init") and hasattr(made, "update")):
+            raise ConfigError(
+                f"optim.path {self.path} returned {type(made).__name__}, "
+                "not an optax.GradientTransformation"
+            )
+        return made
+
+
+OptimConfig = Annotated[
+    AdamWConfig | SgdConfig | ImportedOptimizerConfig, Field(discriminator="type")
+]
+
+
+@dataclass(frozen=True)
+class Optimizer:
+    """An optax transformation and the schedule inside it (step to learning rate)."""
+
+    transform: optax.GradientTransformationExtraArgs
+    schedule: optax.Schedule
+    clip_norm: float | None
+
+
+def decay_mask(params: Any, dims: Mapping[str, Dims]) -> Any:
+    """True where weights decay: tensors with two or more dims besides "layers".
+
+    So matrices decay, while biases and norm scales do not, stacked for a scan or not.
+    """
+    flags = [
+        sum(dim != "layers" for dim in dims[name]) >= 2 for name, _ in flatten_with_names(params)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), flags)
+
+
+def build_optimizer(
+    config: OptimConfig, *, total_steps: int, params: Any, dims: Mapping[str, Dims]
+) -> Optimizer:
+    """The optimizer for a run of `total_steps` on this tree of parameters."""
+    rate = build_schedule(config.schedule, peak=config.learning_rate, total_steps=total_steps)
+    transform = config.transform(rate, decay_mask(params, dims))
+    return Optimizer(optax.with_extra_args_support(transform), rate, config.clip_norm)

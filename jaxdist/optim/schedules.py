@@ -1,0 +1,63 @@
+"""Learning-rate schedules: linear warm-up, then a decay to a fraction of the peak."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import optax
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Config
+from jaxdist.errors import ConfigError
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class ScheduleConfig(Config):
+    """Warm-up from 0 to the peak over `warmup_steps`, then decay until the last step."""
+
+    type: Literal["constant", "cosine", "linear", "poly"] = "cosine"
+    """Shape of the decay."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps of linear warm-up."""
+    end_fraction: Fraction = 0.0
+    """Learning rate of the last step, as a fraction of the peak."""
+    power: Annotated[float, Field(gt=0)] | None = None
+    """Exponent of `poly`; null is 1."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ScheduleConfig:
+        if self.type == "constant" and self.end_fraction:
+            raise ValueError("end_fraction has no effect with type: constant")
+        if self.type != "poly" and self.power is not None:
+            raise ValueError(f"power has no effect with type: {self.type}; it belongs to poly")
+        return self
+
+
+def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> optax.Schedule:
+    """Step (0-based) to learning rate.
+
+    >>> lr = build_schedule(ScheduleConfig(type="linear", warmup_steps=2), peak=1.0, total_steps=4)
+    >>> [round(float(lr(step)), 3) for step in range(5)]
+    [0.5, 1.0, 1.0, 0.5, 0.0]
+
+    Raises:
+      ConfigError: the warm-up is longer than the run.
+    """
+    warmup, decay_steps = config.warmup_steps, total_steps - config.warmup_steps
+    if decay_steps < 0:
+        raise ConfigError(f"warmup_steps {warmup} exceed the run's {total_steps} steps")
+    end = peak * config.end_fraction
+    decay: optax.Schedule
+    if config.type == "constant" or decay_steps == 0:
+        decay = optax.constant_schedule(peak)
+    elif config.type == "cosine":
+        decay = optax.cosine_decay_schedule(peak, decay_steps, alpha=config.end_fraction)
+    else:
+        power = config.power or 1.0
+        decay = optax.polynomial_schedule(peak, end, power, decay_steps)
+    if not warmup:
+        return decay
+    # The first step already moves: warm-up step i (0-based) has (i + 1) / warmup of the peak.
+    ramp = optax.linear_schedule(peak / warmup, peak, warmup - 1) if warmup > 1 else decay
+    return optax.join_schedules([ramp, decay], [warmup])

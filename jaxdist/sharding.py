@@ -1,0 +1,208 @@
+"""From logical dims to mesh axes, strictly: what matches no rule, or no dim, is an error.
+
+Models name the *dims* of each parameter ("embed", "mlp"); rules map a dim to a mesh axis; a mesh
+that lacks the axis leaves the dim whole. So one set of rules serves every mesh, and moving a model
+to another mesh changes the config's `mesh:` alone.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pydantic import field_validator
+
+from jaxdist.config.schema import Config
+from jaxdist.errors import ShardingError, did_you_mean
+from jaxdist.mesh import AXES, axis_names, axis_size
+from jaxdist.trees import flatten_with_names
+
+Dims = tuple[str | None, ...]
+"""The logical dims of one tensor; None is a dim that is never split."""
+
+DEFAULT_RULES: Mapping[str, str | None] = {
+    "batch": "data",
+    "seq": None,
+    "layers": None,
+    "features": None,
+    "embed": None,
+    "mlp": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "head_dim": None,
+    "vocab": "tensor",
+    "channels_in": None,
+    "channels_out": "tensor",
+    "window": None,
+    "classes": None,
+}
+
+
+class ShardingConfig(Config):
+    """How the model's logical dims lie on the mesh."""
+
+    rules: dict[str, str | None] = {}
+    """Logical dim to mesh axis (null keeps it whole), over the defaults; each must be used."""
+    params: dict[str, list[str | None]] = {}
+    """Dims for parameters that the model does not annotate, by path pattern (`blocks/*/kernel`)."""
+
+    @field_validator("rules")
+    @classmethod
+    def _known_axes(cls, rules: dict[str, str | None]) -> dict[str, str | None]:
+        for dim, axis in rules.items():
+            if axis is not None and axis not in AXES:
+                raise ValueError(
+                    f"rule {dim}: {axis} names no mesh axis: {did_you_mean(axis, AXES)}"
+                )
+        return rules
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A mesh and the rules onto it; hashable, so that a jitted model may hold one.
+
+    Called as `layout(x, *dims)` inside a jitted function, it constrains an activation.
+    """
+
+    mesh: Mesh
+    rules: tuple[tuple[str, str | None], ...] = field(default=tuple(DEFAULT_RULES.items()))
+
+    def axis_of(self, dim: str | None) -> str | None:
+        """The mesh axis that splits `dim`, or None.
+
+        Raises:
+          ShardingError: no rule names the dim.
+        """
+        if dim is None:
+            return None
+        for name, axis in self.rules:
+            if name == dim:
+                return axis
+        names = [name for name, _ in self.rules]
+        raise ShardingError(
+            f"no sharding rule for dim {dim!r}: {did_you_mean(dim, names)}; "
+            f"add sharding.rules.{dim}: <mesh axis or null>"
+        )
+
+    def spec(self, dims: Sequence[str | None]) -> PartitionSpec:
+        """The partition spec of a tensor with these dims; absent and size-1 axes split nothing."""
+        entries: list[Any] = []
+        for dim in dims:
+            axis = self.axis_of(dim)
+            names = axis_names(self.mesh, axis) if axis is not None else ()
+            entries.append(names[0] if len(names) == 1 else (names or None))
+        return PartitionSpec(*entries)
+
+    def sharding(self, dims: Sequence[str | None]) -> NamedSharding:
+        """The sharding of a tensor with these dims."""
+        return NamedSharding(self.mesh, self.spec(dims))
+
+    @property
+    def replicated(self) -> NamedSharding:
+        """The sharding of a value that every device holds whole."""
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts the batch is split."""
+        axis = self.axis_of("batch")
+        return axis_size(self.mesh, axis) if axis else 1
+
+    def __call__(self, x: jax.Array, *dims: str | None) -> jax.Array:
+        """Constrain an activation's layout; for use under jit, on auto axes."""
+        return jax.lax.with_sharding_constraint(x, self.sharding(dims))
+
+    def problem(self, name: str, shape: Sequence[int], dims: Dims) -> str | None:
+        """Why a tensor of this shape cannot be laid out with these dims; None when it can."""
+        shown = f"parameter {name} {tuple(shape)}"
+        if len(dims) != len(shape):
+            return f"{shown} has {len(shape)} dims, but {len(dims)} are named: {dims}"
+        taken: dict[str, str] = {}
+        for dim, length in zip(dims, shape, strict=True):
+            try:
+                axis = self.axis_of(dim)
+            except ShardingError as error:
+                return f"{shown}: {error}"
+            parts = axis_size(self.mesh, axis) if axis else 1
+            if axis is None or parts == 1:
+                continue
+            if axis in taken:
+                return (
+                    f"{shown}: dims {taken[axis]!r} and {dim!r} are both mapped to mesh axis "
+                    f"{axis!r}; set sharding.rules.{dim}: null"
+                )
+            taken[axis] = str(dim)
+            if length % parts:
+                return (
+                    f"{shown}: dim {dim!r} of length {length} does not divide over mesh axis "
+                    f"{axis!r} of size {parts} (remainder {length % parts}); use a size of "
+                    f"{axis!r} that divides {length}, or set sharding.rules.{dim}: null"
+                )
+        return None
+
+
+def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
+    """The default rules with the config's on top, on a mesh."""
+    return Layout(mesh, tuple({**DEFAULT_RULES, **config.rules}.items()))
+
+
+def resolve_dims(
+    config: ShardingConfig, shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, Dims | None]
+) -> dict[str, Dims]:
+    """Every parameter's dims: the model's own, else those that a pattern of the config gives.
+
+    Raises:
+      ShardingError: parameters without dims, patterns that match nothing, rules for dims that no
+        parameter has: all of them in one message.
+    """
+    resolved: dict[str, Dims] = {}
+    problems: list[str] = []
+    used: set[str] = set()
+    for name, shape in shapes.items():
+        matches = [p for p in config.params if fnmatch.fnmatchcase(name, p)]
+        used.update(matches)
+        found = tuple(config.params[matches[0]]) if matches else dims[name]
+        if found is None and shape == ():
+            found = ()
+        if found is None:
+            hint = did_you_mean(name, config.params) if config.params else "no pattern is given"
+            problems.append(
+                f"parameter {name} {shape} names no dims and no pattern of sharding.params matches "
+                f"it ({hint}); add e.g. sharding.params: {{{name!r}: {[None] * len(shape)}}}"
+            )
+        else:
+            resolved[name] = found
+    problems += [
+        f"sharding.params: pattern {p!r} matches no parameter: {did_you_mean(p, shapes)}"
+        for p in config.params
+        if p not in used
+    ]
+    known = {d for found in resolved.values() for d in found if d} | {"batch", "seq"}
+    problems += [
+        f"sharding.rules.{dim}: no parameter has this dim, so the rule does nothing: "
+        f"{did_you_mean(dim, sorted(known))}"
+        for dim in config.rules
+        if dim not in known
+    ]
+    if problems:
+        raise ShardingError("; ".join(problems).replace("None", "null"))
+    return resolved
+
+
+def param_shardings(layout: Layout, params: Any, dims: Mapping[str, Dims]) -> Any:
+    """A tree of shardings for a tree of parameters (arrays or shapes).
+
+    Raises:
+      ShardingError: each parameter that cannot be laid out, with path, shape, numbers and remedy.
+    """
+    named = flatten_with_names(params)
+    problems = [layout.problem(name, leaf.shape, dims[name]) for name, leaf in named]
+    if any(problems):
+        raise ShardingError("\n".join(p for p in problems if p))
+    return jax.tree.unflatten(
+        jax.tree.structure(params), [layout.sharding(dims[name]) for name, _ in named]
+    )

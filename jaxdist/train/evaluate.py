@@ -1,0 +1,31 @@
+"""Means over a held-out split, exact for any batch size and number of devices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jaxdist.models.loss import Batch
+from jaxdist.train.step import Program
+
+
+def evaluate(
+    program: Program, params: Any, buffers: Any, batches: Iterable[Batch]
+) -> dict[str, float]:
+    """Each of the loss's means over all rows that have weight.
+
+    Args:
+      params: trained parameters, laid out as the program wants them.
+      batches: padded batches, as `Loader.evaluation_batches` gives them.
+    """
+    parts = [program.evaluate(params, buffers, batch) for batch in batches]
+    # Added as Python floats (64 bits), in order: the result does not depend on the batch count.
+    fetched = jax.device_get(parts)
+    totals: dict[str, tuple[float, float]] = {}
+    for sums in fetched:
+        for name, mean in sums.items():
+            total, weight = totals.get(name, (0.0, 0.0))
+            totals[name] = (total + float(mean.total), weight + float(mean.weight))
+    return {name: total / weight for name, (total, weight) in totals.items()}

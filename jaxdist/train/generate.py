@@ -1,0 +1,55 @@
+"""Sampling from a next-token model by running its window again for each token.
+
+It needs nothing of the model but logits, so it serves every model that trains on tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.train.step import Program
+
+
+def generate(
+    program: Program,
+    params: Any,
+    buffers: Any,
+    *,
+    prompt: Sequence[int],
+    window: int,
+    vocab_size: int,
+    count: int,
+    temperature: float,
+    seed: int,
+) -> list[int]:
+    """The prompt's tokens and `count` more.
+
+    Args:
+      prompt: tokens; only the last `window` of them are seen.
+      window: the length that the model was trained on.
+      vocab_size: tokens that exist (a padded head has more logits).
+      temperature: 0 always takes the likeliest token.
+      seed: of the random choices; the same seed gives the same text.
+    """
+
+    def next_token(tokens_L: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
+        module: Any = program.model.bind(params, buffers)
+        module.eval()
+        logits = module(tokens_L[None], jnp.zeros_like(tokens_L)[None])[0, length - 1, :vocab_size]
+        scaled = logits.astype(jnp.float32) / max(temperature, 1e-6)
+        return jax.random.categorical(key, scaled) if temperature > 0 else scaled.argmax()
+
+    sample = jax.jit(next_token)
+    out = list(prompt)
+    for i in range(count):
+        seen = out[-window:]
+        padded = np.zeros(window, np.int32)
+        padded[: len(seen)] = seen
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        out.append(int(sample(jnp.asarray(padded), jnp.int32(len(seen)), key)))
+    return out

@@ -1,0 +1,22 @@
+"""All that a step changes, and all that a checkpoint must hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """Parameters, optimizer state, buffers and the number of steps taken.
+
+    Randomness and data position are functions of (seed, step), so they need no place here.
+    """
+
+    step: jax.Array
+    params: Any
+    opt_state: Any
+    buffers: Any

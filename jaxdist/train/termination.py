@@ -1,0 +1,49 @@
+"""SIGTERM and Ctrl-C end a run at the next step boundary, after a checkpoint."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+import jax
+
+from jaxdist import distributed
+
+
+class Termination:
+    """While it is entered, the first SIGTERM or SIGINT only sets a flag; a second SIGINT raises.
+
+    With several processes, jax's preemption service takes SIGTERM and all processes agree on the
+    step to stop at; a local flag would make them stop at different steps and hang.
+    """
+
+    def __init__(self) -> None:
+        self.signal: str | None = None
+        self._previous: dict[int, Any] = {}
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.signal is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.signal = signal.Signals(number).name
+
+    def __enter__(self) -> Termination:
+        if jax.process_count() == 1:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop after `step`; ask once per step, in every process."""
+        if jax.process_count() > 1 and distributed.preempted(step):
+            self.signal = "SIGTERM"
+        return self.signal is not None

@@ -1,0 +1,51 @@
+"""Names and sizes of the leaves of a pytree, for messages, manifests and reports."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.tree_util import keystr, tree_flatten_with_path
+
+
+def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves with their paths, in jax's own order; None and empty containers have no leaf.
+
+    A name joins dict keys, dataclass fields, namedtuple fields and positions with '/'. A bare leaf
+    is named ''.
+
+    >>> flatten_with_names({"layers": [{"kernel": 1, "bias": 2}], "step": 3})
+    [('layers/0/bias', 2), ('layers/0/kernel', 1), ('step', 3)]
+    """
+    leaves, _ = tree_flatten_with_path(tree)
+    return [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
+
+
+def leaf_bytes(leaf: Any) -> int:
+    """Bytes of one array or `jax.ShapeDtypeStruct` over all devices, each element counted once.
+
+    A Python scalar counts as the array jax makes of it; a random key as the words that hold it.
+    """
+    shape = jnp.shape(leaf)
+    dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
+    return math.prod(shape) * dtype.itemsize
+
+
+def tree_bytes(tree: Any) -> int:
+    """Bytes of all leaves together (replicas and padding not counted).
+
+    >>> tree_bytes({"w": jax.ShapeDtypeStruct((2, 3), "bfloat16"), "n": None})
+    12
+    """
+    return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def tree_size(tree: Any) -> int:
+    """The number of elements of all leaves together: the parameter count of a model.
+
+    >>> tree_size({"w": jax.ShapeDtypeStruct((2, 3), "float32"), "b": 1.0})
+    7
+    """
+    return sum(math.prod(jnp.shape(leaf)) for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,196 @@
+import importlib
+import inspect
+import pkgutil
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from pydantic import ValidationError
+
+import jaxdist.models
+from jaxdist.models.cnn import CnnConfig, max_pool
+from jaxdist.models.functional import functional
+from jaxdist.models.gpt import GptConfig
+from jaxdist.models.layers import RMSNorm, rotate
+from jaxdist.models.mlp import MlpConfig
+from jaxdist.trees import tree_size
+
+VOCAB = 257
+
+
+def gpt(**changes):
+    settings = {"type": "gpt", "layers": 3, "embed": 32, "heads": 4, "kv_heads": 2, **changes}
+    config = GptConfig.model_validate(settings)
+    return functional(lambda rngs: config.build(rngs, vocab_size=VOCAB))
+
+
+def run(model, *inputs):
+    params, buffers = model.init(jax.random.key(0))
+    return jax.jit(lambda p, *x: model.bind(p, buffers)(*x))(params, *inputs)
+
+
+def tokens(batch=2, length=16):
+    return jax.random.randint(jax.random.key(1), (batch, length), 0, VOCAB)
+
+
+def test_models_name_no_mesh_and_no_collectives():
+    for module in pkgutil.walk_packages(jaxdist.models.__path__, "jaxdist.models."):
+        source = inspect.getsource(importlib.import_module(module.name))
+        assert not re.search(r"jaxdist\.(mesh|sharding|collectives)|shard_map|psum", source)
+
+
+def test_every_parameter_names_as_many_dims_as_it_has():
+    image = {"shape": (8, 8, 1), "classes": 10}
+    mlp = MlpConfig(type="mlp", hidden=[16, 8, 4])
+    cnn = CnnConfig(type="cnn", channels=[4, 8], hidden=8)
+    for model in (
+        gpt(),
+        gpt(tied_head=False),
+        functional(lambda rngs: mlp.build(rngs, **image)),
+        functional(lambda rngs: cnn.build(rngs, **image)),
+    ):
+        flat = dict(jax.tree_util.tree_flatten_with_path(model.params)[0])
+        shapes = {"/".join(k.key for k in path): leaf.shape for path, leaf in flat.items()}
+        assert {name: len(dims) for name, dims in model.dims.items()} == {
+            name: len(shape) for name, shape in shapes.items()
+        }
+
+
+def test_parameter_count_is_the_formula():
+    D, F, V, N, H, K, d = 32, 128, 320, 3, 4, 2, 8
+    block = D * (H + 2 * K) * d + H * d * D + 3 * D * F + 2 * D
+    assert tree_size(gpt().params) == V * D + N * block + D
+    assert tree_size(gpt(tied_head=False).params) == 2 * V * D + N * block + D
+
+
+def test_no_position_sees_the_future():
+    """The gradient of the logits at one position reaches embeddings of no later position."""
+    model = gpt()
+    params, buffers = model.init(jax.random.key(0))
+    position = 7
+
+    def logit(x_BLD):
+        module = model.bind(params, buffers)
+        object.__setattr__(module, "embed", lambda _: x_BLD)
+        return module(tokens(1))[0, position].sum()
+
+    x_BLD = jax.random.normal(jax.random.key(2), (1, 16, 32))
+    reach = np.abs(jax.grad(logit)(x_BLD)).sum((0, 2))
+    assert (reach[: position + 1] > 0).all()
+    assert (reach[position + 1 :] == 0).all()
+
+
+def test_isolated_documents_do_not_see_each_other():
+    model = gpt(isolate_documents=True)
+    segments = jnp.repeat(jnp.arange(2), 8)[None]
+    first, second = tokens(1), tokens(1).at[0, :8].set(3)
+    alone = run(model, first, segments)[0, 8:]
+    np.testing.assert_allclose(run(model, second, segments)[0, 8:], alone, atol=1e-5)
+    joined = run(gpt(), second, segments)[0, 8:]
+    assert np.abs(joined - run(gpt(), first, segments)[0, 8:]).max() > 1e-3
+
+
+@pytest.mark.parametrize("changes", [{"remat": "full"}, {"remat": "dots"}, {"scan_unroll": 3}])
+def test_remat_and_unroll_change_no_gradient(changes):
+    def gradient(model):
+        params, buffers = model.init(jax.random.key(0))
+        return jax.jit(jax.grad(lambda p: jnp.square(model.bind(p, buffers)(tokens())).sum()))(
+            params
+        )
+
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2),
+        gradient(gpt()),
+        gradient(gpt(**changes)),
+    )
+
+
+def test_remat_recomputes():
+    """The rematerialised backward pass keeps less and computes more."""
+
+    def compiled(**changes):
+        model = gpt(embed=64, layers=4, **changes)
+        params, buffers = model.params, model.buffers
+        x = jax.ShapeDtypeStruct((8, 128), jnp.int32)
+
+        def loss(p, x):
+            return jnp.square(model.bind(p, buffers)(x)).mean()
+
+        return jax.jit(jax.grad(loss)).lower(params, x).compile()
+
+    none, full = compiled(), compiled(remat="full")
+    temp = [c.memory_analysis().temp_size_in_bytes for c in (none, full)]
+    assert temp[1] < 0.7 * temp[0]
+
+
+def test_depth_does_not_grow_the_program():
+    def size(layers):
+        model = gpt(layers=layers)
+        x = jax.ShapeDtypeStruct((2, 16), jnp.int32)
+        lowered = jax.jit(lambda p, x: model.bind(p, {})(x)).lower(model.params, x)
+        return len(lowered.as_text().splitlines())
+
+    assert size(32) == size(2)
+
+
+def test_scan_equals_the_blocks_one_by_one():
+    model = gpt()
+    params, buffers = model.init(jax.random.key(0))
+    module = model.bind(params, buffers)
+    x = module.embed(tokens())
+    graph, state = nnx.split(module.blocks)
+    for layer in range(3):
+        x = nnx.merge(graph, jax.tree.map(lambda leaf, i=layer: leaf[i], state))(x, None)
+    np.testing.assert_allclose(module.head(x), run(model, tokens()), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_start_different_from_each_other():
+    params, _ = gpt().init(jax.random.key(0))
+    query = params["blocks"]["attention"]["query"]
+    assert np.abs(query[0] - query[1]).max() > 0.1
+
+
+def test_bfloat16_computes_in_bfloat16_with_float32_parameters():
+    model = gpt(compute_dtype="bfloat16")
+    assert run(model, tokens()).dtype == jnp.bfloat16
+    assert {leaf.dtype for leaf in jax.tree.leaves(model.params)} == {jnp.dtype("float32")}
+    np.testing.assert_allclose(
+        run(model, tokens()).astype(np.float32), run(gpt(), tokens()), atol=0.1
+    )
+
+
+def test_rotary_scores_depend_on_distance_only():
+    q = jnp.broadcast_to(jax.random.normal(jax.random.key(0), (1, 1, 1, 8)), (1, 6, 1, 8))
+    k = jnp.broadcast_to(jax.random.normal(jax.random.key(1), (1, 1, 1, 8)), (1, 6, 1, 8))
+    scores = jnp.einsum("blhd,bmhd->lm", rotate(q, theta=100.0), rotate(k, theta=100.0))
+    for distance in range(-5, 6):
+        diagonal = np.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+
+
+def test_rms_norm_by_hand():
+    norm = RMSNorm(2, nnx.Rngs(0), epsilon=0.0)
+    np.testing.assert_allclose(norm(jnp.array([[3.0, 4.0]])), [[0.8485281, 1.1313708]], rtol=1e-6)
+
+
+def test_max_pool_by_hand():
+    x = jnp.arange(15.0).reshape(1, 3, 5, 1)
+    np.testing.assert_array_equal(max_pool(x)[0, :, :, 0], [[6, 8]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"embed": 30, "heads": 4}, r"embed 30 over heads 4 .* use heads 1 or 3 or 5"),
+        ({"embed": 12, "heads": 4}, r"even head size"),
+        ({"kv_heads": 3}, r"kv_heads 3 must divide heads 4"),
+        ({"scan_unroll": 9}, r"scan_unroll 9 exceeds layers 3"),
+        ({"attention": "cudnn"}, r"needs compute_dtype: bfloat16"),
+    ],
+)
+def test_sizes_that_do_not_fit(changes, message):
+    with pytest.raises(ValidationError, match=message):
+        gpt(**changes)

@@ -1,0 +1,46 @@
+import sys
+
+import pytest
+
+from jaxdist import environment
+from jaxdist.errors import MeshError
+
+
+def plan(environ, fake_devices):
+    planned = environment.plan_environment(environ, fake_devices=fake_devices)
+    return planned, environment.parse_xla_flags(planned["XLA_FLAGS"])
+
+
+@pytest.mark.parametrize(("devices", "threads"), [(2, "4"), (8, "16")])
+def test_thread_pool_goes_with_the_device_count(devices, threads):
+    planned, flags = plan({}, devices)
+    assert planned["NPROC"] == threads
+    assert flags["--xla_force_host_platform_device_count"] == str(devices)
+    assert planned["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_larger_thread_pool_is_kept():
+    assert "NPROC" not in plan({"NPROC": "64"}, 8)[0]
+    assert plan({"NPROC": "8"}, 8)[0]["NPROC"] == "16"
+
+
+def test_a_count_from_the_users_flags_gets_its_threads_too():
+    planned, _ = plan({"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}, None)
+    assert planned["NPROC"] == "8"
+    assert "JAX_PLATFORMS" not in planned
+
+
+def test_collective_timeouts_are_set_and_the_users_win():
+    flag = "--xla_cpu_collective_timeout_seconds"
+    assert plan({}, None)[1][flag] == str(environment.COLLECTIVE_TIMEOUT_SECONDS)
+    assert plan({"XLA_FLAGS": f"{flag}=7"}, None)[1][flag] == "7"
+
+
+def test_too_late_after_jax_is_imported():
+    assert "jax" in sys.modules
+    with pytest.raises(MeshError, match=r"13 fake devices .* after jax was imported"):
+        environment.prepare(fake_devices=13)
+
+
+def test_preparing_again_for_the_same_count_is_fine():
+    environment.prepare(fake_devices=8)
