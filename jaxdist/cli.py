@@ -29,13 +29,13 @@ data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 
+_COMPUTING = ("train", "eval", "generate", "bench")
+
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file of the experiment.")]
 Overrides = Annotated[
     list[str] | None, typer.Argument(help="Settings on top of it: section.key=value ...")
 ]
-Devices = Annotated[
-    int | None, typer.Option(min=1, help="Train on this many fake CPU devices.")
-]
+Devices = Annotated[int | None, typer.Option(min=1, help="Train on this many fake CPU devices.")]
 Coordinator = Annotated[str | None, typer.Option(help="HOST:PORT of process 0.")]
 NumProcesses = Annotated[int | None, typer.Option(help="Number of processes.")]
 ProcessId = Annotated[int | None, typer.Option(help="Number of this process, from 0.")]
@@ -206,6 +206,10 @@ def _guarded(call: Callable[[], Any]) -> int:
 
 def main() -> None:
     """Entry point of the `jaxdist` command."""
+    if sys.argv[1:2] and sys.argv[1] in _COMPUTING:
+        from jaxdist.environment import restart_with_huge_pages
+
+        restart_with_huge_pages()
     sys.exit(_guarded(app))
 
 

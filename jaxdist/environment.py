@@ -4,12 +4,18 @@ Fake CPU devices need three settings that belong together. The device count is a
 CPU thread pool must hold at least two threads per fake device, or collectives can wait for a device
 whose matmul has no thread left (seen on jax 0.10 as an abort after 40 seconds); `NPROC` sizes it.
 And a collective that waits for a lost peer must give up: the shipped default is 30 minutes.
+
+One more is read even earlier, when the process starts. XLA's CPU backend takes the memory of its
+temporaries from malloc at each step and gives it back after it, so that on Linux a training step
+can spend half of its time on page faults; glibc's huge pages make them 512 times fewer.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
+from collections.abc import Mapping
 
 from jaxdist.errors import MeshError
 
@@ -17,6 +23,11 @@ COLLECTIVE_TIMEOUT_SECONDS = 120
 THREADS_PER_FAKE_DEVICE = 2
 
 COUNT_FLAG = "--xla_force_host_platform_device_count"
+MALLOC_TUNABLES = {
+    "glibc.malloc.hugetlb": "1",
+    "glibc.malloc.mmap_threshold": str(32 * 2**20),
+    "glibc.malloc.trim_threshold": str(2**31 - 1),
+}
 TIMEOUT_FLAGS = (
     "--xla_cpu_collective_timeout_seconds",
     "--xla_cpu_collective_call_terminate_timeout_seconds",
@@ -84,3 +95,31 @@ def prepare(*, fake_devices: int | None = None) -> None:
             "or call jaxdist.environment.prepare() before the first import of jax"
         )
     os.environ.update(changed)
+
+
+def plan_tunables(environ: Mapping[str, str], libc: str) -> str | None:
+    """The GLIBC_TUNABLES to start again with; None when that would change nothing.
+
+    >>> plan_tunables({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc")
+    'glibc.malloc.hugetlb=0:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=2147483647'
+    >>> plan_tunables({}, "musl") is None
+    True
+    """
+    if libc != "glibc":
+        return None
+    present = environ.get("GLIBC_TUNABLES", "")
+    pairs = [pair.partition("=") for pair in present.split(":") if pair]
+    given = {name: value for name, _, value in pairs}
+    planned = ":".join(f"{name}={value}" for name, value in {**MALLOC_TUNABLES, **given}.items())
+    return planned if planned != present else None
+
+
+def restart_with_huge_pages() -> None:
+    """Replace this process by itself with malloc tuned; returns only where there is nothing to do.
+
+    For a program's entry point, before anything has happened. What the user has set wins.
+    """
+    planned = plan_tunables(os.environ, platform.libc_ver()[0])
+    if planned is not None and sys.platform == "linux":
+        environ = {**os.environ, "GLIBC_TUNABLES": planned}
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)

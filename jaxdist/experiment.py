@@ -192,9 +192,7 @@ def build(
     return Experiment(config, dataset, layout, program, loader, heldout, total_steps)
 
 
-def _loader(
-    config: ExperimentConfig, layout: Layout, source: Source, *, shuffle: bool
-) -> Loader:
+def _loader(config: ExperimentConfig, layout: Layout, source: Source, *, shuffle: bool) -> Loader:
     def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
         return layout.sharding(("batch", *(None,) * (len(shape) - 1)))
 

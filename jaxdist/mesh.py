@@ -106,7 +106,9 @@ def describe(sizes: Mapping[str, int | Split]) -> str:
     '{data: 4, tensor: 2}'
     """
     shown = (
-        f"{axis}: {{dcn: {size.dcn}, ici: {size.ici}}}" if isinstance(size, Split) else f"{axis}: {size}"
+        f"{axis}: {{dcn: {size.dcn}, ici: {size.ici}}}"
+        if isinstance(size, Split)
+        else f"{axis}: {size}"
         for axis, size in sizes.items()
     )
     return "{" + ", ".join(shown) + "}"

@@ -68,6 +68,7 @@ def restore(
       CheckpointError: no checkpoint, none that is whole, the asked one missing or damaged, or one
         of another model (never passed over: the older ones are of that model too).
     """
+    directory = directory.absolute()  # Orbax takes no other.
     steps = broadcast_json(steps_present(directory))
     if not steps:
         raise CheckpointError(f"no checkpoint in {directory}: nothing was saved there yet")

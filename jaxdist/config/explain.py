@@ -87,7 +87,7 @@ def _explain(
     if kind not in _KNOWN_TYPES and (not keys or len(arms(schema)) == 1):
         return [Problem(path, _own_message(detail))]
     if len(arms(schema)) > 1:
-        if path in unions:
+        if path in unions:  # one explanation serves all errors of its alternatives
             return []
         unions.add(path)
         return _explain_union(schema, value, path)

@@ -12,6 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 from rich.cells import cell_len, set_cell_size
 from ruamel.yaml import YAML
+from ruamel.yaml.nodes import ScalarNode
+from ruamel.yaml.representer import SafeRepresenter
 
 from jaxdist.config.document import Document, KeyPath, Origin, dotted
 from jaxdist.config.parse import plain_scalar
@@ -78,6 +80,7 @@ def resolved_yaml(instance: BaseModel) -> str:
     name: on
     """
     yaml = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.allow_unicode = True
     yaml.width = sys.maxsize  # a folded text would be hard to read and to edit
@@ -108,6 +111,17 @@ def json_schema(schema_class: type[BaseModel]) -> str:
     schema["properties"] = directives | schema.get("properties", {})
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps(dialect | schema, indent=2, ensure_ascii=False) + "\n"
+
+
+class _Representer(SafeRepresenter):
+    """Escapes what is not printable: ruamel would fold some of it (U+0085) into line breaks."""
+
+    def represent_str(self, data: str) -> ScalarNode:
+        style = None if data.isprintable() else '"'
+        return self.represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+_Representer.add_representer(str, _Representer.represent_str)
 
 
 def _plain(instance: BaseModel) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, cast
 
 import numpy as np
+from pydantic import Field
 
 from jaxdist.config.importing import call_object, load_object
 from jaxdist.config.schema import Config
@@ -19,7 +20,7 @@ class ImportConfig(Config):
     """Data of your own."""
     path: str
     """`package.module:name` of the data, or of a function that builds it."""
-    args: dict[str, Any] = {}  # noqa: RUF012  (pydantic copies it)
+    args: dict[str, Any] = Field(default={})
     """Arguments of that function, by name."""
     vocab_size: int | None = None
     """Tokens are below this, where the data has tokens."""

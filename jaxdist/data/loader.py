@@ -33,9 +33,8 @@ class Rows(NamedTuple):
 class Loader:
     """Batches of a source as global arrays; a resume needs only the step.
 
-    A batch is a mapping: the source's names, each with the leading dim `batch_size` (with
-    `microbatches` M: the two leading dims M and batch_size / M), and `weight` (float32): 1 for a
-    real row, 0 for padding. A source may bring a `weight` of its own, which is kept.
+    A batch is a mapping: the source's names, each with the leading dim `batch_size`, and `weight`
+    (float32): 1 for a real row, 0 for padding. A source may bring a `weight` of its own, which is kept.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class Loader:
         sharding: Shardings,
         seed: int = 0,
         shuffle: bool = True,
-        microbatches: int | None = None,
         prefetch: int = 2,
         threads: int = 2,
     ):
@@ -58,31 +56,26 @@ class Loader:
           sharding: the layout of each name's array, by name or as a function (name, shape).
           seed: the order of the examples, any integer >= 0.
           shuffle: a new order in each epoch; False keeps the source's own.
-          microbatches: split the leading dim in two; row (m, i) is row m * (batch_size / M) + i.
           prefetch: batches that wait on the devices beside the one in use.
           threads: readers that work on different batches at once.
 
         Raises:
-          DataError: an empty source, or a batch size that does not divide into microbatches.
+          DataError: an empty source, or a batch size below 1.
           ShardingError: a name without a sharding, or a batch that does not divide.
         """
         if len(source) == 0:
             raise DataError("data: the source is empty, 0 examples")
-        if batch_size < 1 or batch_size % (microbatches or 1):
-            raise DataError(
-                f"batch of {batch_size} examples does not divide into {microbatches or 1} "
-                "microbatches: make batch_size a positive multiple of microbatches"
-            )
+        if batch_size < 1:
+            raise DataError(f"a batch of {batch_size} examples: give batch_size 1 or more")
         self._source = source
         self._batch_size = batch_size
         self._seed, self._shuffle = seed, shuffle
         self._prefetch, self._threads = prefetch, threads
-        leading = (microbatches, batch_size // microbatches) if microbatches else (batch_size,)
         example = _example(source)
         shapes = {name: values.shape[1:] for name, values in example.items()}
-        self._placement = Placement(shapes, leading, sharding)
+        self._placement = Placement(shapes, batch_size, sharding)
         self.batch_shapes = {
-            name: jax.ShapeDtypeStruct((*leading, *shapes[name]), values.dtype)
+            name: jax.ShapeDtypeStruct((batch_size, *shapes[name]), values.dtype)
             for name, values in example.items()
         }
 

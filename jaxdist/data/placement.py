@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 
 import jax
@@ -15,52 +14,52 @@ Index = tuple[slice, ...]
 Shardings = Mapping[str, jax.sharding.Sharding] | Callable[[str, Shape], jax.sharding.Sharding]
 
 
-def rows_needed(grid: np.ndarray, indices: Iterable[Index]) -> np.ndarray:
+def rows_needed(batch_size: int, indices: Iterable[Index]) -> np.ndarray:
     """The sorted rows (int64 [N]) that blocks of a batch touch.
 
     Args:
-      grid: row numbers, laid out as the leading dims of the batch.
-      indices: one index of the global array for each block; only its leading dims matter here.
+      batch_size: rows in the global batch.
+      indices: one index of the global array for each block; only its first dim matters here.
 
-    >>> rows_needed(np.arange(8).reshape(2, 4), [(slice(None), slice(2, 4), slice(0, 1))])
+    >>> rows_needed(8, [(slice(2, 4), slice(0, 1)), (slice(6, None),)])
     array([2, 3, 6, 7])
     """
-    blocks = [grid[index[: grid.ndim]].ravel() for index in indices]
-    return np.unique(np.concatenate(blocks))
+    rows = np.arange(batch_size)
+    return np.unique(np.concatenate([rows[index[0]] for index in indices]))
 
 
-def block(local: np.ndarray, rows: np.ndarray, grid: np.ndarray, index: Index) -> np.ndarray:
+def block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index) -> np.ndarray:
     """The block `index` of a global array, out of the rows that were read.
 
     Args:
       local: values [len(rows), ...].
       rows: the sorted rows that `local` holds.
-      grid: as in `rows_needed`.
-      index: which block of the global array [*grid.shape, ...].
+      batch_size: rows in the global batch.
+      index: which block of the global array [batch_size, ...].
     """
-    if len(rows) == grid.size:
-        return local.reshape(*grid.shape, *local.shape[1:])[index]
-    wanted = np.searchsorted(rows, grid[index[: grid.ndim]])
-    return local[(wanted, *index[grid.ndim :])]
+    if len(rows) == batch_size:
+        return local[index]
+    wanted = np.searchsorted(rows, np.arange(batch_size)[index[0]])
+    return local[(wanted, *index[1:])]
 
 
 class Placement:
     """The layout of one kind of batch on the devices of this process."""
 
-    def __init__(self, shapes: Mapping[str, Shape], leading: Shape, sharding: Shardings):
-        """`shapes` are those of one example; `leading` are the batch's own dims.
+    def __init__(self, shapes: Mapping[str, Shape], batch_size: int, sharding: Shardings):
+        """`shapes` are those of one example.
 
         Raises:
           DataError: `sharding` has no entry for a name.
           ShardingError: a batch that cannot be split as its sharding says.
         """
-        self._grid = np.arange(math.prod(leading)).reshape(leading)
-        self._shapes = {name: (*leading, *shape) for name, shape in shapes.items()}
+        self._batch_size = batch_size
+        self._shapes = {name: (batch_size, *shape) for name, shape in shapes.items()}
         self._shardings = {
             name: _sharding_of(name, shape, sharding) for name, shape in self._shapes.items()
         }
         self.rows = rows_needed(
-            self._grid,
+            self._batch_size,
             (
                 index
                 for name, shape in self._shapes.items()
@@ -75,7 +74,7 @@ class Placement:
     def _place(self, name: str, local: np.ndarray) -> jax.Array:
         def local_block(index: Index | None) -> np.ndarray:
             assert index is not None
-            return block(local, self.rows, self._grid, index)
+            return block(local, self.rows, self._batch_size, index)
 
         return jax.make_array_from_callback(self._shapes[name], self._shardings[name], local_block)
 

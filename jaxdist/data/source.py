@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxdist.config.importing import describe_exception
+from jaxdist.data.tokenizer import Tokenizer
 from jaxdist.errors import DataError
 
 Example = Mapping[str, np.ndarray]
@@ -47,6 +48,7 @@ class Dataset:
       classes: labels are in [0, classes), or None where there are no labels.
       description: one line for people.
       facts: sizes, by name with its unit.
+      tokenizer: what text and tokens are to each other, or None where there are no tokens.
       baselines: computes the losses to beat on the held-out split (nats per token), by name. It
         may take seconds, so nothing calls it before a result is to be judged.
     """
@@ -57,6 +59,7 @@ class Dataset:
     classes: int | None
     description: str
     facts: Mapping[str, float | int | str]
+    tokenizer: Tokenizer | None = None
     baselines: Callable[[], Mapping[str, float]] = field(default=dict)
 
 

@@ -95,6 +95,7 @@ class TextConfig(Config):
             classes=None,
             description=self._describe(facts),
             facts=facts,
+            tokenizer=tokenizer,
             baselines=partial(_baselines, streams, tokenizer.vocab_size) if heldout else dict,
         )
 
@@ -200,10 +201,9 @@ def _read_streams(folder: Path) -> Streams | None:
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         train = np.load(folder / "train.npy", mmap_mode="r")
         heldout = np.load(folder / "heldout.npy", mmap_mode="r")
-        whole = (len(train), len(heldout)) == (facts["train_tokens"], facts["heldout_tokens"])
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
-    return Streams(train, heldout, facts, folder) if whole else None
+    return Streams(train, heldout, facts, folder)
 
 
 def _baselines(streams: Streams, vocab_size: int) -> dict[str, float]:

@@ -97,7 +97,7 @@ class BpeTokenizer:
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self._tokenizer.decode([token for token in tokens if token < self.end_of_document])
+        return self._tokenizer.decode(list(tokens))  # Skips numbers it does not know.
 
 
 class ByteTokenizerConfig(Config):

@@ -86,7 +86,8 @@ def generate_from_run(
         experiment.program,
         state.params,
         state.buffers,
-        prompt=tokenizer.encode([prompt.encode()]),
+        # The stream has the separator before every document, so a prompt begins with it too.
+        prompt=[tokenizer.end_of_document, *tokenizer.encode([prompt.encode()])[0].tolist()],
         window=experiment.program.batch["tokens"].shape[1] - 1,
         vocab_size=experiment.dataset.vocab_size or 0,
         count=tokens,

@@ -116,9 +116,7 @@ def _train(
     _finish(experiment, directory, termination, hooks, int(state.step), seconds, console)
 
 
-def _store(
-    config: ExperimentConfig, directory: RunDirectory, console: Console
-) -> CheckpointStore:
+def _store(config: ExperimentConfig, directory: RunDirectory, console: Console) -> CheckpointStore:
     return CheckpointStore(
         directory.checkpoints,
         keep=config.checkpoint.keep,

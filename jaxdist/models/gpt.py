@@ -179,7 +179,7 @@ class Gpt(nnx.Module):
         self.config, self.hint = config, hint
         self.vocab_size = vocab_size
         D, V = config.embed, -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
-        init = nnx.initializers.normal(D**-0.5)
+        init = nnx.initializers.normal(0.02)
         self.embedding = param(rngs, init, (V, D), ("vocab", "embed"))
         self.blocks = stack(lambda r: Block(config, r, hint), config.layers, rngs)
         self.norm = RMSNorm(D, rngs)
@@ -206,17 +206,11 @@ class Gpt(nnx.Module):
         return self.head(x_BLD)
 
     def embed(self, tokens_BL: jax.Array) -> jax.Array:
-        """Tokens `[B, L]` to unit-variance `[B, L, D]` in the compute dtype."""
-        x_BLD = self.embedding[...][tokens_BL] * self.config.embed**0.5
-        x_BLD = x_BLD.astype(jnp.dtype(self.config.compute_dtype))
+        """Tokens `[B, L]` to `[B, L, D]` in the compute dtype."""
+        x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
         return self.hint(x_BLD, "batch", "seq", "embed")
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Final norm and logits `[B, L, V]` in the compute dtype."""
-        x_BLD = self.norm(x_BLD)
-        if self.config.tied_head:
-            # The table's rows have unit norm, right for the input; as a head they need 1/sqrt(D).
-            logits = matmul(x_BLD * self.config.embed**-0.5, self.embedding[...].T)
-        else:
-            logits = matmul(x_BLD, self.output[...])
-        return self.hint(logits, "batch", "seq", "vocab")
+        table = self.embedding[...].T if self.config.tied_head else self.output[...]
+        return self.hint(matmul(self.norm(x_BLD), table), "batch", "seq", "vocab")

@@ -97,9 +97,7 @@ class Program:
         sums = as_sums(self.loss(module, batch), batch)
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
-    def _gradients(
-        self, state: TrainState, batch: Batch, key: jax.Array
-    ) -> tuple[Any, Sums, Any]:
+    def _gradients(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, Sums, Any]:
         """Summed gradients of the total loss over all microbatches, sums, last buffers."""
         gradient = jax.grad(self._sums, has_aux=True)
         if self.microbatches == 1:

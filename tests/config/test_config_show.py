@@ -139,7 +139,7 @@ AWKWARD = (
     "on|null|1e-3|.5e3|2024-01-31|<<|=|~|- a|a: b|#| x|\t|é|0x1F|1_000|!x|*a|'|\"|a\nb\n|\\|%|@|---"
 )
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=9) | st.sampled_from(
-    [*AWKWARD.split("|"), "...", "{", ",", "|"]
+    [*AWKWARD.split("|"), "---", "...", "{", ",", "|", "\x85", "a\u2028b"]
 )
 SIZE = st.integers(1, 10**6)
 SPLIT = st.builds(Split, dcn=SIZE, ici=SIZE)

@@ -168,8 +168,10 @@ def test_evaluation_is_deterministic_and_exact_for_any_split():
 
 
 def test_decay_leaves_biases_and_norms_alone_also_when_stacked():
-    params = {name: jax.ShapeDtypeStruct((2,) * n, jnp.float32) for name, n in
-              {"kernel": 2, "bias": 1, "stacked": 3, "stacked_scale": 2}.items()}
+    params = {
+        name: jax.ShapeDtypeStruct((2,) * n, jnp.float32)
+        for name, n in {"kernel": 2, "bias": 1, "stacked": 3, "stacked_scale": 2}.items()
+    }
     dims = {
         "kernel": ("embed", "mlp"),
         "bias": ("mlp",),
@@ -177,7 +179,10 @@ def test_decay_leaves_biases_and_norms_alone_also_when_stacked():
         "stacked_scale": ("layers", "embed"),
     }
     assert decay_mask(params, dims) == {
-        "kernel": True, "bias": False, "stacked": True, "stacked_scale": False
+        "kernel": True,
+        "bias": False,
+        "stacked": True,
+        "stacked_scale": False,
     }
 
 
