@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 
 class JaxdistError(ValueError):
-    """A mistake that the user can mend: the message says what, where, the values, and what to do."""
+    """A mistake that the user can mend; the message says what, where, the values, what to do."""
 
     exit_code = 2
 

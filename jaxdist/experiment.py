@@ -20,7 +20,7 @@ from jaxdist.config import Config, Document, Problem, problems_error, read, vali
 from jaxdist.data import DataConfig, Dataset, Source
 from jaxdist.data.loader import Loader
 from jaxdist.errors import ConfigError, DataError, MeshError, RunError, ShardingError
-from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.mesh import Device, MeshConfig, build_mesh
 from jaxdist.models.build import ModelConfig, default_loss, make_model
 from jaxdist.models.functional import functional
 from jaxdist.models.loss import LossConfig
@@ -168,7 +168,7 @@ def build(
     config: ExperimentConfig,
     document: Document | None = None,
     *,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Device] | None = None,
 ) -> Experiment:
     """Build everything that a config names, on all devices or on those given.
 

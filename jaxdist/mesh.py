@@ -33,6 +33,8 @@ class MeshAxis(StrEnum):
 
 
 AXES = tuple(axis.value for axis in MeshAxis)
+Device = Any
+"""A `jax.Device`, which type checkers do not take for a type."""
 DCN, ICI = "_dcn", "_ici"
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -156,13 +158,14 @@ def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Spli
         proposals = " or ".join(propose(sizes, device_count))
         needed = f"a multiple of {known}" if -1 in config.sizes().values() else str(known)
         raise MeshError(
-            f"mesh {describe(config.sizes())} needs {needed} devices, but there are {device_count}; "
-            f"meshes that fit: {proposals}; or run on fake CPU devices with --devices {known}"
+            f"mesh {describe(config.sizes())} needs {needed} devices, but there are "
+            f"{device_count}; meshes that fit: {proposals}; or run on fake CPU devices "
+            f"with --devices {known}"
         )
     return sizes
 
 
-def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
     """Arrange `devices` (default: all) as the mesh that `config` names, all axes auto.
 
     Raises:
@@ -185,7 +188,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) 
     return Mesh(_two_level(devices, dcn, ici), tuple(names), axis_types=types)
 
 
-def _two_level(devices: list[jax.Device], dcn: list[int], ici: list[int]) -> np.ndarray:
+def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndarray:
     """Devices with the slow network's sizes outside, the fast network's inside."""
     granules = {getattr(d, "slice_index", d.process_index) for d in devices}
     if len(granules) > 1:
@@ -200,7 +203,7 @@ def _two_level(devices: list[jax.Device], dcn: list[int], ici: list[int]) -> np.
             ) from error
     # One host (fake devices, tests): consecutive devices play a fast network each.
     blocks = np.asarray(devices).reshape(*dcn, *ici)
-    order = [axis for pair in zip(range(len(dcn)), range(len(dcn), 2 * len(dcn))) for axis in pair]
+    order = [i + offset for i in range(len(dcn)) for offset in (0, len(dcn))]
     return blocks.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
 
 

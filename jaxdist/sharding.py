@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ShardingError, did_you_mean
@@ -45,9 +45,9 @@ DEFAULT_RULES: Mapping[str, str | None] = {
 class ShardingConfig(Config):
     """How the model's logical dims lie on the mesh."""
 
-    rules: dict[str, str | None] = {}
+    rules: dict[str, str | None] = Field(default_factory=dict)
     """Logical dim to mesh axis (null keeps it whole), over the defaults; each must be used."""
-    params: dict[str, list[str | None]] = {}
+    params: dict[str, list[str | None]] = Field(default_factory=dict)
     """Dims for parameters that the model does not annotate, by path pattern (`blocks/*/kernel`)."""
 
     @field_validator("rules")

@@ -29,7 +29,7 @@ class ImportedModelConfig(Config):
     """Selects this model."""
     path: str
     """Import path of the function, `mypkg.module:name`."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
 

@@ -110,7 +110,7 @@ class Attention(nnx.Module):
         self.value = param(rngs, init, (D, K, d), ("embed", "kv_heads", "head_dim"))
         self.out = param(rngs, out, (H, d, D), ("heads", "head_dim", "embed"))
         self.theta = config.rope_theta
-        self.kernel = _attention_kernel(config)
+        self.kernel: Literal["xla", "cudnn"] = _attention_kernel(config)
         self.hint = hint
 
     def __call__(self, x_BLD: jax.Array, mask_B1LL: jax.Array | None) -> jax.Array:

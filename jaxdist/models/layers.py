@@ -1,4 +1,6 @@
-"""Layers that the models share. Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim.
+"""Layers that the models share.
+
+Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim.
 
 Parameters are created with their logical dims: `Param(value, dims=("embed", "mlp"))`.
 """
@@ -14,6 +16,9 @@ from flax import nnx
 
 ComputeDtype = Literal["float32", "bfloat16"]
 Initializer = Callable[..., jax.Array]
+
+
+_LECUN = nnx.initializers.lecun_normal()
 
 
 class Hint(Protocol):
@@ -70,7 +75,7 @@ class Linear(nnx.Module):
         dims: tuple[str, str],
         rngs: nnx.Rngs,
         *,
-        init: Initializer = nnx.initializers.lecun_normal(),
+        init: Initializer = _LECUN,
     ):
         self.kernel = param(rngs, init, shape, dims)
         self.bias = param(rngs, nnx.initializers.zeros, shape[1:], dims[1:])

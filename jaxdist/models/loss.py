@@ -36,6 +36,17 @@ A user's own loss may also return the mean of a batch as a scalar, or (scalar, {
 """
 
 
+def _as_mean(name: str, value: Any, rows: jax.Array) -> Mean:
+    if isinstance(value, Mean):
+        return Mean(jnp.asarray(value[0], jnp.float32), jnp.asarray(value[1], jnp.float32))
+    if getattr(value, "shape", None) == ():
+        return Mean(jnp.asarray(value * rows, jnp.float32), rows)
+    raise RunError(
+        f"the loss returned {type(value).__name__} {getattr(value, 'shape', '')} for {name!r}: "
+        "return {'loss': Mean(total, weight), ...}, a scalar mean, or (scalar, {name: scalar})"
+    )
+
+
 def as_sums(result: Any, batch: Batch) -> Sums:
     """What a loss returned, as named sums; a bare mean weighs as many rows as the batch has.
 
@@ -43,23 +54,13 @@ def as_sums(result: Any, batch: Batch) -> Sums:
       RunError: the loss returned something else; the message says what.
     """
     rows = batch["weight"].sum()
-    if isinstance(result, tuple) and not isinstance(result, Mean) and len(result) == 2:
-        scalar, extra = result
-        result = {"loss": scalar, **extra} if isinstance(extra, Mapping) else result
-    elif not isinstance(result, Mapping):
-        result = {"loss": result}
-    sums: Sums = {}
-    for name, value in result.items() if isinstance(result, Mapping) else [("loss", result)]:
-        mean = value if isinstance(value, Mean) else None
-        if mean is None and getattr(value, "shape", None) == ():
-            mean = Mean(value * rows, rows)
-        if mean is None:
-            shape = getattr(value, "shape", "")
-            raise RunError(
-                f"the loss returned {type(value).__name__} {shape} for {name!r}: return "
-                "{'loss': Mean(total, weight), ...}, a scalar mean, or (scalar, {name: scalar})"
-            )
-        sums[name] = Mean(*(jnp.asarray(part, jnp.float32) for part in mean))
+    if isinstance(result, Mapping):
+        named = dict(result)
+    elif type(result) is tuple and len(result) == 2 and isinstance(result[1], Mapping):
+        named = {"loss": result[0], **result[1]}
+    else:
+        named = {"loss": result}
+    sums = {name: _as_mean(name, value, rows) for name, value in named.items()}
     if "loss" not in sums:
         raise RunError(f"the loss returned {sorted(sums)}, without 'loss', which is minimised")
     return sums
@@ -97,7 +98,7 @@ class ImportedLossConfig(Config):
     """Selects this loss."""
     path: str
     """Import path of the function, `mypkg.module:name`."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
     def build(self) -> Loss:

@@ -79,7 +79,7 @@ class ImportedOptimizerConfig(_Common):
     """Selects this optimizer."""
     path: str
     """Import path of the function, `mypkg.module:name`."""
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
     def transform(self, rate: optax.Schedule, mask: Any) -> optax.GradientTransformation:

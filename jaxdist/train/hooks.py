@@ -83,7 +83,8 @@ class RunHooks:
 
     def boundary(self, step: int, state: TrainState) -> bool:
         """Evaluate, then save (also what is best so far, with the loss of its own step)."""
-        assert self._last_logged is not None and self._last_logged[0] == step
+        assert self._last_logged is not None
+        assert self._last_logged[0] == step
         self._finite(*self._last_logged)
         metric, improved = None, False
         if self.evaluate is not None and self.cadence.due(self.cadence.evaluate, step):

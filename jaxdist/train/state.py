@@ -16,7 +16,7 @@ class TrainState:
     Randomness and data position are functions of (seed, step), so they need no place here.
     """
 
-    step: jax.Array
+    step: Any
     params: Any
     opt_state: Any
     buffers: Any

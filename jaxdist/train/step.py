@@ -18,7 +18,6 @@ from jaxdist.optim.build import Optimizer
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState
 
-
 STEP_METRICS = ("grad_norm", "learning_rate")
 
 

@@ -1,0 +1,107 @@
+"""The same numbers on every mesh: loss and parameters after 5 steps, float32.
+
+Tolerances: what differs between meshes is only the order in which floats are summed. The loss
+agrees to 1e-5 relative. Parameters agree to 2e-4 absolute: an element whose gradient is rounding
+noise may step by up to the learning rate in either direction under Adam, so its bound is a fraction
+of 5 steps x 1e-3, not an ulp.
+"""
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.config import Document, validate
+from jaxdist.experiment import ExperimentConfig, build
+
+LOSS_RTOL = 1e-5
+PARAMS_ATOL = 2e-4
+STEPS = 5
+
+MODELS = {
+    "gpt": {
+        "model": {"type": "gpt", "layers": 2, "embed": 64, "heads": 8, "vocab_multiple": 8},
+        "data": {"type": "synthetic", "kind": "tokens", "window": 32},
+    },
+    "gpt-grouped-untied-remat": {
+        "model": {
+            "type": "gpt", "layers": 2, "embed": 64, "heads": 8, "kv_heads": 4,
+            "tied_head": False, "remat": "full", "isolate_documents": True,
+        },
+        "data": {"type": "synthetic", "kind": "tokens", "window": 32},
+        "sharding": {"rules": {"kv_heads": None}},
+    },
+    "cnn": {
+        "model": {"type": "cnn", "channels": [8, 16], "hidden": 32},
+        "data": {"type": "images", "source": "digits"},
+    },
+    "mlp": {
+        "model": {"type": "mlp", "hidden": [64, 32]},
+        "data": {"type": "images", "source": "digits"},
+    },
+}  # fmt: skip
+
+MESHES = ({"data": 8}, {"tensor": 8}, {"data": 2, "tensor": 4}, {"data": 4, "tensor": 2})
+CELLS = [
+    *itertools.product(("gpt", "cnn", "mlp"), MESHES),
+    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}),
+    ("gpt", {"tensor": 2, "data": {"dcn": 2, "ici": 2}}),
+]
+
+
+def train(name, mesh, **changes):
+    """Losses of the steps, and the parameters after the last, by name."""
+    sections = {
+        "optim": {"type": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0},
+        "train": {"steps": STEPS, "batch_size": 16, **changes},
+        "mesh": mesh,
+    }
+    config = validate(Document({**MODELS[name], **sections}), ExperimentConfig)
+    size = int(np.prod([np.prod(list(s.values())) if isinstance(s, dict) else s
+                        for s in mesh.values()]))  # fmt: skip
+    experiment = build(config, devices=jax.devices()[:size])
+    state, losses = experiment.program.init(), []
+    with experiment.loader.batches() as batches:
+        for batch in itertools.islice(batches, STEPS):
+            state, metrics = experiment.program.train(state, batch)
+            losses.append(float(metrics[0]))
+    return np.array(losses), jax.tree.map(np.asarray, state.params)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    return {name: train(name, {"data": 1}) for name in MODELS}
+
+
+@pytest.mark.parametrize(("name", "mesh"), CELLS, ids=str)
+def test_a_mesh_equals_one_device(name, mesh, reference):
+    losses, params = train(name, mesh)
+    np.testing.assert_allclose(losses, reference[name][0], rtol=LOSS_RTOL)
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=PARAMS_ATOL),
+        params,
+        reference[name][1],
+    )
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}], ids=str)
+@pytest.mark.parametrize("name", ["gpt", "cnn"])
+def test_microbatches_on_a_mesh_equal_one_device(name, mesh, reference):
+    losses, params = train(name, mesh, microbatches=4)
+    np.testing.assert_allclose(losses, reference[name][0], rtol=LOSS_RTOL)
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=PARAMS_ATOL),
+        params,
+        reference[name][1],
+    )
+
+
+def test_the_comparison_can_fail(reference):
+    """One part in a thousand of the learning rate's effect is seen."""
+    losses, params = reference["mlp"]
+    moved = jax.tree.map(lambda leaf: leaf + 3e-4, params)
+    with pytest.raises(AssertionError):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=PARAMS_ATOL),
+                     moved, params)  # fmt: skip
+    assert losses[0] != losses[-1]
