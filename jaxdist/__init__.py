@@ -1,1 +1,58 @@
-"""jaxdist: train any JAX model on any mesh by changing a config."""
+"""jaxdist: train any JAX model on any mesh by changing a config.
+
+The names below are imported on first use, so that `import jaxdist` starts nothing and stays fast.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from jaxdist.checkpoint.store import CheckpointStore as CheckpointStore
+    from jaxdist.data.loader import Loader as Loader
+    from jaxdist.environment import prepare as prepare
+    from jaxdist.errors import JaxdistError as JaxdistError
+    from jaxdist.experiment import Experiment as Experiment
+    from jaxdist.experiment import ExperimentConfig as ExperimentConfig
+    from jaxdist.experiment import build as build
+    from jaxdist.experiment import load as load
+    from jaxdist.mesh import MeshAxis as MeshAxis
+    from jaxdist.mesh import MeshConfig as MeshConfig
+    from jaxdist.mesh import build_mesh as build_mesh
+    from jaxdist.models.functional import functional as functional
+    from jaxdist.models.loss import Mean as Mean
+    from jaxdist.sharding import Layout as Layout
+    from jaxdist.train.evaluate import evaluate as evaluate
+    from jaxdist.train.step import Program as Program
+
+_HOME = {
+    "CheckpointStore": "checkpoint.store",
+    "Experiment": "experiment",
+    "ExperimentConfig": "experiment",
+    "JaxdistError": "errors",
+    "Layout": "sharding",
+    "Loader": "data.loader",
+    "Mean": "models.loss",
+    "MeshAxis": "mesh",
+    "MeshConfig": "mesh",
+    "Program": "train.step",
+    "build": "experiment",
+    "build_mesh": "mesh",
+    "evaluate": "train.evaluate",
+    "functional": "models.functional",
+    "load": "experiment",
+    "prepare": "environment",
+}
+
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'jaxdist' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"jaxdist.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

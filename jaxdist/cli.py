@@ -161,6 +161,30 @@ def schema() -> None:
     typer.echo(json_schema(ExperimentConfig))
 
 
+@data_app.command()
+def tokenize(
+    out: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
+    files: Annotated[
+        list[str] | None, typer.Argument(help="Globs of text; none is Python's own library.")
+    ] = None,
+    *,
+    vocab_size: Annotated[int, typer.Option(help="Tokens to learn.")] = 4096,
+    heldout_fraction: Annotated[
+        float, typer.Option(min=0, max=0.99, help="As in the config's data.heldout_fraction.")
+    ] = 0.05,
+) -> None:
+    """Train a BPE tokenizer, for `data.tokenizer: {type: bpe, file: OUT}`."""
+    from jaxdist.launch.tokenize import tokenize as learn
+
+    learn(
+        out,
+        files or [],
+        vocab_size=vocab_size,
+        heldout_fraction=heldout_fraction,
+        console=_console(),
+    )
+
+
 @app.command()
 def doctor(
     devices: Devices = None,

@@ -16,7 +16,7 @@ import jax
 from pydantic import Field, model_validator
 
 from jaxdist.checkpoint.store import CheckpointConfig
-from jaxdist.config import Config, Document, Problem, problems_error, read, validate
+from jaxdist.config import Config, Count, Document, Problem, problems_error, read, validate
 from jaxdist.data import DataConfig, Dataset, Source
 from jaxdist.data.loader import Loader
 from jaxdist.errors import ConfigError, DataError, MeshError, RunError, ShardingError
@@ -28,8 +28,6 @@ from jaxdist.optim.build import OptimConfig, build_optimizer
 from jaxdist.sharding import Layout, ShardingConfig, make_layout, param_shardings, resolve_dims
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
-
-Count = Annotated[int, Field(ge=1)]
 
 
 class TrainConfig(Config):
@@ -136,6 +134,9 @@ def _at(document: Document, *path: str) -> Iterator[None]:
         yield
     except (ConfigError, MeshError, ShardingError, DataError, RunError) as error:
         raise problems_error(document, [Problem(path, str(error))]) from error
+    except (MemoryError, OverflowError) as error:
+        problem = Problem(path, f"too large for this machine: {error}")
+        raise problems_error(document, [problem]) from error
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> tuple[Document, ExperimentConfig]:

@@ -18,7 +18,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 from pydantic import Field, PrivateAttr, model_serializer, model_validator
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
 from jaxdist.errors import MeshError
 
 
@@ -37,15 +37,13 @@ Device = Any
 """A `jax.Device`, which type checkers do not take for a type."""
 DCN, ICI = "_dcn", "_ici"
 
-PositiveInt = Annotated[int, Field(ge=1)]
-
 
 class Split(Config):
     """One axis over two networks."""
 
-    dcn: PositiveInt
+    dcn: Count
     """Size across the slow network (between slices or hosts)."""
-    ici: PositiveInt
+    ici: Count
     """Size inside the fast network."""
 
 
@@ -62,7 +60,7 @@ class MeshConfig(Config):
     """Splits the sequence."""
     expert: int | Split | None = None
     """Splits the experts of a mixture."""
-    fake_devices: PositiveInt | None = None
+    fake_devices: Annotated[int, Field(ge=1, le=1024)] | None = None
     """Train on this many fake CPU devices instead of the real ones."""
 
     _order: tuple[str, ...] = PrivateAttr(default=())

@@ -16,7 +16,6 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 import jax
-from pydantic import Field
 
 from jaxdist.checkpoint import layout
 from jaxdist.checkpoint.agree import broadcast_json
@@ -26,16 +25,16 @@ from jaxdist.checkpoint.reasons import is_disk_full, one_line
 from jaxdist.checkpoint.restore import Restored, committed_steps, restore, valid_manifests
 from jaxdist.checkpoint.retention import Saved, to_delete
 from jaxdist.checkpoint.structure import describe
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
 from jaxdist.errors import CheckpointError
 
 
 class CheckpointConfig(Config):
     """When to save, and what to keep."""
 
-    every: int = Field(default=500, ge=1)
+    every: Count = 500
     """Steps between two checkpoints."""
-    keep: int = Field(default=3, ge=1)
+    keep: Count = 3
     """How many of the newest checkpoints stay; 2 or more leave one to fall back on."""
     keep_best: bool = True
     """Whether the checkpoint with the best evaluation stays as well."""

@@ -3,11 +3,12 @@
 from jaxdist.config.document import Document, KeyPath, Origin, dotted
 from jaxdist.config.explain import Problem
 from jaxdist.config.load import read
-from jaxdist.config.schema import Config, problems_error, validate
+from jaxdist.config.schema import Config, Count, problems_error, validate
 from jaxdist.config.show import Row, json_schema, provenance, render, resolved_yaml
 
 __all__ = [
     "Config",
+    "Count",
     "Document",
     "KeyPath",
     "Origin",

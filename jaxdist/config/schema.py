@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxdist.config.document import Document, dotted, shown
 from jaxdist.config.explain import Problem, explain
@@ -28,6 +28,11 @@ class Config(BaseModel):
         allow_inf_nan=False,
     )
 
+
+LARGEST = 2**31 - 1
+"""Counts and sizes are 32-bit integers in compiled programs."""
+Count = Annotated[int, Field(ge=1, le=LARGEST)]
+"""A whole number of things, at least one."""
 
 Schema = TypeVar("Schema", bound=BaseModel)
 

@@ -146,7 +146,9 @@ class Batches(Iterator[DeviceBatch]):
         import grain  # Takes 1.6 s to import, so only who reads data pays for it.
 
         fetched = min(prefetch, 1)
-        options = grain.ReadOptions(num_threads=threads, prefetch_buffer_size=prefetch - fetched)
+        waiting = prefetch - fetched
+        readers = min(threads, waiting)
+        options = grain.ReadOptions(num_threads=readers, prefetch_buffer_size=waiting)
         steps = grain.MapDataset.range(start, stop).map(load)
         self._iterator = iter(steps.to_iter_dataset(options))
         self._wanted: SimpleQueue[bool] = SimpleQueue()

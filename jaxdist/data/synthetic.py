@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import LARGEST, Config
 from jaxdist.data.permutation import mix
 from jaxdist.data.source import Dataset, Example, take_one
 
@@ -25,23 +25,23 @@ class SyntheticConfig(Config):
     """Made-up data, for benchmarks."""
     kind: Literal["tokens", "images"]
     """Tokens of a random bigram chain, or images that are their class's picture plus noise."""
-    examples: int = Field(default=65_536, ge=1)
+    examples: int = Field(default=65_536, ge=1, le=LARGEST)
     """Training examples; nothing is stored."""
-    heldout_examples: int = Field(default=1_024, ge=0)
+    heldout_examples: int = Field(default=1_024, ge=0, le=LARGEST)
     """Examples to judge by, none of which is a training example."""
     seed: int = Field(default=0, ge=0)
     """Equal seeds give equal examples."""
-    vocab_size: int = Field(default=257, ge=2)
+    vocab_size: int = Field(default=257, ge=2, le=LARGEST)
     """Tokens: how many different ones."""
-    window: int = Field(default=256, ge=1)
+    window: int = Field(default=256, ge=1, le=LARGEST)
     """Tokens: how many an example predicts."""
-    height: int = Field(default=32, ge=1)
+    height: int = Field(default=32, ge=1, le=LARGEST)
     """Images: rows."""
-    width: int = Field(default=32, ge=1)
+    width: int = Field(default=32, ge=1, le=LARGEST)
     """Images: columns."""
-    channels: int = Field(default=3, ge=1)
+    channels: int = Field(default=3, ge=1, le=LARGEST)
     """Images: values of a pixel."""
-    classes: int = Field(default=10, ge=2)
+    classes: int = Field(default=10, ge=2, le=LARGEST)
     """Images: how many different labels."""
 
     @model_validator(mode="after")

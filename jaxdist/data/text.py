@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import LARGEST, Config
 from jaxdist.data import ngram
 from jaxdist.data.cache import cache_directory, publish, write_file
 from jaxdist.data.documents import TextFile, matching, python_stdlib, split_documents
@@ -47,7 +47,7 @@ class TextConfig(Config):
     """The key that holds the text in each line of a .jsonl file."""
     tokenizer: TokenizerConfig = ByteTokenizerConfig()
     """How text becomes tokens."""
-    window: int = Field(default=256, ge=2)
+    window: int = Field(default=256, ge=2, le=LARGEST)
     """Tokens in an example: the context length."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
     """The share of files held out for evaluation, chosen by their names; 0 holds none out."""

@@ -24,6 +24,7 @@ from jaxdist.train.directory import RunDirectory, choose, prepare
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.hooks import Cadence, RunHooks
 from jaxdist.train.loop import run_loop
+from jaxdist.train.memory import check_state_fits
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
 from jaxdist.trees import tree_size
@@ -133,6 +134,7 @@ def _begin(
     console: Console,
 ) -> tuple[TrainState, Mapping[str, Any]]:
     """A fresh state, or that of the newest whole checkpoint, and what was kept beside it."""
+    check_state_fits(experiment.program.state_shapes)
     if resume and broadcast_json(bool(steps_present(store.directory))):
         restored = store.restore(experiment.program.state_shapes)
         console.print(f"resume from step {restored.step} of {experiment.total_steps}")

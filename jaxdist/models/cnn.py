@@ -8,10 +8,8 @@ import jax
 from flax import nnx
 from pydantic import Field
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
 from jaxdist.models.layers import Hint, Linear, no_hint, param
-
-Size = Annotated[int, Field(ge=1)]
 
 
 class CnnConfig(Config):
@@ -19,9 +17,9 @@ class CnnConfig(Config):
 
     type: Literal["cnn"]
     """Selects this model."""
-    channels: Annotated[list[Size], Field(min_length=1)]
+    channels: Annotated[list[Count], Field(min_length=1)]
     """Output channels of each 3x3 convolution."""
-    hidden: Size
+    hidden: Count
     """Width of the hidden layer."""
 
     def build(

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 from pydantic import Field, model_validator
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
 from jaxdist.models.layers import (
     ComputeDtype,
     Hint,
@@ -26,25 +26,23 @@ from jaxdist.models.layers import (
     stack,
 )
 
-Size = Annotated[int, Field(ge=1)]
-
 
 class GptConfig(Config):
     """A decoder-only transformer for next-token prediction."""
 
     type: Literal["gpt"]
     """Selects this model."""
-    layers: Size
+    layers: Count
     """Number of blocks."""
-    embed: Size
+    embed: Count
     """Width of the residual stream."""
-    heads: Size
+    heads: Count
     """Query heads; must divide embed into even head sizes."""
-    kv_heads: Size | None = None
+    kv_heads: Count | None = None
     """Key and value heads shared by groups of query heads; null is one each (multi-head)."""
-    mlp: Size | None = None
+    mlp: Count | None = None
     """Hidden width of the SwiGLU; null is 8/3 of embed, rounded up to a multiple of 64."""
-    vocab_multiple: Size = 64
+    vocab_multiple: Count = 64
     """The embedding table is padded to a multiple of this, so that it divides over a mesh."""
     tied_head: bool = True
     """Use the embedding table as the output head."""
@@ -58,7 +56,7 @@ class GptConfig(Config):
     """Dtype of activations and matmuls; parameters are float32."""
     remat: Remat = "none"
     """What the backward pass recomputes: nothing, all but matmul results, or whole blocks."""
-    scan_unroll: Size = 1
+    scan_unroll: Count = 1
     """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
 
     @model_validator(mode="after")
@@ -78,7 +76,7 @@ class GptConfig(Config):
 
     @property
     def head_dim(self) -> int:
-        """Size of one head."""
+        """Count of one head."""
         return self.embed // self.heads
 
     @property

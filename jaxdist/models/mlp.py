@@ -8,10 +8,8 @@ import jax
 from flax import nnx
 from pydantic import Field
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
 from jaxdist.models.layers import Hint, Linear, no_hint
-
-Size = Annotated[int, Field(ge=1)]
 
 
 class MlpConfig(Config):
@@ -19,7 +17,7 @@ class MlpConfig(Config):
 
     type: Literal["mlp"]
     """Selects this model."""
-    hidden: Annotated[list[Size], Field(min_length=1)]
+    hidden: Annotated[list[Count], Field(min_length=1)]
     """Width of each hidden layer."""
 
     def build(
