@@ -14,6 +14,9 @@ from jaxdist.errors import JaxdistError, did_you_mean
 __all__ = ["BENCHES", "Figure", "Report", "Sample", "alternate_processes", "interleave", "run"]
 
 BENCHES: dict[str, str] = {
+    "compile": "jaxdist.bench.compile:bench",
+    "overhead": "jaxdist.bench.overhead:bench",
+    "quickstart": "jaxdist.bench.quickstart:bench",
     "startup": "jaxdist.bench.startup:bench",
 }
 """Name to `module:function`, imported when run. Each function returns a `Report`."""

@@ -7,7 +7,7 @@ import itertools
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,18 +37,21 @@ BUSY_ITERATIONS = 400_000
 _NEVER = 2**31 - 1
 
 GPT: dict[str, Any] = {
-    "model": {"type": "gpt", "layers": 2, "embed": 128, "heads": 4},
+    "model": {"type": "gpt", "layers": 2, "embed": 64, "heads": 4},
     "data": {"type": "synthetic", "kind": "tokens", "window": 64, "heldout_examples": 0},
     "train": {"steps": _NEVER, "batch_size": 16},
 }
 MLP: dict[str, Any] = {
     "model": {"type": "mlp", "hidden": [512, 256]},
-    "data": {"type": "synthetic", "kind": "images", "heldout_examples": 0},
-    "train": {"steps": _NEVER, "batch_size": 256},
+    "data": {
+        **{"type": "synthetic", "kind": "images", "heldout_examples": 0},
+        **{"height": 28, "width": 28, "channels": 1},
+    },
+    "train": {"steps": _NEVER, "batch_size": 512},
 }
 TINY: dict[str, Any] = {
     "model": {"type": "mlp", "hidden": [8]},
-    "data": {**MLP["data"], "height": 4, "width": 4, "channels": 1},
+    "data": {**MLP["data"], "height": 4, "width": 4},
     "train": {"steps": _NEVER, "batch_size": 8},
 }
 
@@ -80,47 +83,135 @@ def experiment(settings: dict[str, Any], devices: list[jax.Device] | None = None
 
 def step_figure(name: str, ours: Experiment, loss: PlainLoss, repeats: int = REPEATS) -> Figure:
     """Our step over the hand-written step of the same model, equal in its losses."""
-    calls = Calls(ours, loss)
+    steps = Steps(ours, loss)
     with ours.loader.batches() as batches:
-        calls.check_losses(list(itertools.islice(batches, 3)))
+        steps.check(list(itertools.islice(batches, 3)))
     return Figure.compare(
         name,
-        *interleave(calls.ours, calls.reference, repeats=repeats),
+        *interleave(steps.ours, steps.reference, repeats=repeats),
         STEP_GOAL,
-        "the reference is jax.jit of a hand-written step: same model, shardings, optax.adamw, "
-        "donation; it computes the loss alone, ours the gradient norm too",
+        "jax.jit of a step written by hand for this model, with optax.adamw, the same shardings "
+        "and donation, that reports loss and gradient norm as ours does",
     )
 
 
-class Calls:
-    """One step of each side, on states that begin equal, with a fixed batch once checked."""
+class Steps:
+    """One step of each side, on states that begin equal and on the batch last checked."""
 
     def __init__(self, experiment: Experiment, loss: PlainLoss):
-        program = experiment.program
+        program, whole = experiment.program, experiment.layout.replicated
         self._train, self._state = program.train, program.init()
-        shapes = program.state_shapes
-        shardings = jax.tree.map(lambda s: s.sharding, (shapes.params, shapes.opt_state))
         optimizer = optax.adamw(LEARNING_RATE, weight_decay=0.0)
-        start = program.init()
-        self._plain_state = (start.params, start.opt_state)
-        plain_shapes = jax.eval_shape(optimizer.init, start.params)
-        same = jax.tree.structure(plain_shapes) == jax.tree.structure(start.opt_state)
-        if not same:
-            shardings = (shardings[0], None)
-            self._plain_state = (start.params, jax.jit(optimizer.init)(start.params))
-        self._plain = plain_step(loss, optimizer, shardings)
+        params = program.init().params
+        self._plain = plain_step(loss, optimizer, whole)
+        self._plain_state = (params, jax.jit(optimizer.init, out_shardings=whole)(params))
         self._batch: Batch = {}
 
-    def check_losses(self, batches: list[Batch]) -> None:
-        """Train both on these batches; their losses must agree, as float32 sums may."""
+    def check(self, batches: list[Batch]) -> None:
+        """Train both on these batches: their losses must agree as far as float32 sums do."""
         for self._batch in batches:
-            ours, reference = float(self.ours()[0]), float(self.reference())
+            ours, reference = float(self.ours()[0]), float(self.reference()[0])
             assert np.isclose(ours, reference, rtol=1e-4), (ours, reference)
 
     def ours(self) -> jax.Array:
+        """Our step, finished; its metrics."""
         self._state, values = self._train(self._state, self._batch)
         return jax.block_until_ready((self._state, values))[1]
 
     def reference(self) -> jax.Array:
-        self._plain_state, value = self._plain(self._plain_state, self._batch)
-        return jax.block_until_ready((self._plain_state, value))[1]
+        """The hand-written step, finished; its loss and gradient norm."""
+        self._plain_state, values = self._plain(self._plain_state, self._batch)
+        return jax.block_until_ready((self._plain_state, values))[1]
+
+
+def loop_figure(tiny: Experiment, *, steps: int = 500, repeats: int = REPEATS) -> Figure:
+    """Seconds per step of the loop with its hooks, where no device work hides them."""
+    with tiny.loader.batches() as batches:
+        fixed = next(batches)
+    loops = Loops(tiny, tiny.program.train, fixed, steps)
+    note = "log every 10 steps, a fixed batch, and a step so small that nothing hides the loop"
+    with hooks(tiny) as each_step:
+        ours = interleave(
+            lambda: loops.ours(itertools.repeat(fixed), each_step), loops.bare, repeats=repeats
+        )
+    return beyond_figure("loop, per step", *ours, steps, note)
+
+
+def loop_with_loader_figure(
+    tiny: Experiment, *, steps: int = 100, repeats: int = REPEATS
+) -> Figure:
+    """Seconds per step of the loop, fed by the loader, beside a device that is busy."""
+    with tiny.loader.batches() as batches, hooks(tiny) as each_step:
+        loops = Loops(tiny, busy_step(tiny, BUSY_ITERATIONS), next(batches), steps)
+        pair = interleave(lambda: loops.ours(batches, each_step), loops.bare, repeats=repeats)
+    note = "the loader feeds it, and each step keeps one core busy for milliseconds, as a device"
+    return beyond_figure("loop + loader, per step", *pair, steps, note)
+
+
+def beyond_figure(name: str, ours: Sample, bare: Sample, steps: int, note: str) -> Figure:
+    """Seconds per step beyond the bare call (median of the pairs), held against the budget.
+
+    >>> beyond_figure("loop", Sample((3.0, 5.0)), Sample((1.0, 3.0)), 100_000, "").ours
+    2e-05
+    """
+    pairs = zip(ours.seconds, bare.seconds, strict=True)
+    beyond = statistics.median(a - b for a, b in pairs) / steps
+    return Figure(
+        name,
+        beyond,
+        LOOP_BUDGET_SECONDS,
+        "<= 1",
+        note=f"beyond a bare jit call of {1e6 * bare.median / steps:.0f} us; {note}",
+    )
+
+
+class Loops:
+    """A number of steps of one program: by `run_loop`, or by calling it on a fixed batch."""
+
+    def __init__(self, experiment: Experiment, train: StepFunction, batch: Batch, steps: int):
+        self._train, self._batch, self._steps = train, batch, steps
+        self._state = experiment.program.init()
+
+    def ours(self, batches: Iterator[Batch], each_step: RunHooks) -> None:
+        """The loop of `jaxdist train`, from batches to finished state."""
+        state = run_loop(
+            self._train, self._state, batches, each_step, start=1, stop=1 + self._steps
+        )
+        self._state = jax.block_until_ready(state)
+
+    def bare(self) -> None:
+        """The jitted step alone."""
+        for _ in range(self._steps):
+            self._state, values = self._train(self._state, self._batch)
+        jax.block_until_ready((self._state, values))
+
+
+def busy_step(experiment: Experiment, iterations: int) -> StepFunction:
+    """The step, then as many sines one after another: they take time and no Python."""
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        state, values = experiment.program.train(state, batch)
+        zero = 0 * jax.lax.fori_loop(0, iterations, lambda _, x: jnp.sin(x), values[0])
+        return state, values + zero[None]
+
+    return jax.jit(step, donate_argnums=0)
+
+
+@contextmanager
+def hooks(experiment: Experiment) -> Iterator[RunHooks]:
+    """What `jaxdist train` does beside each step, in a directory that is removed after."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        console = Console(file=io.StringIO())
+        progress = Progress(_NEVER, 0, "examples", experiment.units_per_step, console)
+        store = CheckpointStore(directory, keep=1, keep_best=False, on_event=console.print)
+        yield RunHooks(
+            names=experiment.program.metrics,
+            cadence=Cadence(log=10, evaluate=None, save=_NEVER, last=_NEVER),
+            progress=stack.enter_context(progress),
+            writer=stack.enter_context(MetricsWriter(directory, resume_step=None)),
+            store=stack.enter_context(store),
+            evaluate=None,
+            termination=Termination(),
+            best=None,
+        )

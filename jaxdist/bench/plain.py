@@ -23,18 +23,21 @@ def plain_step(
     optimizer: optax.GradientTransformation,
     shardings: Any,
 ) -> Callable[[State, Batch], tuple[State, jax.Array]]:
-    """(params, opt_state), batch to the new state and the loss; the state is donated.
+    """(params, opt_state), batch to the new state, and loss and gradient norm (float32 `[2]`).
+
+    The state is donated.
 
     Args:
       loss: mean over the batch.
-      shardings: of the state, as `out_shardings` of the step.
+      shardings: of the state, as `out_shardings` of `jax.jit`.
     """
 
     def step(state: State, batch: Batch) -> tuple[State, jax.Array]:
         params, opt_state = state
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return (optax.apply_updates(params, updates), opt_state), value
+        new = (optax.apply_updates(params, updates), opt_state)
+        return new, jnp.stack([value, optax.global_norm(grads)])
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from jaxdist.checkpoint.restore import Restored, restore
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
+from jaxdist.launch.results import print_results
 from jaxdist.train.directory import RunDirectory
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
@@ -53,11 +54,9 @@ def evaluate_run(
     state: Any = restored.state
     with experiment.heldout.evaluation_batches() as batches:
         means = evaluate(experiment.program, state.params, state.buffers, batches)
-    console.print(f"step {restored.step}, held-out split of {experiment.dataset.description}")
-    for name, value in means.items():
-        console.print(f"{name} {value:.4f}")
-    for name, value in experiment.dataset.baselines().items():
-        console.print(f"  to beat: {name} {value:.4f}")
+    console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
+    console.print(f"step   {restored.step}")
+    print_results(means, experiment.dataset.baselines(), unit=experiment.unit, console=console)
     return means
 
 

@@ -29,7 +29,9 @@ def tokenize(
       DataError: files that cannot be read, too small a vocabulary, or `out` cannot be written.
     """
     found = matching(files) if files else python_stdlib()
-    split = split_documents(found, heldout_fraction=heldout_fraction)
+    split = split_documents(
+        found, heldout_fraction=heldout_fraction, not_utf8="raise" if files else "skip"
+    )
     text_bytes = sum(len(document) for document in split.train)
     tokenizer = train_bpe(split.train, vocab_size, out)
     sample = split.train[0][:100_000]

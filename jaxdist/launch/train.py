@@ -17,6 +17,7 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import resolved_yaml
 from jaxdist.experiment import Experiment, ExperimentConfig, build, load
 from jaxdist.launch.compare import changes
+from jaxdist.launch.results import print_results
 from jaxdist.metrics.curve import plot_loss
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter, read_metrics
@@ -203,7 +204,5 @@ def _finish(
         loss_unit=f"nats per {experiment.unit[:-1]}",
     )
     console.print(f"done   step {step} in {seconds:.0f} s; curve in {directory.curve}")
-    for name, value in hooks.heldout.items():
-        console.print(f"held-out {name} {value:.4f}")
-    for name, value in baselines.items():
-        console.print(f"  to beat: {name} {value:.4f}")
+    if hooks.heldout:
+        print_results(hooks.heldout, baselines, unit=experiment.unit, console=console)

@@ -1,0 +1,153 @@
+"""Runs of the command line in processes of their own, and what they leave on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from jaxdist.checkpoint.arrays import load_arrays
+from jaxdist.checkpoint.layout import ARRAYS, step_directory, steps_present
+from jaxdist.checkpoint.manifest import read_manifest
+
+DIGITS = {
+    "model": {"type": "mlp", "hidden": [16]},
+    "data": {"type": "images", "source": "digits"},
+    "optim": {"type": "adamw", "learning_rate": 1e-3, "schedule": {"type": "constant"}},
+    "train": {"steps": 24, "batch_size": 64, "log_every": 1},
+    "eval": {"every": 8, "batches": 2},
+    "checkpoint": {"every": 8, "keep": 2},
+}
+RUN = Path("runs/config")
+TIMEOUT_SECONDS = 120
+CLOCKS = ("time", "step_seconds")
+
+
+class Finished(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def message(self) -> str:
+        """Standard error as one line; a traceback is never what a user should see."""
+        assert "Traceback" not in self.err, self.err
+        return " ".join(self.err.split())
+
+
+class Jaxdist:
+    """The command line in one working directory; `kill` ends what a failed test left behind."""
+
+    def __init__(self, folder: Path, cache: Path) -> None:
+        self.folder = folder
+        self.run = folder / RUN
+        self._started: list[subprocess.Popen[str]] = []
+        # The session's own settings must not reach the child; its compiled programs may.
+        foreign = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS", "GLIBC_TUNABLES")
+        self._environ = {k: v for k, v in os.environ.items() if k not in foreign} | {
+            "JAX_COMPILATION_CACHE_DIR": str(cache),
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "COLUMNS": "80",
+        }
+
+    def config(self, sections: Any = DIGITS, **changes: Any) -> None:
+        """Write config.yaml: `sections`, each updated, or replaced by one with a type."""
+        merged = dict(sections)
+        for key, value in changes.items():
+            merged[key] = value if "type" in value else {**merged.get(key, {}), **value}
+        (self.folder / "config.yaml").write_text(json.dumps(merged))
+
+    def start(self, *args: object, xla_flags: str = "") -> subprocess.Popen[str]:
+        """Begin `jaxdist args...`."""
+        process = subprocess.Popen(
+            [sys.executable, "-m", "jaxdist.cli", *map(str, args)],
+            cwd=self.folder,
+            env={**self._environ, "XLA_FLAGS": xla_flags},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._started.append(process)
+        return process
+
+    def __call__(self, *args: object, **options: Any) -> Finished:
+        """`jaxdist args...` to its end."""
+        return finish(self.start(*args, **options))
+
+    def train(self, *args: object, **options: Any) -> Finished:
+        """`jaxdist train config.yaml args...` to its end."""
+        return self("train", "config.yaml", *args, **options)
+
+    def kill(self) -> None:
+        for process in self._started:
+            process.kill()
+            process.communicate()
+
+
+def finish(process: subprocess.Popen[str]) -> Finished:
+    out, err = process.communicate(timeout=TIMEOUT_SECONDS)
+    return Finished(process.returncode, out, err)
+
+
+def metrics(run: Path, *, without: tuple[str, ...] = CLOCKS) -> list[dict[str, Any]]:
+    """The records of a run; a torn last line is a failure here."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in record.items() if k not in without} for record in records]
+
+
+def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
+    """Return the number of records when `step` has been recorded; the process must be alive."""
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    file = run / "metrics.jsonl"
+    while time.monotonic() < deadline:
+        lines = file.read_text().splitlines() if file.exists() else []
+        if f'{{"step": {step}, ' in "".join(lines):
+            return len(lines)
+        if process.poll() is not None:
+            raise AssertionError(f"ended before step {step}: {finish(process)}")
+        time.sleep(0.002)
+    raise AssertionError(f"step {step} did not come within {TIMEOUT_SECONDS} s")
+
+
+def kill_at_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+    """SIGKILL once `step` has been recorded."""
+    wait_for_step(process, run, step)
+    process.kill()
+    assert finish(process).code == -signal.SIGKILL
+
+
+def steps(run: Path) -> list[int]:
+    """The steps that have a checkpoint."""
+    return steps_present(run / "checkpoints")
+
+
+def checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
+    """The arrays of a checkpoint by name."""
+    path = step_directory(run / "checkpoints", step).absolute()
+    leaves = read_manifest(path).leaves
+    place = SingleDeviceSharding(jax.devices()[0])
+    target = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+        for name, leaf in leaves.items()
+    }
+    return jax.device_get(load_arrays(path / ARRAYS, leaves, target))
+
+
+def assert_same_run(run: Path, reference: Path) -> None:
+    """Equal metrics, checkpoints kept, and newest state, bit for bit."""
+    assert metrics(run) == metrics(reference)
+    assert steps(run) == steps(reference)
+    newest = steps(run)[-1]
+    found, expected = checkpoint(run, newest), checkpoint(reference, newest)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert found[name].tobytes() == expected[name].tobytes(), name
