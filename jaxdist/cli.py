@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -82,19 +83,18 @@ def train(
 ) -> None:
     """Train as CONFIG says."""
     extra = _prepare(config, overrides, devices)
-    from jaxdist.distributed import connect, find_processes
+    from jaxdist.distributed import connected, find_processes
     from jaxdist.launch.train import run
 
-    connect(
-        find_processes(
-            os.environ,
-            coordinator=coordinator,
-            count=num_processes,
-            index=process_id,
-            detect=distributed,
-        )
+    processes = find_processes(
+        os.environ,
+        coordinator=coordinator,
+        count=num_processes,
+        index=process_id,
+        detect=distributed,
     )
-    run(config, extra, resume=resume, console=_console())
+    with connected(processes, _report):
+        run(config, extra, resume=resume, console=_console())
 
 
 @app.command(name="eval")
@@ -213,18 +213,25 @@ def bench(
     run(name, json_file).print()
 
 
-def _guarded(call: Callable[[], Any]) -> int:
-    """Run, and turn what a user can mend into one message and an exit code."""
+def _report(error: BaseException) -> int:
+    """Say what went wrong, in one message where a user can mend it; returns the exit code."""
     from jaxdist.errors import JaxdistError
 
-    try:
-        call()
-    except JaxdistError as error:
+    if isinstance(error, JaxdistError):
         typer.echo(f"error: {error}", err=True)
         return error.exit_code
-    except KeyboardInterrupt:
+    if isinstance(error, KeyboardInterrupt):
         typer.echo("interrupted", err=True)
         return 130
+    traceback.print_exception(error)
+    return 1
+
+
+def _guarded(call: Callable[[], Any]) -> int:
+    try:
+        call()
+    except (Exception, KeyboardInterrupt) as error:
+        return _report(error)
     return 0
 
 

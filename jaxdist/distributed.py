@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import jax
@@ -72,16 +75,45 @@ def _bind_address(coordinator: str) -> str | None:
     return f"{'127.0.0.1' if host == 'localhost' else host}:{port}" if local else None
 
 
-def connect(processes: Processes | None) -> None:
+@contextmanager
+def connected(
+    processes: Processes | None, report: Callable[[BaseException], int]
+) -> Iterator[None]:
     """Join the peers; does nothing for a process that is alone.
 
-    From here on jax takes SIGTERM for its preemption notice: ask `preempted` at each step.
+    Inside jax takes SIGTERM for its preemption notice: ask `preempted` at each step. An error ends
+    the process at once, because jax would wait for peers that are lost, or that wait for us.
+
+    Args:
+      report: says what went wrong and returns the exit code.
 
     Raises:
       RunError: the peers cannot be joined, with jax's reason.
     """
     if processes is None:
+        yield
         return
+    _connect(processes)
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            error = _lost(error)
+        code = report(error)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _lost(error: Exception) -> RunError:
+    return RunError(
+        f"process {jax.process_index()} of {jax.process_count()} cannot go on: "
+        f"{str(error).splitlines()[0]}. When one process is lost all end: see what the others "
+        "say, then start all of them again with --resume"
+    )
+
+
+def _connect(processes: Processes) -> None:
     try:
         if processes.coordinator is None:
             jax.distributed.initialize()

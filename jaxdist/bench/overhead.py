@@ -6,7 +6,7 @@ import io
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -44,8 +44,12 @@ GPT: dict[str, Any] = {
 MLP: dict[str, Any] = {
     "model": {"type": "mlp", "hidden": [512, 256]},
     "data": {
-        **{"type": "synthetic", "kind": "images", "heldout_examples": 0},
-        **{"height": 28, "width": 28, "channels": 1},
+        "type": "synthetic",
+        "kind": "images",
+        "height": 28,
+        "width": 28,
+        "channels": 1,
+        "heldout_examples": 0,
     },
     "train": {"steps": _NEVER, "batch_size": 512},
 }
@@ -73,7 +77,7 @@ def bench(repeats: int = REPEATS) -> Report:
     )
 
 
-def experiment(settings: dict[str, Any], devices: list[jax.Device] | None = None) -> Experiment:
+def experiment(settings: dict[str, Any], devices: Sequence[jax.Device] | None = None) -> Experiment:
     """The experiment of these settings with AdamW, its batch split over all devices or these."""
     optim = {"type": "adamw", "learning_rate": LEARNING_RATE, "schedule": {"type": "constant"}}
     mesh = {"data": -1}
@@ -182,8 +186,8 @@ class Loops:
     def bare(self) -> None:
         """The jitted step alone."""
         for _ in range(self._steps):
-            self._state, values = self._train(self._state, self._batch)
-        jax.block_until_ready((self._state, values))
+            self._state, _ = self._train(self._state, self._batch)
+        jax.block_until_ready(self._state)
 
 
 def busy_step(experiment: Experiment, iterations: int) -> StepFunction:

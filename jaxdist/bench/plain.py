@@ -37,7 +37,7 @@ def plain_step(
         value, grads = jax.value_and_grad(loss)(params, batch)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         new = (optax.apply_updates(params, updates), opt_state)
-        return new, jnp.stack([value, optax.global_norm(grads)])
+        return new, jnp.stack([value, optax.tree.norm(grads)])
 
     return jax.jit(step, donate_argnums=0, out_shardings=(shardings, None))
 

@@ -28,6 +28,8 @@ from jaxdist.checkpoint.structure import describe
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import CheckpointError
 
+LOST_PEERS_SECONDS = 10
+
 
 class CheckpointConfig(Config):
     """When to save, and what to keep."""
@@ -170,6 +172,11 @@ class CheckpointStore:
             self.close()
             return
         # After an error the other processes may be elsewhere: finish our part, agree on nothing.
+        if self._thread is not None and jax.process_count() > 1:
+            self._thread.join(LOST_PEERS_SECONDS)
+            if self._thread.is_alive():
+                self._on_event("the last save is given up: other processes did not finish it")
+                return
         outcome = self._join()
         if outcome is not None and outcome.failure is not None:
             self._on_event(outcome.failure)

@@ -38,11 +38,14 @@ def run(
 
     Args:
       resume: continue the newest run of this config from its newest whole checkpoint.
+      console: where process 0 prints; the others are silent.
 
     Raises:
       JaxdistError: anything that the user can mend.
     """
     document, config = load(path, overrides)
+    if jax.process_index() != 0:
+        console = Console(quiet=True)
     base = config.run.directory or Path("runs") / path.stem
     directory = RunDirectory(Path(broadcast_json(str(choose(base, resume=resume).path))))
     with Termination() as termination:

@@ -197,6 +197,15 @@ def test_an_error_of_the_source_reaches_the_consumer() -> None:
         list(batches)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 4])
+def test_who_asks_after_the_end_is_told_again(prefetch: int) -> None:
+    with _loader(_arrays(5), 2, prefetch=prefetch).evaluation_batches() as batches:
+        assert len(list(batches)) == 3
+        for _ in range(2):
+            with pytest.raises(StopIteration):
+                next(batches)
+
+
 def test_an_empty_source() -> None:
     with pytest.raises(DataError, match="empty, 0 examples"):
         _loader(_arrays(0), 4)

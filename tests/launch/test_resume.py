@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import signal
 import textwrap
+from pathlib import Path
 
 import pytest
 from runs import Jaxdist, assert_same_run, finish, kill_at_step, metrics, steps, wait_for_step
@@ -33,41 +34,52 @@ NOISY = textwrap.dedent("""
 """)
 
 
-@pytest.fixture
-def noisy(jaxdist: Jaxdist) -> Jaxdist:
+def write_config(jaxdist: Jaxdist) -> None:
     (jaxdist.folder / "noisy.py").write_text(NOISY)
     jaxdist.config(
         model={"type": "import", "path": "noisy:Noisy"},
         loss={"type": "classification"},
         optim={"clip_norm": 1.0, "schedule": {"type": "cosine", "warmup_steps": 10}},
-        train={"steps": STEPS, "batch_size": 64, "microbatches": 2, "log_every": 1},
-        eval={"every": 30, "batches": 2},
-        checkpoint={"every": 10, "keep": 2},
+        train={"steps": STEPS, "microbatches": 2},
+        eval={"every": 30},
+        checkpoint={"every": 10},
         mesh={"data": 2, "fake_devices": 2},
     )
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Path:
+    """A run that nothing disturbed."""
+    jaxdist = Jaxdist(tmp_path_factory.mktemp("whole"), compiled)
+    write_config(jaxdist)
+    done = jaxdist.train()
+    assert done.code == 0, done
+    return jaxdist.run
+
+
+@pytest.fixture
+def noisy(jaxdist: Jaxdist) -> Jaxdist:
+    write_config(jaxdist)
     return jaxdist
 
 
-def resume_to_the_end(jaxdist: Jaxdist) -> None:
-    """Compare what a last --resume leaves with a run of the same config that nothing disturbed."""
+def resume_to_the_end(jaxdist: Jaxdist, whole: Path) -> None:
     done = jaxdist.train("--resume")
     assert done.code == 0, done
-    assert f"step {STEPS}" in done.out
-    whole = jaxdist.train("run.directory=runs/whole")
-    assert whole.code == 0, whole
-    assert_same_run(jaxdist.run, jaxdist.folder / "runs/whole")
+    assert f"done   step {STEPS}" in done.out
+    assert_same_run(jaxdist.run, whole)
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2, 3))])
-def test_sigkill_at_random_steps(noisy: Jaxdist, seed: int) -> None:
-    kills = sorted(random.Random(seed).sample(range(5, STEPS - 20), 4))
+def test_sigkill_at_random_steps(noisy: Jaxdist, whole: Path, seed: int) -> None:
+    kills = sorted(random.Random(seed).sample(range(5, STEPS - 20), 3))
     for step in kills:
         kill_at_step(noisy.start("train", "config.yaml", "--resume"), noisy.run, step)
-    resume_to_the_end(noisy)
+    resume_to_the_end(noisy, whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_and_exits_0(noisy: Jaxdist, number: signal.Signals) -> None:
+def test_a_signal_saves_and_exits_0(noisy: Jaxdist, whole: Path, number: signal.Signals) -> None:
     process = noisy.start("train", "config.yaml")
     wait_for_step(process, noisy.run, 37)
     process.send_signal(number)
@@ -81,4 +93,4 @@ def test_a_signal_saves_and_exits_0(noisy: Jaxdist, number: signal.Signals) -> N
         f"{number.name}: stopped after step {last} of {STEPS} and saved a checkpoint; "
         "continue with the same command and --resume"
     ]
-    resume_to_the_end(noisy)
+    resume_to_the_end(noisy, whole)

@@ -1,0 +1,66 @@
+"""Compiled programs kept between runs, so that the second start of a run compiles nothing.
+
+What jax reads back from there runs as native code in this process: the directory belongs to one
+user, and nobody else may write into it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SETTINGS: Mapping[str, Any] = {
+    "jax_enable_compilation_cache": True,
+    "jax_persistent_cache_min_compile_time_secs": 0.0,
+    "jax_persistent_cache_min_entry_size_bytes": -1,
+}
+"""Keep every program, however quick to compile: a run has few, and all are needed at its start."""
+
+_log = logging.getLogger(__name__)
+
+
+def enable(directory: Path) -> Path | None:
+    """Let jax keep compiled programs in `directory`, made private (0700); returns where.
+
+    A cache that the user has set up for jax (JAX_COMPILATION_CACHE_DIR), or switched off
+    (JAX_ENABLE_COMPILATION_CACHE), is left as it is. Where the directory cannot be made or is not
+    ours alone, the run goes on without a cache: one warning says why, and None is returned.
+    """
+    import jax
+
+    settings: Any = jax.config
+    if settings.jax_compilation_cache_dir is not None:
+        return Path(settings.jax_compilation_cache_dir)
+    if not settings.jax_enable_compilation_cache:
+        return None
+    reason = _take(directory)
+    if reason is not None:
+        _log.warning("compiled programs are not kept: %s %s", directory, reason)
+        return None
+    for name, value in SETTINGS.items():
+        settings.update(name, value)
+    settings.update("jax_compilation_cache_dir", str(directory))
+    return directory
+
+
+def _take(directory: Path) -> str | None:
+    """Make the directory private; why it cannot be used, or None when it can."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, exist_ok=True)
+        found = directory.lstat()
+    except OSError as error:
+        return f"cannot be made: {error.strerror}"
+    if not stat.S_ISDIR(found.st_mode):
+        return "is not a directory (a link, perhaps)"
+    if hasattr(os, "getuid") and found.st_uid != os.getuid():
+        return f"belongs to user {found.st_uid}, not to {os.getuid()}"
+    if found.st_mode & 0o022:
+        return f"can be written by others (mode {stat.S_IMODE(found.st_mode):o}): chmod 700 it"
+    if not os.access(directory, os.W_OK | os.X_OK):
+        return "cannot be written"
+    return None

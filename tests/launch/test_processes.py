@@ -1,0 +1,144 @@
+"""Two processes of two devices each: the run that one process of four devices makes."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import Finished, Jaxdist, checkpoint, finish, metrics, steps, wait_for_step
+
+from jaxdist.environment import TIMEOUT_FLAGS
+
+# Sums over devices associate otherwise between processes than within one; 24 steps of Adam at a
+# learning rate of 1e-3 let float32 rounding (6e-8) grow to a few 1e-6.
+TOLERANCE = 2e-5
+
+# The shipped timeout is 120 s; a device that waits for another of its own process needs it.
+IMPATIENT = " ".join(f"{flag}=5" for flag in TIMEOUT_FLAGS)
+
+FAILING = """
+import jax, numpy as np
+
+class Digits:
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        if index == 700 and jax.process_index() == 1:
+            raise OSError("a broken sector")
+        return {"image": np.zeros((8, 8, 1), np.float32), "label": np.int32(index % 10)}
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[subprocess.Popen[str]]:
+    """`jaxdist train config.yaml args...` as two processes of two devices."""
+    peers = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", 2, "--devices", 2]
+    return [
+        jaxdist.start("train", "config.yaml", *args, *peers, "--process-id", index, **options)
+        for index in range(2)
+    ]
+
+
+def finish_all(processes: list[subprocess.Popen[str]]) -> list[Finished]:
+    """What each printed, without the lines that gloo prints."""
+    ended = [finish(process) for process in processes]
+    return [
+        end._replace(
+            out="".join(line for line in end.out.splitlines(True) if not line.startswith("[Gloo]"))
+        )
+        for end in ended
+    ]
+
+
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "tensor": 2}])
+def test_the_numbers_of_one_process(jaxdist: Jaxdist, mesh: dict[str, int]) -> None:
+    jaxdist.config(mesh=mesh)
+    first, second = finish_all(pair(jaxdist))
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert "done   step 24" in first.out
+    assert second.out == second.err == first.err == ""
+    one = jaxdist.train("run.directory=runs/one", "--devices", 4)
+    assert one.code == 0, one
+    found, expected = metrics(jaxdist.run), metrics(jaxdist.folder / "runs/one")
+    assert [record.keys() for record in found] == [record.keys() for record in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert (a["step"], a["split"]) == (b["step"], b["split"])
+        numbers = [[r[k] for k in r if k not in ("step", "split")] for r in (a, b)]
+        np.testing.assert_allclose(*numbers, rtol=TOLERANCE)
+    assert steps(jaxdist.run) == steps(jaxdist.folder / "runs/one")
+
+
+def test_sigterm_to_one_stops_all_and_one_process_goes_on(jaxdist: Jaxdist) -> None:
+    total = 2000
+    jaxdist.config(train={"steps": total}, eval={"every": 1000}, checkpoint={"every": 400})
+    processes = pair(jaxdist)
+    wait_for_step(processes[0], jaxdist.run, 60)
+    processes[1].send_signal(signal.SIGTERM)
+    first, second = finish_all(processes)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    last = metrics(jaxdist.run)[-1]["step"]
+    assert 60 <= last < total
+    assert steps(jaxdist.run)[-1] == last
+    assert f"SIGTERM: stopped after step {last} of {total} and saved" in first.out
+    assert second.out == ""
+    end = last + 10
+    resumed = jaxdist.train("--resume", f"train.steps={end}", "--devices", 4)
+    assert resumed.code == 0, resumed
+    assert f"resume from step {last} of {end}" in resumed.out
+    assert f"changed since this run began: train.steps: {total} -> {end}" in resumed.out
+    assert [r["step"] for r in metrics(jaxdist.run) if r["split"] == "train"] == [
+        *range(1, end + 1)
+    ]
+    assert checkpoint(jaxdist.run, end)["step"] == end
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
+    """Within seconds: by the broken connection, or else by the collective timeout."""
+    jaxdist.config(train={"steps": 100_000}, eval={"every": 50_000})
+    processes = pair(jaxdist, xla_flags=IMPATIENT)
+    wait_for_step(processes[0], jaxdist.run, 20)
+    processes[lost].kill()
+    begun = time.monotonic()
+    survivor = finish(processes[1 - lost])
+    assert time.monotonic() - begun < 30
+    if lost == 0:  # jax itself ends every process whose coordinator is gone
+        assert survivor.code == -signal.SIGABRT
+        assert "another task died" in survivor.err
+    elif (
+        survivor.code == -signal.SIGABRT
+    ):  # gloo's, in the collectives that come after the lost one
+        assert "Received data size doesn't match" in survivor.err
+    else:
+        assert survivor.code == 3
+        assert "process 0 of 2 cannot go on: " in survivor.message
+        assert "start all of them again with --resume" in survivor.message
+    last = steps(jaxdist.run)[-1]
+    resumed = jaxdist.train("--resume", f"train.steps={last + 1}", "--devices", 4)
+    assert resumed.code == 0, resumed
+    assert f"resume from step {last} of" in resumed.out
+
+
+def test_the_error_of_one_ends_the_other(jaxdist: Jaxdist) -> None:
+    (jaxdist.folder / "mine.py").write_text(FAILING)
+    jaxdist.config(
+        data={"type": "import", "path": "mine:Digits", "classes": 10}, train={"steps": 100_000}
+    )
+    begun = time.monotonic()
+    first, second = finish_all(pair(jaxdist, xla_flags=IMPATIENT))
+    assert time.monotonic() - begun < 60
+    assert first.code in (3, -signal.SIGABRT), first
+    assert second.code == 2
+    assert f"example 700 raised OSError: a broken sector ({jaxdist.folder}" in second.message
+    assert "mine.py:10)" in second.message
