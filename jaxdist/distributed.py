@@ -105,7 +105,7 @@ def connected(
         os._exit(code)
 
 
-def _lost(error: Exception) -> RunError:
+def _lost(error: BaseException) -> RunError:
     return RunError(
         f"process {jax.process_index()} of {jax.process_count()} cannot go on: "
         f"{str(error).splitlines()[0]}. When one process is lost all end: see what the others "

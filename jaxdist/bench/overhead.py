@@ -6,7 +6,7 @@ import io
 import itertools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ PlainLoss = Callable[[Any, Batch], jax.Array]
 def bench(repeats: int = REPEATS) -> Report:
     """Our step over a hand-written one, on all devices; the loop beyond the bare call, on one."""
     devices = len(jax.devices())
-    tiny = experiment(TINY, jax.devices()[:1])
+    tiny = experiment(TINY, devices=1)
     return Report(
         "overhead",
         [
@@ -77,12 +77,12 @@ def bench(repeats: int = REPEATS) -> Report:
     )
 
 
-def experiment(settings: dict[str, Any], devices: Sequence[jax.Device] | None = None) -> Experiment:
-    """The experiment of these settings with AdamW, its batch split over all devices or these."""
+def experiment(settings: dict[str, Any], devices: int | None = None) -> Experiment:
+    """The experiment of these settings with AdamW, its batch split over all devices or the first few."""
     optim = {"type": "adamw", "learning_rate": LEARNING_RATE, "schedule": {"type": "constant"}}
     mesh = {"data": -1}
     config = ExperimentConfig.model_validate({**settings, "optim": optim, "mesh": mesh})
-    return build(config, devices=devices)
+    return build(config, devices=jax.devices()[:devices])
 
 
 def step_figure(name: str, ours: Experiment, loss: PlainLoss, repeats: int = REPEATS) -> Figure:

@@ -50,19 +50,19 @@ def run(
     directory = RunDirectory(Path(broadcast_json(str(choose(base, resume=resume).path))))
     with Termination() as termination:
         experiment = build(config, document)
-        _take(directory, config, console if resume else None)
+        _take(directory, config, console)
         _describe(experiment, directory, console)
         _train(experiment, directory, termination, resume=resume, console=console)
     return directory
 
 
-def _take(directory: RunDirectory, config: ExperimentConfig, console: Console | None) -> None:
-    """Write the resolved config; on a resume, say what differs from the run's own."""
+def _take(directory: RunDirectory, config: ExperimentConfig, console: Console) -> None:
+    """Begin a new directory; of one that is resumed only say what differs from its own config."""
     resolved = resolved_yaml(config)
-    if console is not None and directory.occupied:
+    if directory.occupied:
         for line in changes(directory.config.read_text(), resolved):
-            console.print(f"changed since this run began: {line}")
-    if jax.process_index() == 0:
+            console.print(f"changed since this run began: {line}", soft_wrap=True)
+    elif jax.process_index() == 0:
         prepare(directory, resolved)
 
 
@@ -98,6 +98,8 @@ def _train(
         start = int(state.step)
         writer = None
         if primary:
+            # Not earlier: a resume that is refused leaves the run's own config as it was.
+            prepare(directory, resolved_yaml(config))
             writer = MetricsWriter(directory.path, resume_step=start if resume else None)
             stack.enter_context(writer)
         progress = stack.enter_context(

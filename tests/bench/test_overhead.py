@@ -40,7 +40,7 @@ def test_steps_that_differ_are_noticed():
 
 
 def test_both_sides_of_the_loop_take_the_same_steps():
-    tiny = experiment(TINY, jax.devices()[:1])
+    tiny = experiment(TINY, devices=1)
     with tiny.loader.batches() as batches, overhead.hooks(tiny) as each_step:
         fixed = next(batches)
         ours, bare = (Loops(tiny, tiny.program.train, fixed, 12) for _ in range(2))
@@ -53,7 +53,7 @@ def test_both_sides_of_the_loop_take_the_same_steps():
 
 
 def test_the_busy_step_computes_the_same_as_the_step():
-    tiny = experiment(TINY, jax.devices()[:1])
+    tiny = experiment(TINY, devices=1)
     busy = overhead.busy_step(tiny, 10)
     with tiny.loader.batches() as batches:
         batch = next(batches)
