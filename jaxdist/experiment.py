@@ -6,7 +6,7 @@ Only this module sees the whole tree; nothing below it ever receives more than i
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 
 from jaxdist.checkpoint.store import CheckpointConfig
 from jaxdist.config import Config, Count, Document, Problem, problems_error, read, validate
+from jaxdist.config.importing import user_code
 from jaxdist.data import DataConfig, Dataset, Source
 from jaxdist.data.loader import Loader
 from jaxdist.errors import ConfigError, DataError, MeshError, RunError, ShardingError
@@ -228,7 +229,8 @@ def _program(
     with at("sharding"):
         dims = resolve_dims(config.sharding, shapes, model.dims)
         param_shardings(layout, model.params, dims)
-    with at("optim"):
+    own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
+    with at("optim"), own("optim"):
         optimizer = build_optimizer(
             config.optim, total_steps=total_steps, params=model.params, dims=dims
         )
@@ -246,5 +248,22 @@ def _program(
             seed=config.seed,
             microbatches=config.train.microbatches,
         )
-        _ = program.metrics
+        with own("loss", "model"):
+            _ = program.metrics
+    # Built-in parts are known to trace, so that only the user's cost a second tracing.
+    with at("optim"), own("optim") as imported:
+        if imported:
+            _ = program.state_shapes
+    with at("train"), own("optim", "loss", "model") as imported:
+        if imported:
+            jax.eval_shape(program.train, program.state_shapes, program.batch)
     return program
+
+
+@contextmanager
+def _own(*names: str, **parts: Config | None) -> Iterator[bool]:
+    """Where code of the user's may run: whether any of the named parts is; its errors are told."""
+    paths = {name: getattr(parts[name], "path", None) for name in names}
+    imported = " or ".join(f"{name}.path {path}" for name, path in paths.items() if path)
+    with user_code(imported) if imported else nullcontext():
+        yield bool(imported)

@@ -78,7 +78,7 @@ def bench(repeats: int = REPEATS) -> Report:
 
 
 def experiment(settings: dict[str, Any], devices: int | None = None) -> Experiment:
-    """The experiment of these settings with AdamW, its batch split over all devices or the first few."""
+    """These settings with AdamW, the batch split over all devices or the first `devices`."""
     optim = {"type": "adamw", "learning_rate": LEARNING_RATE, "schedule": {"type": "constant"}}
     mesh = {"data": -1}
     config = ExperimentConfig.model_validate({**settings, "optim": optim, "mesh": mesh})

@@ -6,11 +6,20 @@ import importlib
 import importlib.util
 import pkgutil
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxdist.errors import ConfigError, JaxdistError, closest
+
+_NOT_THE_USERS = (
+    str(Path(__file__).parents[1]),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    "<",
+)
 
 
 def load_object(path: str) -> Any:
@@ -49,13 +58,21 @@ def call_object(path: str, found: Any, args: Mapping[str, Any]) -> Any:
     """
     if not callable(found):
         raise ConfigError(f"import path {path!r}: {type(found).__name__} object is not callable")
-    return run_user_code(f"import path {path!r}: calling it with {dict(args)!r}", found, **args)
+    shown = ", ".join(f"{name}={_short(value)}" for name, value in args.items())
+    with user_code(f"import path {path!r}: calling it with ({shown})"):
+        return found(**args)
 
 
-def run_user_code(what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args, **kwargs)`; what it raises becomes a ConfigError that starts with `what`."""
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 and "\n" not in text else f"<{type(value).__name__}>"
+
+
+@contextmanager
+def user_code(what: str) -> Iterator[None]:
+    """Where the user's code runs: what it raises becomes a ConfigError that starts with `what`."""
     try:
-        return function(*args, **kwargs)
+        yield
     except JaxdistError:
         raise
     except Exception as error:
@@ -63,13 +80,20 @@ def run_user_code(what: str, function: Callable[..., Any], *args: Any, **kwargs:
 
 
 def describe_exception(error: BaseException) -> str:
-    """`IndexError: message (file.py:12)`: the type, the message and where it was raised."""
+    """`IndexError: message (file.py:12)`: the type, the message and where it was raised.
+
+    The place is the innermost in the user's own code, if that is to be found.
+    """
     place = ""
     if isinstance(error, SyntaxError) and error.filename:
         place = f" ({error.filename}:{error.lineno})"
     elif frames := traceback.extract_tb(error.__traceback__):
-        place = f" ({frames[-1].filename}:{frames[-1].lineno})"
-    message = error.msg if isinstance(error, SyntaxError) else str(error)
+        frame = next(
+            (f for f in reversed(frames) if not f.filename.startswith(_NOT_THE_USERS)), frames[-1]
+        )
+        place = f" ({frame.filename}:{frame.lineno})"
+    # The messages of jax go on for paragraphs.
+    message = error.msg if isinstance(error, SyntaxError) else str(error).split("\n\n")[0]
     return f"{type(error).__name__}: {message}{place}"
 
 

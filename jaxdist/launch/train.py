@@ -11,10 +11,12 @@ from typing import Any
 import jax
 from rich.console import Console
 
+from jaxdist import compilation_cache
 from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import resolved_yaml
+from jaxdist.data.cache import cache_directory
 from jaxdist.experiment import Experiment, ExperimentConfig, build, load
 from jaxdist.launch.compare import changes
 from jaxdist.launch.results import print_results
@@ -46,6 +48,7 @@ def run(
     document, config = load(path, overrides)
     if jax.process_index() != 0:
         console = Console(quiet=True)
+    compilation_cache.enable(cache_directory() / "compiled")
     base = config.run.directory or Path("runs") / path.stem
     directory = RunDirectory(Path(broadcast_json(str(choose(base, resume=resume).path))))
     with Termination() as termination:

@@ -113,8 +113,14 @@ class MetricsWriter:
                 f"cannot append the metrics of step {step} to {self.path}: {error.strerror}; "
                 "free some space, then resume the run"
             ) from error
-        for name, number in numbers.items():
-            self._events.add_scalar(f"{split}/{name}", number, int(step), walltime=now)
+        self._add_event(int(step), now, {f"{split}/{name}": n for name, n in numbers.items()})
+
+    def _add_event(self, step: int, now: float, numbers: Mapping[str, float]) -> None:
+        """One event for the whole record: `add_scalar` costs 150 us for each number."""
+        from tensorboardX.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
+        self._events.file_writer.add_summary(Summary(value=values), step, now)
 
     def close(self) -> None:
         """Flush and close both files."""
