@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from jaxdist.errors import RunError
+from jaxdist.metrics.events import EventFile
 
 FILE_NAME = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
@@ -75,7 +76,8 @@ class MetricsWriter:
                     "another run directory"
                 )
             self._file = self.path.open("a", encoding="utf-8")
-            self._events = _open_events(self.path.parent / EVENTS_FOLDER, resume_step)
+            folder = self.path.parent / EVENTS_FOLDER
+            self._events = EventFile(folder, resume_step=resume_step)
         except OSError as error:
             raise RunError(
                 f"cannot write metrics to {self.path}: {error.strerror}; "
@@ -113,14 +115,7 @@ class MetricsWriter:
                 f"cannot append the metrics of step {step} to {self.path}: {error.strerror}; "
                 "free some space, then resume the run"
             ) from error
-        self._add_event(int(step), now, {f"{split}/{name}": n for name, n in numbers.items()})
-
-    def _add_event(self, step: int, now: float, numbers: Mapping[str, float]) -> None:
-        """One event for the whole record: `add_scalar` costs 150 us for each number."""
-        from tensorboardX.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=tag, simple_value=number) for tag, number in numbers.items()]
-        self._events.file_writer.add_summary(Summary(value=values), step, now)
+        self._events.write(int(step), now, {f"{split}/{name}": n for name, n in numbers.items()})
 
     def close(self) -> None:
         """Flush and close both files."""
@@ -191,13 +186,3 @@ def _encode(number: float) -> float | str:
 
 def _decode(key: str, value: Any) -> Any:
     return float(value) if key not in _RESERVED and value in _NON_FINITE else value
-
-
-def _open_events(directory: Path, resume_step: int | None) -> Any:
-    from tensorboardX import SummaryWriter  # slow to import: only a run that writes pays for it
-
-    # Event files are named by the second; the suffix keeps a quick resume from overwriting one.
-    if resume_step is None:
-        return SummaryWriter(str(directory))
-    suffix = f".from-step-{resume_step}"
-    return SummaryWriter(str(directory), purge_step=resume_step + 1, filename_suffix=suffix)

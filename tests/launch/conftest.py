@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,3 +19,20 @@ def jaxdist(tmp_path: Path, compiled: Path) -> Iterator[Jaxdist]:
     command = Jaxdist(tmp_path, compiled)
     yield command
     command.kill()
+
+
+@pytest.fixture(scope="session")
+def finished(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> tuple[Path, str]:
+    """The folder of a run on two devices, done, and what it printed."""
+    command = Jaxdist(tmp_path_factory.mktemp("finished"), compiled)
+    command.config()
+    done = command.train("--devices", 2)
+    assert (done.code, done.err) == (0, ""), done
+    return command.folder, done.out
+
+
+@pytest.fixture
+def trained(jaxdist: Jaxdist, finished: tuple[Path, str]) -> Jaxdist:
+    """A working directory with a copy of that run."""
+    shutil.copytree(finished[0], jaxdist.folder, dirs_exist_ok=True)
+    return jaxdist

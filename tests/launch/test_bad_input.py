@@ -1,0 +1,65 @@
+"""What a user can get wrong: one clear message, a non-zero exit code, nothing lost."""
+
+from __future__ import annotations
+
+import pytest
+from runs import Jaxdist, metrics, steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "parts"),
+    [
+        (["train.batch_size=many", "model.hiden=[3]", "nosuch=1"], 2,
+         ["problems in config.yaml", "train.batch_size = 'many'", "did you mean 'hidden'?", "nosuch"]),
+        (["mesh.data=3", "--devices", "4"], 2,
+         ["mesh {data: 3} needs 3 devices, but there are 4", "meshes that fit", "{data: 4}"]),
+        (["mesh.data=4", "train.batch_size=63", "--devices", "4"], 2,
+         ["batch of 63 does not divide over 4 devices", "use 60 or 64"]),
+        (["run.directory=config.yaml/run"], 3,
+         ["run directory config.yaml/run cannot be written", "choose another"]),
+        (["run.directory=/proc/run"], 3,
+         ["run directory /proc/run cannot be written", "choose another"]),
+        (["data={type: text, files: 'none/*.txt'}", "model={type: gpt, layers: 1}"], 2,
+         ["data = {'type': 'text'", "none/*.txt"]),
+        (["data={type: text, files: 'empty/*.txt'}", "model={type: gpt, layers: 1}"], 2,
+         ["data = {'type': 'text'", "empty"]),
+        (["data={type: text, files: 'text/*.txt'}"], 2,
+         ["model.type mlp needs images"]),
+    ],
+)  # fmt: skip
+def test_refused(jaxdist: Jaxdist, overrides: list[str], code: int, parts: list[str]) -> None:
+    jaxdist.config()
+    for folder, content in (("empty", ""), ("text", "some words to read " * 400)):
+        (jaxdist.folder / folder).mkdir()
+        (jaxdist.folder / folder / "a.txt").write_text(content)
+        (jaxdist.folder / folder / "b.txt").write_text(content)
+    refused = jaxdist.train(*overrides)
+    assert refused.code == code, refused
+    assert refused.err.startswith("error: ")
+    for part in parts:
+        assert part in refused.message
+    assert not (jaxdist.folder / "runs").exists()
+
+
+def test_no_such_config(jaxdist: Jaxdist) -> None:
+    refused = jaxdist("train", "confg.yaml")
+    assert refused.code == 2
+    assert "confg.yaml" in refused.message
+
+
+def test_a_loss_that_is_not_finite_ends_the_run(jaxdist: Jaxdist) -> None:
+    jaxdist.config(
+        optim={"type": "sgd", "learning_rate": 1e30, "schedule": {"warmup_steps": 16}},
+        eval={"every": 100},
+        checkpoint={"every": 1, "keep": 2},
+    )
+    ended = jaxdist.train()
+    assert ended.code == 3
+    assert "error: loss is nan at step " in ended.message
+    last = steps(jaxdist.run)[-1]
+    assert f"the last good checkpoint is step {last}" in ended.message
+    assert "Lower optim.learning_rate" in ended.message
+    assert metrics(jaxdist.run)[-1]["step"] == last
+    calm = jaxdist.train("--resume", "optim.learning_rate=1e-9", f"train.steps={last + 2}")
+    assert calm.code in (0, 3), calm
+    assert f"resume from step {last} of" in calm.out

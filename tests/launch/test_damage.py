@@ -1,0 +1,112 @@
+"""Checkpoints that are torn or changed, and disks that are full: told, and nothing else is lost."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from runs import Jaxdist, assert_same_run, steps
+
+
+def files_of(run: Path, step: int) -> list[Path]:
+    folder = run / "checkpoints" / f"step_{step:08d}"
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    """Change one bit of a file."""
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def damaged(trained: Jaxdist, name: str) -> Path:
+    return next(path for path in files_of(trained.run, 24) if path.name == name)
+
+
+@pytest.mark.parametrize("how", ["flip", "truncate", "manifest"])
+def test_the_one_before_is_used_and_the_run_goes_on(
+    trained: Jaxdist, finished: tuple[Path, str], how: str
+) -> None:
+    file = max(files_of(trained.run, 24), key=lambda path: path.stat().st_size)
+    if how == "flip":
+        flip(file, random.Random(0))
+    elif how == "truncate":
+        os.truncate(file, file.stat().st_size // 2)
+    else:
+        file = damaged(trained, "manifest.json")
+        file.unlink()
+    resumed = trained.train("--resume", "--devices", 2)
+    assert resumed.code == 0, resumed
+    assert "checkpoint: " in resumed.out
+    assert "step_00000024 is damaged" in resumed.out
+    assert file.name in resumed.out
+    assert "trying step 16 next" in resumed.out
+    assert "resume from step 16 of 24" in resumed.out
+    assert_same_run(trained.run, finished[0] / "runs/config")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(14))
+def test_one_bit_of_any_file(trained: Jaxdist, number: int) -> None:
+    files = files_of(trained.run, 24)
+    assert len(files) >= 14
+    flip(files[number], random.Random(number))
+    seen = trained("eval", trained.run)
+    assert seen.code == 0, seen
+    assert files[number].name in seen.out
+    assert "step 16, held-out" in seen.out
+
+
+def test_all_damaged_is_an_error(trained: Jaxdist) -> None:
+    for step in steps(trained.run):
+        flip(files_of(trained.run, step)[-1], random.Random(step))
+    config = (trained.run / "config.yaml").read_text()
+    refused = trained.train("--resume", "--devices", 2)
+    assert refused.code == 3
+    assert "can be trusted: step 24: metadata.json: its content does not" in refused.message
+    assert "there is no other to try" in refused.out
+    assert steps(trained.run) == [16, 24]
+    assert (trained.run / "config.yaml").read_text() == config
+
+
+@pytest.fixture
+def small_disk(jaxdist: Jaxdist) -> Iterator[Path]:
+    disk = jaxdist.folder / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
+    try:
+        mounted = os.getuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
+    except FileNotFoundError:
+        mounted = False
+    if not mounted:
+        pytest.skip("needs root and the right to mount a tmpfs")
+    yield disk
+    jaxdist.kill()
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_keeps_the_last_good_checkpoint(jaxdist: Jaxdist, small_disk: Path) -> None:
+    run = small_disk / "run"
+    jaxdist.config(checkpoint={"every": 8, "keep": 100}, run={"directory": str(run)})
+    assert jaxdist.train("train.steps=16").code == 0
+    ballast = small_disk / "ballast"
+    room = shutil.disk_usage(small_disk).free - 3 * 4096  # the metrics find room, arrays do not
+    ballast.write_bytes(bytes(room))
+    full = jaxdist.train("--resume")
+    assert full.code == 3, full
+    assert f"saving step 24 in {run / 'checkpoints'} failed: the disk is full" in full.message
+    assert "the last good checkpoint is step 16" in full.message
+    assert steps(run) == [8, 16]
+    ballast.unlink()
+    resumed = jaxdist.train("--resume")
+    assert resumed.code == 0, resumed
+    assert "resume from step 16 of 24" in resumed.out
+    whole = jaxdist.train(f"run.directory={jaxdist.folder / 'whole'}")
+    assert whole.code == 0, whole
+    assert_same_run(run, jaxdist.folder / "whole")

@@ -1,0 +1,72 @@
+"""What a run leaves behind, and what becomes of it when the same command is given again."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+from matplotlib.image import imread
+from runs import RUN, Jaxdist, assert_same_run, metrics, steps
+
+from jaxdist.checkpoint.layout import step_directory
+from jaxdist.checkpoint.manifest import read_manifest
+
+
+def test_everything_is_there(finished: tuple[Path, str]) -> None:
+    folder, out = finished
+    run = folder / RUN
+    assert {path.name for path in run.iterdir()} == {
+        *("config.yaml", "versions.json", "metrics.jsonl", "tensorboard", "checkpoints"),
+        "loss.png",
+    }
+    versions = json.loads((run / "versions.json").read_text())
+    assert {"python", "jax", "jaxdist"} <= versions.keys()
+    records = metrics(run)
+    assert [r["step"] for r in records if r["split"] == "train"] == [*range(1, 25)]
+    assert [r["step"] for r in records if r["split"] == "heldout"] == [8, 16, 24]
+    assert list((run / "tensorboard").glob("events.out.tfevents.*"))
+    assert imread(run / "loss.png").std() > 0
+    assert f"run    {RUN}" in out
+    assert "done   step 24 in" in out
+    heldout = records[-1]
+    assert f"held-out accuracy {heldout['accuracy']:.4f}" in out
+
+
+def test_the_last_and_the_best_checkpoints_stay(jaxdist: Jaxdist) -> None:
+    # The rate rises without end, so that the loss falls at first and is worst at last.
+    jaxdist.config(
+        optim={"type": "sgd", "learning_rate": 3.0, "schedule": {"warmup_steps": 64}},
+        train={"steps": 64},
+        eval={"every": 4, "batches": 1},
+        checkpoint={"every": 4, "keep": 2},
+    )
+    assert jaxdist.train().code == 0
+    losses = {r["step"]: r["loss"] for r in metrics(jaxdist.run) if r["split"] == "heldout"}
+    best = min(losses, key=losses.__getitem__)
+    assert best < 60, "the test needs a run that gets worse"
+    assert steps(jaxdist.run) == [best, 60, 64]
+    kept = read_manifest(step_directory(jaxdist.run / "checkpoints", best))
+    assert f"{kept.metric:.6f}" == f"{losses[best]:.6f}"
+
+
+def test_its_config_runs_again_in_a_new_directory(trained: Jaxdist) -> None:
+    again = trained("train", trained.run / "config.yaml", "run.directory=runs/config")
+    assert again.code == 0, again
+    assert "run    runs/config-2" in again.out
+    assert_same_run(trained.folder / "runs/config-2", trained.run)
+
+
+def test_a_finished_run_is_left_as_it_is(trained: Jaxdist) -> None:
+    shutil.copytree(trained.run, trained.folder / "before")
+    again = trained.train("--resume", "--devices", 2)
+    assert again.code == 0, again
+    assert "resume from step 24 of 24" in again.out
+    assert_same_run(trained.run, trained.folder / "before")
+
+
+def test_a_longer_run_goes_on(trained: Jaxdist) -> None:
+    longer = trained.train("--resume", "train.steps=30", "--devices", 2)
+    assert longer.code == 0, longer
+    assert "changed since this run began: train.steps: 24 -> 30" in longer.out
+    assert metrics(trained.run)[-1]["step"] == steps(trained.run)[-1] == 30

@@ -1,0 +1,99 @@
+"""`jaxdist eval` and `jaxdist generate`: a run used on other devices than it was trained on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from runs import RUN, Jaxdist, metrics
+
+TEXT = {
+    "model": {"type": "gpt", "layers": 1, "embed": 32, "heads": 2},
+    "data": {"type": "text", "files": "text/*.txt", "window": 32, "heldout_fraction": 0.2},
+    "optim": {"type": "adamw", "learning_rate": 1e-2},
+    "train": {"steps": 40, "batch_size": 16},
+    "checkpoint": {"every": 20},
+    "eval": {"batches": 2},
+}
+
+
+def numbers(out: str) -> dict[str, float]:
+    return {name: float(value) for name, value in re.findall(r"^(\w+) ([\d.]+)\b", out, re.M)}
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_eval_on_any_number_of_devices(trained: Jaxdist, devices: int) -> None:
+    seen = trained("eval", RUN, "mesh.data=-1", "eval.batches=null", "--devices", devices)
+    assert (seen.code, seen.err) == (0, ""), seen
+    assert "step 24, held-out split of images: digits" in " ".join(seen.out.split())
+    last = metrics(trained.run)[-1]
+    assert numbers(seen.out)["accuracy"] == pytest.approx(last["accuracy"], abs=0.1)
+
+
+def test_eval_of_a_step(trained: Jaxdist) -> None:
+    seen = trained("eval", RUN, "--step", 16)
+    assert seen.code == 0, seen
+    assert "step 16, held-out" in seen.out
+    missing = trained("eval", RUN, "--step", 17)
+    assert missing.code == 3
+    assert "no checkpoint of step 17" in missing.message
+    assert "there are: [16, 24]" in missing.message
+
+
+def test_no_run_and_no_checkpoint(trained: Jaxdist) -> None:
+    nowhere = trained("eval", "runs/other")
+    assert nowhere.code in (2, 3)
+    assert "runs/other" in nowhere.message
+    for step in (trained.run / "checkpoints").iterdir():
+        step.rename(trained.folder / step.name)
+    empty = trained("eval", RUN)
+    assert empty.code == 3
+    assert "no checkpoint in" in empty.message
+
+
+def test_a_run_of_images_generates_no_text(trained: Jaxdist) -> None:
+    refused = trained("generate", RUN, "--prompt", "x")
+    assert refused.code == 3
+    assert "not trained on text" in refused.message
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Jaxdist:
+    """A tiny language model, trained on two devices."""
+    jaxdist = Jaxdist(tmp_path_factory.mktemp("text"), compiled)
+    (jaxdist.folder / "text").mkdir()
+    for number in range(10):
+        words = f"the number {number} is one of the numbers. " * 40
+        (jaxdist.folder / f"text/{number}.txt").write_text(words)
+    (jaxdist.folder / "config.yaml").write_text(json.dumps(TEXT))
+    done = jaxdist.train("--devices", 2)
+    assert done.code == 0, done
+    return jaxdist
+
+
+def generated(jaxdist: Jaxdist, *options: object) -> str:
+    out = jaxdist("generate", RUN, "--prompt", "the ", "--tokens", 48, *options)
+    assert (out.code, out.err) == (0, ""), out
+    assert out.out.startswith("the ")
+    return out.out
+
+
+def test_generate(speaking: Jaxdist) -> None:
+    text = generated(speaking, "--seed", 3)
+    assert generated(speaking, "--seed", 3, "--devices", 4) == text
+    assert generated(speaking, "--seed", 4) != text
+    greedy = generated(speaking, "--temperature", 0, "--seed", 1)
+    assert greedy == generated(speaking, "--temperature", 0, "--seed", 2)
+    assert len(greedy) <= 4 + 48 + 1
+    assert generated(speaking, "--temperature", 0, "--step", 20) != greedy
+
+
+def test_a_prompt_longer_than_the_window_and_an_empty_one(speaking: Jaxdist) -> None:
+    long = "the number 1 is one of the numbers. " * 3
+    out = speaking("generate", RUN, "--prompt", long, "--tokens", 5)
+    assert out.code == 0, out
+    assert out.out.startswith(long)
+    empty = speaking("generate", RUN, "--prompt", "", "--tokens", 5)
+    assert empty.code == 0, empty
