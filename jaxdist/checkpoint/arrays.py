@@ -7,6 +7,7 @@ containers, namedtuples) comes from the target when loading; the names stand in 
 from __future__ import annotations
 
 import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from jaxdist.checkpoint.structure import is_key, named_leaves
 WRITE_TIMEOUT_SECONDS = 1200
 
 
+@cache
 def _orbax() -> Any:
     """The orbax module, imported on first use (it takes longer than jax) and without its log lines.
 
@@ -27,15 +29,14 @@ def _orbax() -> Any:
     import orbax.checkpoint
 
     for name in ("absl", "asyncio"):
-        logger = logging.getLogger(name)
-        if _not_from_orbax not in logger.filters:
-            logger.addFilter(_not_from_orbax)
+        logging.getLogger(name).addFilter(_not_from_orbax)
     return orbax.checkpoint
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    # asyncio logs the second of two failed writes, with orbax in the text only.
-    return "/orbax/" not in f"{record.pathname} {record.getMessage()}"
+    # asyncio logs failed writes that nobody awaits, with their origin in the text only.
+    text = f"{record.pathname} {record.getMessage()}"
+    return "/orbax/" not in text and "tensorstore" not in text
 
 
 def _number(index: int) -> str:

@@ -66,6 +66,7 @@ class RunHooks:
     def _finite(self, step: int, values: jax.Array) -> dict[str, float]:
         found = dict(zip(self.names, np.asarray(values).tolist(), strict=True))
         if not math.isfinite(found["loss"]):
+            self.store.wait()
             saved = self.store.steps()
             kept = f"the last good checkpoint is step {saved[-1]}" if saved else "nothing was saved"
             raise RunError(

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 from runs import Jaxdist, metrics, steps
 
+GPT = "model={type: gpt, layers: 1, embed: 32, heads: 2}"
+
 
 @pytest.mark.parametrize(
     ("overrides", "code", "parts"),
     [
         (["train.batch_size=many", "model.hiden=[3]", "nosuch=1"], 2,
-         ["problems in config.yaml", "train.batch_size = 'many'", "did you mean 'hidden'?", "nosuch"]),
+         ["problems in config.yaml", "train.batch_size = 'many'", "did you mean 'hidden'?",
+          "nosuch = 1"]),
         (["mesh.data=3", "--devices", "4"], 2,
          ["mesh {data: 3} needs 3 devices, but there are 4", "meshes that fit", "{data: 4}"]),
         (["mesh.data=4", "train.batch_size=63", "--devices", "4"], 2,
@@ -19,9 +22,9 @@ from runs import Jaxdist, metrics, steps
          ["run directory config.yaml/run cannot be written", "choose another"]),
         (["run.directory=/proc/run"], 3,
          ["run directory /proc/run cannot be written", "choose another"]),
-        (["data={type: text, files: 'none/*.txt'}", "model={type: gpt, layers: 1}"], 2,
+        (["data={type: text, files: 'none/*.txt'}", GPT], 2,
          ["data = {'type': 'text'", "none/*.txt"]),
-        (["data={type: text, files: 'empty/*.txt'}", "model={type: gpt, layers: 1}"], 2,
+        (["data={type: text, files: 'empty/*.txt'}", GPT], 2,
          ["data = {'type': 'text'", "empty"]),
         (["data={type: text, files: 'text/*.txt'}"], 2,
          ["model.type mlp needs images"]),
@@ -60,6 +63,6 @@ def test_a_loss_that_is_not_finite_ends_the_run(jaxdist: Jaxdist) -> None:
     assert f"the last good checkpoint is step {last}" in ended.message
     assert "Lower optim.learning_rate" in ended.message
     assert metrics(jaxdist.run)[-1]["step"] == last
-    calm = jaxdist.train("--resume", "optim.learning_rate=1e-9", f"train.steps={last + 2}")
-    assert calm.code in (0, 3), calm
+    calm = jaxdist.train("--resume", "optim.learning_rate=1e-9")
+    assert calm.code == 0, calm
     assert f"resume from step {last} of" in calm.out

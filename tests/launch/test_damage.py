@@ -60,7 +60,7 @@ def test_one_bit_of_any_file(trained: Jaxdist, number: int) -> None:
     seen = trained("eval", trained.run)
     assert seen.code == 0, seen
     assert files[number].name in seen.out
-    assert "step 16, held-out" in seen.out
+    assert "step   16\n" in seen.out
 
 
 def test_all_damaged_is_an_error(trained: Jaxdist) -> None:
@@ -100,8 +100,10 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(jaxdist: Jaxdist, small_disk
     ballast.write_bytes(bytes(room))
     full = jaxdist.train("--resume")
     assert full.code == 3, full
-    assert f"saving step 24 in {run / 'checkpoints'} failed: the disk is full" in full.message
-    assert "the last good checkpoint is step 16" in full.message
+    # Threads of tensorstore may print before it that orbax no longer listens to their failures.
+    message = full.err.splitlines()[-1]
+    assert message.startswith(f"error: saving step 24 in {run / 'checkpoints'} failed: the disk is")
+    assert "the last good checkpoint is step 16" in message
     assert steps(run) == [8, 16]
     ballast.unlink()
     resumed = jaxdist.train("--resume")

@@ -20,14 +20,15 @@ TEXT = {
 
 
 def numbers(out: str) -> dict[str, float]:
-    return {name: float(value) for name, value in re.findall(r"^(\w+) ([\d.]+)\b", out, re.M)}
+    return {name: float(value) for name, value in re.findall(r"held-out (\w+) ([\d.]+)", out)}
 
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_eval_on_any_number_of_devices(trained: Jaxdist, devices: int) -> None:
     seen = trained("eval", RUN, "mesh.data=-1", "eval.batches=null", "--devices", devices)
     assert (seen.code, seen.err) == (0, ""), seen
-    assert "step 24, held-out split of images: digits" in " ".join(seen.out.split())
+    assert "data   images: digits" in seen.out
+    assert "step   24\n" in seen.out
     last = metrics(trained.run)[-1]
     assert numbers(seen.out)["accuracy"] == pytest.approx(last["accuracy"], abs=0.1)
 
@@ -35,7 +36,7 @@ def test_eval_on_any_number_of_devices(trained: Jaxdist, devices: int) -> None:
 def test_eval_of_a_step(trained: Jaxdist) -> None:
     seen = trained("eval", RUN, "--step", 16)
     assert seen.code == 0, seen
-    assert "step 16, held-out" in seen.out
+    assert "step   16\n" in seen.out
     missing = trained("eval", RUN, "--step", 17)
     assert missing.code == 3
     assert "no checkpoint of step 17" in missing.message
