@@ -12,6 +12,7 @@ import math
 import os
 import time
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -131,7 +132,8 @@ class MetricsWriter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.close()
+        with suppress(RunError) if kind is not None else nullcontext():
+            self.close()
 
     def _rewind(self, resume_step: int) -> None:
         """Drop the records after `resume_step`: one rename, so that no kill can lose the others."""

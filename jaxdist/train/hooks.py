@@ -65,7 +65,8 @@ class RunHooks:
 
     def _finite(self, step: int, values: jax.Array) -> dict[str, float]:
         found = dict(zip(self.names, np.asarray(values).tolist(), strict=True))
-        if not math.isfinite(found["loss"]):
+        # A gradient that is not finite has already spoilt the state, one step before the loss.
+        if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])):
             self.store.wait()
             saved = self.store.steps()
             kept = f"the last good checkpoint is step {saved[-1]}" if saved else "nothing was saved"
