@@ -51,7 +51,7 @@ def run_loop(
         if pending is None:
             return
         step, values = pending
-        jax.block_until_ready(values)
+        values.block_until_ready()
         now = time.perf_counter()
         hooks.metrics(step, values, now - clock)
         pending, clock = None, now

@@ -21,6 +21,7 @@ class Termination:
     def __init__(self) -> None:
         self.signal: str | None = None
         self._previous: dict[int, Any] = {}
+        self._several = jax.process_count() > 1
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None and number == signal.SIGINT:
@@ -28,7 +29,7 @@ class Termination:
         self.signal = signal.Signals(number).name
 
     def __enter__(self) -> Termination:
-        if jax.process_count() == 1:
+        if not self._several:
             for number in (signal.SIGTERM, signal.SIGINT):
                 self._previous[number] = signal.signal(number, self._note)
         return self
@@ -44,6 +45,6 @@ class Termination:
 
     def requested(self, step: int) -> bool:
         """Whether to stop after `step`; ask once per step, in every process."""
-        if jax.process_count() > 1 and distributed.preempted(step):
+        if self._several and distributed.preempted(step):
             self.signal = "SIGTERM"
         return self.signal is not None
