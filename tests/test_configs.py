@@ -58,7 +58,6 @@ def test_builds_and_plans_the_step(path):
     """Everything but the computing: data, model, shardings, optimizer, the traced step."""
     document, config = load(path)
     if getattr(config.data, "source", "") == "fashion-mnist":
-        pytest.importorskip("jaxdist.data.fashion_mnist")
         document, config = load(path, ["data.source=digits"])
     experiment = build(config, document, devices=on_this_machine(config))
     program = experiment.program
