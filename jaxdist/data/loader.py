@@ -26,18 +26,25 @@ WEIGHT = "weight"
 
 
 class Rows(NamedTuple):
-    """What a global batch holds: example numbers int64 [B], and weights float32 [B]."""
+    """What a global batch holds: example numbers int64 [B], and weights float32 [B].
+
+    Weights None means that every row counts alike.
+    """
 
     examples: np.ndarray
-    weights: np.ndarray
+    weights: np.ndarray | None
 
 
 class Loader:
     """Batches of a source as global arrays; a resume needs only the step.
 
-    A batch is a mapping: the source's names, each with the leading dim `batch_size`, and `weight`
-    (float32): 1 for a real row, 0 for padding. A source may bring a `weight` of its own, which
-    is kept.
+    A batch is a mapping: the source's names, each with the leading dim `batch_size`. Evaluation
+    batches have a `weight` beside them (float32): 1 for a real row, 0 for padding. Training batches
+    have none, because all their rows are real: so the compiled step knows the sum of the weights,
+    and no device waits for another to tell it. A source may bring a `weight` of its own, in both.
+
+    Attributes:
+      batch_shapes: shapes and dtypes of a training batch.
     """
 
     def __init__(
@@ -76,7 +83,7 @@ class Loader:
         self._prefetch, self._threads = prefetch, threads
         example = _example(source)
         shapes = {name: values.shape[1:] for name, values in example.items()}
-        self._placement = Placement(shapes, batch_size, sharding)
+        self._placement = Placement({**shapes, WEIGHT: ()}, batch_size, sharding)
         self.batch_shapes = {
             name: jax.ShapeDtypeStruct((batch_size, *shapes[name]), values.dtype)
             for name, values in example.items()
@@ -91,8 +98,7 @@ class Loader:
 
     def batches(self, start_step: int = 0) -> Batches:
         """Training batches from `start_step` on, without an end."""
-        weights = np.ones(self._batch_size, np.float32)
-        return self._stream(lambda step: Rows(self.indices(step), weights), start_step, sys.maxsize)
+        return self._stream(lambda step: Rows(self.indices(step), None), start_step, sys.maxsize)
 
     def evaluation_batches(self, limit: int | None = None) -> Batches:
         """Every example once, in order, in at most `limit` batches; the last one is padded."""
@@ -112,18 +118,17 @@ class Loader:
     def _load(self, rows: Rows) -> DeviceBatch:
         mine = self._placement.rows
         local = take(self._source, rows.examples[mine])
-        local[WEIGHT] = local.get(WEIGHT, np.float32(1)) * rows.weights[mine]
+        if rows.weights is not None:
+            local[WEIGHT] = local.get(WEIGHT, np.float32(1)) * rows.weights[mine]
         return self._placement.place(local)
 
 
 def _example(source: Source) -> dict[str, np.ndarray]:
-    """Example 0 as a batch of one, with the weight that every batch has."""
+    """Example 0 as a batch of one."""
     example = take(source, np.zeros(1, np.int64))
-    weight = example.setdefault(WEIGHT, np.ones(1, np.float32))
-    if weight.shape != (1,):
-        raise DataError(
-            f"data: {WEIGHT!r} of example 0 has shape {weight.shape[1:]}, expected one number"
-        )
+    if WEIGHT in example and example[WEIGHT].shape != (1,):
+        shape = example[WEIGHT].shape[1:]
+        raise DataError(f"data: {WEIGHT!r} of example 0 has shape {shape}, expected one number")
     return example
 
 

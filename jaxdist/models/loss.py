@@ -36,6 +36,18 @@ A user's own loss may also return the mean of a batch as a scalar, or (scalar, {
 """
 
 
+def weighted(batch: Batch) -> Batch:
+    """The batch with the weight (float32 `[B]`) that a loss may rely on: ones where it has none.
+
+    Ones that the compiler sees make the sum of the weights a constant: the mean's gradient then
+    waits for no other device.
+    """
+    if "weight" in batch:
+        return batch
+    rows = next(iter(batch.values())).shape[0]
+    return {**batch, "weight": jnp.ones(rows, jnp.float32)}
+
+
 def _as_mean(name: str, value: Any, rows: jax.Array) -> Mean:
     if isinstance(value, Mean):
         return Mean(jnp.asarray(value[0], jnp.float32), jnp.asarray(value[1], jnp.float32))

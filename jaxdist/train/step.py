@@ -13,7 +13,7 @@ import optax
 from jax.sharding import NamedSharding
 
 from jaxdist.models.functional import Functional
-from jaxdist.models.loss import Batch, Loss, Sums, as_sums
+from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.optim.build import Optimizer
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState
@@ -91,17 +91,27 @@ class Program:
         self, params: Any, buffers: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
         """Total loss of a batch, all sums, and the buffers after it; `key` None is evaluation."""
+        batch = weighted(batch)
         module = self.model.bind(params, buffers, key)
         module.train() if key is not None else module.eval()
         sums = as_sums(self.loss(module, batch), batch)
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
+    def _mean(
+        self, params: Any, buffers: Any, batch: Batch, key: jax.Array
+    ) -> tuple[jax.Array, tuple[Sums, Any]]:
+        """Mean loss of a batch, and what `_sums` gives beside it."""
+        total, (sums, buffers) = self._sums(params, buffers, batch, key)
+        return total / jax.lax.stop_gradient(sums["loss"].weight), (sums, buffers)
+
     def _gradients(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, Sums, Any]:
-        """Summed gradients of the total loss over all microbatches, sums, last buffers."""
-        gradient = jax.grad(self._sums, has_aux=True)
+        """Gradients of the mean loss over all microbatches, sums, last buffers."""
         if self.microbatches == 1:
+            # The mean is taken before the gradient: dividing after it is one more pass over it.
+            gradient = jax.grad(self._mean, has_aux=True)
             grads, (sums, buffers) = gradient(state.params, state.buffers, batch, key)
             return grads, sums, buffers
+        gradient = jax.grad(self._sums, has_aux=True)
         pieces = jax.tree.map(self._split, dict(batch))
         keys = jax.random.split(key, self.microbatches)
 
@@ -114,7 +124,8 @@ class Program:
         shapes = jax.eval_shape(gradient, state.params, state.buffers, *first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], shapes[1][0]))
         (grads, sums, buffers), _ = jax.lax.scan(body, (*zeros, state.buffers), (pieces, keys))
-        return grads, sums, buffers
+        weight = sums["loss"].weight
+        return jax.tree.map(lambda g: g / weight, grads), sums, buffers
 
     def _split(self, x: jax.Array) -> jax.Array:
         """`[rows, ...]` to `[microbatches, rows / microbatches, ...]`.
@@ -127,8 +138,6 @@ class Program:
     def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(self._keys()[1], state.step)
         grads, sums, buffers = self._gradients(state, batch, key)
-        weight = sums["loss"].weight
-        grads = jax.tree.map(lambda g: g / weight, grads)
         norm = optax.tree.norm(grads)
         if self.optimizer.clip_norm is not None:
             scale = jnp.minimum(1.0, self.optimizer.clip_norm / (norm + 1e-12))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,7 +16,8 @@ class Termination:
     """While it is entered, the first SIGTERM or SIGINT only sets a flag; a second SIGINT raises.
 
     With several processes, jax's preemption service takes SIGTERM and all processes agree on the
-    step to stop at; a local flag would make them stop at different steps and hang.
+    step to stop at; a local flag would make them stop at different steps and hang. There SIGINT is
+    passed on as a SIGTERM.
     """
 
     def __init__(self) -> None:
@@ -27,11 +29,13 @@ class Termination:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = signal.Signals(number).name
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def __enter__(self) -> Termination:
-        if not self._several:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._note)
+        taken = (signal.SIGINT,) if self._several else (signal.SIGTERM, signal.SIGINT)
+        for number in taken:
+            self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -45,6 +49,9 @@ class Termination:
 
     def requested(self, step: int) -> bool:
         """Whether to stop after `step`; ask once per step, in every process."""
-        if self._several and distributed.preempted(step):
-            self.signal = "SIGTERM"
-        return self.signal is not None
+        if not self._several:
+            return self.signal is not None
+        stop = distributed.preempted(step)
+        if stop:
+            self.signal = self.signal or "SIGTERM"
+        return stop

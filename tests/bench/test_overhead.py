@@ -32,6 +32,21 @@ def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
     np.testing.assert_allclose([mine["loss"], mine["grad_norm"]], reference, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    ("settings", "loss"), [(SMALL_GPT, gpt_loss), (TINY, mlp_loss)], ids=["gpt", "mlp"]
+)
+def test_our_program_does_no_more_than_the_plain_one(settings, loss):
+    ours = experiment(settings)
+    steps = Steps(ours, loss)
+    with ours.loader.batches() as batches:
+        batch = next(batches)
+    mine = steps._train.lower(steps._state, batch).compile()
+    plain = steps._plain.lower(steps._plain_state, batch).compile()
+    assert mine.as_text().count(" all-reduce(") == plain.as_text().count(" all-reduce(")
+    for what in ("bytes accessed", "flops"):
+        assert mine.cost_analysis()[what] <= 1.02 * plain.cost_analysis()[what] + 4096, what
+
+
 def test_steps_that_differ_are_noticed():
     ours = experiment(TINY)
     steps = Steps(ours, lambda params, batch: 1.01 * mlp_loss(params, batch))
@@ -78,7 +93,7 @@ def test_the_report_holds_the_four_figures(monkeypatch):
         ("gpt step, 8 devices", "<= 1.03"),
         ("mlp step, 8 devices", "<= 1.03"),
         ("loop, per step", "<= 1"),
-        ("loop + loader, per step", "<= 1"),
+        ("loop + loader", "<= 1.05"),
     ]
 
 

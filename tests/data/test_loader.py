@@ -57,16 +57,19 @@ def _ids(batches: Iterator, count: int) -> list[list[int]]:
     return [np.asarray(batch["id"]).tolist() for batch in itertools.islice(batches, count)]
 
 
-def test_a_batch_holds_the_sources_names_and_a_weight() -> None:
-    with _loader(_arrays(10), 4).batches() as batches:
-        batch = next(batches)
-    assert {name: (a.shape, a.dtype) for name, a in batch.items()} == {
-        "x": ((4, 3), np.float32),
-        "id": ((4,), np.int32),
+def test_a_batch_holds_the_sources_names_and_evaluation_adds_a_weight() -> None:
+    loader = _loader(_arrays(10), 4)
+    with loader.batches() as batches, loader.evaluation_batches() as evaluation:
+        batch, heldout = next(batches), next(evaluation)
+    shapes = {"x": ((4, 3), np.float32), "id": ((4,), np.int32)}
+    assert {name: (a.shape, a.dtype) for name, a in batch.items()} == shapes
+    assert {name: (s.shape, s.dtype) for name, s in loader.batch_shapes.items()} == shapes
+    np.testing.assert_array_equal(batch["x"][:, 0], batch["id"])
+    assert {name: (a.shape, a.dtype) for name, a in heldout.items()} == {
+        **shapes,
         "weight": ((4,), np.float32),
     }
-    np.testing.assert_array_equal(batch["x"][:, 0], batch["id"])
-    assert np.asarray(batch["weight"]).tolist() == [1, 1, 1, 1]
+    assert np.asarray(heldout["weight"]).tolist() == [1, 1, 1, 1]
 
 
 def test_both_kinds_of_source_give_the_same_batches() -> None:
@@ -150,9 +153,12 @@ def test_only_the_rows_of_this_process_are_read(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_weight_of_the_sources_own_is_kept() -> None:
     source = Listed(3, weight=0.25)
-    with _loader(source, 2).evaluation_batches() as batches:
+    loader = _loader(source, 2)
+    with loader.evaluation_batches() as batches:
         weights = [np.asarray(batch["weight"]).tolist() for batch in batches]
     assert weights == [[0.25, 0.25], [0.25, 0]]
+    with loader.batches() as batches:
+        assert np.asarray(next(batches)["weight"]).tolist() == [0.25, 0.25]
 
 
 def test_closing_stops_the_threads() -> None:

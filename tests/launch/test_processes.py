@@ -79,18 +79,25 @@ def test_the_numbers_of_one_process(jaxdist: Jaxdist, mesh: dict[str, int]) -> N
     assert steps(jaxdist.run) == steps(jaxdist.folder / "runs/one")
 
 
-def test_sigterm_to_one_stops_all_and_one_process_goes_on(jaxdist: Jaxdist) -> None:
+@pytest.mark.parametrize(
+    ("number", "to"), [(signal.SIGTERM, [1]), (signal.SIGINT, [1]), (signal.SIGINT, [0, 1])]
+)
+def test_a_signal_stops_all_and_one_process_goes_on(
+    jaxdist: Jaxdist, number: signal.Signals, to: list[int]
+) -> None:
     total = 2000
     jaxdist.config(train={"steps": total}, eval={"every": 1000}, checkpoint={"every": 400})
     processes = pair(jaxdist)
     wait_for_step(processes[0], jaxdist.run, 60)
-    processes[1].send_signal(signal.SIGTERM)
+    for index in to:
+        processes[index].send_signal(number)
     first, second = finish_all(processes)
     assert (first.code, second.code) == (0, 0), (first, second)
     last = metrics(jaxdist.run)[-1]["step"]
     assert 60 <= last < total
     assert steps(jaxdist.run)[-1] == last
-    assert f"SIGTERM: stopped after step {last} of {total} and saved" in first.out
+    told = number.name if 0 in to else "SIGTERM"
+    assert f"{told}: stopped after step {last} of {total} and saved" in first.out
     assert second.out == ""
     end = last + 10
     resumed = jaxdist.train("--resume", f"train.steps={end}", "--devices", 4)
