@@ -56,15 +56,21 @@ def _console() -> Console:
 def _prepare(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
     """Set the environment for the config's fake devices, before jax is imported."""
     from jaxdist import environment
-    from jaxdist.config import read
 
     extra = list(overrides or [])
     if devices is not None:
         extra.append(f"mesh.fake_devices={devices}")
-    mesh = read(path, extra).values.get("mesh")
-    count = mesh.get("fake_devices") if isinstance(mesh, dict) else None
-    environment.prepare(fake_devices=count if isinstance(count, int) and count > 0 else None)
+    environment.prepare(fake_devices=_fake_devices(path, extra) or None)
     return extra
+
+
+def _fake_devices(path: Path, overrides: list[str]) -> int:
+    """The number of fake devices that a config asks for, or 0."""
+    from jaxdist.config import read
+
+    mesh = read(path, overrides).values.get("mesh")
+    count = mesh.get("fake_devices") if isinstance(mesh, dict) else None
+    return max(count, 0) if isinstance(count, int) else 0
 
 
 @app.command()
@@ -197,12 +203,69 @@ def doctor(
 
 
 @app.command()
+def inspect(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    devices: Annotated[
+        int | None, typer.Option(min=1, help="Compile for this many fake CPU devices.")
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="Compile for TPUs, none needed: v5e:2x4, v5p:4x4x4, ...")
+    ] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="One setting, like an override.")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write it as JSON too.")] = None,
+    diff: Annotated[
+        Path | None, typer.Option(help="A second config, with the same overrides: what differs?")
+    ] = None,
+    diff_set: Annotated[
+        list[str] | None, typer.Option(help="One setting of the second: what does it change?")
+    ] = None,
+) -> None:
+    """Print what a train step will cost: collectives, FLOPs, memory. Nothing is run."""
+    from jaxdist import environment
+    from jaxdist.errors import MeshError
+
+    if devices is not None and topology is not None:
+        raise MeshError(
+            f"--devices {devices} compiles for CPU, --topology {topology} for TPU: give one of them"
+        )
+    extra = [*(overrides or []), *(settings or [])]
+    if devices is not None:
+        extra.append(f"mesh.fake_devices={devices}")
+    changes = diff_set or []
+    counts = (_fake_devices(config, extra), _fake_devices(diff or config, [*extra, *changes]))
+    environment.prepare(fake_devices=1 if topology else max(counts) or None)
+    from jaxdist.launch.inspect import inspect as look
+
+    look(
+        config,
+        extra,
+        topology=topology,
+        other=diff,
+        changes=changes,
+        json_file=json_file,
+        console=_console(),
+    )
+
+
+@app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="overhead, compile, startup, quickstart, ...")],
+    name: Annotated[
+        str, typer.Argument(help="overhead, compile, startup, quickstart or collectives.")
+    ],
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures as JSON.")
     ] = None,
     devices: Devices = 8,
+    lab: Annotated[
+        bool, typer.Option("--lab", help="collectives: between hosts on slow links (Linux, root).")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="collectives: draw time over size into this directory.")
+    ] = None,
 ) -> None:
     """Measure ours against a reference, interleaved; a missed goal is reported, not failed."""
     from jaxdist import environment
@@ -210,7 +273,9 @@ def bench(
     environment.prepare(fake_devices=devices)
     from jaxdist.bench import run
 
-    run(name, json_file).print()
+    options = {"lab": lab or None, "plot": plot}
+    given = {option: value for option, value in options.items() if value is not None}
+    run(name, json_file, **given).print()
 
 
 def _report(error: BaseException) -> int:

@@ -12,10 +12,12 @@ can spend half of its time on page faults; glibc's huge pages make them 512 time
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 from jaxdist.errors import MeshError
 
@@ -54,11 +56,12 @@ def plan_environment(
     *,
     fake_devices: int | None,
     collective_timeout_seconds: int = COLLECTIVE_TIMEOUT_SECONDS,
+    idle_libtpu: bool = False,
 ) -> dict[str, str]:
     """The variables to set, given the present ones; what the user set wins where it is safe.
 
     `fake_devices` None leaves the device count alone (but a count already in XLA_FLAGS still gets
-    the thread pool that it needs).
+    the thread pool that it needs). `idle_libtpu`: as `has_idle_libtpu` says.
     """
     flags = parse_xla_flags(environ.get("XLA_FLAGS", ""))
     for name in TIMEOUT_FLAGS:
@@ -72,9 +75,19 @@ def plan_environment(
         present = environ.get("NPROC", "")
         if not present.isdigit() or int(present) < needed:
             planned["NPROC"] = str(needed)
-    if fake_devices is not None:
+    if fake_devices is not None or (idle_libtpu and not environ.get("JAX_PLATFORMS")):
         planned["JAX_PLATFORMS"] = "cpu"
     return planned
+
+
+def has_idle_libtpu(devices: Path = Path("/dev")) -> bool:
+    """Whether libtpu is installed on a machine with neither TPU nor GPU.
+
+    It is there to compile ahead of time; as a backend it could only print that it finds no TPU.
+    """
+    nodes = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd")
+    present = any(any(devices.glob(name)) for name in nodes)
+    return not present and importlib.util.find_spec("libtpu") is not None
 
 
 def prepare(*, fake_devices: int | None = None) -> None:
@@ -86,7 +99,9 @@ def prepare(*, fake_devices: int | None = None) -> None:
     Raises:
       MeshError: jax is already imported, so that the settings would come too late.
     """
-    planned = plan_environment(dict(os.environ), fake_devices=fake_devices)
+    planned = plan_environment(
+        dict(os.environ), fake_devices=fake_devices, idle_libtpu=has_idle_libtpu()
+    )
     changed = {name: value for name, value in planned.items() if os.environ.get(name) != value}
     if changed and "jax" in sys.modules and fake_devices is not None:
         raise MeshError(

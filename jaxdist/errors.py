@@ -28,6 +28,14 @@ class ShardingError(JaxdistError):
     """A tensor, rule or dim that cannot be laid out on the mesh."""
 
 
+class CollectiveError(JaxdistError):
+    """A collective that means nothing here: its axis, dtype, shape or device."""
+
+
+class LedgerError(JaxdistError):
+    """A program that the ledger cannot read, or a mesh that is not the program's."""
+
+
 class DataError(JaxdistError):
     """Missing, empty or malformed training data."""
 

@@ -20,12 +20,20 @@ from jaxdist.config import Config, Count, Document, Problem, problems_error, rea
 from jaxdist.config.importing import user_code
 from jaxdist.data import DataConfig, Dataset, Source
 from jaxdist.data.loader import Loader
-from jaxdist.errors import ConfigError, DataError, MeshError, RunError, ShardingError
+from jaxdist.errors import (
+    CollectiveError,
+    ConfigError,
+    DataError,
+    MeshError,
+    RunError,
+    ShardingError,
+)
 from jaxdist.mesh import Device, MeshConfig, build_mesh
 from jaxdist.models.build import ModelConfig, default_loss, make_model
 from jaxdist.models.functional import functional
 from jaxdist.models.loss import LossConfig
 from jaxdist.optim.build import OptimConfig, build_optimizer
+from jaxdist.parallel.plan import ParallelConfig, plan_data_parallel
 from jaxdist.sharding import Layout, ShardingConfig, make_layout, param_shardings, resolve_dims
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
@@ -98,6 +106,8 @@ class ExperimentConfig(Config):
     """Devices as named axes."""
     sharding: ShardingConfig = ShardingConfig()
     """Logical dims onto mesh axes."""
+    parallel: ParallelConfig = ParallelConfig()
+    """What is communicated explicitly."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of parameters, data order and random layers."""
     run: RunConfig = RunConfig()
@@ -133,7 +143,7 @@ def _at(document: Document, *path: str) -> Iterator[None]:
     """What a user can mend is reported at its place in the config."""
     try:
         yield
-    except (ConfigError, MeshError, ShardingError, DataError, RunError) as error:
+    except (ConfigError, MeshError, ShardingError, CollectiveError, DataError, RunError) as error:
         raise problems_error(document, [Problem(path, str(error))]) from error
     except (MemoryError, OverflowError) as error:
         problem = Problem(path, f"too large for this machine: {error}")
@@ -229,6 +239,8 @@ def _program(
     with at("sharding"):
         dims = resolve_dims(config.sharding, shapes, model.dims)
         param_shardings(layout, model.params, dims)
+    with at("parallel"):
+        data_parallel = plan_data_parallel(config.parallel, layout, dims)
     own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
@@ -247,9 +259,13 @@ def _program(
             batch=batch,
             seed=config.seed,
             microbatches=config.train.microbatches,
+            data_parallel=data_parallel,
         )
         with own("loss", "model"):
             _ = program.metrics
+    if data_parallel is not None:
+        with at("parallel", "reduce"):
+            jax.eval_shape(program.train, program.state_shapes, program.batch)
     # Built-in parts are known to trace, so that only the user's cost a second tracing.
     with at("optim"), own("optim") as imported:
         if imported:

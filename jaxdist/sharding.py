@@ -113,8 +113,23 @@ class Layout:
         return axis_size(self.mesh, axis) if axis else 1
 
     def __call__(self, x: jax.Array, *dims: str | None) -> jax.Array:
-        """Constrain an activation's layout; for use under jit, on auto axes."""
-        return jax.lax.with_sharding_constraint(x, self.sharding(dims))
+        """Constrain an activation's layout; for use under jit.
+
+        An axis splits the first dim that it is mapped to: the batch before what parameters split.
+        Inside `jax.shard_map` an axis that is manual there is left out: x is one device's part.
+        """
+        mesh = jax.sharding.get_abstract_mesh()
+        taken = set(mesh.manual_axes)
+        entries: list[tuple[str, ...] | None] = []
+        for entry in self.spec(dims):
+            names = entry if isinstance(entry, tuple) else (entry,)
+            free = tuple(name for name in names if name is not None and name not in taken)
+            taken.update(free)
+            entries.append(free or None)
+        if mesh.manual_axes and not any(entries):
+            return x
+        inside = mesh if mesh.manual_axes else self.mesh
+        return jax.lax.with_sharding_constraint(x, NamedSharding(inside, PartitionSpec(*entries)))
 
     def problem(self, name: str, shape: Sequence[int], dims: Dims) -> str | None:
         """Why a tensor of this shape cannot be laid out with these dims; None when it can."""

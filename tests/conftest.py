@@ -14,6 +14,9 @@ environment.prepare(fake_devices=8)
 import jax  # noqa: E402  (the environment comes first)
 import pytest  # noqa: E402
 
+# Two folders have a conftest; as doctest modules they would have one name.
+collect_ignore_glob = ["*/conftest.py"]
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

@@ -30,6 +30,27 @@ def test_a_count_from_the_users_flags_gets_its_threads_too():
     assert "JAX_PLATFORMS" not in planned
 
 
+def test_a_libtpu_without_a_tpu_is_no_backend_unless_the_user_says_so():
+    def platforms(environ):
+        planned = environment.plan_environment(environ, fake_devices=None, idle_libtpu=True)
+        return planned.get("JAX_PLATFORMS")
+
+    assert platforms({}) == "cpu"
+    assert platforms({"JAX_PLATFORMS": "tpu"}) is None
+
+
+@pytest.mark.parametrize("node", [None, "accel0", "vfio/0", "nvidia0", "kfd"])
+def test_libtpu_is_idle_where_no_accelerator_is(node, tmp_path, monkeypatch):
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: name)
+    (tmp_path / "vfio").mkdir()
+    (tmp_path / "vfio/vfio").touch()
+    if node:
+        (tmp_path / node).touch()
+    assert environment.has_idle_libtpu(tmp_path) is (node is None)
+    monkeypatch.setattr(environment.importlib.util, "find_spec", lambda name: None)
+    assert environment.has_idle_libtpu(tmp_path) is False
+
+
 def test_collective_timeouts_are_set_and_the_users_win():
     flag = "--xla_cpu_collective_timeout_seconds"
     assert plan({}, None)[1][flag] == str(environment.COLLECTIVE_TIMEOUT_SECONDS)

@@ -10,7 +10,7 @@ import jaxdist
 ROOT = Path(jaxdist.__file__).parent
 LAYERS = (
     ("errors", "trees", "hardware", "environment", "config"),
-    ("mesh", "distributed", "compilation_cache", "hlo"),
+    ("mesh", "distributed", "compilation_cache", "topology", "hlo"),
     ("sharding", "collectives", "models", "data"),
     ("compression", "optim"),
     ("parallel", "param_server"),

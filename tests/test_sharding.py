@@ -105,3 +105,43 @@ def test_constraint_inside_jit():
     found = layout()
     x = jax.jit(lambda x: found(x, "batch", "mlp"))(np.ones((4, 8), np.float32))
     assert x.sharding.spec == P("data", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("manual", "expected"),
+    [
+        ({"data_dcn", "data_ici"}, '[{}, {"tensor"}]'),
+        ({"data_ici"}, '[{"data_dcn"}, {"tensor"}]'),
+    ],
+)
+def test_a_hint_inside_shard_map_leaves_out_the_manual_axes(manual, expected):
+    found = layout({"data": {"dcn": 2, "ici": 2}, "tensor": 2})
+    spec = P(tuple(sorted(manual)))
+    run = jax.shard_map(
+        lambda x: found(x, "batch", "mlp"),
+        mesh=found.mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names=manual,
+        check_vma=False,
+    )
+    x = jnp.arange(32.0).reshape(8, 4)
+    np.testing.assert_array_equal(jax.jit(run)(x), x)
+    assert f"<@mesh, {expected}>" in jax.jit(run).lower(x).as_text()
+
+
+def test_a_hint_with_manual_axes_alone_constrains_nothing():
+    found = layout({"data": 8})
+    run = jax.shard_map(
+        lambda x: found(x, "batch", "mlp"), mesh=found.mesh, in_specs=P("data"), out_specs=P("data")
+    )
+    text = jax.jit(run).lower(jnp.zeros((8, 4))).as_text()
+    assert "sharding_constraint" not in text
+
+
+def test_in_a_hint_an_axis_splits_the_first_dim_that_it_is_mapped_to():
+    found = layout({"data": 8}, embed="data")
+    y = jax.jit(lambda x: found(x, "batch", None, "embed"))(jnp.zeros((8, 2, 16)))
+    assert y.sharding.spec == P("data")
+    y = jax.jit(lambda x: found(x, None, "embed"))(jnp.zeros((2, 16)))
+    assert y.sharding.spec == P(None, "data")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+from pathlib import Path
 from typing import Any
 
 from jaxdist.bench.harness import Sample, alternate_processes, interleave
@@ -14,6 +15,7 @@ from jaxdist.errors import JaxdistError, did_you_mean
 __all__ = ["BENCHES", "Figure", "Report", "Sample", "alternate_processes", "interleave", "run"]
 
 BENCHES: dict[str, str] = {
+    "collectives": "jaxdist.bench.collectives:bench",
     "compile": "jaxdist.bench.compile:bench",
     "overhead": "jaxdist.bench.overhead:bench",
     "quickstart": "jaxdist.bench.quickstart:bench",
@@ -24,6 +26,8 @@ BENCHES: dict[str, str] = {
 
 def run(name: str, json_path: str | os.PathLike[str] | None = None, **options: Any) -> Report:
     """Run the bench `name`; write its report as JSON where `json_path` says.
+
+    A bench that draws (it takes a directory as `plot`) then draws beside the JSON.
 
     Raises:
       JaxdistError: no such bench, or an option that it does not take.
@@ -37,6 +41,8 @@ def run(name: str, json_path: str | os.PathLike[str] | None = None, **options: A
         if option not in taken:
             hint = did_you_mean(option, taken) if taken else "it takes none"
             raise JaxdistError(f"bench {name!r} takes no option {option}={value!r}: {hint}")
+    if json_path is not None and "plot" in taken:
+        options.setdefault("plot", Path(json_path).parent)
     report = bench(**options)
     if json_path is not None:
         report.write_json(json_path)

@@ -8,7 +8,7 @@ import operator
 import os
 import platform
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -110,16 +110,60 @@ class Figure:
 
 
 @dataclass(frozen=True)
+class Listing:
+    """A table of plain values that belongs to no single goal.
+
+    Attributes:
+      title: what the rows are.
+      columns: name to unit ("" for none); seconds are shown in a readable scale.
+      rows: one value for each column; None where there is none.
+
+    >>> Listing("sizes", {"size": "bytes", "time": "s"}, [(4096, 0.001)]).as_json()["rows"]
+    [{'size': 4096, 'time': 0.001}]
+    """
+
+    title: str
+    columns: Mapping[str, str]
+    rows: Sequence[Sequence[Any]]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data: the title, the units, and one mapping a row."""
+        rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
+        return {"title": self.title, "units": dict(self.columns), "rows": rows}
+
+    def table(self) -> Table:
+        """The rows as a table; numbers to the right."""
+        table = Table(title=self.title, title_justify="left", show_edge=False)
+        for index, name in enumerate(self.columns):
+            number = all(isinstance(row[index], int | float | None) for row in self.rows)
+            table.add_column(name, justify="right" if number else "left", overflow="fold")
+        for row in self.rows:
+            cells = zip(row, self.columns.values(), strict=True)
+            table.add_row(*(_cell(value, unit) for value, unit in cells))
+        return table
+
+
+def _cell(value: Any, unit: str) -> str:
+    if value is None:
+        return ""
+    return show(value, unit) if isinstance(value, int | float) else str(value)
+
+
+@dataclass(frozen=True)
 class Report:
     """The figures of one bench, with the versions they were measured on."""
 
     bench: str
     figures: Sequence[Figure]
+    listings: Sequence[Listing] = ()
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data: `bench`, `versions` and `figures`."""
+        """Plain data: `bench`, `versions` and `figures`; `listings` where there are any."""
         figures = [figure.as_json() for figure in self.figures]
-        return {"bench": self.bench, "versions": versions(), "figures": figures}
+        report = {"bench": self.bench, "versions": versions(), "figures": figures}
+        if self.listings:
+            report["listings"] = [listing.as_json() for listing in self.listings]
+        return report
 
     def write_json(self, path: str | os.PathLike[str]) -> None:
         """Write `as_json`.
@@ -158,6 +202,9 @@ class Report:
         for figure in self.figures:
             if figure.note:
                 console.print(f"{figure.name}: {figure.note}", markup=False, highlight=False)
+        for listing in self.listings:
+            console.print()
+            console.print(listing.table())
 
 
 def versions() -> dict[str, Any]:
@@ -175,13 +222,19 @@ def versions() -> dict[str, Any]:
 
 
 def show(value: float, unit: str) -> str:
-    """A value with its unit, seconds in a readable scale.
+    """A value with its unit, seconds and B in a readable scale.
 
     >>> show(0.0381, "s"), show(2.5, "s"), show(4.2e-5, "s"), show(1048576, "bytes")
     ('38.1 ms', '2.5 s', '42 us', '1.049e+06 bytes')
+    >>> show(4096, "B"), show(64 * 2**20, "B")
+    ('4 KiB', '64 MiB')
     """
     if unit == "s" and value:
         for scale, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
             if abs(value) >= scale:
                 return f"{value / scale:.3g} {name}"
+    if unit == "B":
+        for scale, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+            if abs(value) >= scale:
+                return f"{value / scale:.4g} {name}"
     return f"{value:.4g} {unit}".rstrip()

@@ -140,5 +140,6 @@ def scan_blocks(
         return block(carry, *operands), None
 
     if remat != "none":
-        body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=False)
+        # A loop keeps forward and backward apart; where it is unrolled away, CSE would undo remat.
+        body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=unroll > 1)
     return jax.lax.scan(body, x, state, unroll=unroll)[0]

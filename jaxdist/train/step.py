@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.optim.build import Optimizer
+from jaxdist.parallel.data import DataParallel
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState
 
@@ -30,6 +31,7 @@ class Program:
       batch: shapes and dtypes of a global batch.
       seed: of the initial parameters and of the random layers.
       microbatches: pieces that the batch is split into in time; gradients are summed over them.
+      data_parallel: reduces the gradients explicitly; None leaves it to XLA.
     """
 
     model: Functional
@@ -40,6 +42,7 @@ class Program:
     batch: Mapping[str, jax.ShapeDtypeStruct]
     seed: int
     microbatches: int = 1
+    data_parallel: DataParallel | None = None
 
     @cached_property
     def state_shapes(self) -> TrainState:
@@ -105,27 +108,42 @@ class Program:
         return total / jax.lax.stop_gradient(sums["loss"].weight), (sums, buffers)
 
     def _gradients(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, Sums, Any]:
-        """Gradients of the mean loss over all microbatches, sums, last buffers."""
-        if self.microbatches == 1:
+        """Gradients of the mean loss of the batch, sums, buffers."""
+        given = (state.params, state.buffers, batch, key)
+        if self.data_parallel is None and self.microbatches == 1:
             # The mean is taken before the gradient: dividing after it is one more pass over it.
-            gradient = jax.grad(self._mean, has_aux=True)
-            grads, (sums, buffers) = gradient(state.params, state.buffers, batch, key)
+            grads, (sums, buffers) = jax.grad(self._mean, has_aux=True)(*given)
             return grads, sums, buffers
+        if self.data_parallel is None:
+            grads, sums, buffers = self._summed(*given)
+        else:
+            shardings = param_shardings(self.layout, self.model.params, self.dims)
+            specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+            grads, sums, buffers = self.data_parallel.gradients(self._summed, specs, *given)
+        weight = sums["loss"].weight
+        return jax.tree.map(lambda g: g / weight, grads), sums, buffers
+
+    def _summed(
+        self, params: Any, buffers: Any, batch: Batch, key: jax.Array
+    ) -> tuple[Any, Sums, Any]:
+        """Gradients of the total loss, summed over the microbatches, sums, last buffers."""
         gradient = jax.grad(self._sums, has_aux=True)
+        if self.microbatches == 1:
+            grads, (sums, buffers) = gradient(params, buffers, batch, key)
+            return grads, sums, buffers
         pieces = jax.tree.map(self._split, dict(batch))
         keys = jax.random.split(key, self.microbatches)
 
         def body(carry: tuple[Any, Sums, Any], piece: Any) -> tuple[Any, None]:
             total, sums, buffers = carry
-            grads, (more, buffers) = gradient(state.params, buffers, *piece)
+            grads, (more, buffers) = gradient(params, buffers, *piece)
             return (*jax.tree.map(jnp.add, (total, sums), (grads, more)), buffers), None
 
         first = jax.tree.map(lambda x: x[0], (pieces, keys))
-        shapes = jax.eval_shape(gradient, state.params, state.buffers, *first)
+        shapes = jax.eval_shape(gradient, params, buffers, *first)
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], shapes[1][0]))
-        (grads, sums, buffers), _ = jax.lax.scan(body, (*zeros, state.buffers), (pieces, keys))
-        weight = sums["loss"].weight
-        return jax.tree.map(lambda g: g / weight, grads), sums, buffers
+        (grads, sums, buffers), _ = jax.lax.scan(body, (*zeros, buffers), (pieces, keys))
+        return grads, sums, buffers
 
     def _split(self, x: jax.Array) -> jax.Array:
         """`[rows, ...]` to `[microbatches, rows / microbatches, ...]`.

@@ -50,9 +50,23 @@ CELLS = [
 ]
 
 
-def train(name, mesh, **changes):
+SPLIT = {"data": {"dcn": 2, "ici": 4}}
+REDUCTIONS = [
+    ("gpt", {"data": 8}, {"type": "ring"}, {}),
+    ("gpt", {"data": 4, "tensor": 2}, {"type": "ring", "directions": 2}, {"microbatches": 2}),
+    ("gpt", SPLIT, {"type": "hierarchical"}, {"microbatches": 2}),
+    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, {"type": "tree"}, {}),
+    ("cnn", {"data": 8}, {"type": "halving", "bucket_bytes": 4096}, {}),
+    ("cnn", {"data": 4, "tensor": 2}, {"type": "xla", "bucket_bytes": None}, {}),
+    ("mlp", {"data": 8}, {"type": "double_tree"}, {}),
+    ("mlp", SPLIT, {"type": "auto"}, {}),
+]
+
+
+def train(name, mesh, reduce=None, **changes):
     """Losses of the steps, and the parameters after the last, by name."""
     sections = {
+        "parallel": {"reduce": reduce},
         "optim": {"type": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0},
         "train": {"steps": STEPS, "batch_size": 16, **changes},
         "mesh": mesh,
@@ -77,6 +91,17 @@ def reference():
 @pytest.mark.parametrize(("name", "mesh"), CELLS, ids=str)
 def test_a_mesh_equals_one_device(name, mesh, reference):
     losses, params = train(name, mesh)
+    np.testing.assert_allclose(losses, reference[name][0], rtol=LOSS_RTOL)
+    jax.tree.map(
+        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=PARAMS_ATOL),
+        params,
+        reference[name][1],
+    )
+
+
+@pytest.mark.parametrize(("name", "mesh", "reduce", "changes"), REDUCTIONS, ids=str)
+def test_our_own_reductions_equal_one_device(name, mesh, reduce, changes, reference):
+    losses, params = train(name, mesh, reduce, **changes)
     np.testing.assert_allclose(losses, reference[name][0], rtol=LOSS_RTOL)
     jax.tree.map(
         lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=PARAMS_ATOL),

@@ -1,0 +1,68 @@
+"""`torch.distributed` over gloo, the peer of `jaxdist bench collectives`: a program of its own.
+
+`python collectives_peer.py WORLD STORE` starts WORLD processes and prints an empty line. For each
+line "BYTES TIMES" on its input they run so many all-reduces of so many bytes of float32, one after
+the other; it prints an empty line when all are done. It imports torch and nothing of ours.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+
+
+def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:
+    """One process: an order is a line, an answer is a byte; ends with the orders."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    os.write(done, b".")
+    buffer = torch.zeros(0)
+    with os.fdopen(orders) as lines:
+        for line in lines:
+            size_bytes, times = map(int, line.split())
+            if buffer.nbytes != size_bytes:
+                buffer = torch.zeros(size_bytes // 4)
+            for _ in range(times):
+                dist.all_reduce(buffer)
+            os.write(done, b".")
+    dist.destroy_process_group()
+
+
+def main(world: int, store: str) -> None:
+    """Fork the processes, so that torch is imported once, and pass the orders on."""
+    done_read, done_write = os.pipe()
+    orders = []
+    for rank in range(world):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            # With a sibling's pipe left open the siblings would never see its end.
+            for other in (write, done_read, *orders):
+                os.close(other)
+            serve(rank, world, store, read, done_write)
+            return
+        os.close(read)
+        orders.append(write)
+    os.close(done_write)
+    _answer(done_read, world)
+    for line in sys.stdin:
+        for write in orders:
+            os.write(write, line.encode())
+        _answer(done_read, world)
+
+
+def _answer(done: int, world: int) -> None:
+    """Wait for a byte of each process; the end of the pipe is the end of all of them."""
+    answers = 0
+    while answers < world:
+        found = len(os.read(done, world))
+        if not found:
+            sys.exit("all processes have ended")
+        answers += found
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2])

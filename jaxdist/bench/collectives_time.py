@@ -1,0 +1,202 @@
+"""Wall time of all-reduces on this machine's devices: by algorithm, by size, fused or not."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.bench.collectives_gloo import Gloo
+from jaxdist.bench.harness import Sample, interleave
+from jaxdist.bench.report import Figure, Listing
+from jaxdist.collectives.auto import label
+from jaxdist.collectives.bucket import reduce_tree
+from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.double_tree import DoubleTree
+from jaxdist.collectives.halving import Halving
+from jaxdist.collectives.hierarchical import Hierarchical
+from jaxdist.collectives.operations import all_reduce
+from jaxdist.collectives.ring import Ring
+from jaxdist.collectives.tree import Tree
+from jaxdist.collectives.xla import Xla
+from jaxdist.hlo import Ledger, ledger
+from jaxdist.mesh import Device
+
+MEBIBYTE = 2**20
+SIZES = tuple(4096 * 4**power for power in range(8))
+"""Bytes on each device: 4 KiB to 64 MiB."""
+LARGE_BYTES = 16 * MEBIBYTE
+RINGS = (Ring(), Ring(directions=2), Ring(chunks=2), Ring(directions=2, chunks=2))
+ALGORITHMS: tuple[Algorithm, ...] = (
+    Xla(),
+    Ring(),
+    Ring(directions=2),
+    Tree(),
+    DoubleTree(),
+    Halving(),
+    Hierarchical(),
+)
+TENSOR_COUNTS = (64, 200, 400)
+SECONDS_A_SIZE = 0.25
+"""Spent on each algorithm and size of the table; more where three calls take more."""
+GLOO = "gloo"
+AXES = ("data_dcn", "data_ici")
+Name = TypeVar("Name")
+
+
+class Reduction:
+    """An all-reduce of one size, compiled; each call sums what the last one left, in place.
+
+    The values are zeros, which cost the same and never overflow.
+    """
+
+    def __init__(self, algorithm: Algorithm, size_bytes: int, devices: Sequence[Device]):
+        mesh = two_level_mesh(devices)
+        spec, axes = P(AXES), AXES
+        x = jnp.zeros(size_bytes // 4 * len(devices), jnp.float32)
+        self._x = jax.device_put(x, NamedSharding(mesh, spec))
+        mapped = jax.shard_map(
+            lambda block: all_reduce(block, axes, algorithm=algorithm),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+        self._run = jax.jit(mapped, donate_argnums=0).lower(self._x).compile()
+
+    def __call__(self) -> None:
+        self._x = jax.block_until_ready(self._run(self._x))
+
+
+def two_level_mesh(devices: Sequence[Device]) -> Mesh:
+    """Two groups of devices where their number is even, else one."""
+    outer = 2 if len(devices) % 2 == 0 else 1
+    shape = np.asarray(devices).reshape(outer, len(devices) // outer)
+    return Mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2)
+
+
+def large_figures(
+    devices: Sequence[Device], gloo: Gloo | None, repeats: int, size_bytes: int
+) -> list[Figure]:
+    """The fastest ring over psum, and over gloo where there is one."""
+    rings = {ring: Reduction(ring, size_bytes, devices) for ring in RINGS}
+    seconds = {ring: sample.median for ring, sample in rotate(rings, SECONDS_A_SIZE).items()}
+    best = min(seconds, key=seconds.__getitem__)
+    options = ", ".join(f"{label(ring)} {1e3 * found:.3g} ms" for ring, found in seconds.items())
+    note = f"by {label(best)}; medians: {options}"
+    name = f"all-reduce of {size_bytes // MEBIBYTE} MiB on {len(devices)} devices: ring"
+    psum = interleave(rings[best], Reduction(Xla(), size_bytes, devices), repeats=repeats)
+    figures = [Figure.compare(f"{name} over psum", *psum, "<= 2", note)]
+    if gloo is not None:
+        peer = interleave(rings[best], partial(gloo.all_reduce, size_bytes), repeats=repeats)
+        note = f"torch.distributed, {len(devices)} processes of one thread, over loopback"
+        figures.append(Figure.compare(f"{name} over gloo", *peer, "<= 1", note))
+    return figures
+
+
+def fusion_figures(devices: Sequence[Device], count: int, repeats: int) -> list[Figure]:
+    """One ring over a bucket of `count` small tensors, over one ring for each of them."""
+    fused, unfused = (
+        TreeReduction(Ring(bucket_bytes=size), count, devices) for size in ("auto", None)
+    )
+    times = interleave(unfused, fused, warmup=1, repeats=repeats)
+    permutes = [run.ledger.count("collective-permute") for run in (unfused, fused)]
+    kibibytes = fused.payload_bytes // 1024
+    name = f"{count} tensors one by one over fused, ring"
+    return [
+        Figure.compare(f"{name}: time", *times, ">= 4", f"{kibibytes} KiB together"),
+        Figure(f"{name}: permutes", *permutes, goal=">= 60", unit=""),
+    ]
+
+
+class TreeReduction:
+    """`reduce_tree` of small tensors of several shapes, compiled; sums zeros in place."""
+
+    def __init__(self, algorithm: Algorithm, count: int, devices: Sequence[Device]):
+        mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
+        spec = P("data")
+        shapes = [(16 * (1 + index % 4), 32) for index in range(count)]
+        sharding = NamedSharding(mesh, spec)
+        self._tree = [
+            jax.device_put(jnp.zeros((rows * len(devices), columns)), sharding)
+            for rows, columns in shapes
+        ]
+        self.payload_bytes = sum(4 * rows * columns for rows, columns in shapes)
+        mapped = jax.shard_map(
+            lambda tree: reduce_tree(tree, "data", algorithm=algorithm),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=spec,
+            check_vma=False,
+        )
+        self._run = jax.jit(mapped, donate_argnums=0).lower(self._tree).compile()
+        self.ledger: Ledger = ledger(self._run, mesh)
+
+    def __call__(self) -> None:
+        self._tree = jax.block_until_ready(self._run(self._tree))
+
+
+def by_size(
+    devices: Sequence[Device],
+    gloo: Gloo | None,
+    *,
+    sizes: Sequence[int],
+    algorithms: Sequence[Algorithm],
+) -> dict[str, dict[int, float]]:
+    """Seconds of one all-reduce: algorithm to bytes to the median."""
+    seconds: dict[str, dict[int, float]] = {}
+    for size_bytes in sizes:
+        runs: dict[str, Callable[[], Any]] = {
+            label(algorithm): Reduction(algorithm, size_bytes, devices) for algorithm in algorithms
+        }
+        if gloo is not None:
+            runs[GLOO] = partial(gloo.all_reduce, size_bytes)
+        for name, sample in rotate(runs, SECONDS_A_SIZE).items():
+            seconds.setdefault(name, {})[size_bytes] = sample.median
+    return seconds
+
+
+def rotate(runs: Mapping[Name, Callable[[], Any]], least_seconds: float) -> dict[Name, Sample]:
+    """Time callables in turn, round after round, the first round not counted.
+
+    Args:
+      runs: called until all have taken `least_seconds` on the mean, and three times or more.
+    """
+    found: dict[Name, list[float]] = {name: [] for name in runs}
+    spent, rounds = 0.0, 0
+    while rounds < 4 or spent < least_seconds * len(runs):
+        for name, run in runs.items():
+            start = time.perf_counter()
+            run()
+            elapsed = time.perf_counter() - start
+            spent += elapsed
+            if rounds:
+                found[name].append(elapsed)
+        rounds += 1
+        gc.collect()
+    return {name: Sample(tuple(seconds)) for name, seconds in found.items()}
+
+
+def size_listing(seconds: Mapping[str, Mapping[int, float]], devices: int) -> Listing:
+    """Time and bandwidths in the convention of nccl-tests.
+
+    Algorithm bandwidth is the bytes on one device over the time; bus bandwidth is that times
+    2 (n-1) / n, what a link must carry at least, so that it can be held against the link's speed.
+    """
+    factor = 2 * (devices - 1) / devices
+    rows = [
+        (size, name, found, size / found / 1e9, factor * size / found / 1e9)
+        for name, by_bytes in seconds.items()
+        for size, found in by_bytes.items()
+    ]
+    columns = {"size": "B", "algorithm": "", "time": "s", "algbw": "GB/s", "busbw": "GB/s"}
+    title = f"all-reduce of float32 on {devices} devices"
+    return Listing(title, columns, sorted(rows, key=lambda row: row[0]))

@@ -1,0 +1,44 @@
+"""Collectives from first principles: six operations, and several algorithms for each of them."""
+
+from jaxdist.collectives.auto import Auto
+from jaxdist.collectives.axis import Axis
+from jaxdist.collectives.bucket import reduce_tree
+from jaxdist.collectives.build import ReduceConfig
+from jaxdist.collectives.contract import Algorithm, Traffic
+from jaxdist.collectives.double_tree import DoubleTree
+from jaxdist.collectives.halving import Halving
+from jaxdist.collectives.hierarchical import Hierarchical
+from jaxdist.collectives.operations import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    broadcast,
+    reduce,
+    reduce_scatter,
+)
+from jaxdist.collectives.ring import Ring
+from jaxdist.collectives.tree import Tree
+from jaxdist.collectives.xla import Xla
+from jaxdist.errors import CollectiveError
+
+__all__ = [
+    "Algorithm",
+    "Auto",
+    "Axis",
+    "CollectiveError",
+    "DoubleTree",
+    "Halving",
+    "Hierarchical",
+    "ReduceConfig",
+    "Ring",
+    "Traffic",
+    "Tree",
+    "Xla",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "reduce_scatter",
+    "reduce_tree",
+]

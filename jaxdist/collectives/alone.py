@@ -1,0 +1,47 @@
+"""One device on the axis: there is nobody to send to."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+
+from jaxdist.collectives.axis import Axis, axis_size
+from jaxdist.collectives.contract import NOTHING, Algorithm, Combine, Kind, Traffic
+
+
+class Alone(Algorithm):
+    """Every operation gives its argument back."""
+
+    type: Literal["alone"] = "alone"
+    """Selects this algorithm."""
+
+    def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        return flat
+
+    def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        return blocks[0]
+
+    def all_gather(self, block: jax.Array, axis: Axis) -> jax.Array:
+        return block[None]
+
+    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
+        return flat
+
+    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
+        return flat
+
+    def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
+        return blocks
+
+    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+        return NOTHING
+
+
+def unless_alone(algorithm: Algorithm, axis: Axis) -> Algorithm:
+    """`algorithm`, which may then count on two devices or more.
+
+    A native one stays, for the type of its result.
+    """
+    alone = axis_size(axis) == 1 and not algorithm.native
+    return Alone() if alone else algorithm

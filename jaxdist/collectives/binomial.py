@@ -1,0 +1,83 @@
+"""Binomial trees: what a device has collected moves 1, 2, 4, ... places towards the root.
+
+A tree is given by its places: `places[v]` is the device at place v, `places[0]` the root. Place v
+receives from v+1, v+2, v+4, ... below its lowest set bit, and then sends to v without that bit.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.collectives.axis import Axis, permute, rank
+from jaxdist.collectives.contract import Combine, Kind, Traffic
+
+Places = tuple[int, ...]
+Step = list[tuple[int, int]]
+"""The (sender, receiver) pairs of one step."""
+
+
+def rooted(root: int, size: int) -> Places:
+    """The tree that counts up from its root.
+
+    >>> rooted(2, 5)
+    (2, 3, 4, 0, 1)
+    """
+    return tuple((root + v) % size for v in range(size))
+
+
+def steps_up(places: Places) -> list[Step]:
+    """Towards the root; a broadcast runs them backwards.
+
+    >>> steps_up(rooted(0, 5))
+    [[(1, 0), (3, 2)], [(2, 0)], [(4, 0)]]
+    """
+    size = len(places)
+    return [
+        [(places[v], places[v - hop]) for v in range(hop, size, 2 * hop)]
+        for hop in (2**k for k in range((size - 1).bit_length()))
+    ]
+
+
+def steps_down(places: Places) -> list[Step]:
+    """Away from the root.
+
+    >>> steps_down(rooted(0, 4))
+    [[(0, 2)], [(0, 1), (2, 3)]]
+    """
+    return [[(b, a) for a, b in step] for step in reversed(steps_up(places))]
+
+
+def reduce(flat: jax.Array, axis: Axis, places: Places, combine: Combine) -> jax.Array:
+    """[n] -> [n]; right on the root."""
+    for step in steps_up(places):
+        arrived = permute(flat, axis, step)
+        flat = jnp.where(_receives(step, axis, places), combine(flat, arrived), flat)
+    return flat
+
+
+def broadcast(flat: jax.Array, axis: Axis, places: Places) -> jax.Array:
+    """[n] -> [n]; from the root."""
+    for step in steps_down(places):
+        arrived = permute(flat, axis, step)
+        flat = jnp.where(_receives(step, axis, places), arrived, flat)
+    return flat
+
+
+def traffic(kind: Kind, payload_bytes: float, trees: Sequence[Places]) -> Traffic:
+    """Of all_reduce, broadcast and reduce over trees at once, each with its part of the payload."""
+    ups = [step for places in trees for step in steps_up(places)]
+    downs = [step for places in trees for step in steps_down(places)]
+    run = {"reduce": ups, "broadcast": downs, "all_reduce": ups + downs}[kind]
+    part = payload_bytes / len(trees)
+    sends = Counter(sender for step in run for sender, _ in step)
+    steps = len(run) // len(trees)
+    return Traffic(steps, max(sends.values()) * part, steps * part, len(run))
+
+
+def _receives(step: Step, axis: Axis, places: Places) -> jax.Array:
+    receivers = {receiver for _, receiver in step}
+    return jnp.asarray([device in receivers for device in range(len(places))])[rank(axis)]

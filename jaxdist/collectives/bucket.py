@@ -1,0 +1,145 @@
+"""Tensor fusion: one collective for many small tensors (Sergeev and Del Balso, 1802.05799, 3.3).
+
+A collective of a few kilobytes is all latency. Leaves are packed into flat buckets, one collective
+runs on each, and the leaves are cut out again. A bucket can leave as soon as its last leaf is
+there, so leaves come in the reverse order of their use: the gradient of the last layer is first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.collectives.auto import Auto
+from jaxdist.collectives.axis import Axis, CollectiveError, checked
+from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.operations import Op, all_reduce
+from jaxdist.collectives.xla import Xla
+from jaxdist.trees import leaf_bytes
+
+BUCKET_BYTES = 32 * 2**20
+"""Of `bucket_bytes: auto`: latency no longer counts there on any link that we know."""
+
+
+def reduce_tree(
+    tree: Any,
+    axis: Axis,
+    *,
+    op: Op = "sum",
+    algorithm: Algorithm,
+    order: Sequence[int] | None = None,
+) -> Any:
+    """All-reduce every leaf of `tree`, packed into buckets of `algorithm.bucket_bytes`.
+
+    Args:
+      tree: arrays or scalars of this device, inside `jax.shard_map`.
+      axis, op: as for `all_reduce`.
+      algorithm: how, and how large a bucket is. "auto" is 32 MiB; with `Xla`, which merges its own
+        collectives, and where `Auto` chooses it, each leaf goes by itself.
+      order: positions of the leaves (as `jax.tree.leaves` has them), the first to be ready first;
+        None is from the last to the first.
+
+    Returns:
+      A tree like `tree`.
+
+    Raises:
+      CollectiveError: as `all_reduce`, or an order that is no permutation of the leaves.
+    """
+    axis = checked(axis, "reduce_tree")
+    leaves, structure = jax.tree.flatten(tree)
+    arrays = [jnp.asarray(leaf) for leaf in leaves]
+    reduced: dict[int, jax.Array] = {}
+    for bucket in plan_buckets(arrays, fusion_bytes(algorithm), order):
+        packed = [arrays[index] for index in bucket]
+        if _fuses(algorithm, axis, sum(map(leaf_bytes, packed))):
+            flat = all_reduce(pack(packed), axis, op=op, algorithm=algorithm)
+            results = unpack(flat, packed)
+        else:
+            results = [all_reduce(leaf, axis, op=op, algorithm=algorithm) for leaf in packed]
+        reduced |= zip(bucket, results, strict=True)
+    return jax.tree.unflatten(structure, [reduced[index] for index in range(len(arrays))])
+
+
+def fusion_bytes(algorithm: Algorithm) -> int | None:
+    """The size of a bucket, "auto" resolved; None where nothing is fused.
+
+    >>> fusion_bytes(Xla()), fusion_bytes(Xla(bucket_bytes=1024))
+    (None, 1024)
+    """
+    if algorithm.bucket_bytes == "auto":
+        return None if isinstance(algorithm, Xla) else BUCKET_BYTES
+    return algorithm.bucket_bytes
+
+
+def plan_buckets(
+    leaves: Sequence[Any], bucket_bytes: int | None, order: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Positions of the leaves of each bucket, buckets in the order in which they are complete.
+
+    A bucket holds leaves of one dtype, in order, up to `bucket_bytes`; a leaf that is larger has
+    one of its own. With None each leaf has its own.
+
+    >>> leaves = [np.zeros(2, "float32"), np.zeros(9, "float32"), np.zeros(3, "int8")]
+    >>> plan_buckets([*leaves, *leaves], bucket_bytes=16)
+    [[4], [1], [5, 2], [3, 0]]
+
+    Raises:
+      CollectiveError: `order` is no permutation of the leaves.
+    """
+    positions = _positions(len(leaves), order)
+    if bucket_bytes is None:
+        return [[index] for index in positions]
+    full: list[list[int]] = []
+    filling: dict[np.dtype, tuple[list[int], int]] = {}
+    for index in positions:
+        dtype, size_bytes = np.dtype(leaves[index].dtype), leaf_bytes(leaves[index])
+        bucket, used_bytes = filling.pop(dtype, ([], 0))
+        if size_bytes > bucket_bytes:
+            full.append([index])
+            size_bytes = 0
+        elif used_bytes + size_bytes > bucket_bytes:
+            full.append(bucket)
+            bucket, used_bytes = [index], 0
+        else:
+            bucket = [*bucket, index]
+        # Put back last: of the buckets left over, the one that grew last is complete last.
+        if bucket:
+            filling[dtype] = bucket, used_bytes + size_bytes
+    return full + [bucket for bucket, _ in filling.values()]
+
+
+def pack(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Leaves of one dtype, end to end; one leaf is only reshaped."""
+    flat = [leaf.reshape(-1) for leaf in leaves]
+    return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
+
+
+def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    """The inverse of `pack`: parts of `flat` in the shapes of `like`."""
+    ends = np.cumsum([leaf.size for leaf in like])
+    return [
+        flat[end - leaf.size : end].reshape(leaf.shape)
+        for leaf, end in zip(like, ends, strict=True)
+    ]
+
+
+def _positions(count: int, order: Sequence[int] | None) -> Sequence[int]:
+    if order is None:
+        return range(count - 1, -1, -1)
+    if sorted(order) != list(range(count)):
+        raise CollectiveError(
+            f"order {list(order)} of reduce_tree is no permutation of the tree's {count} leaves: "
+            f"give each position from 0 to {count - 1} once"
+        )
+    return order
+
+
+def _fuses(algorithm: Algorithm, axis: Axis, payload_bytes: int) -> bool:
+    """Whether a planned bucket becomes one array; XLA's own collectives need none."""
+    if isinstance(algorithm, Auto) and algorithm.bucket_bytes == "auto":
+        return not isinstance(algorithm.choose_here("all_reduce", payload_bytes, axis), Xla)
+    return True

@@ -1,0 +1,129 @@
+"""What a collective refuses: dtypes, shapes, dims and roots that mean nothing to it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.collectives.axis import Axis, CollectiveError
+from jaxdist.collectives.contract import Algorithm, Combine
+from jaxdist.errors import did_you_mean
+
+COMBINE: dict[str, Combine] = {"sum": lax.add, "mean": lax.add, "max": lax.max, "min": lax.min}
+
+
+def array(x: Any, operation: str) -> jax.Array:
+    """`x` as one array of numbers or truth values.
+
+    Raises:
+      CollectiveError: a tree, text, random keys.
+    """
+    try:
+        found = jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise CollectiveError(
+            f"{operation} takes one array, not a {type(x).__name__}: use jax.tree.map, or "
+            "reduce_tree for the leaves of a tree"
+        ) from None
+    if jnp.issubdtype(found.dtype, jax.dtypes.extended):
+        raise CollectiveError(
+            f"{operation} of {found.dtype} means nothing: use jax.random.key_data for random keys"
+        )
+    return found
+
+
+def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
+    """How `op` combines two arrays.
+
+    Raises:
+      CollectiveError: an unknown op, or one that the dtype has not.
+    """
+    if op not in COMBINE:
+        raise CollectiveError(f"{operation} with op={op!r}: {did_you_mean(op, COMBINE)}")
+    what = f"{operation} with op={op!r} of {x.dtype}{list(x.shape)}"
+    if op in ("sum", "mean") and x.dtype == jnp.bool_:
+        raise CollectiveError(
+            f"{what}: cast to int32 to count, or use op='max' (any) or op='min' (all)"
+        )
+    if op == "mean" and not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise CollectiveError(
+            f"{what}: the mean of integers is no integer; cast to float32, or use op='sum'"
+        )
+    if op in ("max", "min") and jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise CollectiveError(f"{what}: complex numbers have no order; reduce jnp.abs(x)")
+    return COMBINE[op]
+
+
+def check_algorithm(algorithm: Any, operation: str) -> None:
+    """Raises CollectiveError unless `algorithm` is one."""
+    if not isinstance(algorithm, Algorithm):
+        raise CollectiveError(
+            f"{operation} with algorithm={algorithm!r}: give an instance such as Ring() or Xla()"
+        )
+
+
+def root_of(root: Any, axis: Axis, size: int, operation: str) -> int:
+    """The root as an index.
+
+    Raises:
+      CollectiveError: it is traced, or no device of the axis.
+    """
+    index = _index(root, f"{operation} over {axis!r}: root")
+    if not 0 <= index < size:
+        raise CollectiveError(
+            f"{operation} over {axis!r}: root {index} is out of range, the axis has {size} "
+            f"devices: 0 to {size - 1}"
+        )
+    return index
+
+
+def dim_of(dim: Any, x: jax.Array, name: str, operation: str) -> int:
+    """A dim of `x`, counted from the front.
+
+    Raises:
+      CollectiveError: `x` has no such dim.
+    """
+    index = _index(dim, f"{operation}: {name}")
+    if not -x.ndim <= index < x.ndim:
+        raise CollectiveError(
+            f"{operation}: {name} {index} is out of range for shape {list(x.shape)}"
+            + ("; reshape the scalar to [1]" if x.ndim == 0 else "")
+        )
+    return index % x.ndim
+
+
+def gathered_size(size: Any, total: int, axis: Axis, operation: str) -> int:
+    """The size to cut a gathered dim of `total` to.
+
+    Raises:
+      CollectiveError: more than was gathered.
+    """
+    index = total if size is None else _index(size, f"{operation} over {axis!r}: size")
+    if not 0 <= index <= total:
+        raise CollectiveError(
+            f"{operation} over {axis!r}: size {index} is out of range, {total} were gathered"
+        )
+    return index
+
+
+def check_divides(x: jax.Array, dim: int, axis: Axis, size: int, operation: str) -> None:
+    """Raises CollectiveError unless the axis divides the dim."""
+    if x.shape[dim] % size:
+        padded = -(-x.shape[dim] // size) * size
+        raise CollectiveError(
+            f"{operation} over {axis!r} ({size} devices): split_dim {dim} of shape "
+            f"{list(x.shape)} does not divide by {size}; pad it to {padded}"
+        )
+
+
+def _index(value: Any, what: str) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise CollectiveError(
+            f"{what} must be a whole number known at trace time, not {value!r}"
+        ) from None

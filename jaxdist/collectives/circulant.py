@@ -1,0 +1,139 @@
+"""Reduce-scatter, all-gather and all-to-all in ceil(log2 N) rounds, for any N.
+
+Each round of the reduce-scatter halves the number of blocks that a device still has to reduce,
+rounded up, by sending the others to the device that many places further. For a power of two this is
+the classical recursive halving. Where the classical way folds surplus devices in first and out
+last, at S bytes each, this one rounds up: as many steps, and never a byte more than (N-1)/N S.
+
+Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024 (arXiv 2410.14234).
+The all-gather, its mirror image, and the all-to-all are those of Bruck et al., 1997.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.collectives.axis import Axis, axis_size, neighbour, shift
+from jaxdist.collectives.contract import Algorithm, Combine, Kind, Traffic
+
+
+class Circulant(Algorithm):
+    """The operations without a root; the others are up to the subclass."""
+
+    def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        return reduce_scatter(blocks, axis, combine)
+
+    def all_gather(self, block: jax.Array, axis: Axis) -> jax.Array:
+        into = jnp.zeros(axis_size(axis) * block.size, block.dtype)
+        return all_gather(block, axis, into).reshape(-1, block.size)
+
+    def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
+        return all_to_all(blocks, axis)
+
+
+def rounds(size: int) -> list[tuple[int, int]]:
+    """Blocks that are left before and after each round.
+
+    >>> rounds(8), rounds(6)
+    ([(8, 4), (4, 2), (2, 1)], [(6, 3), (3, 2), (2, 1)])
+    """
+    found = []
+    while size > 1:
+        found.append((size, -(-size // 2)))
+        size = -(-size // 2)
+    return found
+
+
+def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+    """[N, c] -> [c]; row i counts from this device's own block."""
+    rows = [row[0] for row in _from_here(blocks, axis)]
+    for more, fewer in rounds(axis_size(axis)):
+        sent = jnp.concatenate(rows[fewer:more])
+        arrived = jnp.split(shift(sent, axis, fewer), more - fewer)
+        reduced = [combine(a, b) for a, b in zip(rows, arrived, strict=False)]
+        rows = reduced + rows[more - fewer : fewer]
+    return rows[0]
+
+
+def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
+    """[c] -> [N * c]; overwrites all of `into`, an array of that shape."""
+    rows = [block]
+    for more, fewer in reversed(rounds(axis_size(axis))):
+        sent = jnp.concatenate(rows[: more - fewer])
+        rows += jnp.split(shift(sent, axis, -fewer), more - fewer)
+    for offset, row in enumerate(rows):
+        start = neighbour(axis, offset) * block.size
+        into = lax.dynamic_update_slice(into, row, (start,))
+    return into
+
+
+def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
+    """[N, c] -> [N, c]; a block travels the powers of two that its distance is made of."""
+    size = axis_size(axis)
+    rows = _from_here(blocks, axis)
+    for hops in powers(size):
+        moving = [i for i in range(size) if i & hops]
+        arrived = shift(jnp.concatenate([rows[i] for i in moving]), axis, hops)
+        for i, row in zip(moving, jnp.split(arrived, len(moving)), strict=True):
+            rows[i] = row
+    received = blocks
+    for distance, row in enumerate(rows):
+        received = lax.dynamic_update_slice(received, row, (neighbour(axis, -distance), 0))
+    return received
+
+
+def powers(size: int) -> list[int]:
+    """The powers of two below `size`.
+
+    >>> powers(6)
+    [1, 2, 4]
+    """
+    return [2**k for k in range((size - 1).bit_length())]
+
+
+def traffic(kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    """Of all_reduce, reduce_scatter, all_gather and all_to_all."""
+    messages = len(rounds(size))
+    if kind == "all_to_all":
+        moved = sum(i.bit_count() for i in range(size)) * payload_bytes / size
+        return Traffic(_exchange_steps(size), moved, moved, messages)
+    moved = (size - 1) * payload_bytes / size
+    scatter = Traffic(_reduce_steps(size), moved, moved, messages)
+    gather = Traffic(_gather_steps(size), moved, moved, messages)
+    return {"all_reduce": scatter + gather, "reduce_scatter": scatter, "all_gather": gather}[kind]
+
+
+def _reduce_steps(size: int) -> int:
+    """The longest chain: one less than the rounds where a round sends nothing that just arrived.
+
+    >>> [_reduce_steps(size) for size in (2, 3, 4, 5, 6, 7, 8)]
+    [1, 1, 2, 2, 2, 3, 3]
+    """
+    steps = [0] * size
+    for more, fewer in rounds(size):
+        arrival = 1 + max(steps[fewer:more])
+        kept = more - fewer
+        steps = [max(step, arrival) for step in steps[:kept]] + steps[kept:fewer]
+    return steps[0]
+
+
+def _gather_steps(size: int) -> int:
+    steps = [0]
+    for more, fewer in reversed(rounds(size)):
+        steps += [1 + max(steps[: more - fewer])] * (more - fewer)
+    return max(steps)
+
+
+def _exchange_steps(size: int) -> int:
+    steps = [0] * size
+    for hops in powers(size):
+        arrival = 1 + max(steps[i] for i in range(size) if i & hops)
+        steps = [arrival if i & hops else step for i, step in enumerate(steps)]
+    return max(steps)
+
+
+def _from_here(blocks: jax.Array, axis: Axis) -> list[jax.Array]:
+    """Rows of [1, c]: this device's own, the next device's, ..."""
+    return [lax.dynamic_index_in_dim(blocks, neighbour(axis, i)) for i in range(axis_size(axis))]

@@ -1,0 +1,98 @@
+"""The transpose of each collective, run by the same algorithm.
+
+Each function takes and gives flat arrays as the algorithm's method of that name does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.collectives.axis import Axis, CollectiveError, rank, varying
+from jaxdist.collectives.contract import Algorithm
+
+Function = Callable[[jax.Array], jax.Array]
+
+
+def all_reduce(algorithm: Algorithm, axis: Axis, x: jax.Array) -> jax.Array:
+    """The sum; its own transpose."""
+    forward = partial(algorithm.all_reduce, axis=axis, combine=lax.add)
+    return _linear(algorithm, axis, forward, partial(all_reduce, algorithm, axis))(x)
+
+
+def reduce_scatter(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
+    """The sum; transpose of `all_gather`."""
+    forward = partial(algorithm.reduce_scatter, axis=axis, combine=lax.add)
+    return _linear(algorithm, axis, forward, partial(all_gather, algorithm, axis))(blocks)
+
+
+def all_gather(algorithm: Algorithm, axis: Axis, block: jax.Array) -> jax.Array:
+    """Transpose of `reduce_scatter`."""
+    forward = partial(algorithm.all_gather, axis=axis)
+    return _linear(algorithm, axis, forward, partial(reduce_scatter, algorithm, axis))(block)
+
+
+def broadcast(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
+    """Transpose of `reduce`."""
+    forward = partial(algorithm.broadcast, axis=axis, root=root)
+    return _linear(algorithm, axis, forward, partial(reduce, algorithm, axis, root))(x)
+
+
+def reduce(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
+    """The sum on `root`, zeros elsewhere; transpose of `broadcast`."""
+
+    def forward(x: jax.Array) -> jax.Array:
+        return on_root(algorithm.reduce(x, axis, root, lax.add), axis, root)
+
+    return _linear(algorithm, axis, forward, partial(broadcast, algorithm, axis, root))(x)
+
+
+def all_to_all(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
+    """Its own transpose and inverse: row i of device j <-> row j of device i."""
+    forward = partial(algorithm.all_to_all, axis=axis)
+    return _linear(algorithm, axis, forward, partial(all_to_all, algorithm, axis))(blocks)
+
+
+def on_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
+    """`x` on `root`, zeros elsewhere."""
+    return jnp.where(rank(axis) == root, x, jnp.zeros_like(x))
+
+
+def extremum(operation: str, forward: Function) -> Function:
+    """`forward`, a max or min: it has no derivative.
+
+    Raises:
+      CollectiveError: when it is differentiated.
+    """
+
+    def refuse(x: jax.Array) -> tuple[jax.Array, None]:
+        raise CollectiveError(
+            f"{operation} of {x.dtype}{list(x.shape)} has no derivative: put its argument into "
+            "jax.lax.stop_gradient, or differentiate op='sum' or 'mean'"
+        )
+
+    def never(_: Any, cotangent: jax.Array) -> tuple[jax.Array]:
+        raise AssertionError("the forward pass is refused before")
+
+    function = jax.custom_vjp(forward)
+    function.defvjp(refuse, never)
+    return function
+
+
+def _linear(algorithm: Algorithm, axis: Axis, forward: Function, transpose: Function) -> Function:
+    if algorithm.native:
+        return forward
+
+    def typed(x: jax.Array) -> jax.Array:
+        # Parts of an algorithm may be native, so that its result is typed as replicated; the
+        # transpose's argument has the result's type, and must be varying to be summed.
+        return varying(forward(x), axis)
+
+    function = jax.custom_vjp(typed)
+    function.defvjp(lambda x: (function(x), None), lambda _, cotangent: (transpose(cotangent),))
+    return function

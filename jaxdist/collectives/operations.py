@@ -1,0 +1,229 @@
+"""The collectives as one calls them, inside `jax.shard_map`: any shape, dtype and algorithm.
+
+What each one means is in `reference.py`; what it costs, in the algorithm's docstring and `traffic`.
+All take an axis name or a tuple of names (slowest first, counted over all of them), and sizes need
+not divide by the axis. What is wrong raises a CollectiveError at trace time. Arrays that differ in
+shape or dtype between devices cannot be written down: shard_map traces one program for all of them.
+
+Reverse-mode differentiation runs the transpose by the same algorithm: all_reduce <-> all_reduce,
+reduce_scatter <-> all_gather, broadcast <-> reduce, all_to_all <-> its inverse. (`Xla` is
+differentiated by JAX itself, in forward mode as well.) max and min have no derivative.
+
+With `check_vma=True` JAX cannot know that a hand-written all_reduce gives the same value
+everywhere, and types it as varying: give it a sharded out_spec, set `check_vma=False`, or use
+`Xla`. A gradient taken *inside* shard_map through a varying result is the gradient of the sum of
+all devices' losses, as it is through `lax.psum` with `check_vma=False`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.collectives import check, differentiate
+from jaxdist.collectives.alone import unless_alone
+from jaxdist.collectives.axis import Axis, axis_size, checked, varying
+from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.xla import Xla
+
+Op = Literal["sum", "mean", "max", "min"]
+XLA = Xla()
+
+
+def all_reduce(
+    x: jax.Array, axis: Axis, *, op: Op = "sum", algorithm: Algorithm = XLA
+) -> jax.Array:
+    """Combine the devices' arrays element by element; every device gets the result.
+
+    Args:
+      x: this device's array, of any shape.
+      axis: mesh axis, or a tuple of them.
+      op: "mean" is for floating-point and complex numbers, "max" and "min" for all but complex.
+      algorithm: how; it decides the order of summation.
+
+    Returns:
+      An array like `x`, with the same bits on all devices.
+
+    >>> jax.vmap(lambda x: all_reduce(x, "data"), axis_name="data")(jnp.arange(4.0)).tolist()
+    [6.0, 6.0, 6.0, 6.0]
+    """
+    x, axis, size, algorithm = _arguments("all_reduce", x, axis, algorithm)
+    combine = check.combine_of(op, x, "all_reduce")
+
+    def run(flat: jax.Array) -> jax.Array:
+        if op in ("sum", "mean"):
+            return differentiate.all_reduce(algorithm, axis, flat)
+        forward = partial(algorithm.all_reduce, axis=axis, combine=combine)
+        return differentiate.extremum(f"all_reduce with op={op!r}", forward)(flat)
+
+    return _reduced(op, algorithm, size, partial(_elementwise, algorithm, run), x)
+
+
+def reduce_scatter(
+    x: jax.Array, axis: Axis, *, op: Op = "sum", dim: int = 0, algorithm: Algorithm = XLA
+) -> jax.Array:
+    """Combine the devices' arrays; each device gets its block of the result along `dim`.
+
+    Args:
+      x, axis, op, algorithm: as for `all_reduce`.
+      dim: of n elements; device i gets elements i*c to (i+1)*c of them, c = ceil(n/N).
+
+    Returns:
+      The block, with c elements in `dim`; the last blocks are padded with zeros.
+    """
+    x, axis, size, algorithm = _arguments("reduce_scatter", x, axis, algorithm)
+    combine = check.combine_of(op, x, "reduce_scatter")
+    dim = check.dim_of(dim, x, "dim", "reduce_scatter")
+
+    def run(blocks: jax.Array) -> jax.Array:
+        if op in ("sum", "mean"):
+            return differentiate.reduce_scatter(algorithm, axis, blocks)
+        forward = partial(algorithm.reduce_scatter, axis=axis, combine=combine)
+        return differentiate.extremum(f"reduce_scatter with op={op!r}", forward)(blocks)
+
+    def scatter(x: jax.Array) -> jax.Array:
+        rows = jnp.moveaxis(x, dim, 0)
+        width = -(-rows.shape[0] // size)
+        padding = [(0, width * size - rows.shape[0])] + [(0, 0)] * (x.ndim - 1)
+        blocks = jnp.pad(rows, padding).reshape(size, width, *rows.shape[1:])
+        block = _blockwise(algorithm, run, blocks, blocks.shape[1:])
+        return jnp.moveaxis(block, 0, dim)
+
+    return _reduced(op, algorithm, size, scatter, x)
+
+
+def all_gather(
+    x: jax.Array, axis: Axis, *, dim: int = 0, size: int | None = None, algorithm: Algorithm = XLA
+) -> jax.Array:
+    """Concatenate the devices' blocks along `dim`, in the order of the axis, on every device.
+
+    Args:
+      x, axis, algorithm: as for `all_reduce`; any dtype.
+      dim: of c elements.
+      size: cut the result's N*c elements to this many, the inverse of reduce_scatter's padding.
+    """
+    x, axis, count, algorithm = _arguments("all_gather", x, axis, algorithm)
+    dim = check.dim_of(dim, x, "dim", "all_gather")
+    rows = jnp.moveaxis(x, dim, 0)
+    total = count * rows.shape[0]
+    size = check.gathered_size(size, total, axis, "all_gather")
+
+    def run(block: jax.Array) -> jax.Array:
+        return differentiate.all_gather(algorithm, axis, block)
+
+    flat = rows if algorithm.native else rows.reshape(-1)
+    gathered = run(flat) if flat.size or algorithm.native else flat
+    return jnp.moveaxis(gathered.reshape(total, *rows.shape[1:])[:size], 0, dim)
+
+
+def broadcast(x: jax.Array, axis: Axis, *, root: int = 0, algorithm: Algorithm = XLA) -> jax.Array:
+    """Every device gets the array of device `root`."""
+    x, axis, size, algorithm = _arguments("broadcast", x, axis, algorithm)
+    root = check.root_of(root, axis, size, "broadcast")
+    run = partial(differentiate.broadcast, algorithm, axis, root)
+    return _elementwise(algorithm, run, x)
+
+
+def reduce(
+    x: jax.Array, axis: Axis, *, root: int = 0, op: Op = "sum", algorithm: Algorithm = XLA
+) -> jax.Array:
+    """Combine the devices' arrays on device `root`; the others get zeros.
+
+    Args:
+      x, axis, op, algorithm: as for `all_reduce`.
+      root: index along the axis, known at trace time.
+    """
+    x, axis, size, algorithm = _arguments("reduce", x, axis, algorithm)
+    combine = check.combine_of(op, x, "reduce")
+    root = check.root_of(root, axis, size, "reduce")
+
+    def run(flat: jax.Array) -> jax.Array:
+        if op in ("sum", "mean"):
+            return differentiate.reduce(algorithm, axis, root, flat)
+
+        def forward(flat: jax.Array) -> jax.Array:
+            return differentiate.on_root(algorithm.reduce(flat, axis, root, combine), axis, root)
+
+        return differentiate.extremum(f"reduce with op={op!r}", forward)(flat)
+
+    return _reduced(op, algorithm, size, partial(_elementwise, algorithm, run), x)
+
+
+def all_to_all(
+    x: jax.Array,
+    axis: Axis,
+    *,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    algorithm: Algorithm = XLA,
+) -> jax.Array:
+    """Split along one dim, send part i to device i, concatenate what arrives along another dim.
+
+    Args:
+      x, axis, algorithm: as for `all_reduce`; any dtype.
+      split_dim: its size divides by N.
+      concat_dim: grows by N, in the order of the axis.
+    """
+    x, axis, size, algorithm = _arguments("all_to_all", x, axis, algorithm)
+    split_dim = check.dim_of(split_dim, x, "split_dim", "all_to_all")
+    concat_dim = check.dim_of(concat_dim, x, "concat_dim", "all_to_all")
+    check.check_divides(x, split_dim, axis, size, "all_to_all")
+    shape = list(x.shape)
+    shape[split_dim] //= size
+    parts = x.reshape(*shape[:split_dim], size, *shape[split_dim:])
+    blocks = jnp.moveaxis(parts, split_dim, 0)
+    run = partial(differentiate.all_to_all, algorithm, axis)
+    received = _blockwise(algorithm, run, blocks, blocks.shape)
+    shape[concat_dim] *= size
+    return jnp.moveaxis(received, 0, concat_dim).reshape(shape)
+
+
+def _arguments(
+    operation: str, x: jax.Array, axis: Axis, algorithm: Algorithm
+) -> tuple[jax.Array, Axis, int, Algorithm]:
+    """What all operations check first; the array comes back typed as varying."""
+    axis = checked(axis, operation)
+    check.check_algorithm(algorithm, operation)
+    x = varying(check.array(x, operation), axis)
+    return x, axis, axis_size(axis), unless_alone(algorithm, axis)
+
+
+def _reduced(
+    op: Op,
+    algorithm: Algorithm,
+    size: int,
+    run: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+) -> jax.Array:
+    """`run`, carried in the dtype asked for, and divided for a mean."""
+    half = x.dtype in (jnp.bfloat16, jnp.float16) and op in ("sum", "mean")
+    carried = x.astype(algorithm.accumulate) if half and algorithm.accumulate else x
+    result = run(carried)
+    mean = result / jnp.asarray(size, result.dtype) if op == "mean" else result
+    return mean.astype(x.dtype)
+
+
+def _elementwise(
+    algorithm: Algorithm, run: Callable[[jax.Array], jax.Array], x: jax.Array
+) -> jax.Array:
+    """`run` on the flat array; XLA keeps the shape, and with it the sharding over auto axes."""
+    if algorithm.native:
+        return run(x)
+    return run(x.reshape(-1)).reshape(x.shape) if x.size else x
+
+
+def _blockwise(
+    algorithm: Algorithm,
+    run: Callable[[jax.Array], jax.Array],
+    blocks: jax.Array,
+    shape: tuple[int, ...],
+) -> jax.Array:
+    """`run` on [N, c], the result in `shape`."""
+    if algorithm.native:
+        return run(blocks).reshape(shape)
+    flat = blocks.reshape(blocks.shape[0], -1)
+    return run(flat).reshape(shape) if blocks.size else blocks.reshape(shape)

@@ -1,0 +1,71 @@
+"""What the collectives mean: plain functions on the list of all devices' arrays.
+
+`blocks[i]` is the array of device i; element i of the result is what device i then holds. There
+are no devices here and no algorithm: this is what `operations.py` is tested against.
+
+>>> all_reduce([np.array([1, 2]), np.array([3, 4])])
+[array([4, 6]), array([4, 6])]
+>>> reduce_scatter([np.array([1, 2, 3]), np.array([4, 5, 6])])
+[array([5, 7]), array([9, 0])]
+>>> all_gather([np.array([5, 7]), np.array([9, 0])], size=3)
+[array([5, 7, 9]), array([5, 7, 9])]
+>>> broadcast([np.array([1, 2]), np.array([3, 4])], root=1)
+[array([3, 4]), array([3, 4])]
+>>> reduce([np.array([1, 2]), np.array([3, 4])], root=1)
+[array([0, 0]), array([4, 6])]
+>>> all_to_all([np.array([1, 2]), np.array([3, 4])])
+[array([1, 3]), array([2, 4])]
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+Blocks = list[np.ndarray]
+
+COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
+
+
+def combined(blocks: Blocks, op: str = "sum") -> np.ndarray:
+    """All blocks combined element by element, in the dtype that they have."""
+    total = COMBINE[op].reduce(np.stack(blocks), axis=0, dtype=blocks[0].dtype)
+    return total / total.dtype.type(len(blocks)) if op == "mean" else total
+
+
+def all_reduce(blocks: Blocks, op: str = "sum") -> Blocks:
+    """Everyone gets the combination."""
+    return [combined(blocks, op) for _ in blocks]
+
+
+def reduce_scatter(blocks: Blocks, op: str = "sum", dim: int = 0) -> Blocks:
+    """Device i gets part i of the combination: ceil(n / N) elements, zeros behind the end."""
+    total = np.moveaxis(combined(blocks, op), dim, 0)
+    width = -(-len(total) // len(blocks))
+    padded = np.zeros((width * len(blocks), *total.shape[1:]), total.dtype)
+    padded[: len(total)] = total
+    return [np.moveaxis(part, 0, dim) for part in np.split(padded, len(blocks))]
+
+
+def all_gather(blocks: Blocks, dim: int = 0, size: int | None = None) -> Blocks:
+    """Everyone gets all blocks, one after the other, cut to `size`."""
+    whole = np.concatenate(blocks, axis=dim)
+    return [whole.take(range(whole.shape[dim])[:size], axis=dim) for _ in blocks]
+
+
+def broadcast(blocks: Blocks, root: int = 0) -> Blocks:
+    """Everyone gets the block of `root`."""
+    return [blocks[root] for _ in blocks]
+
+
+def reduce(blocks: Blocks, root: int = 0, op: str = "sum") -> Blocks:
+    """`root` gets the combination, the others zeros."""
+    total = combined(blocks, op)
+    return [total if i == root else np.zeros_like(total) for i in range(len(blocks))]
+
+
+def all_to_all(blocks: Blocks, split_dim: int = 0, concat_dim: int = 0) -> Blocks:
+    """Part i of everyone goes to device i."""
+    parts = [np.split(block, len(blocks), axis=split_dim) for block in blocks]
+    return [
+        np.concatenate([part[i] for part in parts], axis=concat_dim) for i in range(len(blocks))
+    ]

@@ -1,0 +1,164 @@
+"""Rings: each device talks to its neighbours only; the bytes are the fewest there can be.
+
+Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from pydantic import Field
+
+from jaxdist.collectives.axis import Axis, axis_size, neighbour, permute, rank, shift
+from jaxdist.collectives.contract import Algorithm, Combine, Kind, Traffic, split
+
+
+class Ring(Algorithm):
+    """Neighbour steps, for any number of devices N; S bytes on each.
+
+    One direction: reduce-scatter and all-gather take N-1 steps and (N-1)/N S bytes each, an
+    all-reduce 2 (N-1) steps and 2 (N-1)/N S bytes. Two: a block is summed from both sides of its
+    device at once, and spread to both sides at once: the same bytes in ceil((N-1)/2) steps each,
+    half of them on each link. Broadcast and reduce pass the whole array along, chunk after chunk.
+    An all-to-all sends each block straight to its device, N-1 messages that do not wait for one
+    another.
+
+    Order of summation of the block of device d, one direction: x[d+1] + x[d+2] + ... + x[d], from
+    left to right, indices modulo N. Two, with r = floor(N/2) and l = floor((N-1)/2):
+    (x[d-r] + ... + x[d-1] + x[d]) + (x[d+l] + ... + x[d+1]).
+    """
+
+    type: Literal["ring"] = "ring"
+    """Selects this algorithm."""
+    directions: Literal[1, 2] = 1
+    """1: everything travels one way round; 2: both ways at once, in half of the steps."""
+    chunks: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Pieces of a block with messages of their own: one is reduced while the next one flies."""
+
+    def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        blocks = split(flat, axis_size(axis))
+        pieces = self._reduce_pieces(blocks, axis, combine)
+        # The input is not needed any more: where nobody else does, the result takes its memory.
+        return self._gather_pieces(pieces, axis, blocks.reshape(-1))[: flat.size]
+
+    def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        return jnp.concatenate(self._reduce_pieces(blocks, axis, combine))
+
+    def all_gather(self, block: jax.Array, axis: Axis) -> jax.Array:
+        size = axis_size(axis)
+        into = jnp.zeros(size * block.size, block.dtype)
+        return self._gather_pieces(self._pieces(block), axis, into).reshape(size, -1)
+
+    def _reduce_pieces(self, blocks: jax.Array, axis: Axis, combine: Combine) -> list[jax.Array]:
+        """[N, c] -> pieces of [c]: the partial sums of a block travel towards its device."""
+        return [self._reduce_piece(piece, axis, combine) for piece in self._pieces(blocks)]
+
+    def _reduce_piece(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        def mine(offset: int) -> jax.Array:
+            return lax.dynamic_index_in_dim(blocks, neighbour(axis, offset), keepdims=False)
+
+        total = mine(0)
+        for way, hops in self._ways(axis_size(axis)):
+            partial = mine(way * hops)
+            for hop in range(hops - 1, 0, -1):
+                partial = combine(shift(partial, axis, way), mine(way * hop))
+            total = combine(shift(partial, axis, way), total)
+        return total
+
+    def _gather_pieces(self, pieces: list[jax.Array], axis: Axis, into: jax.Array) -> jax.Array:
+        """Pieces of [c] -> [N * c]: passed on from device to device; overwrites all of `into`."""
+        size = axis_size(axis)
+        width = into.size // size
+        start = 0
+        for piece in pieces:
+            into = _put(into, piece, rank(axis) * width + start)
+            for way, hops in self._ways(size):
+                travelling = piece
+                for hop in range(1, hops + 1):
+                    travelling = shift(travelling, axis, way)
+                    into = _put(into, travelling, neighbour(axis, -way * hop) * width + start)
+            start += piece.size
+        return into
+
+    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
+        size, here = axis_size(axis), rank(axis)
+
+        def spread(piece: jax.Array) -> jax.Array:
+            result = piece
+            for way, hops in self._ways(size):
+                travelling = piece
+                for hop in range(1, hops + 1):
+                    end = (root + way * hop) % size
+                    travelling = permute(travelling, axis, [((end - way) % size, end)])
+                    result = jnp.where(here == end, travelling, result)
+            return result
+
+        return jnp.concatenate([spread(piece) for piece in self._pieces(flat)])
+
+    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
+        size = axis_size(axis)
+
+        def collect(piece: jax.Array) -> jax.Array:
+            total = piece
+            for way, hops in self._ways(size):
+                partial = piece
+                for hop in range(hops, 0, -1):
+                    start = (root - way * hop) % size
+                    arrived = permute(partial, axis, [(start, (start + way) % size)])
+                    # Right on the one device that received, which is the next one to send.
+                    partial = combine(arrived, piece if hop > 1 else total)
+                total = partial
+            return total
+
+        return jnp.concatenate([collect(piece) for piece in self._pieces(flat)])
+
+    def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
+        received = blocks
+        for hops in range(1, axis_size(axis)):
+            row = lax.dynamic_index_in_dim(blocks, neighbour(axis, hops))
+            source = neighbour(axis, -hops)
+            received = lax.dynamic_update_slice(received, shift(row, axis, hops), (source, 0))
+        return received
+
+    def _ways(self, size: int) -> list[tuple[int, int]]:
+        """Direction and number of hops of each chain; together they reach all other devices."""
+        if self.directions == 1:
+            return [(1, size - 1)]
+        ways = [(1, size // 2), (-1, (size - 1) // 2)]
+        return [(way, hops) for way, hops in ways if hops]
+
+    def _pieces(self, x: jax.Array) -> list[jax.Array]:
+        """The chunks along the last dim; never an empty one."""
+        width = x.shape[-1]
+        count = min(self.chunks, width)
+        bounds = [width * i // count for i in range(count + 1)]
+        return [x[..., a:b] for a, b in pairwise(bounds)]
+
+    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+        longest = self._ways(size)[0][1]
+        if kind == "all_to_all":
+            sent = (size - 1) * payload_bytes / size
+            return Traffic(steps=1, sent_bytes=sent, serial_bytes=sent, messages=size - 1)
+        if kind in ("broadcast", "reduce"):
+            starts = len(self._ways(size)) if kind == "broadcast" else 1
+            return Traffic(
+                steps=longest,
+                sent_bytes=starts * payload_bytes,
+                serial_bytes=(longest + self.chunks - 1) * payload_bytes / self.chunks,
+                messages=(size - 1) * self.chunks,
+            )
+        rounds = 2 if kind == "all_reduce" else 1
+        return Traffic(
+            steps=rounds * longest,
+            sent_bytes=rounds * (size - 1) * payload_bytes / size,
+            serial_bytes=rounds * longest * payload_bytes / size,
+            messages=rounds * (size - 1) * self.chunks,
+        )
+
+
+def _put(into: jax.Array, piece: jax.Array, start: jax.Array) -> jax.Array:
+    return lax.dynamic_update_slice(into, piece, (start,))

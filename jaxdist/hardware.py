@@ -1,0 +1,202 @@
+"""Figures of the devices and links that jaxdist knows: what a program's cost is computed from.
+
+Sources. Peak FLOPs, memory bandwidth and links of TPUs and GPUs: "How to Scale Your Model"
+(jax-ml.github.io/scaling-book, chapters TPUs and GPUs), where a TPU's hop takes about 1 us. Memory
+of a TPU: what XLA calls available when it compiles for one (libtpu 0.0.42). Memory of a GPU: its
+data sheet. Latency of NVLink and of a GPU's network: NCCL's own tuning table (`hwLat`, ring,
+protocol Simple). Latency between TPU slices: taken to be that of a GPU's network. The CPU: fake
+devices in one process on two cores, measured with `jaxdist bench collectives`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+from jaxdist.errors import JaxdistError, did_you_mean
+
+GIB = 2**30
+Topology = Literal["switch", "torus", "memory"]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one device sees of a network.
+
+    Attributes:
+      latency_seconds: from the start of a message to its first byte at the neighbour.
+      bytes_per_second: one way, through one port.
+      topology: "switch" joins all devices, which send through one port each; along an axis of a
+        "torus" messages travel from neighbour to neighbour, through two ports at once; "memory" is
+        read by all devices, which are threads of one process.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    topology: Topology = "switch"
+
+    @property
+    def ports(self) -> int:
+        """Ports that a device can send through at once."""
+        return 2 if self.topology == "torus" else 1
+
+
+@dataclass(frozen=True)
+class Device:
+    """The figures of one device, as jax counts devices (a v4 chip counts once: megacore).
+
+    Attributes:
+      name: the short name, for example "v5e".
+      flops_per_second: dtype name to the peak of dense matrix products.
+      memory_bytes: what a program can use; None where it is the host's.
+      memory_bytes_per_second: of its main memory.
+      fast: the network inside (ICI, NVLink), per mesh axis.
+      slow: the network between slices or hosts (DCN, Ethernet, InfiniBand), per device.
+    """
+
+    name: str
+    flops_per_second: Mapping[str, float]
+    memory_bytes: int | None
+    memory_bytes_per_second: float
+    fast: Link
+    slow: Link
+
+
+def _ici(bytes_per_second: float) -> Link:
+    return Link(1e-6, bytes_per_second, "torus")
+
+
+def _nvlink(bytes_per_second: float) -> Link:
+    return Link(3.4e-6, bytes_per_second)
+
+
+def _network(bytes_per_second: float) -> Link:
+    return Link(14e-6, bytes_per_second)
+
+
+def _flops(**by_dtype: float) -> Mapping[str, float]:
+    return MappingProxyType(by_dtype)
+
+
+DEVICES: Mapping[str, Device] = MappingProxyType(
+    {
+        device.name: device
+        for device in (
+            Device(
+                "v4",
+                _flops(bfloat16=2.75e14, int8=2.75e14),
+                2 * int(15.25 * GIB),
+                1.2e12,
+                _ici(4.5e10),
+                _network(6.25e9),
+            ),
+            Device(
+                "v5e",
+                _flops(bfloat16=1.97e14, int8=3.94e14),
+                int(15.75 * GIB),
+                8.1e11,
+                _ici(4.5e10),
+                _network(3.125e9),
+            ),
+            Device(
+                "v5p",
+                _flops(bfloat16=4.59e14, int8=9.18e14),
+                int(95.73 * GIB),
+                2.8e12,
+                _ici(9e10),
+                _network(6.25e9),
+            ),
+            Device(
+                "v6e",
+                _flops(bfloat16=9.2e14, int8=1.84e15),
+                int(31.24 * GIB),
+                1.6e12,
+                _ici(9e10),
+                _network(12.5e9),
+            ),
+            Device(
+                "a100",
+                _flops(bfloat16=3.12e14, float16=3.12e14, int8=6.24e14, float32=1.95e13),
+                80 * GIB,
+                2.0e12,
+                _nvlink(3e11),
+                _network(25e9),
+            ),
+            Device(
+                "h100",
+                _flops(bfloat16=9.9e14, float16=9.9e14, int8=1.98e15, float32=6.7e13),
+                80 * 10**9,
+                3.35e12,
+                _nvlink(4.5e11),
+                _network(50e9),
+            ),
+            Device(
+                "h200",
+                _flops(bfloat16=9.9e14, float16=9.9e14, int8=1.98e15, float32=6.7e13),
+                141 * 10**9,
+                4.8e12,
+                _nvlink(4.5e11),
+                _network(50e9),
+            ),
+            Device(
+                "cpu",
+                _flops(float32=9e10),
+                None,
+                3.1e10,
+                Link(2e-4, 7e8, "memory"),
+                Link(3e-4, 1.25e8),
+            ),
+        )
+    }
+)
+"""Short name to figures; the slow link of a CPU is 1 Gbit/s Ethernet."""
+
+_KINDS = (
+    ("tpu v5 lite", "v5e"),
+    ("tpu v5e", "v5e"),
+    ("tpu v5", "v5p"),
+    ("tpu v6 lite", "v6e"),
+    ("tpu v6e", "v6e"),
+    ("tpu v4", "v4"),
+    ("a100", "a100"),
+    ("h100", "h100"),
+    ("h200", "h200"),
+    ("cpu", "cpu"),
+)
+"""What a lowered `device_kind` contains, the narrower first."""
+
+
+def find_device(kind: str) -> Device | None:
+    """The device of a short name or of a `jax.Device.device_kind`; None when it is not known.
+
+    >>> find_device("TPU v5 lite").name, find_device("NVIDIA H100 80GB HBM3").name
+    ('v5e', 'h100')
+    >>> find_device("TPU v4 lite") is None
+    True
+    """
+    name = kind.strip().lower()
+    if name in DEVICES:
+        return DEVICES[name]
+    for part, device_name in _KINDS:
+        if part in name and "lite" not in name.replace(part, ""):
+            return DEVICES[device_name]
+    return None
+
+
+def device(kind: str) -> Device:
+    """As `find_device`, for a kind that must be known.
+
+    >>> device("v5e").fast.bytes_per_second
+    45000000000.0
+
+    Raises:
+      JaxdistError: no figures are known for `kind`.
+    """
+    found = find_device(kind)
+    if found is None:
+        raise JaxdistError(
+            f"no figures are known for the device kind {kind!r}: {did_you_mean(kind, DEVICES)}"
+        )
+    return found

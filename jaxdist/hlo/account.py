@@ -1,0 +1,143 @@
+"""Adds up a program from its entry down: every loop, branch and called computation in its place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from jaxdist.hlo.collective import Surroundings, describe
+from jaxdist.hlo.flops import instruction_flops
+from jaxdist.hlo.groups import MeshLayout
+from jaxdist.hlo.loops import Frame
+from jaxdist.hlo.parse import Computation, Instruction, Module
+from jaxdist.hlo.records import Collective
+from jaxdist.hlo.schedule import FUSED_DONE, FUSED_START, channels_in_flight, kind_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """What a piece of the program does, as intervals (low, high)."""
+
+    flops: tuple[float, float] = (0.0, 0.0)
+    collectives: tuple[Collective, ...] = ()
+    unknown_loops: tuple[str, ...] = ()
+
+    def times(self, low: int, high: int) -> Totals:
+        """The piece run between `low` and `high` times."""
+        scaled = (
+            dataclasses.replace(c, times_low=c.times_low * low, times_high=c.times_high * high)
+            for c in self.collectives
+        )
+        flops = (self.flops[0] * low, self.flops[1] * high)
+        return Totals(flops, tuple(scaled), self.unknown_loops)
+
+
+def in_sequence(parts: list[Totals]) -> Totals:
+    """All parts, one after the other."""
+    return Totals(
+        (sum(part.flops[0] for part in parts), sum(part.flops[1] for part in parts)),
+        tuple(c for part in parts for c in part.collectives),
+        tuple(dict.fromkeys(name for part in parts for name in part.unknown_loops)),
+    )
+
+
+def one_of(branches: list[Totals]) -> Totals:
+    """One of the branches: any collective may run or not; FLOPs of the cheapest to the dearest."""
+    all_maybe = in_sequence([branch.times(0, 1) for branch in branches])
+    flops = [branch.flops for branch in branches]
+    bounds = (min(low for low, _ in flops), max(high for _, high in flops))
+    return dataclasses.replace(all_maybe, flops=bounds)
+
+
+def account(module: Module, layout: MeshLayout) -> Totals:
+    """The whole program on each device, every collective instruction once."""
+    found = _Walk(module, layout).computation(Frame(module, module.entry), Surroundings())
+    merged: dict[str, Collective] = {}
+    for one in found.collectives:
+        seen = merged.get(one.name)
+        merged[one.name] = one if seen is None else _both(seen, one)
+    return dataclasses.replace(found, collectives=tuple(merged.values()))
+
+
+def _both(first: Collective, second: Collective) -> Collective:
+    """One instruction that is reached in two ways."""
+    return dataclasses.replace(
+        first,
+        times_low=first.times_low + second.times_low,
+        times_high=first.times_high + second.times_high,
+    )
+
+
+class _Walk:
+    def __init__(self, module: Module, layout: MeshLayout) -> None:
+        self.module = module
+        self.layout = layout
+        self.in_flight = channels_in_flight(module)
+
+    def computation(self, frame: Frame, surroundings: Surroundings) -> Totals:
+        parts = self._parts(frame, surroundings)
+        return in_sequence([part for part in parts if part != Totals()])
+
+    def _parts(self, frame: Frame, surroundings: Surroundings) -> Iterator[Totals]:
+        computation = frame.computation
+        for instruction in computation.instructions:
+            if flops := instruction_flops(instruction, computation):
+                yield Totals((flops, flops))
+            if kind_of(instruction) is not None:
+                if self._begins(instruction, computation, surroundings):
+                    place = (instruction, computation, surroundings, self.module, self.layout)
+                    yield Totals(collectives=(describe(*place),))
+                continue
+            match instruction.opcode.removesuffix("-start"):
+                case "fusion" | "call" | "async":
+                    callee = frame.enter(instruction)
+                    inside = self._inside(instruction, frame, callee, surroundings)
+                    yield self.computation(callee, inside)
+                case "while":
+                    yield self._loop(frame, instruction)
+                case "conditional":
+                    yield self._conditional(frame, instruction)
+
+    def _inside(
+        self, caller: Instruction, frame: Frame, callee: Frame, surroundings: Surroundings
+    ) -> Surroundings:
+        """What is around the computation that `caller` runs."""
+        fused_start = FUSED_START in callee.computation.custom_call_targets
+        begins = caller.opcode.endswith("-start") or fused_start
+        return Surroundings(
+            is_fusion=caller.opcode.startswith("fusion"),
+            start=(caller, frame.computation) if begins else surroundings.start,
+            source=caller.source or surroundings.source,
+        )
+
+    def _begins(
+        self, instruction: Instruction, computation: Computation, surroundings: Surroundings
+    ) -> bool:
+        """False for a collective that a TPU fusion only carries on or ends."""
+        if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
+            return True
+        ends = FUSED_DONE in computation.custom_call_targets
+        return not ends and instruction.number("channel_id") not in self.in_flight
+
+    def _loop(self, frame: Frame, loop: Instruction) -> Totals:
+        body = self.computation(frame.enter_loop(loop, "body"), Surroundings())
+        condition = self.computation(frame.enter_loop(loop, "condition"), Surroundings())
+        trips = frame.trips(loop)
+        if trips is not None:
+            return in_sequence([body.times(trips, trips), condition.times(trips + 1, trips + 1)])
+        once = in_sequence([body.times(0, 1), condition])
+        name = loop.source or loop.name
+        return dataclasses.replace(once, unknown_loops=(name, *once.unknown_loops))
+
+    def _conditional(self, frame: Frame, instruction: Instruction) -> Totals:
+        names = instruction.called("branch_computations") or (
+            *instruction.called("true_computation"),
+            *instruction.called("false_computation"),
+        )
+        branches = zip(names, instruction.operands[1:], strict=True)
+        return one_of(
+            [
+                self.computation(frame.enter_branch(name, operand), Surroundings())
+                for name, operand in branches
+            ]
+        )

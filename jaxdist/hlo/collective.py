@@ -1,0 +1,74 @@
+"""One collective instruction to its record."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jaxdist.hlo.groups import MeshLayout, group_positions
+from jaxdist.hlo.parse import Computation, Instruction, Module
+from jaxdist.hlo.records import Collective, Kind
+from jaxdist.hlo.schedule import is_fused_reduce_scatter, is_overlapped, kind_of
+
+SENT: dict[Kind, Callable[[int], float]] = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,
+    "reduce-scatter": lambda n: (n - 1) / n,
+    "all-gather": lambda n: (n - 1) / n,
+    "all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1.0,
+    "collective-broadcast": lambda n: float(n > 1),
+}
+"""Payloads that the busiest device of a group of n sends, by each kind's standard algorithm."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """Where in the program a computation is called."""
+
+    is_fusion: bool = False
+    start: tuple[Instruction, Computation] | None = None
+    """The asynchronous start that the computation is the work of, and where that stands."""
+    source: str = ""
+    """The jax operation of the caller."""
+
+
+def describe(
+    instruction: Instruction,
+    computation: Computation,
+    surroundings: Surroundings,
+    module: Module,
+    layout: MeshLayout,
+) -> Collective:
+    """The record of a collective that is executed once."""
+    kind = kind_of(instruction)
+    assert kind is not None, instruction.opcode
+    if surroundings.is_fusion and is_fused_reduce_scatter(instruction, computation):
+        kind = "reduce-scatter"
+    groups = group_positions(instruction, kind, module)
+    is_permute = kind == "collective-permute"
+    axes = layout.pair_axes(groups) if is_permute else layout.group_axes(groups)
+    size = layout.size(axes or ()) if is_permute else max(map(len, groups))
+    operands = computation.operand_shapes(instruction)
+    if instruction.opcode.startswith("ragged"):
+        operands = operands[:1]  # the others are the output's buffer, offsets and sizes
+    shapes = [shape for operand in operands for shape in operand]
+    # The operands also where the result is asked for: XLA:TPU converts on the way out.
+    payload = sum(shape.bytes for shape in shapes) * (size if kind == "all-gather" else 1)
+    moves = not is_permute or bool(axes)
+    is_async = surroundings.start is not None or instruction.opcode.endswith("-start")
+    start, around = surroundings.start or (instruction, computation)
+    return Collective(
+        name=instruction.name,
+        kind=kind,
+        dtypes=tuple(shape.dtype for shape in shapes),
+        payload_bytes=payload,
+        axes=axes,
+        group_size=size,
+        groups=groups,
+        times_low=1,
+        times_high=1,
+        sent_bytes=SENT[kind](size) * payload if moves else 0.0,
+        is_async=is_async,
+        overlapped=is_async and is_overlapped(start, around, module),
+        source=instruction.source or surroundings.source,
+    )

@@ -1,0 +1,112 @@
+"""FLOPs of one instruction: dots and convolutions, 2 for each multiply-add.
+
+Element-wise operations and reductions are left out, as in every definition of model FLOPs.
+Products with padding and with the zeros of a dilated input are not counted, as in XLA's own
+analysis: XLA:TPU writes batched dots as such convolutions.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import lru_cache
+
+import numpy as np
+
+from jaxdist.hlo.parse import Computation, Instruction, Shape
+
+_DIM_LABELS = re.compile(r"\bdim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
+_WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
+_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+_CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+_STATED = re.compile(r'"flops":"?(\d+)')
+# For each cuDNN direction, which of (result, operand 0, operand 1) plays input, kernel, output.
+_CUDNN = {
+    "__cudnn$convForward": (1, 2, 0),
+    "__cudnn$convBiasActivationForward": (1, 2, 0),
+    "__cudnn$convBackwardInput": (0, 2, 1),
+    "__cudnn$convBackwardFilter": (1, 0, 2),
+}
+
+
+def instruction_flops(instruction: Instruction, computation: Computation) -> int:
+    """FLOPs of the instruction itself, without the computations that it calls."""
+    if instruction.opcode in ("dot", "ragged-dot"):
+        left = computation.operand_shapes(instruction)[0][0]
+        return _dot(instruction.shapes[0], left, instruction.numbers("lhs_contracting_dims"))
+    if instruction.opcode == "convolution":
+        shapes = [instruction.shapes[0], *_operands(instruction, computation)]
+        return _convolution(instruction.attributes, shapes[1], shapes[2], shapes[0])
+    if instruction.opcode == "custom-call":
+        return _custom_call(instruction, computation)
+    return 0
+
+
+def _operands(instruction: Instruction, computation: Computation) -> list[Shape]:
+    return [shapes[0] for shapes in computation.operand_shapes(instruction) if shapes]
+
+
+def _dot(result: Shape, left: Shape, contracting: tuple[int, ...]) -> int:
+    return 2 * result.elements * math.prod(left.dims[dim] for dim in contracting)
+
+
+def _custom_call(instruction: Instruction, computation: Computation) -> int:
+    """Library calls that hide a dot or a convolution, and kernels that state their FLOPs."""
+    found = _TARGET.search(instruction.attributes)
+    target = found[1] if found else ""
+    if target in _CUDNN:
+        shapes = [instruction.shapes[0], *_operands(instruction, computation)]
+        left, kernel, result = (shapes[role] for role in _CUDNN[target])
+        return _convolution(instruction.attributes, left, kernel, result)
+    if contracting := _CONTRACTING.search(instruction.attributes):
+        dims = tuple(int(word) for word in re.findall(r"\d+", contracting[1]))
+        return _dot(instruction.shapes[0], _operands(instruction, computation)[0], dims)
+    if target == "__onednn$matmul":
+        left = _operands(instruction, computation)[0]
+        return _dot(instruction.shapes[0], left, (len(left.dims) - 1,))
+    stated = _STATED.search(instruction.attributes)
+    return int(stated[1]) if stated else 0
+
+
+def _convolution(attributes: str, left: Shape, kernel: Shape, result: Shape) -> int:
+    labels = _DIM_LABELS.search(attributes)
+    assert labels, f"no dim_labels in {attributes[:120]!r}"
+    window = _WINDOW.search(attributes)
+    fields = dict(re.findall(r"(\w+)=([\dx_\-]+)", window[1])) if window else {}
+    spatial = [label for label in labels[3] if label.isdigit()]
+    pairs = 1
+    for label in sorted(spatial, key=int):
+        number = int(label)
+
+        def field(name: str, default: str, number: int = number) -> str:
+            return fields[name].split("x")[number] if name in fields else default
+
+        pairs *= _valid_pairs(
+            left.dims[labels[1].index(label)],
+            kernel.dims[labels[2].index(label)],
+            result.dims[labels[3].index(label)],
+            int(field("stride", "1")),
+            int(field("pad", "0_0").split("_")[0]),
+            int(field("lhs_dilate", "1")),
+            int(field("rhs_dilate", "1")),
+        )
+    batch_feature = (result.dims[labels[3].index(label)] for label in "bf")
+    return 2 * pairs * kernel.dims[labels[2].index("i")] * math.prod(batch_feature)
+
+
+@lru_cache(maxsize=4096)
+def _valid_pairs(
+    size: int, kernel: int, result: int, stride: int, pad: int, dilate: int, kernel_dilate: int
+) -> int:
+    """Pairs of an output and a kernel position along one dim that meet a real input element.
+
+    >>> _valid_pairs(28, 3, 28, 1, 1, 1, 1)  # "same" padding: both ends lack one
+    82
+    """
+    starts = np.arange(result) * stride - pad
+    count = 0
+    for offset in range(kernel):
+        reached = starts + offset * kernel_dilate
+        inside = (reached >= 0) & (reached < (size - 1) * dilate + 1) & (reached % dilate == 0)
+        count += int(inside.sum())
+    return count

@@ -1,0 +1,177 @@
+"""Which devices a collective joins, and which mesh axes that is.
+
+HLO spells groups in four ways: `{{0,1},{2,3}}`; `[2,4]<=[8]`, with `T(1,0)` an iota that is
+reshaped and transposed; axes of a mesh of XLA's own, `mesh['a'=2,'b'=4] {'b'}`, or parts of such
+axes; and for a permute `source_target_pairs={{0,1},{1,0}}`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Mapping
+from functools import cached_property
+
+import numpy as np
+
+from jaxdist.hlo.parse import Instruction, LedgerError, Module
+
+Groups = tuple[tuple[int, ...], ...]
+
+_LISTS = re.compile(r"\b(?:replica_groups|source_target_pairs)=\{((?:\{[\d,]*\},?)*)\}")
+_IOTA = re.compile(r"\breplica_groups=(\[[\d,]+\]<=\S+?)(?:, |$)")
+_MESH = re.compile(
+    r"\breplica_groups=mesh\[([^\]]*)\](?:, device_ids=\(((?:[^()]|\([^()]*\))*)\))? \{([^}]*)\}"
+)
+_SUB_AXIS = re.compile(r"(.*):\((\d+)\)(\d+)$")
+_BY_PARTITION = ("all-to-all", "ragged-all-to-all", "collective-permute", "collective-broadcast")
+
+
+def _integers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",") if word]
+
+
+def iota(text: str) -> np.ndarray:
+    """The array that `[shape]<=[source]T(order)` stands for.
+
+    >>> iota("[4,2]<=[2,4]T(1,0)").tolist()
+    [[0, 4], [1, 5], [2, 6], [3, 7]]
+    """
+    found = re.fullmatch(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
+    if found is None:
+        raise LedgerError(f"replica groups {text!r} are in no known spelling")
+    source = _integers(found[2])
+    array = np.arange(math.prod(source)).reshape(source)
+    return array.transpose(_integers(found[3]) if found[3] else None).reshape(_integers(found[1]))
+
+
+def _mesh_groups(sizes_text: str, devices_text: str | None, axes_text: str) -> np.ndarray:
+    """Groups over axes of XLA's own mesh, whole ones or parts `'a':(before)size`."""
+    sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", sizes_text)}
+    count = math.prod(sizes.values())
+    if devices_text is None:
+        devices = np.arange(count)
+    elif devices_text.startswith("["):
+        devices = iota(f"[{count}]<={devices_text}")
+    else:
+        devices = np.array(_integers(devices_text))
+    parts: dict[str, set[tuple[int, int]]] = {name: set() for name in sizes}
+    for axis in axes_text.split(","):
+        sub = _SUB_AXIS.match(axis)
+        name, before, size = (sub[1], int(sub[2]), int(sub[3])) if sub else (axis, 1, sizes[axis])
+        parts[name].add((before, size))
+    shape: list[int] = []
+    grouped: list[int] = []
+    for name, whole in sizes.items():
+        cuts = {1, whole} | {
+            edge for before, size in parts[name] for edge in (before, before * size)
+        }
+        edges = sorted(cuts)
+        for low, high in itertools.pairwise(edges):
+            if any(before <= low and high <= before * size for before, size in parts[name]):
+                grouped.append(len(shape))
+            shape.append(high // low)
+    rest = [dim for dim in range(len(shape)) if dim not in grouped]
+    width = math.prod(shape[dim] for dim in grouped)
+    return devices.reshape(shape).transpose(rest + grouped).reshape(-1, width)
+
+
+def written_groups(attributes: str, everyone: int) -> Groups:
+    """The groups or pairs as an instruction's attributes spell them.
+
+    Args:
+      attributes: what follows the operands.
+      everyone: size of the one group that empty groups stand for.
+
+    Raises:
+      LedgerError: a spelling of replica groups that is not known.
+
+    >>> written_groups("replica_groups=mesh['a'=2,'b'=4] {'a'}", 8)
+    ((0, 4), (1, 5), (2, 6), (3, 7))
+    """
+    if found := _LISTS.search(attributes):
+        lists = re.findall(r"\{([\d,]*)\}", found[1])
+        groups = tuple(tuple(_integers(text)) for text in lists)
+        return groups or (tuple(range(everyone)),)
+    if found := _MESH.search(attributes):
+        array = _mesh_groups(*found.groups())
+    elif found := _IOTA.search(attributes):
+        array = iota(found[1])
+    elif "replica_groups=" in attributes:
+        start = attributes.index("replica_groups=")
+        raise LedgerError(f"{attributes[start : start + 80]!r} is in no known spelling of groups")
+    else:
+        return (tuple(range(everyone)),)
+    return tuple(map(tuple, array.tolist()))
+
+
+def group_positions(instruction: Instruction, kind: str, module: Module) -> Groups:
+    """Groups as positions in the program's device assignment, counted replica by replica.
+
+    What the written numbers are depends on the operation: flat positions with
+    `use_global_device_ids`; with a channel, partitions for the moving kinds, else replicas, each
+    standing for all its partitions; without a channel, replicas in each partition by itself.
+    """
+    replicas, partitions = module.replicas, module.partitions
+    attributes = instruction.attributes
+    if "use_global_device_ids=true" in attributes:
+        return written_groups(attributes, module.devices)
+    if instruction.number("channel_id") is None:
+        groups = written_groups(attributes, replicas)
+        return tuple(
+            tuple(r * partitions + p for r in g) for p in range(partitions) for g in groups
+        )
+    if kind in _BY_PARTITION:
+        groups = written_groups(attributes, partitions)
+        return tuple(tuple(r * partitions + p for p in g) for r in range(replicas) for g in groups)
+    groups = written_groups(attributes, replicas)
+    return tuple(tuple(r * partitions + p for r in g for p in range(partitions)) for g in groups)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class MeshLayout:
+    """Where on the mesh each position of the program's device assignment lies."""
+
+    axes: Mapping[str, int]
+    """Axis to size, in mesh order."""
+    order: tuple[int, ...]
+    """Position in the assignment to index among the mesh's devices, flattened."""
+
+    @cached_property
+    def _coordinates(self) -> np.ndarray:
+        """[position, axis]"""
+        shape = tuple(self.axes.values())
+        return np.stack(np.unravel_index(np.array(self.order), shape or (1,)), axis=-1)
+
+    def _names(self, varies: np.ndarray) -> tuple[str, ...]:
+        return tuple(name for name, moves in zip(self.axes, varies, strict=True) if moves)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        return math.prod(self.axes[axis] for axis in axes)
+
+    def group_axes(self, groups: Groups) -> tuple[str, ...] | None:
+        """The axes that the groups span; None unless every group is exactly their product.
+
+        >>> MeshLayout({"data": 2, "tensor": 2}, (0, 1, 2, 3)).group_axes(((0, 2), (1, 3)))
+        ('data',)
+        >>> MeshLayout({"data": 2, "tensor": 2}, (0, 1, 2, 3)).group_axes(((0, 3), (1, 2)))
+        """
+        members = sorted(member for group in groups for member in group)
+        if len({len(group) for group in groups}) != 1 or members != list(range(len(self.order))):
+            return None
+        if not self.axes:
+            return ()
+        coordinates = self._coordinates[np.array(groups)]
+        varies = (coordinates != coordinates[:, :1]).any(axis=1)
+        axes = self._names(varies.any(axis=0))
+        # Distinct members that agree off the axes, as many as the axes have points: all points.
+        return axes if self.size(axes) == len(groups[0]) else None
+
+    def pair_axes(self, pairs: Groups) -> tuple[str, ...]:
+        """The axes along which a permute moves anything."""
+        if not pairs or not self.axes:
+            return ()
+        ends = self._coordinates[np.array(pairs)]
+        return self._names((ends[:, 0] != ends[:, 1]).any(axis=0))

@@ -1,0 +1,109 @@
+"""The one question to ask a compiled program: what does it send, compute and hold?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxdist.hlo.account import account
+from jaxdist.hlo.groups import MeshLayout
+from jaxdist.hlo.parse import LedgerError, parse
+from jaxdist.hlo.records import Ledger, Memory
+
+NO_MEMORY = Memory(0, 0, 0, 0, 0, 0)
+
+
+def ledger(compiled: jax.stages.Compiled, mesh: Mesh) -> Ledger:
+    """Everything that one run of a compiled program does on each device.
+
+    Args:
+      compiled: `jax.jit(f).lower(...).compile()`, for CPU, GPU or TPU, also ahead of time.
+      mesh: the mesh that the program was compiled for; it names the axes.
+
+    Raises:
+      LedgerError: the program runs on other devices than the mesh's.
+    """
+    return ledger_of_text(
+        compiled.as_text() or "",
+        dict(mesh.shape),
+        order=_order(compiled, mesh),
+        memory=_memory(compiled.memory_analysis()),
+    )
+
+
+def ledger_of_text(
+    text: str,
+    axes: Mapping[str, int],
+    *,
+    order: tuple[int, ...] | None = None,
+    memory: Memory = NO_MEMORY,
+) -> Ledger:
+    """The ledger of a program of which only the text is at hand.
+
+    Args:
+      text: the compiled program as HLO text.
+      axes: mesh axis to size, in mesh order.
+      order: for each position of the program's device assignment, the index of that device in the
+        flattened mesh; by default the same.
+      memory: bytes on one device.
+
+    Raises:
+      LedgerError: the text is no compiled program, or runs on another number of devices.
+    """
+    module = parse(text)
+    order = order or tuple(range(module.devices))
+    layout = MeshLayout(dict(axes), order)
+    if layout.size(tuple(axes)) != module.devices:
+        shape = ", ".join(f"{axis}: {size}" for axis, size in axes.items())
+        raise LedgerError(
+            f"the program runs on {module.devices} devices, but the mesh {{{shape}}} has "
+            f"{layout.size(tuple(axes))}: pass the mesh that the program was compiled for"
+        )
+    totals = account(module, layout)
+    return Ledger(
+        collectives=totals.collectives,
+        flops_low=float(totals.flops[0]),
+        flops_high=float(totals.flops[1]),
+        memory=memory,
+        devices=module.devices,
+        axes=dict(axes),
+        unknown_loops=totals.unknown_loops,
+    )
+
+
+def _order(compiled: jax.stages.Compiled, mesh: Mesh) -> tuple[int, ...] | None:
+    """Index in the mesh of each device of the program; None where no sharding tells."""
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    devices = list(mesh.devices.flat)
+    for sharding in shardings:
+        if isinstance(sharding, NamedSharding) and isinstance(sharding.mesh, Mesh):
+            assigned = list(sharding.mesh.devices.flat)
+            if set(assigned) != set(devices):
+                raise LedgerError(
+                    f"the program runs on devices {_ids(assigned)}, but the mesh has "
+                    f"{_ids(devices)}: pass the mesh that the program was compiled for"
+                )
+            places = {device: place for place, device in enumerate(devices)}
+            return tuple(places[device] for device in assigned)
+    return None
+
+
+def _ids(devices: list[Any]) -> list[int]:
+    return [device.id for device in devices]
+
+
+def _memory(stats: Any) -> Memory:
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    reserved = held + stats.temp_size_in_bytes
+    return Memory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        code_bytes=stats.generated_code_size_in_bytes,
+        # XLA:CPU's own peak leaves the temporaries out; XLA:TPU's also holds what is not listed.
+        peak_bytes=max(stats.peak_memory_in_bytes, reserved),
+    )

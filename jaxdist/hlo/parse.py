@@ -1,0 +1,233 @@
+"""HLO text to computations and instructions: only as much of the grammar as the ledger reads.
+
+The text of a compiled program (`compiled.as_text()`) is one computation after another, each with
+one instruction a line, in the order of the schedule:
+
+    ROOT %name = type opcode(%operand, ...), attribute=value, ..., metadata={...}, ...
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from functools import cached_property
+
+from jaxdist.errors import LedgerError
+
+BITS = {"pred": 8, "token": 0, "opaque": 0}
+"""Dtypes whose name does not say their size in bits."""
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
+_NAME = re.compile(r"%([\w.\-]+)")
+_OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_PARENTHESIS = re.compile(r"[()]")
+_BITS = re.compile(r"^[a-z]+(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """Dtype and dims of one array."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.dims)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without the padding of any tiled layout.
+
+        >>> Shape("s4", (3,)).bytes, Shape("bf16", (2, 3)).bytes, Shape("f8e4m3fn", ()).bytes
+        (2, 12, 1)
+        """
+        bits = BITS.get(self.dtype)
+        if bits is None:
+            found = _BITS.match(self.dtype)
+            assert found, f"dtype {self.dtype} has no size"
+            bits = int(found[1])
+        return -(-self.elements * bits // 8)
+
+
+def parse_shapes(text: str) -> tuple[Shape, ...]:
+    """All arrays in a type, those of a tuple one after the other.
+
+    >>> parse_shapes("(f32[2,3]{1,0:T(8,128)}, /*index=1*/u32[]{:S(2)})")
+    (Shape(dtype='f32', dims=(2, 3)), Shape(dtype='u32', dims=()))
+    """
+    return tuple(
+        Shape(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
+        for dtype, dims in _ARRAY.findall(text)
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Instruction:
+    """One line of a computation, its parts parsed when they are asked for."""
+
+    name: str
+    opcode: str
+    type_text: str
+    arguments: str
+    """What stands in the parentheses: operands, a parameter's number, a constant's value."""
+    attributes: str
+    """All that follows the parentheses."""
+    is_root: bool
+
+    @cached_property
+    def shapes(self) -> tuple[Shape, ...]:
+        return parse_shapes(self.type_text)
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        return tuple(_NAME.findall(self.arguments))
+
+    def number(self, attribute: str) -> int | None:
+        """The value of an integer attribute such as `channel_id`."""
+        found = re.search(rf"\b{attribute}=(\d+)", self.attributes)
+        return int(found[1]) if found else None
+
+    def numbers(self, attribute: str) -> tuple[int, ...]:
+        """The value of a list attribute such as `lhs_contracting_dims`; empty when absent."""
+        found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
+        return tuple(map(int, found[1].split(","))) if found and found[1] else ()
+
+    def called(self, attribute: str) -> tuple[str, ...]:
+        """Names of the computations that `calls`, `to_apply`, `body`, ... points to."""
+        found = re.search(rf"\b{attribute}=(%[\w.\-]+|\{{[^}}]*\}})", self.attributes)
+        return tuple(_NAME.findall(found[1])) if found else ()
+
+    @property
+    def source(self) -> str:
+        """`op_name` of the metadata, or empty."""
+        found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
+        return found[1] if found else ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Computation:
+    """Instructions in the order of the schedule."""
+
+    name: str
+    instructions: tuple[Instruction, ...]
+
+    @cached_property
+    def by_name(self) -> dict[str, Instruction]:
+        return {instruction.name: instruction for instruction in self.instructions}
+
+    @cached_property
+    def positions(self) -> dict[str, int]:
+        return {instruction.name: place for place, instruction in enumerate(self.instructions)}
+
+    @cached_property
+    def users(self) -> dict[str, list[Instruction]]:
+        """For each name, the instructions that take it as an operand."""
+        found: dict[str, list[Instruction]] = {}
+        for instruction in self.instructions:
+            for operand in dict.fromkeys(instruction.operands):
+                found.setdefault(operand, []).append(instruction)
+        return found
+
+    @cached_property
+    def root(self) -> Instruction:
+        return next(i for i in self.instructions if i.is_root)
+
+    @cached_property
+    def custom_call_targets(self) -> frozenset[str]:
+        calls = (i.attributes for i in self.instructions if i.opcode == "custom-call")
+        found = (re.search(r'custom_call_target="([^"]*)"', text) for text in calls)
+        return frozenset(match[1] for match in found if match)
+
+    def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
+        """Shapes of each operand."""
+        return [self.by_name[name].shapes for name in instruction.operands]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Module:
+    """A program: its computations by name."""
+
+    computations: dict[str, Computation]
+    entry: Computation
+    replicas: int
+    partitions: int
+
+    @property
+    def devices(self) -> int:
+        return self.replicas * self.partitions
+
+
+def _closing(text: str, start: int) -> int:
+    """Index of the parenthesis that closes the one at `start`."""
+    depth = 0
+    for match in _PARENTHESIS.finditer(text, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    raise LedgerError(f"unbalanced parentheses in the HLO line {text.strip()[:120]!r}")
+
+
+def parse_instruction(line: str) -> Instruction | None:
+    """The instruction on a line; None where the line holds none.
+
+    >>> found = parse_instruction("  ROOT %sum.1 = f32[2]{0} add(%a, %b), metadata={}")
+    >>> found.name, found.opcode, found.operands, found.shapes
+    ('sum.1', 'add', ('a', 'b'), (Shape(dtype='f32', dims=(2,)),))
+    """
+    head = _INSTRUCTION.match(line)
+    if head is None:
+        return None
+    start = head.end()
+    end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
+    opcode = _OPCODE.match(line, end)
+    if opcode is None:
+        raise LedgerError(f"no operation in the HLO line {line.strip()[:120]!r}")
+    closing = _closing(line, opcode.end() - 1)
+    return Instruction(
+        name=head[2],
+        opcode=opcode[1],
+        type_text=line[start:end],
+        arguments=line[opcode.end() : closing],
+        attributes=line[closing + 1 :],
+        is_root=head[1] is not None,
+    )
+
+
+def parse(text: str) -> Module:
+    """A whole program.
+
+    Args:
+      text: `compiled.as_text()`, of any backend.
+
+    Raises:
+      LedgerError: the text is not that of an HLO program.
+    """
+    computations: dict[str, Computation] = {}
+    entry = name = None
+    instructions: list[Instruction] = []
+    header, _, body = text.partition("\n")
+    for line in body.splitlines():
+        if name is not None and line.startswith("}"):
+            computations[name] = Computation(name, tuple(instructions))
+            name, instructions = None, []
+        elif name is None:
+            found = _COMPUTATION.match(line)
+            if found:
+                name = found[2]
+                entry = name if found[1] else entry
+        elif (instruction := parse_instruction(line)) is not None:
+            instructions.append(instruction)
+    if not header.startswith("HloModule") or entry not in computations:
+        raise LedgerError(
+            f"the text is no compiled HLO program: it begins with {header[:60]!r} and has "
+            f"{len(computations)} computations; pass the result of jit(f).lower(...).compile()"
+        )
+    replicas, partitions = (
+        int(found[1]) if (found := re.search(rf"\b{key}=(\d+)", header)) else 1
+        for key in ("replica_count", "num_partitions")
+    )
+    return Module(computations, computations[entry], replicas, partitions)

@@ -1,0 +1,120 @@
+"""Which instructions are collectives, where asynchronous ones end, and what runs meanwhile.
+
+A collective is asynchronous in one of three spellings: `all-gather-start` and `all-gather-done`;
+`async-start` and `async-done` around a computation that holds it; and on TPU a fusion that holds
+it with the custom call `AsyncCollectiveStart`, compute fusions that hold it again and carry it
+on, and one with `AsyncCollectiveDone`. The ledger counts the start alone.
+"""
+
+from __future__ import annotations
+
+from jaxdist.hlo.parse import Computation, Instruction, Module
+from jaxdist.hlo.records import Kind
+
+KINDS: dict[str, Kind] = {
+    "all-reduce": "all-reduce",
+    "reduce-scatter": "reduce-scatter",
+    "all-gather": "all-gather",
+    "all-to-all": "all-to-all",
+    "ragged-all-to-all": "all-to-all",
+    "collective-permute": "collective-permute",
+    "collective-broadcast": "collective-broadcast",
+}
+FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+
+# What keeps no compute unit busy. Scalars do not either, whatever is computed.
+_IDLE = {
+    "after-all",
+    "bitcast",
+    "constant",
+    "copy",
+    "get-tuple-element",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "reshape",
+    "tuple",
+}
+
+
+def kind_of(instruction: Instruction) -> Kind | None:
+    """The kind of collective that an instruction begins; None for all others, `-done` too."""
+    return KINDS.get(instruction.opcode.removesuffix("-start"))
+
+
+def is_fused_reduce_scatter(instruction: Instruction, computation: Computation) -> bool:
+    """Whether an all-reduce inside a fusion only serves to cut this device's part out.
+
+    XLA:TPU writes `fusion(x), calls=%all-reduce-scatter`: an all-reduce and a dynamic-slice that
+    run as one reduce-scatter.
+    """
+    if instruction.opcode != "all-reduce":
+        return False
+    users = list(computation.users.get(instruction.name, []))
+    cuts = []
+    while users:
+        user = users.pop()
+        if user.opcode in ("bitcast", "reshape", "copy", "get-tuple-element", "convert"):
+            users += computation.users.get(user.name, [])
+        else:
+            cuts.append(user)
+    return bool(cuts) and all(user.opcode == "dynamic-slice" for user in cuts)
+
+
+def channels_in_flight(module: Module) -> frozenset[int]:
+    """Channels of the collectives that TPU fusions start and others carry on."""
+    return frozenset(
+        channel
+        for computation in module.computations.values()
+        if FUSED_START in computation.custom_call_targets
+        for instruction in computation.instructions
+        if kind_of(instruction) and (channel := instruction.number("channel_id")) is not None
+    )
+
+
+def is_overlapped(start: Instruction, computation: Computation, module: Module) -> bool:
+    """Whether compute is scheduled between an asynchronous start and its done.
+
+    A start whose done stands in the loop's next turn runs beside all that follows it.
+    """
+    first = computation.positions[start.name] + 1
+    end = _done(start, computation, module)
+    between = computation.instructions[first : computation.positions[end] if end else None]
+    return any(_computes(instruction, module) for instruction in between)
+
+
+def _done(start: Instruction, computation: Computation, module: Module) -> str | None:
+    """Name of the instruction that waits for `start`; None when it is not in this computation."""
+    pending = [start]
+    seen = {start.name}
+    while pending:
+        for user in computation.users.get(pending.pop().name, []):
+            if user.opcode.endswith("-done") or FUSED_DONE in _targets(user, module):
+                return user.name
+            follows = user.opcode in ("get-tuple-element", "async-update") or (
+                user.opcode == "fusion" and start.opcode == "fusion"
+            )
+            if follows and user.name not in seen:
+                seen.add(user.name)
+                pending.append(user)
+    return None
+
+
+def _targets(instruction: Instruction, module: Module) -> frozenset[str]:
+    if instruction.opcode != "fusion":
+        return frozenset()
+    return module.computations[instruction.called("calls")[0]].custom_call_targets
+
+
+def _computes(instruction: Instruction, module: Module) -> bool:
+    if instruction.opcode in ("while", "conditional", "call"):
+        return True
+    if instruction.opcode == "custom-call":
+        return instruction.shapes != () and "AllocateBuffer" not in instruction.attributes
+    moves = instruction.opcode.endswith(("-start", "-done", "-update"))
+    if instruction.opcode in _IDLE or moves or kind_of(instruction):
+        return False
+    if {FUSED_START, FUSED_DONE} & _targets(instruction, module):
+        return False
+    return any(shape.dims for shape in instruction.shapes)

@@ -1,0 +1,143 @@
+"""What a train step would cost at best: the model's own FLOPs, and the least bytes on the wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.mesh import Device, MeshConfig, axis_names
+from jaxdist.parallel.plan import ParallelConfig
+from jaxdist.sharding import param_shardings
+
+
+def model_flops(config: ExperimentConfig, device: Device) -> float:
+    """FLOPs of the matrix products and convolutions of one train step, over all devices.
+
+    They are counted in the step as jax traces it for one device, without the model's remat:
+    nothing is computed twice and nothing on two devices. What a model of the user's own recomputes
+    by itself is counted. A loop whose length is data counts once.
+    """
+    model: Any = config.model
+    if "remat" in type(model).model_fields:
+        model = model.model_copy(update={"remat": "none"})
+    alone = config.model_copy(
+        update={
+            "model": model,
+            "mesh": MeshConfig.model_validate({"data": 1}),
+            "parallel": ParallelConfig(),
+            "train": config.train.model_copy(update={"microbatches": 1}),
+        }
+    )
+    program = build(alone, devices=[device]).program
+    return jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)  # pyright: ignore[reportFunctionMemberAccess]  (jitted)
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """FLOPs of all `dot_general` and `conv_general_dilated` in a jaxpr, 2 per multiply-add.
+
+    A scan counts times its length, a `cond` as its dearest branch.
+    """
+    total = 0.0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        inner = [jaxpr_flops(part) for part in _inner(equation.params)]
+        name = equation.primitive.name
+        if name == "dot_general":
+            total += _dot_flops(equation)
+        elif name == "conv_general_dilated":
+            total += _convolution_flops(equation)
+        elif name == "scan":
+            total += equation.params["length"] * sum(inner)
+        elif name == "cond":
+            total += max(inner)
+        else:
+            total += sum(inner)
+    return total
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(part, "eqns"):
+                yield part
+
+
+def _dot_flops(equation: Any) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    out = equation.outvars[0].aval.shape
+    return 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution_flops(equation: Any) -> float:
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    left, kernel = (variable.aval.shape for variable in equation.invars)
+    out = equation.outvars[0].aval.shape
+    pairs = [
+        _window_pairs(
+            left[numbers.lhs_spec[2 + i]],
+            kernel[numbers.rhs_spec[2 + i]],
+            out[numbers.out_spec[2 + i]],
+            stride=params["window_strides"][i],
+            low=params["padding"][i][0],
+            left_dilation=params["lhs_dilation"][i],
+            kernel_dilation=params["rhs_dilation"][i],
+        )
+        for i in range(len(out) - 2)
+    ]
+    batch, features = (out[numbers.out_spec[i]] for i in (0, 1))
+    per_position = batch * features * kernel[numbers.rhs_spec[1]]
+    return 2.0 * per_position * math.prod(pairs)
+
+
+def _window_pairs(
+    left: int,
+    kernel: int,
+    out: int,
+    *,
+    stride: int,
+    low: int,
+    left_dilation: int,
+    kernel_dilation: int,
+) -> int:
+    """Pairs (output, kernel position) that meet a real input: neither padding nor dilation."""
+    position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilation - low
+    inside = (position >= 0) & (position <= (left - 1) * left_dilation)
+    return int(np.count_nonzero(inside & (position % left_dilation == 0)))
+
+
+def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | None:
+    """The mesh axes that share the batch, and the least bytes a device must send over them.
+
+    All-reducing S bytes over N devices takes 2(N-1)/N S from each, by any algorithm; S is the
+    gradient of what one device holds of the parameters, in the model's compute dtype. Parameters
+    that are themselves split over these axes count whole, since gathering and reduce-scattering
+    them takes as much. None when no axis shares the batch.
+    """
+    layout = experiment.layout
+    axis = layout.axis_of("batch")
+    names = axis_names(layout.mesh, axis) if axis else ()
+    if not names:
+        return None
+    program = experiment.program
+    compute_dtype = getattr(experiment.config.model, "compute_dtype", None)
+    shardings = param_shardings(layout, program.model.params, program.dims)
+    size_bytes = 0
+    for leaf, sharding in zip(
+        jax.tree.leaves(program.model.params), jax.tree.leaves(shardings), strict=True
+    ):
+        split = [name for entry in sharding.spec for name in _entry(entry) if name not in names]
+        parts = math.prod(layout.mesh.shape[name] for name in split)
+        dtype = np.dtype(compute_dtype or leaf.dtype)
+        size_bytes += leaf.size // parts * min(dtype.itemsize, leaf.dtype.itemsize)
+    count = math.prod(layout.mesh.shape[name] for name in names)
+    return names, 2 * (count - 1) / count * size_bytes
+
+
+def _entry(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

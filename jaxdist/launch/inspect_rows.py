@@ -1,0 +1,137 @@
+"""A ledger's collectives summed into the rows that a person reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from jaxdist.hlo.records import Collective, Ledger
+
+
+@dataclass(frozen=True)
+class Row:
+    """The collectives of one kind over the same mesh axes, in one step on one device.
+
+    Attributes:
+      axes: mesh axes that the groups span; None when they are no product of axes.
+      kind: of the collectives, or "" for all kinds together.
+      times_low, times_high: executions; they differ where a conditional decides.
+      dtypes: on the wire, sorted.
+      payload_bytes: whole tensors, summed over the executions.
+      sent_bytes: what the busiest device sends.
+      overlapped_bytes: of these, what is sent while the device computes.
+    """
+
+    axes: tuple[str, ...] | None
+    kind: str
+    times_low: int
+    times_high: int
+    dtypes: tuple[str, ...]
+    payload_bytes: int
+    sent_bytes: float
+    overlapped_bytes: float
+
+    @property
+    def exposed_bytes(self) -> float:
+        """What is sent while the device waits."""
+        return self.sent_bytes - self.overlapped_bytes
+
+    @property
+    def label(self) -> str:
+        """The axes as text."""
+        return "other groups" if self.axes is None else " x ".join(self.axes) or "one device"
+
+    @property
+    def times(self) -> str:
+        """Executions as text."""
+        return show_range(self.times_low, self.times_high)
+
+
+def _sum(axes: tuple[str, ...] | None, kind: str, found: Sequence[Collective]) -> Row:
+    return Row(
+        axes=axes,
+        kind=kind,
+        times_low=sum(c.times_low for c in found),
+        times_high=sum(c.times_high for c in found),
+        dtypes=tuple(sorted({dtype for c in found for dtype in c.dtypes})),
+        payload_bytes=sum(c.times_high * c.payload_bytes for c in found),
+        sent_bytes=math.fsum(c.times_high * c.sent_bytes for c in found),
+        overlapped_bytes=math.fsum(c.times_high * c.sent_bytes for c in found if c.overlapped),
+    )
+
+
+def _order(axes: tuple[str, ...] | None, ledger: Ledger) -> tuple[bool, int, list[int]]:
+    """Single axes in mesh order, then several together, then what is no product of axes."""
+    names = list(ledger.axes)
+    return axes is None, len(axes or ()), [names.index(axis) for axis in axes or ()]
+
+
+def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[Row]:
+    """One row for each set of mesh axes that collectives span.
+
+    Those over some of the axes in `together` are one row: a reduction inside the fast network and
+    then across the slow one is, as a whole, one over both.
+    """
+
+    def span(collective: Collective) -> tuple[str, ...] | None:
+        axes = collective.axes
+        return together if axes and set(axes) <= set(together) else axes
+
+    spans = sorted({span(c) for c in ledger.collectives}, key=lambda axes: _order(axes, ledger))
+    return [_sum(axes, "", [c for c in ledger.collectives if span(c) == axes]) for axes in spans]
+
+
+def by_kind(ledger: Ledger) -> list[Row]:
+    """One row for each set of mesh axes and kind of collective, most bytes first within a set."""
+    rows: list[Row] = []
+    for whole in by_axes(ledger):
+        mine = [c for c in ledger.collectives if c.axes == whole.axes]
+        kinds = [_sum(whole.axes, k, [c for c in mine if c.kind == k]) for k in _kinds(mine)]
+        rows += sorted(kinds, key=lambda row: -row.sent_bytes)
+    return rows
+
+
+def _kinds(collectives: Iterable[Collective]) -> list[str]:
+    return sorted({collective.kind for collective in collectives})
+
+
+def show_bytes(size_bytes: float) -> str:
+    """A size with three digits and a decimal unit.
+
+    >>> show_bytes(7340032), show_bytes(0), show_bytes(999.6), show_bytes(16.9e9)
+    ('7.34 MB', '0 B', '1 kB', '16.9 GB')
+    """
+    return show_number(size_bytes, "B")
+
+
+def show_number(value: float, unit: str = "") -> str:
+    """A number with three digits and a decimal prefix.
+
+    >>> show_number(6140461056, "FLOP"), show_number(12)
+    ('6.14 GFLOP', '12')
+    """
+    for prefix in ("", "k", "M", "G", "T", "P"):
+        rounded = float(f"{value:.3g}")
+        if abs(rounded) < 1000:
+            return f"{rounded:g} {prefix}{unit}".rstrip()
+        value /= 1000
+    return f"{value:.3g} E{unit}"
+
+
+def show_range(low: float, high: float) -> str:
+    """One number, or two with a dash where they differ.
+
+    >>> show_range(4, 4), show_range(0, 4)
+    ('4', '0-4')
+    """
+    return f"{high:,}" if low == high else f"{low:,}-{high:,}"
+
+
+def show_ratio(value: float, reference: float | None) -> str:
+    """`value` over `reference` as a factor; a dash where there is no reference.
+
+    >>> show_ratio(3, 2), show_ratio(3, 0), show_ratio(3, None)
+    ('1.500', '-', '-')
+    """
+    return f"{value / reference:.3f}" if reference else "-"

@@ -1,0 +1,124 @@
+"""The devices of a TPU topology, to compile for without a TPU.
+
+libtpu describes and compiles for any topology on any Linux machine; only running needs the chips.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from jaxdist.errors import MeshError, did_you_mean
+
+ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
+"""What libtpu reads when it is loaded: ask no metadata server, share the library's lock."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One generation of TPU: dims of its torus, chips of its largest pod, jax's chip config."""
+
+    dims: int
+    most_chips: int
+    example: str
+    chip_config: str = "default"
+
+
+FAMILIES = {
+    "v2": Family(2, 256, "v2:4x4"),
+    "v3": Family(2, 1024, "v3:4x4"),
+    "v4": Family(3, 4096, "v4:2x2x2", "megacore"),
+    "v5e": Family(2, 256, "v5e:2x4"),
+    "v5p": Family(3, 8960, "v5p:4x4x4"),
+    "v6e": Family(2, 256, "v6e:4x4"),
+    "tpu7x": Family(3, 9216, "tpu7x:2x2x1"),
+}
+_FORM = re.compile(r"([a-z0-9]+):(\d{1,4}(?:x\d{1,4})*)")
+_FORMS = "a topology is family:AxB or family:AxBxC, such as " + ", ".join(
+    family.example for family in FAMILIES.values()
+)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """One slice: chips of one family as a torus.
+
+    Several slices are several programs that meet on their hosts, which no single one shows.
+    """
+
+    family: str
+    shape: tuple[int, ...]
+
+
+def parse_topology(text: str) -> Topology:
+    """A topology as one writes it.
+
+    Raises:
+      MeshError: not a topology, an unknown family, or a shape that the family does not have.
+
+    >>> parse_topology("v5e:2x4")
+    Topology(family='v5e', shape=(2, 4))
+    """
+    matched = _FORM.fullmatch(text)
+    if matched is None:
+        raise MeshError(f"topology {text!r} cannot be read: {_FORMS}")
+    name, shape_text = matched[1], matched[2]
+    if name not in FAMILIES:
+        raise MeshError(
+            f"topology {text!r}: no TPU family {name!r}: {did_you_mean(name, FAMILIES)}; {_FORMS}"
+        )
+    family, shape = FAMILIES[name], tuple(int(size) for size in shape_text.split("x"))
+    if len(shape) != family.dims:
+        raise MeshError(
+            f"topology {text!r} has {len(shape)} dims, {name} has {family.dims}, as in "
+            f"{family.example}"
+        )
+    chips = math.prod(shape)
+    if not 1 <= chips <= family.most_chips:
+        raise MeshError(
+            f"topology {text!r} has {chips:,} chips: a slice of {name} has 1 to "
+            f"{family.most_chips:,}"
+        )
+    return Topology(name, shape)
+
+
+def topology_devices(text: str) -> list[Any]:
+    """The `jax.Device`s of a TPU topology such as `v5e:2x4`: to compile for, not to run on.
+
+    Loads libtpu on first use.
+
+    Raises:
+      MeshError: not a topology, one that libtpu does not know, or libtpu is not installed.
+    """
+    topology = parse_topology(text)
+    if importlib.util.find_spec("libtpu") is None:
+        raise MeshError(
+            f"topology {text!r} is compiled for by libtpu, which is not installed: "
+            "pip install 'jaxdist[tpu]'"
+        )
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    import jax
+    from jax.experimental import topologies
+
+    try:
+        described = topologies.get_topology_desc(
+            f"{topology.family}:{'x'.join(map(str, topology.shape))}",
+            "tpu",
+            chip_config_name=FAMILIES[topology.family].chip_config,
+        )
+    except jax.errors.JaxRuntimeError as error:
+        raise MeshError(
+            f"topology {text!r} is none that libtpu knows: {error}; {_FORMS}"
+        ) from error
+    return list(described.devices)

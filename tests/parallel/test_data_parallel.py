@@ -1,0 +1,102 @@
+"""The explicit reduction in the compiled step: what it sends, and on which axis."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxdist.collectives.ring import Ring
+from jaxdist.config import Document, validate
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.hlo import ledger
+from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.parallel.data import DataParallel
+from jaxdist.trees import tree_bytes
+
+P = jax.sharding.PartitionSpec
+
+
+def experiment(mesh: dict, reduce: dict | None, **changes) -> Experiment:
+    sections = {
+        "model": {"type": "mlp", "hidden": [64, 32]},
+        "data": {"type": "images", "source": "digits"},
+        "optim": {"type": "adamw", "learning_rate": 1e-3},
+        "train": {"steps": 5, "batch_size": 16},
+        "parallel": {"reduce": reduce},
+        "mesh": mesh,
+    }
+    return build(validate(Document({**sections, **changes}), ExperimentConfig))
+
+
+def compiled(found: Experiment):
+    program = found.program
+    batch = {
+        name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=program.batch_sharding(name, s.shape))
+        for name, s in program.batch.items()
+    }
+    return program.train.lower(program.state_shapes, batch).compile()
+
+
+def test_the_ring_is_in_the_program_and_sends_its_formula():
+    found = experiment({"data": 8}, {"type": "ring", "bucket_bytes": 2**30})
+    read = ledger(compiled(found), found.layout.mesh)
+    permutes = [c for c in read.collectives if c.kind == "collective-permute"]
+    assert sum(c.times_high for c in permutes) == 14
+    assert {c.axes for c in permutes} == {("data",)}
+    size = tree_bytes(found.program.model.params)
+    width = -(-size // 4 // 8) * 4
+    assert sum(c.sent_bytes * c.times_high for c in permutes) == 14 * width
+    # What is left to XLA are the sums of the loss: a few scalars.
+    rest = [c for c in read.collectives if c.kind != "collective-permute"]
+    assert sum(c.payload_bytes for c in rest) <= 64
+
+
+def test_the_gradients_of_tensor_shards_are_not_gathered():
+    """Each device reduces its own shard over the data axis; no gradients move along tensor."""
+    auto = experiment({"data": 2, "tensor": 4}, None)
+    ours = experiment({"data": 2, "tensor": 4}, {"type": "ring"})
+    of = {
+        name: ledger(compiled(found), found.layout.mesh)
+        for name, found in (("auto", auto), ("ours", ours))
+    }
+    assert of["ours"].sent_bytes("tensor") <= of["auto"].sent_bytes("tensor") + 64
+    assert of["ours"].sent_bytes("data") <= 1.01 * of["auto"].sent_bytes("data") + 64
+
+
+def test_the_second_step_does_not_compile_again():
+    found = experiment({"data": 4, "tensor": 2}, {"type": "ring"})
+    state = found.program.init()
+    with found.loader.batches() as batches:
+        for batch in itertools.islice(batches, 3):
+            state, _ = found.program.train(state, batch)
+    assert found.program.train._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def test_each_device_draws_its_own_random_numbers_and_buffers_become_their_mean():
+    mesh = build_mesh(MeshConfig.model_validate({"data": 8}))
+    parallel = DataParallel(mesh, ("data",), Ring())
+
+    def local(params, buffers, rows, key):
+        grads = {"w": jax.random.uniform(key, (8,))}
+        return grads, rows.sum(), {"mean": rows.mean(), "count": buffers["count"] + 1}
+
+    def run(key):
+        buffers = {"mean": jnp.zeros(()), "count": jnp.int32(4)}
+        rows = jnp.arange(16.0)
+        return parallel.gradients(local, {"w": P()}, {"w": jnp.zeros(8)}, buffers, rows, key)
+
+    key = jax.random.key(0)
+    grads, sums, buffers = jax.jit(run)(key)
+    expected = sum(jax.random.uniform(jax.random.fold_in(key, i), (8,)) for i in range(8))
+    np.testing.assert_allclose(grads["w"], expected, rtol=1e-6)
+    assert (float(sums), float(buffers["mean"]), int(buffers["count"])) == (120.0, 7.5, 5)
+
+
+def test_what_the_reduction_cannot_do_is_told_when_the_config_is_read():
+    with pytest.raises(ConfigError, match=r"parallel\.reduce.*hierarchical"):
+        experiment({"data": 8}, {"type": "hierarchical"})
