@@ -66,7 +66,7 @@ def traffic_figures() -> tuple[list[Figure], list[Row]]:
     figures = collectives_traffic.figures("cpu", rows)
     if find_spec("libtpu") is None:
         missing = "libtpu is not installed: pip install 'jaxdist[tpu]'"
-        return [*figures, skipped("bytes a device sends, tpu", missing)], rows
+        return [*figures, skipped("bytes sent, tpu", missing)], rows
     found = collectives_traffic.measure("tpu")
     return figures + collectives_traffic.figures("tpu", found), rows + found
 

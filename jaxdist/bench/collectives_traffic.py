@@ -100,7 +100,7 @@ def figures(platform: str, found: Sequence[Row]) -> list[Figure]:
     note = "{} programs for {}; the farthest from its formula: {}"
     return [
         Figure(
-            f"bytes a device sends, {platform}",
+            f"bytes sent, {platform}",
             by_bytes.sent_bytes,
             by_bytes.formula_bytes,
             "<= 1.000",
@@ -109,7 +109,7 @@ def figures(platform: str, found: Sequence[Row]) -> list[Figure]:
             paired_ratio=_off(by_bytes.sent_bytes, by_bytes.formula_bytes),
         ),
         Figure(
-            f"dependent steps, {platform}",
+            f"steps, {platform}",
             by_steps.steps or 0,
             by_steps.formula_steps,
             "<= 1.000",

@@ -156,7 +156,7 @@ def test_large_figures_name_the_ring_and_leave_a_missing_peer_out(monkeypatch):
     monkeypatch.setattr(collectives_time, "SECONDS_A_SIZE", 0.0)
     monkeypatch.setattr(collectives_time, "RINGS", (Ring(), Ring(directions=2)))
     (figure,) = collectives_time.large_figures(jax.devices(), None, 1, size_bytes=2**20)
-    assert figure.name == "all-reduce of 1 MiB on 8 devices: ring over psum"
+    assert figure.name == "1 MiB x 8, ring over psum"
     assert figure.goal == "<= 2"
     assert "by {type: ring" in figure.note
 
@@ -247,13 +247,13 @@ def test_the_report_in_one_piece(monkeypatch, tmp_path):
     report = bench.bench(repeats=1, plot=tmp_path)
     names = [figure.name for figure in report.figures]
     assert names == [
-        "bytes a device sends, cpu",
-        "dependent steps, cpu",
-        "bytes a device sends, tpu",
-        "all-reduce of 1 MiB on 8 devices: ring over psum",
+        "bytes sent, cpu",
+        "steps, cpu",
+        "bytes sent, tpu",
+        "1 MiB x 8, ring over psum",
         "ring over gloo",
-        "3 tensors one by one over fused, ring: time",
-        "3 tensors one by one over fused, ring: permutes",
+        "3 tensors fused: time",
+        "3 tensors fused: permutes",
     ]
     notes = [figure.note for figure in report.figures if figure.note.startswith("skipped: ")]
     assert ["tpu" in notes[0], "torch is not installed" in notes[1]] == [True, True]
