@@ -10,8 +10,8 @@ from __future__ import annotations
 import os
 import sys
 
-import torch
-import torch.distributed as dist
+import torch  # pyright: ignore[reportMissingImports]
+import torch.distributed as dist  # pyright: ignore[reportMissingImports]
 
 
 def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:

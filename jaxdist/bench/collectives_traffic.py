@@ -6,6 +6,7 @@ process of its own, since the number of devices is fixed when jax starts.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -36,9 +37,19 @@ from jaxdist.mesh import Device
 from jaxdist.topology import topology_devices
 
 CPU_SIZES = (2, 3, 4, 5, 6, 7, 8, 16, 64)
-TPU_TOPOLOGY, TPU_SIZES = "v5e:2x4", (2, 4, 8)
-ALL_KINDS_SIZES = (3, 8)
-"""Every operation is compiled for these; the other sizes are held for all_reduce."""
+TPU_SIZES = {
+    "v5e:2x4": (2, 4, 8),
+    "v5e:8x8": (16, 64),
+    "v5p:4x4x12": (3, 6),
+    "v5p:4x4x20": (5,),
+    "v5p:4x4x28": (7,),
+}
+"""Topologies, and the sizes of axes that they are compiled with."""
+ALL_KINDS_SIZES = {"cpu": (3, 8), "tpu": (8,)}
+"""Every operation is compiled for these; the other sizes are held for all_reduce.
+
+XLA:TPU has no reduce-scatter over an odd number of devices, and may let chains wait for each other.
+"""
 TWO_LEVELS = ((2, 2), (2, 4), (4, 2), (3, 2), (8, 8))
 ELEMENTS_PER_DEVICE = 4096
 TIMEOUT_SECONDS = 280.0
@@ -152,10 +163,9 @@ def _name(row: Row) -> str:
 def rows(platform: str, devices: Sequence[Device], counts: Sequence[int]) -> Iterator[Row]:
     """Compile everything that fits the devices."""
     for count in counts:
-        kinds = KINDS if count in ALL_KINDS_SIZES else KINDS[:1]
-        for algorithm in FLAT:
-            for kind in kinds:
-                yield row(platform, devices, algorithm, kind, (count,))
+        kinds = KINDS if count in ALL_KINDS_SIZES[platform] else KINDS[:1]
+        for algorithm, kind in itertools.product(FLAT, kinds):
+            yield row(platform, devices, algorithm, kind, (count,))
     for sizes in TWO_LEVELS:
         if math.prod(sizes) <= len(devices) and math.prod(sizes) in counts:
             for algorithm in HIERARCHICAL:
@@ -253,10 +263,11 @@ def main() -> None:
     if platform not in ("cpu", "tpu"):
         sys.exit(f"no rows for {platform!r}: cpu or tpu")
     if platform == "tpu":
-        devices, counts = topology_devices(TPU_TOPOLOGY), TPU_SIZES
+        machines = [(topology_devices(name), counts) for name, counts in TPU_SIZES.items()]
     else:
-        devices, counts = jax.devices(), CPU_SIZES
-    print(json.dumps([asdict(found) for found in rows(platform, devices, counts)]))
+        machines = [(jax.devices(), CPU_SIZES)]
+    found = [row for machine in machines for row in rows(platform, *machine)]
+    print(json.dumps([asdict(row) for row in found]))
 
 
 if __name__ == "__main__":

@@ -40,7 +40,10 @@ class Xla(Algorithm):
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         if combine is lax.add and blocks.ndim == 2 and blocks.shape[1] >= LANES:
-            return _scatter_rows(blocks, axis)
+            # XLA:TPU refuses the form in rows for an odd number of devices greater than one.
+            return (
+                lax.psum_scatter(blocks, axis) if len(blocks) % 2 else _scatter_rows(blocks, axis)
+            )
         if combine is lax.add:
             return lax.psum_scatter(blocks, axis)
         return REDUCTIONS[combine](blocks, axis)[rank(axis)]

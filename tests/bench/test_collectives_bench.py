@@ -6,6 +6,7 @@ import json
 import math
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxdist.errors import RunError
 from jaxdist.hlo import ledger_of_text
 from jaxdist.hlo.parse import parse
 
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu")
 ROW = Row("cpu", "{type: ring}", "all_reduce", (8,), 10.0, 10.0, 14, 14)
 SECONDS = {"{type: xla}": {4096: 1e-3, 16384: 2e-3}, "gloo": {4096: 2e-2, 16384: 3e-2}}
 
@@ -295,10 +297,12 @@ def test_a_listing_is_printed_below_the_figures():
 
 
 @pytest.mark.slow
-def test_every_formula_holds_on_the_cpu():
-    found = collectives_traffic.measure("cpu")
-    assert len({row.sizes for row in found if len(row.sizes) == 1}) == 9
-    assert all(figure.holds for figure in collectives_traffic.figures("cpu", found))
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("tpu", marks=needs_libtpu)])
+def test_every_formula_holds(platform):
+    found = collectives_traffic.measure(platform)
+    sizes = {row.sizes[0] for row in found if len(row.sizes) == 1}
+    assert sizes == {2, 3, 4, 5, 6, 7, 8, 16, 64}
+    assert all(figure.holds for figure in collectives_traffic.figures(platform, found))
 
 
 def test_the_module_runs_by_itself_and_names_its_rows():
