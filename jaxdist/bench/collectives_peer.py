@@ -10,12 +10,12 @@ from __future__ import annotations
 import os
 import sys
 
-import torch  # pyright: ignore[reportMissingImports]
-import torch.distributed as dist  # pyright: ignore[reportMissingImports]
-
 
 def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:
     """One process: an order is a line, an answer is a byte; ends with the orders."""
+    import torch  # pyright: ignore[reportMissingImports]
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports]
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
     os.write(done, b".")
@@ -33,6 +33,8 @@ def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:
 
 def main(world: int, store: str) -> None:
     """Fork the processes, so that torch is imported once, and pass the orders on."""
+    import torch.distributed  # noqa: F401  # pyright: ignore[reportMissingImports]
+
     done_read, done_write = os.pipe()
     orders = []
     for rank in range(world):
