@@ -6,32 +6,36 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import jax
 import optax
 from pydantic import Field
 
 from jaxdist.config.importing import load_object
-from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.optim.schedules import ScheduleConfig, build_schedule
-from jaxdist.trees import flatten_with_names
+from jaxdist.optim.common import (
+    Beta,
+    NamedParams,
+    NonNegative,
+    OptimizerConfig,
+    Positive,
+    decay_mask,
+)
+from jaxdist.optim.lamb import LambConfig
+from jaxdist.optim.lars import LarsConfig
+from jaxdist.optim.layers import Dims
+from jaxdist.optim.schedules import build_schedule
 
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Dims = tuple[str | None, ...]
+__all__ = [
+    "AdamWConfig",
+    "ImportedOptimizerConfig",
+    "OptimConfig",
+    "Optimizer",
+    "SgdConfig",
+    "build_optimizer",
+    "decay_mask",
+]
 
 
-class _Common(Config):
-    learning_rate: Positive
-    """Peak learning rate."""
-    schedule: ScheduleConfig = ScheduleConfig()
-    """Warm-up and decay of the learning rate."""
-    clip_norm: Positive | None = None
-    """Scale the gradient down to this global norm when it is larger; null never clips."""
-
-
-class AdamWConfig(_Common):
+class AdamWConfig(OptimizerConfig):
     """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101)."""
 
     type: Literal["adamw"]
@@ -45,14 +49,14 @@ class AdamWConfig(_Common):
     weight_decay: NonNegative = 0.0
     """Decoupled decay, times the learning rate; biases and norm scales are left out."""
 
-    def transform(self, rate: optax.Schedule, mask: Any) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule; `mask` true where weights decay."""
+    def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
+        """The update rule for a learning-rate schedule on these parameters."""
         return optax.adamw(
-            rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=mask
+            rate, self.b1, self.b2, self.eps, weight_decay=self.weight_decay, mask=tree.matrices
         )
 
 
-class SgdConfig(_Common):
+class SgdConfig(OptimizerConfig):
     """Stochastic gradient descent with momentum."""
 
     type: Literal["sgd"]
@@ -64,15 +68,15 @@ class SgdConfig(_Common):
     weight_decay: NonNegative = 0.0
     """L2 decay added to the gradient; biases and norm scales are left out."""
 
-    def transform(self, rate: optax.Schedule, mask: Any) -> optax.GradientTransformation:
-        """The update rule for a learning-rate schedule; `mask` true where weights decay."""
+    def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
+        """The update rule for a learning-rate schedule on these parameters."""
         return optax.chain(
-            optax.add_decayed_weights(self.weight_decay, mask),
+            optax.add_decayed_weights(self.weight_decay, tree.matrices),
             optax.sgd(rate, self.momentum or None, self.nesterov),
         )
 
 
-class ImportedOptimizerConfig(_Common):
+class ImportedOptimizerConfig(OptimizerConfig):
     """Your own: a function of (learning_rate schedule, **args) that returns an optax transform."""
 
     type: Literal["import"]
@@ -82,8 +86,8 @@ class ImportedOptimizerConfig(_Common):
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
-    def transform(self, rate: optax.Schedule, mask: Any) -> optax.GradientTransformation:
-        """The user's transformation; it is given the schedule, not the mask."""
+    def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
+        """The user's transformation; it is given the schedule, not the parameters."""
         made = load_object(self.path)(rate, **self.args)
         if not (hasattr(made, "init") and hasattr(made, "update")):
             raise ConfigError(
@@ -94,7 +98,8 @@ class ImportedOptimizerConfig(_Common):
 
 
 OptimConfig = Annotated[
-    AdamWConfig | SgdConfig | ImportedOptimizerConfig, Field(discriminator="type")
+    AdamWConfig | SgdConfig | LambConfig | LarsConfig | ImportedOptimizerConfig,
+    Field(discriminator="type"),
 ]
 
 
@@ -107,21 +112,10 @@ class Optimizer:
     clip_norm: float | None
 
 
-def decay_mask(params: Any, dims: Mapping[str, Dims]) -> Any:
-    """True where weights decay: tensors with two or more dims besides "layers".
-
-    So matrices decay, while biases and norm scales do not, stacked for a scan or not.
-    """
-    flags = [
-        sum(dim != "layers" for dim in dims[name]) >= 2 for name, _ in flatten_with_names(params)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(params), flags)
-
-
 def build_optimizer(
     config: OptimConfig, *, total_steps: int, params: Any, dims: Mapping[str, Dims]
 ) -> Optimizer:
     """The optimizer for a run of `total_steps` on this tree of parameters."""
     rate = build_schedule(config.schedule, peak=config.learning_rate, total_steps=total_steps)
-    transform = config.transform(rate, decay_mask(params, dims))
+    transform = config.transform(rate, NamedParams(params, dims))
     return Optimizer(optax.with_extra_args_support(transform), rate, config.clip_norm)

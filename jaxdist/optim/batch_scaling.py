@@ -1,0 +1,311 @@
+"""Learning rate and warm-up for another batch size, batch-size ramps, runs of several phases.
+
+All of it is plain arithmetic on plain data, and each derived value says how it came about. "Batch
+size" is always the effective one: examples per optimizer step, over all devices, microbatches and
+accumulated steps.
+
+Sources: Goyal et al., arXiv 1706.02677 (linear); Krizhevsky, arXiv 1404.5997 (square root); You et
+al., arXiv 1904.00962 (square root with linear-epoch warm-up; mixed batch with re-warm-up). These
+rules spare a search, they do not replace it: Nado et al., arXiv 2102.06356, find that tuned
+Nesterov and Adam match LARS and LAMB at their batch sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Annotated, Literal
+
+import optax
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError
+from jaxdist.optim.schedules import ScheduleConfig, build_schedule
+
+Positive = Annotated[float, Field(gt=0)]
+RULES = {"linear": (1.0, 0.0), "sqrt": (0.5, 0.0), "lamb": (0.5, 1.0)}
+"""Rule to powers of the growth in batch size: of the learning rate, of the warm-up's epochs."""
+
+
+class ScaleFromConfig(Config):
+    """A setting that works at one batch size, and the rule that carries it to another."""
+
+    batch_size: Count
+    """Examples per optimizer step, over all devices and microbatches, that the values belong to."""
+    learning_rate: Positive
+    """Peak learning rate at that batch size."""
+    rule: Literal["linear", "sqrt", "lamb"] = "lamb"
+    """`linear` and `sqrt` of the batch, warm-up epochs fixed; `lamb`: sqrt, epochs ~ batch."""
+    warmup_epochs: Positive | None = None
+    """Epochs of warm-up at that batch size; null for none, or for warmup_fraction."""
+    warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """The same as a fraction of the run, for runs without epochs."""
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> ScaleFromConfig:
+        if self.warmup_epochs is not None and self.warmup_fraction is not None:
+            raise ValueError(
+                f"give at most one of warmup_epochs ({self.warmup_epochs}) and warmup_fraction "
+                f"({self.warmup_fraction})"
+            )
+        return self
+
+
+@dataclass(frozen=True)
+class Derived:
+    """A value that was worked out, and how, in one line."""
+
+    value: float
+    why: str
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """What a `ScaleFromConfig` comes to at a batch size."""
+
+    learning_rate: Derived
+    warmup_steps: Derived
+
+
+def effective_batch_size(
+    microbatch_size: int, *, devices: int = 1, microbatches: int = 1, accumulation: int = 1
+) -> Derived:
+    """Examples per optimizer step, from those that one device sees in one pass.
+
+    Args:
+      microbatch_size: examples per device and pass.
+      devices: data-parallel devices; those that share a replica's tensors or stages count once.
+      microbatches: passes per gradient.
+      accumulation: gradients summed per optimizer step.
+
+    Raises:
+      ConfigError: one of them is under 1.
+
+    >>> effective_batch_size(4, devices=8, accumulation=2)
+    Derived(value=64, why='64 = 4 examples x 8 devices x 1 microbatches x 2 accumulated')
+    """
+    given = {
+        "microbatch_size": microbatch_size,
+        "devices": devices,
+        "microbatches": microbatches,
+        "accumulation": accumulation,
+    }
+    _at_least_one("effective batch", given)
+    size = math.prod(given.values())
+    return Derived(
+        size,
+        f"{size} = {microbatch_size} examples x {devices} devices x {microbatches} microbatches "
+        f"x {accumulation} accumulated",
+    )
+
+
+def scale(
+    config: ScaleFromConfig,
+    *,
+    batch_size: int,
+    total_steps: int,
+    examples_per_epoch: int | None = None,
+) -> Scaled:
+    """Learning rate and warm-up steps of a run of `total_steps` at the effective `batch_size`.
+
+    With growth k = batch_size / config.batch_size, the learning rate is times k (linear) or
+    sqrt(k) (sqrt, lamb), and the warm-up takes the same share of the run (linear, sqrt) or k times
+    that share (lamb), which for a fixed number of epochs is the same number of steps.
+
+    Raises:
+      ConfigError: the warm-up would fill the run; warmup_epochs without examples_per_epoch; a
+        batch size or number of steps under 1.
+
+    >>> bert = ScaleFromConfig(batch_size=512, learning_rate=6.25e-4, warmup_fraction=1 / 320)
+    >>> found = scale(bert, batch_size=32768, total_steps=15625)
+    >>> print(found.learning_rate.why)
+    0.005 = 0.000625 x sqrt(32768 / 512), rule lamb
+    >>> print(found.warmup_steps.why)
+    3125 of 15625 steps (20%) = 0.3125% of the run at batch 512 x 32768 / 512, rule lamb
+    """
+    _at_least_one("scale_from", {"batch_size": batch_size, "total_steps": total_steps})
+    growth = batch_size / config.batch_size
+    rate_power, warmup_power = RULES[config.rule]
+    ratio = f"{batch_size} / {config.batch_size}"
+    rate = config.learning_rate * growth**rate_power
+    factor = ratio if rate_power == 1 else f"sqrt({ratio})"
+    why = f"{rate:.6g} = {config.learning_rate:.6g} x {factor}, rule {config.rule}"
+    fraction, source = _reference_warmup(config, batch_size, total_steps, examples_per_epoch)
+    steps = round(fraction * growth**warmup_power * total_steps)
+    if steps and warmup_power:
+        source += f" x {ratio}"
+    warmup = f"{steps} of {total_steps} steps ({100 * steps / total_steps:.4g}%) = {source}"
+    if steps >= total_steps:
+        raise ConfigError(
+            f"scale_from: the warm-up fills the run: {warmup}, rule {config.rule}; shorten it at "
+            f"batch {config.batch_size}, train longer, or use a smaller batch than {batch_size}"
+        )
+    return Scaled(Derived(rate, why), Derived(steps, f"{warmup}, rule {config.rule}"))
+
+
+def _reference_warmup(
+    config: ScaleFromConfig, batch_size: int, total_steps: int, examples_per_epoch: int | None
+) -> tuple[float, str]:
+    """Warm-up at the reference batch, as a fraction of the run, and in words."""
+    if config.warmup_fraction is not None:
+        percent = f"{100 * config.warmup_fraction:.4g}%"
+        return config.warmup_fraction, f"{percent} of the run at batch {config.batch_size}"
+    if config.warmup_epochs is None:
+        return 0.0, "no warm-up given"
+    if examples_per_epoch is None:
+        raise ConfigError(
+            f"scale_from: warmup_epochs {config.warmup_epochs} needs a data set with a size; give "
+            "warmup_fraction instead"
+        )
+    _at_least_one("scale_from", {"examples_per_epoch": examples_per_epoch})
+    epochs = total_steps * batch_size / examples_per_epoch
+    words = f"{config.warmup_epochs:.6g} of {epochs:.4g} epochs at batch {config.batch_size}"
+    return config.warmup_epochs / epochs, words
+
+
+def _at_least_one(where: str, given: dict[str, int]) -> None:
+    for name, value in given.items():
+        if value < 1:
+            raise ConfigError(f"{where}: {name} {value} must be at least 1")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stretch of a run at one batch size: steps `first_step` to `first_step + steps`."""
+
+    first_step: int
+    steps: int
+    batch_size: int
+
+
+class BatchRampConfig(Config):
+    """A batch size that grows in equal increments, each held for equally many examples."""
+
+    start_batch_size: Count
+    """Examples per optimizer step at the start."""
+    increment: Count
+    """Examples that each stage adds; the growth must be a whole number of increments."""
+    ramp_examples: Count
+    """Examples seen before the full batch size is reached."""
+
+
+def ramp_stages(
+    config: BatchRampConfig, *, batch_size: int, total_examples: int
+) -> tuple[Stage, ...]:
+    """The stages of a ramp up to `batch_size`, of which each is one more compilation.
+
+    A stage ends with the first step that completes its share of the examples; the run with the
+    first that completes all (Brown et al., arXiv 2005.14165; Megatron's `rampup-batch-size`).
+
+    Raises:
+      ConfigError: the growth is not a whole number of increments; the ramp outlasts the run.
+
+    >>> ramp = BatchRampConfig(start_batch_size=2, increment=2, ramp_examples=8)
+    >>> for stage in ramp_stages(ramp, batch_size=6, total_examples=20):
+    ...     print(stage)
+    Stage(first_step=0, steps=2, batch_size=2)
+    Stage(first_step=2, steps=1, batch_size=4)
+    Stage(first_step=3, steps=2, batch_size=6)
+    """
+    start, growth = config.start_batch_size, batch_size - config.start_batch_size
+    if growth <= 0 or growth % config.increment:
+        raise ConfigError(
+            f"batch ramp: from {start} to {batch_size} is not one or more increments of "
+            f"{config.increment}"
+        )
+    if config.ramp_examples >= total_examples:
+        raise ConfigError(
+            f"batch ramp: ramp_examples {config.ramp_examples} exceed the run's {total_examples} "
+            "examples; shorten the ramp"
+        )
+    count = growth // config.increment
+    ends = [config.ramp_examples * (i + 1) // count for i in range(count)]
+    stages: list[Stage] = []
+    step = seen = 0
+    for i, end in enumerate([*ends, total_examples]):
+        size = start + i * config.increment
+        steps = max(0, math.ceil((end - seen) / size))
+        if steps:
+            stages.append(Stage(step, steps, size))
+        step, seen = step + steps, seen + steps * size
+    return tuple(stages)
+
+
+def stage_at(stages: Sequence[Stage], step: int) -> Stage:
+    """The stage that a step belongs to; the last one from its start on.
+
+    >>> stage_at([Stage(0, 2, 8), Stage(2, 5, 16)], 2).batch_size
+    16
+    """
+    assert stages, "a run has a stage"
+    return next((s for s in stages if step < s.first_step + s.steps), stages[-1])
+
+
+class PhaseConfig(Config):
+    """A part of a run with its own batch size, learning rate and, once more, warm-up."""
+
+    examples_fraction: Annotated[float, Field(gt=0, le=1)]
+    """Share of the run's examples."""
+    batch_size: Count
+    """Examples per optimizer step, over all devices and microbatches."""
+    learning_rate: Positive
+    """Peak learning rate of the phase."""
+    warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the phase's steps in which the learning rate rises from zero."""
+    end_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Learning rate at the end of the linear decay, as a fraction of the peak."""
+
+
+@dataclass(frozen=True)
+class PhasePlan:
+    """Stages of a run in phases, and its learning rate by step over all of them."""
+
+    stages: tuple[Stage, ...]
+    schedule: optax.Schedule
+    explained: tuple[str, ...]
+
+
+def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhasePlan:
+    """Phases one after another, each with a warm-up from zero and a linear decay of its own.
+
+    This is the mixed-batch recipe of BERT in 76 minutes: 9/10 of the examples, short sequences, at
+    batch 65536, then 1/10, long sequences, at 32768 after warming up again.
+
+    Raises:
+      ConfigError: no phases; fractions that do not sum to 1; a phase without a step.
+    """
+    total = math.fsum(phase.examples_fraction for phase in phases)
+    if not math.isclose(total, 1.0, abs_tol=1e-6):
+        fractions = ", ".join(f"{phase.examples_fraction:g}" for phase in phases)
+        raise ConfigError(f"phases: the fractions ({fractions}) sum to {total:g}, not to 1")
+    counts = [round(p.examples_fraction * total_examples / p.batch_size) for p in phases]
+    for number, (phase, steps) in enumerate(zip(phases, counts, strict=True), start=1):
+        if steps < 1:
+            raise ConfigError(
+                f"phases: phase {number} has {phase.examples_fraction:g} of {total_examples} "
+                f"examples, less than one batch of {phase.batch_size}"
+            )
+    ends = list(accumulate(counts))
+    stages = tuple(
+        Stage(end - steps, steps, phase.batch_size)
+        for phase, steps, end in zip(phases, counts, ends, strict=True)
+    )
+    warmups = [round(p.warmup_fraction * steps) for p, steps in zip(phases, counts, strict=True)]
+    rates = [
+        build_schedule(
+            ScheduleConfig(type="linear", warmup_steps=warmup, end_fraction=p.end_fraction),
+            peak=p.learning_rate,
+            total_steps=steps,
+        )
+        for p, warmup, steps in zip(phases, warmups, counts, strict=True)
+    ]
+    explained = tuple(
+        f"steps {s.first_step} to {s.first_step + s.steps - 1}: batch {s.batch_size}, learning "
+        f"rate 0 to {p.learning_rate:.6g} in {warmup} steps, then to "
+        f"{p.learning_rate * p.end_fraction:.6g}"
+        for p, s, warmup in zip(phases, stages, warmups, strict=True)
+    )
+    return PhasePlan(stages, optax.join_schedules(rates, ends[:-1]), explained)

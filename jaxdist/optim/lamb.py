@@ -1,0 +1,297 @@
+"""LAMB (You et al. 2020, arXiv 1904.00962, algorithm 2), and how others compute it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdist.errors import ConfigError
+from jaxdist.optim.common import (
+    Beta,
+    NamedParams,
+    NonNegative,
+    OptimizerConfig,
+    Positive,
+    given,
+)
+from jaxdist.optim.layers import Leaf, describe, wide_zeros
+from jaxdist.optim.trust_ratio import (
+    UNBOUNDED,
+    Bounds,
+    Mask,
+    check_betas,
+    check_bounds,
+    check_numbers,
+    choose_rule,
+    clip_global_norm,
+    decays_and_adapts,
+    need_params,
+    norms_of,
+    trust_ratio,
+)
+
+LambVariant = Literal["paper", "optax", "apex", "deepspeed", "timm"]
+
+
+@dataclass(frozen=True)
+class LambRule:
+    """What implementations of LAMB differ in.
+
+    Attributes:
+      bias_correction: divide the moments by 1 - b^t.
+      decay_in_ratio: the ratio sees the decayed direction; else decay is added after it.
+      decay_vectors: biases and norm scales decay too, unless a mask says otherwise.
+      adapt_vectors: they are scaled by the ratio too, unless a mask says otherwise.
+      adapt_undecayed: parameters without decay are scaled by the ratio.
+      max_grad_norm: scale gradients down to this global norm first; infinite never does.
+      phi: bounds of ||w|| in the ratio.
+      ratio_bounds: bounds of the ratio itself.
+      nesterov: look ahead along the first moment (as `optax.scale_by_adam(nesterov=True)`).
+    """
+
+    bias_correction: bool = True
+    decay_in_ratio: bool = True
+    decay_vectors: bool = False
+    adapt_vectors: bool = False
+    adapt_undecayed: bool = True
+    max_grad_norm: float = math.inf
+    phi: Bounds = UNBOUNDED
+    ratio_bounds: Bounds = UNBOUNDED
+    nesterov: bool = False
+
+
+LAMB_RULES: dict[LambVariant, LambRule] = {
+    "paper": LambRule(),
+    "optax": LambRule(decay_vectors=True, adapt_vectors=True),
+    "apex": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
+    # The clamp is that of DeepSpeed's own BERT recipe.
+    "deepspeed": LambRule(adapt_vectors=True, ratio_bounds=(0.01, 0.3)),
+    "timm": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
+}
+
+
+class LambState(NamedTuple):
+    """Steps taken, and the moments: trees like the parameters, float32 or wider."""
+
+    count: Any
+    mu: Any
+    nu: Any
+
+
+def lamb(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    *,
+    variant: LambVariant = "paper",
+    layer_dims: Any = None,
+    decay_mask: Mask | None = None,
+    adapt_mask: Mask | None = None,
+    specs: Any = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Adam's direction, scaled layer by layer to the norm of the weights.
+
+    r = m^ / (sqrt(v^) + eps) + weight_decay w;  w <- w - learning_rate phi(||w||) / ||r|| r
+
+    Two passes over the tensors: moments and norms, then updates. 56 bytes of traffic for
+    a float32 parameter when fused with `optax.apply_updates`; no temporaries of a tensor's size.
+
+    Args:
+      variant: whose LAMB; each difference is a field of `LambRule`, which `options` override.
+      layer_dims: leading dims that are layers: a count for all leaves, or a tree of counts or of
+        tuples of positions (`jaxdist.optim.layers.layer_dims` makes one from logical dims).
+      decay_mask: true where weights decay; None leaves it to the variant, which may exclude
+        tensors with fewer than two dims besides the layers.
+      adapt_mask: true where the ratio applies; None the same.
+      specs: partition specs of the parameters, for use inside `jax.shard_map`: all norms are then
+        reduced in one all-reduce.
+
+    Raises:
+      ConfigError: no params, bad numbers, dims, axes, masks or options.
+
+    >>> tx = lamb(0.1, weight_decay=0.0)
+    >>> w = {"kernel": jnp.full((2, 3), 2.0)}
+    >>> update, _ = tx.update({"kernel": jnp.ones((2, 3))}, tx.init(w), w)
+    >>> round(float(update["kernel"][0, 0]), 3)
+    -0.2
+    """
+    check_numbers(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
+    check_betas(b1=b1, b2=b2)
+    rule = lamb_rule(variant, **options)
+
+    def init(params: Any) -> LambState:
+        mu, nu = (jax.tree.map(wide_zeros, params) for _ in ("mu", "nu"))
+        return LambState(jnp.zeros((), jnp.int32), mu, nu)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, LambState]:
+        del extra
+        assert isinstance(state, LambState)
+        leaves = describe(need_params(params), layer_dims, specs)
+        decay, adapt = decays_and_adapts(
+            rule, params, leaves, weight_decay, decay_mask=decay_mask, adapt_mask=adapt_mask
+        )
+        p, structure = jax.tree.flatten(params)
+        g, mu, nu = map(structure.flatten_up_to, (updates, state.mu, state.nu))
+        g = clip_global_norm(g, leaves, rule.max_grad_norm)
+        count = optax.safe_increment(state.count)
+        look = _Look.at(count, b1, b2, eps, rule)
+        mu = [b1 * m + (1 - b1) * x.astype(m.dtype) for m, x in zip(mu, g, strict=True)]
+        nu = [b2 * v + (1 - b2) * jnp.square(x.astype(v.dtype)) for v, x in zip(nu, g, strict=True)]
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        tensors = [_Tensors(*x) for x in zip(p, g, mu, nu, decay, strict=True)]
+        ratios = _ratios(tensors, leaves, adapt, look, rule)
+        moves = [
+            look.update(x, rate, ratio, rule) for x, ratio in zip(tensors, ratios, strict=True)
+        ]
+        new = LambState(count, structure.unflatten(mu), structure.unflatten(nu))
+        return structure.unflatten(moves), new
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def lamb_rule(variant: LambVariant, **options: Any) -> LambRule:
+    """The rule of a variant with some of its options replaced.
+
+    Raises:
+      ConfigError: no such variant or option; bad bounds.
+    """
+    rule = choose_rule("lamb", LAMB_RULES, variant, options)
+    check_bounds(phi=rule.phi, ratio_bounds=rule.ratio_bounds)
+    if not rule.max_grad_norm > 0:
+        raise ConfigError(f"max_grad_norm = {rule.max_grad_norm}: must be above 0; inf is off")
+    return rule
+
+
+class _Tensors(NamedTuple):
+    """One leaf: weights, gradient, moments after this step; and its rate of decay."""
+
+    p: jax.Array
+    g: jax.Array
+    mu: jax.Array
+    nu: jax.Array
+    decay: float
+
+
+class _Look(NamedTuple):
+    """Adam's direction at one step: (mu_scale mu + g_scale g) / (sqrt(nu_scale nu) + eps)."""
+
+    mu_scale: Any
+    g_scale: Any
+    nu_scale: Any
+    eps: jax.Array
+
+    @classmethod
+    def at(cls, count: Any, b1: float, b2: float, eps: float, rule: LambRule) -> _Look:
+        """The scales at step `count`, counted from 1."""
+        step = count.astype(jnp.float32)
+
+        def correction(b: float, s: jax.Array) -> jax.Array:
+            if not rule.bias_correction:
+                return jnp.minimum(s, 1.0)  # 1, yet not a constant: see `update`
+            # 1 - b^t in float32 would lose four of seven digits at b = 0.999, t = 1.
+            return -1 / jnp.expm1(s * (math.log(b) if b else -math.inf))
+
+        one, two, ahead = correction(b1, step), correction(b2, step), correction(b1, step + 1)
+        if rule.nesterov:
+            return cls(b1 * ahead, (1 - b1) * one, two, jnp.float32(eps))
+        return cls(one, None, two, jnp.float32(eps))
+
+    def numerator(self, x: _Tensors, scale: Any) -> jax.Array:
+        """The direction's numerator times `scale`."""
+        moment = (self.mu_scale * scale) * x.mu
+        return moment if self.g_scale is None else moment + (self.g_scale * scale) * x.g
+
+    def direction(self, x: _Tensors, decay: Any) -> jax.Array:
+        """What the ratio sees; `decay` None leaves the decay out of it."""
+        adam = self.numerator(x, 1.0) / (jnp.sqrt(self.nu_scale * x.nu) + self.eps)
+        return adam if decay is None else adam + decay * x.p
+
+    def update(self, x: _Tensors, rate: Any, ratio: jax.Array, rule: LambRule) -> jax.Array:
+        """-rate ratio (direction), decayed; in the parameter's dtype."""
+        # The quotient is written differently from `direction`: were the two one expression, XLA
+        # would compute it once and keep it, a temporary as large as the tensor.
+        scale, root = rate * ratio, jnp.sqrt(self.nu_scale)
+        adam = self.numerator(x, scale / root) / (jnp.sqrt(x.nu) + self.eps / root)
+        shrink = (scale if rule.decay_in_ratio else rate) * x.decay
+        return -(adam + shrink * x.p if x.decay else adam).astype(x.p.dtype)
+
+
+def _ratios(
+    tensors: Sequence[_Tensors],
+    leaves: Sequence[Leaf],
+    adapt: Sequence[bool],
+    look: _Look,
+    rule: LambRule,
+) -> list[jax.Array]:
+    """The trust ratio of each leaf, one a layer; 1 where it does not apply."""
+    on = [i for i, flag in enumerate(adapt) if flag]
+    squares = []
+    for i in on:
+        x = tensors[i]
+        decay = x.decay if x.decay and rule.decay_in_ratio else None
+        # Behind a barrier each leaf has scalars of its own: XLA:CPU would broadcast a shared one
+        # once for all leaves of a shape, into a temporary as large as they are.
+        look, decay = jax.lax.optimization_barrier((look, jax.tree.map(jnp.float32, decay)))
+        squares.append(leaves[i].squares(x.p, look.direction(x, decay)))
+    ratios = [jnp.ones((1,) * leaf.ndim, jnp.float32) for leaf in leaves]
+    for i, norms in zip(on, norms_of(squares, [leaves[i] for i in on]), strict=True):
+        ratios[i] = trust_ratio(norms, phi=rule.phi, ratio_bounds=rule.ratio_bounds)
+    return ratios
+
+
+class LambConfig(OptimizerConfig):
+    """LAMB (You et al., arXiv 1904.00962): Adam scaled layer by layer, for large batches."""
+
+    type: Literal["lamb"]
+    """Selects this optimizer."""
+    variant: LambVariant = "paper"
+    """Whose LAMB; the settings below that are null are as it has them."""
+    b1: Beta = 0.9
+    """Decay of the first moment."""
+    b2: Beta = 0.999
+    """Decay of the second moment."""
+    eps: Positive = 1e-6
+    """Added to the root of the second moment."""
+    weight_decay: NonNegative = 0.01
+    """Decay of weights, inside the direction that the ratio scales."""
+    layer_dims: tuple[str, ...] = ("layers",)
+    """Dims whose every index has a norm of its own; add heads or expert for one norm each."""
+    exclude_vectors: bool | None = None
+    """Leave biases and norm scales out of decay and ratio; null leaves both to the variant."""
+    bias_correction: bool | None = None
+    """Divide the moments by 1 - b^t."""
+    decay_in_ratio: bool | None = None
+    """The ratio sees the decayed direction; false adds decay after the ratio."""
+    adapt_undecayed: bool | None = None
+    """Scale parameters that do not decay by the ratio too."""
+    nesterov: bool | None = None
+    """Look ahead along the first moment."""
+    max_grad_norm: Positive | Literal["off"] | None = None
+    """Global norm that gradients are scaled down to before the moments."""
+    phi: tuple[NonNegative, NonNegative] | Literal["off"] | None = None
+    """Bounds of the weight norm in the ratio."""
+    ratio_bounds: tuple[NonNegative, NonNegative] | Literal["off"] | None = None
+    """Bounds of the ratio."""
+
+    def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
+        """The update rule for a learning-rate schedule on these parameters."""
+        return lamb(
+            rate,
+            self.b1,
+            self.b2,
+            self.eps,
+            self.weight_decay,
+            variant=self.variant,
+            layer_dims=tree.layer_dims(self.layer_dims),
+            **tree.masks(LAMB_RULES[self.variant], self.exclude_vectors),
+            **given(self, LambRule),
+        )

@@ -1,0 +1,245 @@
+"""LARS (You et al. 2017, arXiv 1708.03888), and how others compute it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdist.optim.common import Beta, NamedParams, NonNegative, OptimizerConfig, Positive, given
+from jaxdist.optim.layers import describe, wide_zeros
+from jaxdist.optim.trust_ratio import (
+    Mask,
+    Norms,
+    check_betas,
+    check_numbers,
+    choose_rule,
+    decays_and_adapts,
+    layer_norms,
+    need_params,
+    trust_ratio,
+    usable,
+)
+
+LarsVariant = Literal["paper", "optax", "apex", "timm"]
+
+
+@dataclass(frozen=True)
+class LarsRule:
+    """What implementations of LARS differ in.
+
+    Attributes:
+      norm_of_sum: divide by ||g + weight_decay w|| rather than ||g|| + weight_decay ||w||.
+      rate_in_momentum: the momentum holds steps, learning rate included; else it is applied after.
+      decay_vectors: biases and norm scales decay too, unless a mask says otherwise.
+      adapt_vectors: they are scaled by the ratio too, unless a mask says otherwise.
+      adapt_undecayed: parameters without decay are scaled by the ratio.
+      clip_to_rate: the ratio is min(ratio / learning rate, 1) (LARC).
+      decay_zero_grads: a layer whose ratio is undefined decays all the same.
+      nesterov: look ahead along the momentum.
+    """
+
+    norm_of_sum: bool = False
+    rate_in_momentum: bool = True
+    decay_vectors: bool = False
+    adapt_vectors: bool = False
+    adapt_undecayed: bool = True
+    clip_to_rate: bool = False
+    decay_zero_grads: bool = True
+    nesterov: bool = False
+
+
+LARS_RULES: dict[LarsVariant, LarsRule] = {
+    "paper": LarsRule(),
+    "optax": LarsRule(norm_of_sum=True, decay_vectors=True, adapt_vectors=True),
+    "apex": LarsRule(
+        rate_in_momentum=False, adapt_vectors=True, clip_to_rate=True, decay_zero_grads=False
+    ),
+    "timm": LarsRule(rate_in_momentum=False, adapt_vectors=True, adapt_undecayed=False),
+}
+
+
+class LarsState(NamedTuple):
+    """Steps taken, and the momentum: a tree like the parameters, float32 or wider."""
+
+    count: Any
+    momentum: Any
+
+
+def lars(
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float = 0.9,
+    weight_decay: float = 1e-4,
+    trust_coefficient: float = 0.001,
+    eps: float = 0.0,
+    *,
+    variant: LarsVariant = "paper",
+    layer_dims: Any = None,
+    decay_mask: Mask | None = None,
+    adapt_mask: Mask | None = None,
+    specs: Any = None,
+    **options: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """Momentum whose steps are a fraction of the norm of each layer's weights.
+
+    ratio = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + eps)
+    v <- momentum v + learning_rate ratio (g + weight_decay w);  w <- w - v
+
+    A layer whose weights or gradients are all zero has ratio 1.
+
+    Args:
+      variant: whose LARS; each difference is a field of `LarsRule`, which `options` override.
+      layer_dims: leading dims that are layers: a count for all leaves, or a tree of counts or of
+        tuples of positions (`jaxdist.optim.layers.layer_dims` makes one from logical dims).
+      decay_mask: true where weights decay; None leaves it to the variant, which may exclude
+        tensors with fewer than two dims besides the layers.
+      adapt_mask: true where the ratio applies, elsewhere plain momentum; None the same.
+      specs: partition specs of the parameters, for use inside `jax.shard_map`: all norms are then
+        reduced in one all-reduce.
+
+    Raises:
+      ConfigError: no params, bad numbers, dims, axes, masks or options.
+
+    >>> tx = lars(0.1, weight_decay=0.0)
+    >>> w = {"kernel": jnp.full((2, 3), 2.0)}
+    >>> update, _ = tx.update({"kernel": jnp.ones((2, 3))}, tx.init(w), w)
+    >>> round(float(update["kernel"][0, 0]), 6)
+    -0.0002
+    """
+    check_numbers(
+        learning_rate=learning_rate,
+        weight_decay=weight_decay,
+        trust_coefficient=trust_coefficient,
+        eps=eps,
+    )
+    check_betas(momentum=momentum)
+    rule = lars_rule(variant, **options)
+
+    def init(params: Any) -> LarsState:
+        return LarsState(jnp.zeros((), jnp.int32), jax.tree.map(wide_zeros, params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, LarsState]:
+        del extra
+        assert isinstance(state, LarsState)
+        leaves = describe(need_params(params), layer_dims, specs)
+        decay, adapt = decays_and_adapts(
+            rule, params, leaves, weight_decay, decay_mask=decay_mask, adapt_mask=adapt_mask
+        )
+        p, structure = jax.tree.flatten(params)
+        g, v = map(structure.flatten_up_to, (updates, state.momentum))
+        tensors = [_Tensors(*x) for x in zip(p, g, v, decay, strict=True)]
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        ratio = partial(_ratio, coefficient=trust_coefficient, eps=eps, rate=rate, rule=rule)
+        on = [i for i, flag in enumerate(adapt) if flag]
+        norms = layer_norms([tensors[i].pair(rule) for i in on], [leaves[i] for i in on])
+        scaled = {i: ratio(tensors[i], pair) for i, pair in zip(on, norms, strict=True)}
+        steps = [
+            _step(x, *scaled.get(i, (1.0, x.decay)), momentum, rate, rule)
+            for i, x in enumerate(tensors)
+        ]
+        moves = structure.unflatten([update for update, _ in steps])
+        new = structure.unflatten([velocity for _, velocity in steps])
+        return moves, LarsState(optax.safe_increment(state.count), new)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def lars_rule(variant: LarsVariant, **options: Any) -> LarsRule:
+    """The rule of a variant with some of its options replaced.
+
+    Raises:
+      ConfigError: no such variant or option.
+    """
+    return choose_rule("lars", LARS_RULES, variant, options)
+
+
+class _Tensors(NamedTuple):
+    """One leaf: weights, gradient, momentum before this step; and its rate of decay."""
+
+    p: jax.Array
+    g: jax.Array
+    v: jax.Array
+    decay: float
+
+    def direction(self, decay: Any) -> jax.Array:
+        """The gradient with decay, in the momentum's dtype."""
+        wide = self.g.astype(self.v.dtype)
+        return wide + decay * self.p if self.decay else wide
+
+    def pair(self, rule: LarsRule) -> tuple[jax.Array, jax.Array]:
+        """The tensors whose norms the ratio compares."""
+        return self.p, self.direction(self.decay) if rule.norm_of_sum else self.g
+
+
+def _ratio(
+    x: _Tensors, norms: Norms, *, coefficient: float, eps: float, rate: Any, rule: LarsRule
+) -> tuple[jax.Array, Any]:
+    """The ratio of each layer, and its rate of decay."""
+    added = eps if rule.norm_of_sum else eps + x.decay * norms.weight
+    ratio = trust_ratio(norms, coefficient=coefficient, eps=added)
+    fine = usable(norms)
+    if rule.clip_to_rate:
+        ratio = jnp.where(fine, jnp.minimum(ratio / rate, 1.0), 1.0)
+    return ratio, x.decay if rule.decay_zero_grads else jnp.where(fine, x.decay, 0.0)
+
+
+def _step(
+    x: _Tensors, ratio: Any, decay: Any, momentum: float, rate: Any, rule: LarsRule
+) -> tuple[jax.Array, jax.Array]:
+    """The update, in the parameter's dtype, and the new momentum."""
+    before, after = (rate, 1.0) if rule.rate_in_momentum else (1.0, rate)
+    step = (before * ratio) * x.direction(decay)
+    velocity = momentum * x.v + step
+    move = step + momentum * velocity if rule.nesterov else velocity
+    return -(after * move).astype(x.p.dtype), velocity
+
+
+class LarsConfig(OptimizerConfig):
+    """LARS (You et al., arXiv 1708.03888): momentum scaled layer by layer, for large batches."""
+
+    type: Literal["lars"]
+    """Selects this optimizer."""
+    variant: LarsVariant = "paper"
+    """Whose LARS; the settings below that are null are as it has them."""
+    momentum: Beta = 0.9
+    """Decay of the velocity."""
+    weight_decay: NonNegative = 1e-4
+    """L2 decay added to the gradient."""
+    trust_coefficient: Positive = 0.001
+    """How far a layer moves for a learning rate of 1, as a fraction of its norm."""
+    eps: NonNegative = 0.0
+    """Added to the ratio's denominator."""
+    layer_dims: tuple[str, ...] = ("layers",)
+    """Dims whose every index has a norm of its own; add heads or expert for one norm each."""
+    exclude_vectors: bool | None = None
+    """Leave biases and norm scales out of decay and ratio; null leaves both to the variant."""
+    norm_of_sum: bool | None = None
+    """Divide by the norm of gradient plus decay rather than by the sum of their norms."""
+    rate_in_momentum: bool | None = None
+    """Apply the learning rate before the momentum; false applies it after."""
+    adapt_undecayed: bool | None = None
+    """Scale parameters that do not decay by the ratio too."""
+    clip_to_rate: bool | None = None
+    """Never step farther than plain momentum would (LARC)."""
+    decay_zero_grads: bool | None = None
+    """Decay layers whose ratio is undefined."""
+    nesterov: bool | None = None
+    """Look ahead along the velocity."""
+
+    def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
+        """The update rule for a learning-rate schedule on these parameters."""
+        return lars(
+            rate,
+            self.momentum,
+            self.weight_decay,
+            self.trust_coefficient,
+            self.eps,
+            variant=self.variant,
+            layer_dims=tree.layer_dims(self.layer_dims),
+            **tree.masks(LARS_RULES[self.variant], self.exclude_vectors),
+            **given(self, LarsRule),
+        )

@@ -1,0 +1,206 @@
+"""What one layer is, and how shards of it add up to one norm.
+
+A leaf may hold many layers, stacked for a scan over layers; it may also be one device's shard of
+the whole. Both are facts about the program, known before any number is: they are worked out here
+from logical dims and partition specs, so that the arithmetic elsewhere asks no questions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.trees import flatten_with_names
+
+Dims = tuple[str | None, ...]
+Squares = tuple[jax.Array, ...]
+"""Sums of squares of one leaf's tensors: float32, the leaf's rank, 1 where a dim was summed."""
+
+
+def layer_dims(params: Any, dims: Mapping[str, Dims], names: Sequence[str] = ("layers",)) -> Any:
+    """For each parameter the positions of the dims whose every index has a norm of its own.
+
+    Args:
+      dims: logical dims of each parameter, by '/'-joined name.
+      names: "layers" separates stacked layers; add "heads" or "expert" for one norm each.
+
+    Raises:
+      ConfigError: a name that no parameter has ("layers" excepted: not all models stack).
+
+    >>> layer_dims({"w": jnp.ones((4, 2, 3))}, {"w": ("layers", "embed", "mlp")})
+    {'w': (0,)}
+    """
+    known = sorted({dim for found in dims.values() for dim in found if dim})
+    for name in names:
+        if name not in known and name != "layers":
+            raise ConfigError(
+                f"layer_dims: no parameter has a dim {name!r}: {did_you_mean(name, known)}"
+            )
+    positions = [
+        tuple(i for i, dim in enumerate(dims[name]) if dim in names)
+        for name, _ in flatten_with_names(params)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(params), positions)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One leaf of the parameters as the trust ratio sees it.
+
+    Attributes:
+      kept: positions of the dims whose every index is a layer of its own.
+      split: manual mesh axes that split each dim.
+    """
+
+    name: str
+    ndim: int
+    kept: tuple[int, ...]
+    split: tuple[tuple[str, ...], ...]
+
+    @property
+    def summed(self) -> tuple[int, ...]:
+        """Positions of the dims that a norm sums over."""
+        return tuple(i for i in range(self.ndim) if i not in self.kept)
+
+    @property
+    def summed_axes(self) -> tuple[str, ...]:
+        """Manual axes over which shards of one layer lie."""
+        return tuple(axis for i in self.summed for axis in self.split[i])
+
+    @property
+    def kept_axes(self) -> tuple[str, ...]:
+        """Manual axes that give each device other layers."""
+        return tuple(axis for i in self.kept for axis in self.split[i])
+
+    def squares(self, *tensors: jax.Array) -> Squares:
+        """Sums of squares of this device's part, one a layer; computed in float32."""
+        return tuple(
+            jnp.sum(jnp.square(x.astype(jnp.float32)), self.summed, keepdims=True) for x in tensors
+        )
+
+
+def describe(params: Any, kept: Any = None, specs: Any = None) -> list[Leaf]:
+    """The leaves of `params` in order.
+
+    Args:
+      kept: one count of leading layer dims for all leaves, or a tree of such counts or of tuples of
+        positions; None is 0, one norm a leaf.
+      specs: a tree of partition specs, as given to `jax.shard_map`; outside of it they change
+        nothing. None: no leaf is split.
+
+    Raises:
+      ConfigError: a dim that the leaf does not have; an axis that the mesh does not have; a tree of
+        another structure.
+    """
+    named = flatten_with_names(params)
+    everywhere = kept is None or isinstance(kept, int)
+    kept_of = [kept or 0] * len(named) if everywhere else _aligned(params, kept, "layer_dims")
+    spec_of = [PartitionSpec()] * len(named) if specs is None else _aligned(params, specs, "specs")
+    leaves = zip(named, kept_of, spec_of, strict=True)
+    return [
+        Leaf(name, x.ndim, _positions(name, x, keep), _split(name, x, spec))
+        for (name, x), keep, spec in leaves
+    ]
+
+
+def _aligned(params: Any, tree: Any, name: str) -> list[Any]:
+    try:
+        return jax.tree.structure(params).flatten_up_to(tree)
+    except ValueError as error:
+        raise ConfigError(
+            f"{name} must be a tree of the parameters' own structure: {error}"
+        ) from error
+
+
+def _positions(name: str, x: jax.Array, keep: int | Sequence[int]) -> tuple[int, ...]:
+    positions = tuple(range(keep)) if isinstance(keep, int) else tuple(keep)
+    if any(not 0 <= i < x.ndim for i in positions):
+        raise ConfigError(
+            f"layer_dims of parameter {name or 'params'} {x.shape}: {keep} asks for dims "
+            f"{positions}, but it has {x.ndim}; give 0 where a leaf holds one layer"
+        )
+    return positions
+
+
+def _split(name: str, x: jax.Array, spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:
+    if len(spec) > x.ndim:
+        raise ConfigError(
+            f"spec of parameter {name or 'params'} {x.shape}: {spec} has {len(spec)} entries for "
+            f"{x.ndim} dims"
+        )
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = set(mesh.manual_axes)
+    entries = [(entry,) if isinstance(entry, str) else (entry or ()) for entry in spec]
+    for axis in (axis for entry in entries for axis in entry):
+        if manual and axis not in mesh.axis_names:
+            raise ConfigError(
+                f"spec of parameter {name or 'params'} {x.shape}: {spec} names no mesh axis "
+                f"{axis!r}: {did_you_mean(axis, map(str, mesh.axis_names))}"
+            )
+    # An auto axis is XLA's: there the arrays are whole, and a sum over them is already the sum.
+    split = [tuple(axis for axis in entry if axis in manual) for entry in entries]
+    return (*split, *((),) * (x.ndim - len(split)))
+
+
+def whole(leaf: Leaf) -> Leaf:
+    """The same leaf with one norm over all of it."""
+    return replace(leaf, kept=())
+
+
+def add_shards(squares: Sequence[Squares], leaves: Sequence[Leaf]) -> list[Squares]:
+    """The sums of squares over all shards of each layer, in one all-reduce for the whole tree.
+
+    Cost: one `psum` of at most two float32 for each layer of the split leaves; leaves that are not
+    split take no part. Without split leaves it is the identity.
+    """
+    axes = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.summed_axes))
+    if not axes:
+        return list(squares)
+    mine = [i for i, leaf in enumerate(leaves) if leaf.summed_axes]
+    placed = [_place(jnp.stack(squares[i]), leaves[i], axes) for i in mine]
+    total = jax.lax.psum(jnp.concatenate([x.ravel() for x in placed]), axes)
+    summed, start = list(squares), 0
+    for i, sent in zip(mine, placed, strict=True):
+        part = total[start : start + sent.size].reshape(sent.shape)
+        summed[i] = tuple(_take(part, leaves[i], axes))
+        start += sent.size
+    return summed
+
+
+def _mixed(leaf: Leaf, axes: tuple[str, ...]) -> tuple[str, ...]:
+    """Axes of the fused sum along which this leaf's devices hold different layers."""
+    return tuple(axis for axis in leaf.kept_axes if axis in axes)
+
+
+def _place(stacked: jax.Array, leaf: Leaf, axes: tuple[str, ...]) -> jax.Array:
+    """What this device adds to the sum: nothing that another device adds too.
+
+    `[tensors, ...]` to `[devices along mixed axes, tensors, ...]`.
+    """
+    for axis in axes:
+        if axis not in leaf.summed_axes and axis not in leaf.kept_axes:
+            stacked = jnp.where(jax.lax.axis_index(axis) == 0, stacked, 0.0)
+    mixed = _mixed(leaf, axes)
+    if not mixed:
+        return stacked[None]
+    slots = jnp.arange(math.prod(jax.lax.axis_size(axis) for axis in mixed))
+    own = (slots == jax.lax.axis_index(mixed)).reshape(-1, *(1,) * stacked.ndim)
+    return jnp.where(own, stacked[None], 0.0)
+
+
+def _take(total: jax.Array, leaf: Leaf, axes: tuple[str, ...]) -> jax.Array:
+    """This device's layers out of the sum."""
+    mixed = _mixed(leaf, axes)
+    return total[jax.lax.axis_index(mixed)] if mixed else total[0]
+
+
+def wide_zeros(param: jax.Array) -> jax.Array:
+    """A moment to begin with: like the parameter, in float32 or wider."""
+    return jnp.zeros_like(param, dtype=jnp.promote_types(param.dtype, jnp.float32))

@@ -1,0 +1,181 @@
+"""Training in two bytes: float32 master weights, bfloat16 moments, stochastic rounding."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+
+from jaxdist.errors import ConfigError
+
+Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
+NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
+
+
+def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
+    """float32 to bfloat16, up or down at random, so that the mean of the result is `x`.
+
+    Of the two neighbours in bfloat16 the upper one is drawn with probability (x - lower) /
+    (upper - lower); a representable value, NaN and infinities stay. Values beyond the largest
+    bfloat16 are cut to it. Cost: 16 random bits an element.
+
+    >>> stochastic_round(jnp.float32([1.5, -2.0, jnp.inf]), jax.random.key(0)).tolist()
+    [1.5, -2.0, inf]
+    """
+    assert x.dtype == jnp.float32, f"stochastic_round takes float32, not {x.dtype}"
+    bits = lax.bitcast_convert_type(x, jnp.uint32)
+    noise = jax.random.bits(key, x.shape, jnp.uint16).astype(jnp.uint32)
+
+    def upper_half(word: jax.Array) -> jax.Array:
+        return lax.bitcast_convert_type((word >> 16).astype(jnp.uint16), jnp.bfloat16)
+
+    # Magnitudes are ordered like their bits, so a carry out of the lower half is the next value up.
+    rounded, cut = upper_half(bits + noise), upper_half(bits)
+    rounded = jnp.where(jnp.isfinite(rounded), rounded, cut)
+    return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
+
+
+class MomentsState(NamedTuple):
+    """The inner state with bfloat16 moments, and the number of steps (int32), which seeds."""
+
+    inner: Any
+    step: Any
+
+
+def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
+    """`inner`, with its float32 moments kept in bfloat16 between steps, stochastically rounded.
+
+    Moments are the leaves of the state that are shaped after the parameters. With b2 = 0.999 a
+    second moment moves by at most 1/1000 of itself a step towards zero, which rounding to nearest
+    (steps of 1/256) would never let happen. Inside `jax.shard_map` all shards of a tensor draw the
+    same noise, each of them unbiased.
+
+    Raises:
+      ConfigError: `inner` holds master weights, which must stay float32; wrap it the other way.
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def flags(state: Any) -> list[bool]:
+        """Which leaves of an inner state are moments."""
+        marked = optax.tree.map_params(
+            inner, lambda _: True, state, transform_non_params=lambda _: False
+        )
+        wide = [leaf.dtype in (jnp.float32, jnp.bfloat16) for leaf in jax.tree.leaves(state)]
+        return [m and w for m, w in zip(jax.tree.leaves(marked), wide, strict=True)]
+
+    def narrowed(state: Any, key: jax.Array) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        for i, moment in enumerate(flags(state)):
+            if moment and leaves[i].dtype == jnp.float32:
+                leaves[i] = stochastic_round(leaves[i], jax.random.fold_in(key, i))
+        return jax.tree.unflatten(structure, leaves)
+
+    def widened(state: Any) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        wide = [
+            leaf.astype(jnp.float32) if moment else leaf
+            for leaf, moment in zip(leaves, flags(state), strict=True)
+        ]
+        return jax.tree.unflatten(structure, wide)
+
+    def init(params: Any) -> MomentsState:
+        state = inner.init(params)
+        if _holds_master(state):
+            raise ConfigError(
+                "bf16_moments(master_weights(...)) would round the master weights; nest them as "
+                "master_weights(bf16_moments(...))"
+            )
+        return MomentsState(narrowed(state, jax.random.key(seed)), jnp.zeros((), jnp.int32))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        step = optax.safe_increment(state.step)
+        updates, moved = inner.update(updates, widened(state.inner), params, **extra)
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        return updates, MomentsState(narrowed(moved, key), step)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class MasterState(NamedTuple):
+    """The float32 parameters, and the inner state, which sees them in place of the narrow ones."""
+
+    master: Any
+    inner: Any
+
+
+def _is_master(node: Any) -> bool:
+    return isinstance(node, MasterState)
+
+
+def _holds_master(state: Any) -> bool:
+    return any(map(_is_master, jax.tree.leaves(state, is_leaf=_is_master)))
+
+
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    """float32 rounded to the nearest value of `dtype`, as float32.
+
+    A cast there and back may be compiled away, since XLA allows excess precision.
+    """
+    if dtype == jnp.bfloat16:
+        return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
+    return lax.optimization_barrier(x.astype(dtype)).astype(jnp.float32)
+
+
+def master_weights(
+    inner: Transform, dtype: Any = jnp.bfloat16
+) -> optax.GradientTransformationExtraArgs:
+    """`inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
+
+    After `optax.apply_updates` the narrow parameters are the master weights rounded to nearest, to
+    the bit, as long as they were before the step: `init` may be given float32 parameters, whose
+    rounding the model then starts from. The updates are float32, since their sum with the narrow
+    parameters would otherwise round twice. Gradients may be of any floating dtype.
+
+    Raises:
+      ConfigError: a dtype other than bfloat16 and float16; params that are missing or not `dtype`.
+
+    >>> tx, params = master_weights(optax.sgd(1e-3)), jnp.bfloat16(1)
+    >>> state = tx.init(params)
+    >>> for _ in range(3):
+    ...     updates, state = tx.update(jnp.bfloat16(1), state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> f"{state.master:.4f} {params}"
+    '0.9970 0.99609375'
+    """
+    narrow = jnp.dtype(dtype)
+    if narrow not in NARROW:
+        raise ConfigError(f"master_weights: dtype {narrow} must be bfloat16 or float16")
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> MasterState:
+        # A copy even of float32, since params and state may both be donated.
+        master = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
+        return MasterState(master, inner.init(master))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        _check_narrow(params, narrow)
+        wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
+        updates, moved = inner.update(wide, state.inner, state.master, **extra)
+        master = optax.apply_updates(state.master, updates)
+        # Exact: narrow values are either near each other or differ by a whole number of the unit in
+        # which the master was added up, so that neither the difference nor the sum rounds.
+        steps = jax.tree.map(
+            lambda w, p: _rounded(w, narrow) - p.astype(jnp.float32), master, params
+        )
+        return steps, MasterState(master, moved)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _check_narrow(params: Any, narrow: Any) -> None:
+    if params is None:
+        raise ConfigError("master_weights: update(updates, state, params) needs params, given None")
+    wrong = {str(p.dtype) for p in jax.tree.leaves(params)} - {str(narrow)}
+    if wrong:
+        raise ConfigError(
+            f"master_weights: params are {', '.join(sorted(wrong))}, the copies of dtype={narrow}; "
+            f"give the model {narrow} parameters, or master_weights their dtype"
+        )

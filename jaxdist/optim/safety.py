@@ -1,0 +1,260 @@
+"""Steps that survive bad gradients: NaN and spike skipping, dynamic loss scaling.
+
+Everything is a pure function or an `optax.GradientTransformationExtraArgs` and runs under jit with
+no word to the host. With `precision.py`, outermost first, the wrappers nest as
+
+    skip_nonfinite(skip_spikes(master_weights(bf16_moments(optax.adamw(1e-3)))))
+
+Under automatic sharding nothing else is needed. Inside `jax.shard_map`, where a device sees only
+its shards, pass the partition specs of the gradients: all devices then decide alike, at the price
+of one all-reduce of one number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxdist.errors import ConfigError, RunError
+
+Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
+
+
+def _axes(spec: PartitionSpec) -> set[str]:
+    names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
+    return {name for name in names if name is not None}
+
+
+def _all_axes(specs: Any) -> tuple[str, ...]:
+    return tuple(sorted(set().union(*(_axes(spec) for spec in jax.tree.leaves(specs)))))
+
+
+def global_norm(tree: Any, specs: Any = None) -> jax.Array:
+    """Euclidean norm of all leaves together, float32, summed in float32 whatever their dtype.
+
+    Args:
+      specs: inside `jax.shard_map`, the leaves' partition specs; one all-reduce of 4 bytes, and a
+        leaf counts once however many devices hold a copy.
+
+    >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
+    600.0
+    """
+    squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+    axes = _all_axes(specs)
+    if not axes:
+        return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+    total = jnp.float32(0)
+    for square, spec in zip(squares, jax.tree.leaves(specs), strict=True):
+        copies = set(axes) - _axes(spec)
+        total += square / (lax.axis_size(tuple(copies)) if copies else 1)
+    return jnp.sqrt(lax.psum(total, axes))
+
+
+def all_finite(tree: Any, specs: Any = None) -> jax.Array:
+    """Whether no element of any leaf is NaN or infinite: a bool scalar.
+
+    Args:
+      specs: inside `jax.shard_map`, the leaves' partition specs; one all-reduce of 4 bytes.
+    """
+    fine = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
+    ok = jnp.all(jnp.stack(fine)) if fine else jnp.array(True)
+    axes = _all_axes(specs)
+    return lax.psum(jnp.int32(~ok), axes) == 0 if axes else ok
+
+
+class SkipState(NamedTuple):
+    """The inner state, int32 counters, and what the rule remembers."""
+
+    inner: Any
+    skipped: jax.Array
+    """Steps skipped since the start."""
+    consecutive: jax.Array
+    """Steps skipped since the last accepted one."""
+    rule: Any
+
+
+Rule = Callable[[Any, Any], tuple[jax.Array, Any]]
+"""(gradients, what the rule remembers) to (accept, what it remembers next)."""
+
+
+def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
+    """The update that changes nothing: x + -0.0 is x to the bit, also for x = -0.0."""
+    still = jnp.full(update.shape, -0.0, update.dtype)
+    # Not a choice: both branches of a cond must vary over the same manual axes, as gradients do.
+    return jnp.where(grad == 0, still, still)
+
+
+def _skip_unless(inner: Transform, first: Any, rule: Rule) -> optax.GradientTransformationExtraArgs:
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Any) -> SkipState:
+        zero = jnp.zeros((), jnp.int32)
+        return SkipState(inner.init(params), zero, zero, jax.tree.map(jnp.asarray, first))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        accept, memory = rule(updates, state.rule)
+
+        def move() -> tuple[Any, Any]:
+            return inner.update(updates, state.inner, params, **extra)
+
+        def still() -> Any:
+            return jax.tree.map(_stay, jax.eval_shape(move)[0], updates)
+
+        moved, kept = lax.cond(accept, move, lambda: (still(), state.inner))
+        more = jnp.int32(~accept)
+        return moved, SkipState(
+            kept, state.skipped + more, (state.consecutive + more) * more, memory
+        )
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def skip_nonfinite(inner: Transform, *, specs: Any = None) -> optax.GradientTransformationExtraArgs:
+    """`inner`, but a step with any NaN or infinity among its gradients moves nothing.
+
+    On such a step the updates are zero and the inner state stays to the bit; the state
+    (`SkipState`) counts it. Cost: one more read of the gradients, and updates written out, since
+    nothing fuses across the branch.
+
+    >>> tx = skip_nonfinite(optax.sgd(1.0))
+    >>> updates, state = tx.update({"w": jnp.array(jnp.nan)}, tx.init({"w": jnp.array(2.0)}))
+    >>> float(optax.apply_updates({"w": jnp.array(2.0)}, updates)["w"]), int(state.skipped)
+    (2.0, 1)
+    """
+    return _skip_unless(inner, None, lambda grads, _: (all_finite(grads, specs), None))
+
+
+class NormMean(NamedTuple):
+    """Running mean of gradient norms (float32) and how many went into it (int32)."""
+
+    mean: Any
+    count: Any
+
+
+def skip_spikes(
+    inner: Transform, *, factor: float = 4.0, window: int = 100, specs: Any = None
+) -> optax.GradientTransformationExtraArgs:
+    """`inner`, but a step whose gradient norm exceeds `factor` times the recent mean moves nothing.
+
+    The mean is plain over the first `window` steps, in which no finite norm is skipped, and
+    exponential with decay 1 - 1 / `window` from there. A skipped norm enters it as `factor` times
+    the mean, so that a lasting change of level is accepted in the end. A norm that is not finite
+    is always skipped and never enters.
+
+    Raises:
+      ConfigError: a factor that is not above 1 or not finite, a window under 1.
+    """
+    if not 1 < factor < float("inf"):
+        raise ConfigError(f"skip_spikes: factor {factor} must be finite and above 1, say 4")
+    if window < 1:
+        raise ConfigError(f"skip_spikes: window {window} must be at least 1 step, say 100")
+
+    def rule(grads: Any, seen: NormMean) -> tuple[jax.Array, NormMean]:
+        norm = global_norm(grads, specs)
+        # A mean of zero (all gradients were zero so far) is no measure of what is too much.
+        known = (seen.count >= window) & (seen.mean > 0)
+        limit = jnp.where(known, factor * seen.mean, jnp.inf)
+        usable = jnp.isfinite(norm)
+        count = jnp.minimum(seen.count + 1, window)
+        mean = seen.mean + (jnp.minimum(norm, limit) - seen.mean) / count
+        kept = NormMean(jnp.where(usable, mean, seen.mean), jnp.where(usable, count, seen.count))
+        return usable & (norm <= limit), kept
+
+    return _skip_unless(inner, NormMean(jnp.float32(0), jnp.int32(0)), rule)
+
+
+def skip_states(state: Any) -> list[SkipState]:
+    """Every `SkipState` inside an optimizer state, outermost first."""
+    if isinstance(state, SkipState):
+        return [state, *skip_states(state.inner)]
+    stop = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SkipState))
+    return [found for node in stop if isinstance(node, SkipState) for found in skip_states(node)]
+
+
+def check_progress(state: Any, *, max_consecutive: int) -> None:
+    """Read the counters on the host, now and then, and stop a run that only skips.
+
+    Raises:
+      RunError: more than `max_consecutive` steps in a row were skipped.
+    """
+    for found in skip_states(state):
+        row, total = int(found.consecutive), int(found.skipped)
+        if row > max_consecutive:
+            raise RunError(
+                f"{row} steps in a row were skipped for their gradients (allowed: "
+                f"{max_consecutive}; {total} since the start); lower the learning rate, lengthen "
+                "the warm-up, or look for bad examples in the data"
+            )
+
+
+class LossScaleState(NamedTuple):
+    """The factor on the loss (float32) and the finite steps since it last changed (int32)."""
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A factor on the loss that keeps float16 gradients from vanishing, found by trial.
+
+    It grows after `growth_steps` finite steps and backs off at each overflow. Powers of two scale
+    exactly. One step:
+
+        grads = jax.grad(lambda p: scaling.scale_loss(loss(p), scale_state))(params)
+        finite = all_finite(grads)
+        grads = scaling.unscale(grads, scale_state)
+        updates, state = skip_nonfinite(inner).update(grads, state, params)
+        scale_state = scaling.update(scale_state, finite)
+
+    Raises:
+      ConfigError: min <= init <= max, growth > 1, 0 < backoff < 1 or growth_steps >= 1 is broken.
+    """
+
+    init_scale: float = 2.0**15
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_steps: int = 2000
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        low, first, high = self.min_scale, self.init_scale, self.max_scale
+        if not 0 < low <= first <= high < float("inf"):
+            raise ConfigError(
+                f"loss scale: 0 < min_scale <= init_scale <= max_scale < inf does not hold for "
+                f"{low}, {first}, {high}"
+            )
+        if not 1 < self.growth < float("inf"):
+            raise ConfigError(f"loss scale: growth {self.growth} must be finite and above 1, say 2")
+        if not 0 < self.backoff < 1:
+            raise ConfigError(f"loss scale: backoff {self.backoff} must lie in (0, 1), say 0.5")
+        if self.growth_steps < 1:
+            raise ConfigError(f"loss scale: growth_steps {self.growth_steps} must be at least 1")
+
+    def init(self) -> LossScaleState:
+        """The state before the first step."""
+        return LossScaleState(jnp.float32(self.init_scale), jnp.int32(0))
+
+    def scale_loss(self, loss: jax.Array, state: LossScaleState) -> jax.Array:
+        """The loss times the scale, float32."""
+        return loss.astype(jnp.float32) * state.scale
+
+    def unscale(self, grads: Any, state: LossScaleState) -> Any:
+        """Gradients of the scaled loss to float32 gradients of the loss."""
+        return jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
+
+    def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+        """The state after a step whose gradients were all finite, or not."""
+        good = jnp.where(finite, state.good_steps + 1, 0)
+        grow = good >= self.growth_steps
+        factor = jnp.where(finite, jnp.where(grow, self.growth, 1.0), self.backoff)
+        scale = jnp.clip(state.scale * factor, self.min_scale, self.max_scale)
+        return LossScaleState(scale, jnp.where(grow, 0, good))
