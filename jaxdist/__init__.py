@@ -45,7 +45,7 @@ _HOME = {
     "prepare": "environment",
 }
 
-__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]  (it reads literals only)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ import importlib.util
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from jaxdist.errors import MeshError
@@ -88,6 +88,26 @@ def has_idle_libtpu(devices: Path = Path("/dev")) -> bool:
     nodes = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd")
     present = any(any(devices.glob(name)) for name in nodes)
     return not present and importlib.util.find_spec("libtpu") is not None
+
+
+def versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Installed versions by package, `python` for the interpreter's; None: not installed.
+
+    >>> versions(["no-such-package"])
+    {'no-such-package': None}
+    """
+    return {name: _version(name) for name in names}
+
+
+def _version(name: str) -> str | None:
+    from importlib import metadata  # takes as long as all else here; few commands need it
+
+    if name == "python":
+        return platform.python_version()
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def prepare(*, fake_devices: int | None = None) -> None:

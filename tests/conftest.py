@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from jaxdist import environment
 
@@ -12,7 +16,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}".strip()
 environment.prepare(fake_devices=8)
 
 import jax  # noqa: E402  (the environment comes first)
-import pytest  # noqa: E402
+import pytest  # noqa: E402  (the same)
+
+from jaxdist.mesh import Device  # noqa: E402  (the same)
+from jaxdist.topology import topology_devices  # noqa: E402  (the same)
 
 # Two folders have a conftest; as doctest modules they would have one name.
 collect_ignore_glob = ["*/conftest.py"]
@@ -20,6 +27,45 @@ collect_ignore_glob = ["*/conftest.py"]
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("needs_libtpu"):
+        need_libtpu()
+
+
+def need_libtpu() -> None:
+    if importlib.util.find_spec("libtpu") is None:
+        pytest.skip("libtpu is not installed: pip install 'jaxdist[tpu]' compiles for TPU anywhere")
+
+
 @pytest.fixture(scope="session")
-def devices() -> list[jax.Device]:
+def devices() -> list[Device]:
     return jax.devices()
+
+
+@pytest.fixture(scope="session")
+def tpu_devices() -> list[Device]:
+    """Devices of a TPU that is compiled for without being there."""
+    need_libtpu()
+    return topology_devices("v5e:2x4")
+
+
+@pytest.fixture
+def mount_tmpfs() -> Iterator[Callable[[Path, int], Path]]:
+    """Makes a directory into a disk of so many bytes until the test ends."""
+    mounted = []
+
+    def mount(path: Path, size_bytes: int) -> Path:
+        path.mkdir(exist_ok=True)
+        command = ["mount", "-t", "tmpfs", "-o", f"size={size_bytes}", "tmpfs", str(path)]
+        try:
+            done = os.getuid() == 0 and not subprocess.run(command, capture_output=True).returncode
+        except FileNotFoundError:
+            done = False
+        if not done:
+            pytest.skip("needs root and the right to mount a tmpfs")
+        mounted.append(path)
+        return path
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", str(path)], check=True)

@@ -1,5 +1,7 @@
+import platform
 import sys
 
+import jax
 import pytest
 
 from jaxdist import environment
@@ -65,3 +67,12 @@ def test_too_late_after_jax_is_imported():
 
 def test_preparing_again_for_the_same_count_is_fine():
     environment.prepare(fake_devices=8)
+
+
+def test_versions_are_in_the_order_asked_for_and_none_where_nothing_is_installed():
+    found = environment.versions(("jax", "no-such-package", "python"))
+    assert list(found.items()) == [
+        ("jax", jax.__version__),
+        ("no-such-package", None),
+        ("python", platform.python_version()),
+    ]

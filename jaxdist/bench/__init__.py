@@ -17,6 +17,7 @@ __all__ = ["BENCHES", "Figure", "Report", "Sample", "alternate_processes", "inte
 BENCHES: dict[str, str] = {
     "collectives": "jaxdist.bench.collectives:bench",
     "compile": "jaxdist.bench.compile:bench",
+    "optim": "jaxdist.bench.optim:bench",
     "overhead": "jaxdist.bench.overhead:bench",
     "quickstart": "jaxdist.bench.quickstart:bench",
     "startup": "jaxdist.bench.startup:bench",

@@ -21,10 +21,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from pydantic import TypeAdapter
 
 from jaxdist.bench import lab
+from jaxdist.bench.collectives_program import compile_local, split
 from jaxdist.bench.harness import REPEATS, WARMUP, Sample
 from jaxdist.bench.report import Figure, Report
 from jaxdist.collectives import Algorithm, Hierarchical, Ring, Xla, all_reduce
@@ -216,14 +217,12 @@ def host(task: Mapping[str, Any]) -> list[Measured]:
     sizes = Split(dcn=task["sites"], ici=task["hosts_per_site"])
     mesh = build_mesh(MeshConfig(data=sizes))
     axes = axis_names(mesh, "data")
-    x, total = _numbers(mesh, axes, task["payload_bytes"] // 4)
+    x, total = _numbers(mesh, task["payload_bytes"] // 4)
     calls = []
     for chosen in task["algorithms"]:
         algorithm = _ALGORITHMS.validate_python(chosen)
         reduce = partial(all_reduce, axis=axes, algorithm=algorithm)
-        spec = PartitionSpec(axes)
-        mapped = jax.shard_map(reduce, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        call = jax.jit(mapped).lower(x).compile()
+        call = compile_local(reduce, mesh, x)
         check_sum(np.asarray(call(x).addressable_shards[0].data), total, algorithm)
         calls.append(partial(call, x))
     return _interleave(calls, warmup=task["warmup"], repeats=task["repeats"])
@@ -245,13 +244,12 @@ def check_sum(found: np.ndarray, expected: np.ndarray, algorithm: Algorithm) -> 
         )
 
 
-def _numbers(mesh: Mesh, axes: tuple[str, ...], size: int) -> tuple[jax.Array, np.ndarray]:
+def _numbers(mesh: Mesh, size: int) -> tuple[jax.Array, np.ndarray]:
     """Integers that differ by host, [N * size] over all hosts, and their sum, exact in float32."""
     base = (np.arange(size) % 251).astype(np.float32)
-    sharding = NamedSharding(mesh, PartitionSpec(axes))
     mine = base + jax.process_index()
     count = mesh.size
-    x = jax.make_array_from_process_local_data(sharding, mine, (count * size,))
+    x = jax.make_array_from_process_local_data(split(mesh), mine, (count * size,))
     return x, base * count + count * (count - 1) / 2
 
 

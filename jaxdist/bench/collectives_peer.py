@@ -13,8 +13,8 @@ import sys
 
 def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:
     """One process: an order is a line, an answer is a byte; ends with the orders."""
-    import torch  # pyright: ignore[reportMissingImports]
-    import torch.distributed as dist  # pyright: ignore[reportMissingImports]
+    import torch  # pyright: ignore[reportMissingImports]  (an extra)
+    import torch.distributed as dist  # pyright: ignore[reportMissingImports]  (an extra)
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
@@ -33,6 +33,7 @@ def serve(rank: int, world: int, store: str, orders: int, done: int) -> None:
 
 def main(world: int, store: str) -> None:
     """Fork the processes, so that torch is imported once, and pass the orders on."""
+    # Not used here: the forks find it imported. It is an extra, so it may be missing.
     import torch.distributed  # noqa: F401  # pyright: ignore[reportMissingImports]
 
     done_read, done_write = os.pipe()

@@ -10,11 +10,10 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from jaxdist.bench.collectives_gloo import Gloo
+from jaxdist.bench.collectives_program import compile_local, make_mesh, split
 from jaxdist.bench.harness import Sample, interleave
 from jaxdist.bench.report import Figure, Listing
 from jaxdist.collectives.auto import label
@@ -55,53 +54,70 @@ Name = TypeVar("Name")
 
 
 class Reduction:
-    """An all-reduce of one size, compiled; each call sums what the last one left, in place.
+    """An all-reduce of one size, compiled.
 
     The values are zeros, which cost the same and never overflow.
+
+    Args:
+      donate: each call sums what the last one left, in place; else the input is kept.
     """
 
-    def __init__(self, algorithm: Algorithm, size_bytes: int, devices: Sequence[Device]):
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        size_bytes: int,
+        devices: Sequence[Device],
+        *,
+        donate: bool = True,
+    ):
         mesh = two_level_mesh(devices)
-        spec, axes = P(AXES), AXES
         x = jnp.zeros(size_bytes // 4 * len(devices), jnp.float32)
-        self._x = jax.device_put(x, NamedSharding(mesh, spec))
-        mapped = jax.shard_map(
-            lambda block: all_reduce(block, axes, algorithm=algorithm),
-            mesh=mesh,
-            in_specs=spec,
-            out_specs=spec,
-            check_vma=False,
-        )
-        self._run = jax.jit(mapped, donate_argnums=0).lower(self._x).compile()
+        self._x = jax.device_put(x, split(mesh))
+        self.donate = donate
+        reduce = partial(all_reduce, axis=AXES, algorithm=algorithm)
+        self._run = compile_local(reduce, mesh, self._x, donate=donate)
 
     def __call__(self) -> None:
-        self._x = jax.block_until_ready(self._run(self._x))
+        result = jax.block_until_ready(self._run(self._x))
+        if self.donate:
+            self._x = result
 
 
 def two_level_mesh(devices: Sequence[Device]) -> Mesh:
     """Two groups of devices where their number is even, else one."""
     outer = 2 if len(devices) % 2 == 0 else 1
-    shape = np.asarray(devices).reshape(outer, len(devices) // outer)
-    return Mesh(shape, AXES, axis_types=(AxisType.Auto,) * 2)
+    return make_mesh(devices, (outer, len(devices) // outer), AXES)
 
 
 def large_figures(
     devices: Sequence[Device], gloo: Gloo | None, repeats: int, size_bytes: int
 ) -> list[Figure]:
-    """The fastest ring over psum, and over gloo where there is one."""
-    rings = {ring: Reduction(ring, size_bytes, devices) for ring in RINGS}
-    seconds = {ring: sample.median for ring, sample in rotate(rings, SECONDS_A_SIZE).items()}
-    best = min(seconds, key=seconds.__getitem__)
-    options = ", ".join(f"{label(ring)} {1e3 * found:.3g} ms" for ring, found in seconds.items())
-    note = f"in place (donated), by {label(best)}; medians: {options}"
+    """The fastest ring over psum, in place and not, and over gloo where there is one."""
     name = f"{size_bytes // MEBIBYTE} MiB x {len(devices)}, ring"
-    psum = interleave(rings[best], Reduction(Xla(), size_bytes, devices), repeats=repeats)
-    figures = [Figure.compare(f"{name} over psum", *psum, "<= 2", note)]
+    ring, in_place = fastest_ring(devices, size_bytes, donate=True)
+    keeping, kept = fastest_ring(devices, size_bytes, donate=False)
+    figures = []
+    for run, what, note in ((ring, "", in_place), (keeping, ", input kept", kept)):
+        psum = Reduction(Xla(), size_bytes, devices, donate=run.donate)
+        times = interleave(run, psum, repeats=repeats)
+        figures.append(Figure.compare(f"{name} over psum{what}", *times, "<= 2", note))
     if gloo is not None:
-        peer = interleave(rings[best], partial(gloo.all_reduce, size_bytes), repeats=repeats)
+        peer = interleave(ring, partial(gloo.all_reduce, size_bytes), repeats=repeats)
         note = f"torch.distributed, {len(devices)} processes of one thread, over loopback"
         figures.append(Figure.compare(f"{name} over gloo", *peer, "<= 1", note))
     return figures
+
+
+def fastest_ring(
+    devices: Sequence[Device], size_bytes: int, *, donate: bool
+) -> tuple[Reduction, str]:
+    """The fastest of `RINGS`, and a note on all of them."""
+    rings = {ring: Reduction(ring, size_bytes, devices, donate=donate) for ring in RINGS}
+    seconds = {ring: sample.median for ring, sample in rotate(rings, SECONDS_A_SIZE).items()}
+    best = min(seconds, key=seconds.__getitem__)
+    options = ", ".join(f"{label(ring)} {1e3 * found:.3g} ms" for ring, found in seconds.items())
+    place = "in place (donated)" if donate else "into memory of its own (not donated)"
+    return rings[best], f"{place}, by {label(best)}; medians: {options}"
 
 
 def fusion_figures(devices: Sequence[Device], count: int, repeats: int) -> list[Figure]:
@@ -123,23 +139,15 @@ class TreeReduction:
     """`reduce_tree` of small tensors of several shapes, compiled; sums zeros in place."""
 
     def __init__(self, algorithm: Algorithm, count: int, devices: Sequence[Device]):
-        mesh = Mesh(np.asarray(devices), ("data",), axis_types=(AxisType.Auto,))
-        spec = P("data")
+        mesh = make_mesh(devices, (len(devices),), ("data",))
         shapes = [(16 * (1 + index % 4), 32) for index in range(count)]
-        sharding = NamedSharding(mesh, spec)
         self._tree = [
-            jax.device_put(jnp.zeros((rows * len(devices), columns)), sharding)
+            jax.device_put(jnp.zeros((rows * len(devices), columns)), split(mesh))
             for rows, columns in shapes
         ]
         self.payload_bytes = sum(4 * rows * columns for rows, columns in shapes)
-        mapped = jax.shard_map(
-            lambda tree: reduce_tree(tree, "data", algorithm=algorithm),
-            mesh=mesh,
-            in_specs=spec,
-            out_specs=spec,
-            check_vma=False,
-        )
-        self._run = jax.jit(mapped, donate_argnums=0).lower(self._tree).compile()
+        reduce = partial(reduce_tree, axis="data", algorithm=algorithm)
+        self._run = compile_local(reduce, mesh, self._tree, donate=True)
         self.ledger: Ledger = ledger(self._run, mesh)
 
     def __call__(self) -> None:

@@ -15,14 +15,13 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
+from jaxdist.bench.collectives_program import compile_local, make_mesh, split
 from jaxdist.bench.report import Figure, Listing
 from jaxdist.collectives import operations
 from jaxdist.collectives.auto import FLAT, HIERARCHICAL, label
@@ -187,8 +186,7 @@ def row(
     count = math.prod(sizes)
     whole = len(devices) if platform == "tpu" else count
     names = tuple(f"axis{index}" for index in range(len(sizes)))
-    shape = np.asarray(devices[:whole]).reshape(whole // count, *sizes)
-    mesh = Mesh(shape, ("beside", *names), axis_types=(AxisType.Auto,) * (len(sizes) + 1))
+    mesh = make_mesh(devices[:whole], (whole // count, *sizes), ("beside", *names))
     compiled = compile_collective(mesh, names, algorithm, kind, count)
     payload_bytes = ELEMENTS_PER_DEVICE * count * 4
     formula = algorithm.traffic(kind, payload_bytes, sizes if len(sizes) > 1 else count)
@@ -210,19 +208,11 @@ def compile_collective(
     mesh: Mesh, names: tuple[str, ...], algorithm: Algorithm, kind: Kind, count: int
 ) -> jax.stages.Compiled:
     """The program of one call on a payload of `count` times `ELEMENTS_PER_DEVICE` floats."""
-    operation = getattr(operations, kind)
+    operation = partial(getattr(operations, kind), axis=names, algorithm=algorithm)
     share = 1 if kind == "all_gather" else count
     elements = ELEMENTS_PER_DEVICE * share * mesh.size
-    spec = P(mesh.axis_names)
-    x = jax.ShapeDtypeStruct((elements,), jnp.float32, sharding=NamedSharding(mesh, spec))
-    mapped = jax.shard_map(
-        lambda block: operation(block, names, algorithm=algorithm),
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        check_vma=False,
-    )
-    return jax.jit(mapped).lower(x).compile()
+    x = jax.ShapeDtypeStruct((elements,), jnp.float32, sharding=split(mesh))
+    return compile_local(operation, mesh, x)
 
 
 def busiest_sent_bytes(found: Ledger) -> float:

@@ -10,17 +10,17 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from jaxdist import environment
 from jaxdist.bench.harness import Sample, paired_ratio
 from jaxdist.errors import JaxdistError, RunError
 
-_PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
+_PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 _GOAL = re.compile(r"(<=|>=)\s*(\d+(?:\.\d+)?)")
 
@@ -213,8 +213,7 @@ def versions() -> dict[str, Any]:
 
     devices = jax.devices()
     return {
-        "python": platform.python_version(),
-        **{name: metadata.version(name) for name in _PACKAGES},
+        **environment.versions(_PACKAGES),
         "platform": platform.platform(),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "cpus": os.cpu_count(),

@@ -52,7 +52,7 @@ def split(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
 def field_type(field: FieldInfo) -> Any:
     """A field's annotation with its metadata joined on again."""
     if field.metadata:
-        return Annotated[(field.annotation, *field.metadata)]  # pyright: ignore[reportInvalidTypeForm] (built at run time)
+        return Annotated[(field.annotation, *field.metadata)]
     return field.annotation
 
 

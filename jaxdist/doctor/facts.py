@@ -110,7 +110,7 @@ def gather(devices: int | None = None) -> Facts:
     return Facts(
         python=".".join(map(str, sys.version_info[:3])),
         python_range=python_range,
-        versions={name: _version(name) for name in (*COMPANIONS, *EXTRAS)},
+        versions=environment.versions((*COMPANIONS, *EXTRAS)),
         ranges=ranges,
         backend=probe_backend(planned),
         environ=environ,
@@ -167,13 +167,6 @@ def _own_requirements() -> tuple[str, dict[str, str]]:
     requirements = [Requirement(text) for text in own.get_all("Requires-Dist") or []]
     ranges = {r.name: str(r.specifier) for r in requirements if r.marker is None}
     return own["Requires-Python"] or "", ranges
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _cpus() -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
+from jaxdist import environment
 from jaxdist.errors import RunError
 from jaxdist.launch.inspect_diff import Difference, difference, print_difference
 from jaxdist.launch.inspect_program import Inspection, inspect_step, open_subject
@@ -18,7 +18,7 @@ from jaxdist.launch.inspect_rows import Row, by_axes, by_kind
 from jaxdist.launch.inspect_tables import bound_bytes, print_inspection
 from jaxdist.topology import topology_devices
 
-_PACKAGES = ("jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "jaxdist")
+_PACKAGES = ("python", "jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "jaxdist")
 
 
 def inspect(
@@ -60,7 +60,8 @@ def inspect(
             "diff": result.to_json(),
         }
     if json_file is not None:
-        _write(json_file, {"versions": _versions(), **report})
+        versions = environment.versions(_PACKAGES) | {"platform": platform.platform()}
+        _write(json_file, {"versions": versions, **report})
     return result
 
 
@@ -113,18 +114,6 @@ def _axes_json(inspection: Inspection, row: Row) -> dict[str, Any]:
 
 def _snake(sizes: Mapping[str, int]) -> dict[str, int]:
     return {f"{name.replace(' ', '_')}_bytes": size for name, size in sizes.items()}
-
-
-def _versions() -> dict[str, str | None]:
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES},
-            "platform": platform.platform()}  # fmt: skip
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _write(path: Path, report: Mapping[str, Any]) -> None:

@@ -22,17 +22,17 @@ class EventFile:
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None) -> None:
-        # Slow to import, so only a run that writes pays for it. The module makes these at import.
+        # Slow to import, so only a run that writes pays for it.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto import event_pb2, summary_pb2
 
-        self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]
+        self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
         directory.mkdir(parents=True, exist_ok=True)
         # Files are named by the second; the suffix keeps a quick resume from overwriting one.
         suffix = "" if resume_step is None else f".from-step-{resume_step}"
         self._writer = EventsWriter(str(directory / "events"), suffix)
         if resume_step is not None:
-            log = event_pb2.SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+            log = event_pb2.SessionLog  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
             start = log(status=log.START)
             self._writer.write_event(self._event(step=resume_step + 1, session_log=start))
         self._flushed = time.monotonic()

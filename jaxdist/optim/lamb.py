@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -102,8 +103,8 @@ def lamb(
 
     r = m^ / (sqrt(v^) + eps) + weight_decay w;  w <- w - learning_rate phi(||w||) / ||r|| r
 
-    Two passes over the tensors: moments and norms, then updates. 56 bytes of traffic for
-    a float32 parameter when fused with `optax.apply_updates`; no temporaries of a tensor's size.
+    Three passes over the tensors: moments, norms, updates. 53 bytes of traffic for a float32
+    parameter when fused with `optax.apply_updates`; temporaries of an eighth of the tensors.
 
     Args:
       variant: whose LAMB; each difference is a field of `LambRule`, which `options` override.
@@ -127,6 +128,7 @@ def lamb(
     check_numbers(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     check_betas(b1=b1, b2=b2)
     rule = lamb_rule(variant, **options)
+    step = partial(_step, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, rule=rule)
 
     def init(params: Any) -> LambState:
         mu, nu = (jax.tree.map(wide_zeros, params) for _ in ("mu", "nu"))
@@ -139,23 +141,39 @@ def lamb(
         decay, adapt = decays_and_adapts(
             rule, params, leaves, weight_decay, decay_mask=decay_mask, adapt_mask=adapt_mask
         )
-        p, structure = jax.tree.flatten(params)
-        g, mu, nu = map(structure.flatten_up_to, (updates, state.mu, state.nu))
-        g = clip_global_norm(g, leaves, rule.max_grad_norm)
-        count = optax.safe_increment(state.count)
-        look = _Look.at(count, b1, b2, eps, rule)
-        mu = [b1 * m + (1 - b1) * x.astype(m.dtype) for m, x in zip(mu, g, strict=True)]
-        nu = [b2 * v + (1 - b2) * jnp.square(x.astype(v.dtype)) for v, x in zip(nu, g, strict=True)]
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        tensors = [_Tensors(*x) for x in zip(p, g, mu, nu, decay, strict=True)]
-        ratios = _ratios(tensors, leaves, adapt, look, rule)
-        moves = [
-            look.update(x, rate, ratio, rule) for x, ratio in zip(tensors, ratios, strict=True)
-        ]
-        new = LambState(count, structure.unflatten(mu), structure.unflatten(nu))
-        return structure.unflatten(moves), new
+        return step(updates, state, params, leaves, decay, adapt)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _step(
+    updates: Any,
+    state: LambState,
+    params: Any,
+    leaves: Sequence[Leaf],
+    decay: Sequence[float],
+    adapt: Sequence[bool],
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float,
+    b2: float,
+    eps: float,
+    rule: LambRule,
+) -> tuple[Any, LambState]:
+    """Updates and next state, given each leaf's decay and whether the ratio applies to it."""
+    p, structure = jax.tree.flatten(params)
+    g, mu, nu = map(structure.flatten_up_to, (updates, state.mu, state.nu))
+    g = clip_global_norm(g, leaves, rule.max_grad_norm)
+    count = optax.safe_increment(state.count)
+    look = _Look.at(count, b1, b2, eps, rule)
+    mu = [b1 * m + (1 - b1) * x.astype(m.dtype) for m, x in zip(mu, g, strict=True)]
+    nu = [b2 * v + (1 - b2) * jnp.square(x.astype(v.dtype)) for v, x in zip(nu, g, strict=True)]
+    rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+    tensors = [_Tensors(*x) for x in zip(p, g, mu, nu, decay, strict=True)]
+    ratios = _ratios(tensors, leaves, adapt, look, rule)
+    moves = [look.update(x, rate, ratio, rule) for x, ratio in zip(tensors, ratios, strict=True)]
+    new = LambState(count, structure.unflatten(mu), structure.unflatten(nu))
+    return structure.unflatten(moves), new
 
 
 def lamb_rule(variant: LambVariant, **options: Any) -> LambRule:
@@ -241,7 +259,7 @@ def _ratios(
         # Behind a barrier each leaf has scalars of its own: XLA:CPU would broadcast a shared one
         # once for all leaves of a shape, into a temporary as large as they are.
         look, decay = jax.lax.optimization_barrier((look, jax.tree.map(jnp.float32, decay)))
-        squares.append(leaves[i].squares(x.p, look.direction(x, decay)))
+        squares.append(leaves[i].squares_in_one_pass(x.p, look.direction(x, decay)))
     ratios = [jnp.ones((1,) * leaf.ndim, jnp.float32) for leaf in leaves]
     for i, norms in zip(on, norms_of(squares, [leaves[i] for i in on]), strict=True):
         ratios[i] = trust_ratio(norms, phi=rule.phi, ratio_bounds=rule.ratio_bounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.optim.common import Beta, NamedParams, NonNegative, OptimizerConfig, Positive, given
-from jaxdist.optim.layers import describe, wide_zeros
+from jaxdist.optim.layers import Leaf, describe, wide_zeros
 from jaxdist.optim.trust_ratio import (
     Mask,
     Norms,
@@ -118,6 +119,14 @@ def lars(
     )
     check_betas(momentum=momentum)
     rule = lars_rule(variant, **options)
+    step = partial(
+        _step,
+        learning_rate=learning_rate,
+        momentum=momentum,
+        coefficient=trust_coefficient,
+        eps=eps,
+        rule=rule,
+    )
 
     def init(params: Any) -> LarsState:
         return LarsState(jnp.zeros((), jnp.int32), jax.tree.map(wide_zeros, params))
@@ -129,23 +138,41 @@ def lars(
         decay, adapt = decays_and_adapts(
             rule, params, leaves, weight_decay, decay_mask=decay_mask, adapt_mask=adapt_mask
         )
-        p, structure = jax.tree.flatten(params)
-        g, v = map(structure.flatten_up_to, (updates, state.momentum))
-        tensors = [_Tensors(*x) for x in zip(p, g, v, decay, strict=True)]
-        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        ratio = partial(_ratio, coefficient=trust_coefficient, eps=eps, rate=rate, rule=rule)
-        on = [i for i, flag in enumerate(adapt) if flag]
-        norms = layer_norms([tensors[i].pair(rule) for i in on], [leaves[i] for i in on])
-        scaled = {i: ratio(tensors[i], pair) for i, pair in zip(on, norms, strict=True)}
-        steps = [
-            _step(x, *scaled.get(i, (1.0, x.decay)), momentum, rate, rule)
-            for i, x in enumerate(tensors)
-        ]
-        moves = structure.unflatten([update for update, _ in steps])
-        new = structure.unflatten([velocity for _, velocity in steps])
-        return moves, LarsState(optax.safe_increment(state.count), new)
+        return step(updates, state, params, leaves, decay, adapt)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _step(
+    updates: Any,
+    state: LarsState,
+    params: Any,
+    leaves: Sequence[Leaf],
+    decay: Sequence[float],
+    adapt: Sequence[bool],
+    *,
+    learning_rate: optax.ScalarOrSchedule,
+    momentum: float,
+    coefficient: float,
+    eps: float,
+    rule: LarsRule,
+) -> tuple[Any, LarsState]:
+    """Updates and next state, given each leaf's decay and whether the ratio applies to it."""
+    p, structure = jax.tree.flatten(params)
+    g, v = map(structure.flatten_up_to, (updates, state.momentum))
+    tensors = [_Tensors(*x) for x in zip(p, g, v, decay, strict=True)]
+    rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+    ratio = partial(_ratio, coefficient=coefficient, eps=eps, rate=rate, rule=rule)
+    on = [i for i, flag in enumerate(adapt) if flag]
+    norms = layer_norms([tensors[i].pair(rule) for i in on], [leaves[i] for i in on])
+    scaled = {i: ratio(tensors[i], pair) for i, pair in zip(on, norms, strict=True)}
+    moved = [
+        _moved(x, *scaled.get(i, (1.0, x.decay)), momentum, rate, rule)
+        for i, x in enumerate(tensors)
+    ]
+    moves = structure.unflatten([update for update, _ in moved])
+    new = structure.unflatten([velocity for _, velocity in moved])
+    return moves, LarsState(optax.safe_increment(state.count), new)
 
 
 def lars_rule(variant: LarsVariant, **options: Any) -> LarsRule:
@@ -187,7 +214,7 @@ def _ratio(
     return ratio, x.decay if rule.decay_zero_grads else jnp.where(fine, x.decay, 0.0)
 
 
-def _step(
+def _moved(
     x: _Tensors, ratio: Any, decay: Any, momentum: float, rate: Any, rule: LarsRule
 ) -> tuple[jax.Array, jax.Array]:
     """The update, in the parameter's dtype, and the new momentum."""

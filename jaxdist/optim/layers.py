@@ -20,6 +20,9 @@ from jaxdist.errors import ConfigError, did_you_mean
 from jaxdist.trees import flatten_with_names
 
 Dims = tuple[str | None, ...]
+FOLD = 16
+"""How far a sum is shortened in its first pass: the most that XLA:CPU unrolls and vectorises."""
+
 Squares = tuple[jax.Array, ...]
 """Sums of squares of one leaf's tensors: float32, the leaf's rank, 1 where a dim was summed."""
 
@@ -81,9 +84,48 @@ class Leaf:
 
     def squares(self, *tensors: jax.Array) -> Squares:
         """Sums of squares of this device's part, one a layer; computed in float32."""
-        return tuple(
-            jnp.sum(jnp.square(x.astype(jnp.float32)), self.summed, keepdims=True) for x in tensors
+        return tuple(jnp.sum(_square(x), self.summed, keepdims=True) for x in tensors)
+
+    def squares_in_one_pass(self, *tensors: jax.Array) -> Squares:
+        """The same, for tensors that are worked out from the same others as they are summed."""
+        folded = self._folded([_square(x) for x in tensors])
+        return tuple(jnp.sum(x, self.summed, keepdims=True) for x in folded)
+
+    def _folded(self, tensors: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        """The tensors with one summed dim shortened up to `FOLD` times, in one pass over all.
+
+        Two sums to one number each are two passes; in one pass they are two chains of additions,
+        each waiting for the one before. Here all elements of a row are added side by side.
+        """
+        rows = [i for i in self.summed if i != self.ndim - 1]
+        shape = tensors[0].shape if tensors else ()
+        factors = [(_divisor(shape[i]), i) for i in rows]
+        factor, dim = max(factors, default=(1, 0))
+        # Along an automatic axis XLA holds shards, and to cut between their ends it would gather.
+        if factor == 1 or any(_automatic(x) for x in tensors):
+            return tensors
+        split = (*shape[:dim], shape[dim] // factor, factor, *shape[dim + 1 :])
+        return jax.lax.reduce(
+            [x.reshape(split) for x in tensors],
+            [jnp.float32(0)] * len(tensors),
+            lambda left, right: [a + b for a, b in zip(left, right, strict=True)],
+            (dim + 1,),
         )
+
+
+def _square(x: jax.Array) -> jax.Array:
+    return jnp.square(x.astype(jnp.float32))
+
+
+def _divisor(size: int) -> int:
+    """The largest divisor up to `FOLD`."""
+    return max(k for k in range(1, FOLD + 1) if size % k == 0)
+
+
+def _automatic(x: jax.Array) -> bool:
+    """Whether XLA may have split the array along an automatic mesh axis."""
+    mesh = jax.typeof(x).sharding.mesh
+    return any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
 def describe(params: Any, kept: Any = None, specs: Any = None) -> list[Leaf]:

@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
+from jaxdist import environment
 from jaxdist.errors import RunError
 
-PACKAGES = ("jaxdist", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+PACKAGES = (
+    "python",
+    "jaxdist",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "numpy",
+)
+"""What decides a run's numbers."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +56,6 @@ class RunDirectory:
         return self.config.exists()
 
 
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a run's numbers."""
-    return {"python": platform.python_version()} | {
-        name: metadata.version(name) for name in PACKAGES
-    }
-
-
 def choose(base: Path, *, resume: bool) -> RunDirectory:
     """The directory that a run takes: `base`, or `base-2`, `base-3` ... when others stand there.
 
@@ -74,7 +77,8 @@ def prepare(directory: RunDirectory, resolved_config: str) -> None:
     """
     try:
         directory.path.mkdir(parents=True, exist_ok=True)
-        _write(directory.versions, json.dumps(versions(), indent=2) + "\n")
+        versions = environment.versions(PACKAGES)
+        _write(directory.versions, json.dumps(versions, indent=2) + "\n")
         _write(directory.config, resolved_config)
     except OSError as error:
         raise RunError(

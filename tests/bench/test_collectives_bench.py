@@ -6,7 +6,6 @@ import json
 import math
 import subprocess
 import sys
-from importlib.util import find_spec
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,6 @@ from jaxdist.errors import RunError
 from jaxdist.hlo import ledger_of_text
 from jaxdist.hlo.parse import parse
 
-needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu")
 ROW = Row("cpu", "{type: ring}", "all_reduce", (8,), 10.0, 10.0, 14, 14)
 SECONDS = {"{type: xla}": {4096: 1e-3, 16384: 2e-3}, "gloo": {4096: 2e-2, 16384: 3e-2}}
 
@@ -141,8 +139,9 @@ def test_a_process_that_fails_is_said(monkeypatch, program, said):
 
 def test_a_reduction_sums_over_all_devices_in_place():
     run = collectives_time.Reduction(Ring(), 4096, jax.devices())
-    run._x = run._x + 1
+    given = run._x = run._x + 1
     run()
+    assert given.is_deleted()
     assert run._x.shape == (8 * 1024,)
     assert set(run._x.tolist()) == {8.0}
 
@@ -157,10 +156,21 @@ def test_fusion_is_figured_in_time_and_permutes():
 def test_large_figures_name_the_ring_and_leave_a_missing_peer_out(monkeypatch):
     monkeypatch.setattr(collectives_time, "SECONDS_A_SIZE", 0.0)
     monkeypatch.setattr(collectives_time, "RINGS", (Ring(), Ring(directions=2)))
-    (figure,) = collectives_time.large_figures(jax.devices(), None, 1, size_bytes=2**20)
-    assert figure.name == "1 MiB x 8, ring over psum"
-    assert figure.goal == "<= 2"
-    assert "by {type: ring" in figure.note
+    figures = collectives_time.large_figures(jax.devices(), None, 1, size_bytes=2**20)
+    names = ["1 MiB x 8, ring over psum", "1 MiB x 8, ring over psum, input kept"]
+    assert [figure.name for figure in figures] == names
+    assert [figure.goal for figure in figures] == ["<= 2", "<= 2"]
+    assert all("by {type: ring" in figure.note for figure in figures)
+    assert ["(donated)" in figure.note for figure in figures] == [True, False]
+
+
+def test_a_reduction_that_keeps_its_input_gives_the_same_each_time():
+    run = collectives_time.Reduction(Ring(), 4096, jax.devices(), donate=False)
+    run._x = run._x + 1
+    run()
+    run()
+    assert set(run._x.tolist()) == {1.0}
+    assert set(run._run(run._x).tolist()) == {8.0}
 
 
 def test_the_table_has_nccl_tests_bandwidths():
@@ -253,6 +263,7 @@ def test_the_report_in_one_piece(monkeypatch, tmp_path):
         "steps, cpu",
         "bytes sent, tpu",
         "1 MiB x 8, ring over psum",
+        "1 MiB x 8, ring over psum, input kept",
         "ring over gloo",
         "3 tensors fused: time",
         "3 tensors fused: permutes",
@@ -297,7 +308,7 @@ def test_a_listing_is_printed_below_the_figures():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("platform", ["cpu", pytest.param("tpu", marks=needs_libtpu)])
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("tpu", marks=pytest.mark.needs_libtpu)])
 def test_every_formula_holds(platform):
     found = collectives_traffic.measure(platform)
     sizes = {row.sizes[0] for row in found if len(row.sizes) == 1}

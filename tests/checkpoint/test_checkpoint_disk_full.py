@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,22 +27,14 @@ def target(tree: Any) -> Any:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(tmp_path)]
-    try:
-        mounted = os.getuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("needs root and the right to mount a tmpfs")
-    yield tmp_path
-    subprocess.run(["umount", str(tmp_path)], check=True)
-
-
 @pytest.mark.parametrize("kib", [900, 1000, 3000])
-def test_a_full_disk(small_disk: Path, kib: int, caplog: pytest.LogCaptureFixture) -> None:
-    directory = small_disk / "run"
+def test_a_full_disk(
+    tmp_path: Path,
+    mount_tmpfs: Callable[[Path, int], Path],
+    kib: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory = mount_tmpfs(tmp_path, DISK_BYTES) / "run"
     with CheckpointStore(directory, keep=3, keep_best=False, on_event=pytest.fail) as store:
         store.save(1, state(1), metadata={})
         store.save(2, state(2, kib=kib), metadata={})

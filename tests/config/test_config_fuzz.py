@@ -127,7 +127,7 @@ def test_mutated_trees(file: Path, mutations: list[tuple[int, str, Any]]):
     stream = io.StringIO()
     yaml = YAML(typ="safe", pure=True)
     yaml.allow_unicode = True
-    yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue]
+    yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue] (untyped in ruamel)
     yaml.dump(values, stream)
     check(file, stream.getvalue())
 

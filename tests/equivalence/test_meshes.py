@@ -7,6 +7,7 @@ of 5 steps x 1e-3, not an ulp.
 """
 
 import itertools
+from functools import partial
 
 import jax
 import numpy as np
@@ -83,6 +84,11 @@ def train(name, mesh, reduce=None, **changes):
     return np.array(losses), jax.tree.map(np.asarray, state.params)
 
 
+def same(ours, theirs):
+    np.testing.assert_allclose(ours[0], theirs[0], rtol=LOSS_RTOL)
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=PARAMS_ATOL), ours[1], theirs[1])
+
+
 @pytest.fixture(scope="module")
 def reference():
     return {name: train(name, {"data": 1}) for name in MODELS}
@@ -90,36 +96,18 @@ def reference():
 
 @pytest.mark.parametrize(("name", "mesh"), CELLS, ids=str)
 def test_a_mesh_equals_one_device(name, mesh, reference):
-    losses, params = train(name, mesh)
-    np.testing.assert_allclose(losses, reference[name][0], rtol=LOSS_RTOL)
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=PARAMS_ATOL),
-        params,
-        reference[name][1],
-    )
+    same(train(name, mesh), reference[name])
 
 
 @pytest.mark.parametrize(("name", "mesh", "reduce", "changes"), REDUCTIONS, ids=str)
 def test_our_own_reductions_equal_one_device(name, mesh, reduce, changes, reference):
-    losses, params = train(name, mesh, reduce, **changes)
-    np.testing.assert_allclose(losses, reference[name][0], rtol=LOSS_RTOL)
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=PARAMS_ATOL),
-        params,
-        reference[name][1],
-    )
+    same(train(name, mesh, reduce, **changes), reference[name])
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}], ids=str)
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
 def test_microbatches_on_a_mesh_equal_one_device(name, mesh, reference):
-    losses, params = train(name, mesh, microbatches=4)
-    np.testing.assert_allclose(losses, reference[name][0], rtol=LOSS_RTOL)
-    jax.tree.map(
-        lambda ours, theirs: np.testing.assert_allclose(ours, theirs, rtol=0, atol=PARAMS_ATOL),
-        params,
-        reference[name][1],
-    )
+    same(train(name, mesh, microbatches=4), reference[name])
 
 
 def test_the_comparison_can_fail(reference):
@@ -127,6 +115,5 @@ def test_the_comparison_can_fail(reference):
     losses, params = reference["mlp"]
     moved = jax.tree.map(lambda leaf: leaf + 3e-4, params)
     with pytest.raises(AssertionError):
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=PARAMS_ATOL),
-                     moved, params)  # fmt: skip
+        same((losses, moved), (losses, params))
     assert losses[0] != losses[-1]

@@ -1,20 +1,9 @@
 """Meshes of fake CPU devices, and of TPU devices that are compiled for without a TPU."""
 
-import importlib.util
-
 import jax
 import pytest
 from hlo_programs import Program
 from jax.sharding import AxisType
-
-from jaxdist.topology import topology_devices
-
-
-@pytest.fixture(scope="session")
-def tpu_devices():
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed: pip install 'jaxdist[tpu]' compiles for TPU anywhere")
-    return topology_devices("v5e:2x4")
 
 
 @pytest.fixture(params=["cpu", "tpu"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
-import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -76,19 +75,9 @@ def test_all_damaged_is_an_error(trained: Jaxdist) -> None:
 
 
 @pytest.fixture
-def small_disk(jaxdist: Jaxdist) -> Iterator[Path]:
-    disk = jaxdist.folder / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)]
-    try:
-        mounted = os.getuid() == 0 and subprocess.run(mount, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        mounted = False
-    if not mounted:
-        pytest.skip("needs root and the right to mount a tmpfs")
-    yield disk
-    jaxdist.kill()
-    subprocess.run(["umount", str(disk)], check=True)
+def small_disk(jaxdist: Jaxdist, mount_tmpfs: Callable[[Path, int], Path]) -> Iterator[Path]:
+    yield mount_tmpfs(jaxdist.folder / "disk", 4 << 20)
+    jaxdist.kill()  # nobody may write there when the disk is taken away
 
 
 def test_a_full_disk_keeps_the_last_good_checkpoint(jaxdist: Jaxdist, small_disk: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 from pathlib import Path
@@ -20,9 +19,6 @@ from jaxdist.launch.inspect_program import Inspection
 
 QUICKSTART = Path(__file__).parents[2] / "configs/gpt/quickstart.yaml"
 MESH = ("mesh.data=4", "mesh.tensor=2")
-needs_libtpu = pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed (extra tpu)"
-)
 
 
 class Looked:
@@ -77,7 +73,7 @@ def test_the_quickstart_on_eight_devices(tmp_path: Path) -> None:
     assert "434,816 parameters" in looked.out
 
 
-@needs_libtpu
+@pytest.mark.needs_libtpu
 def test_the_quickstart_for_tpus(tmp_path: Path) -> None:
     looked = Looked(tmp_path, QUICKSTART, *MESH, "model.compute_dtype=bfloat16", topology="v5e:2x4")
     assert looked.json["devices"]["kind"] == "TPU v5 lite"
@@ -141,13 +137,13 @@ def test_two_files_with_other_numbers_of_devices(tmp_path: Path, digits: Path) -
     [
         ({"topology": "v5f:2x4"}, JaxdistError, ["v5f", "v5e:2x4"]),
         pytest.param({"topology": "v5e:2x2", "overrides": ["mesh.data=3"]}, ConfigError,
-         ["mesh {data: 3} needs 3 devices, but there are 4"], marks=needs_libtpu),
+         ["mesh {data: 3} needs 3 devices, but there are 4"], marks=pytest.mark.needs_libtpu),
         ({"other": "none.yaml"}, ConfigError, ["none.yaml: no such file"]),
         ({"changes": ["model.hiden=[3]"]}, ConfigError, ["did you mean 'hidden'?"]),
         pytest.param({"topology": "v5e:2x2", "overrides": ["model.hidden=[60000, 60000]"]},
          RunError, ["config.yaml model.hidden=[60000, 60000]: the train step needs",
          "a TPU v5 lite has 16.9 GB", "parameters 14.4 GB, optimizer state 28.8 GB",
-         "mesh axis tensor"], marks=needs_libtpu),
+         "mesh axis tensor"], marks=pytest.mark.needs_libtpu),
         ({"json_file": "none/report.json"}, RunError,
          ["cannot write the inspection to none/report.json: No such file", "another file"]),
     ],
@@ -196,7 +192,7 @@ def test_the_command_compares_more_devices_than_the_first_has(jaxdist: Jaxdist) 
     assert "{data: 4}" in done.out
 
 
-@needs_libtpu
+@pytest.mark.needs_libtpu
 def test_the_command_for_tpus_needs_no_devices(jaxdist: Jaxdist) -> None:
     jaxdist.config(mesh={"data": 4, "fake_devices": 3})
     done = jaxdist("inspect", "config.yaml", "--topology", "v5e:2x2")

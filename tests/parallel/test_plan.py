@@ -9,9 +9,10 @@ from jaxdist.parallel.plan import ParallelConfig, plan_data_parallel
 from jaxdist.sharding import ShardingConfig, make_layout
 
 DIMS = {"mlp/kernel": ("embed", "mlp"), "scale": ("embed",)}
+RING = {"type": "ring"}
 
 
-def plan(mesh, reduce={"type": "ring"}, dims=DIMS, **rules):  # noqa: B006
+def plan(mesh, reduce=RING, dims=DIMS, **rules):
     layout = make_layout(ShardingConfig(rules=rules), build_mesh(MeshConfig.model_validate(mesh)))
     return plan_data_parallel(ParallelConfig.model_validate({"reduce": reduce}), layout, dims)
 

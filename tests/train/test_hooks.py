@@ -1,33 +1,35 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import pytest
 
 from jaxdist.errors import RunError
 from jaxdist.train.hooks import Cadence, RunHooks
+from jaxdist.train.step import SKIP_METRICS
 from jaxdist.train.termination import Termination
 
 NAMES = ("loss", "grad_norm", "learning_rate")
 
 
-def hooks(saved: tuple[int, ...] = ()) -> RunHooks:
-    def never(*_: Any, **__: Any) -> None:
+def hooks(saved: tuple[int, ...] = (), max_skipped: int | None = None) -> RunHooks:
+    def never(*_: Any, **__: Any) -> NoReturn:
         raise AssertionError("a state that is not finite was used")
 
+    progress: Any = SimpleNamespace(update=never, evaluation=never)
+    store: Any = SimpleNamespace(wait=lambda: None, steps=lambda: saved, save=never)
     return RunHooks(
-        names=NAMES,
+        names=NAMES if max_skipped is None else (*NAMES, *SKIP_METRICS),
         cadence=Cadence(log=1, evaluate=1, save=1, last=9),
-        progress=SimpleNamespace(update=never, evaluation=never),  # pyright: ignore[reportArgumentType]
+        progress=progress,
         writer=None,
-        store=SimpleNamespace(  # pyright: ignore[reportArgumentType]
-            wait=lambda: None, steps=lambda: saved, save=never
-        ),
-        evaluate=never,  # pyright: ignore[reportArgumentType]
+        store=store,
+        evaluate=never,
         termination=Termination(),
         best=None,
+        max_skipped=max_skipped,
     )
 
 
@@ -46,4 +48,23 @@ def test_a_boundary_looks_at_its_own_step_even_where_nothing_is_logged():
     quiet.cadence = Cadence(log=3, evaluate=1, save=1, last=9)
     quiet.metrics(4, jnp.array([1.0, float("nan"), 0.1]), 0.0)
     with pytest.raises(RunError, match="the last good checkpoint is step 2"):
-        quiet.boundary(4, None)  # pyright: ignore[reportArgumentType]
+        quiet.boundary(4, None)  # pyright: ignore[reportArgumentType]  (the state is not used)
+
+
+def test_a_step_that_was_skipped_is_written_down_and_the_run_goes_on():
+    found = hooks(max_skipped=2)
+    seen = []
+    found.progress = SimpleNamespace(update=lambda step, **_: seen.append(step))  # pyright: ignore[reportAttributeAccessIssue]  (a stand-in)
+    found.metrics(4, jnp.array([float("nan"), float("inf"), 0.1, 7, 2]), 0.0)
+    found.metrics(5, jnp.array([1.0, 1.0, 0.1, 7, 0]), 0.0)
+    assert seen == [4, 5]
+
+
+def test_a_run_that_only_skips_ends():
+    with pytest.raises(RunError, match=r"3 steps in a row were skipped .*allowed: 2; 7 since"):
+        hooks(max_skipped=2).metrics(4, jnp.array([1.0, 1.0, 0.1, 7, 3]), 0.0)
+
+
+def test_a_step_that_was_not_skipped_must_still_be_finite():
+    with pytest.raises(RunError, match="loss is nan at step 4"):
+        hooks(max_skipped=2).metrics(4, jnp.array([float("nan"), 1.0, 0.1, 7, 0]), 0.0)

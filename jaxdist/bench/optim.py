@@ -1,0 +1,213 @@
+"""Optimizer steps: time beside optax's, bytes and temporaries of the compiled program, and what a
+sharded update sends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jaxdist.bench.harness import REPEATS, interleave
+from jaxdist.bench.report import Figure, Report
+from jaxdist.bench.shapes import Shapes, bert_base, resnet50
+from jaxdist.hlo import Ledger, ledger
+from jaxdist.optim.lamb import lamb
+from jaxdist.optim.lars import lars
+
+RATE = 1e-3
+LAMB_FLOOR_BYTES, LARS_FLOOR_BYTES, SGD_BYTES = 40, 28, 12
+"""Traffic of a float32 parameter if every pass over it is fused as far as it can be."""
+SHARDS = 8
+DONATED = "jitted update and apply_updates on one device, parameters and state donated"
+
+
+def bench(repeats: int = REPEATS) -> Report:
+    """LAMB and LARS beside optax's on the shapes of BERT-base and of ResNet-50."""
+    figures = [
+        *lamb_figures("BERT-base", bert_base(), repeats, goals=True),
+        *lars_figures("ResNet-50", resnet50(), repeats, goals=True),
+        *lamb_figures("ResNet-50", resnet50(), repeats),
+        *lars_figures("BERT-base", bert_base(), repeats),
+    ]
+    if len(jax.devices()) >= SHARDS:
+        figures += sharded_figures(bert_base())
+    return Report("optim", figures)
+
+
+def lamb_figures(
+    model: str, shapes: Shapes, repeats: int = REPEATS, *, goals: bool = False
+) -> list[Figure]:
+    """Time over optax's LAMB and AdamW and over the floor; bytes and temporaries."""
+    ours, reference = Step(lamb(RATE), shapes), Step(optax.lamb(RATE), shapes)
+    figures = [
+        compare(f"{model}: LAMB over optax.lamb", ours, reference, repeats, "<= 0.4" * goals),
+        compare(
+            f"{model}: LAMB over optax.adamw",
+            ours,
+            Step(optax.adamw(RATE), shapes),
+            repeats,
+            "<= 1.8" * goals,
+        ),
+    ]
+    if goals:
+        figures.append(over_floor(f"{model}: LAMB over its floor", ours, LAMB_FLOOR_BYTES, repeats))
+    return [
+        *figures,
+        traffic(f"{model}: LAMB traffic", ours, LAMB_FLOOR_BYTES, "<= 1.3" * goals),
+        temporaries(f"{model}: LAMB temporaries", ours, "<= 1" * goals),
+    ]
+
+
+def lars_figures(
+    model: str, shapes: Shapes, repeats: int = REPEATS, *, goals: bool = False
+) -> list[Figure]:
+    """Time over optax's LARS; bytes and temporaries."""
+    ours, reference = Step(lars(RATE), shapes), Step(optax.lars(RATE), shapes)
+    return [
+        compare(f"{model}: LARS over optax.lars", ours, reference, repeats, "<= 0.25" * goals),
+        traffic(f"{model}: LARS traffic", ours, LARS_FLOOR_BYTES),
+        temporaries(f"{model}: LARS temporaries", ours),
+    ]
+
+
+class Step:
+    """An optimizer's step on tensors of these shapes, on the first device; gradients stay."""
+
+    def __init__(self, transform: optax.GradientTransformation, shapes: Shapes) -> None:
+        self.transform = transform
+        self.shapes = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+        self.parameters = sum(math.prod(shape) for shape in shapes.values())
+        self.largest_bytes = 4 * max(math.prod(shape) for shape in shapes.values())
+
+    def _step(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = self.transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The step, its parameters and state donated."""
+        jitted = jax.jit(self._step, donate_argnums=(0, 1))
+        state = jax.eval_shape(self.transform.init, self.shapes)
+        return jitted.lower(self.shapes, state, self.shapes).compile()
+
+    def __enter__(self) -> Step:
+        """Make the tensors; they are freed on exit."""
+        params = {name: _filled(struct.shape) for name, struct in self.shapes.items()}
+        self.state = (params, jax.jit(self.transform.init)(params))
+        self.grads = {name: 0.01 * x for name, x in params.items()}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del self.state, self.grads
+
+    def __call__(self) -> None:
+        """Take one step and wait for it."""
+        self.state = self.compiled(*self.state, self.grads)
+        jax.block_until_ready(self.state)
+
+
+def _filled(shape: tuple[int, ...]) -> jax.Array:
+    """Values of the size of weights, no two of a row alike."""
+    return jnp.broadcast_to(0.02 + 1e-6 * jnp.arange(shape[-1], dtype=jnp.float32), shape)
+
+
+def compare(name: str, ours: Step, reference: Step, repeats: int, goal: str = "") -> Figure:
+    """Time of one step over that of another, interleaved."""
+    with ours, reference:
+        return Figure.compare(name, *interleave(ours, reference, repeats=repeats), goal, DONATED)
+
+
+def over_floor(name: str, ours: Step, floor_bytes: int, repeats: int) -> Figure:
+    """Time over that of the floor's bytes, moved as fast as a plain SGD step moves its own."""
+    sgd = Step(optax.sgd(RATE), {name: struct.shape for name, struct in ours.shapes.items()})
+    scale = floor_bytes / SGD_BYTES
+    with ours, sgd:
+        mine, plain = interleave(ours, sgd, repeats=repeats)
+    note = f"{scale:.3g} times an optax.sgd step, which moves {SGD_BYTES} bytes a parameter"
+    return Figure(name, mine.median, scale * plain.median, note=note)
+
+
+def traffic(name: str, ours: Step, floor_bytes: int, goal: str = "") -> Figure:
+    """Bytes that the compiled step reads and writes, a parameter, over the floor."""
+    cost: Mapping[str, float] = ours.compiled.cost_analysis() or {}
+    accessed = cost.get("bytes accessed", math.nan) / ours.parameters
+    note = "bytes of float32 traffic a parameter, by XLA's cost analysis"
+    return Figure(name, accessed, floor_bytes, goal, "bytes", note)
+
+
+def temporaries(name: str, ours: Step, goal: str = "") -> Figure:
+    """Temporary memory of the compiled step over the largest tensor."""
+    analysis = ours.compiled.memory_analysis()
+    held = math.nan if analysis is None else analysis.temp_size_in_bytes
+    note = "beside parameters, gradients and state; the reference is the largest tensor"
+    return Figure(name, held, ours.largest_bytes, goal, "B", note)
+
+
+def sharded_figures(shapes: Shapes) -> list[Figure]:
+    """What LAMB on shards sends beyond AdamW on shards, with a manual axis over `SHARDS` devices.
+
+    A tensor is split along its first dim that divides; the others are whole on all devices.
+    """
+    mesh = jax.make_mesh(
+        (SHARDS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS]
+    )
+    specs = {name: _spec(shape) for name, shape in shapes.items()}
+    more = sharded(lamb(RATE, specs=specs), shapes, specs, mesh)
+    less = sharded(optax.adamw(RATE), shapes, specs, mesh)
+    tensors = len(shapes)
+    payload = sum(found.payload_bytes for found in more.collectives)
+    return [
+        Figure(
+            "BERT-base: collectives of sharded LAMB",
+            len(more.collectives) - len(less.collectives),
+            1,
+            "<= 1",
+            "",
+            "more than sharded AdamW has; one all-reduce for all norms of the tree",
+        ),
+        Figure(
+            "BERT-base: their payload",
+            payload,
+            8 * tensors,
+            "<= 1",
+            "bytes",
+            f"two float32 for each of {tensors} tensors at most",
+        ),
+    ]
+
+
+def sharded(
+    transform: optax.GradientTransformation,
+    shapes: Shapes,
+    specs: Mapping[str, PartitionSpec],
+    mesh: jax.sharding.Mesh,
+) -> Ledger:
+    """The ledger of an update inside `jax.shard_map`."""
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
+        for name, shape in shapes.items()
+    }
+    state = jax.eval_shape(transform.init, params)
+    whole = PartitionSpec()
+    state_specs = optax.tree.map_params(
+        transform, lambda _, spec: spec, state, specs, transform_non_params=lambda _: whole
+    )
+    update = jax.shard_map(
+        transform.update,
+        mesh=mesh,
+        in_specs=(specs, state_specs, specs),
+        out_specs=(specs, state_specs),
+    )
+    return ledger(jax.jit(update).lower(params, state, params).compile(), mesh)
+
+
+def _spec(shape: tuple[int, ...]) -> PartitionSpec:
+    dim = next((i for i, size in enumerate(shape) if size % SHARDS == 0), None)
+    return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, "data")
