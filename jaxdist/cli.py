@@ -27,10 +27,12 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
+study_app = typer.Typer(no_args_is_help=True, help="Compare many runs of one config.")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(study_app, name="study")
 
-_COMPUTING = ("train", "eval", "generate", "bench")
+_COMPUTING = ("train", "eval", "generate", "bench", "study")
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file of the experiment.")]
 Overrides = Annotated[
@@ -145,14 +147,16 @@ def generate(
 
 @config_app.command()
 def show(config: ConfigFile, overrides: Overrides = None) -> None:
-    """Print the resolved tree, each value with where it came from."""
+    """Print the resolved tree, each value with where it came from, and what derives from it."""
     _prepare(config, overrides, None)
     from jaxdist.config import provenance, render
-    from jaxdist.experiment import load
+    from jaxdist.experiment import explain_config, load
 
     console = _console()
     document, instance = load(config, overrides or [])
     typer.echo(render(provenance(document, instance), console.width))
+    for line in explain_config(instance, document):
+        typer.echo(f"derived: {line}")
 
 
 @config_app.command()
@@ -254,7 +258,7 @@ def inspect(
 @app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="overhead, compile, startup, quickstart or collectives.")
+        str, typer.Argument(help="overhead, compile, startup, quickstart, collectives or optim.")
     ],
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures as JSON.")
@@ -276,6 +280,51 @@ def bench(
     options = {"lab": lab or None, "plot": plot}
     given = {option: value for option, value in options.items() if value is not None}
     run(name, json_file, **given).print()
+
+
+@study_app.command(name="batch-scaling")
+def study_batch_scaling(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    batches: Annotated[str, typer.Option(help="Batch sizes: 64,256,1024.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs for each number in the table.")] = 3,
+    optimizers: Annotated[
+        str, typer.Option(help="Which to compare.")
+    ] = "sgd,nesterov,lars,lamb,adamw",
+    epochs: Annotated[
+        float | None, typer.Option(help="Length of every run; the config's by default.")
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune/--no-tune", help="Search learning rates at every batch size.")
+    ] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this directory.")] = None,
+    devices: Devices = None,
+) -> None:
+    """Compare optimizers at growing batch sizes: one rule for all, and tuned at each size.
+
+    Trains on all devices there are (one axis, data), whatever mesh CONFIG names. A study that was
+    interrupted goes on where it was.
+    """
+    # First, so that the fake devices of the config's own mesh are not asked for.
+    extra = _prepare(config, ["mesh={data: -1}", *(overrides or [])], devices)
+    from jaxdist.study.batch_scaling import batch_scaling
+
+    batch_scaling(
+        config,
+        extra,
+        batches=batches,
+        optimizers=optimizers,
+        seeds=seeds,
+        epochs=epochs,
+        tune=tune,
+        json_file=json_file,
+        plot=plot,
+        console=_console(),
+    )
 
 
 def _report(error: BaseException) -> int:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import jax
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from jaxdist.checkpoint.store import CheckpointConfig
 from jaxdist.config import Config, Count, Document, Problem, problems_error, read, validate
@@ -24,6 +24,7 @@ from jaxdist.errors import (
     CollectiveError,
     ConfigError,
     DataError,
+    JaxdistError,
     MeshError,
     RunError,
     ShardingError,
@@ -32,41 +33,20 @@ from jaxdist.mesh import Device, MeshConfig, build_mesh
 from jaxdist.models.build import ModelConfig, default_loss, make_model
 from jaxdist.models.functional import functional
 from jaxdist.models.loss import LossConfig
-from jaxdist.optim.build import OptimConfig, build_optimizer
+from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
 from jaxdist.parallel.plan import ParallelConfig, plan_data_parallel
 from jaxdist.sharding import Layout, ShardingConfig, make_layout, param_shardings, resolve_dims
+from jaxdist.train.plan import (
+    Plan,
+    TrainConfig,
+    check_batch,
+    explain,
+    needs_examples,
+    plan_learning_rate,
+    plan_stages,
+)
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
-
-
-class TrainConfig(Config):
-    """How long to train, on how much at once."""
-
-    steps: Count | None = None
-    """Optimizer steps; give either steps or epochs."""
-    epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training split, rounded to whole steps."""
-    batch_size: Count
-    """Examples (windows, images) per optimizer step, over all devices and microbatches."""
-    microbatches: Count = 1
-    """Pieces that a batch is computed in, one after another, to save memory."""
-    log_every: Count = 10
-    """Steps between two lines of metrics."""
-    prefetch: Annotated[int, Field(ge=0, le=64)] = 2
-    """Batches that wait on the devices beside the one in use."""
-
-    @model_validator(mode="after")
-    def _one_length(self) -> TrainConfig:
-        if (self.steps is None) == (self.epochs is None):
-            raise ValueError("give exactly one of steps and epochs")
-        return self
-
-    def total_steps(self, examples: int) -> int:
-        """Optimizer steps for a training split of this many examples."""
-        if self.steps is not None:
-            return self.steps
-        assert self.epochs is not None
-        return max(1, round(self.epochs * examples / self.batch_size))
 
 
 class EvalConfig(Config):
@@ -115,8 +95,30 @@ class ExperimentConfig(Config):
 
 
 @dataclass(frozen=True)
+class TrainStage:
+    """A stretch of a run at one batch size: steps `first_step + 1` to `last_step`.
+
+    Attributes:
+      loader: its step 0 is the first batch of the stage.
+    """
+
+    first_step: int
+    last_step: int
+    batch_size: int
+    program: Program
+    loader: Loader
+
+
+@dataclass(frozen=True)
 class Experiment:
-    """A built experiment: everything is checked, nothing is computed yet."""
+    """A built experiment: everything is checked, nothing is computed yet.
+
+    Attributes:
+      program: the step and the evaluation at train.batch_size, and the state of every stage.
+      loader: training batches of train.batch_size.
+      stages: what a run goes through; for most runs one, with `program` and `loader`.
+      explained: how derived values came about, a line each.
+    """
 
     config: ExperimentConfig
     dataset: Dataset
@@ -125,6 +127,8 @@ class Experiment:
     loader: Loader
     heldout: Loader | None
     total_steps: int
+    stages: tuple[TrainStage, ...]
+    explained: tuple[str, ...]
 
     @property
     def unit(self) -> str:
@@ -133,9 +137,13 @@ class Experiment:
 
     @property
     def units_per_step(self) -> int:
-        """Tokens trained on, or examples, in one step."""
-        window = self.program.batch["tokens"].shape[1] - 1 if self.unit == "tokens" else 1
-        return self.config.train.batch_size * window
+        """Tokens trained on, or examples, in one step at train.batch_size."""
+        return self.config.train.batch_size * self.units_per_example
+
+    @property
+    def units_per_example(self) -> int:
+        """Tokens of an example, or 1."""
+        return self.program.batch["tokens"].shape[1] - 1 if self.unit == "tokens" else 1
 
 
 @contextmanager
@@ -160,22 +168,6 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> tuple[Document, Exp
     return document, validate(document, ExperimentConfig)
 
 
-def check_batch(config: TrainConfig, layout: Layout) -> None:
-    """The batch must divide over microbatches and over the devices that split it.
-
-    Raises:
-      ConfigError: it does not; the message gives the nearest sizes that do.
-    """
-    parts = layout.data_size * config.microbatches
-    if config.batch_size % parts:
-        below = config.batch_size // parts * parts
-        fitting = " or ".join(str(size) for size in (below, below + parts) if size)
-        raise ConfigError(
-            f"a batch of {config.batch_size} does not divide over {layout.data_size} devices along "
-            f"data x {config.microbatches} microbatches = {parts} parts; use {fitting}"
-        )
-
-
 def build(
     config: ExperimentConfig,
     document: Document | None = None,
@@ -191,28 +183,107 @@ def build(
     with at("mesh"):
         layout = make_layout(config.sharding, build_mesh(config.mesh, devices))
     with at("train", "batch_size"):
-        check_batch(config.train, layout)
+        check_batch(config.train.batch_size, config.train.microbatches, layout)
     with at("data"):
         dataset = config.data.build()
     with at("data"):
-        loader = _loader(config, layout, dataset.train, shuffle=True)
+        loader = _loader(config, layout, dataset.train)
         heldout = None
         if dataset.heldout is not None:
             heldout = _loader(config, layout, dataset.heldout, shuffle=False)
-    total_steps = config.train.total_steps(len(dataset.train))
-    program = _program(config, layout, dataset, loader.batch_shapes, total_steps, at)
-    return Experiment(config, dataset, layout, program, loader, heldout, total_steps)
+    with at("train"):
+        plan = plan_stages(config.train, len(dataset.train))
+    with at("optim"):
+        rate = plan_learning_rate(config.train, config.optim, plan, len(dataset.train))
+    program = _program(config, layout, dataset, loader.batch_shapes, plan, rate, at)
+    with at("train"):
+        stages = _stages(config, layout, dataset.train, plan, program, loader)
+    return Experiment(
+        config=config,
+        dataset=dataset,
+        layout=layout,
+        program=program,
+        loader=loader,
+        heldout=heldout,
+        total_steps=plan.total_steps,
+        stages=stages,
+        explained=explain(plan, rate),
+    )
 
 
-def _loader(config: ExperimentConfig, layout: Layout, source: Source, *, shuffle: bool) -> Loader:
+def explain_config(config: ExperimentConfig, document: Document | None = None) -> tuple[str, ...]:
+    """What the run of a config derives, a line each; nothing where all is as the config says.
+
+    The data is read for its size where that is quick.
+
+    Raises:
+      ConfigError: values that do not go together.
+    """
+    at = partial(_at, document or Document({}))
+    train, optim, examples = config.train, config.optim, None
+    if needs_examples(train, optim):
+        if optim.scale_from is None and train.batch_ramp is None and train.phases is None:
+            return ()
+        examples = _examples_at_hand(config.data)
+        if examples is None:
+            return ("learning rate, warm-up and stages: unknown until the data is read",)
+    with at("train"):
+        plan = plan_stages(train, examples)
+    with at("optim"):
+        return explain(plan, plan_learning_rate(train, optim, plan, examples))
+
+
+def _examples_at_hand(data: DataConfig) -> int | None:
+    """The size of the training split where no download, large file or user's code stands before."""
+    quick = data.type == "synthetic" or getattr(data, "source", "") in ("digits", "python-stdlib")
+    try:
+        return len(data.build().train) if quick else None
+    except JaxdistError:
+        return None
+
+
+def _stages(
+    config: ExperimentConfig,
+    layout: Layout,
+    source: Source,
+    plan: Plan,
+    program: Program,
+    loader: Loader,
+) -> tuple[TrainStage, ...]:
+    """A program and a loader for each stage; those of one batch size share the program."""
+    train = config.train
+    programs = {train.batch_size: program}
+    stages = []
+    for stage, seen in zip(plan.stages, plan.first_examples, strict=True):
+        size, batches, count = stage.batch_size, loader, train.microbatches_of(stage.batch_size)
+        check_batch(size, count, layout)
+        if seen or size != train.batch_size:
+            batches = _loader(config, layout, source, batch_size=size, start_example=seen)
+        if size not in programs:
+            programs[size] = replace(program, batch=batches.batch_shapes, microbatches=count)
+        last = stage.first_step + stage.steps
+        stages.append(TrainStage(stage.first_step, last, size, programs[size], batches))
+    return tuple(stages)
+
+
+def _loader(
+    config: ExperimentConfig,
+    layout: Layout,
+    source: Source,
+    *,
+    shuffle: bool = True,
+    batch_size: int | None = None,
+    start_example: int = 0,
+) -> Loader:
     def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
         return layout.sharding(("batch", *(None,) * (len(shape) - 1)))
 
     return Loader(
         source,
-        batch_size=config.train.batch_size,
+        batch_size=batch_size or config.train.batch_size,
         seed=config.seed,
         shuffle=shuffle,
+        start_example=start_example,
         sharding=sharding,
         prefetch=config.train.prefetch,
     )
@@ -223,7 +294,8 @@ def _program(
     layout: Layout,
     dataset: Dataset,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    total_steps: int,
+    plan: Plan,
+    rate: Rate,
     at: Callable[..., AbstractContextManager[None]],
 ) -> Program:
     with at("model"):
@@ -244,7 +316,7 @@ def _program(
     own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
-            config.optim, total_steps=total_steps, params=model.params, dims=dims
+            config.optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
         )
     loss = config.loss or default_loss(config.model)
     with at("loss"):

@@ -61,11 +61,7 @@ def test_builds_and_plans_the_step(path):
         document, config = load(path, ["data.source=digits"])
     experiment = build(config, document, devices=on_this_machine(config))
     program = experiment.program
-    batch = {
-        name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=program.batch_sharding(name, s.shape))
-        for name, s in program.batch.items()
-    }
-    _, metrics = jax.eval_shape(program.train, program.state_shapes, batch)
+    _, metrics = jax.eval_shape(program.train, program.state_shapes, program.batch)
     assert metrics.shape == (len(program.metrics),)
 
 
@@ -132,8 +128,7 @@ def outcome(values, path):
         config = validate(document, ExperimentConfig)
         experiment = build(config, document, devices=on_this_machine(config))
         program = experiment.program
-        batch = {n: jax.ShapeDtypeStruct(s.shape, s.dtype) for n, s in program.batch.items()}
-        jax.eval_shape(program._train, program.state_shapes, batch)
+        jax.eval_shape(program.train, program.state_shapes, program.batch)
     except ConfigError as error:
         return str(error)
     return "builds"

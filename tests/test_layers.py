@@ -18,7 +18,7 @@ LAYERS = (
     ("elastic",),
     ("train",),
     ("experiment",),
-    ("planner", "launch", "report", "bench", "doctor"),
+    ("planner", "launch", "report", "bench", "doctor", "study"),
     ("cli",),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}

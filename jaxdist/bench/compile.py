@@ -60,14 +60,7 @@ def compile_step(experiment: Experiment) -> None:
     """From nothing to a compiled train step, as at the start of a run."""
     jax.clear_caches()
     program = experiment.program
-    batch = {
-        name: jax.ShapeDtypeStruct(
-            struct.shape, struct.dtype, sharding=program.batch_sharding(name, struct.shape)
-        )
-        for name, struct in program.batch.items()
-    }
-    train: Any = program.train
-    train.lower(program.state_shapes, batch).compile()
+    program.train.lower(program.state_shapes, program.batch).compile()
 
 
 def warm_and_cold(

@@ -44,7 +44,7 @@ class Loader:
     and no device waits for another to tell it. A source may bring a `weight` of its own, in both.
 
     Attributes:
-      batch_shapes: shapes and dtypes of a training batch.
+      batch_shapes: shapes, dtypes and shardings of a training batch.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class Loader:
         sharding: Shardings,
         seed: int = 0,
         shuffle: bool = True,
+        start_example: int = 0,
         prefetch: int = 2,
         threads: int = 2,
     ):
@@ -66,18 +67,23 @@ class Loader:
           sharding: the layout of each name's array, by name or as a function (name, shape).
           seed: the order of the examples, any integer >= 0.
           shuffle: a new order in each epoch; False keeps the source's own.
+          start_example: place of step 0 in that order: examples that were taken before, in batches
+            of whatever size.
           prefetch: batches that wait on the devices beside the one in use.
           threads: readers that work on different batches at once.
 
         Raises:
-          DataError: an empty source, or a batch size below 1.
+          DataError: an empty source, a batch size below 1, or a start below 0.
           ShardingError: a name without a sharding, or a batch that does not divide.
         """
         if len(source) == 0:
             raise DataError("data: the source is empty, 0 examples")
         if batch_size < 1:
             raise DataError(f"a batch of {batch_size} examples: give batch_size 1 or more")
+        if start_example < 0:
+            raise DataError(f"a start at example {start_example}: give start_example 0 or more")
         self._source = source
+        self._start_example = start_example
         self._batch_size = batch_size
         self._seed, self._shuffle = seed, shuffle
         self._prefetch, self._threads = prefetch, threads
@@ -85,13 +91,13 @@ class Loader:
         shapes = {name: values.shape[1:] for name, values in example.items()}
         self._placement = Placement({**shapes, WEIGHT: ()}, batch_size, sharding)
         self.batch_shapes = {
-            name: jax.ShapeDtypeStruct((batch_size, *shapes[name]), values.dtype)
-            for name, values in example.items()
+            name: self._placement.struct(name, values.dtype) for name, values in example.items()
         }
 
     def indices(self, step: int) -> np.ndarray:
         """The examples (int64 [batch_size]) of the global training batch of `step`."""
-        positions = np.arange(self._batch_size, dtype=np.int64) + step * self._batch_size
+        first = self._start_example + step * self._batch_size
+        positions = np.arange(self._batch_size, dtype=np.int64) + first
         if self._shuffle:
             return permuted(positions, length=len(self._source), seed=self._seed)
         return positions % len(self._source)

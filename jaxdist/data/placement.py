@@ -67,6 +67,10 @@ class Placement:
             ),
         )
 
+    def struct(self, name: str, dtype: np.dtype) -> jax.ShapeDtypeStruct:
+        """Shape and sharding of the global array of this name."""
+        return jax.ShapeDtypeStruct(self._shapes[name], dtype, sharding=self._shardings[name])
+
     def place(self, local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Global arrays out of the values [len(rows), ...] of this process's rows."""
         return {name: self._place(name, values) for name, values in local.items()}

@@ -34,7 +34,7 @@ def model_flops(config: ExperimentConfig, device: Device) -> float:
         }
     )
     program = build(alone, devices=[device]).program
-    return jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)  # pyright: ignore[reportFunctionMemberAccess]  (jitted)
+    return jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)
 
 
 def jaxpr_flops(jaxpr: Any) -> float:

@@ -20,7 +20,6 @@ from jaxdist.launch.inspect_text import digest
 from jaxdist.mesh import Device
 from jaxdist.train.memory import bytes_per_device, device_memory_bytes
 from jaxdist.train.state import TrainState
-from jaxdist.train.step import Program
 from jaxdist.trees import tree_size
 
 _OUT_OF_MEMORY = re.compile(r"Out of memory|out of memory|OOM|RESOURCE_EXHAUSTED")
@@ -105,9 +104,8 @@ def inspect_step(subject: Subject) -> Inspection:
     """
     experiment, config = subject.experiment, subject.experiment.config
     program = experiment.program
-    batch = _batch_shapes(program)
-    arguments = _argument_bytes(program.state_shapes, batch)
-    lowered = program.train.lower(program.state_shapes, batch)  # pyright: ignore[reportFunctionMemberAccess]  (jitted)
+    arguments = _argument_bytes(program.state_shapes, program.batch)
+    lowered = program.train.lower(program.state_shapes, program.batch)
     begun = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -116,6 +114,8 @@ def inspect_step(subject: Subject) -> Inspection:
             raise
         raise _refusal(subject, arguments, str(error)) from error
     seconds = time.perf_counter() - begun
+    text = compiled.as_text()
+    assert text is not None, "XLA's programs have a text"
     axes, bound_bytes = gradient_bound(experiment) or ((), 0.0)
     return Inspection(
         config=subject.name,
@@ -123,7 +123,7 @@ def inspect_step(subject: Subject) -> Inspection:
         step=f"{experiment.units_per_step:,} {experiment.unit}",
         device_kind=subject.device_kind,
         ledger=ledger(compiled, experiment.layout.mesh),
-        program_sha256=digest(compiled.as_text(), lowered.as_text()),
+        program_sha256=digest(text, lowered.as_text()),
         model_flops=model_flops(config, subject.devices[0]),
         gradient_axes=axes,
         gradient_bound_bytes=bound_bytes,
@@ -131,15 +131,6 @@ def inspect_step(subject: Subject) -> Inspection:
         memory_bytes=_memory_bytes(subject.devices),
         compile_seconds=seconds,
     )
-
-
-def _batch_shapes(program: Program) -> dict[str, jax.ShapeDtypeStruct]:
-    return {
-        name: jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, sharding=program.batch_sharding(name, leaf.shape)
-        )
-        for name, leaf in program.batch.items()
-    }
 
 
 def _argument_bytes(state: TrainState, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:

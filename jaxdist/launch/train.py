@@ -74,13 +74,17 @@ def _describe(experiment: Experiment, directory: RunDirectory, console: Console)
     devices = experiment.layout.mesh.devices
     shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
     kind = devices.flat[0].device_kind
+    sizes = [stage.batch_size * experiment.units_per_example for stage in experiment.stages]
+    amount = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
     console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
     console.print(
         f"model  {config.model.type}, {tree_size(program.model.params):,} parameters; "
         f"{config.optim.type}, {experiment.total_steps:,} steps of "
-        f"{experiment.units_per_step:,} {experiment.unit}",
+        f"{amount} {experiment.unit}",
         soft_wrap=True,
     )
+    for line in experiment.explained:
+        console.print(f"plan   {line}", soft_wrap=True)
     console.print(f"mesh   {{{shape}}} on {devices.size} x {kind}", soft_wrap=True)
     console.print(f"run    {directory.path}", soft_wrap=True)
 
@@ -93,7 +97,7 @@ def _train(
     resume: bool,
     console: Console,
 ) -> None:
-    config, program = experiment.config, experiment.program
+    config = experiment.config
     primary = jax.process_index() == 0
     with ExitStack() as stack:
         store = stack.enter_context(_store(config, directory, console))
@@ -116,14 +120,27 @@ def _train(
             )
         )
         hooks = _hooks(experiment, store, writer, progress, termination, metadata)
-        batches = stack.enter_context(experiment.loader.batches(start))
         begun = time.perf_counter()
-        state = run_loop(
-            program.train, state, batches, hooks, start=start, stop=experiment.total_steps
-        )
+        state = _through_stages(experiment, state, hooks, progress)
         store.wait()
         seconds = time.perf_counter() - begun
     _finish(experiment, directory, termination, hooks, int(state.step), seconds, console)
+
+
+def _through_stages(
+    experiment: Experiment, state: TrainState, hooks: RunHooks, progress: Progress
+) -> TrainState:
+    """The steps that are left, stage by stage, each from where its batches stand."""
+    for stage in experiment.stages:
+        start = int(state.step)
+        if start >= stage.last_step or hooks.stopped:
+            continue
+        progress.units_per_step = stage.batch_size * experiment.units_per_example
+        with stage.loader.batches(start - stage.first_step) as batches:
+            state = run_loop(
+                stage.program.train, state, batches, hooks, start=start, stop=stage.last_step
+            )
+    return state
 
 
 def _store(config: ExperimentConfig, directory: RunDirectory, console: Console) -> CheckpointStore:
@@ -182,6 +199,7 @@ def _hooks(
         evaluate=held_out if heldout is not None else None,
         termination=termination,
         best=metadata.get("best"),
+        max_skipped=program.optimizer.max_skipped,
     )
 
 

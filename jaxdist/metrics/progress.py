@@ -38,7 +38,7 @@ class Progress:
       total_steps: the step at which the run ends.
       start_step: steps taken before this process began (not 0 after a resume).
       unit: what the rate counts.
-      units_per_step: tokens or examples of one step, over all devices.
+      units_per_step: tokens or examples of one step, over all devices; may be set later, too.
       console: where to write; standard output when None.
       enabled: False shows nothing (every process but the first).
       seconds_between_lines: cadence of the plain lines.
@@ -68,7 +68,7 @@ class Progress:
         self.step = start_step
         self._total_steps = total_steps
         self._unit = unit
-        self._units_per_step = units_per_step
+        self.units_per_step = units_per_step
         self._console = Console() if console is None else console
         self._enabled = enabled
         self._seconds_between_lines = seconds_between_lines
@@ -154,7 +154,7 @@ class Progress:
         if not self._step_time.count:
             return []
         seconds = self._step_time.seconds
-        rate = self._units_per_step / seconds if seconds > 0 else float("inf")
+        rate = self.units_per_step / seconds if seconds > 0 else float("inf")
         left = seconds * max(self._total_steps - self.step, 0)
         return [
             f"loss {format_loss(self._loss)}",

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdist.models.layers import whole
+
 Path = tuple[Any, ...]
 Dims = tuple[str | None, ...]
 Tree = dict[str, Any]
@@ -64,12 +66,14 @@ class Functional:
       params: tree of `jax.ShapeDtypeStruct`, the trainable parameters.
       buffers: the same for other state that is kept (batch statistics).
       dims: '/'-joined parameter name to its logical dims, or None where none are named.
+      scanned: names of the parameters that `scan_blocks` reads layer by layer.
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
     params: Tree
     buffers: Tree
     dims: Mapping[str, Dims | None]
+    scanned: frozenset[str]
     _graph: Any
     _param_paths: tuple[Path, ...]
     _buffer_paths: tuple[Path, ...]
@@ -84,10 +88,17 @@ class Functional:
         return _values(params, self._param_paths), _values(buffers, self._buffer_paths)
 
     def bind(self, params: Tree, buffers: Tree, key: jax.Array | None = None) -> nnx.Module:
-        """The module with these values; random layers draw from `key` (a zero key when None)."""
+        """The module with these values; random layers draw from `key` (a zero key when None).
+
+        A `Deferred` parameter is made whole here, or in `scan_blocks` if that is what reads it.
+        """
         key = jax.random.key(0) if key is None else key
+        values = [
+            value if _name(path) in self.scanned else whole(value)
+            for path, value in zip(self._param_paths, pick(self._param_paths, params), strict=True)
+        ]
         flat = [
-            *zip(self._param_paths, pick(self._param_paths, params), strict=True),
+            *zip(self._param_paths, values, strict=True),
             *zip(self._buffer_paths, pick(self._buffer_paths, buffers), strict=True),
         ]
         for i, (path, kind) in enumerate(zip(self._rng_paths, self._rng_types, strict=True)):
@@ -128,6 +139,9 @@ def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         params=shapes(flat_params),
         buffers=shapes(flat_buffers),
         dims={_name(path): _dims(variable) for path, variable in flat_params},
+        scanned=frozenset(
+            _name(path) for path, variable in flat_params if variable.get_metadata().get("scanned")
+        ),
         _graph=graph,
         _param_paths=tuple(path for path, _ in flat_params),
         _buffer_paths=tuple(path for path, _ in flat_buffers),

@@ -7,6 +7,7 @@ Parameters are created with their logical dims: `Param(value, dims=("embed", "ml
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
@@ -30,6 +31,35 @@ class Hint(Protocol):
 def no_hint(x: jax.Array, *dims: str | None) -> jax.Array:
     """The hint of a single device."""
     return x
+
+
+class Deferred(ABC):
+    """In a parameter's place, what becomes the parameter where it is used; a pytree."""
+
+    @abstractmethod
+    def whole(self) -> jax.Array:
+        """The parameter."""
+
+    @abstractmethod
+    def carried(self) -> jax.Array:
+        """Of a gradient of the same form, what is wanted of it."""
+
+
+def whole(tree: Any) -> Any:
+    """The tree with each `Deferred` made the parameter it stands for."""
+    return _resolve(tree, lambda found: found.whole())
+
+
+def carried(tree: Any) -> Any:
+    """The tree of a gradient with each `Deferred` made what it carries."""
+    return _resolve(tree, lambda found: found.carried())
+
+
+def _resolve(tree: Any, how: Callable[[Deferred], jax.Array]) -> Any:
+    def leaf(node: Any) -> Any:
+        return how(node) if isinstance(node, Deferred) else node
+
+    return jax.tree.map(leaf, tree, is_leaf=lambda node: isinstance(node, Deferred))
 
 
 def param(
@@ -107,7 +137,7 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
     module = nnx.merge(nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0], stacked)
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
-            node.set_metadata(dims=("layers", *node.get_metadata()["dims"]))
+            node.set_metadata(dims=("layers", *node.get_metadata()["dims"]), scanned=True)
     return module
 
 
@@ -136,7 +166,7 @@ def scan_blocks(
     graph, state = nnx.split(stacked)
 
     def body(carry: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        block: Any = nnx.merge(graph, layer)
+        block: Any = nnx.merge(graph, whole(layer))
         return block(carry, *operands), None
 
     if remat != "none":

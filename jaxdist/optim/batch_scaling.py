@@ -44,6 +44,15 @@ class ScaleFromConfig(Config):
     warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The same as a fraction of the run, for runs without epochs."""
 
+    @property
+    def warmup(self) -> str:
+        """The warm-up as it was given, in words; empty for none."""
+        if self.warmup_fraction is not None:
+            return f"scale_from.warmup_fraction {self.warmup_fraction:g}"
+        return (
+            "" if self.warmup_epochs is None else f"scale_from.warmup_epochs {self.warmup_epochs:g}"
+        )
+
     @model_validator(mode="after")
     def _one_warmup(self) -> ScaleFromConfig:
         if self.warmup_epochs is not None and self.warmup_fraction is not None:
@@ -180,6 +189,12 @@ class Stage:
     steps: int
     batch_size: int
 
+    @property
+    def description(self) -> str:
+        """For people, who count steps from 1."""
+        first, last = self.first_step + 1, self.first_step + self.steps
+        return f"steps {first} to {last}: batch {self.batch_size}"
+
 
 class BatchRampConfig(Config):
     """A batch size that grows in equal increments, each held for equally many examples."""
@@ -303,8 +318,7 @@ def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhaseP
         for p, warmup, steps in zip(phases, warmups, counts, strict=True)
     ]
     explained = tuple(
-        f"steps {s.first_step} to {s.first_step + s.steps - 1}: batch {s.batch_size}, learning "
-        f"rate 0 to {p.learning_rate:.6g} in {warmup} steps, then to "
+        f"{s.description}, learning rate 0 to {p.learning_rate:.6g} in {warmup} steps, then to "
         f"{p.learning_rate * p.end_fraction:.6g}"
         for p, s, warmup in zip(phases, stages, warmups, strict=True)
     )

@@ -6,11 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import jax.numpy as jnp
 import optax
 from pydantic import Field
 
 from jaxdist.config.importing import load_object
 from jaxdist.errors import ConfigError
+from jaxdist.optim.batch_scaling import scale
 from jaxdist.optim.common import (
     Beta,
     NamedParams,
@@ -22,6 +24,9 @@ from jaxdist.optim.common import (
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
 from jaxdist.optim.layers import Dims
+from jaxdist.optim.loss_scale import DynamicLossScale
+from jaxdist.optim.precision import bf16_moments, master_weights
+from jaxdist.optim.safety import clip_to_norm, skip_nonfinite, skip_spikes
 from jaxdist.optim.schedules import build_schedule
 
 __all__ = [
@@ -29,9 +34,11 @@ __all__ = [
     "ImportedOptimizerConfig",
     "OptimConfig",
     "Optimizer",
+    "Rate",
     "SgdConfig",
     "build_optimizer",
     "decay_mask",
+    "plan_rate",
 ]
 
 
@@ -103,19 +110,128 @@ OptimConfig = Annotated[
 ]
 
 
+MAX_SKIPPED = 20
+"""Steps in a row that may be skipped before a run is given up, unless the config says."""
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Step (0-based) to learning rate, and how it came about, a line for each derived value."""
+
+    schedule: optax.Schedule
+    explained: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation and the schedule inside it (step to learning rate)."""
+    """An optax transformation and what the step must know of it.
+
+    Attributes:
+      transform: its update takes the gradients' global norm as `grad_norm` where that is known.
+      schedule: step to the learning rate that is inside the transformation.
+      explained: how derived values came about, a line each.
+      param_dtype: dtype that the parameters are kept in; None is the model's own.
+      loss_scale: factor on the loss before the gradient is taken; None is none.
+      max_skipped: skipped steps in a row that end a run; None where no step is ever skipped.
+    """
 
     transform: optax.GradientTransformationExtraArgs
     schedule: optax.Schedule
-    clip_norm: float | None
+    explained: tuple[str, ...] = ()
+    param_dtype: Any = None
+    loss_scale: DynamicLossScale | None = None
+    max_skipped: int | None = None
+
+    def stored(self, params: Any) -> Any:
+        """The model's parameters in the dtype that they are kept in."""
+        return params if self.param_dtype is None else optax.tree.cast(params, self.param_dtype)
+
+
+def plan_rate(
+    config: OptimizerConfig,
+    *,
+    total_steps: int,
+    batch_size: int | None = None,
+    examples_per_epoch: int | None = None,
+) -> Rate:
+    """The learning rate of a run of `total_steps`.
+
+    Args:
+      batch_size: examples per optimizer step over all devices and microbatches, for scale_from.
+      examples_per_epoch: size of the training split, for scale_from.warmup_epochs.
+
+    Raises:
+      ConfigError: neither learning_rate nor scale_from; a warm-up that is too long.
+    """
+    schedule, given = config.schedule, config.scale_from
+    if given is None:
+        if config.learning_rate is None:
+            raise ConfigError("give exactly one of learning_rate and scale_from")
+        peak = config.learning_rate
+        return Rate(build_schedule(schedule, peak=peak, total_steps=total_steps))
+    assert batch_size is not None, "scale_from needs a batch size"
+    found = scale(
+        given,
+        batch_size=batch_size,
+        total_steps=total_steps,
+        examples_per_epoch=examples_per_epoch,
+    )
+    explained = [f"learning rate {found.learning_rate.why}"]
+    if given.warmup:
+        schedule = schedule.model_copy(update={"warmup_steps": int(found.warmup_steps.value)})
+        explained.append(f"warm-up {found.warmup_steps.why}")
+    peak = found.learning_rate.value
+    return Rate(build_schedule(schedule, peak=peak, total_steps=total_steps), tuple(explained))
 
 
 def build_optimizer(
-    config: OptimConfig, *, total_steps: int, params: Any, dims: Mapping[str, Dims]
+    config: OptimConfig,
+    *,
+    total_steps: int,
+    params: Any,
+    dims: Mapping[str, Dims],
+    batch_size: int | None = None,
+    examples_per_epoch: int | None = None,
+    rate: Rate | None = None,
 ) -> Optimizer:
-    """The optimizer for a run of `total_steps` on this tree of parameters."""
-    rate = build_schedule(config.schedule, peak=config.learning_rate, total_steps=total_steps)
-    transform = config.transform(rate, NamedParams(params, dims))
-    return Optimizer(optax.with_extra_args_support(transform), rate, config.clip_norm)
+    """The optimizer for a run of `total_steps` on this tree of parameters.
+
+    Args:
+      batch_size: see `plan_rate`.
+      examples_per_epoch: see `plan_rate`.
+      rate: the learning rate where the config does not say; None is that of `plan_rate`.
+
+    Raises:
+      ConfigError: what `plan_rate` raises; a loss scale that cannot work.
+    """
+    rate = rate or plan_rate(
+        config,
+        total_steps=total_steps,
+        batch_size=batch_size,
+        examples_per_epoch=examples_per_epoch,
+    )
+    scaling = config.loss_scale.build() if config.loss_scale else None
+    return Optimizer(
+        transform=_wrapped(config.transform(rate.schedule, NamedParams(params, dims)), config),
+        schedule=rate.schedule,
+        explained=rate.explained,
+        param_dtype=jnp.dtype(config.master_weights) if config.master_weights else None,
+        loss_scale=scaling,
+        max_skipped=(config.max_skipped or MAX_SKIPPED) if config.skips else None,
+    )
+
+
+def _wrapped(
+    inner: optax.GradientTransformation, config: OptimizerConfig
+) -> optax.GradientTransformationExtraArgs:
+    """An update rule with its precision inside and its safety outside."""
+    if config.bf16_moments:
+        inner = bf16_moments(inner)
+    if config.master_weights is not None:
+        inner = master_weights(inner, config.master_weights)
+    clipped = clip_to_norm(inner, config.clip_norm)
+    if config.skip_spikes is not None:  # which skips what is not finite as well
+        return skip_spikes(
+            clipped, factor=config.skip_spikes.factor, window=config.skip_spikes.window
+        )
+    return skip_nonfinite(clipped) if config.skips else clipped

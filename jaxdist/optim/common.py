@@ -5,13 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
-from pydantic import Field
+from pydantic import Field, model_validator
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
+from jaxdist.optim.batch_scaling import ScaleFromConfig
 from jaxdist.optim.layers import Dims, layer_dims
+from jaxdist.optim.loss_scale import DynamicLossScaleConfig
+from jaxdist.optim.safety import SkipSpikesConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.optim.trust_ratio import UNBOUNDED, Rule
 from jaxdist.trees import flatten_with_names
@@ -24,12 +27,50 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 class OptimizerConfig(Config):
     """The settings that every optimizer has."""
 
-    learning_rate: Positive
+    learning_rate: Positive | None = None
     """Peak learning rate."""
+    scale_from: ScaleFromConfig | None = None
+    """In place of learning_rate: derive it, and the warm-up, from what works at another batch."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Warm-up and decay of the learning rate."""
     clip_norm: Positive | None = None
     """Scale the gradient down to this global norm when it is larger; null never clips."""
+    skip_nonfinite: bool = False
+    """Skip steps whose gradients hold a NaN or an infinity, instead of ending the run."""
+    skip_spikes: SkipSpikesConfig | None = None
+    """Skip these, and steps with gradients much larger than the recent ones; null follows them."""
+    max_skipped: Count | None = None
+    """Steps skipped in a row that end the run; null is 20 where any may be skipped."""
+    bf16_moments: bool = False
+    """Keep the optimizer's moments in bfloat16, stochastically rounded."""
+    master_weights: Literal["bfloat16", "float16"] | None = None
+    """Keep the model's parameters in this dtype, and float32 ones in the optimizer's state."""
+    loss_scale: DynamicLossScaleConfig | None = None
+    """Factor on the loss that keeps float16 gradients from vanishing; an overflow is skipped."""
+
+    @property
+    def skips(self) -> bool:
+        """Whether a step may be skipped for its gradients."""
+        return self.skip_nonfinite or self.skip_spikes is not None or self.loss_scale is not None
+
+    @model_validator(mode="after")
+    def _check(self) -> OptimizerConfig:
+        if self.learning_rate is not None and self.scale_from is not None:
+            raise ValueError(
+                f"give one of learning_rate ({self.learning_rate:g}) and scale_from (learning_rate "
+                f"{self.scale_from.learning_rate:g} at batch {self.scale_from.batch_size})"
+            )
+        if self.scale_from is not None and self.scale_from.warmup and self.schedule.warmup_steps:
+            raise ValueError(
+                f"the warm-up is given twice: schedule.warmup_steps {self.schedule.warmup_steps} "
+                f"and {self.scale_from.warmup}; drop one"
+            )
+        if self.max_skipped is not None and not self.skips:
+            raise ValueError(
+                f"max_skipped {self.max_skipped} has no effect, since no step is skipped: set "
+                "skip_nonfinite, skip_spikes or loss_scale too"
+            )
+        return self
 
 
 def decay_mask(params: Any, dims: Mapping[str, Dims]) -> Any:

@@ -21,7 +21,7 @@ from jaxdist.optim.common import (
     Positive,
     given,
 )
-from jaxdist.optim.layers import Leaf, describe, wide_zeros
+from jaxdist.optim.layers import Leaf, Squares, describe, wide_zeros
 from jaxdist.optim.trust_ratio import (
     UNBOUNDED,
     Bounds,
@@ -104,7 +104,7 @@ def lamb(
     r = m^ / (sqrt(v^) + eps) + weight_decay w;  w <- w - learning_rate phi(||w||) / ||r|| r
 
     Three passes over the tensors: moments, norms, updates. 53 bytes of traffic for a float32
-    parameter when fused with `optax.apply_updates`; temporaries of an eighth of the tensors.
+    parameter when fused with `optax.apply_updates`; temporaries of an eighth of one tensor.
 
     Args:
       variant: whose LAMB; each difference is a field of `LambRule`, which `options` override.
@@ -223,6 +223,17 @@ class _Look(NamedTuple):
             return cls(b1 * ahead, (1 - b1) * one, two, jnp.float32(eps))
         return cls(one, None, two, jnp.float32(eps))
 
+    def after(self, squares: Sequence[Squares]) -> _Look:
+        """The same, but not before the last of the sums is there.
+
+        One leaf's partial sums live at a time then, instead of those of all leaves.
+        """
+        if not squares:
+            return self
+        last = squares[-1][-1].ravel()[0]
+        # Never chosen, for a sum of squares is not negative, but the compiler cannot know.
+        return self._replace(eps=jnp.where(last < 0, last, self.eps))
+
     def numerator(self, x: _Tensors, scale: Any) -> jax.Array:
         """The direction's numerator times `scale`."""
         moment = (self.mu_scale * scale) * x.mu
@@ -252,14 +263,16 @@ def _ratios(
 ) -> list[jax.Array]:
     """The trust ratio of each leaf, one a layer; 1 where it does not apply."""
     on = [i for i, flag in enumerate(adapt) if flag]
-    squares = []
+    squares: list[Squares] = []
     for i in on:
         x = tensors[i]
         decay = x.decay if x.decay and rule.decay_in_ratio else None
         # Behind a barrier each leaf has scalars of its own: XLA:CPU would broadcast a shared one
         # once for all leaves of a shape, into a temporary as large as they are.
-        look, decay = jax.lax.optimization_barrier((look, jax.tree.map(jnp.float32, decay)))
-        squares.append(leaves[i].squares_in_one_pass(x.p, look.direction(x, decay)))
+        own, decay = jax.lax.optimization_barrier(
+            (look.after(squares), jax.tree.map(jnp.float32, decay))
+        )
+        squares.append(leaves[i].squares_in_one_pass(x.p, own.direction(x, decay)))
     ratios = [jnp.ones((1,) * leaf.ndim, jnp.float32) for leaf in leaves]
     for i, norms in zip(on, norms_of(squares, [leaves[i] for i in on]), strict=True):
         ratios[i] = trust_ratio(norms, phi=rule.phi, ratio_bounds=rule.ratio_bounds)

@@ -1,4 +1,4 @@
-"""Steps that survive bad gradients: NaN and spike skipping, dynamic loss scaling.
+"""Steps that survive bad gradients: NaN and spike skipping, clipping.
 
 Everything is a pure function or an `optax.GradientTransformationExtraArgs` and runs under jit with
 no word to the host. With `precision.py`, outermost first, the wrappers nest as
@@ -13,15 +13,16 @@ of one all-reduce of one number.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import PartitionSpec
+from pydantic import Field
 
+from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError, RunError
 
 Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
@@ -36,6 +37,11 @@ def _all_axes(specs: Any) -> tuple[str, ...]:
     return tuple(sorted(set().union(*(_axes(spec) for spec in jax.tree.leaves(specs)))))
 
 
+def _wide_square(x: jax.Array) -> jax.Array:
+    size = jnp.abs(x) if jnp.iscomplexobj(x) else x
+    return jnp.square(size.astype(jnp.float32))
+
+
 def global_norm(tree: Any, specs: Any = None) -> jax.Array:
     """Euclidean norm of all leaves together, float32, summed in float32 whatever their dtype.
 
@@ -46,7 +52,7 @@ def global_norm(tree: Any, specs: Any = None) -> jax.Array:
     >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
     600.0
     """
-    squares = [jnp.sum(jnp.square(jnp.abs(x).astype(jnp.float32))) for x in jax.tree.leaves(tree)]
+    squares = [jnp.sum(_wide_square(x)) for x in jax.tree.leaves(tree)]
     axes = _all_axes(specs)
     if not axes:
         return jnp.sqrt(sum(squares, start=jnp.float32(0)))
@@ -67,6 +73,39 @@ def all_finite(tree: Any, specs: Any = None) -> jax.Array:
     ok = jnp.all(jnp.stack(fine)) if fine else jnp.array(True)
     axes = _all_axes(specs)
     return lax.psum(jnp.int32(~ok), axes) == 0 if axes else ok
+
+
+class SkipSpikesConfig(Config):
+    """Which gradients are too large to be followed."""
+
+    factor: Annotated[float, Field(gt=1)] = 4.0
+    """A step is skipped whose gradient norm exceeds this many times the recent mean."""
+    window: Count = 100
+    """Steps that the mean reaches back; none is skipped in the first so many."""
+
+
+def clip_to_norm(inner: Transform, limit: float | None) -> optax.GradientTransformationExtraArgs:
+    """`inner` on gradients scaled down to the global norm `limit` when theirs is larger.
+
+    Its update takes the norm as `grad_norm` where the caller knows it already, which saves a read
+    of the gradients. The state is that of `inner`. A limit of None never scales.
+
+    >>> tx = clip_to_norm(optax.sgd(1.0), 0.5)
+    >>> float(tx.update(jnp.float32(2), tx.init(jnp.float32(0)))[0])
+    -0.5
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def update(
+        updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra: Any
+    ) -> Any:
+        if limit is not None:
+            norm = global_norm(updates) if grad_norm is None else grad_norm
+            scale = jnp.minimum(1.0, limit / (norm + 1e-12))
+            updates = jax.tree.map(lambda g: g * scale, updates)
+        return inner.update(updates, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 class SkipState(NamedTuple):
@@ -185,76 +224,18 @@ def check_progress(state: Any, *, max_consecutive: int) -> None:
       RunError: more than `max_consecutive` steps in a row were skipped.
     """
     for found in skip_states(state):
-        row, total = int(found.consecutive), int(found.skipped)
-        if row > max_consecutive:
-            raise RunError(
-                f"{row} steps in a row were skipped for their gradients (allowed: "
-                f"{max_consecutive}; {total} since the start); lower the learning rate, lengthen "
-                "the warm-up, or look for bad examples in the data"
-            )
+        check_skips(int(found.consecutive), int(found.skipped), max_consecutive=max_consecutive)
 
 
-class LossScaleState(NamedTuple):
-    """The factor on the loss (float32) and the finite steps since it last changed (int32)."""
-
-    scale: jax.Array
-    good_steps: jax.Array
-
-
-@dataclass(frozen=True)
-class DynamicLossScale:
-    """A factor on the loss that keeps float16 gradients from vanishing, found by trial.
-
-    It grows after `growth_steps` finite steps and backs off at each overflow. Powers of two scale
-    exactly. One step:
-
-        grads = jax.grad(lambda p: scaling.scale_loss(loss(p), scale_state))(params)
-        finite = all_finite(grads)
-        grads = scaling.unscale(grads, scale_state)
-        updates, state = skip_nonfinite(inner).update(grads, state, params)
-        scale_state = scaling.update(scale_state, finite)
+def check_skips(consecutive: int, skipped: int, *, max_consecutive: int) -> None:
+    """`check_progress` for counters that are on the host already.
 
     Raises:
-      ConfigError: min <= init <= max, growth > 1, 0 < backoff < 1 or growth_steps >= 1 is broken.
+      RunError: more than `max_consecutive` steps in a row were skipped.
     """
-
-    init_scale: float = 2.0**15
-    growth: float = 2.0
-    backoff: float = 0.5
-    growth_steps: int = 2000
-    min_scale: float = 1.0
-    max_scale: float = 2.0**24
-
-    def __post_init__(self) -> None:
-        low, first, high = self.min_scale, self.init_scale, self.max_scale
-        if not 0 < low <= first <= high < float("inf"):
-            raise ConfigError(
-                f"loss scale: 0 < min_scale <= init_scale <= max_scale < inf does not hold for "
-                f"{low}, {first}, {high}"
-            )
-        if not 1 < self.growth < float("inf"):
-            raise ConfigError(f"loss scale: growth {self.growth} must be finite and above 1, say 2")
-        if not 0 < self.backoff < 1:
-            raise ConfigError(f"loss scale: backoff {self.backoff} must lie in (0, 1), say 0.5")
-        if self.growth_steps < 1:
-            raise ConfigError(f"loss scale: growth_steps {self.growth_steps} must be at least 1")
-
-    def init(self) -> LossScaleState:
-        """The state before the first step."""
-        return LossScaleState(jnp.float32(self.init_scale), jnp.int32(0))
-
-    def scale_loss(self, loss: jax.Array, state: LossScaleState) -> jax.Array:
-        """The loss times the scale, float32."""
-        return loss.astype(jnp.float32) * state.scale
-
-    def unscale(self, grads: Any, state: LossScaleState) -> Any:
-        """Gradients of the scaled loss to float32 gradients of the loss."""
-        return jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
-
-    def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        """The state after a step whose gradients were all finite, or not."""
-        good = jnp.where(finite, state.good_steps + 1, 0)
-        grow = good >= self.growth_steps
-        factor = jnp.where(finite, jnp.where(grow, self.growth, 1.0), self.backoff)
-        scale = jnp.clip(state.scale * factor, self.min_scale, self.max_scale)
-        return LossScaleState(scale, jnp.where(grow, 0, good))
+    if consecutive > max_consecutive:
+        raise RunError(
+            f"{consecutive} steps in a row were skipped for their gradients (allowed: "
+            f"{max_consecutive}; {skipped} since the start); lower the learning rate, lengthen "
+            "the warm-up, or look for bad examples in the data"
+        )

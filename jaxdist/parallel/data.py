@@ -4,12 +4,16 @@ Two `jax.shard_map`s. The first is manual on the data axes only, so that the mod
 it is and XLA goes on to place what tensor axes need; each device leaves its gradients unreduced,
 stacked along a new leading dim that lies over the data axes. The second is manual on all axes, so
 that the reduction sees plain local blocks, whatever else shards them.
+
+With ZeRO the second leaves each device its shard of the sum (stage 1); or there is none, because
+gradients are summed into shards where the backward pass makes them (stages 2 and 3).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,6 +22,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxdist.collectives.bucket import reduce_tree
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.operations import reduce_scatter
+from jaxdist.parallel.deferred import Sharded, scattered
+from jaxdist.parallel.zero import Zero
 
 Local = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any, Any]]
 """(params, buffers, rows, key) to (gradients, sums, buffers) of these rows alone."""
@@ -30,11 +37,13 @@ class DataParallel:
     Attributes:
       axes: mesh axes that split the batch, slowest first.
       algorithm: how gradients are summed over them.
+      zero: which of them each device keeps only a shard of, and of which parameters it has one.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     algorithm: Algorithm
+    zero: Zero | None = None
 
     def gradients(
         self, local: Local, specs: Any, params: Any, buffers: Any, batch: Any, key: jax.Array
@@ -44,8 +53,10 @@ class DataParallel:
         Random layers draw anew on each device, so their masks differ from those of one device.
 
         Args:
-          specs: partition specs of the parameters, none of which names a data axis.
+          specs: partition specs of whole parameters, none of which names a data axis.
         """
+        if self.zero is not None and self.zero.stage >= 2:
+            return self._gradients_in_shards(self.zero, local, params, buffers, batch, key)
         everywhere = PartitionSpec()
         per_device = PartitionSpec(self.axes)
         stacked, sums, buffers = jax.shard_map(
@@ -60,7 +71,7 @@ class DataParallel:
             self._reduce,
             mesh=self.mesh,
             in_specs=(jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), specs),),
-            out_specs=specs,
+            out_specs=specs if self.zero is None else self.zero.specs(specs),
             check_vma=False,
         )(stacked)
         return total, sums, buffers
@@ -79,4 +90,56 @@ class DataParallel:
 
     def _reduce(self, stacked: Any) -> Any:
         grads = jax.tree.map(lambda g: g[0], stacked)
-        return reduce_tree(grads, self.axes, algorithm=self.algorithm)
+        if self.zero is None:
+            return reduce_tree(grads, self.axes, algorithm=self.algorithm)
+        scattered = self.zero.map(partial(self._scatter, self.zero.axes), grads)
+        return self._finish(self.zero, scattered)
+
+    def _scatter(self, axes: tuple[str, ...], grad: jax.Array, dim: int | None) -> jax.Array:
+        if dim is None:
+            return grad
+        return reduce_scatter(grad, axes, dim=dim, algorithm=self.algorithm)
+
+    def _finish(self, zero: Zero, grads: Any) -> Any:
+        """Sum what is still unsummed: whole tensors over all data axes, shards over the others."""
+        leaves, structure = jax.tree.flatten(grads)
+        dims = zero.dims_of(grads)
+        others = tuple(axis for axis in self.axes if axis not in zero.axes)
+        for axes, split in ((self.axes, False), (others, True)):
+            mine = [i for i, dim in enumerate(dims) if (dim is not None) is split]
+            if axes:
+                found = reduce_tree([leaves[i] for i in mine], axes, algorithm=self.algorithm)
+                for i, leaf in zip(mine, found, strict=True):
+                    leaves[i] = leaf
+        return jax.tree.unflatten(structure, leaves)
+
+    def _gradients_in_shards(
+        self, zero: Zero, local: Local, params: Any, buffers: Any, batch: Any, key: jax.Array
+    ) -> tuple[Any, Any, Any]:
+        """The same where a layer's gradients leave as soon as they are made."""
+        everywhere, per_device = PartitionSpec(), PartitionSpec(self.axes)
+        split = zero.specs(jax.tree.map(lambda _: everywhere, params))
+        return jax.shard_map(
+            lambda *args: self._on_rows_in_shards(zero, local, *args),
+            mesh=self.mesh,
+            axis_names=set(self.axes),
+            in_specs=(split if zero.stage == 3 else everywhere, everywhere, per_device, everywhere),
+            out_specs=(split, everywhere, everywhere),
+            check_vma=False,
+        )(params, buffers, batch, key)
+
+    def _on_rows_in_shards(
+        self, zero: Zero, local: Local, params: Any, buffers: Any, batch: Any, key: jax.Array
+    ) -> tuple[Any, Any, Any]:
+        key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
+
+        def defer(param: jax.Array, dim: int | None) -> Any:
+            if dim is None:
+                return param
+            if zero.stage == 3:
+                return Sharded(param, dim - param.ndim, zero.axes, self.algorithm)
+            return scattered(param, dim, zero.axes, self.algorithm)
+
+        grads, sums, buffers = local(zero.map(defer, params), buffers, batch, key)
+        sums = jax.lax.psum(sums, self.axes)
+        return self._finish(zero, grads), sums, jax.tree.map(self._mean, buffers)

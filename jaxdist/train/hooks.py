@@ -13,6 +13,7 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.errors import RunError
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
+from jaxdist.optim.safety import check_skips
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
 
@@ -39,6 +40,7 @@ class RunHooks:
       names: names of the values in the step's metrics vector.
       evaluate: state to held-out means; None without a held-out split.
       best: the best held-out loss so far, if there was one.
+      max_skipped: skipped steps in a row that end the run; None where no step is ever skipped.
     """
 
     names: tuple[str, ...]
@@ -49,6 +51,7 @@ class RunHooks:
     evaluate: Callable[[TrainState], dict[str, float]] | None
     termination: Termination
     best: float | None
+    max_skipped: int | None = None
     heldout: dict[str, float] = field(default_factory=dict)
     _last_logged: tuple[int, jax.Array] | None = None
     _stop: bool = False
@@ -65,6 +68,11 @@ class RunHooks:
 
     def _finite(self, step: int, values: jax.Array) -> dict[str, float]:
         found = dict(zip(self.names, np.asarray(values).tolist(), strict=True))
+        if self.max_skipped is not None:
+            row = int(found["skipped_in_a_row"])
+            check_skips(row, int(found["skipped_steps"]), max_consecutive=self.max_skipped)
+            if row:  # the state is as it was before this step
+                return found
         # A gradient that is not finite has already spoilt the state, one step before the loss.
         if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])):
             self.store.wait()
@@ -73,9 +81,15 @@ class RunHooks:
             raise RunError(
                 f"loss is {found['loss']} at step {step} (gradient norm {found['grad_norm']:.3g}, "
                 f"learning rate {found['learning_rate']:.3g}); {kept}. Lower optim.learning_rate, "
-                "set optim.clip_norm, or lengthen optim.schedule.warmup_steps"
+                "set optim.clip_norm, lengthen optim.schedule.warmup_steps, or set "
+                "optim.skip_nonfinite"
             )
         return found
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run was told to stop, and did."""
+        return self._stop
 
     def due(self, step: int) -> bool:
         """Whether to wait for this step: something is due, or the run was told to stop."""

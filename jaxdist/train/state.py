@@ -11,7 +11,7 @@ import jax
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """Parameters, optimizer state, buffers and the number of steps taken.
+    """Parameters, optimizer state, buffers, the number of steps taken, the state of a loss scale.
 
     Randomness and data position are functions of (seed, step), so they need no place here.
     """
@@ -20,3 +20,4 @@ class TrainState:
     params: Any
     opt_state: Any
     buffers: Any
+    loss_scale: Any = None

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import NamedSharding
 
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.optim.build import Optimizer
+from jaxdist.optim.loss_scale import LossScaleState
+from jaxdist.optim.safety import global_norm, skip_states
 from jaxdist.parallel.data import DataParallel
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState
 
 STEP_METRICS = ("grad_norm", "learning_rate")
+SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Program:
 
     Attributes:
       dims: logical dims of each parameter, by name.
-      batch: shapes and dtypes of a global batch.
+      batch: shapes, dtypes and shardings of a global batch.
       seed: of the initial parameters and of the random layers.
       microbatches: pieces that the batch is split into in time; gradients are summed over them.
       data_parallel: reduces the gradients explicitly; None leaves it to XLA.
@@ -64,8 +66,8 @@ class Program:
             params,
             transform_non_params=lambda _: whole,
         )
-        buffers = jax.tree.map(lambda _: whole, shapes.buffers)
-        return TrainState(step=whole, params=params, opt_state=opt_state, buffers=buffers)
+        buffers, loss_scale = jax.tree.map(lambda _: whole, (shapes.buffers, shapes.loss_scale))
+        return TrainState(whole, params, opt_state, buffers, loss_scale)
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         """Keys of the initial parameters and of the steps."""
@@ -74,21 +76,19 @@ class Program:
 
     def _init(self) -> TrainState:
         params, buffers = self.model.init(self._keys()[0])
+        optimizer = self.optimizer
         return TrainState(
             step=jnp.zeros((), jnp.int32),
-            params=params,
-            opt_state=self.optimizer.transform.init(params),
+            params=optimizer.stored(params),
+            opt_state=optimizer.transform.init(params),
             buffers=buffers,
+            loss_scale=optimizer.loss_scale.init() if optimizer.loss_scale else None,
         )
 
     def init(self) -> TrainState:
         """A fresh state, created where it will live: no device holds more than its shards."""
         shardings = jax.tree.map(lambda s: s.sharding, self.state_shapes)
         return jax.jit(self._init, out_shardings=shardings)()
-
-    def batch_sharding(self, name: str, shape: tuple[int, ...]) -> NamedSharding:
-        """Where a batch array lies: its rows split like the dim "batch"."""
-        return self.layout.sharding(("batch", *(None,) * (len(shape) - 1)))
 
     def _sums(
         self, params: Any, buffers: Any, batch: Batch, key: jax.Array | None
@@ -101,47 +101,75 @@ class Program:
         return sums["loss"].total, (sums, self.model.buffers_of(module))
 
     def _mean(
-        self, params: Any, buffers: Any, batch: Batch, key: jax.Array
+        self, params: Any, buffers: Any, batch: Batch, key: jax.Array, scale: LossScaleState | None
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
-        """Mean loss of a batch, and what `_sums` gives beside it."""
+        """Mean loss of a batch, times the loss scale, and what `_sums` gives beside it."""
         total, (sums, buffers) = self._sums(params, buffers, batch, key)
-        return total / jax.lax.stop_gradient(sums["loss"].weight), (sums, buffers)
+        weight = jax.lax.stop_gradient(sums["loss"].weight)
+        scaling = self.optimizer.loss_scale
+        if scaling is None or scale is None:
+            return total / weight, (sums, buffers)
+        # A microbatch of padding alone has weight 0: it adds nothing, not 0 / 0.
+        mean = total / jnp.where(weight == 0, 1, weight)
+        return scaling.scale_loss(mean, scale), (sums, buffers)
+
+    def _mean_gradient(
+        self, params: Any, buffers: Any, batch: Batch, key: jax.Array, scale: LossScaleState | None
+    ) -> tuple[Any, Sums, Any]:
+        """Gradients of the mean loss of a batch, sums, buffers."""
+        # The mean is taken before the gradient: dividing after it is one more pass over it.
+        gradient = jax.grad(self._mean, has_aux=True)
+        grads, (sums, buffers) = gradient(params, buffers, batch, key, scale)
+        scaling = self.optimizer.loss_scale
+        return scaling.unscale(grads, scale) if scaling and scale else grads, sums, buffers
+
+    def _total_gradient(
+        self, params: Any, buffers: Any, batch: Batch, key: jax.Array, scale: LossScaleState | None
+    ) -> tuple[Any, Sums, Any]:
+        """Gradients of the total loss of a batch, float32 or wider, sums, buffers."""
+        if scale is not None:
+            # A scale that suits the mean would overflow in the total.
+            grads, sums, buffers = self._mean_gradient(params, buffers, batch, key, scale)
+            return jax.tree.map(lambda g: g * sums["loss"].weight, grads), sums, buffers
+        gradient = jax.grad(self._sums, has_aux=True)
+        grads, (sums, buffers) = gradient(params, buffers, batch, key)
+        # What is added up over microbatches and devices would not bear narrow sums.
+        wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
+        return wide, sums, buffers
 
     def _gradients(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, Sums, Any]:
         """Gradients of the mean loss of the batch, sums, buffers."""
         given = (state.params, state.buffers, batch, key)
         if self.data_parallel is None and self.microbatches == 1:
-            # The mean is taken before the gradient: dividing after it is one more pass over it.
-            grads, (sums, buffers) = jax.grad(self._mean, has_aux=True)(*given)
-            return grads, sums, buffers
+            return self._mean_gradient(*given, state.loss_scale)
+        summed = partial(self._summed, scale=state.loss_scale)
         if self.data_parallel is None:
-            grads, sums, buffers = self._summed(*given)
+            grads, sums, buffers = summed(*given)
         else:
             shardings = param_shardings(self.layout, self.model.params, self.dims)
             specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
-            grads, sums, buffers = self.data_parallel.gradients(self._summed, specs, *given)
+            grads, sums, buffers = self.data_parallel.gradients(summed, specs, *given)
         weight = sums["loss"].weight
         return jax.tree.map(lambda g: g / weight, grads), sums, buffers
 
     def _summed(
-        self, params: Any, buffers: Any, batch: Batch, key: jax.Array
+        self, params: Any, buffers: Any, batch: Batch, key: jax.Array, *, scale: Any
     ) -> tuple[Any, Sums, Any]:
         """Gradients of the total loss, summed over the microbatches, sums, last buffers."""
-        gradient = jax.grad(self._sums, has_aux=True)
         if self.microbatches == 1:
-            grads, (sums, buffers) = gradient(params, buffers, batch, key)
-            return grads, sums, buffers
+            return self._total_gradient(params, buffers, batch, key, scale)
         pieces = jax.tree.map(self._split, dict(batch))
         keys = jax.random.split(key, self.microbatches)
 
-        def body(carry: tuple[Any, Sums, Any], piece: Any) -> tuple[Any, None]:
+        def body(carry: tuple[Any, Sums, Any], piece: tuple[Any, Any]) -> tuple[Any, None]:
             total, sums, buffers = carry
-            grads, (more, buffers) = gradient(params, buffers, *piece)
+            rows, own = piece
+            grads, more, buffers = self._total_gradient(params, buffers, rows, own, scale)
             return (*jax.tree.map(jnp.add, (total, sums), (grads, more)), buffers), None
 
-        first = jax.tree.map(lambda x: x[0], (pieces, keys))
-        shapes = jax.eval_shape(gradient, params, buffers, *first)
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), (shapes[0], shapes[1][0]))
+        rows, first = jax.tree.map(lambda x: x[0], (pieces, keys))
+        shapes = jax.eval_shape(self._total_gradient, params, buffers, rows, first, scale)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
         (grads, sums, buffers), _ = jax.lax.scan(body, (*zeros, buffers), (pieces, keys))
         return grads, sums, buffers
 
@@ -156,11 +184,10 @@ class Program:
     def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(self._keys()[1], state.step)
         grads, sums, buffers = self._gradients(state, batch, key)
-        norm = optax.tree.norm(grads)
-        if self.optimizer.clip_norm is not None:
-            scale = jnp.minimum(1.0, self.optimizer.clip_norm / (norm + 1e-12))
-            grads = jax.tree.map(lambda g: g * scale, grads)
-        updates, opt_state = self.optimizer.transform.update(grads, state.opt_state, state.params)
+        norm = global_norm(grads)
+        updates, opt_state = self.optimizer.transform.update(
+            grads, state.opt_state, state.params, grad_norm=norm
+        )
         values = {name: mean.total / mean.weight for name, mean in sums.items()}
         values |= {"grad_norm": norm, "learning_rate": self.optimizer.schedule(state.step)}
         new = TrainState(
@@ -168,8 +195,29 @@ class Program:
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
             buffers=buffers,
+            loss_scale=state.loss_scale,
         )
+        if self.optimizer.max_skipped is not None:
+            new, more = self._after_skips(state, new, norm)
+            values |= more
         return new, jnp.stack([jnp.asarray(values[name], jnp.float32) for name in self.metrics])
+
+    def _after_skips(
+        self, old: TrainState, new: TrainState, norm: jax.Array
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        """A skipped step keeps its buffers too, and an overflow lowers the loss scale."""
+        before, after = (skip_states(state.opt_state)[0] for state in (old, new))
+        moved = before.skipped == after.skipped
+        new = replace(
+            new,
+            buffers=jax.tree.map(partial(jnp.where, moved), new.buffers, old.buffers),
+        )
+        values = {"skipped_steps": after.skipped, "skipped_in_a_row": after.consecutive}
+        scaling = self.optimizer.loss_scale
+        if scaling is None:
+            return new, values
+        scale = scaling.update(old.loss_scale, jnp.isfinite(norm))
+        return replace(new, loss_scale=scale), {**values, "loss_scale": old.loss_scale.scale}
 
     def _evaluate(self, params: Any, buffers: Any, batch: Batch) -> Sums:
         return self._sums(params, buffers, batch, None)[1][0]
@@ -181,11 +229,15 @@ class Program:
         Raises:
           RunError: the loss does not return what a loss must.
         """
-        shapes = jax.eval_shape(self._evaluate, self.model.params, self.model.buffers, self.batch)
-        return (*sorted(shapes, key=lambda name: (name != "loss", name)), *STEP_METRICS)
+        params = jax.eval_shape(self.optimizer.stored, self.model.params)
+        shapes = jax.eval_shape(self._evaluate, params, self.model.buffers, self.batch)
+        skips = SKIP_METRICS if self.optimizer.max_skipped is not None else ()
+        scale = ("loss_scale",) if self.optimizer.loss_scale is not None else ()
+        own = sorted(shapes, key=lambda name: (name != "loss", name))
+        return (*own, *STEP_METRICS, *skips, *scale)
 
     @cached_property
-    def train(self) -> Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]:
+    def train(self) -> jax.stages.Wrapped:
         """(state, batch) to (state, metrics float32 `[len(metrics)]`); the state is donated."""
         shardings = jax.tree.map(lambda s: s.sharding, self.state_shapes)
         return jax.jit(
@@ -193,6 +245,6 @@ class Program:
         )
 
     @cached_property
-    def evaluate(self) -> Callable[[Any, Any, Batch], Sums]:
+    def evaluate(self) -> jax.stages.Wrapped:
         """(params, buffers, batch) to sums, in evaluation mode (no randomness)."""
         return jax.jit(self._evaluate, out_shardings=self.layout.replicated)

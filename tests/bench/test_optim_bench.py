@@ -1,14 +1,16 @@
 """The bench of optimizers: every figure is there, counts are the compiled program's own."""
 
 import math
+import subprocess
 from functools import partial
 
 import optax
 import pytest
 
 from jaxdist.bench import optim as bench_optim
-from jaxdist.bench.optim import Step, lamb_figures, lars_figures, sharded_figures
+from jaxdist.bench.optim import Step, counted, sharded_figures, timed
 from jaxdist.bench.shapes import bert_base, resnet50
+from jaxdist.errors import RunError
 from jaxdist.optim.lamb import lamb
 
 SMALL = {"layer/kernel": (256, 128), "layer/bias": (128,), "head": (128, 64)}
@@ -23,23 +25,42 @@ def test_the_models_have_their_published_sizes(shapes, tensors, parameters):
     assert sum(map(math.prod, shapes.values())) == parameters
 
 
-def test_figures_of_lamb():
-    figures = {figure.name: figure for figure in lamb_figures("m", SMALL, repeats=1, goals=True)}
-    assert figures["m: LAMB traffic"].ours < 54
-    assert figures["m: LAMB temporaries"].ratio < 0.25
-    assert [figure.goal for figure in figures.values()] == [
+def test_bytes_and_temporaries_are_the_compiled_steps_own():
+    figures = {figure.name: figure for figure in counted()}
+    assert 52 < figures["BERT-base: LAMB traffic"].ours < 53.5
+    assert 52 < figures["ResNet-50: LAMB traffic"].ours < 53.5
+    assert 35 < figures["BERT-base: LARS traffic"].ours < 37
+    assert figures["BERT-base: LAMB temporaries"].ratio < 0.4
+    assert figures["ResNet-50: LARS temporaries"].ratio < 0.01
+
+
+def test_times_have_goals_where_a_loop_of_your_own_runs_them():
+    plain, huge = (timed(1, suffix, bert=SMALL, resnet=SMALL) for suffix in ("", "huge pages"))
+    assert [figure.goal for figure in plain] == [
         "<= 0.4",
         "<= 1.8",
+        "<= 0.25",
+        "<= 0.4",
+        "<= 0.25",
         "",
-        "<= 1.3",
-        "<= 1",
     ]
+    assert not any(figure.goal for figure in huge)
+    assert [figure.name + ", huge pages" for figure in plain] == [figure.name for figure in huge]
+    assert all(figure.ours > 0 and figure.reference > 0 for figure in plain)
 
 
-def test_figures_of_lars():
-    figures = {figure.name: figure for figure in lars_figures("m", SMALL, repeats=1)}
-    assert 35 < figures["m: LARS traffic"].ours < 37
-    assert figures["m: LARS over optax.lars"].ours > 0
+def test_the_plain_process_has_no_tunables_and_is_heard_when_it_fails(monkeypatch):
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1")
+    seen = {}
+
+    def run(command, env, **_):
+        seen.update(env=env, command=command)
+        return subprocess.CompletedProcess(command, 1, "", "Traceback\nValueError: no shapes")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(RunError, match="exit code 1: ValueError: no shapes"):
+        bench_optim._in_plain_process(1)
+    assert "GLIBC_TUNABLES" not in seen["env"]
 
 
 def test_a_step_moves_its_parameters():

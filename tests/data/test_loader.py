@@ -226,3 +226,27 @@ def test_a_batch_without_examples(batch_size: int) -> None:
 def test_a_weight_is_one_number() -> None:
     with pytest.raises(DataError, match=r"'weight' of example 0 has shape \(2,\)"):
         _loader(Listed(4, weight=np.ones(2)), 2)
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_a_start_continues_the_order_in_batches_of_another_size(shuffle: bool) -> None:
+    source = _arrays(10)
+    whole = _loader(source, 1, shuffle=shuffle)
+    in_order = [int(whole.indices(i)[0]) for i in range(40)]
+    later = _loader(source, 6, shuffle=shuffle, start_example=7)
+    with later.batches(1) as batches:
+        assert _ids(batches, 2) == [in_order[13:19], in_order[19:25]]
+    assert later.indices(0).tolist() == in_order[7:13]
+
+
+def test_a_start_before_the_first_example() -> None:
+    with pytest.raises(DataError, match="start at example -3: give start_example 0 or more"):
+        _loader(_arrays(4), 2, start_example=-3)
+
+
+def test_the_structs_lie_as_the_batches_do() -> None:
+    loader = _loader(_arrays(10), 4)
+    with loader.batches() as batches:
+        batch = next(batches)
+    for name, struct in loader.batch_shapes.items():
+        assert struct.sharding == batch[name].sharding

@@ -9,6 +9,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.optim import safety
+from jaxdist.optim.loss_scale import DynamicLossScale
 
 P = PartitionSpec
 BAD = [jnp.nan, jnp.inf, -jnp.inf]
@@ -245,7 +246,7 @@ def test_all_shards_skip_when_one_of_them_is_bad(devices, leaf, manual):
 
 
 def scale_run(flags, **settings):
-    scaling = safety.DynamicLossScale(**settings)
+    scaling = DynamicLossScale(**settings)
     state, update = scaling.init(), jax.jit(scaling.update)
     scales = []
     for finite in flags:
@@ -270,7 +271,7 @@ def test_the_scale_keeps_its_bounds():
 
 
 def test_scaling_saves_float16_gradients_that_would_vanish():
-    scaling = safety.DynamicLossScale()
+    scaling = DynamicLossScale()
     state, w = scaling.init(), jnp.float16(1)
 
     def loss(w):
@@ -282,7 +283,7 @@ def test_scaling_saves_float16_gradients_that_would_vanish():
 
 
 def test_a_scale_that_overflows_backs_off_until_training_goes_on():
-    scaling = safety.DynamicLossScale(init_scale=2.0**20)
+    scaling = DynamicLossScale(init_scale=2.0**20)
     tx = safety.skip_nonfinite(optax.sgd(0.5))
 
     @jax.jit
@@ -314,4 +315,4 @@ def test_a_scale_that_overflows_backs_off_until_training_goes_on():
 )
 def test_loss_scales_that_cannot_work(settings, message):
     with pytest.raises(ConfigError, match=message):
-        safety.DynamicLossScale(**settings)
+        DynamicLossScale(**settings)

@@ -35,11 +35,7 @@ def experiment(mesh: dict, reduce: dict | None, **changes) -> Experiment:
 
 def compiled(found: Experiment):
     program = found.program
-    batch = {
-        name: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=program.batch_sharding(name, s.shape))
-        for name, s in program.batch.items()
-    }
-    return program.train.lower(program.state_shapes, batch).compile()
+    return program.train.lower(program.state_shapes, program.batch).compile()
 
 
 def test_the_ring_is_in_the_program_and_sends_its_formula():
@@ -74,7 +70,7 @@ def test_the_second_step_does_not_compile_again():
     with found.loader.batches() as batches:
         for batch in itertools.islice(batches, 3):
             state, _ = found.program.train(state, batch)
-    assert found.program.train._cache_size() == 1  # pyright: ignore[reportFunctionMemberAccess]
+    assert found.program.train._cache_size() == 1
 
 
 def test_each_device_draws_its_own_random_numbers_and_buffers_become_their_mean():

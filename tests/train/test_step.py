@@ -51,14 +51,21 @@ def program(mesh=None, *, microbatches=1, optim=SGD, loss=squares, module=Regres
         optimizer=build_optimizer(optim, total_steps=steps, params=model.params, dims=model.dims),
         layout=layout,
         dims=model.dims,
-        batch={k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in batch().items()},
+        batch={
+            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=by_rows(layout, v))
+            for k, v in batch().items()
+        },
         seed=0,
         microbatches=microbatches,
     )
 
 
+def by_rows(layout, values):
+    return layout.sharding(("batch", *(None,) * (values.ndim - 1)))
+
+
 def place(found, values):
-    return {k: jax.device_put(v, found.batch_sharding(k, v.shape)) for k, v in values.items()}
+    return {k: jax.device_put(v, by_rows(found.layout, v)) for k, v in values.items()}
 
 
 def by_hand(w, values):

@@ -1,0 +1,108 @@
+"""Dynamic loss scaling: float16 gradients that neither vanish nor overflow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class DynamicLossScaleConfig(Config):
+    """A factor on the loss that grows by trial and backs off at each overflow."""
+
+    type: Literal["dynamic"]
+    """Selects this rule."""
+    init_scale: Positive = 2.0**15
+    """Factor of the first step; powers of two scale exactly."""
+    growth: Annotated[float, Field(gt=1)] = 2.0
+    """Factor on the scale after `growth_steps` steps without overflow."""
+    backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Factor on the scale after a step with overflow, which is skipped."""
+    growth_steps: Count = 2000
+    """Finite steps in a row before the scale grows."""
+    min_scale: Positive = 1.0
+    """Least scale."""
+    max_scale: Positive = 2.0**24
+    """Largest scale."""
+
+    def build(self) -> DynamicLossScale:
+        """The rule.
+
+        Raises:
+          ConfigError: min_scale <= init_scale <= max_scale does not hold.
+        """
+        return DynamicLossScale(**self.model_dump(exclude={"type"}))
+
+
+class LossScaleState(NamedTuple):
+    """The factor on the loss (float32) and the finite steps since it last changed (int32)."""
+
+    scale: jax.Array
+    good_steps: jax.Array
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """A factor on the loss that keeps float16 gradients from vanishing, found by trial.
+
+    It grows after `growth_steps` finite steps and backs off at each overflow. Powers of two scale
+    exactly. One step:
+
+        grads = jax.grad(lambda p: scaling.scale_loss(loss(p), scale_state))(params)
+        finite = all_finite(grads)
+        grads = scaling.unscale(grads, scale_state)
+        updates, state = skip_nonfinite(inner).update(grads, state, params)
+        scale_state = scaling.update(scale_state, finite)
+
+    Raises:
+      ConfigError: min <= init <= max, growth > 1, 0 < backoff < 1 or growth_steps >= 1 is broken.
+    """
+
+    init_scale: float = 2.0**15
+    growth: float = 2.0
+    backoff: float = 0.5
+    growth_steps: int = 2000
+    min_scale: float = 1.0
+    max_scale: float = 2.0**24
+
+    def __post_init__(self) -> None:
+        low, first, high = self.min_scale, self.init_scale, self.max_scale
+        if not 0 < low <= first <= high < float("inf"):
+            raise ConfigError(
+                f"loss scale: 0 < min_scale <= init_scale <= max_scale < inf does not hold for "
+                f"{low}, {first}, {high}"
+            )
+        if not 1 < self.growth < float("inf"):
+            raise ConfigError(f"loss scale: growth {self.growth} must be finite and above 1, say 2")
+        if not 0 < self.backoff < 1:
+            raise ConfigError(f"loss scale: backoff {self.backoff} must lie in (0, 1), say 0.5")
+        if self.growth_steps < 1:
+            raise ConfigError(f"loss scale: growth_steps {self.growth_steps} must be at least 1")
+
+    def init(self) -> LossScaleState:
+        """The state before the first step."""
+        return LossScaleState(jnp.float32(self.init_scale), jnp.int32(0))
+
+    def scale_loss(self, loss: jax.Array, state: LossScaleState) -> jax.Array:
+        """The loss times the scale, float32."""
+        return loss.astype(jnp.float32) * state.scale
+
+    def unscale(self, grads: Any, state: LossScaleState) -> Any:
+        """Gradients of the scaled loss to float32 gradients of the loss."""
+        return jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
+
+    def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
+        """The state after a step whose gradients were all finite, or not."""
+        good = jnp.where(finite, state.good_steps + 1, 0)
+        grow = good >= self.growth_steps
+        factor = jnp.where(finite, jnp.where(grow, self.growth, 1.0), self.backoff)
+        scale = jnp.clip(state.scale * factor, self.min_scale, self.max_scale)
+        return LossScaleState(scale, jnp.where(grow, 0, good))

@@ -1,0 +1,167 @@
+"""Which runs a batch-scaling study makes, and the means it takes over them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from jaxdist.errors import ConfigError
+from jaxdist.optim.batch_scaling import ScaleFromConfig, scale
+from jaxdist.study.optimizers import CONTENDERS
+from jaxdist.study.search import rounded, search
+from jaxdist.study.trial import Outcome, Trial
+
+RULE = "lamb"
+LARGEST_WARMUP = 0.2
+"""Share of the run that warms up at the largest batch, as in LAMB's table for BERT."""
+TUNING_SEEDS = 3
+Runner = Callable[[Trial], Outcome]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study: every optimizer at every batch size, for the same number of epochs.
+
+    Attributes:
+      steps: ascending batch size to optimizer steps; the first is the base.
+      seeds: of the runs that are reported.
+      tuning_seeds: of the runs that choose learning rates, none of them in `seeds`.
+      tune: search for a learning rate at every batch size, not at the base alone.
+    """
+
+    optimizers: tuple[str, ...]
+    steps: Mapping[int, int]
+    seeds: tuple[int, ...]
+    tuning_seeds: tuple[int, ...]
+    tune: bool
+
+    @property
+    def base(self) -> int:
+        """The batch size that the rule begins from."""
+        return min(self.steps)
+
+    @property
+    def warmup_fraction(self) -> float:
+        """Share of the run that warms up at the base batch."""
+        return LARGEST_WARMUP * self.base / max(self.steps)
+
+    def scaled(self, learning_rate: float, batch_size: int) -> tuple[float, int]:
+        """A learning rate of the base batch at another one, and the steps of warm-up."""
+        rule = ScaleFromConfig(
+            batch_size=self.base,
+            learning_rate=learning_rate,
+            rule=RULE,
+            warmup_fraction=self.warmup_fraction,
+        )
+        found = scale(rule, batch_size=batch_size, total_steps=self.steps[batch_size])
+        return rounded(found.learning_rate.value), int(found.warmup_steps.value)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What an optimizer comes to at a batch size: one run a seed, all else equal.
+
+    Attributes:
+      tuned: its learning rate was searched for at this batch size, not given by the rule.
+    """
+
+    optimizer: str
+    batch_size: int
+    tuned: bool
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def learning_rate(self) -> float:
+        """Peak learning rate of all its runs."""
+        return self.outcomes[0].trial.learning_rate
+
+    @property
+    def diverged(self) -> int:
+        """How many runs diverged."""
+        return sum(outcome.diverged for outcome in self.outcomes)
+
+    @property
+    def values(self) -> list[float]:
+        """The metric of each run; NaN for all when one diverged."""
+        if self.diverged:
+            return [math.nan] * len(self.outcomes)
+        return [outcome.metrics[outcome.metric] for outcome in self.outcomes]
+
+    @property
+    def mean(self) -> float:
+        """Mean metric; NaN when a run diverged."""
+        return statistics.fmean(self.values)
+
+    @property
+    def spread(self) -> float:
+        """Sample standard deviation of the metric; NaN of one run, or when one diverged."""
+        if self.diverged or len(self.outcomes) < 2:
+            return math.nan
+        return statistics.stdev(self.values)
+
+
+def parse_batches(text: str) -> tuple[int, ...]:
+    """Batch sizes, ascending.
+
+    Raises:
+      ConfigError: none, not whole numbers from 1 on, or one twice.
+
+    >>> parse_batches("256, 64")
+    (64, 256)
+    """
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ConfigError("--batches is empty; give sizes, e.g. --batches 64,256,1024")
+    for word in words:
+        if not (word.isascii() and word.isdigit() and int(word) > 0):
+            raise ConfigError(f"--batches {word!r} is not a whole number from 1 on")
+    sizes = sorted(map(int, words))
+    for size in sizes:
+        if sizes.count(size) > 1:
+            raise ConfigError(f"--batches {size} is given {sizes.count(size)} times")
+    return tuple(sizes)
+
+
+def run_plan(plan: Plan, run: Runner) -> Iterator[tuple[Cell, ...]]:
+    """All cells, those of one optimizer and batch size at a time: by the rule, then tuned.
+
+    The rule's reference is the best learning rate at the base batch. Where a batch is tuned, the
+    search there begins at the rule's rate.
+    """
+    references: dict[str, float] = {}
+    for batch_size in plan.steps:
+        for name in plan.optimizers:
+            _, warmup_steps = plan.scaled(1.0, batch_size)
+            at = partial(_runs, run, name, batch_size, warmup_steps)
+            best = partial(_best_rate, partial(at, plan.tuning_seeds))
+            if batch_size == plan.base:
+                references[name] = best(CONTENDERS[name].start)
+            by_rule, _ = plan.scaled(references[name], batch_size)
+            cells = [Cell(name, batch_size, False, at(plan.seeds, by_rule))]
+            if plan.tune:
+                rate = by_rule if batch_size == plan.base else best(by_rule)
+                cells.append(Cell(name, batch_size, True, at(plan.seeds, rate)))
+            yield tuple(cells)
+
+
+def _runs(
+    run: Runner,
+    name: str,
+    batch_size: int,
+    warmup_steps: int,
+    seeds: Sequence[int],
+    learning_rate: float,
+) -> tuple[Outcome, ...]:
+    return tuple(run(Trial(name, batch_size, s, learning_rate, warmup_steps)) for s in seeds)
+
+
+def _best_rate(runs: Callable[[float], tuple[Outcome, ...]], start: float) -> float:
+    return search(start, runs, _mean_score)[0].trial.learning_rate
+
+
+def _mean_score(outcomes: Sequence[Outcome]) -> tuple[float, ...]:
+    scores = zip(*(outcome.score for outcome in outcomes), strict=True)
+    return tuple(sum(values) / len(outcomes) for values in scores)

@@ -1,0 +1,134 @@
+"""The metric over the batch size, as a picture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxdist.errors import RunError
+from jaxdist.study.plan import Cell
+from jaxdist.study.table import by_row, metric_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_COLOURS = ("#6b6b6b", "#b07d2b", "#3c8d5a", "#d1495b", "#2a6fb0", "#8b5fbf")
+_MARKERS = ("s", "D", "^", "o", "v", "P")
+_SIZE_INCHES, _DOTS_PER_INCH = (9.6, 5.2), 150
+_ERRORS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 90)
+_PANELS = {False: "learning rate by the rule, untuned", True: "learning rate tuned at each batch"}
+NAME = "batch_scaling"
+
+
+def plot_batch_scaling(
+    cells: Sequence[Cell], directory: str | os.PathLike[str], *, title: str
+) -> list[Path]:
+    """Draw mean and range over the batch size; writes `batch_scaling.png` and `.svg`.
+
+    Args:
+      cells: of one study.
+      directory: made where it does not exist.
+      title: what stands above the axes.
+
+    Returns:
+      The files.
+
+    Raises:
+      RunError: they cannot be written.
+    """
+    paths = [Path(directory) / f"{NAME}.{format}" for format in ("png", "svg")]
+    figure = batch_scaling_figure(cells, title=title)
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            figure.savefig(path, format=path.suffix[1:])
+    except OSError as error:
+        raise RunError(
+            f"cannot write the plot of the study to {directory}: {error.strerror}; "
+            "choose another directory"
+        ) from error
+    return paths
+
+
+def batch_scaling_figure(cells: Sequence[Cell], *, title: str) -> Figure:
+    """The figure that `plot_batch_scaling` writes, for a notebook or another format."""
+    # A figure of its own, no pyplot: nothing global. Slow to import, so only a drawing pays for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = sorted({cell.tuned for cell in cells})
+    figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
+    for axes, tuned in zip(grid[0], panels, strict=True):
+        _draw(axes, [cell for cell in cells if cell.tuned == tuned])
+        axes.set_title(_PANELS[tuned], loc="left", fontsize=12)
+    if metric_of(cells) == "accuracy":
+        _show_accuracy(grid[0][0], _heights(cells))
+    else:
+        grid[0][0].set_ylabel("held-out loss (nats)", fontsize=12)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
+    handles, labels = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, fontsize=11)
+    return figure
+
+
+def _heights(cells: Sequence[Cell]) -> np.ndarray:
+    """`[cells, runs]`: losses, or errors in percent."""
+    values = np.array([cell.values for cell in cells])
+    return 100 * (1 - values) if metric_of(cells) == "accuracy" else values
+
+
+def _show_accuracy(axes: Axes, errors: np.ndarray) -> None:
+    """Errors on a logarithmic scale, upside down, read as accuracies: 98 and 99% lie far apart."""
+    axes.set_yscale("log", nonpositive="clip")
+    known = errors[errors > 0]
+    low, high = (known.min(), known.max()) if known.size else (1, 10)
+    ticks = [tick for tick in _ERRORS if low / 2 < tick < high * 2]
+    axes.set_yticks(ticks, [f"{100 - tick:g}" for tick in ticks], minor=False)
+    axes.minorticks_off()
+    axes.set_ylim(min(high * 1.3, 100), low / 1.3)
+    axes.set_ylabel("held-out accuracy (%), error on a log scale", fontsize=12)
+
+
+def _draw(axes: Axes, cells: Sequence[Cell]) -> None:
+    rows = by_row(cells)
+    for index, ((name, _), row) in enumerate(rows.items()):
+        # Side by side by a few percent, so that bars of equal height do not hide each other.
+        aside = 1.03 ** (index - (len(rows) - 1) / 2)
+        sizes = aside * np.array([cell.batch_size for cell in row], float)
+        heights = _heights(row)
+        means = heights.mean(axis=1)
+        colour = _COLOURS[index % len(_COLOURS)]
+        axes.errorbar(
+            sizes,
+            means,
+            yerr=[means - heights.min(axis=1), heights.max(axis=1) - means],
+            color=colour,
+            marker=_MARKERS[index % len(_MARKERS)],
+            markersize=6,
+            markeredgecolor="white",
+            linewidth=1.6,
+            elinewidth=1,
+            capsize=2,
+            label=name,
+        )
+        broken = np.array([cell.diverged > 0 for cell in row])
+        bottom = np.full(broken.sum(), 0.02)
+        axes.plot(sizes[broken], bottom, "x", color=colour, transform=axes.get_xaxis_transform())
+    _label_sizes(axes, sorted({cell.batch_size for cell in cells}))
+
+
+def _label_sizes(axes: Axes, sizes: Sequence[int]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes], minor=False)
+    axes.minorticks_off()
+    axes.set_xlabel("batch size", fontsize=12)
+    axes.tick_params(labelsize=10)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,89 @@
+"""What a batch-scaling study found, as a table and in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from jaxdist.study.plan import Cell
+
+MARGIN = 0.01
+"""How much worse than the best at the base batch still holds up: a point, or 1% of a loss."""
+Rows = Mapping[tuple[str, bool], Sequence[Cell]]
+
+
+def by_row(cells: Iterable[Cell]) -> Rows:
+    """Cells by optimizer and tuned, untuned first, each row by ascending batch size."""
+    rows: dict[tuple[str, bool], list[Cell]] = {}
+    for cell in sorted(cells, key=lambda cell: (cell.tuned, cell.batch_size)):
+        rows.setdefault((cell.optimizer, cell.tuned), []).append(cell)
+    return rows
+
+
+def metric_of(cells: Sequence[Cell]) -> str:
+    """What the cells are judged by: "accuracy" or "loss"."""
+    return cells[0].outcomes[0].metric
+
+
+def markdown(cells: Sequence[Cell]) -> str:
+    """Mean and spread by batch size; a row for each optimizer and way to a learning rate.
+
+    The spread is the sample standard deviation over the seeds.
+    """
+    rows = by_row(cells)
+    batches = [str(cell.batch_size) for cell in next(iter(rows.values()))]
+    table = [["optimizer", "learning rate", *batches]]
+    for (name, tuned), row in rows.items():
+        source = "tuned" if tuned else f"by rule from {row[0].learning_rate:g}"
+        table.append([name, source, *(shown(cell) for cell in row)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [[word.ljust(width) for word, width in zip(r, widths, strict=True)] for r in table]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def shown(cell: Cell) -> str:
+    """A cell in a few characters: percent of accuracy, or nats of loss."""
+    if cell.diverged:
+        return f"diverged {cell.diverged}/{len(cell.outcomes)}"
+    places, times = (1, 100) if metric_of([cell]) == "accuracy" else (3, 1)
+    mean = f"{cell.mean * times:.{places}f}"
+    return mean if math.isnan(cell.spread) else f"{mean} ± {cell.spread * times:.{places}f}"
+
+
+def verdict(cells: Sequence[Cell]) -> list[str]:
+    """Up to which batch each optimizer holds up, in words; nothing beyond the table.
+
+    A row holds up to a batch when there, and at every smaller one, its mean is at most `MARGIN`
+    worse than the best mean of any row at the base batch.
+    """
+    rows = by_row(cells)
+    at_base = [row[0] for row in rows.values() if not row[0].diverged]
+    if not at_base:
+        return ["every optimizer diverged at the base batch: there is nothing to compare with"]
+    accuracy = metric_of(at_base) == "accuracy"
+    best = max(at_base, key=lambda cell: cell.mean if accuracy else -cell.mean)
+    limit = best.mean - MARGIN if accuracy else best.mean * (1 + MARGIN)
+    within = "one point" if accuracy else "1%"
+    lines = [
+        f"holds up: mean within {within} of the best at batch {best.batch_size} "
+        f"({best.optimizer}, {shown(best)})"
+    ]
+    for wanted, words in ((False, "learning rate by the rule"), (True, "learning rate tuned")):
+        found = [
+            f"{name} {_up_to(row, limit, accuracy)}"
+            for (name, tuned), row in rows.items()
+            if tuned == wanted
+        ]
+        if found:
+            lines.append(f"{words}: {', '.join(found)}")
+    return lines
+
+
+def _up_to(row: Sequence[Cell], limit: float, accuracy: bool) -> str:
+    reached = None
+    for cell in row:
+        if cell.diverged or (cell.mean < limit if accuracy else cell.mean > limit):
+            break
+        reached = cell.batch_size
+    return "at no batch" if reached is None else f"to {reached}"

@@ -1,0 +1,153 @@
+"""Trains one trial after another; a program is compiled once for all of its learning rates."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist.config import Document
+from jaxdist.errors import ConfigError, DataError
+from jaxdist.experiment import Experiment, ExperimentConfig, build, load
+from jaxdist.optim.build import Optimizer
+from jaxdist.study.optimizers import CONTENDERS
+from jaxdist.study.trial import Outcome, Trial, identity
+from jaxdist.train.evaluate import evaluate
+from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
+
+_NOT_OURS = {"run", "checkpoint", "eval"}
+
+
+@dataclass(frozen=True)
+class Built:
+    """An experiment with its learning rate in the state, and the state that its runs begin with."""
+
+    experiment: Experiment
+    program: Program
+    start: TrainState
+
+
+def adjustable(optimizer: Optimizer) -> Optimizer:
+    """The same optimizer, its updates times a number in its state, 1 at first.
+
+    Where updates are proportional to the learning rate, that number is one: a program compiled
+    for a rate of 1 serves every other.
+    """
+    factor = optax.inject_hyperparams(optax.scale)(step_size=1.0)
+    chained = optax.chain(optimizer.transform, factor)
+    return replace(optimizer, transform=optax.with_extra_args_support(chained))
+
+
+def at_rate(start: TrainState, learning_rate: float) -> TrainState:
+    """A copy of the state of an `adjustable` optimizer, with its number set."""
+    copied = jax.tree.map(jnp.copy, start)
+    old = optax.tree.get(copied.opt_state, "step_size")
+    value = jax.device_put(jnp.asarray(learning_rate, old.dtype), old.sharding)
+    return replace(copied, opt_state=optax.tree.set(copied.opt_state, step_size=value))
+
+
+class Trainer:
+    """Runs trials of a config.
+
+    Args:
+      path: the config; its optimizer, batch size and seed are the trial's.
+      overrides: settings on top of it.
+    """
+
+    def __init__(self, path: Path, overrides: Sequence[str]) -> None:
+        self._path, self._overrides = path, tuple(overrides)
+        self._built = lru_cache(maxsize=8)(self._build)
+
+    def __call__(self, trial: Trial) -> Outcome:
+        """Train and evaluate on the whole held-out split; nothing is written."""
+        begun = time.perf_counter()
+        built = self._built(replace(trial, learning_rate=1.0))
+        state, diverged = _train(built, trial.learning_rate)
+        heldout = built.experiment.heldout
+        assert heldout is not None, "checked before the first trial"
+        with heldout.evaluation_batches() as batches:
+            metrics = evaluate(built.program, state.params, state.buffers, batches)
+        diverged = diverged or not np.isfinite(metrics["loss"])
+        seconds = time.perf_counter() - begun
+        return Outcome(trial, built.experiment.total_steps, metrics, diverged, round(seconds, 3))
+
+    def identity(self, trial: Trial) -> str:
+        """The same for two trials that must come out the same."""
+        _, config = self._load(trial)
+        return identity(config.model_dump(mode="json", exclude=_NOT_OURS))
+
+    def check(self, trials: Sequence[Trial]) -> list[Experiment]:
+        """Build the trials' experiments, before the first one is trained.
+
+        Raises:
+          JaxdistError: one of them cannot be built: the batch does not divide over the mesh, ...
+          ConfigError: a batch is larger than the training split, or changes within a run.
+          DataError: the data has no held-out split.
+        """
+        experiments = [self._experiment(trial) for trial in trials]
+        for trial, experiment in zip(trials, experiments, strict=True):
+            examples = len(experiment.dataset.train)
+            if trial.batch_size > examples:
+                raise ConfigError(
+                    f"--batches {trial.batch_size} is larger than the training split of "
+                    f"{examples:,} examples; leave it out"
+                )
+            if len(experiment.stages) > 1:
+                sizes = ", ".join(str(stage.batch_size) for stage in experiment.stages)
+                raise ConfigError(
+                    f"{self._path}: its runs go through the batch sizes {sizes}, but a study "
+                    "trains each at one; set train.batch_ramp=null and train.phases=null"
+                )
+            if experiment.heldout is None:
+                raise DataError(
+                    f"data of {self._path} has no held-out split, by which a study judges; "
+                    "give it one"
+                )
+        return experiments
+
+    def _load(self, trial: Trial) -> tuple[Document, ExperimentConfig]:
+        optim: dict[str, Any] = {
+            **CONTENDERS[trial.optimizer].section,
+            "learning_rate": trial.learning_rate,
+            "schedule": {"type": "linear", "warmup_steps": trial.warmup_steps},
+        }
+        ours = [
+            f"optim={json.dumps(optim)}",
+            f"train.batch_size={trial.batch_size}",
+            f"seed={trial.seed}",
+        ]
+        return load(self._path, [*self._overrides, *ours])
+
+    def _experiment(self, trial: Trial) -> Experiment:
+        document, config = self._load(trial)
+        return build(config, document)
+
+    def _build(self, trial: Trial) -> Built:
+        experiment = self._experiment(trial)
+        optimizer = adjustable(experiment.program.optimizer)
+        program = replace(experiment.program, optimizer=optimizer)
+        return Built(experiment, program, program.init())
+
+
+def _train(built: Built, learning_rate: float) -> tuple[TrainState, bool]:
+    """The state after the last step, and whether a loss was not finite, which ends the run."""
+    state = at_rate(built.start, learning_rate)
+    previous = None
+    with built.experiment.loader.batches() as batches:
+        for _ in range(built.experiment.total_steps):
+            state, values = built.program.train(state, next(batches))
+            # Looking at the step before keeps one in flight; the loss comes first.
+            if previous is not None and not np.isfinite(np.asarray(previous)[0]):
+                return state, True
+            previous = values
+    return state, False

@@ -1,0 +1,144 @@
+"""One run of a study, what came of it, and the file that remembers it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxdist.errors import RunError
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a study varies; everything else comes from its config.
+
+    Attributes:
+      learning_rate: the peak, after `warmup_steps` steps.
+    """
+
+    optimizer: str
+    batch_size: int
+    seed: int
+    learning_rate: float
+    warmup_steps: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A trial that has run.
+
+    Attributes:
+      steps: optimizer steps that it was to take.
+      metrics: means over the held-out split, "loss" among them; NaN where it diverged.
+      diverged: its loss was not finite at some step; no more were taken.
+      seconds: wall time, compilation included.
+    """
+
+    trial: Trial
+    steps: int
+    metrics: Mapping[str, float]
+    diverged: bool
+    seconds: float
+
+    @property
+    def metric(self) -> str:
+        """What the outcome is judged by: "accuracy" where the loss reports one, else "loss"."""
+        return "accuracy" if "accuracy" in self.metrics else "loss"
+
+    @property
+    def score(self) -> tuple[float, ...]:
+        """Larger is better: accuracy, and the loss where that is the same."""
+        if self.diverged:
+            return (-math.inf, -math.inf)
+        loss = self.metrics["loss"]
+        return (self.metrics.get("accuracy", -loss), -loss)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data; numbers that are not finite become null."""
+        metrics = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
+        rest = {"steps": self.steps, "diverged": self.diverged, "seconds": self.seconds}
+        return {**asdict(self.trial), **rest, "metrics": metrics}
+
+    @classmethod
+    def from_json(cls, record: Mapping[str, Any]) -> Outcome:
+        """The inverse of `as_json`."""
+        metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
+        names = Trial.__dataclass_fields__
+        trial = Trial(**{name: record[name] for name in names})
+        return cls(trial, record["steps"], metrics, record["diverged"], record["seconds"])
+
+
+def identity(settings: Mapping[str, Any]) -> str:
+    """A name for a run, the same for the same settings: 16 hexadecimal digits of their hash."""
+    text = json.dumps(settings, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Journal:
+    """Outcomes by identity, one JSON line each, so that an interrupted study goes on.
+
+    Each line is flushed as it is written: a killed study loses at most the run it was in.
+
+    Args:
+      path: the file; made, with its folder, when missing.
+
+    Raises:
+      RunError: the file cannot be written, or a line before the last is not an outcome.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("ab"):
+                pass
+            content = path.read_bytes()
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        lines = content.split(b"\n")
+        # What follows the last line end is nothing, or torn by a kill.
+        self._found = dict(self._parse(n, line) for n, line in enumerate(lines[:-1], start=1))
+        self._repair(len(content) - len(lines[-1]))
+
+    def get(self, key: str) -> Outcome | None:
+        """The outcome of a run that was finished before."""
+        return self._found.get(key)
+
+    def add(self, key: str, outcome: Outcome) -> None:
+        """Remember a finished run.
+
+        Raises:
+          RunError: the disk refuses the line.
+        """
+        self._found[key] = outcome
+        try:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"key": key, **outcome.as_json()}, allow_nan=False) + "\n")
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+
+    def _repair(self, whole_bytes: int) -> None:
+        """Cut a torn last line off, so that the next one begins on a line of its own."""
+        with self.path.open("r+b") as file:
+            file.truncate(whole_bytes)
+
+    def _parse(self, number: int, line: bytes) -> tuple[str, Outcome]:
+        try:
+            record = json.loads(line)
+            return record["key"], Outcome.from_json(record)
+        except (ValueError, KeyError, TypeError) as error:
+            raise RunError(
+                f"{self.path}:{number} is not a run of a study: {line[:60]!r}; remove the line, "
+                "or the file to run everything again"
+            ) from error
+
+
+def _unwritable(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"cannot write the study's runs to {path}: {error.strerror}; choose another directory"
+    )

@@ -1,0 +1,205 @@
+"""How long a run is, how much it takes at once, and how fast it learns: from config to stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError
+from jaxdist.optim.batch_scaling import (
+    BatchRampConfig,
+    PhaseConfig,
+    PhasePlan,
+    Stage,
+    plan_phases,
+    ramp_stages,
+)
+from jaxdist.optim.build import Rate, plan_rate
+from jaxdist.optim.common import OptimizerConfig
+from jaxdist.optim.schedules import ScheduleConfig
+from jaxdist.sharding import Layout
+
+
+class TrainConfig(Config):
+    """How long to train, on how much at once."""
+
+    steps: Count | None = None
+    """Optimizer steps; give either steps or epochs."""
+    epochs: Annotated[float, Field(gt=0)] | None = None
+    """Passes over the training split, rounded to whole steps."""
+    batch_size: Count
+    """Examples (windows, images) per optimizer step, over all devices and microbatches."""
+    microbatches: Count = 1
+    """Pieces that a batch is computed in, one after another, to save memory."""
+    batch_ramp: BatchRampConfig | None = None
+    """Begin with smaller batches; each size is compiled anew. Null has batch_size throughout."""
+    phases: Annotated[list[PhaseConfig], Field(min_length=1)] | None = None
+    """Parts with batch size and learning rate of their own; batch_size is then evaluation's."""
+    log_every: Count = 10
+    """Steps between two lines of metrics."""
+    prefetch: Annotated[int, Field(ge=0, le=64)] = 2
+    """Batches that wait on the devices beside the one in use."""
+
+    @model_validator(mode="after")
+    def _check(self) -> TrainConfig:
+        if (self.steps is None) == (self.epochs is None):
+            raise ValueError("give exactly one of steps and epochs")
+        if self.batch_ramp is not None and self.phases is not None:
+            raise ValueError(
+                "give at most one of batch_ramp and phases: a phase has one batch size"
+            )
+        return self
+
+    def total_examples(self, examples: int | None) -> int:
+        """Examples that a run of `epochs` sees, of a training split of this many."""
+        assert self.epochs is not None
+        assert examples is not None, "epochs need the size of the data"
+        return max(1, round(self.epochs * examples))
+
+    def microbatches_of(self, batch_size: int) -> int:
+        """Pieces of a batch of another size, none larger than those of batch_size."""
+        return math.ceil(batch_size * self.microbatches / self.batch_size)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run as stages, one at least, each with one batch size.
+
+    Attributes:
+      rate: the learning rate that the stages bring; None leaves it to the optimizer's config.
+    """
+
+    stages: tuple[Stage, ...]
+    rate: Rate | None = None
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self.stages[-1].first_step + self.stages[-1].steps
+
+    @property
+    def first_examples(self) -> tuple[int, ...]:
+        """Examples seen before each stage."""
+        sizes = [stage.steps * stage.batch_size for stage in self.stages]
+        return tuple(sum(sizes[:i]) for i in range(len(sizes)))
+
+
+def needs_examples(train: TrainConfig, optim: OptimizerConfig) -> bool:
+    """Whether the plan of a run depends on how many examples there are."""
+    scaled = optim.scale_from
+    return train.epochs is not None or (scaled is not None and scaled.warmup_epochs is not None)
+
+
+def plan_stages(train: TrainConfig, examples: int | None) -> Plan:
+    """The stages of a run.
+
+    Args:
+      examples: size of the training split; None is allowed where `needs_examples` is false.
+
+    Raises:
+      ConfigError: a ramp that does not end at batch_size or outlasts the run; phases that do not
+        make a whole.
+    """
+    if train.phases is not None:
+        plan = _plan_phases(train, train.phases, examples)
+        return Plan(plan.stages, Rate(plan.schedule, plan.explained))
+    if train.batch_ramp is not None:
+        return Plan(_plan_ramp(train, train.batch_ramp, examples))
+    steps = train.steps
+    if steps is None:
+        assert train.epochs is not None
+        assert examples is not None, "epochs need the size of the data"
+        steps = max(1, round(train.epochs * examples / train.batch_size))
+    return Plan((Stage(0, steps, train.batch_size),))
+
+
+def _plan_phases(
+    train: TrainConfig, phases: Sequence[PhaseConfig], examples: int | None
+) -> PhasePlan:
+    if train.steps is None:
+        return plan_phases(phases, total_examples=train.total_examples(examples))
+    steps_per_example = math.fsum(p.examples_fraction / p.batch_size for p in phases)
+    return plan_phases(phases, total_examples=round(train.steps / steps_per_example))
+
+
+def _plan_ramp(
+    train: TrainConfig, ramp: BatchRampConfig, examples: int | None
+) -> tuple[Stage, ...]:
+    if train.steps is None:
+        total = train.total_examples(examples)
+        return ramp_stages(ramp, batch_size=train.batch_size, total_examples=total)
+    ample = ramp.ramp_examples + train.steps * train.batch_size
+    *rising, last = ramp_stages(ramp, batch_size=train.batch_size, total_examples=ample)
+    if train.steps <= last.first_step:
+        raise ConfigError(
+            f"batch ramp: {last.first_step} steps pass until ramp_examples {ramp.ramp_examples} "
+            f"are seen, but the run has {train.steps}; shorten the ramp"
+        )
+    return (*rising, replace(last, steps=train.steps - last.first_step))
+
+
+def plan_learning_rate(
+    train: TrainConfig, optim: OptimizerConfig, plan: Plan, examples: int | None
+) -> Rate:
+    """The learning rate of a run in these stages.
+
+    Raises:
+      ConfigError: what `plan_rate` raises; a learning rate in the optimizer's config that phases
+        would override; a warm-up in epochs of a run whose batches grow.
+    """
+    if plan.rate is not None:
+        given = [
+            name
+            for name, value in (
+                ("learning_rate", optim.learning_rate),
+                ("scale_from", optim.scale_from),
+                ("schedule", None if optim.schedule == ScheduleConfig() else optim.schedule),
+            )
+            if value is not None
+        ]
+        if given:
+            raise ConfigError(
+                f"{', '.join(given)}: of no effect, since train.phases set the learning rate; drop "
+                "one of the two"
+            )
+        return plan.rate
+    scaled = optim.scale_from
+    if train.batch_ramp is not None and scaled is not None and scaled.warmup_epochs is not None:
+        raise ConfigError(
+            f"scale_from.warmup_epochs {scaled.warmup_epochs:g} are no fixed number of steps while "
+            "train.batch_ramp changes the batch; give warmup_fraction, or schedule.warmup_steps"
+        )
+    return plan_rate(
+        optim,
+        total_steps=plan.total_steps,
+        batch_size=train.batch_size,
+        examples_per_epoch=examples,
+    )
+
+
+def explain(plan: Plan, rate: Rate) -> tuple[str, ...]:
+    """What was derived, a line each; nothing for a run that is as its config says."""
+    if len(plan.stages) == 1 or plan.rate is not None:
+        return rate.explained
+    return (*(stage.description for stage in plan.stages), *rate.explained)
+
+
+def check_batch(batch_size: int, microbatches: int, layout: Layout) -> None:
+    """The batch must divide over microbatches and over the devices that split it.
+
+    Raises:
+      ConfigError: it does not; the message gives the nearest sizes that do.
+    """
+    parts = layout.data_size * microbatches
+    if batch_size % parts:
+        below = batch_size // parts * parts
+        fitting = " or ".join(str(size) for size in (below, below + parts) if size)
+        raise ConfigError(
+            f"a batch of {batch_size} does not divide over {layout.data_size} devices along "
+            f"data x {microbatches} microbatches = {parts} parts; use {fitting}"
+        )
