@@ -34,7 +34,7 @@ from jaxdist.models.build import ModelConfig, default_loss, make_model
 from jaxdist.models.functional import functional
 from jaxdist.models.loss import LossConfig
 from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
-from jaxdist.parallel.plan import ParallelConfig, plan_data_parallel
+from jaxdist.parallel.plan import ParallelConfig, plan_parallel
 from jaxdist.sharding import Layout, ShardingConfig, make_layout, param_shardings, resolve_dims
 from jaxdist.train.plan import (
     Plan,
@@ -312,7 +312,7 @@ def _program(
         dims = resolve_dims(config.sharding, shapes, model.dims)
         param_shardings(layout, model.params, dims)
     with at("parallel"):
-        data_parallel = plan_data_parallel(config.parallel, layout, dims)
+        parallel = plan_parallel(config.parallel, layout, model.params, dims)
     own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
@@ -331,11 +331,12 @@ def _program(
             batch=batch,
             seed=config.seed,
             microbatches=config.train.microbatches,
-            data_parallel=data_parallel,
+            data_parallel=parallel.data_parallel,
+            zero=parallel.zero,
         )
         with own("loss", "model"):
             _ = program.metrics
-    if data_parallel is not None:
+    if parallel.data_parallel is not None:
         with at("parallel", "reduce"):
             jax.eval_shape(program.train, program.state_shapes, program.batch)
     # Built-in parts are known to trace, so that only the user's cost a second tracing.

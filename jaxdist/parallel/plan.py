@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from jaxdist.collectives.build import ReduceConfig
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import axis_names
+from jaxdist.mesh import axis_names, describe
 from jaxdist.parallel.data import DataParallel
+from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout
 
 
@@ -17,15 +21,42 @@ class ParallelConfig(Config):
 
     reduce: ReduceConfig | None = None
     """How gradients are summed over the data axis; null lets XLA place the reductions."""
+    zero: ZeroConfig = ZeroConfig()
+    """What of the training state each device keeps only a shard of."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What runs on the data axis: see `jaxdist.train.step.Program`."""
+
+    data_parallel: DataParallel | None
+    zero: Zero | None
+
+
+def plan_parallel(
+    config: ParallelConfig, layout: Layout, params: Any, dims: Mapping[str, Dims]
+) -> Plan:
+    """What the config asks for, checked against the mesh and the model.
+
+    Args:
+      params: the parameters, or their shapes.
+      dims: logical dims of each parameter, by name.
+
+    Raises:
+      ConfigError: settings that do not go together, or not with the layout.
+    """
+    zero = plan_zero(config.zero, layout, params, dims)
+    return Plan(plan_data_parallel(config, layout, dims, zero), zero)
 
 
 def plan_data_parallel(
-    config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims]
+    config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims], zero: Zero | None = None
 ) -> DataParallel | None:
     """The explicit gradient reduction that the config asks for; None leaves it to XLA.
 
     Args:
       dims: logical dims of each parameter.
+      zero: which gradients end in shards.
 
     Raises:
       ConfigError: the reduction does not go together with the layout.
@@ -47,4 +78,11 @@ def plan_data_parallel(
                     f"along {axis!r}, and the rule {dim}: {axis} splits {name} over it; set "
                     f"sharding.rules.{dim}: null, or reduce: null"
                 )
-    return DataParallel(layout.mesh, names, config.reduce)
+    others = {axis: size for axis, size in layout.mesh.shape.items() if axis not in names}
+    if zero and zero.stage >= 2 and math.prod(others.values()) > 1 and not config.reduce.native:
+        raise ConfigError(
+            f"zero.stage {zero.stage} with a {config.reduce.type!r} reduction, whose blocks "
+            f"are flat, would gather what {describe(others)} splits; use reduce: {{type: xla}}, "
+            "reduce: null, or zero.stage: 1"
+        )
+    return DataParallel(layout.mesh, names, config.reduce, zero)

@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.models.functional import Functional
+from jaxdist.models.layers import carried
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.loss_scale import LossScaleState
 from jaxdist.optim.safety import global_norm, skip_states
 from jaxdist.parallel.data import DataParallel
+from jaxdist.parallel.zero import Zero
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState
 
@@ -34,6 +36,7 @@ class Program:
       seed: of the initial parameters and of the random layers.
       microbatches: pieces that the batch is split into in time; gradients are summed over them.
       data_parallel: reduces the gradients explicitly; None leaves it to XLA.
+      zero: what each device keeps only a shard of; None keeps all.
     """
 
     model: Functional
@@ -45,6 +48,7 @@ class Program:
     seed: int
     microbatches: int = 1
     data_parallel: DataParallel | None = None
+    zero: Zero | None = None
 
     @cached_property
     def state_shapes(self) -> TrainState:
@@ -58,16 +62,33 @@ class Program:
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
         whole = self.layout.replicated
-        params = param_shardings(self.layout, self.model.params, self.dims)
+        params = self._shards if self.zero and self.zero.stage == 3 else self._whole
         opt_state = optax.tree.map_params(
             self.optimizer.transform,
             lambda _, sharding: sharding,
             shapes.opt_state,
-            params,
+            self._shards,
             transform_non_params=lambda _: whole,
         )
         buffers, loss_scale = jax.tree.map(lambda _: whole, (shapes.buffers, shapes.loss_scale))
         return TrainState(whole, params, opt_state, buffers, loss_scale)
+
+    @cached_property
+    def _whole(self) -> Any:
+        """Shardings of the parameters that every replica holds."""
+        return param_shardings(self.layout, self.model.params, self.dims)
+
+    @cached_property
+    def _shards(self) -> Any:
+        """The same where each replica holds its shard; whole without ZeRO."""
+        return self._whole if self.zero is None else self.zero.shardings(self._whole)
+
+    def _placed(self, grads: Any) -> Any:
+        """Gradients that XLA reduces, laid out as ZeRO's stage has them."""
+        if self.zero is None or self.data_parallel is not None:
+            return grads
+        shardings = self._shards if self.zero.stage >= 2 else self._whole
+        return jax.lax.with_sharding_constraint(grads, shardings)
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         """Keys of the initial parameters and of the steps."""
@@ -120,6 +141,7 @@ class Program:
         # The mean is taken before the gradient: dividing after it is one more pass over it.
         gradient = jax.grad(self._mean, has_aux=True)
         grads, (sums, buffers) = gradient(params, buffers, batch, key, scale)
+        grads = self._placed(carried(grads))
         scaling = self.optimizer.loss_scale
         return scaling.unscale(grads, scale) if scaling and scale else grads, sums, buffers
 
@@ -133,6 +155,7 @@ class Program:
             return jax.tree.map(lambda g: g * sums["loss"].weight, grads), sums, buffers
         gradient = jax.grad(self._sums, has_aux=True)
         grads, (sums, buffers) = gradient(params, buffers, batch, key)
+        grads = self._placed(carried(grads))
         # What is added up over microbatches and devices would not bear narrow sums.
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         return wide, sums, buffers
@@ -146,8 +169,7 @@ class Program:
         if self.data_parallel is None:
             grads, sums, buffers = summed(*given)
         else:
-            shardings = param_shardings(self.layout, self.model.params, self.dims)
-            specs = jax.tree.map(lambda sharding: sharding.spec, shardings)
+            specs = jax.tree.map(lambda sharding: sharding.spec, self._whole)
             grads, sums, buffers = self.data_parallel.gradients(summed, specs, *given)
         weight = sums["loss"].weight
         return jax.tree.map(lambda g: g / weight, grads), sums, buffers
@@ -184,15 +206,20 @@ class Program:
     def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(self._keys()[1], state.step)
         grads, sums, buffers = self._gradients(state, batch, key)
+        params = state.params
+        if self.zero is not None:
+            # The update is one shard's work; what it gives goes back to where the state lies.
+            shards = (self._shards, self._shards)
+            grads, params = jax.lax.with_sharding_constraint((grads, params), shards)
         norm = global_norm(grads)
         updates, opt_state = self.optimizer.transform.update(
-            grads, state.opt_state, state.params, grad_norm=norm
+            grads, state.opt_state, params, grad_norm=norm
         )
         values = {name: mean.total / mean.weight for name, mean in sums.items()}
         values |= {"grad_norm": norm, "learning_rate": self.optimizer.schedule(state.step)}
         new = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(state.params, updates),
+            params=optax.apply_updates(params, updates),
             opt_state=opt_state,
             buffers=buffers,
             loss_scale=state.loss_scale,

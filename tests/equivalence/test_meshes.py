@@ -64,11 +64,35 @@ REDUCTIONS = [
 ]
 
 
-def train(name, mesh, reduce=None, **changes):
+ICI = {"stage": 3, "scope": "ici"}
+ZERO = [
+    ("gpt", {"data": 8}, None, {"stage": 1}, {}),
+    ("gpt", {"data": 4, "tensor": 2}, None, {"stage": 2}, {"microbatches": 2}),
+    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {}),
+    ("cnn", {"data": 8}, None, {"stage": 3}, {"microbatches": 2}),
+    ("gpt", SPLIT, None, ICI, {}),
+    ("gpt", {"data": 4, "tensor": 2}, {"type": "ring"}, {"stage": 1}, {"microbatches": 2}),
+    ("cnn", {"data": 8}, {"type": "xla"}, {"stage": 1}, {}),
+    ("gpt", {"data": 8}, {"type": "ring"}, {"stage": 2}, {"microbatches": 2}),
+    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, {"type": "xla"}, {"stage": 2}, {}),
+    ("gpt", {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}, {"microbatches": 2}),
+    ("gpt-grouped-untied-remat", {"data": 8}, {"type": "halving"}, {"stage": 3}, {}),
+    ("gpt", SPLIT, {"type": "ring"}, ICI, {"microbatches": 2}),
+    ("gpt", SPLIT, {"type": "xla"}, {"stage": 2, "scope": "ici"}, {}),
+    ("cnn", {"data": 8}, {"type": "double_tree"}, {"stage": 3}, {}),
+    ("mlp", SPLIT, {"type": "hierarchical"}, {"stage": 2}, {}),
+]
+
+
+ADAMW = {"type": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0}
+LAMB = {"type": "lamb", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0}
+
+
+def train(name, mesh, reduce=None, zero=None, optim=ADAMW, **changes):
     """Losses of the steps, and the parameters after the last, by name."""
     sections = {
-        "parallel": {"reduce": reduce},
-        "optim": {"type": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0},
+        "parallel": {"reduce": reduce, "zero": {"whole_below": 64, **(zero or {})}},
+        "optim": optim,
         "train": {"steps": STEPS, "batch_size": 16, **changes},
         "mesh": mesh,
     }
@@ -102,6 +126,20 @@ def test_a_mesh_equals_one_device(name, mesh, reference):
 @pytest.mark.parametrize(("name", "mesh", "reduce", "changes"), REDUCTIONS, ids=str)
 def test_our_own_reductions_equal_one_device(name, mesh, reduce, changes, reference):
     same(train(name, mesh, reduce, **changes), reference[name])
+
+
+@pytest.mark.parametrize(("name", "mesh", "reduce", "zero", "changes"), ZERO, ids=str)
+def test_zero_equals_one_device(name, mesh, reduce, zero, changes, reference):
+    same(train(name, mesh, reduce, zero, **changes), reference[name])
+
+
+@pytest.mark.parametrize(
+    ("mesh", "reduce", "zero"),
+    [({"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}), ({"data": 8}, None, {"stage": 1})],
+    ids=str,
+)
+def test_lamb_sees_whole_layers_in_their_shards(mesh, reduce, zero):
+    same(train("gpt", mesh, reduce, zero, optim=LAMB), train("gpt", {"data": 1}, optim=LAMB))
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}], ids=str)

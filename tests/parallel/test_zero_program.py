@@ -1,0 +1,64 @@
+"""What ZeRO does to the compiled step: bytes, collectives and memory, from the ledger."""
+
+import pytest
+
+from jaxdist.config import Document, validate
+from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.hlo import ledger
+from jaxdist.trees import tree_bytes
+
+DEVICES = 8
+STATE_BYTES = {0: 12, 1: 4 + 8 / DEVICES, 2: 4 + 8 / DEVICES, 3: 12 / DEVICES}
+"""Of float32 parameters and AdamW's moments, a parameter."""
+
+
+def compiled(stage, reduce, *, remat="full", microbatches=1, mesh=None):
+    sections = {
+        "model": {"type": "gpt", "layers": 4, "embed": 256, "heads": 8, "remat": remat},
+        "data": {"type": "synthetic", "kind": "tokens", "window": 16, "heldout_examples": 0},
+        "optim": {"type": "adamw", "learning_rate": 1e-3},
+        "train": {"steps": 9, "batch_size": 8 * microbatches, "microbatches": microbatches},
+        "parallel": {"reduce": reduce, "zero": {"stage": stage}},
+        "mesh": mesh or {"data": DEVICES},
+    }
+    program = build(validate(Document(sections), ExperimentConfig)).program
+    step = program.train.lower(program.state_shapes, program.batch).compile()
+    return ledger(step, program.layout.mesh), tree_bytes(program.model.params)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_explicit_form_sends_what_the_bound_says(stage, devices):
+    """Two passes over the parameters, three in stage 3 (arXiv 1910.02054, section 7)."""
+    found, model_bytes = compiled(stage, {"type": "xla"})
+    passes = 3 if stage == 3 else 2
+    assert found.sent_bytes("data") == pytest.approx(
+        passes * (DEVICES - 1) / DEVICES * model_bytes, rel=0.01
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("reduce", [None, {"type": "xla"}], ids=["auto", "manual"])
+def test_the_state_is_split(stage, reduce, devices):
+    found, model_bytes = compiled(stage, reduce)
+    per_parameter = found.memory.argument_bytes / (model_bytes / 4)
+    assert per_parameter == pytest.approx(STATE_BYTES[stage], rel=0.01)
+
+
+def test_a_whole_gradient_exists_in_stage_1_only(devices):
+    """Temporaries shrink by most of a gradient, 4 bytes a parameter."""
+    (first, model_bytes), (second, _) = (compiled(stage, {"type": "xla"}) for stage in (1, 2))
+    saved = first.memory.temp_bytes - second.memory.temp_bytes
+    assert saved > 0.8 * (DEVICES - 1) / DEVICES * model_bytes
+
+
+def test_microbatches_wait_for_the_last_one_to_be_reduced_in_stage_1_alone(devices):
+    once, _ = compiled(1, {"type": "xla"}, microbatches=3)
+    each, _ = compiled(2, {"type": "xla"}, microbatches=3)
+    # One scatter and one gather, against three scatters and one gather.
+    assert each.sent_bytes("data") / once.sent_bytes("data") == pytest.approx(4 / 2, rel=0.01)
+
+
+def test_layers_are_gathered_one_at_a_time(devices):
+    found, model_bytes = compiled(3, {"type": "xla"})
+    largest = max(c.payload_bytes for c in found.collectives if c.kind == "all-gather")
+    assert largest < model_bytes / 4
