@@ -11,7 +11,7 @@ gradients are summed into shards where the backward pass makes them (stages 2 an
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,9 +22,11 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxdist.collectives.bucket import reduce_tree
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.collectives.operations import reduce_scatter
+from jaxdist.collectives.operations import all_gather, reduce_scatter
 from jaxdist.parallel.deferred import Sharded, scattered
+from jaxdist.parallel.gather import gather_into
 from jaxdist.parallel.zero import Zero
+from jaxdist.trees import flatten_with_names
 
 Local = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any, Any]]
 """(params, buffers, rows, key) to (gradients, sums, buffers) of these rows alone."""
@@ -112,6 +114,36 @@ class DataParallel:
                 for i, leaf in zip(mine, found, strict=True):
                     leaves[i] = leaf
         return jax.tree.unflatten(structure, leaves)
+
+    def gather(self, shards: Any, into: Any, scanned: Collection[str]) -> Any:
+        """Whole parameters out of their shards, layer by layer where layers are stacked.
+
+        Args:
+          shards: the new parameters, split as `zero` says.
+          into: the old ones, whole; their buffers take the new values where they are donated.
+          scanned: names of the parameters whose first dim counts layers.
+        """
+        assert self.zero is not None
+        everywhere = PartitionSpec()
+        split = self.zero.specs(jax.tree.map(lambda _: everywhere, into))
+        return jax.shard_map(
+            partial(self._gather, self.zero, scanned),
+            mesh=self.mesh,
+            axis_names=set(self.axes),
+            in_specs=(split, everywhere),
+            out_specs=everywhere,
+            check_vma=False,
+        )(shards, into)
+
+    def _gather(self, zero: Zero, scanned: Collection[str], shards: Any, into: Any) -> Any:
+        def gather(shard: jax.Array, dim: int) -> jax.Array:
+            return all_gather(shard, zero.axes, dim=dim, algorithm=self.algorithm)
+
+        whole, structure = jax.tree.flatten(into)
+        stacked = [name in scanned for name, _ in flatten_with_names(into)]
+        parts = jax.tree.leaves(shards)
+        found = gather_into(parts, whole, zero.dims_of(into), stacked, gather)
+        return jax.tree.unflatten(structure, found)
 
     def _gradients_in_shards(
         self, zero: Zero, local: Local, params: Any, buffers: Any, batch: Any, key: jax.Array

@@ -217,9 +217,12 @@ class Program:
         )
         values = {name: mean.total / mean.weight for name, mean in sums.items()}
         values |= {"grad_norm": norm, "learning_rate": self.optimizer.schedule(state.step)}
+        params = optax.apply_updates(params, updates)
+        if self.data_parallel is not None and self.zero is not None and self.zero.stage < 3:
+            params = self.data_parallel.gather(params, state.params, self.model.scanned)
         new = TrainState(
             step=state.step + 1,
-            params=optax.apply_updates(params, updates),
+            params=params,
             opt_state=opt_state,
             buffers=buffers,
             loss_scale=state.loss_scale,
