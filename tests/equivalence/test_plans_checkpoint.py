@@ -1,0 +1,70 @@
+"""A checkpoint of any plan continues under any other, to the bit."""
+
+import itertools
+from functools import cache
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.config import Document, validate
+from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.trees import flatten_with_names
+
+PLANS = {
+    "one device": ({"data": 1}, None, 0),
+    "zero 3, manual": ({"data": 8}, {"type": "ring"}, 3),
+    "zero 2, two networks": ({"data": {"dcn": 2, "ici": 4}}, {"type": "xla"}, 2),
+    "tensor x data, zero 1": ({"tensor": 2, "data": 2}, None, 1),
+}
+
+
+@cache
+def experiment(plan):
+    mesh, reduce, stage = PLANS[plan]
+    sections = {
+        "model": {"type": "gpt", "layers": 2, "embed": 64, "heads": 4},
+        "data": {"type": "synthetic", "kind": "tokens", "window": 16, "heldout_examples": 0},
+        "optim": {"type": "lamb", "learning_rate": 1e-2},
+        "train": {"steps": 4, "batch_size": 8},
+        "parallel": {"reduce": reduce, "zero": {"stage": stage, "whole_below": 64}},
+        "mesh": mesh,
+    }
+    config = validate(Document(sections), ExperimentConfig)
+    devices = {"one device": 1, "tensor x data, zero 1": 4}.get(plan, 8)
+    return build(config, devices=jax.devices()[:devices])
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, devices):
+    """A directory of checkpoints by plan, and the state that each holds."""
+    found = {}
+    for plan in PLANS:
+        made, path = experiment(plan), tmp_path_factory.mktemp("plan") / "checkpoints"
+        state = made.program.init()
+        with made.loader.batches() as batches:
+            for batch in itertools.islice(batches, 2):
+                state, _ = made.program.train(state, batch)
+        with CheckpointStore(path, keep=1, keep_best=False, on_event=print) as store:
+            store.save(2, state, metadata={})
+            store.wait()
+        found[plan] = path, jax.tree.map(np.asarray, state)
+    return found
+
+
+@pytest.mark.parametrize("reader", PLANS)
+@pytest.mark.parametrize("writer", PLANS)
+def test_what_one_plan_saved_another_loads(writer, reader, trained):
+    path, saved = trained[writer]
+    made = experiment(reader)
+    with CheckpointStore(path, keep=1, keep_best=False, on_event=print) as store:
+        state = store.restore(made.program.state_shapes).state
+    for (name, ours), theirs in zip(flatten_with_names(state), jax.tree.leaves(saved), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), theirs, err_msg=name)
+    shardings = jax.tree.map(lambda struct: struct.sharding, made.program.state_shapes)
+    assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, state, shardings))
+    with made.loader.batches(2) as batches:
+        after, metrics = made.program.train(state, next(batches))
+    assert int(after.step) == 3
+    assert np.isfinite(float(metrics[0]))
