@@ -47,6 +47,12 @@ Detect = Annotated[
 ]
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
 Step = Annotated[int | None, typer.Option(help="Checkpoint to use; the newest by default.")]
+CompileDevices = Annotated[
+    int | None, typer.Option(min=1, help="Compile for this many fake CPU devices.")
+]
+Topology = Annotated[
+    str | None, typer.Option(help="Compile for TPUs, none needed: v5e:2x4, v5p:4x4x4, ...")
+]
 
 
 def _console() -> Console:
@@ -64,6 +70,17 @@ def _prepare(path: Path, overrides: list[str] | None, devices: int | None) -> li
         extra.append(f"mesh.fake_devices={devices}")
     environment.prepare(fake_devices=_fake_devices(path, extra) or None)
     return extra
+
+
+def _compile_for(devices: int | None, topology: str | None, overrides: list[str]) -> list[str]:
+    """The overrides, and with them what to compile for, which is one thing."""
+    from jaxdist.errors import MeshError
+
+    if devices is not None and topology is not None:
+        raise MeshError(
+            f"--devices {devices} compiles for CPU, --topology {topology} for TPU: give one of them"
+        )
+    return [*overrides, *([] if devices is None else [f"mesh.fake_devices={devices}"])]
 
 
 def _fake_devices(path: Path, overrides: list[str]) -> int:
@@ -145,6 +162,32 @@ def generate(
     typer.echo(text)
 
 
+@app.command()
+def parity(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file; a small language model without one.")
+    ] = None,
+    overrides: Overrides = None,
+    *,
+    full: Annotated[
+        bool, typer.Option("--full", help="All combinations, not just every two settings.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write it as JSON too.")] = None,
+) -> None:
+    """Compare every exact way to train CONFIG's model with one device; exit code 1 if one differs.
+
+    On 8 fake CPU devices, in float32, with AdamW: meshes, ZeRO stages, reductions, microbatches
+    and remat, whatever CONFIG says of them.
+    """
+    from jaxdist import environment
+
+    environment.prepare(fake_devices=8)
+    from jaxdist.launch.parity import parity as compare
+
+    results = compare(config, overrides or [], full=full, json_file=json_file, console=_console())
+    raise typer.Exit(int(any(result.verdict == "differs" for result in results)))
+
+
 @config_app.command()
 def show(config: ConfigFile, overrides: Overrides = None) -> None:
     """Print the resolved tree, each value with where it came from, and what derives from it."""
@@ -211,12 +254,8 @@ def inspect(
     config: ConfigFile,
     overrides: Overrides = None,
     *,
-    devices: Annotated[
-        int | None, typer.Option(min=1, help="Compile for this many fake CPU devices.")
-    ] = None,
-    topology: Annotated[
-        str | None, typer.Option(help="Compile for TPUs, none needed: v5e:2x4, v5p:4x4x4, ...")
-    ] = None,
+    devices: CompileDevices = None,
+    topology: Topology = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="One setting, like an override.")
     ] = None,
@@ -230,15 +269,8 @@ def inspect(
 ) -> None:
     """Print what a train step will cost: collectives, FLOPs, memory. Nothing is run."""
     from jaxdist import environment
-    from jaxdist.errors import MeshError
 
-    if devices is not None and topology is not None:
-        raise MeshError(
-            f"--devices {devices} compiles for CPU, --topology {topology} for TPU: give one of them"
-        )
-    extra = [*(overrides or []), *(settings or [])]
-    if devices is not None:
-        extra.append(f"mesh.fake_devices={devices}")
+    extra = _compile_for(devices, topology, [*(overrides or []), *(settings or [])])
     changes = diff_set or []
     counts = (_fake_devices(config, extra), _fake_devices(diff or config, [*extra, *changes]))
     environment.prepare(fake_devices=1 if topology else max(counts) or None)
@@ -256,9 +288,36 @@ def inspect(
 
 
 @app.command()
+def audit(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    *,
+    devices: CompileDevices = None,
+    topology: Topology = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Compile without each knob: bytes, memory, FLOPs.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write it as JSON too.")] = None,
+) -> None:
+    """Check that each knob of CONFIG changes the train step; exit code 1 if one does not."""
+    from jaxdist import environment
+
+    extra = _compile_for(devices, topology, overrides or [])
+    environment.prepare(fake_devices=1 if topology else _fake_devices(config, extra) or None)
+    from jaxdist.launch.audit import audit as judge
+    from jaxdist.launch.audit import has_no_effect
+
+    findings = judge(
+        config, extra, topology=topology, full=full, json_file=json_file, console=_console()
+    )
+    raise typer.Exit(int(has_no_effect(findings)))
+
+
+@app.command()
 def bench(
     name: Annotated[
-        str, typer.Argument(help="overhead, compile, startup, quickstart, collectives or optim.")
+        str,
+        typer.Argument(help="overhead, compile, startup, quickstart, collectives, optim or zero."),
     ],
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures as JSON.")
@@ -268,7 +327,7 @@ def bench(
         bool, typer.Option("--lab", help="collectives: between hosts on slow links (Linux, root).")
     ] = False,
     plot: Annotated[
-        Path | None, typer.Option(help="collectives: draw time over size into this directory.")
+        Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
 ) -> None:
     """Measure ours against a reference, interleaved; a missed goal is reported, not failed."""

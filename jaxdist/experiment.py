@@ -118,6 +118,7 @@ class Experiment:
       loader: training batches of train.batch_size.
       stages: what a run goes through; for most runs one, with `program` and `loader`.
       explained: how derived values came about, a line each.
+      notices: settings that do nothing here, a sentence each.
     """
 
     config: ExperimentConfig
@@ -129,6 +130,7 @@ class Experiment:
     total_steps: int
     stages: tuple[TrainStage, ...]
     explained: tuple[str, ...]
+    notices: tuple[str, ...] = ()
 
     @property
     def unit(self) -> str:
@@ -195,7 +197,7 @@ def build(
         plan = plan_stages(config.train, len(dataset.train))
     with at("optim"):
         rate = plan_learning_rate(config.train, config.optim, plan, len(dataset.train))
-    program = _program(config, layout, dataset, loader.batch_shapes, plan, rate, at)
+    program, notices = _program(config, layout, dataset, loader.batch_shapes, plan, rate, at)
     with at("train"):
         stages = _stages(config, layout, dataset.train, plan, program, loader)
     return Experiment(
@@ -208,6 +210,7 @@ def build(
         total_steps=plan.total_steps,
         stages=stages,
         explained=explain(plan, rate),
+        notices=notices,
     )
 
 
@@ -297,7 +300,8 @@ def _program(
     plan: Plan,
     rate: Rate,
     at: Callable[..., AbstractContextManager[None]],
-) -> Program:
+) -> tuple[Program, tuple[str, ...]]:
+    """The program, and settings of its plan that do nothing."""
     with at("model"):
         make = make_model(
             config.model,
@@ -346,7 +350,7 @@ def _program(
     with at("train"), own("optim", "loss", "model") as imported:
         if imported:
             jax.eval_shape(program.train, program.state_shapes, program.batch)
-    return program
+    return program, parallel.notices
 
 
 @contextmanager

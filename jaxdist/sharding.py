@@ -8,6 +8,7 @@ to another mesh changes the config's `mesh:` alone.
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ Dims = tuple[str | None, ...]
 DEFAULT_RULES: Mapping[str, str | None] = {
     "batch": "data",
     "seq": None,
+    "residual_seq": None,
     "layers": None,
     "features": None,
     "embed": None,
@@ -40,6 +42,13 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "window": None,
     "classes": None,
 }
+
+ACTIVATION_DIMS = frozenset({"batch", "seq", "residual_seq"})
+"""Dims that no parameter has.
+
+Between layers the sequence is `residual_seq`, inside them `seq`: `residual_seq: tensor` is sequence
+parallelism (Korthikanti et al. 2022, arXiv 2205.05198), norms and residuals split as well.
+"""
 
 
 class ShardingConfig(Config):
@@ -112,20 +121,37 @@ class Layout:
         axis = self.axis_of("batch")
         return axis_size(self.mesh, axis) if axis else 1
 
-    def __call__(self, x: jax.Array, *dims: str | None) -> jax.Array:
+    def __call__(self, x: jax.Array, *dims: str | None, was: Dims | None = None) -> jax.Array:
         """Constrain an activation's layout; for use under jit.
 
-        An axis splits the first dim that it is mapped to: the batch before what parameters split.
+        With `was` both ends of a move are constrained, for the backward pass goes the other way;
+        nothing is where they lie alike. An axis splits the first dim that it is mapped to: the
+        batch before what parameters split.
         Inside `jax.shard_map` an axis that is manual there is left out: x is one device's part.
+
+        Raises:
+          ShardingError: not as many dims as x has; one other than the batch does not divide.
         """
+        if len(dims) != x.ndim:
+            shown = f"activation {x.shape} has {x.ndim} dims"
+            raise ShardingError(f"{shown}, but {len(dims)} are named: {dims}")
+        if was is not None:
+            if self.spec(was) == self.spec(dims):
+                return x
+            x = self(x, *was)
         mesh = jax.sharding.get_abstract_mesh()
         taken = set(mesh.manual_axes)
         entries: list[tuple[str, ...] | None] = []
-        for entry in self.spec(dims):
+        for dim, length, entry in zip(dims, x.shape, self.spec(dims), strict=True):
             names = entry if isinstance(entry, tuple) else (entry,)
             free = tuple(name for name in names if name is not None and name not in taken)
             taken.update(free)
             entries.append(free or None)
+            parts = math.prod(self.mesh.shape[name] for name in free)
+            # A lone row may be padded to a batch, but a padded dim is work and bytes for nothing.
+            if dim != "batch" and length % parts:
+                shown = f"activation {dims} {x.shape}"
+                raise ShardingError(_indivisible(shown, dim, length, self.axis_of(dim), parts))
         if mesh.manual_axes and not any(entries):
             return x
         inside = mesh if mesh.manual_axes else self.mesh
@@ -152,12 +178,16 @@ class Layout:
                 )
             taken[axis] = str(dim)
             if length % parts:
-                return (
-                    f"{shown}: dim {dim!r} of length {length} does not divide over mesh axis "
-                    f"{axis!r} of size {parts} (remainder {length % parts}); use a size of "
-                    f"{axis!r} that divides {length}, or set sharding.rules.{dim}: null"
-                )
+                return _indivisible(shown, dim, length, axis, parts)
         return None
+
+
+def _indivisible(shown: str, dim: str | None, length: int, axis: str | None, parts: int) -> str:
+    return (
+        f"{shown}: dim {dim!r} of length {length} does not divide over mesh axis {axis!r} of size "
+        f"{parts} (remainder {length % parts}); use a size of {axis!r} that divides {length}, or "
+        f"set sharding.rules.{dim}: null"
+    )
 
 
 def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
@@ -196,7 +226,7 @@ def resolve_dims(
         for p in config.params
         if p not in used
     ]
-    known = {d for found in resolved.values() for d in found if d} | {"batch", "seq"}
+    known = {d for found in resolved.values() for d in found if d} | ACTIVATION_DIMS
     problems += [
         f"sharding.rules.{dim}: no parameter has this dim, so the rule does nothing: "
         f"{did_you_mean(dim, sorted(known))}"

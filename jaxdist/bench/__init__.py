@@ -21,6 +21,7 @@ BENCHES: dict[str, str] = {
     "overhead": "jaxdist.bench.overhead:bench",
     "quickstart": "jaxdist.bench.quickstart:bench",
     "startup": "jaxdist.bench.startup:bench",
+    "zero": "jaxdist.bench.zero:bench",
 }
 """Name to `module:function`, imported when run. Each function returns a `Report`."""
 

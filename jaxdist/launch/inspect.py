@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 
 from jaxdist import environment
 from jaxdist.errors import RunError
@@ -45,6 +46,8 @@ def inspect(
     """
     devices = None if topology is None else topology_devices(topology)
     first = open_subject(path, overrides, devices)
+    for notice in first.experiment.notices:
+        console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
     if other is None and not changes:
         result: Inspection | Difference = inspect_step(first)
         print_inspection(result, console)

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 from rich.console import Console
+from rich.markup import escape
 
 from jaxdist import compilation_cache
 from jaxdist.checkpoint.agree import broadcast_json
@@ -85,6 +86,8 @@ def _describe(experiment: Experiment, directory: RunDirectory, console: Console)
     )
     for line in experiment.explained:
         console.print(f"plan   {line}", soft_wrap=True)
+    for notice in experiment.notices:
+        console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
     console.print(f"mesh   {{{shape}}} on {devices.size} x {kind}", soft_wrap=True)
     console.print(f"run    {directory.path}", soft_wrap=True)
 

@@ -14,6 +14,8 @@ from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.models.layers import (
+    RESIDUAL,
+    WITHIN,
     ComputeDtype,
     Hint,
     Remat,
@@ -165,9 +167,12 @@ class Block(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, mask_B1LL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), mask_B1LL)
-        x_BLD = x_BLD + self.mlp(self.mlp_norm(x_BLD))
-        return self.hint(x_BLD, "batch", "seq", "embed")
+        h_BLD = self.hint(self.attention_norm(x_BLD), *WITHIN, was=RESIDUAL)
+        y_BLD = self.attention(h_BLD, mask_B1LL)
+        x_BLD = x_BLD + self.hint(y_BLD, *RESIDUAL, was=WITHIN)
+        h_BLD = self.hint(self.mlp_norm(x_BLD), *WITHIN, was=RESIDUAL)
+        x_BLD = x_BLD + self.hint(self.mlp(h_BLD), *RESIDUAL, was=WITHIN)
+        return self.hint(x_BLD, *RESIDUAL)
 
 
 class Gpt(nnx.Module):
@@ -206,9 +211,10 @@ class Gpt(nnx.Module):
     def embed(self, tokens_BL: jax.Array) -> jax.Array:
         """Tokens `[B, L]` to `[B, L, D]` in the compute dtype."""
         x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
-        return self.hint(x_BLD, "batch", "seq", "embed")
+        return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Final norm and logits `[B, L, V]` in the compute dtype."""
         table = self.embedding[...].T if self.config.tied_head else self.output[...]
-        return self.hint(matmul(self.norm(x_BLD), table), "batch", "seq", "vocab")
+        h_BLD = self.hint(self.norm(x_BLD), *WITHIN, was=RESIDUAL)
+        return self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")

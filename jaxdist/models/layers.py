@@ -23,14 +23,27 @@ _LECUN = nnx.initializers.lecun_normal()
 
 
 class Hint(Protocol):
-    """Says how an activation lies on the mesh: takes it with its dims, returns it constrained."""
+    """Says how an activation lies on the mesh: takes it with its dims, returns it constrained.
 
-    def __call__(self, x: jax.Array, *dims: str | None) -> jax.Array: ...
+    With `was`, x is moved from how those dims lie; where they lie alike, it is left as it is.
+    """
+
+    def __call__(
+        self, x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
+    ) -> jax.Array: ...
 
 
-def no_hint(x: jax.Array, *dims: str | None) -> jax.Array:
+def no_hint(
+    x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
+) -> jax.Array:
     """The hint of a single device."""
     return x
+
+
+RESIDUAL = ("batch", "residual_seq", "embed")
+"""Dims of the stream that blocks add to; its sequence may be split where theirs is whole."""
+WITHIN = ("batch", "seq", "embed")
+"""Dims of what goes into a block's layers, and of what comes out of them."""
 
 
 class Deferred(ABC):

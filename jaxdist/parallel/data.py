@@ -22,8 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxdist.collectives.bucket import reduce_tree
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.collectives.operations import all_gather, reduce_scatter
-from jaxdist.parallel.deferred import Sharded, scattered
+from jaxdist.parallel.deferred import Sharded, Wire, scattered
 from jaxdist.parallel.gather import gather_into
 from jaxdist.parallel.zero import Zero
 from jaxdist.trees import flatten_with_names
@@ -40,12 +39,14 @@ class DataParallel:
       axes: mesh axes that split the batch, slowest first.
       algorithm: how gradients are summed over them.
       zero: which of them each device keeps only a shard of, and of which parameters it has one.
+      reduce_dtype: in which they travel and are summed; None is their own.
     """
 
     mesh: Mesh
     axes: tuple[str, ...]
     algorithm: Algorithm
     zero: Zero | None = None
+    reduce_dtype: str | None = None
 
     def gradients(
         self, local: Local, specs: Any, params: Any, buffers: Any, batch: Any, key: jax.Array
@@ -93,14 +94,21 @@ class DataParallel:
     def _reduce(self, stacked: Any) -> Any:
         grads = jax.tree.map(lambda g: g[0], stacked)
         if self.zero is None:
-            return reduce_tree(grads, self.axes, algorithm=self.algorithm)
-        scattered = self.zero.map(partial(self._scatter, self.zero.axes), grads)
-        return self._finish(self.zero, scattered)
+            return self._sum(grads, self.axes)
+        wire = self._wire(self.zero)
 
-    def _scatter(self, axes: tuple[str, ...], grad: jax.Array, dim: int | None) -> jax.Array:
-        if dim is None:
-            return grad
-        return reduce_scatter(grad, axes, dim=dim, algorithm=self.algorithm)
+        def scatter(grad: jax.Array, dim: int | None) -> jax.Array:
+            return grad if dim is None else wire.scatter(grad, dim).astype(grad.dtype)
+
+        return self._finish(self.zero, self.zero.map(scatter, grads))
+
+    def _sum(self, grads: Any, axes: tuple[str, ...]) -> Any:
+        carried = jax.tree.map(lambda g: g.astype(self.reduce_dtype or g.dtype), grads)
+        total = reduce_tree(carried, axes, algorithm=self.algorithm)
+        return jax.tree.map(lambda g, like: g.astype(like.dtype), total, grads)
+
+    def _wire(self, zero: Zero) -> Wire:
+        return Wire(zero.axes, self.algorithm, zero.gather_dtype, self.reduce_dtype)
 
     def _finish(self, zero: Zero, grads: Any) -> Any:
         """Sum what is still unsummed: whole tensors over all data axes, shards over the others."""
@@ -110,7 +118,7 @@ class DataParallel:
         for axes, split in ((self.axes, False), (others, True)):
             mine = [i for i, dim in enumerate(dims) if (dim is not None) is split]
             if axes:
-                found = reduce_tree([leaves[i] for i in mine], axes, algorithm=self.algorithm)
+                found = self._sum([leaves[i] for i in mine], axes)
                 for i, leaf in zip(mine, found, strict=True):
                     leaves[i] = leaf
         return jax.tree.unflatten(structure, leaves)
@@ -136,13 +144,11 @@ class DataParallel:
         )(shards, into)
 
     def _gather(self, zero: Zero, scanned: Collection[str], shards: Any, into: Any) -> Any:
-        def gather(shard: jax.Array, dim: int) -> jax.Array:
-            return all_gather(shard, zero.axes, dim=dim, algorithm=self.algorithm)
-
+        wire = Wire(zero.axes, self.algorithm)
         whole, structure = jax.tree.flatten(into)
         stacked = [name in scanned for name, _ in flatten_with_names(into)]
         parts = jax.tree.leaves(shards)
-        found = gather_into(parts, whole, zero.dims_of(into), stacked, gather)
+        found = gather_into(parts, whole, zero.dims_of(into), stacked, wire.gather)
         return jax.tree.unflatten(structure, found)
 
     def _gradients_in_shards(
@@ -165,12 +171,14 @@ class DataParallel:
     ) -> tuple[Any, Any, Any]:
         key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
 
+        wire = self._wire(zero)
+
         def defer(param: jax.Array, dim: int | None) -> Any:
             if dim is None:
                 return param
             if zero.stage == 3:
-                return Sharded(param, dim - param.ndim, zero.axes, self.algorithm)
-            return scattered(param, dim, zero.axes, self.algorithm)
+                return Sharded(param, dim - param.ndim, wire)
+            return scattered(param, dim, wire)
 
         grads, sums, buffers = local(zero.map(defer, params), buffers, batch, key)
         sums = jax.lax.psum(sums, self.axes)

@@ -21,11 +21,33 @@ from jaxdist.collectives.operations import all_gather, reduce_scatter
 from jaxdist.models.layers import Deferred
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["shard"],
-    meta_fields=["dim", "axes", "algorithm"],
-)
+@dataclass(frozen=True)
+class Wire:
+    """How the shards of parameters and gradients travel between the devices.
+
+    Attributes:
+      axes: manual mesh axes over which tensors are split.
+      gather_dtype: of parameters on the wire, and where they are used; None is their own.
+      reduce_dtype: of gradients on the wire, and of their sum; None is their own.
+    """
+
+    axes: tuple[str, ...]
+    algorithm: Algorithm
+    gather_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    def gather(self, shard: jax.Array, dim: int) -> jax.Array:
+        """The whole tensor, in the dtype of the wire."""
+        carried = shard.astype(self.gather_dtype or shard.dtype)
+        return all_gather(carried, self.axes, dim=dim, algorithm=self.algorithm)
+
+    def scatter(self, grad: jax.Array, dim: int) -> jax.Array:
+        """This device's shard of the sum, in the dtype of the wire."""
+        carried = grad.astype(self.reduce_dtype or grad.dtype)
+        return reduce_scatter(carried, self.axes, dim=dim, algorithm=self.algorithm)
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["shard"], meta_fields=["dim", "wire"])
 @dataclass(frozen=True)
 class Sharded(Deferred):
     """A parameter of which this device keeps a shard (stage 3).
@@ -35,18 +57,15 @@ class Sharded(Deferred):
     Attributes:
       shard: this device's part.
       dim: which dim is split, counted from the end, so that a slice of stacked layers has it too.
-      axes: manual mesh axes over which it is.
     """
 
     shard: jax.Array
     dim: int
-    axes: tuple[str, ...]
-    algorithm: Algorithm
+    wire: Wire
 
     def whole(self) -> jax.Array:
         """The parameter; its gradient is summed into the shard."""
-        dim = self.shard.ndim + self.dim
-        return all_gather(self.shard, self.axes, dim=dim, algorithm=self.algorithm)
+        return _gathered(self.dim, self.wire, self.shard)
 
     def carried(self) -> jax.Array:
         """Of a gradient: this device's shard."""
@@ -54,9 +73,7 @@ class Sharded(Deferred):
 
 
 @partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["full", "shard"],
-    meta_fields=["dim", "axes", "algorithm"],
+    jax.tree_util.register_dataclass, data_fields=["full", "shard"], meta_fields=["dim", "wire"]
 )
 @dataclass(frozen=True)
 class Scattered(Deferred):
@@ -67,53 +84,64 @@ class Scattered(Deferred):
     Attributes:
       full: the parameter; its own gradient is zero.
       shard: zeros of a shard's shape, which the gradient belongs to.
-      dim, axes: as for `Sharded`.
+      dim: as for `Sharded`.
     """
 
     full: jax.Array
     shard: jax.Array
     dim: int
-    axes: tuple[str, ...]
-    algorithm: Algorithm
+    wire: Wire
 
     def whole(self) -> jax.Array:
         """The parameter; its gradient is summed into the shard."""
-        return _identity(self.dim, self.axes, self.algorithm, self.full, self.shard)
+        return _itself(self.dim, self.wire, self.full, self.shard)
 
     def carried(self) -> jax.Array:
         """Of a gradient: this device's shard."""
         return self.shard
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _identity(
-    dim: int, axes: tuple[str, ...], algorithm: Algorithm, full: jax.Array, shard: jax.Array
-) -> jax.Array:
-    del dim, axes, algorithm, shard
-    return full
-
-
-def _forward(dim: int, axes: Any, algorithm: Algorithm, full: Any, shard: Any) -> tuple[Any, None]:
-    del dim, axes, algorithm, shard
-    return full, None
-
-
-def _backward(dim: int, axes: Any, algorithm: Algorithm, _: None, cotangent: jax.Array) -> Any:
-    whole_dim = cotangent.ndim + dim
-    shard = reduce_scatter(cotangent, axes, dim=whole_dim, algorithm=algorithm)
-    return jnp.zeros_like(cotangent), shard
-
-
-_identity.defvjp(_forward, _backward)
-
-
-def scattered(full: jax.Array, dim: int, axes: tuple[str, ...], algorithm: Algorithm) -> Scattered:
+def scattered(full: jax.Array, dim: int, wire: Wire) -> Scattered:
     """A whole parameter with a place for the shard of its gradient.
 
     Args:
       dim: the dim to split, counted from the front.
     """
     shape = [*full.shape]
-    shape[dim] //= axis_size(axes)
-    shard = jnp.zeros(shape, full.dtype)
-    return Scattered(full, shard, dim - full.ndim, axes, algorithm)
+    shape[dim] //= axis_size(wire.axes)
+    return Scattered(full, jnp.zeros(shape, full.dtype), dim - full.ndim, wire)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(dim: int, wire: Wire, shard: jax.Array) -> jax.Array:
+    return wire.gather(shard, shard.ndim + dim)
+
+
+def _gathered_forward(dim: int, wire: Wire, shard: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return _gathered(dim, wire, shard), jnp.zeros((), shard.dtype)
+
+
+def _gathered_backward(dim: int, wire: Wire, like: jax.Array, cotangent: jax.Array) -> Any:
+    return (wire.scatter(cotangent, cotangent.ndim + dim).astype(like.dtype),)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _itself(dim: int, wire: Wire, full: jax.Array, shard: jax.Array) -> jax.Array:
+    del dim, wire, shard
+    return full
+
+
+def _itself_forward(dim: int, wire: Wire, full: Any, shard: Any) -> tuple[Any, None]:
+    del dim, wire, shard
+    return full, None
+
+
+def _itself_backward(dim: int, wire: Wire, _: None, cotangent: jax.Array) -> Any:
+    shard = wire.scatter(cotangent, cotangent.ndim + dim)
+    return jnp.zeros_like(cotangent), shard.astype(cotangent.dtype)
+
+
+_itself.defvjp(_itself_forward, _itself_backward)

@@ -1,17 +1,16 @@
-"""From a config to which mesh axes are manual, and what does not combine, refused before a run."""
+"""From a config to which mesh axes are manual; what does not combine is refused (`validity.py`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jaxdist.collectives.build import ReduceConfig
 from jaxdist.config.schema import Config
-from jaxdist.errors import ConfigError
-from jaxdist.mesh import axis_names, describe
+from jaxdist.mesh import axis_names
 from jaxdist.parallel.data import DataParallel
+from jaxdist.parallel.validity import Facts, check, notices
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout
 
@@ -21,16 +20,23 @@ class ParallelConfig(Config):
 
     reduce: ReduceConfig | None = None
     """How gradients are summed over the data axis; null lets XLA place the reductions."""
+    reduce_dtype: Literal["bfloat16", "float32"] | None = None
+    """Dtype in which `reduce` carries and sums gradients; null is their own."""
     zero: ZeroConfig = ZeroConfig()
     """What of the training state each device keeps only a shard of."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What runs on the data axis: see `jaxdist.train.step.Program`."""
+    """What runs on the data axis: see `jaxdist.train.step.Program`.
+
+    Attributes:
+      notices: settings that do nothing here, a sentence each.
+    """
 
     data_parallel: DataParallel | None
     zero: Zero | None
+    notices: tuple[str, ...] = ()
 
 
 def plan_parallel(
@@ -43,46 +49,44 @@ def plan_parallel(
       dims: logical dims of each parameter, by name.
 
     Raises:
-      ConfigError: settings that do not go together, or not with the layout.
+      ConfigError: settings that do not go together, or not with the layout, all at once.
     """
+    facts = facts_of(config, layout, dims)
+    check(facts)
     zero = plan_zero(config.zero, layout, params, dims)
-    return Plan(plan_data_parallel(config, layout, dims, zero), zero)
+    data_parallel = None
+    if config.reduce is not None:
+        data_parallel = DataParallel(
+            layout.mesh, facts.batch_axes, config.reduce, zero, config.reduce_dtype
+        )
+    return Plan(data_parallel, zero, tuple(notices(facts, zero)))
 
 
-def plan_data_parallel(
-    config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims], zero: Zero | None = None
-) -> DataParallel | None:
-    """The explicit gradient reduction that the config asks for; None leaves it to XLA.
+def facts_of(config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims]) -> Facts:
+    """What the table of validity needs to know.
 
     Args:
-      dims: logical dims of each parameter.
-      zero: which gradients end in shards.
-
-    Raises:
-      ConfigError: the reduction does not go together with the layout.
+      dims: logical dims of each parameter, by name.
     """
-    if config.reduce is None:
-        return None
     axis = layout.axis_of("batch")
-    names = axis_names(layout.mesh, axis) if axis else ()
-    if not names:
-        raise ConfigError(
-            f"a reduction of type {config.reduce.type!r} needs a mesh axis that splits the batch, "
-            f"and the mesh {dict(layout.mesh.shape)} has none; set mesh.data, or reduce: null"
-        )
-    for name, found in dims.items():
-        for dim in found:
-            if layout.axis_of(dim) == axis:
-                raise ConfigError(
-                    f"a reduction of type {config.reduce.type!r} needs parameters that are whole "
-                    f"along {axis!r}, and the rule {dim}: {axis} splits {name} over it; set "
-                    f"sharding.rules.{dim}: null, or reduce: null"
-                )
-    others = {axis: size for axis, size in layout.mesh.shape.items() if axis not in names}
-    if zero and zero.stage >= 2 and math.prod(others.values()) > 1 and not config.reduce.native:
-        raise ConfigError(
-            f"zero.stage {zero.stage} with a {config.reduce.type!r} reduction, whose blocks "
-            f"are flat, would gather what {describe(others)} splits; use reduce: {{type: xla}}, "
-            "reduce: null, or zero.stage: 1"
-        )
-    return DataParallel(layout.mesh, names, config.reduce, zero)
+    batch_axes = axis_names(layout.mesh, axis) if axis else ()
+    split = {
+        name: dim
+        for name, found in dims.items()
+        for dim in found
+        if batch_axes and dim is not None and layout.axis_of(dim) == axis
+    }
+    named = {dim for found in dims.values() for dim in found} | {"batch", "seq"}
+    in_use = {layout.axis_of(dim) for dim in named} - {None}
+    busy = {name for used in in_use if used for name in axis_names(layout.mesh, used)}
+    sizes = dict(layout.mesh.shape)
+    empty = tuple(name for name, size in sizes.items() if size > 1 and name not in busy)
+    return Facts(
+        mesh=sizes,
+        batch_axes=batch_axes,
+        reduce=config.reduce,
+        zero=config.zero,
+        split=split,
+        empty_axes=empty,
+        reduce_dtype=config.reduce_dtype,
+    )

@@ -34,6 +34,8 @@ class ZeroConfig(Config):
     """Over the whole data axis, or inside its fast network only, copied across the slow one."""
     whole_below: Annotated[int, Field(ge=0)] = 2048
     """Tensors of fewer elements stay whole: split, they save little and cost a message each."""
+    gather_dtype: Literal["bfloat16"] | None = None
+    """Dtype in which stage 3 gathers parameters and the model sees them; null is their own."""
 
 
 @dataclass(frozen=True)
@@ -43,12 +45,14 @@ class Zero:
     Attributes:
       axes: mesh axes over which it is, slowest first.
       dims: by name, the dim of each parameter that is split; None stays whole.
+      gather_dtype: of gathered parameters; None is their own.
     """
 
     mesh: Mesh
     stage: Stage
     axes: tuple[str, ...]
     dims: Mapping[str, int | None]
+    gather_dtype: str | None = None
 
     def dims_of(self, tree: Any) -> list[int | None]:
         """The split dim of each leaf of a tree like the parameters, in order."""
@@ -110,7 +114,7 @@ def plan_zero(
             )
         small = math.prod(leaf.shape) < config.whole_below
         chosen[name] = None if small else split_dim(leaf.shape, dims[name], spec, layout, parts)
-    return Zero(layout.mesh, config.stage, axes, chosen)
+    return Zero(layout.mesh, config.stage, axes, chosen, config.gather_dtype)
 
 
 def split_dim(

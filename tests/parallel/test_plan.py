@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from jaxdist.collectives.ring import Ring
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshConfig, build_mesh
-from jaxdist.parallel.plan import ParallelConfig, plan_data_parallel
+from jaxdist.parallel.plan import ParallelConfig, plan_parallel
 from jaxdist.sharding import ShardingConfig, make_layout
 
 DIMS = {"mlp/kernel": ("embed", "mlp"), "scale": ("embed",)}
@@ -14,7 +16,10 @@ RING = {"type": "ring"}
 
 def plan(mesh, reduce=RING, dims=DIMS, **rules):
     layout = make_layout(ShardingConfig(rules=rules), build_mesh(MeshConfig.model_validate(mesh)))
-    return plan_data_parallel(ParallelConfig.model_validate({"reduce": reduce}), layout, dims)
+    params = {name: jax.ShapeDtypeStruct((8,) * len(found), jnp.float32)
+              for name, found in dims.items()}  # fmt: skip
+    config = ParallelConfig.model_validate({"reduce": reduce})
+    return plan_parallel(config, layout, params, dims).data_parallel
 
 
 def test_nothing_is_explicit_unless_asked_for():
@@ -32,14 +37,15 @@ def test_the_axes_are_those_that_split_the_batch():
 
 
 def test_a_mesh_without_an_axis_for_the_batch_is_refused():
-    with pytest.raises(ConfigError, match=r"'ring' needs a mesh axis.*\{'tensor': 8\}.*mesh\.data"):
+    with pytest.raises(ConfigError, match=r"type ring with mesh \{tensor: 8\}: .*; set mesh\.data"):
         plan({"tensor": 8})
-    with pytest.raises(ConfigError, match="needs a mesh axis that splits the batch"):
+    with pytest.raises(ConfigError, match=r"mesh \{data: 8\}: .* and none does; .*rules\.batch"):
         plan({"data": 8}, batch=None)
 
 
 def test_parameters_split_over_the_data_axis_are_refused():
     with pytest.raises(
-        ConfigError, match=r"rule embed: data splits mlp/kernel over it.*embed: null"
+        ConfigError,
+        match=r"rules\.embed, which splits mlp/kernel and 1 more over data: .*rule to null",
     ):
         plan({"data": 8}, embed="data")

@@ -12,16 +12,20 @@ STATE_BYTES = {0: 12, 1: 4 + 8 / DEVICES, 2: 4 + 8 / DEVICES, 3: 12 / DEVICES}
 """Of float32 parameters and AdamW's moments, a parameter."""
 
 
-def compiled(stage, reduce, *, remat="full", microbatches=1, mesh=None):
+def compiled(stage, reduce, *, remat="full", microbatches=1, gather=None, devices=None, **parallel):
     sections = {
         "model": {"type": "gpt", "layers": 4, "embed": 256, "heads": 8, "remat": remat},
         "data": {"type": "synthetic", "kind": "tokens", "window": 16, "heldout_examples": 0},
         "optim": {"type": "adamw", "learning_rate": 1e-3},
         "train": {"steps": 9, "batch_size": 8 * microbatches, "microbatches": microbatches},
-        "parallel": {"reduce": reduce, "zero": {"stage": stage}},
-        "mesh": mesh or {"data": DEVICES},
+        "parallel": {
+            "reduce": reduce,
+            "zero": {"stage": stage, "gather_dtype": gather},
+            **parallel,
+        },
+        "mesh": {"data": DEVICES},
     }
-    program = build(validate(Document(sections), ExperimentConfig)).program
+    program = build(validate(Document(sections), ExperimentConfig), devices=devices).program
     step = program.train.lower(program.state_shapes, program.batch).compile()
     return ledger(step, program.layout.mesh), tree_bytes(program.model.params)
 
@@ -62,3 +66,22 @@ def test_layers_are_gathered_one_at_a_time(devices):
     found, model_bytes = compiled(3, {"type": "xla"})
     largest = max(c.payload_bytes for c in found.collectives if c.kind == "all-gather")
     assert largest < model_bytes / 4
+
+
+def dtypes(found, *kinds):
+    """On the wire of the larger collectives of these kinds."""
+    larger = [c for c in found.collectives if c.kind in kinds and c.payload_bytes > 2**16]
+    return {dtype for c in larger for dtype in c.dtypes}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_travel_in_the_dtype_asked_for(stage, tpu_devices):
+    """On the TPU program, since XLA:CPU widens bfloat16 reductions."""
+    found, _ = compiled(stage, {"type": "xla"}, reduce_dtype="bfloat16", devices=tpu_devices)
+    assert dtypes(found, "reduce-scatter", "all-reduce") == {"bf16"}
+
+
+def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
+    found, _ = compiled(3, {"type": "xla"}, gather="bfloat16", devices=tpu_devices)
+    assert dtypes(found, "all-gather") == {"bf16"}
+    assert dtypes(found, "reduce-scatter", "all-reduce") == {"bf16"}

@@ -1,0 +1,132 @@
+"""Figure 1 of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) from compiled programs.
+
+The paper computes what 7.5 billion parameters take on each of 64 devices. Here the whole train step
+of such a model is compiled for 64 TPU v5p, and XLA says what it takes, or that it does not fit.
+
+`python -m jaxdist.bench.zero_paper` prints the rows as JSON; libtpu wants a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist.bench import zero_child
+from jaxdist.bench.zero_program import MIXED, REDUCE, STAGES, Form, formula_bytes
+from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.mesh import Device
+from jaxdist.topology import topology_devices
+from jaxdist.trees import tree_size
+
+TOPOLOGY = "v5p:4x4x4"
+TIMEOUT_SECONDS = 1800.0
+WINDOW = 256
+"""Tokens on a device. The paper counts states alone, so activations are kept small."""
+MODEL: dict[str, Any] = {
+    "type": "gpt",
+    "layers": 66,
+    "embed": 3072,
+    "heads": 24,
+    "remat": "full",
+    "compute_dtype": "bfloat16",
+}
+"""7.48 billion parameters, narrow and deep as the paper's own models."""
+
+_OUT_OF_MEMORY = re.compile(
+    r"CompileTimeHbmOom: .*?\((\d+(?:\.\d+)?)([KMGT]?)\).*?\((\d+(?:\.\d+)?)([KMGT]?)\)"
+)
+_SCALES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One stage; bytes are of one device."""
+
+    stage: int
+    form: Form
+    params: int
+    formula_bytes: float
+    peak_bytes: float
+    """What the step takes; what it would take where it is refused."""
+    memory_bytes: float | None
+    """What the compiler says a device has, where it refuses the step."""
+
+    @property
+    def refused(self) -> bool:
+        return self.memory_bytes is not None
+
+
+def measure() -> list[PaperRow]:
+    """The rows, compiled in a process of its own.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    found = zero_child.records("jaxdist.bench.zero_paper", timeout_seconds=TIMEOUT_SECONDS)
+    return [PaperRow(**values) for values in found]
+
+
+def row(stage: int, form: Form, devices: Sequence[Device], model: dict[str, Any]) -> PaperRow:
+    """One stage compiled: its peak, or the compiler's refusal."""
+    config = {
+        "model": model,
+        "data": {"type": "synthetic", "kind": "tokens", "window": WINDOW, "heldout_examples": 0},
+        "optim": {"type": "adamw", "learning_rate": 1e-3, "master_weights": "bfloat16"},
+        "train": {"steps": 10, "batch_size": len(devices)},
+        "mesh": {"data": len(devices)},
+        "parallel": {"reduce": REDUCE[form], "zero": {"stage": stage}},
+    }
+    program = build(ExperimentConfig.model_validate(config), devices=devices).program
+    params = tree_size(program.model.params)
+    formula = params * formula_bytes(MIXED, stage, len(devices))
+    lowered = program.train.lower(program.state_shapes, program.batch)
+    return PaperRow(stage, form, params, formula, *compiled_bytes(lowered))
+
+
+def compiled_bytes(lowered: jax.stages.Lowered) -> tuple[float, float | None]:
+    """A program's peak; where XLA refuses it, what it would take and what a device has."""
+    try:
+        return _peak_bytes(lowered.compile()), None
+    except jax.errors.JaxRuntimeError as error:
+        sizes = refusal(str(error))
+        if sizes is None:
+            raise
+        return sizes
+
+
+def refusal(message: str) -> tuple[float, float] | None:
+    """Bytes that a program needs and that the device has, where XLA refuses it; else None.
+
+    >>> refusal("CompileTimeHbmOom: total memory required (2.50G) exceeds available HBM (1G)")
+    (2684354560.0, 1073741824.0)
+    """
+    sizes = _OUT_OF_MEMORY.search(message)
+    if sizes is None:
+        return None
+    return float(sizes[1]) * _SCALES[sizes[2]], float(sizes[3]) * _SCALES[sizes[4]]
+
+
+def _peak_bytes(compiled: jax.stages.Compiled) -> float:
+    """As `jaxdist.hlo.ledger` has it, for programs whose text XLA:TPU cannot print."""
+    stats: Any = compiled.memory_analysis()
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    return max(stats.peak_memory_in_bytes, held + stats.temp_size_in_bytes)
+
+
+def rows(devices: Sequence[Device]) -> Iterator[PaperRow]:
+    """Every stage in the explicit form."""
+    for stage in STAGES:
+        yield row(stage, "explicit", devices, MODEL)
+
+
+def main() -> None:
+    """Print the rows as JSON."""
+    zero_child.show(rows(topology_devices(TOPOLOGY)))
+
+
+if __name__ == "__main__":
+    main()

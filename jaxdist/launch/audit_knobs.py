@@ -1,0 +1,105 @@
+"""The knobs that a configuration sets, and how to take one of them back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+from jaxdist.config import Document, KeyPath, dotted
+from jaxdist.errors import ConfigError
+
+NOT_IN_THE_STEP: Mapping[str, str] = {
+    "data": "what is learned, not how",
+    "run": "names files",
+    "seed": "draws parameters and the data's order",
+    "eval": "evaluates between steps",
+    "checkpoint": "saves between steps",
+    "mesh.fake_devices": "the devices to compile for",
+    "train.log_every": "prints between steps",
+    "train.prefetch": "loads batches beside the step",
+    "train.batch_ramp.ramp_examples": "says when, not what",
+    "optim.max_skipped": "ends a run between steps",
+}
+"""Settings, or whole sections, that no train step holds, and what they do instead."""
+
+
+def reason_not_in_the_step(path: KeyPath) -> str | None:
+    """What a knob does outside of the train step; None for one that must change the step.
+
+    >>> reason_not_in_the_step(("eval", "every")), reason_not_in_the_step(("optim", "b2"))
+    ('evaluates between steps', None)
+    """
+    prefixes = (dotted(path[:length]) for length in range(1, len(path) + 1))
+    return next((NOT_IN_THE_STEP[name] for name in prefixes if name in NOT_IN_THE_STEP), None)
+
+
+def written(values: Mapping[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
+    """Every path that a configuration sets, sections before what they hold; a list is one value.
+
+    >>> list(written({"train": {"steps": 3}, "seed": 1}))
+    [('train',), ('train', 'steps'), ('seed',)]
+    """
+    for key, value in values.items():
+        yield (*path, key)
+        if isinstance(value, dict):
+            yield from written(value, (*path, key))
+
+
+def value_at(values: Mapping[str, Any], path: KeyPath) -> Any:
+    """The value at a path; None where there is none.
+
+    >>> value_at({"a": {"b": 1}}, ("a", "b")), value_at({"a": None}, ("a", "b"))
+    (1, None)
+    """
+    found: Any = values
+    for key in path:
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
+def without(document: Document, path: KeyPath) -> Document:
+    """The configuration as if nobody had written the setting, or section, at `path`.
+
+    >>> without(Document({"a": {"b": 1, "c": 2}}), ("a", "b")).values
+    {'a': {'c': 2}}
+    """
+    values = deepcopy(document.values)
+    del value_at(values, path[:-1])[path[-1]]
+    return replace(document, values=values)
+
+
+def with_value(document: Document, path: KeyPath, value: Any) -> Document:
+    """The configuration with another value at `path`, which is set.
+
+    >>> with_value(Document({"a": {"b": 1, "c": 2}}), ("a", "b"), 3).values
+    {'a': {'b': 3, 'c': 2}}
+    """
+    values = deepcopy(document.values)
+    value_at(values, path[:-1])[path[-1]] = value
+    return replace(document, values=values)
+
+
+def neighbours(value: Any) -> tuple[Any, ...]:
+    """Other values that a knob could have; none for text.
+
+    >>> neighbours(6), neighbours(0.5), neighbours(True), neighbours("a")
+    ((3, 12), (0.25, 1.0), (False,), ())
+    """
+    if isinstance(value, bool):
+        return (not value,)
+    if isinstance(value, int):
+        return value // 2, value * 2
+    return (value / 2, value * 2) if isinstance(value, float) else ()
+
+
+def refusal(error: ConfigError) -> str:
+    """Why a configuration is refused: its first problem, on one line, without its place.
+
+    >>> refusal(ConfigError("1 problem in a.yaml:\\n  optim.b2 = 1 (a.yaml:3): below 1"))
+    'below 1'
+    """
+    first, *problems = str(error).splitlines()
+    line = problems[0] if problems else first
+    return line.partition("): ")[2] or line.strip()

@@ -1,0 +1,233 @@
+"""The table of validity: every row, what it lets through, the page, and the command line."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from pydantic import TypeAdapter
+from typer.testing import CliRunner
+
+from jaxdist.cli import app
+from jaxdist.collectives.build import ReduceConfig
+from jaxdist.errors import ConfigError, JaxdistError
+from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.parallel.plan import ParallelConfig, plan_parallel
+from jaxdist.parallel.validity import FEATURES, ROWS, Facts, footnotes, markdown, violations
+from jaxdist.parallel.zero import ZeroConfig
+from jaxdist.sharding import ShardingConfig, make_layout
+
+DOCS = Path(__file__).parents[2] / "docs"
+TYPES = ("xla", "ring", "tree", "double_tree", "halving", "hierarchical", "auto")
+SPLIT = {"data_dcn": 2, "data_ici": 4}
+MESHES = ({"tensor": 8}, {"data": 8}, {"data": 4, "tensor": 2}, SPLIT, {**SPLIT, "tensor": 2})
+EVERY = [
+    Facts(
+        mesh,
+        tuple(name for name in mesh if name.startswith("data")),
+        None if kind is None else TypeAdapter(ReduceConfig).validate_python({"type": kind}),
+        ZeroConfig(stage=stage, scope=scope),
+        split if any(name.startswith("data") for name in mesh) else {},
+    )
+    for mesh, kind, stage, scope, split in itertools.product(
+        MESHES, (None, *TYPES), (0, 1, 2, 3), ("all", "ici"), ({}, {"w": "embed"})
+    )
+]
+"""Facts of every kind that the features tell apart."""
+
+
+def active(facts, name):
+    return FEATURES[name].active(facts)
+
+
+@pytest.mark.parametrize("number", range(1, len(ROWS) + 1))
+def test_a_row_gives_its_values_its_reason_and_a_remedy(number):
+    row = ROWS[number - 1]
+    hit = [facts for facts in EVERY if row.problem(facts) is not None]
+    assert hit
+    for facts in hit:
+        message = row.problem(facts)
+        assert message.endswith(f": {row.why}; {row.instead}")
+        for group in row.groups:
+            assert any(active(facts, name) for name in group)
+            shown = [FEATURES[name].shown(facts) for name in group if active(facts, name)]
+            assert shown[0] in message
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(FEATURES, 2)), ids=" x ".join)
+def test_the_matrix_says_what_the_table_does(pair):
+    """A footnote refuses every config with both features; without one, some config has both."""
+    both = [facts for facts in EVERY if all(active(facts, name) for name in pair)]
+    alone = [number for number, by_itself in footnotes(*pair) if by_itself]
+    if alone:
+        assert both
+        assert all(ROWS[n - 1].problem(facts) for n in alone for facts in both)
+    elif both:
+        assert any(not violations(facts) for facts in both)
+
+
+def plan(mesh, dims=None, rules=None, **parallel):
+    layout = make_layout(
+        ShardingConfig(rules=rules or {}), build_mesh(MeshConfig.model_validate(mesh))
+    )
+    dims = dims or {"w": ("embed", "mlp")}
+    params = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in dims}
+    return plan_parallel(ParallelConfig.model_validate(parallel), layout, params, dims)
+
+
+RING, XLA, HIERARCHICAL = ({"type": kind} for kind in ("ring", "xla", "hierarchical"))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "rules", "parallel", "message"),
+    [
+        ({"tensor": 8}, None, {"zero": {"stage": 2}},
+         r"zero\.stage 2 with mesh \{tensor: 8\}: .* none does; set mesh\.data"),
+        ({"data": 8}, {"batch": None}, {"zero": {"stage": 1}},
+         r"zero\.stage 1 with mesh \{data: 8\}: .* leave sharding\.rules\.batch at data"),
+        ({"data": 8}, {"embed": "data"}, {"zero": {"stage": 3}},
+         r"stage 3 with sharding\.rules\.embed, which splits w over data: .* rule to null"),
+        ({"data": 8}, None, {"zero": {"stage": 1, "scope": "ici"}},
+         r"scope ici with mesh \{data: 8\}: .* \{dcn: D, ici: I\}, or parallel\.zero\.scope: all"),
+        ({"tensor": 8}, None, {"reduce": RING},
+         r"reduce\.type ring with mesh \{tensor: 8\}: .* parallel\.reduce: null"),
+        ({"data": 8}, {"embed": "data"}, {"reduce": RING},
+         r"type ring with sharding\.rules\.embed, which splits w over data: .* rule to null"),
+        ({"data": 8}, None, {"reduce": HIERARCHICAL},
+         r"type hierarchical with mesh \{data: 8\}: .* \{dcn: D, ici: I\}, or .*type: ring"),
+        ({"data": {"dcn": 2, "ici": 4}}, None,
+         {"reduce": HIERARCHICAL, "zero": {"stage": 1, "scope": "ici"}},
+         r"type hierarchical with parallel\.zero\.scope ici: .*; set parallel\.reduce\.type: ring"),
+        ({"data": 4, "tensor": 2}, None, {"reduce": RING, "zero": {"stage": 2}},
+         r"stage 2 with .*type ring with mesh \{data: 4, tensor: 2\}: .*stage: 1"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(mesh, rules, parallel, message, devices):
+    with pytest.raises(ConfigError, match=message):
+        plan(mesh, rules=rules, **parallel)
+
+
+def test_all_violations_come_in_one_message(devices):
+    with pytest.raises(ConfigError) as refused:
+        plan({"tensor": 8}, reduce=HIERARCHICAL, zero={"stage": 3})
+    lines = str(refused.value).splitlines()
+    assert [line.split(" with ")[0] for line in lines] == [
+        "parallel.zero.stage 3",
+        "parallel.reduce.type hierarchical",
+        "parallel.zero.stage 3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel", "message"),
+    [
+        ({"data": 1, "tensor": 8}, {"zero": {"stage": 2}},
+         "parallel.zero.stage 2 has no effect: data of mesh {data: 1, tensor: 8} has size 1"),
+        ({"data": {"dcn": 8, "ici": 1}}, {"zero": {"stage": 1, "scope": "ici"}},
+         "parallel.zero.stage 1 has no effect: data_ici of mesh {data_dcn: 8, data_ici: 1}"),
+        ({"data": 8}, {"zero": {"stage": 1, "whole_below": 5000}},
+         "no parameter has 5000 elements or more (parallel.zero.whole_below) and a dim that "
+         "divides by 8"),
+        ({"data": 8}, {"zero": {"scope": "ici"}},
+         "parallel.zero.scope ici has no effect at parallel.zero.stage 0"),
+        ({"data": 1, "tensor": 8}, {"reduce": RING}, "parallel.reduce.type ring has no effect"),
+        ({"data": 8}, {"reduce_dtype": "bfloat16"},
+         "parallel.reduce_dtype bfloat16 has no effect with parallel.reduce null"),
+        ({"data": 8}, {"reduce": XLA, "zero": {"stage": 2, "gather_dtype": "bfloat16"}},
+         "gather_dtype bfloat16 has no effect with parallel.zero.stage 2 and parallel.reduce.type"),
+        ({"data": 8}, {"zero": {"stage": 3, "gather_dtype": "bfloat16"}},
+         "gather_dtype bfloat16 has no effect with parallel.zero.stage 3 and parallel.reduce null"),
+        ({"data": 4, "stage": 2}, {}, "mesh axis stage of size 2 has no effect"),
+    ],
+)  # fmt: skip
+def test_what_does_nothing_is_noticed_and_not_refused(mesh, parallel, message, devices):
+    (notice,) = plan(mesh, **parallel).notices
+    assert message in notice
+
+
+@pytest.mark.parametrize("zero", [{}, {"stage": 3}, {"stage": 1, "scope": "ici"}])
+def test_what_has_an_effect_is_not_noticed(zero, devices):
+    mesh = {"data": {"dcn": 2, "ici": 2}, "tensor": 2}
+    assert plan(mesh, reduce=XLA, zero=zero).notices == ()
+
+
+def test_the_page_is_up_to_date():
+    page = (DOCS / "validity.md").read_text()
+    assert page == markdown(), "run the command in its header"
+    assert "| 12 reduce: " in page
+
+
+SECTIONS = {
+    "model": {"type": "gpt", "layers": 1, "embed": 32, "heads": 2, "vocab_multiple": 4},
+    "data": {"type": "synthetic", "kind": "tokens", "window": 8},
+    "optim": {"type": "adamw", "learning_rate": 1e-3},
+    "train": {"steps": 1, "batch_size": 8},
+}
+
+
+@pytest.fixture
+def compilations(devices):
+    """The seconds that each compilation took."""
+    found = []
+
+    def listen(name, seconds, **_):
+        if "backend_compile" in name:
+            found.append(seconds)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield found
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+@pytest.mark.parametrize("command", ["train", "inspect"])
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["mesh={data: 3, tensor: 2}"],
+         ["mesh {data: 3, tensor: 2} needs 6 devices, but there are 8", "{data: 4, tensor: 2}"]),
+        (["mesh={data: 2, tensor: 4}"],
+         ["blocks/attention/query", "dim 'heads' of length 2 does not divide over mesh axis "
+          "'tensor' of size 4", "sharding.rules.heads: null"]),
+        (["mesh={data: 1, tensor: 8}", "model.heads=8"],
+         ["dim 'vocab' of length 260 does not divide over mesh axis 'tensor' of size 8"]),
+        (["mesh={data: 8}", "parallel.zero={stage: 2, scope: ici}"],
+         ["parallel.zero.scope ici with mesh {data: 8}", "set mesh.data: {dcn: D, ici: I}"]),
+        (["mesh={data: 4, tensor: 2}", "parallel.zero.stage=3", "parallel.reduce={type: tree}"],
+         ["parallel.zero.stage 3 with parallel.reduce.type tree with mesh {data: 4, tensor: 2}"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)  # fmt: skip
+def test_bad_input_is_told_before_anything_is_compiled(
+    command, overrides, parts, tmp_path, monkeypatch, compilations
+):
+    (tmp_path / "config.yaml").write_text(json.dumps(SECTIONS))
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, [command, "config.yaml", *overrides])
+    assert isinstance(result.exception, JaxdistError)
+    assert result.exception.exit_code == 2
+    message = " ".join(str(result.exception).split())
+    assert message.startswith("1 problem in config.yaml: ")
+    for part in parts:
+        assert part in message
+    assert not compilations
+    assert not Path("runs").exists()
+    jax.jit(lambda x: x + len(message))(jnp.zeros(3))
+    assert compilations
+
+
+@pytest.mark.parametrize("command", ["train", "inspect"])
+def test_a_stage_without_effect_warns_on_the_console(command, tmp_path):
+    sections = {**SECTIONS, "parallel": {"zero": {"stage": 2}}, "mesh": {"data": 1}}
+    (tmp_path / "config.yaml").write_text(json.dumps(sections))
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxdist.cli", command, "config.yaml", "--devices", "1"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "warning: parallel.zero.stage 2 has no effect: data of mesh {data: 1}" in done.stdout
