@@ -22,7 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxdist.collectives.bucket import reduce_tree
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.parallel.deferred import Sharded, Wire, scattered
+from jaxdist.parallel.deferred import Wire, defer
 from jaxdist.parallel.gather import gather_into
 from jaxdist.parallel.zero import Zero
 from jaxdist.trees import flatten_with_names
@@ -59,7 +59,7 @@ class DataParallel:
           specs: partition specs of whole parameters, none of which names a data axis.
         """
         if self.zero is not None and self.zero.stage >= 2:
-            return self._gradients_in_shards(self.zero, local, params, buffers, batch, key)
+            return self._gradients_in_shards(self.zero, local, specs, params, buffers, batch, key)
         everywhere = PartitionSpec()
         per_device = PartitionSpec(self.axes)
         stacked, sums, buffers = jax.shard_map(
@@ -123,23 +123,21 @@ class DataParallel:
                     leaves[i] = leaf
         return jax.tree.unflatten(structure, leaves)
 
-    def gather(self, shards: Any, into: Any, scanned: Collection[str]) -> Any:
+    def gather(self, specs: Any, shards: Any, into: Any, scanned: Collection[str]) -> Any:
         """Whole parameters out of their shards, layer by layer where layers are stacked.
 
         Args:
+          specs: partition specs of whole parameters.
           shards: the new parameters, split as `zero` says.
           into: the old ones, whole; their buffers take the new values where they are donated.
           scanned: names of the parameters whose first dim counts layers.
         """
         assert self.zero is not None
-        everywhere = PartitionSpec()
-        split = self.zero.specs(jax.tree.map(lambda _: everywhere, into))
         return jax.shard_map(
             partial(self._gather, self.zero, scanned),
             mesh=self.mesh,
-            axis_names=set(self.axes),
-            in_specs=(split, everywhere),
-            out_specs=everywhere,
+            in_specs=(self.zero.specs(specs), specs),
+            out_specs=specs,
             check_vma=False,
         )(shards, into)
 
@@ -152,13 +150,20 @@ class DataParallel:
         return jax.tree.unflatten(structure, found)
 
     def _gradients_in_shards(
-        self, zero: Zero, local: Local, params: Any, buffers: Any, batch: Any, key: jax.Array
+        self,
+        zero: Zero,
+        local: Local,
+        specs: Any,
+        params: Any,
+        buffers: Any,
+        batch: Any,
+        key: jax.Array,
     ) -> tuple[Any, Any, Any]:
         """The same where a layer's gradients leave as soon as they are made."""
         everywhere, per_device = PartitionSpec(), PartitionSpec(self.axes)
         split = zero.specs(jax.tree.map(lambda _: everywhere, params))
         return jax.shard_map(
-            lambda *args: self._on_rows_in_shards(zero, local, *args),
+            lambda *args: self._on_rows_in_shards(zero, local, specs, *args),
             mesh=self.mesh,
             axis_names=set(self.axes),
             in_specs=(split if zero.stage == 3 else everywhere, everywhere, per_device, everywhere),
@@ -167,19 +172,24 @@ class DataParallel:
         )(params, buffers, batch, key)
 
     def _on_rows_in_shards(
-        self, zero: Zero, local: Local, params: Any, buffers: Any, batch: Any, key: jax.Array
+        self,
+        zero: Zero,
+        local: Local,
+        specs: Any,
+        params: Any,
+        buffers: Any,
+        batch: Any,
+        key: jax.Array,
     ) -> tuple[Any, Any, Any]:
         key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
-
-        wire = self._wire(zero)
-
-        def defer(param: jax.Array, dim: int | None) -> Any:
-            if dim is None:
-                return param
-            if zero.stage == 3:
-                return Sharded(param, dim - param.ndim, wire)
-            return scattered(param, dim, wire)
-
-        grads, sums, buffers = local(zero.map(defer, params), buffers, batch, key)
+        wire, sharded = self._wire(zero), zero.stage == 3
+        leaves, structure = jax.tree.flatten(params)
+        deferred = [
+            leaf if dim is None else defer(leaf, dim, wire, spec, sharded=sharded)
+            for leaf, dim, spec in zip(
+                leaves, zero.dims_of(params), jax.tree.leaves(specs), strict=True
+            )
+        ]
+        grads, sums, buffers = local(structure.unflatten(deferred), buffers, batch, key)
         sums = jax.lax.psum(sums, self.axes)
         return self._finish(zero, grads), sums, jax.tree.map(self._mean, buffers)

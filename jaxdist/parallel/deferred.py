@@ -8,12 +8,14 @@ stage 3 a whole model, exists at no time.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxdist.collectives.axis import axis_size
 from jaxdist.collectives.contract import Algorithm
@@ -47,7 +49,9 @@ class Wire:
         return reduce_scatter(carried, self.axes, dim=dim, algorithm=self.algorithm)
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["shard"], meta_fields=["dim", "wire"])
+@partial(
+    jax.tree_util.register_dataclass, data_fields=["shard"], meta_fields=["dim", "wire", "spec"]
+)
 @dataclass(frozen=True)
 class Sharded(Deferred):
     """A parameter of which this device keeps a shard (stage 3).
@@ -57,15 +61,17 @@ class Sharded(Deferred):
     Attributes:
       shard: this device's part.
       dim: which dim is split, counted from the end, so that a slice of stacked layers has it too.
+      spec: how automatic axes split the parameter, an entry for each of its dims, layers included.
     """
 
     shard: jax.Array
     dim: int
     wire: Wire
+    spec: PartitionSpec
 
     def whole(self) -> jax.Array:
         """The parameter; its gradient is summed into the shard."""
-        return _gathered(self.dim, self.wire, self.shard)
+        return _gathered(self.dim, self.wire, self.spec, self.shard)
 
     def carried(self) -> jax.Array:
         """Of a gradient: this device's shard."""
@@ -73,7 +79,9 @@ class Sharded(Deferred):
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["full", "shard"], meta_fields=["dim", "wire"]
+    jax.tree_util.register_dataclass,
+    data_fields=["full", "shard"],
+    meta_fields=["dim", "wire", "spec"],
 )
 @dataclass(frozen=True)
 class Scattered(Deferred):
@@ -84,64 +92,98 @@ class Scattered(Deferred):
     Attributes:
       full: the parameter; its own gradient is zero.
       shard: zeros of a shard's shape, which the gradient belongs to.
-      dim: as for `Sharded`.
+      dim, spec: as for `Sharded`.
     """
 
     full: jax.Array
     shard: jax.Array
     dim: int
     wire: Wire
+    spec: PartitionSpec
 
     def whole(self) -> jax.Array:
         """The parameter; its gradient is summed into the shard."""
-        return _itself(self.dim, self.wire, self.full, self.shard)
+        return _itself(self.dim, self.wire, self.spec, self.full, self.shard)
 
     def carried(self) -> jax.Array:
         """Of a gradient: this device's shard."""
         return self.shard
 
 
-def scattered(full: jax.Array, dim: int, wire: Wire) -> Scattered:
-    """A whole parameter with a place for the shard of its gradient.
+def defer(param: jax.Array, dim: int, wire: Wire, spec: PartitionSpec, *, sharded: bool) -> Any:
+    """A parameter that is fetched where it is used.
 
     Args:
-      dim: the dim to split, counted from the front.
+      param: this device's shard (`sharded`), or the whole.
+      dim: the dim that is split, or whose gradient is, counted from the front.
+      spec: how automatic axes split it.
     """
-    shape = [*full.shape]
+    full = PartitionSpec(*spec, *(None,) * (param.ndim - len(spec)))
+    if sharded:
+        return Sharded(param, dim - param.ndim, wire, full)
+    shape = [*param.shape]
     shape[dim] //= axis_size(wire.axes)
-    return Scattered(full, jnp.zeros(shape, full.dtype), dim - full.ndim, wire)
+    return Scattered(param, jnp.zeros(shape, param.dtype), dim - param.ndim, wire, full)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(dim: int, wire: Wire, shard: jax.Array) -> jax.Array:
-    return wire.gather(shard, shard.ndim + dim)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _gathered(dim: int, wire: Wire, spec: PartitionSpec, shard: jax.Array) -> jax.Array:
+    return _on_blocks(lambda x: wire.gather(x, x.ndim + dim), spec, shard)
 
 
-def _gathered_forward(dim: int, wire: Wire, shard: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return _gathered(dim, wire, shard), jnp.zeros((), shard.dtype)
+def _gathered_forward(
+    dim: int, wire: Wire, spec: PartitionSpec, shard: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    return _gathered(dim, wire, spec, shard), jnp.zeros((), shard.dtype)
 
 
-def _gathered_backward(dim: int, wire: Wire, like: jax.Array, cotangent: jax.Array) -> Any:
-    return (wire.scatter(cotangent, cotangent.ndim + dim).astype(like.dtype),)
+def _gathered_backward(
+    dim: int, wire: Wire, spec: PartitionSpec, like: jax.Array, cotangent: jax.Array
+) -> Any:
+    summed = _on_blocks(lambda x: wire.scatter(x, x.ndim + dim), spec, cotangent)
+    return (summed.astype(like.dtype),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _itself(dim: int, wire: Wire, full: jax.Array, shard: jax.Array) -> jax.Array:
-    del dim, wire, shard
+def _on_blocks(
+    function: Callable[[jax.Array], jax.Array], spec: PartitionSpec, x: jax.Array
+) -> jax.Array:
+    """`function` of each device's block of x, where automatic axes split the last dims by `spec`.
+
+    On the whole of x XLA would gather what those axes split before it sends anything.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    free = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
+    if not free:
+        return function(x)
+    block = PartitionSpec(*spec[len(spec) - x.ndim :])
+    return jax.shard_map(
+        function, axis_names=free, in_specs=block, out_specs=block, check_vma=False
+    )(x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _itself(
+    dim: int, wire: Wire, spec: PartitionSpec, full: jax.Array, shard: jax.Array
+) -> jax.Array:
+    del dim, wire, spec, shard
     return full
 
 
-def _itself_forward(dim: int, wire: Wire, full: Any, shard: Any) -> tuple[Any, None]:
-    del dim, wire, shard
+def _itself_forward(
+    dim: int, wire: Wire, spec: PartitionSpec, full: Any, shard: Any
+) -> tuple[Any, None]:
+    del dim, wire, spec, shard
     return full, None
 
 
-def _itself_backward(dim: int, wire: Wire, _: None, cotangent: jax.Array) -> Any:
-    shard = wire.scatter(cotangent, cotangent.ndim + dim)
-    return jnp.zeros_like(cotangent), shard.astype(cotangent.dtype)
+def _itself_backward(
+    dim: int, wire: Wire, spec: PartitionSpec, _: None, cotangent: jax.Array
+) -> Any:
+    summed = _on_blocks(lambda x: wire.scatter(x, x.ndim + dim), spec, cotangent)
+    return jnp.zeros_like(cotangent), summed.astype(cotangent.dtype)
 
 
 _itself.defvjp(_itself_forward, _itself_backward)

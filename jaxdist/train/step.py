@@ -219,7 +219,8 @@ class Program:
         values |= {"grad_norm": norm, "learning_rate": self.optimizer.schedule(state.step)}
         params = optax.apply_updates(params, updates)
         if self.data_parallel is not None and self.zero is not None and self.zero.stage < 3:
-            params = self.data_parallel.gather(params, state.params, self.model.scanned)
+            specs = jax.tree.map(lambda sharding: sharding.spec, self._whole)
+            params = self.data_parallel.gather(specs, params, state.params, self.model.scanned)
         new = TrainState(
             step=state.step + 1,
             params=params,

@@ -12,7 +12,9 @@ STATE_BYTES = {0: 12, 1: 4 + 8 / DEVICES, 2: 4 + 8 / DEVICES, 3: 12 / DEVICES}
 """Of float32 parameters and AdamW's moments, a parameter."""
 
 
-def compiled(stage, reduce, *, remat="full", microbatches=1, gather=None, devices=None, **parallel):
+def compiled(
+    stage, reduce, *, remat="full", microbatches=1, mesh=None, gather=None, devices=None, **parallel
+):
     sections = {
         "model": {"type": "gpt", "layers": 4, "embed": 256, "heads": 8, "remat": remat},
         "data": {"type": "synthetic", "kind": "tokens", "window": 16, "heldout_examples": 0},
@@ -23,7 +25,7 @@ def compiled(stage, reduce, *, remat="full", microbatches=1, gather=None, device
             "zero": {"stage": stage, "gather_dtype": gather},
             **parallel,
         },
-        "mesh": {"data": DEVICES},
+        "mesh": mesh or {"data": DEVICES},
     }
     program = build(validate(Document(sections), ExperimentConfig), devices=devices).program
     step = program.train.lower(program.state_shapes, program.batch).compile()
@@ -85,3 +87,13 @@ def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
     found, _ = compiled(3, {"type": "xla"}, gather="bfloat16", devices=tpu_devices)
     assert dtypes(found, "all-gather") == {"bf16"}
     assert dtypes(found, "reduce-scatter", "all-reduce") == {"bf16"}
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_tensor_axis_goes_on_splitting_what_travels(stage, devices):
+    """Each device sends its own half of the model, and nothing of it over the tensor axis."""
+    found, model_bytes = compiled(stage, {"type": "xla"}, mesh={"data": 4, "tensor": 2})
+    passes = 3 if stage == 3 else 2
+    assert found.sent_bytes("data") == pytest.approx(passes * 3 / 4 * model_bytes / 2, rel=0.04)
+    gathered = [c for c in found.collectives if c.axes == ("tensor",) and c.kind == "all-gather"]
+    assert sum(c.times_high * c.payload_bytes for c in gathered) < 0.02 * model_bytes
