@@ -85,9 +85,14 @@ def test_neither_logits_nor_the_table_are_gathered(cell, devices):
 @pytest.mark.parametrize("cell", ["tpu", "tpu manual"])
 def test_the_tensor_axis_carries_what_the_bound_says(cell):
     found, _ = compiled(cell)
+    # XLA:TPU makes some all-reduces a float32 reduce-scatter and the all-gather of what the next
+    # matmul reads, which is bfloat16 where that matmul rounds to it: which ones varies.
+    reduced = sum(
+        c.payload_bytes * c.times_high for c in on_tensor_axis(found) if c.kind != "all-gather"
+    )
+    assert reduced == pytest.approx(BLOCK_BYTES * ALL_REDUCES, rel=0.03)
     bound = 2 * (TENSOR - 1) / TENSOR * BLOCK_BYTES * ALL_REDUCES
-    # Less where XLA sends what a matmul rounds to bfloat16 in bfloat16.
-    assert 0.9 * bound < found.sent_bytes("tensor") < 1.02 * bound
+    assert 0.75 * bound <= found.sent_bytes("tensor") <= 1.02 * bound
 
 
 @pytest.mark.needs_libtpu
