@@ -316,7 +316,7 @@ def _program(
         dims = resolve_dims(config.sharding, shapes, model.dims)
         param_shardings(layout, model.params, dims)
     with at("parallel"):
-        parallel = plan_parallel(config.parallel, layout, model.params, dims)
+        parallel = plan_parallel(config.parallel, layout, model.params, dims, model.scanned)
     own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
     with at("optim"), own("optim"):
         optimizer = build_optimizer(

@@ -11,7 +11,7 @@ gradients are summed into shards where the backward pass makes them (stages 2 an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,15 +20,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxdist.collectives.bucket import reduce_tree
+from jaxdist.collectives.bucket import BUCKET_BYTES, fusion_bytes, reduce_tree
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.parallel.deferred import Wire, defer
-from jaxdist.parallel.gather import gather_into
+from jaxdist.parallel.deferred import Wire, defer, on_blocks
+from jaxdist.parallel.layerwise import Layers, by_layers
 from jaxdist.parallel.zero import Zero
 from jaxdist.trees import flatten_with_names
 
 Local = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any, Any]]
 """(params, buffers, rows, key) to (gradients, sums, buffers) of these rows alone."""
+
+EVERYWHERE = PartitionSpec()
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class DataParallel:
       algorithm: how gradients are summed over them.
       zero: which of them each device keeps only a shard of, and of which parameters it has one.
       reduce_dtype: in which they travel and are summed; None is their own.
+      scanned: names of the parameters whose first dim counts layers.
     """
 
     mesh: Mesh
@@ -47,6 +50,7 @@ class DataParallel:
     algorithm: Algorithm
     zero: Zero | None = None
     reduce_dtype: str | None = None
+    scanned: frozenset[str] = frozenset()
 
     def gradients(
         self, local: Local, specs: Any, params: Any, buffers: Any, batch: Any, key: jax.Array
@@ -58,138 +62,156 @@ class DataParallel:
         Args:
           specs: partition specs of whole parameters, none of which names a data axis.
         """
-        if self.zero is not None and self.zero.stage >= 2:
-            return self._gradients_in_shards(self.zero, local, specs, params, buffers, batch, key)
-        everywhere = PartitionSpec()
+        zero, given = self.zero, (params, buffers, batch, key)
+        if zero is not None and zero.stage >= 2:
+            split = zero.specs(jax.tree.map(lambda _: EVERYWHERE, params))
+            held = split if zero.stage == 3 else EVERYWHERE
+            enter, leave = partial(self._defer, zero, specs), partial(self._finish, zero, specs)
+            return self._on_rows(local, enter, leave, held, split)(*given)
         per_device = PartitionSpec(self.axes)
-        stacked, sums, buffers = jax.shard_map(
-            lambda *args: self._on_rows(local, *args),
-            mesh=self.mesh,
-            axis_names=set(self.axes),
-            in_specs=(everywhere, everywhere, per_device, everywhere),
-            out_specs=(per_device, everywhere, everywhere),
-            check_vma=False,
-        )(params, buffers, batch, key)
+        on_rows = self._on_rows(local, lambda params: params, _stacked, EVERYWHERE, per_device)
+        stacked, sums, buffers = on_rows(*given)
         total = jax.shard_map(
-            self._reduce,
+            partial(self._reduce, specs),
             mesh=self.mesh,
             in_specs=(jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), specs),),
-            out_specs=specs if self.zero is None else self.zero.specs(specs),
+            out_specs=specs if zero is None else zero.specs(specs),
             check_vma=False,
         )(stacked)
         return total, sums, buffers
 
     def _on_rows(
-        self, local: Local, params: Any, buffers: Any, batch: Any, key: jax.Array
-    ) -> tuple[Any, Any, Any]:
-        key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
-        grads, sums, buffers = local(params, buffers, batch, key)
-        stacked = jax.tree.map(lambda g: g[None], grads)
-        return stacked, jax.lax.psum(sums, self.axes), jax.tree.map(self._mean, buffers)
+        self,
+        local: Local,
+        enter: Callable[[Any], Any],
+        leave: Callable[[Any], Any],
+        params_specs: Any,
+        grads_specs: Any,
+    ) -> Local:
+        """`local` on each device's rows: of what parameters enter as, to how gradients leave."""
+
+        def run(params: Any, buffers: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
+            key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
+            grads, sums, buffers = local(enter(params), buffers, batch, key)
+            return leave(grads), jax.lax.psum(sums, self.axes), jax.tree.map(self._mean, buffers)
+
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            axis_names=set(self.axes),
+            in_specs=(params_specs, EVERYWHERE, PartitionSpec(self.axes), EVERYWHERE),
+            out_specs=(grads_specs, EVERYWHERE, EVERYWHERE),
+            check_vma=False,
+        )
 
     def _mean(self, buffer: jax.Array) -> jax.Array:
         floating = jnp.issubdtype(buffer.dtype, jnp.inexact)
         return jax.lax.pmean(buffer, self.axes) if floating else buffer
 
-    def _reduce(self, stacked: Any) -> Any:
+    def _reduce(self, specs: Any, stacked: Any) -> Any:
         grads = jax.tree.map(lambda g: g[0], stacked)
-        if self.zero is None:
-            return self._sum(grads, self.axes)
-        wire = self._wire(self.zero)
+        if self.zero is not None:
+            return self._finish(self.zero, specs, self._scatter(self.zero, grads))
+        leaves, structure = jax.tree.flatten(grads)
+        layers = self._layers(grads, [None] * len(leaves))
 
-        def scatter(grad: jax.Array, dim: int | None) -> jax.Array:
-            return grad if dim is None else wire.scatter(grad, dim).astype(grad.dtype)
+        def summed(positions: list[int], leaves: Layers) -> Layers:
+            return self._sum(leaves, self.axes)
 
-        return self._finish(self.zero, self.zero.map(scatter, grads))
+        found = by_layers(summed, leaves, layers, self._turn)
+        return structure.unflatten(found)
 
-    def _sum(self, grads: Any, axes: tuple[str, ...]) -> Any:
-        carried = jax.tree.map(lambda g: g.astype(self.reduce_dtype or g.dtype), grads)
+    def _layers(self, tree: Any, dims: Sequence[int | None]) -> list[int | None]:
+        """How many layers each leaf has; None is no stack, or one whose layers are split."""
+        return [
+            leaf.shape[0] if name in self.scanned and dim != 0 else None
+            for (name, leaf), dim in zip(flatten_with_names(tree), dims, strict=True)
+        ]
+
+    @property
+    def _turn(self) -> int:
+        """How many bytes of stacked layers are sent at once."""
+        return fusion_bytes(self.algorithm) or BUCKET_BYTES
+
+    def _sum(self, grads: Layers, axes: tuple[str, ...]) -> Layers:
+        carried = [g.astype(self.reduce_dtype or g.dtype) for g in grads]
         total = reduce_tree(carried, axes, algorithm=self.algorithm)
-        return jax.tree.map(lambda g, like: g.astype(like.dtype), total, grads)
+        return [g.astype(like.dtype) for g, like in zip(total, grads, strict=True)]
 
     def _wire(self, zero: Zero) -> Wire:
         return Wire(zero.axes, self.algorithm, zero.gather_dtype, self.reduce_dtype)
 
-    def _finish(self, zero: Zero, grads: Any) -> Any:
+    def _scatter(self, zero: Zero, grads: Any) -> Any:
+        """This device's shards of the sums over ZeRO's axes; what is not split stays unsummed."""
+        leaves, structure = jax.tree.flatten(grads)
+        wire, dims = self._wire(zero), zero.dims_of(grads)
+
+        def scatter(positions: list[int], leaves: Layers) -> Layers:
+            at = [dims[i] for i in positions]
+            return [_sent(wire.scatter, *pair) for pair in zip(leaves, at, strict=True)]
+
+        layers = self._layers(grads, dims)
+        return structure.unflatten(by_layers(scatter, leaves, layers, self._turn))
+
+    def _finish(self, zero: Zero, specs: Any, grads: Any) -> Any:
         """Sum what is still unsummed: whole tensors over all data axes, shards over the others."""
         leaves, structure = jax.tree.flatten(grads)
-        dims = zero.dims_of(grads)
+        dims, blocks = zero.dims_of(grads), jax.tree.leaves(specs)
         others = tuple(axis for axis in self.axes if axis not in zero.axes)
         for axes, split in ((self.axes, False), (others, True)):
             mine = [i for i, dim in enumerate(dims) if (dim is not None) is split]
-            if axes:
-                found = self._sum([leaves[i] for i in mine], axes)
-                for i, leaf in zip(mine, found, strict=True):
+            if axes and mine:
+                total = on_blocks(partial(self._sum, axes=axes), [blocks[i] for i in mine])
+                for i, leaf in zip(mine, total([leaves[i] for i in mine]), strict=True):
                     leaves[i] = leaf
-        return jax.tree.unflatten(structure, leaves)
+        return structure.unflatten(leaves)
 
-    def gather(self, specs: Any, shards: Any, into: Any, scanned: Collection[str]) -> Any:
-        """Whole parameters out of their shards, layer by layer where layers are stacked.
+    def gather(self, specs: Any, shards: Any, into: Any) -> Any:
+        """Whole parameters out of their shards.
 
         Args:
           specs: partition specs of whole parameters.
           shards: the new parameters, split as `zero` says.
           into: the old ones, whole; their buffers take the new values where they are donated.
-          scanned: names of the parameters whose first dim counts layers.
         """
         assert self.zero is not None
         return jax.shard_map(
-            partial(self._gather, self.zero, scanned),
+            partial(self._gather, self.zero),
             mesh=self.mesh,
             in_specs=(self.zero.specs(specs), specs),
             out_specs=specs,
             check_vma=False,
         )(shards, into)
 
-    def _gather(self, zero: Zero, scanned: Collection[str], shards: Any, into: Any) -> Any:
-        wire = Wire(zero.axes, self.algorithm)
+    def _gather(self, zero: Zero, shards: Any, into: Any) -> Any:
+        wire, dims = Wire(zero.axes, self.algorithm), zero.dims_of(into)
         whole, structure = jax.tree.flatten(into)
-        stacked = [name in scanned for name, _ in flatten_with_names(into)]
-        parts = jax.tree.leaves(shards)
-        found = gather_into(parts, whole, zero.dims_of(into), stacked, wire.gather)
-        return jax.tree.unflatten(structure, found)
 
-    def _gradients_in_shards(
-        self,
-        zero: Zero,
-        local: Local,
-        specs: Any,
-        params: Any,
-        buffers: Any,
-        batch: Any,
-        key: jax.Array,
-    ) -> tuple[Any, Any, Any]:
-        """The same where a layer's gradients leave as soon as they are made."""
-        everywhere, per_device = PartitionSpec(), PartitionSpec(self.axes)
-        split = zero.specs(jax.tree.map(lambda _: everywhere, params))
-        return jax.shard_map(
-            lambda *args: self._on_rows_in_shards(zero, local, specs, *args),
-            mesh=self.mesh,
-            axis_names=set(self.axes),
-            in_specs=(split if zero.stage == 3 else everywhere, everywhere, per_device, everywhere),
-            out_specs=(split, everywhere, everywhere),
-            check_vma=False,
-        )(params, buffers, batch, key)
+        def gather(positions: list[int], leaves: Layers) -> Layers:
+            at = [dims[i] for i in positions]
+            return [_sent(wire.gather, *pair) for pair in zip(leaves, at, strict=True)]
 
-    def _on_rows_in_shards(
-        self,
-        zero: Zero,
-        local: Local,
-        specs: Any,
-        params: Any,
-        buffers: Any,
-        batch: Any,
-        key: jax.Array,
-    ) -> tuple[Any, Any, Any]:
-        key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
+        layers, parts = self._layers(into, dims), jax.tree.leaves(shards)
+        return structure.unflatten(by_layers(gather, parts, layers, self._turn, into=whole))
+
+    def _defer(self, zero: Zero, specs: Any, params: Any) -> Any:
+        """Parameters that are fetched, or whose gradients leave, where they are used."""
         wire, sharded = self._wire(zero), zero.stage == 3
         leaves, structure = jax.tree.flatten(params)
+        rows = zip(leaves, zero.dims_of(params), jax.tree.leaves(specs), strict=True)
         deferred = [
             leaf if dim is None else defer(leaf, dim, wire, spec, sharded=sharded)
-            for leaf, dim, spec in zip(
-                leaves, zero.dims_of(params), jax.tree.leaves(specs), strict=True
-            )
+            for leaf, dim, spec in rows
         ]
-        grads, sums, buffers = local(structure.unflatten(deferred), buffers, batch, key)
-        sums = jax.lax.psum(sums, self.axes)
-        return self._finish(zero, grads), sums, jax.tree.map(self._mean, buffers)
+        return structure.unflatten(deferred)
+
+
+def _stacked(grads: Any) -> Any:
+    """Each device's own, for a leading dim over the data axes."""
+    return jax.tree.map(lambda g: g[None], grads)
+
+
+def _sent(
+    wire: Callable[[jax.Array, int], jax.Array], leaf: jax.Array, dim: int | None
+) -> jax.Array:
+    return leaf if dim is None else wire(leaf, dim).astype(leaf.dtype)

@@ -8,7 +8,7 @@ stage 3 a whole model, exists at no time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -128,7 +128,7 @@ def defer(param: jax.Array, dim: int, wire: Wire, spec: PartitionSpec, *, sharde
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
 def _gathered(dim: int, wire: Wire, spec: PartitionSpec, shard: jax.Array) -> jax.Array:
-    return _on_blocks(lambda x: wire.gather(x, x.ndim + dim), spec, shard)
+    return _on_block(lambda x: wire.gather(x, x.ndim + dim), spec, shard)
 
 
 def _gathered_forward(
@@ -140,28 +140,41 @@ def _gathered_forward(
 def _gathered_backward(
     dim: int, wire: Wire, spec: PartitionSpec, like: jax.Array, cotangent: jax.Array
 ) -> Any:
-    summed = _on_blocks(lambda x: wire.scatter(x, x.ndim + dim), spec, cotangent)
+    summed = _on_block(lambda x: wire.scatter(x, x.ndim + dim), spec, cotangent)
     return (summed.astype(like.dtype),)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
-def _on_blocks(
+def on_blocks(
+    function: Callable[[list[jax.Array]], list[jax.Array]], specs: Sequence[PartitionSpec]
+) -> Callable[[list[jax.Array]], list[jax.Array]]:
+    """`function` of each device's blocks of arrays whose last dims automatic axes split by `specs`.
+
+    On the whole arrays XLA would gather what those axes split before it sends anything.
+    """
+
+    def run(arrays: list[jax.Array]) -> list[jax.Array]:
+        mesh = jax.sharding.get_abstract_mesh()
+        free = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
+        if not free:
+            return function(arrays)
+        blocks = [
+            PartitionSpec(*spec[len(spec) - x.ndim :]) if len(spec) > x.ndim else spec
+            for spec, x in zip(specs, arrays, strict=True)
+        ]
+        return jax.shard_map(
+            function, axis_names=free, in_specs=(blocks,), out_specs=blocks, check_vma=False
+        )(arrays)
+
+    return run
+
+
+def _on_block(
     function: Callable[[jax.Array], jax.Array], spec: PartitionSpec, x: jax.Array
 ) -> jax.Array:
-    """`function` of each device's block of x, where automatic axes split the last dims by `spec`.
-
-    On the whole of x XLA would gather what those axes split before it sends anything.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    free = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
-    if not free:
-        return function(x)
-    block = PartitionSpec(*spec[len(spec) - x.ndim :])
-    return jax.shard_map(
-        function, axis_names=free, in_specs=block, out_specs=block, check_vma=False
-    )(x)
+    return on_blocks(lambda arrays: [function(*arrays)], [spec])([x])[0]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
@@ -182,7 +195,7 @@ def _itself_forward(
 def _itself_backward(
     dim: int, wire: Wire, spec: PartitionSpec, _: None, cotangent: jax.Array
 ) -> Any:
-    summed = _on_blocks(lambda x: wire.scatter(x, x.ndim + dim), spec, cotangent)
+    summed = _on_block(lambda x: wire.scatter(x, x.ndim + dim), spec, cotangent)
     return jnp.zeros_like(cotangent), summed.astype(cotangent.dtype)
 
 

@@ -40,13 +40,18 @@ class Plan:
 
 
 def plan_parallel(
-    config: ParallelConfig, layout: Layout, params: Any, dims: Mapping[str, Dims]
+    config: ParallelConfig,
+    layout: Layout,
+    params: Any,
+    dims: Mapping[str, Dims],
+    scanned: frozenset[str] = frozenset(),
 ) -> Plan:
     """What the config asks for, checked against the mesh and the model.
 
     Args:
       params: the parameters, or their shapes.
       dims: logical dims of each parameter, by name.
+      scanned: names of the parameters whose first dim counts layers.
 
     Raises:
       ConfigError: settings that do not go together, or not with the layout, all at once.
@@ -57,7 +62,7 @@ def plan_parallel(
     data_parallel = None
     if config.reduce is not None:
         data_parallel = DataParallel(
-            layout.mesh, facts.batch_axes, config.reduce, zero, config.reduce_dtype
+            layout.mesh, facts.batch_axes, config.reduce, zero, config.reduce_dtype, scanned
         )
     return Plan(data_parallel, zero, tuple(notices(facts, zero)))
 

@@ -124,8 +124,7 @@ FEATURES: Mapping[str, Feature] = {
 """All that the table can speak of, in the order of the matrix."""
 
 _ZERO = ("zero 1", "zero 2", "zero 3")
-_BLOCKS = (f"reduce: {', '.join(_FLAT)}", "reduce: hierarchical")
-_REDUCE = ("reduce: xla", *_BLOCKS)
+_REDUCE = ("reduce: xla", f"reduce: {', '.join(_FLAT)}", "reduce: hierarchical")
 
 
 @dataclass(frozen=True)
@@ -189,12 +188,6 @@ ROWS: tuple[Row, ...] = (
         "shards are summed inside the fast network and across the slow one in two steps already, "
         "each on one network",
         "set parallel.reduce.type: ring, or parallel.zero.scope: all",
-    ),
-    Row(
-        (("zero 2", "zero 3"), _BLOCKS, ("tensor (or another axis)",)),
-        "a layer is reduced and gathered as flat blocks inside the model, which would gather what "
-        "the other axes split",
-        "set parallel.reduce.type: xla, parallel.reduce: null, or parallel.zero.stage: 1",
     ),
 )
 """Every combination that is refused."""

@@ -148,7 +148,7 @@ class Program:
     def _total_gradient(
         self, params: Any, buffers: Any, batch: Batch, key: jax.Array, scale: LossScaleState | None
     ) -> tuple[Any, Sums, Any]:
-        """Gradients of the total loss of a batch, float32 or wider, sums, buffers."""
+        """Gradients of the total loss of a batch, sums, buffers."""
         if scale is not None:
             # A scale that suits the mean would overflow in the total.
             grads, sums, buffers = self._mean_gradient(params, buffers, batch, key, scale)
@@ -156,7 +156,9 @@ class Program:
         gradient = jax.grad(self._sums, has_aux=True)
         grads, (sums, buffers) = gradient(params, buffers, batch, key)
         grads = self._placed(carried(grads))
-        # What is added up over microbatches and devices would not bear narrow sums.
+        if self.microbatches == 1:
+            return grads, sums, buffers
+        # What is added up over microbatches would not bear narrow sums.
         wide = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)
         return wide, sums, buffers
 
@@ -220,7 +222,7 @@ class Program:
         params = optax.apply_updates(params, updates)
         if self.data_parallel is not None and self.zero is not None and self.zero.stage < 3:
             specs = jax.tree.map(lambda sharding: sharding.spec, self._whole)
-            params = self.data_parallel.gather(specs, params, state.params, self.model.scanned)
+            params = self.data_parallel.gather(specs, params, state.params)
         new = TrainState(
             step=state.step + 1,
             params=params,

@@ -32,6 +32,10 @@ def compiled(
     return ledger(step, program.layout.mesh), tree_bytes(program.model.params)
 
 
+LAYERS = {"type": "xla", "bucket_bytes": 2**18}
+"""Which sends a layer of this small model at a time, as all do where layers are large."""
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_explicit_form_sends_what_the_bound_says(stage, devices):
     """Two passes over the parameters, three in stage 3 (arXiv 1910.02054, section 7)."""
@@ -52,9 +56,16 @@ def test_the_state_is_split(stage, reduce, devices):
 
 def test_a_whole_gradient_exists_in_stage_1_only(devices):
     """Temporaries shrink by most of a gradient, 4 bytes a parameter."""
-    (first, model_bytes), (second, _) = (compiled(stage, {"type": "xla"}) for stage in (1, 2))
+    (first, model_bytes), (second, _) = (compiled(stage, LAYERS) for stage in (1, 2))
     saved = first.memory.temp_bytes - second.memory.temp_bytes
     assert saved > 0.8 * (DEVICES - 1) / DEVICES * model_bytes
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_gradient_is_reduced_in_place(stage, devices):
+    """Beside it there are a layer (a fourth of this model) twice, and tensors that are no stack."""
+    found, model_bytes = compiled(stage, LAYERS)
+    assert found.memory.temp_bytes < 1.6 * model_bytes
 
 
 def test_microbatches_wait_for_the_last_one_to_be_reduced_in_stage_1_alone(devices):
@@ -89,10 +100,11 @@ def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
     assert dtypes(found, "reduce-scatter", "all-reduce") == {"bf16"}
 
 
+@pytest.mark.parametrize("algorithm", ["xla", "ring"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_tensor_axis_goes_on_splitting_what_travels(stage, devices):
+def test_a_tensor_axis_goes_on_splitting_what_travels(stage, algorithm, devices):
     """Each device sends its own half of the model, and nothing of it over the tensor axis."""
-    found, model_bytes = compiled(stage, {"type": "xla"}, mesh={"data": 4, "tensor": 2})
+    found, model_bytes = compiled(stage, {"type": algorithm}, mesh={"data": 4, "tensor": 2})
     passes = 3 if stage == 3 else 2
     assert found.sent_bytes("data") == pytest.approx(passes * 3 / 4 * model_bytes / 2, rel=0.04)
     gathered = [c for c in found.collectives if c.axes == ("tensor",) and c.kind == "all-gather"]

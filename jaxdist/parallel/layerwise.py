@@ -1,0 +1,106 @@
+"""Collectives over stacked layers a few layers at a time, so that nothing is held twice.
+
+A collective on a stack of all layers needs a second buffer as large as the stack before the first
+is free. A few layers at a time, results go into a buffer that is there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+from jax import lax
+
+from jaxdist.trees import leaf_bytes
+
+Layers = list[jax.Array]
+"""The same few layers of several stacks, or tensors that are no stacks."""
+Function = Callable[[list[int], Layers], Layers]
+"""Of the positions of some leaves among all, and the leaves; it keeps the number of layers."""
+
+
+def by_layers(
+    function: Function,
+    leaves: Sequence[jax.Array],
+    layers: Sequence[int | None],
+    turn_bytes: int,
+    *,
+    into: Sequence[jax.Array] | None = None,
+) -> Layers:
+    """`function` of all leaves: of stacks in turns of some layers, of the rest at once.
+
+    Args:
+      layers: how many each leaf has along its first dim; None is no stack.
+      turn_bytes: of a turn's layers, unless one layer is larger.
+      into: of stacks, the buffers that results fill; None fills the stacks themselves. Results keep
+        the dtypes of what they fill, and may be shorter along any dim but the first.
+    """
+    found, stacks = list(leaves), group(layers)
+    rest = [i for i, count in enumerate(layers) if count is None]
+    for mine in stacks:
+        held = [leaves[i] for i in mine]
+        filled = None if into is None else [into[i] for i in mine]
+        some = partial(function, mine)
+        _replace(found, mine, _in_turns(some, held, filled, turn_bytes))
+    _replace(found, rest, function(rest, [leaves[i] for i in rest]))
+    return found
+
+
+def group(layers: Sequence[int | None]) -> list[list[int]]:
+    """Positions of the stacks that have equally many layers.
+
+    >>> group([2, None, 3, 2])
+    [[0, 3], [2]]
+    """
+    found: dict[int, list[int]] = {}
+    for i, count in enumerate(layers):
+        if count is not None:
+            found.setdefault(count, []).append(i)
+    return list(found.values())
+
+
+def layers_at_once(stacks: Sequence[jax.Array], turn_bytes: int) -> int:
+    """How many layers of all stacks together take at most `turn_bytes`, and divide their number.
+
+    >>> import numpy as np
+    >>> layers_at_once([np.zeros((6, 4), "float32")], 63)
+    3
+    """
+    layers = stacks[0].shape[0]
+    layer_bytes = sum(leaf_bytes(stack) for stack in stacks) / layers
+    fitting = [n for n in range(1, layers + 1) if layers % n == 0 and n * layer_bytes <= turn_bytes]
+    return max(fitting, default=1)
+
+
+def _in_turns(
+    function: Callable[[Layers], Layers], stacks: Layers, into: Layers | None, turn_bytes: int
+) -> Layers:
+    count = min(layers_at_once(held, turn_bytes) for held in (stacks, into or stacks))
+    turns = stacks[0].shape[0] // count
+    if turns == 1:
+        return function(stacks)
+
+    def turn(at: jax.Array, filled: Layers) -> Layers:
+        layers = function(_take(filled if into is None else stacks, at * count, count))
+        return _put(filled, layers, at * count)
+
+    filled = lax.fori_loop(0, turns, turn, stacks if into is None else into)
+    shapes = jax.eval_shape(function, stacks)
+    return [lax.slice(f, [0] * f.ndim, s.shape) for f, s in zip(filled, shapes, strict=True)]
+
+
+def _replace(leaves: Layers, positions: list[int], new: Layers) -> None:
+    for i, leaf in zip(positions, new, strict=True):
+        leaves[i] = leaf
+
+
+def _take(stacks: Layers, start: jax.Array, count: int) -> Layers:
+    return [lax.dynamic_slice_in_dim(stack, start, count) for stack in stacks]
+
+
+def _put(stacks: Layers, layers: Layers, start: jax.Array) -> Layers:
+    return [
+        lax.dynamic_update_slice_in_dim(stack, new, start, 0)
+        for stack, new in zip(stacks, layers, strict=True)
+    ]
