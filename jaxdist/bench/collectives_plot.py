@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.bench.report import show
-from jaxdist.errors import RunError
+from jaxdist.metrics.figure import new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _COLOURS = (
     *("#6b6b6b", "#2a6fb0", "#2f8f8f", "#d1495b", "#b07d2b", "#3c8d5a", "#8b5fbf", "#a0527d"),
 )
-_SIZE_INCHES, _DOTS_PER_INCH = (8.0, 5.4), 150
+_SIZE_INCHES = (8.0, 5.4)
 NAME = "collectives"
 
 
@@ -26,41 +26,18 @@ def plot_time_over_size(
     *,
     title: str,
 ) -> list[Path]:
-    """Draw one line an algorithm on logarithmic scales; writes `collectives.png` and `.svg`.
+    """Draw one line an algorithm on logarithmic scales, as `jaxdist.metrics.figure.save` writes it.
 
     Args:
       seconds: algorithm to bytes to seconds.
-      directory: made where it does not exist.
       title: what stands above the axes.
-
-    Returns:
-      The files.
-
-    Raises:
-      RunError: they cannot be written.
     """
-    figure = time_over_size(seconds, title=title)
-    paths = [Path(directory) / f"{NAME}.{format}" for format in ("png", "svg")]
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            figure.savefig(path, format=path.suffix[1:])
-    except OSError as error:
-        raise RunError(
-            f"cannot write the plot of bench collectives to {directory}: {error.strerror}; "
-            "choose another directory"
-        ) from error
-    return paths
+    return save(time_over_size(seconds, title=title), directory, NAME, what="bench collectives")
 
 
 def time_over_size(seconds: Mapping[str, Mapping[int, float]], *, title: str) -> Figure:
     """The figure that `plot_time_over_size` writes, for a notebook or another format."""
-    # A figure of its own, no pyplot: nothing global. Slow to import, so only a drawing pays for it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_SIZE_INCHES)
     axes = figure.add_subplot(xscale="log", yscale="log")
     for index, (name, by_bytes) in enumerate(seconds.items()):
         axes.plot(

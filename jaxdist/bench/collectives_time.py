@@ -16,15 +16,12 @@ from jaxdist.bench.collectives_gloo import Gloo
 from jaxdist.bench.collectives_program import compile_local, make_mesh, split
 from jaxdist.bench.harness import Sample, interleave
 from jaxdist.bench.report import Figure, Listing
-from jaxdist.collectives.auto import label
+from jaxdist.collectives.auto import FLAT, label
 from jaxdist.collectives.bucket import reduce_tree
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.collectives.double_tree import DoubleTree
-from jaxdist.collectives.halving import Halving
 from jaxdist.collectives.hierarchical import Hierarchical
 from jaxdist.collectives.operations import all_reduce
 from jaxdist.collectives.ring import Ring
-from jaxdist.collectives.tree import Tree
 from jaxdist.collectives.xla import Xla
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.mesh import Device
@@ -34,15 +31,7 @@ SIZES = tuple(4096 * 4**power for power in range(8))
 """Bytes on each device: 4 KiB to 64 MiB."""
 LARGE_BYTES = 16 * MEBIBYTE
 RINGS = (Ring(), Ring(directions=2), Ring(chunks=2), Ring(directions=2, chunks=2))
-ALGORITHMS: tuple[Algorithm, ...] = (
-    Xla(),
-    Ring(),
-    Ring(directions=2),
-    Tree(),
-    DoubleTree(),
-    Halving(),
-    Hierarchical(),
-)
+ALGORITHMS: tuple[Algorithm, ...] = (*FLAT, Hierarchical())
 TENSOR_COUNTS = (64, 200, 400)
 SECONDS_A_SIZE = 0.25
 """Spent on each algorithm and size of the table; more where three calls take more."""

@@ -7,28 +7,24 @@ process of its own, since the number of devices is fixed when jax starts.
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from jaxdist.bench import child
 from jaxdist.bench.collectives_program import compile_local, make_mesh, split
 from jaxdist.bench.report import Figure, Listing
 from jaxdist.collectives import operations
 from jaxdist.collectives.auto import FLAT, HIERARCHICAL, label
 from jaxdist.collectives.contract import KINDS, Algorithm, Kind
 from jaxdist.collectives.xla import Xla
-from jaxdist.environment import plan_environment
-from jaxdist.errors import RunError
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.hlo.parse import Module, parse
 from jaxdist.hlo.schedule import kind_of
@@ -75,31 +71,18 @@ def measure(platform: str) -> list[Row]:
     Raises:
       RunError: it fails or takes too long.
     """
-    environ = dict(os.environ)
-    if platform == "cpu":
-        environ |= plan_environment(environ, fake_devices=max(CPU_SIZES))
-    try:
-        done = subprocess.run(
-            command(platform), env=environ, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        raise RunError(
-            f"the programs for {platform} are not compiled after {TIMEOUT_SECONDS:g} s: run "
-            f"`{' '.join(command(platform))}` by hand"
-        ) from None
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise RunError(
-            f"the programs for {platform} do not compile (exit code {done.returncode}: {last}): "
-            f"run `{' '.join(command(platform))}` by hand"
-        )
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = child.records(
+        command(platform),
+        what=f"compiling the programs for {platform}",
+        environ=child.compiling_on(max(CPU_SIZES) if platform == "cpu" else None),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
     return [Row(**{**values, "sizes": tuple(values["sizes"])}) for values in found]
 
 
 def command(platform: str) -> list[str]:
     """The program that prints the rows."""
-    return [sys.executable, "-m", "jaxdist.bench.collectives_traffic", platform]
+    return child.module("jaxdist.bench.collectives_traffic", platform)
 
 
 def figures(platform: str, found: Sequence[Row]) -> list[Figure]:
@@ -256,8 +239,7 @@ def main() -> None:
         machines = [(topology_devices(name), counts) for name, counts in TPU_SIZES.items()]
     else:
         machines = [(jax.devices(), CPU_SIZES)]
-    found = [row for machine in machines for row in rows(platform, *machine)]
-    print(json.dumps([asdict(row) for row in found]))
+    child.show(row for machine in machines for row in rows(platform, *machine))
 
 
 if __name__ == "__main__":

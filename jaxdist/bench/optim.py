@@ -4,10 +4,8 @@ sharded update sends.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import subprocess
 import sys
 from collections.abc import Mapping
 from functools import cached_property
@@ -18,10 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from jaxdist.bench import child
 from jaxdist.bench.harness import REPEATS, interleave
 from jaxdist.bench.report import Figure, Report
 from jaxdist.bench.shapes import Shapes, bert_base, resnet50
-from jaxdist.errors import RunError
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.optim.lamb import lamb
 from jaxdist.optim.lars import lars
@@ -94,18 +92,10 @@ def _in_plain_process(repeats: int) -> list[dict[str, Any]]:
     Raises:
       RunError: it fails.
     """
-    code = (
-        "import json, dataclasses; from jaxdist.bench import optim; "
-        f"print(json.dumps([dataclasses.asdict(f) for f in optim.timed({repeats})]))"
-    )
+    code = f"from jaxdist.bench import child, optim; child.show(optim.timed({repeats}))"
     plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=plain, capture_output=True, text=True, check=False
-    )
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2]
-        raise RunError(f"bench optim in a process of its own: exit code {done.returncode}: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+    what = "timing in a process of its own"
+    return child.records([sys.executable, "-c", code], what=what, environ=plain)
 
 
 class Step:

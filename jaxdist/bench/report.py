@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 import os
@@ -10,7 +9,6 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -18,9 +16,9 @@ from rich.table import Table
 
 from jaxdist import environment
 from jaxdist.bench.harness import Sample, paired_ratio
-from jaxdist.errors import JaxdistError, RunError
+from jaxdist.errors import JaxdistError
+from jaxdist.metrics.report import PACKAGES, write_json
 
-_PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 _GOAL = re.compile(r"(<=|>=)\s*(\d+(?:\.\d+)?)")
 
@@ -171,14 +169,7 @@ class Report:
         Raises:
           RunError: the file cannot be written.
         """
-        text = json.dumps(self.as_json(), indent=2, allow_nan=False)
-        try:
-            Path(path).write_text(text + "\n", encoding="utf-8")
-        except OSError as error:
-            raise RunError(
-                f"cannot write the report of bench {self.bench!r} to {path}: {error.strerror}; "
-                "choose another file"
-            ) from error
+        write_json(path, self.as_json(), what=f"report of bench {self.bench!r}")
 
     def table(self) -> Table:
         """The figures as a table that fits 80 columns."""
@@ -213,7 +204,7 @@ def versions() -> dict[str, Any]:
 
     devices = jax.devices()
     return {
-        **environment.versions(_PACKAGES),
+        **environment.versions(PACKAGES),
         "platform": platform.platform(),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "cpus": os.cpu_count(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
@@ -66,22 +67,17 @@ def state_figures(rows: Sequence[Row]) -> list[Figure]:
 
 def auto_figures(rows: Sequence[Row]) -> list[Figure]:
     """The whole peak over that of XLA's own program, at the stage where it is worst."""
-    figures = []
+    measured = [row for row in rows if row.bytes_per_param is not None]
+    auto = {(row.devices, row.stage): row.peak_bytes for row in measured if row.form == "auto"}
+    figures, note = [], "the whole peak; the worst of {} stages is {}"
+
+    def pair(row: Row) -> tuple[float, float]:
+        return row.peak_bytes, auto[row.devices, row.stage]
+
     for count in sorted({row.devices for row in rows}):
-        measured = [r for r in rows if r.devices == count and r.bytes_per_param is not None]
-        auto = {row.stage: row.peak_bytes for row in measured if row.form == "auto"}
-        explicit = [row for row in measured if row.form == "explicit"]
-        worst = max(explicit, key=lambda row: row.peak_bytes / auto[row.stage])
-        figures.append(
-            Figure(
-                f"peak over plain sharding constraints, {count} devices",
-                worst.peak_bytes,
-                auto[worst.stage],
-                AUTO_GOAL,
-                "B",
-                f"the whole peak; the worst of 4 stages is {worst.stage}",
-            )
-        )
+        name = f"peak over plain sharding constraints, {count} devices"
+        found = [row for row in measured if row.devices == count]
+        figures.append(_worst(name, found, pair, AUTO_GOAL, note=note))
     return figures
 
 
@@ -89,18 +85,9 @@ def sent_figures(rows: Sequence[Row]) -> list[Figure]:
     """Bytes sent over the bound, at the stage where it is worst."""
     figures = []
     for platform, count in sorted({(row.platform, row.devices) for row in rows}):
-        explicit = [r for r in rows if r.devices == count and r.form == "explicit"]
-        worst = max(explicit, key=lambda row: row.sent_bytes / _bound(row))
-        figures.append(
-            Figure(
-                f"bytes sent, {platform}, {count} devices",
-                worst.sent_bytes,
-                _bound(worst),
-                SENT_GOAL,
-                "B",
-                f"the worst of {len(explicit)} programs is stage {worst.stage}",
-            )
-        )
+        name = f"bytes sent, {platform}, {count} devices"
+        found = [row for row in rows if row.devices == count]
+        figures.append(_worst(name, found, lambda row: (row.sent_bytes, _bound(row)), SENT_GOAL))
     return figures
 
 
@@ -108,12 +95,23 @@ def flops_figures(rows: Sequence[Row]) -> list[Figure]:
     """FLOPs of the program over the model's own, at the stage where it is worst."""
     figures = []
     for remat, goal in FLOPS_GOALS.items():
-        explicit = [r for r in rows if r.remat == remat and r.form == "explicit"]
-        worst = max(explicit, key=lambda row: row.flops / row.ideal_flops)
-        note = f"the worst of {len(explicit)} programs is stage {worst.stage}"
-        name = f"FLOPs, remat {remat}"
-        figures.append(Figure(name, worst.flops, worst.ideal_flops, goal, "FLOP", note))
+        name, found = f"FLOPs, remat {remat}", [row for row in rows if row.remat == remat]
+        figures.append(_worst(name, found, lambda row: (row.flops, row.ideal_flops), goal, "FLOP"))
     return figures
+
+
+def _worst(
+    name: str,
+    rows: Sequence[Row],
+    pair: Callable[[Row], tuple[float, float]],
+    goal: str,
+    unit: str = "B",
+    note: str = "the worst of {} programs is stage {}",
+) -> Figure:
+    """The explicit program whose ratio, of ours and reference as `pair` has them, is largest."""
+    explicit = [row for row in rows if row.form == "explicit"]
+    worst = max(explicit, key=lambda row: operator.truediv(*pair(row)))
+    return Figure(name, *pair(worst), goal, unit, note.format(len(explicit), worst.stage))
 
 
 def paper_figures(rows: Sequence[PaperRow]) -> list[Figure]:

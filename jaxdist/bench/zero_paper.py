@@ -15,9 +15,10 @@ from typing import Any
 
 import jax
 
-from jaxdist.bench import zero_child
+from jaxdist.bench import child
 from jaxdist.bench.zero_program import MIXED, REDUCE, STAGES, Form, formula_bytes
 from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.hlo import memory
 from jaxdist.mesh import Device
 from jaxdist.topology import topology_devices
 from jaxdist.trees import tree_size
@@ -66,7 +67,12 @@ def measure() -> list[PaperRow]:
     Raises:
       RunError: it fails or takes too long.
     """
-    found = zero_child.records("jaxdist.bench.zero_paper", timeout_seconds=TIMEOUT_SECONDS)
+    found = child.records(
+        child.module("jaxdist.bench.zero_paper"),
+        what="compiling the paper's steps",
+        environ=child.compiling_on(None),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
     return [PaperRow(**values) for values in found]
 
 
@@ -90,7 +96,7 @@ def row(stage: int, form: Form, devices: Sequence[Device], model: dict[str, Any]
 def compiled_bytes(lowered: jax.stages.Lowered) -> tuple[float, float | None]:
     """A program's peak; where XLA refuses it, what it would take and what a device has."""
     try:
-        return _peak_bytes(lowered.compile()), None
+        return memory(lowered.compile()).peak_bytes, None
     except jax.errors.JaxRuntimeError as error:
         sizes = refusal(str(error))
         if sizes is None:
@@ -110,13 +116,6 @@ def refusal(message: str) -> tuple[float, float] | None:
     return float(sizes[1]) * _SCALES[sizes[2]], float(sizes[3]) * _SCALES[sizes[4]]
 
 
-def _peak_bytes(compiled: jax.stages.Compiled) -> float:
-    """As `jaxdist.hlo.ledger` has it, for programs whose text XLA:TPU cannot print."""
-    stats: Any = compiled.memory_analysis()
-    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    return max(stats.peak_memory_in_bytes, held + stats.temp_size_in_bytes)
-
-
 def rows(devices: Sequence[Device]) -> Iterator[PaperRow]:
     """Every stage in the explicit form."""
     for stage in STAGES:
@@ -125,7 +124,7 @@ def rows(devices: Sequence[Device]) -> Iterator[PaperRow]:
 
 def main() -> None:
     """Print the rows as JSON."""
-    zero_child.show(rows(topology_devices(TOPOLOGY)))
+    child.show(rows(topology_devices(TOPOLOGY)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxdist.bench.zero_paper import PaperRow
-from jaxdist.errors import RunError
+from jaxdist.metrics.figure import new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,40 +26,19 @@ _STAGES = {0: "0: replicas", 1: "1: optimizer", 2: "2: + gradients", 3: "3: + pa
 
 
 def plot_memory(rows: Sequence[PaperRow], directory: str | os.PathLike[str]) -> Path:
-    """Draw the peak of each stage beside the formula; writes `zero_memory.svg`.
+    """Draw the peak of each stage beside the formula; the SVG of `jaxdist.metrics.figure.save`.
 
     Args:
       rows: at least one.
-      directory: made where it does not exist.
-
-    Returns:
-      The file.
-
-    Raises:
-      RunError: it cannot be written.
     """
-    path = Path(directory) / f"{NAME}.svg"
-    figure = memory(rows)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, format="svg")
-    except OSError as error:
-        raise RunError(
-            f"cannot write the plot of bench zero to {directory}: {error.strerror}; choose "
-            "another directory"
-        ) from error
-    return path
+    return save(memory(rows), directory, NAME, formats=("svg",), what="bench zero")[0]
 
 
 def memory(rows: Sequence[PaperRow]) -> Figure:
     """The figure that `plot_memory` writes, for a notebook or another format."""
-    # A figure of its own, no pyplot: nothing global. Slow to import, so only a drawing pays for it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=_SIZE_INCHES, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_SIZE_INCHES)
     axes = figure.add_subplot()
     stages = sorted({row.stage for row in rows})
     formula = {row.stage: row.formula_bytes for row in rows}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxdist.bench import zero_child
+from jaxdist.bench import child
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.mesh import Device
@@ -178,10 +178,10 @@ def measure(platform: str) -> list[Row]:
     Raises:
       RunError: it fails or takes too long.
     """
-    found = zero_child.records(
-        "jaxdist.bench.zero_program",
-        platform,
-        fake_devices=max(CPU_COUNTS) if platform == "cpu" else None,
+    found = child.records(
+        child.module("jaxdist.bench.zero_program", platform),
+        what=f"compiling steps for {platform}",
+        environ=child.compiling_on(max(CPU_COUNTS) if platform == "cpu" else None),
         timeout_seconds=TIMEOUT_SECONDS,
     )
     return [Row(**values) for values in found]
@@ -209,7 +209,7 @@ def main() -> None:
     if platform not in ("cpu", "tpu"):
         sys.exit(f"no rows for {platform!r}: cpu or tpu")
     rows = cpu_rows(jax.devices()) if platform == "cpu" else tpu_rows(topology_devices(TOPOLOGY))
-    zero_child.show(rows)
+    child.show(rows)
 
 
 if __name__ == "__main__":

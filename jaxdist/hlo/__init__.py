@@ -1,7 +1,16 @@
 """Reads a compiled program: which collectives run, the bytes they send, FLOPs and memory."""
 
-from jaxdist.hlo.ledger import ledger, ledger_of_text
+from jaxdist.hlo.ledger import ledger, ledger_of_text, memory
 from jaxdist.hlo.parse import LedgerError
 from jaxdist.hlo.records import Collective, Kind, Ledger, Memory
 
-__all__ = ["Collective", "Kind", "Ledger", "LedgerError", "Memory", "ledger", "ledger_of_text"]
+__all__ = [
+    "Collective",
+    "Kind",
+    "Ledger",
+    "LedgerError",
+    "Memory",
+    "ledger",
+    "ledger_of_text",
+    "memory",
+]

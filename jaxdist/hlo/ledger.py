@@ -30,7 +30,23 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh) -> Ledger:
         compiled.as_text() or "",
         dict(mesh.shape),
         order=_order(compiled, mesh),
-        memory=_memory(compiled.memory_analysis()),
+        memory=memory(compiled),
+    )
+
+
+def memory(compiled: jax.stages.Compiled) -> Memory:
+    """What a compiled program holds on one device, also where XLA cannot print its text."""
+    stats: Any = compiled.memory_analysis()
+    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
+    reserved = held + stats.temp_size_in_bytes
+    return Memory(
+        argument_bytes=stats.argument_size_in_bytes,
+        output_bytes=stats.output_size_in_bytes,
+        alias_bytes=stats.alias_size_in_bytes,
+        temp_bytes=stats.temp_size_in_bytes,
+        code_bytes=stats.generated_code_size_in_bytes,
+        # XLA:CPU's own peak leaves the temporaries out; XLA:TPU's also holds what is not listed.
+        peak_bytes=max(stats.peak_memory_in_bytes, reserved),
     )
 
 
@@ -93,17 +109,3 @@ def _order(compiled: jax.stages.Compiled, mesh: Mesh) -> tuple[int, ...] | None:
 
 def _ids(devices: list[Any]) -> list[int]:
     return [device.id for device in devices]
-
-
-def _memory(stats: Any) -> Memory:
-    held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
-    reserved = held + stats.temp_size_in_bytes
-    return Memory(
-        argument_bytes=stats.argument_size_in_bytes,
-        output_bytes=stats.output_size_in_bytes,
-        alias_bytes=stats.alias_size_in_bytes,
-        temp_bytes=stats.temp_size_in_bytes,
-        code_bytes=stats.generated_code_size_in_bytes,
-        # XLA:CPU's own peak leaves the temporaries out; XLA:TPU's also holds what is not listed.
-        peak_bytes=max(stats.peak_memory_in_bytes, reserved),
-    )

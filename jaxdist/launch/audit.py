@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections import Counter
 from collections.abc import Sequence
@@ -13,11 +12,11 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist import environment
-from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.launch.audit_knobs import written
 from jaxdist.launch.audit_step import Finding, Step, judge
 from jaxdist.launch.inspect_program import open_subject
+from jaxdist.metrics.report import write_json
 from jaxdist.topology import topology_devices
 from jaxdist.train.directory import PACKAGES
 
@@ -100,9 +99,4 @@ def _write(path: Path, step: Step, findings: Sequence[Finding], *, full: bool) -
         "passed": not has_no_effect(findings),
         "knobs": [asdict(finding) for finding in findings],
     }
-    try:
-        path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"cannot write the audit to {path}: {error.strerror}; choose another file"
-        ) from error
+    write_json(path, report, what="audit")

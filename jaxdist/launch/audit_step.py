@@ -22,7 +22,6 @@ from jaxdist.launch.audit_knobs import (
     with_value,
     without,
 )
-from jaxdist.launch.audit_text import structure
 from jaxdist.launch.inspect_diff import difference
 from jaxdist.launch.inspect_program import Inspection, Subject, inspect_step
 from jaxdist.launch.inspect_rows import show_number
@@ -85,7 +84,7 @@ class Step:
         program = self.subject.experiment.program
         text = program.train.lower(program.state_shapes, program.batch).compile().as_text()
         assert text is not None, "XLA's programs have a text"
-        return structure(text) + digest("", self.lowered)
+        return digest(text, self.lowered)
 
     @property
     def mesh(self) -> dict[str, int]:

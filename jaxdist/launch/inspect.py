@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,14 +11,12 @@ from rich.console import Console
 from rich.markup import escape
 
 from jaxdist import environment
-from jaxdist.errors import RunError
 from jaxdist.launch.inspect_diff import Difference, difference, print_difference
 from jaxdist.launch.inspect_program import Inspection, inspect_step, open_subject
 from jaxdist.launch.inspect_rows import Row, by_axes, by_kind
 from jaxdist.launch.inspect_tables import bound_bytes, print_inspection
+from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.topology import topology_devices
-
-_PACKAGES = ("python", "jax", "jaxlib", "libtpu", "flax", "optax", "numpy", "jaxdist")
 
 
 def inspect(
@@ -63,8 +60,8 @@ def inspect(
             "diff": result.to_json(),
         }
     if json_file is not None:
-        versions = environment.versions(_PACKAGES) | {"platform": platform.platform()}
-        _write(json_file, {"versions": versions, **report})
+        versions = environment.versions((*PACKAGES, "libtpu")) | {"platform": platform.platform()}
+        write_json(json_file, {"versions": versions, **report}, what="inspection")
     return result
 
 
@@ -117,12 +114,3 @@ def _axes_json(inspection: Inspection, row: Row) -> dict[str, Any]:
 
 def _snake(sizes: Mapping[str, int]) -> dict[str, int]:
     return {f"{name.replace(' ', '_')}_bytes": size for name, size in sizes.items()}
-
-
-def _write(path: Path, report: Mapping[str, Any]) -> None:
-    try:
-        path.write_text(json.dumps(report, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"cannot write the inspection to {path}: {error.strerror}; choose another file"
-        ) from error

@@ -37,7 +37,7 @@ class Inspection:
       step: what one step trains on.
       device_kind: what it is compiled for.
       ledger: what the compiled program does.
-      program_sha256: of the program's text without names; equal programs have equal ones.
+      program_sha256: of the program without names and order; equal programs have equal ones.
       model_flops: of the whole step, without recomputing: see `inspect_ideal.model_flops`.
       gradient_axes: mesh axes that share the batch.
       gradient_bound_bytes: the least that a device must send over them.

@@ -12,6 +12,7 @@ _CHANNEL = re.compile(r", channel_id=\d+")
 _HEADER = re.compile(r"^((?:ENTRY )?%?[\w.\-]+) \(.*\) -> .* \{$", re.M)
 _LARGE_CONSTANT = re.compile(r'dense<"0x[0-9A-Fa-f]+"')
 _NAME = re.compile(r"%[\w.\-]+")
+_COMPUTATION = re.compile(r"((?:ENTRY )?)(%\d+) \{$")
 
 
 def canonical_text(text: str) -> str:
@@ -30,12 +31,46 @@ def canonical_text(text: str) -> str:
     return _NAME.sub(lambda name: f"%{numbers.setdefault(name[0], len(numbers))}", text)
 
 
-def digest(text: str, lowered: str = "") -> str:
-    """SHA-256 that is equal for programs which differ in names alone.
+def structure(text: str) -> str:
+    """SHA-256 that is equal for programs which differ in names and in the schedule alone.
+
+    Each instruction is hashed with the hashes of its operands and of what it calls, which HLO text
+    defines before they are used.
+
+    >>> one, two = "  %a = f32[] parameter(0)", "  %b = f32[] parameter(1)"
+    >>> root = "  ROOT %c = f32[] subtract(%a, %b)"
+    >>> programs = ["\\n".join(["ENTRY %f () -> f32[] {", *lines, root, "}"])
+    ...     for lines in ([one, two], [two, one])]
+    >>> structure(programs[0]) == structure(programs[1])
+    True
+    >>> structure(programs[0]) == structure(programs[0].replace("(%a, %b)", "(%b, %a)"))
+    False
+    """
+    known: dict[str, str] = {}
+    module, inside, entry, name = [], [], "", ""
+    for line in canonical_text(text).splitlines():
+        if match := _COMPUTATION.match(line):
+            entry, name = match.groups()
+            inside = []
+        elif line == "}":
+            known[name] = _hash(entry, *sorted(inside))
+            module.append(known[name])
+        elif name:
+            target, _, body = line.strip().removeprefix("ROOT ").partition(" = ")
+            known[target] = _hash(_NAME.sub(lambda m: known.get(m[0], "?"), body))
+            inside.append(f"ROOT {known[target]}" if "ROOT" in line[:6] else known[target])
+    return _hash(*sorted(module))
+
+
+def digest(text: str, lowered: str) -> str:
+    """`structure`, with the large constants.
 
     Args:
       text: HLO of the compiled program, where large constants are elided.
       lowered: StableHLO that it was compiled from, where they stand in hexadecimal.
     """
-    constants = sorted(_LARGE_CONSTANT.findall(lowered))
-    return hashlib.sha256("\n".join([canonical_text(text), *constants]).encode()).hexdigest()
+    return _hash(structure(text), *sorted(_LARGE_CONSTANT.findall(lowered)))
+
+
+def _hash(*parts: str) -> str:
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.launch.parity_cells import cover, valid_cells
 from jaxdist.launch.parity_report import HEADER, line, to_json
@@ -20,6 +18,7 @@ from jaxdist.launch.parity_run import (
     remats_of,
     sections_of,
 )
+from jaxdist.metrics.report import write_json
 
 BUILT_IN_NAME = "A gpt of 2 layers of width 64"
 
@@ -56,7 +55,8 @@ def parity(
     console.print(HEADER, style="bold")
     results = [_shown(compare(subject, cell), console) for cell in cells]
     if json_file is not None:
-        _write(json_file, json.dumps(to_json(name, results, full=full), indent=1))
+        report = to_json(name, results, full=full)
+        write_json(json_file, report, what="comparison", indent=1, allow_nan=True)
     console.print(verdict(results))
     return results
 
@@ -78,12 +78,3 @@ def verdict(results: Sequence[Result]) -> str:
         for kind in ("equal", "differs", "skipped")
     ]
     return "{} equal, {} differ, {} skipped".format(*counts)
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise RunError(
-            f"cannot write the comparison to {path}: {error.strerror}; choose another file"
-        ) from error

@@ -12,8 +12,8 @@ from typing import Any
 from jaxdist import environment
 from jaxdist.launch.parity_cells import MESHES, REDUCTIONS, Cell, valid_cells
 from jaxdist.launch.parity_run import STEPS, Differences, Result
+from jaxdist.metrics.report import PACKAGES
 
-_PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
 HEADER = (
     f"{'mesh':<19}{'zero':<6}{'reduce':<13}{'parts':<6}{'remat':<6}"
     f"{'loss':>8}{'gradient':>9}{'update':>8}"
@@ -56,7 +56,7 @@ def to_json(subject: str, results: Sequence[Result], *, full: bool) -> dict[str,
         "subject": subject,
         "cells": "all" if full else "every two settings",
         "steps": STEPS,
-        "versions": environment.versions(_PACKAGES),
+        "versions": environment.versions(PACKAGES),
         "results": [
             {
                 **asdict(result.cell),

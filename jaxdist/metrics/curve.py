@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxdist.metrics.figure import new_figure
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -18,7 +20,7 @@ MAX_POINTS = 2000
 
 _TRAIN, _POINTS = "#2a6fb0", ("#d1495b", "#3c8d5a", "#8b5fbf")
 _BASELINES = ("#6b6b6b", "#b07d2b", "#2f8f8f", "#a0527d")
-_SIZE_INCHES, _DOTS_PER_INCH = (8.0, 4.8), 150
+_SIZE_INCHES = (8.0, 4.8)
 
 
 def plot_loss(
@@ -52,12 +54,7 @@ def loss_figure(
     loss_unit: str,
 ) -> Figure:
     """The figure that `plot_loss` writes, for a notebook or another format."""
-    # A figure of its own, no pyplot: nothing global. Slow to import, so only a drawing pays for it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_SIZE_INCHES)
     axes = figure.add_subplot()
     losses = _losses_by_split(records)
     steps, values = losses.pop("train", (np.empty(0), np.empty(0)))

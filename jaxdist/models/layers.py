@@ -15,6 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxdist.errors import ConfigError
+from jaxdist.models.ahead import scan_ahead
+
 ComputeDtype = Literal["float32", "bfloat16"]
 Initializer = Callable[..., jax.Array]
 
@@ -56,6 +59,11 @@ class Deferred(ABC):
     @abstractmethod
     def carried(self) -> jax.Array:
         """Of a gradient of the same form, what is wanted of it."""
+
+    @property
+    def ahead(self) -> bool:
+        """Whether `scan_blocks` shall make the next layer's whole while a layer computes."""
+        return False
 
 
 def whole(tree: Any) -> Any:
@@ -175,8 +183,13 @@ def scan_blocks(
       stacked: from `stack`; each block maps `(x, *operands)` to a new x.
       remat: what the backward pass recomputes: nothing, all but matmul results, or all.
       unroll: blocks per loop iteration.
+
+    Raises:
+      ConfigError: parameters are to be fetched ahead, and `remat` is not "full".
     """
     graph, state = nnx.split(stacked)
+    if _fetches_ahead(state):
+        return _scan_ahead(graph, state, x, operands, remat)
 
     def body(carry: jax.Array, layer: Any) -> tuple[jax.Array, None]:
         block: Any = nnx.merge(graph, whole(layer))
@@ -186,3 +199,24 @@ def scan_blocks(
         # A loop keeps forward and backward apart; where it is unrolled away, CSE would undo remat.
         body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=unroll > 1)
     return jax.lax.scan(body, x, state, unroll=unroll)[0]
+
+
+def _fetches_ahead(state: Any) -> bool:
+    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Deferred))
+    return any(isinstance(leaf, Deferred) and leaf.ahead for leaf in leaves)
+
+
+def _scan_ahead(
+    graph: Any, state: Any, x: jax.Array, operands: tuple[Any, ...], remat: Remat
+) -> jax.Array:
+    if remat != "full":
+        raise ConfigError(
+            f"parallel.zero.prefetch keeps the inputs of layers alone and recomputes the rest, and "
+            f"model.remat is {remat}: set model.remat: full, or parallel.zero.prefetch: false"
+        )
+
+    def block(layer: Any, x: jax.Array, *operands: Any) -> jax.Array:
+        found: Any = nnx.merge(graph, layer)
+        return found(x, *operands)
+
+    return scan_ahead(block, whole, state, x, operands)

@@ -13,10 +13,11 @@ from pydantic import Field, model_validator
 from jaxdist.config.schema import Config, Count
 from jaxdist.optim.batch_scaling import ScaleFromConfig
 from jaxdist.optim.layers import Dims, layer_dims
+from jaxdist.optim.layerwise import Rule
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
 from jaxdist.optim.schedules import ScheduleConfig
-from jaxdist.optim.trust_ratio import UNBOUNDED, Rule
+from jaxdist.optim.trust_ratio import UNBOUNDED
 from jaxdist.trees import flatten_with_names
 
 Positive = Annotated[float, Field(gt=0)]

@@ -21,7 +21,8 @@ from jaxdist.optim.common import (
     Positive,
     given,
 )
-from jaxdist.optim.layers import Leaf, Squares, describe, wide_zeros
+from jaxdist.optim.layers import Squares
+from jaxdist.optim.layerwise import Leaves, Now, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
     UNBOUNDED,
     Bounds,
@@ -29,10 +30,7 @@ from jaxdist.optim.trust_ratio import (
     check_betas,
     check_bounds,
     check_numbers,
-    choose_rule,
     clip_global_norm,
-    decays_and_adapts,
-    need_params,
     norms_of,
     trust_ratio,
 )
@@ -108,13 +106,7 @@ def lamb(
 
     Args:
       variant: whose LAMB; each difference is a field of `LambRule`, which `options` override.
-      layer_dims: leading dims that are layers: a count for all leaves, or a tree of counts or of
-        tuples of positions (`jaxdist.optim.layers.layer_dims` makes one from logical dims).
-      decay_mask: true where weights decay; None leaves it to the variant, which may exclude
-        tensors with fewer than two dims besides the layers.
-      adapt_mask: true where the ratio applies; None the same.
-      specs: partition specs of the parameters, for use inside `jax.shard_map`: all norms are then
-        reduced in one all-reduce.
+      layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`.
 
     Raises:
       ConfigError: no params, bad numbers, dims, axes, masks or options.
@@ -128,52 +120,22 @@ def lamb(
     check_numbers(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     check_betas(b1=b1, b2=b2)
     rule = lamb_rule(variant, **options)
-    step = partial(_step, learning_rate=learning_rate, b1=b1, b2=b2, eps=eps, rule=rule)
-
-    def init(params: Any) -> LambState:
-        mu, nu = (jax.tree.map(wide_zeros, params) for _ in ("mu", "nu"))
-        return LambState(jnp.zeros((), jnp.int32), mu, nu)
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, LambState]:
-        del extra
-        assert isinstance(state, LambState)
-        leaves = describe(need_params(params), layer_dims, specs)
-        decay, adapt = decays_and_adapts(
-            rule, params, leaves, weight_decay, decay_mask=decay_mask, adapt_mask=adapt_mask
-        )
-        return step(updates, state, params, leaves, decay, adapt)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    step = partial(_step, b1=b1, b2=b2, eps=eps, rule=rule)
+    by_leaf = (layer_dims, decay_mask, adapt_mask, specs)
+    return layerwise(step, LambState, rule, learning_rate, weight_decay, *by_leaf)
 
 
-def _step(
-    updates: Any,
-    state: LambState,
-    params: Any,
-    leaves: Sequence[Leaf],
-    decay: Sequence[float],
-    adapt: Sequence[bool],
-    *,
-    learning_rate: optax.ScalarOrSchedule,
-    b1: float,
-    b2: float,
-    eps: float,
-    rule: LambRule,
-) -> tuple[Any, LambState]:
-    """Updates and next state, given each leaf's decay and whether the ratio applies to it."""
-    p, structure = jax.tree.flatten(params)
-    g, mu, nu = map(structure.flatten_up_to, (updates, state.mu, state.nu))
-    g = clip_global_norm(g, leaves, rule.max_grad_norm)
-    count = optax.safe_increment(state.count)
-    look = _Look.at(count, b1, b2, eps, rule)
+def _step(now: Now, *, b1: float, b2: float, eps: float, rule: LambRule) -> tuple[Leaves, ...]:
+    """Updates and moments after one step."""
+    mu, nu = now.moments
+    g = clip_global_norm(now.grads, now.leaves, rule.max_grad_norm)
+    look = _Look.at(now.count, b1, b2, eps, rule)
     mu = [b1 * m + (1 - b1) * x.astype(m.dtype) for m, x in zip(mu, g, strict=True)]
     nu = [b2 * v + (1 - b2) * jnp.square(x.astype(v.dtype)) for v, x in zip(nu, g, strict=True)]
-    rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-    tensors = [_Tensors(*x) for x in zip(p, g, mu, nu, decay, strict=True)]
-    ratios = _ratios(tensors, leaves, adapt, look, rule)
-    moves = [look.update(x, rate, ratio, rule) for x, ratio in zip(tensors, ratios, strict=True)]
-    new = LambState(count, structure.unflatten(mu), structure.unflatten(nu))
-    return structure.unflatten(moves), new
+    tensors = [_Tensors(*x) for x in zip(now.params, g, mu, nu, now.decay, strict=True)]
+    ratios = _ratios(tensors, now, look, rule)
+    pairs = zip(tensors, ratios, strict=True)
+    return [look.update(x, now.rate, ratio, rule) for x, ratio in pairs], mu, nu
 
 
 def lamb_rule(variant: LambVariant, **options: Any) -> LambRule:
@@ -254,17 +216,10 @@ class _Look(NamedTuple):
         return -(adam + shrink * x.p if x.decay else adam).astype(x.p.dtype)
 
 
-def _ratios(
-    tensors: Sequence[_Tensors],
-    leaves: Sequence[Leaf],
-    adapt: Sequence[bool],
-    look: _Look,
-    rule: LambRule,
-) -> list[jax.Array]:
+def _ratios(tensors: Sequence[_Tensors], now: Now, look: _Look, rule: LambRule) -> list[jax.Array]:
     """The trust ratio of each leaf, one a layer; 1 where it does not apply."""
-    on = [i for i, flag in enumerate(adapt) if flag]
     squares: list[Squares] = []
-    for i in on:
+    for i in now.adapting:
         x = tensors[i]
         decay = x.decay if x.decay and rule.decay_in_ratio else None
         # Behind a barrier each leaf has scalars of its own: XLA:CPU would broadcast a shared one
@@ -272,9 +227,10 @@ def _ratios(
         own, decay = jax.lax.optimization_barrier(
             (look.after(squares), jax.tree.map(jnp.float32, decay))
         )
-        squares.append(leaves[i].squares_in_one_pass(x.p, own.direction(x, decay)))
-    ratios = [jnp.ones((1,) * leaf.ndim, jnp.float32) for leaf in leaves]
-    for i, norms in zip(on, norms_of(squares, [leaves[i] for i in on]), strict=True):
+        squares.append(now.leaves[i].squares_in_one_pass(x.p, own.direction(x, decay)))
+    ratios = [jnp.ones((1,) * leaf.ndim, jnp.float32) for leaf in now.leaves]
+    norms_on = norms_of(squares, [now.leaves[i] for i in now.adapting])
+    for i, norms in zip(now.adapting, norms_on, strict=True):
         ratios[i] = trust_ratio(norms, phi=rule.phi, ratio_bounds=rule.ratio_bounds)
     return ratios
 

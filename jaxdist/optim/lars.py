@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -12,16 +11,13 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.optim.common import Beta, NamedParams, NonNegative, OptimizerConfig, Positive, given
-from jaxdist.optim.layers import Leaf, describe, wide_zeros
+from jaxdist.optim.layerwise import Leaves, Now, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
     Mask,
     Norms,
     check_betas,
     check_numbers,
-    choose_rule,
-    decays_and_adapts,
     layer_norms,
-    need_params,
     trust_ratio,
     usable,
 )
@@ -94,13 +90,8 @@ def lars(
 
     Args:
       variant: whose LARS; each difference is a field of `LarsRule`, which `options` override.
-      layer_dims: leading dims that are layers: a count for all leaves, or a tree of counts or of
-        tuples of positions (`jaxdist.optim.layers.layer_dims` makes one from logical dims).
-      decay_mask: true where weights decay; None leaves it to the variant, which may exclude
-        tensors with fewer than two dims besides the layers.
-      adapt_mask: true where the ratio applies, elsewhere plain momentum; None the same.
-      specs: partition specs of the parameters, for use inside `jax.shard_map`: all norms are then
-        reduced in one all-reduce.
+      layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`; where the
+        ratio does not apply, this is plain momentum.
 
     Raises:
       ConfigError: no params, bad numbers, dims, axes, masks or options.
@@ -119,60 +110,26 @@ def lars(
     )
     check_betas(momentum=momentum)
     rule = lars_rule(variant, **options)
-    step = partial(
-        _step,
-        learning_rate=learning_rate,
-        momentum=momentum,
-        coefficient=trust_coefficient,
-        eps=eps,
-        rule=rule,
-    )
-
-    def init(params: Any) -> LarsState:
-        return LarsState(jnp.zeros((), jnp.int32), jax.tree.map(wide_zeros, params))
-
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, LarsState]:
-        del extra
-        assert isinstance(state, LarsState)
-        leaves = describe(need_params(params), layer_dims, specs)
-        decay, adapt = decays_and_adapts(
-            rule, params, leaves, weight_decay, decay_mask=decay_mask, adapt_mask=adapt_mask
-        )
-        return step(updates, state, params, leaves, decay, adapt)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    step = partial(_step, momentum=momentum, coefficient=trust_coefficient, eps=eps, rule=rule)
+    by_leaf = (layer_dims, decay_mask, adapt_mask, specs)
+    return layerwise(step, LarsState, rule, learning_rate, weight_decay, *by_leaf)
 
 
 def _step(
-    updates: Any,
-    state: LarsState,
-    params: Any,
-    leaves: Sequence[Leaf],
-    decay: Sequence[float],
-    adapt: Sequence[bool],
-    *,
-    learning_rate: optax.ScalarOrSchedule,
-    momentum: float,
-    coefficient: float,
-    eps: float,
-    rule: LarsRule,
-) -> tuple[Any, LarsState]:
-    """Updates and next state, given each leaf's decay and whether the ratio applies to it."""
-    p, structure = jax.tree.flatten(params)
-    g, v = map(structure.flatten_up_to, (updates, state.momentum))
-    tensors = [_Tensors(*x) for x in zip(p, g, v, decay, strict=True)]
-    rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-    ratio = partial(_ratio, coefficient=coefficient, eps=eps, rate=rate, rule=rule)
-    on = [i for i, flag in enumerate(adapt) if flag]
-    norms = layer_norms([tensors[i].pair(rule) for i in on], [leaves[i] for i in on])
+    now: Now, *, momentum: float, coefficient: float, eps: float, rule: LarsRule
+) -> tuple[Leaves, ...]:
+    """Updates and momentum after one step."""
+    leaves = zip(now.params, now.grads, *now.moments, now.decay, strict=True)
+    tensors = [_Tensors(*x) for x in leaves]
+    ratio = partial(_ratio, coefficient=coefficient, eps=eps, rate=now.rate, rule=rule)
+    on = now.adapting
+    norms = layer_norms([tensors[i].pair(rule) for i in on], [now.leaves[i] for i in on])
     scaled = {i: ratio(tensors[i], pair) for i, pair in zip(on, norms, strict=True)}
     moved = [
-        _moved(x, *scaled.get(i, (1.0, x.decay)), momentum, rate, rule)
+        _moved(x, *scaled.get(i, (1.0, x.decay)), momentum, now.rate, rule)
         for i, x in enumerate(tensors)
     ]
-    moves = structure.unflatten([update for update, _ in moved])
-    new = structure.unflatten([velocity for _, velocity in moved])
-    return moves, LarsState(optax.safe_increment(state.count), new)
+    return [update for update, _ in moved], [velocity for _, velocity in moved]
 
 
 def lars_rule(variant: LarsVariant, **options: Any) -> LarsRule:

@@ -128,12 +128,12 @@ def _automatic(x: jax.Array) -> bool:
     return any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
-def describe(params: Any, kept: Any = None, specs: Any = None) -> list[Leaf]:
+def describe(params: Any, layer_dims: Any = None, specs: Any = None) -> list[Leaf]:
     """The leaves of `params` in order.
 
     Args:
-      kept: one count of leading layer dims for all leaves, or a tree of such counts or of tuples of
-        positions; None is 0, one norm a leaf.
+      layer_dims: leading dims that are layers: a count for all leaves, or a tree of counts or of
+        tuples of positions (the function `layer_dims` makes one); None is 0, one norm a leaf.
       specs: a tree of partition specs, as given to `jax.shard_map`; outside of it they change
         nothing. None: no leaf is split.
 
@@ -142,8 +142,9 @@ def describe(params: Any, kept: Any = None, specs: Any = None) -> list[Leaf]:
         another structure.
     """
     named = flatten_with_names(params)
-    everywhere = kept is None or isinstance(kept, int)
-    kept_of = [kept or 0] * len(named) if everywhere else _aligned(params, kept, "layer_dims")
+    everywhere = layer_dims is None or isinstance(layer_dims, int)
+    count = [layer_dims or 0] * len(named)
+    kept_of = count if everywhere else _aligned(params, layer_dims, "layer_dims")
     spec_of = [PartitionSpec()] * len(named) if specs is None else _aligned(params, specs, "specs")
     leaves = zip(named, kept_of, spec_of, strict=True)
     return [

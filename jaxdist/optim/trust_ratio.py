@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.errors import ConfigError
 from jaxdist.optim.layers import Leaf, add_shards, describe, whole
 from jaxdist.trees import flatten_with_names
 
@@ -98,10 +97,8 @@ def scale_by_layerwise_trust_ratio(
     """Graft the trust ratio on any base: each layer's update times ||w|| / ||update||.
 
     Args:
-      layer_dims: leading dims that are layers: a count for all leaves, or a tree of counts or of
-        tuples of positions (`jaxdist.optim.layers.layer_dims` makes one from logical dims).
+      layer_dims, specs: see `jaxdist.optim.layers.describe`.
       mask: true where the ratio applies; elsewhere the update passes as it is.
-      specs: partition specs of the parameters, for use inside `jax.shard_map`.
 
     Raises:
       ConfigError: no params, bad numbers, dims, axes or masks.
@@ -199,62 +196,3 @@ def check_bounds(**values: Bounds) -> None:
     for name, (low, high) in values.items():
         if not 0 <= low <= high or low == math.inf:
             raise ConfigError(f"{name} = ({low}, {high}): need 0 <= lower <= upper")
-
-
-class Rule(Protocol):
-    """What the rules of LAMB and LARS have in common: see `LambRule`."""
-
-    @property
-    def decay_vectors(self) -> bool: ...
-    @property
-    def adapt_vectors(self) -> bool: ...
-    @property
-    def adapt_undecayed(self) -> bool: ...
-
-
-def decays_and_adapts(
-    rule: Rule,
-    params: Any,
-    leaves: Sequence[Leaf],
-    weight_decay: float,
-    *,
-    decay_mask: Mask | None,
-    adapt_mask: Mask | None,
-) -> tuple[list[float], list[bool]]:
-    """For each leaf its rate of decay and whether the ratio applies."""
-    matrices = [len(leaf.summed) >= 2 for leaf in leaves]
-
-    def chosen(mask: Mask | None, name: str, vectors: bool) -> list[bool]:
-        if mask is not None:
-            return flags(mask, params, name)
-        return [vectors or matrix for matrix in matrices]
-
-    decays = [
-        weight_decay if flag else 0.0
-        for flag in chosen(decay_mask, "decay_mask", rule.decay_vectors)
-    ]
-    adapts = chosen(adapt_mask, "adapt_mask", rule.adapt_vectors)
-    if not rule.adapt_undecayed:
-        adapts = [flag and decay != 0 for flag, decay in zip(adapts, decays, strict=True)]
-    return decays, adapts
-
-
-AnyRule = TypeVar("AnyRule", bound=Rule)
-
-
-def choose_rule(
-    optimizer: str, rules: Mapping[Any, AnyRule], variant: str, options: Mapping[str, Any]
-) -> AnyRule:
-    """The rule of a variant with some of its options replaced.
-
-    Raises:
-      ConfigError: no such variant or option.
-    """
-    if variant not in rules:
-        raise ConfigError(f"{optimizer}: variant {variant!r}: {did_you_mean(variant, rules)}")
-    rule: Any = rules[variant]
-    known = [field.name for field in fields(rule)]
-    for name in options:
-        if name not in known:
-            raise ConfigError(f"{optimizer} has no option {name!r}: {did_you_mean(name, known)}")
-    return replace(rule, **options)

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxdist.collectives.bucket import BUCKET_BYTES, fusion_bytes, reduce_tree
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.parallel.deferred import Wire, defer, on_blocks
-from jaxdist.parallel.layerwise import Layers, by_layers
+from jaxdist.parallel.turns import Layers, by_layers
 from jaxdist.parallel.zero import Zero
 from jaxdist.trees import flatten_with_names
 
@@ -139,7 +139,7 @@ class DataParallel:
         return [g.astype(like.dtype) for g, like in zip(total, grads, strict=True)]
 
     def _wire(self, zero: Zero) -> Wire:
-        return Wire(zero.axes, self.algorithm, zero.gather_dtype, self.reduce_dtype)
+        return Wire(zero.axes, self.algorithm, zero.gather_dtype, self.reduce_dtype, zero.prefetch)
 
     def _scatter(self, zero: Zero, grads: Any) -> Any:
         """This device's shards of the sums over ZeRO's axes; what is not split stays unsummed."""

@@ -31,12 +31,14 @@ class Wire:
       axes: manual mesh axes over which tensors are split.
       gather_dtype: of parameters on the wire, and where they are used; None is their own.
       reduce_dtype: of gradients on the wire, and of their sum; None is their own.
+      ahead: whether a layer's parameters are gathered while the layer before computes.
     """
 
     axes: tuple[str, ...]
     algorithm: Algorithm
     gather_dtype: str | None = None
     reduce_dtype: str | None = None
+    ahead: bool = False
 
     def gather(self, shard: jax.Array, dim: int) -> jax.Array:
         """The whole tensor, in the dtype of the wire."""
@@ -76,6 +78,11 @@ class Sharded(Deferred):
     def carried(self) -> jax.Array:
         """Of a gradient: this device's shard."""
         return self.shard
+
+    @property
+    def ahead(self) -> bool:
+        """Whether the wire says so."""
+        return self.wire.ahead
 
 
 @partial(

@@ -243,11 +243,16 @@ def notices(facts: Facts, plan: Zero | None) -> list[str]:
             f"parallel.reduce_dtype {facts.reduce_dtype} has no effect with parallel.reduce null: "
             "XLA sums gradients in their own dtype; set parallel.reduce: {type: xla}"
         )
-    if zero.gather_dtype is not None and (zero.stage < 3 or facts.reduce is None):
-        found.append(
-            f"parallel.zero.gather_dtype {zero.gather_dtype} has no effect with {_stage(facts)} "
-            f"and {_reduce(facts)}: only stage 3 with a reduction of ours gathers parameters"
-        )
+    gathers = zero.stage == 3 and facts.reduce is not None
+    for name, value, unset in (
+        ("gather_dtype", zero.gather_dtype, None),
+        ("prefetch", str(zero.prefetch).lower(), "false"),
+    ):
+        if value != unset and not gathers:
+            found.append(
+                f"parallel.zero.{name} {value} has no effect with {_stage(facts)} and "
+                f"{_reduce(facts)}: only stage 3 with a reduction of ours gathers parameters"
+            )
     found += [
         f"mesh axis {name} of size {facts.mesh[name]} has no effect: no rule splits anything over "
         f"it, so that its devices all do the same"

@@ -36,6 +36,8 @@ class ZeroConfig(Config):
     """Tensors of fewer elements stay whole: split, they save little and cost a message each."""
     gather_dtype: Literal["bfloat16"] | None = None
     """Dtype in which stage 3 gathers parameters and the model sees them; null is their own."""
+    prefetch: bool = False
+    """Stage 3 gathers a layer while the one before computes: one more layer is held."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Zero:
       axes: mesh axes over which it is, slowest first.
       dims: by name, the dim of each parameter that is split; None stays whole.
       gather_dtype: of gathered parameters; None is their own.
+      prefetch: whether a layer is gathered while the one before computes.
     """
 
     mesh: Mesh
@@ -53,6 +56,7 @@ class Zero:
     axes: tuple[str, ...]
     dims: Mapping[str, int | None]
     gather_dtype: str | None = None
+    prefetch: bool = False
 
     def dims_of(self, tree: Any) -> list[int | None]:
         """The split dim of each leaf of a tree like the parameters, in order."""
@@ -114,7 +118,7 @@ def plan_zero(
             )
         small = math.prod(leaf.shape) < config.whole_below
         chosen[name] = None if small else split_dim(leaf.shape, dims[name], spec, layout, parts)
-    return Zero(layout.mesh, config.stage, axes, chosen, config.gather_dtype)
+    return Zero(layout.mesh, config.stage, axes, chosen, config.gather_dtype, config.prefetch)
 
 
 def split_dim(

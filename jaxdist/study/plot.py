@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from jaxdist.errors import RunError
+from jaxdist.metrics.figure import new_figure, save
 from jaxdist.study.plan import Cell
 from jaxdist.study.table import by_row, metric_of
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _COLOURS = ("#6b6b6b", "#b07d2b", "#3c8d5a", "#d1495b", "#2a6fb0", "#8b5fbf")
 _MARKERS = ("s", "D", "^", "o", "v", "P")
-_SIZE_INCHES, _DOTS_PER_INCH = (9.6, 5.2), 150
+_SIZE_INCHES = (9.6, 5.2)
 _ERRORS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 90)
 _PANELS = {False: "learning rate by the rule, untuned", True: "learning rate tuned at each batch"}
 NAME = "batch_scaling"
@@ -28,42 +28,19 @@ NAME = "batch_scaling"
 def plot_batch_scaling(
     cells: Sequence[Cell], directory: str | os.PathLike[str], *, title: str
 ) -> list[Path]:
-    """Draw mean and range over the batch size; writes `batch_scaling.png` and `.svg`.
+    """Draw mean and range over the batch size, as `jaxdist.metrics.figure.save` writes it.
 
     Args:
       cells: of one study.
-      directory: made where it does not exist.
       title: what stands above the axes.
-
-    Returns:
-      The files.
-
-    Raises:
-      RunError: they cannot be written.
     """
-    paths = [Path(directory) / f"{NAME}.{format}" for format in ("png", "svg")]
-    figure = batch_scaling_figure(cells, title=title)
-    try:
-        Path(directory).mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            figure.savefig(path, format=path.suffix[1:])
-    except OSError as error:
-        raise RunError(
-            f"cannot write the plot of the study to {directory}: {error.strerror}; "
-            "choose another directory"
-        ) from error
-    return paths
+    return save(batch_scaling_figure(cells, title=title), directory, NAME, what="the study")
 
 
 def batch_scaling_figure(cells: Sequence[Cell], *, title: str) -> Figure:
     """The figure that `plot_batch_scaling` writes, for a notebook or another format."""
-    # A figure of its own, no pyplot: nothing global. Slow to import, so only a drawing pays for it.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     panels = sorted({cell.tuned for cell in cells})
-    figure = Figure(figsize=_SIZE_INCHES, dpi=_DOTS_PER_INCH, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(_SIZE_INCHES)
     grid = figure.subplots(1, len(panels), sharey=True, squeeze=False)
     for axes, tuned in zip(grid[0], panels, strict=True):
         _draw(axes, [cell for cell in cells if cell.tuned == tuned])

@@ -9,20 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from programs import build_program, place
 
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.collectives.ring import Ring
-from jaxdist.mesh import MeshConfig, build_mesh
-from jaxdist.models.functional import functional
 from jaxdist.models.loss import Mean
-from jaxdist.optim.build import AdamWConfig, build_optimizer
+from jaxdist.optim.build import AdamWConfig
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
-from jaxdist.parallel.data import DataParallel
-from jaxdist.sharding import ShardingConfig, make_layout
 from jaxdist.train.evaluate import evaluate
-from jaxdist.train.step import Program
 
 ROWS = 64
 DATA, BOTH = {"data": 8}, {"data": 2, "tensor": 4}
@@ -55,36 +51,18 @@ def values(seed=0, bad=None, factor=1.0):
 
 
 def program(mesh=None, microbatches=1, ring=False, kind=AdamWConfig, **optim):
-    layout = make_layout(ShardingConfig(), build_mesh(MeshConfig.model_validate(mesh or DATA)))
-    model = functional(Normed)
     name = kind.model_fields["type"].annotation.__args__[0]
     config = kind(type=name, learning_rate=0.05, **optim)
-    return Program(
-        model=model,
-        loss=squares,
-        optimizer=build_optimizer(config, total_steps=100, params=model.params, dims=model.dims),
-        layout=layout,
-        dims=model.dims,
-        batch={
-            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=by_rows(layout, v))
-            for k, v in values().items()
-        },
-        seed=0,
-        microbatches=microbatches,
-        data_parallel=DataParallel(layout.mesh, ("data",), Ring()) if ring else None,
-    )
-
-
-def by_rows(layout, array):
-    return layout.sharding(("batch", *(None,) * (array.ndim - 1)))
+    reduce = Ring() if ring else None
+    options = {"steps": 100, "microbatches": microbatches, "reduce": reduce}
+    return build_program(Normed, squares, config, values(), mesh or DATA, **options)
 
 
 def run(found, state, batches):
     """The state after these batches, and the metrics of each by name."""
     metrics = []
     for batch in batches:
-        placed = {k: jax.device_put(v, by_rows(found.layout, v)) for k, v in batch.items()}
-        state, vector = found.train(state, placed)
+        state, vector = found.train(state, place(found, batch))
         metrics.append(dict(zip(found.metrics, vector.tolist(), strict=True)))
     return state, metrics
 
@@ -203,8 +181,8 @@ def test_narrow_parameters_are_the_rounded_master_weights(kind, dtype):
         assert bits(narrow) == bits(np.asarray(master).astype(narrow.dtype))
         assert narrow.sharding == master.sharding
     assert metrics[-1]["loss"] < metrics[0]["loss"]
-    placed = {k: jax.device_put(v, by_rows(found.layout, v)) for k, v in values().items()}
-    assert evaluate(found, state.params, state.buffers, [placed])["loss"] > 0
+    batches = [place(found, values())]
+    assert evaluate(found, state.params, state.buffers, batches)["loss"] > 0
 
 
 @pytest.mark.parametrize("kind", [AdamWConfig, LambConfig])

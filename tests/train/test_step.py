@@ -6,15 +6,12 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
+from programs import build_program, place
 
-from jaxdist.mesh import MeshConfig, build_mesh
-from jaxdist.models.functional import functional
 from jaxdist.models.loss import Mean
-from jaxdist.optim.build import AdamWConfig, SgdConfig, build_optimizer, decay_mask
+from jaxdist.optim.build import AdamWConfig, SgdConfig, decay_mask
 from jaxdist.optim.schedules import ScheduleConfig
-from jaxdist.sharding import ShardingConfig, make_layout
 from jaxdist.train.evaluate import evaluate
-from jaxdist.train.step import Program
 
 ROWS = 16
 SGD = SgdConfig(
@@ -41,31 +38,9 @@ def batch():
     return {"x": x, "weight": np.arange(ROWS, dtype=np.float32) % 3}
 
 
-def program(mesh=None, *, microbatches=1, optim=SGD, loss=squares, module=Regression, steps=10):
-    sizes = MeshConfig.model_validate(mesh or {"data": 2, "tensor": 4})
-    layout = make_layout(ShardingConfig(), build_mesh(sizes))
-    model = functional(module)
-    return Program(
-        model=model,
-        loss=loss,
-        optimizer=build_optimizer(optim, total_steps=steps, params=model.params, dims=model.dims),
-        layout=layout,
-        dims=model.dims,
-        batch={
-            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=by_rows(layout, v))
-            for k, v in batch().items()
-        },
-        seed=0,
-        microbatches=microbatches,
-    )
-
-
-def by_rows(layout, values):
-    return layout.sharding(("batch", *(None,) * (values.ndim - 1)))
-
-
-def place(found, values):
-    return {k: jax.device_put(v, by_rows(found.layout, v)) for k, v in values.items()}
+def program(mesh=None, *, microbatches=1, optim=SGD, module=Regression):
+    mesh = mesh or {"data": 2, "tensor": 4}
+    return build_program(module, squares, optim, batch(), mesh, microbatches=microbatches)
 
 
 def by_hand(w, values):

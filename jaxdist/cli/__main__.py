@@ -1,0 +1,3 @@
+from jaxdist.cli import main
+
+main()

@@ -1,0 +1,81 @@
+"""Commands that measure."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxdist.cli import shared
+
+
+def bench(
+    name: Annotated[
+        str,
+        typer.Argument(help="overhead, compile, startup, quickstart, collectives, optim or zero."),
+    ],
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write the figures as JSON.")
+    ] = None,
+    devices: shared.Devices = 8,
+    lab: Annotated[
+        bool, typer.Option("--lab", help="collectives: between hosts on slow links (Linux, root).")
+    ] = False,
+    plot: Annotated[
+        Path | None, typer.Option(help="collectives, zero: draw into this directory.")
+    ] = None,
+) -> None:
+    """Measure ours against a reference, interleaved; a missed goal is reported, not failed."""
+    from jaxdist import environment
+
+    environment.prepare(fake_devices=devices)
+    from jaxdist.bench import run
+
+    options = {"lab": lab or None, "plot": plot}
+    given = {option: value for option, value in options.items() if value is not None}
+    run(name, json_file, **given).print()
+
+
+def batch_scaling(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    batches: Annotated[str, typer.Option(help="Batch sizes: 64,256,1024.")],
+    seeds: Annotated[int, typer.Option(min=1, help="Runs for each number in the table.")] = 3,
+    optimizers: Annotated[
+        str, typer.Option(help="Which to compare.")
+    ] = "sgd,nesterov,lars,lamb,adamw",
+    epochs: Annotated[
+        float | None, typer.Option(help="Length of every run; the config's by default.")
+    ] = None,
+    tune: Annotated[
+        bool, typer.Option("--tune/--no-tune", help="Search learning rates at every batch size.")
+    ] = True,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw it into this directory.")] = None,
+    devices: shared.Devices = None,
+) -> None:
+    """Compare optimizers at growing batch sizes: one rule for all, and tuned at each size.
+
+    Trains on all devices there are (one axis, data), whatever mesh CONFIG names. A study that was
+    interrupted goes on where it was.
+    """
+    # First, so that the fake devices of the config's own mesh are not asked for.
+    extra = shared.prepare(config, ["mesh={data: -1}", *(overrides or [])], devices)
+    from jaxdist.study.batch_scaling import batch_scaling as compare
+
+    compare(
+        config,
+        extra,
+        batches=batches,
+        optimizers=optimizers,
+        seeds=seeds,
+        epochs=epochs,
+        tune=tune,
+        json_file=json_file,
+        plot=plot,
+        console=shared.console(),
+    )

@@ -1,0 +1,67 @@
+"""Commands for before a run: its configuration, its data, its machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxdist.cli import shared
+
+
+def show(config: shared.ConfigFile, overrides: shared.Overrides = None) -> None:
+    """Print the resolved tree, each value with where it came from, and what derives from it."""
+    shared.prepare(config, overrides, None)
+    from jaxdist.config import provenance, render
+    from jaxdist.experiment import explain_config, load
+
+    console = shared.console()
+    document, instance = load(config, overrides or [])
+    typer.echo(render(provenance(document, instance), console.width))
+    for line in explain_config(instance, document):
+        typer.echo(f"derived: {line}")
+
+
+def schema() -> None:
+    """Print the JSON schema of a configuration, for editors."""
+    from jaxdist import environment
+
+    environment.prepare()
+    from jaxdist.config import json_schema
+    from jaxdist.experiment import ExperimentConfig
+
+    typer.echo(json_schema(ExperimentConfig))
+
+
+def tokenize(
+    out: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
+    files: Annotated[
+        list[str] | None, typer.Argument(help="Globs of text; none is Python's own library.")
+    ] = None,
+    *,
+    vocab_size: Annotated[int, typer.Option(help="Tokens to learn.")] = 4096,
+    heldout_fraction: Annotated[
+        float, typer.Option(min=0, max=0.99, help="As in the config's data.heldout_fraction.")
+    ] = 0.05,
+) -> None:
+    """Train a BPE tokenizer, for `data.tokenizer: {type: bpe, file: OUT}`."""
+    from jaxdist.launch.tokenize import tokenize as learn
+
+    learn(
+        out,
+        files or [],
+        vocab_size=vocab_size,
+        heldout_fraction=heldout_fraction,
+        console=shared.console(),
+    )
+
+
+def doctor(
+    devices: shared.Devices = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print and judge what a run stands on."""
+    from jaxdist.doctor import main as examine
+
+    raise typer.Exit(examine(devices=devices, as_json=as_json))

@@ -1,0 +1,95 @@
+"""Commands that ask compiled programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxdist.cli import shared
+
+
+def inspect(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    devices: shared.CompileDevices = None,
+    topology: shared.Topology = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="One setting, like an override.")
+    ] = None,
+    json_file: shared.JsonFile = None,
+    diff: Annotated[
+        Path | None, typer.Option(help="A second config, with the same overrides: what differs?")
+    ] = None,
+    diff_set: Annotated[
+        list[str] | None, typer.Option(help="One setting of the second: what does it change?")
+    ] = None,
+) -> None:
+    """Print what a train step will cost: collectives, FLOPs, memory. Nothing is run."""
+    extra = shared.compile_for(devices, topology, [*(overrides or []), *(settings or [])])
+    changes = diff_set or []
+    other = (diff or config, [*extra, *changes])
+    shared.set_environment((config, extra), other, topology=topology)
+    from jaxdist.launch.inspect import inspect as look
+
+    look(
+        config,
+        extra,
+        topology=topology,
+        other=diff,
+        changes=changes,
+        json_file=json_file,
+        console=shared.console(),
+    )
+
+
+def audit(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    devices: shared.CompileDevices = None,
+    topology: shared.Topology = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Compile without each knob: bytes, memory, FLOPs.")
+    ] = False,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """Check that each knob of CONFIG changes the train step; exit code 1 if one does not."""
+    extra = shared.compile_for(devices, topology, overrides or [])
+    shared.set_environment((config, extra), topology=topology)
+    from jaxdist.launch.audit import audit as judge
+    from jaxdist.launch.audit import has_no_effect
+
+    findings = judge(
+        config, extra, topology=topology, full=full, json_file=json_file, console=shared.console()
+    )
+    raise typer.Exit(int(has_no_effect(findings)))
+
+
+def parity(
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file; a small language model without one.")
+    ] = None,
+    overrides: shared.Overrides = None,
+    *,
+    full: Annotated[
+        bool, typer.Option("--full", help="All combinations, not just every two settings.")
+    ] = False,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """Compare every exact way to train CONFIG's model with one device; exit code 1 if one differs.
+
+    On 8 fake CPU devices, in float32, with AdamW: meshes, ZeRO stages, reductions, microbatches
+    and remat, whatever CONFIG says of them.
+    """
+    from jaxdist import environment
+
+    environment.prepare(fake_devices=8)
+    from jaxdist.launch.parity import parity as compare
+
+    results = compare(
+        config, overrides or [], full=full, json_file=json_file, console=shared.console()
+    )
+    raise typer.Exit(int(any(result.verdict == "differs" for result in results)))

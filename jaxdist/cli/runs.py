@@ -1,0 +1,81 @@
+"""Commands that train, and that use what was trained."""
+
+from __future__ import annotations
+
+import os
+from typing import Annotated
+
+import typer
+
+from jaxdist.cli import shared
+
+
+def train(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    devices: shared.Devices = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")
+    ] = False,
+    coordinator: shared.Coordinator = None,
+    num_processes: shared.NumProcesses = None,
+    process_id: shared.ProcessId = None,
+    distributed: shared.Detect = False,
+) -> None:
+    """Train as CONFIG says."""
+    extra = shared.prepare(config, overrides, devices)
+    from jaxdist.distributed import connected, find_processes
+    from jaxdist.launch.train import run
+
+    processes = find_processes(
+        os.environ,
+        coordinator=coordinator,
+        count=num_processes,
+        index=process_id,
+        detect=distributed,
+    )
+    with connected(processes, shared.report):
+        run(config, extra, resume=resume, console=shared.console())
+
+
+def evaluate(
+    run: shared.Run,
+    overrides: shared.Overrides = None,
+    *,
+    step: shared.Step = None,
+    devices: shared.Devices = None,
+) -> None:
+    """Evaluate a run's checkpoint on the whole held-out split."""
+    extra = shared.prepare(run / "config.yaml", overrides, devices)
+    from jaxdist.launch.evaluate import evaluate_run
+
+    evaluate_run(run, extra, step=step, console=shared.console())
+
+
+def generate(
+    run: shared.Run,
+    overrides: shared.Overrides = None,
+    *,
+    prompt: Annotated[str, typer.Option(help="Text to continue.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to add.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest.")] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random choices.")] = 0,
+    step: shared.Step = None,
+    devices: shared.Devices = None,
+) -> None:
+    """Continue a prompt with a run's language model."""
+    extra = shared.prepare(run / "config.yaml", overrides, devices)
+    from jaxdist.launch.evaluate import generate_from_run
+
+    text = generate_from_run(
+        run,
+        extra,
+        prompt=prompt,
+        tokens=tokens,
+        temperature=temperature,
+        seed=seed,
+        step=step,
+        console=shared.console(),
+    )
+    typer.echo(text)

@@ -1,0 +1,90 @@
+"""What the commands have in common: their options, the environment, and how errors are told."""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+ConfigFile = Annotated[Path, typer.Argument(help="YAML file of the experiment.")]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Settings on top of it: section.key=value ...")
+]
+Devices = Annotated[int | None, typer.Option(min=1, help="Train on this many fake CPU devices.")]
+Coordinator = Annotated[str | None, typer.Option(help="HOST:PORT of process 0.")]
+NumProcesses = Annotated[int | None, typer.Option(help="Number of processes.")]
+ProcessId = Annotated[int | None, typer.Option(help="Number of this process, from 0.")]
+Detect = Annotated[
+    bool, typer.Option("--distributed", help="Find the peers by Slurm, MPI, Kubernetes or TPU.")
+]
+Run = Annotated[Path, typer.Argument(help="Run directory.")]
+Step = Annotated[int | None, typer.Option(help="Checkpoint to use; the newest by default.")]
+CompileDevices = Annotated[
+    int | None, typer.Option(min=1, help="Compile for this many fake CPU devices.")
+]
+Topology = Annotated[
+    str | None, typer.Option(help="Compile for TPUs, none needed: v5e:2x4, v5p:4x4x4, ...")
+]
+JsonFile = Annotated[Path | None, typer.Option("--json", help="Write it as JSON too.")]
+
+
+def console() -> Console:
+    from rich.console import Console
+
+    return Console(highlight=False)
+
+
+def prepare(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
+    """The overrides with `devices`; sets the environment for the fake devices that they mean."""
+    extra = list(overrides or [])
+    if devices is not None:
+        extra.append(f"mesh.fake_devices={devices}")
+    set_environment((path, extra))
+    return extra
+
+
+def set_environment(*programs: tuple[Path, list[str]], topology: str | None = None) -> None:
+    """Ask for as many fake devices as any of these configs does, before jax is imported."""
+    from jaxdist import environment
+
+    count = 1 if topology else max(_fake_devices(*program) for program in programs)
+    environment.prepare(fake_devices=count or None)
+
+
+def compile_for(devices: int | None, topology: str | None, overrides: list[str]) -> list[str]:
+    """The overrides, and with them what to compile for, which is one thing."""
+    from jaxdist.errors import MeshError
+
+    if devices is not None and topology is not None:
+        raise MeshError(
+            f"--devices {devices} compiles for CPU, --topology {topology} for TPU: give one of them"
+        )
+    return [*overrides, *([] if devices is None else [f"mesh.fake_devices={devices}"])]
+
+
+def _fake_devices(path: Path, overrides: list[str]) -> int:
+    """The number of fake devices that a config asks for, or 0."""
+    from jaxdist.config import read
+
+    mesh = read(path, overrides).values.get("mesh")
+    count = mesh.get("fake_devices") if isinstance(mesh, dict) else None
+    return max(count, 0) if isinstance(count, int) else 0
+
+
+def report(error: BaseException) -> int:
+    """Say what went wrong, in one message where a user can mend it; returns the exit code."""
+    from jaxdist.errors import JaxdistError
+
+    if isinstance(error, JaxdistError):
+        typer.echo(f"error: {error}", err=True)
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        typer.echo("interrupted", err=True)
+        return 130
+    traceback.print_exception(error)
+    return 1

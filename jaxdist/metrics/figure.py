@@ -1,0 +1,53 @@
+"""Figures of matplotlib without pyplot, which would be global."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from jaxdist.errors import RunError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def new_figure(size_inches: tuple[float, float]) -> Figure:
+    """An empty figure of 150 dots an inch, whose parts make room for one another."""
+    # Slow to import, so only a drawing pays for it.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size_inches, dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(
+    figure: Figure,
+    directory: str | os.PathLike[str],
+    name: str,
+    *,
+    formats: Sequence[str] = ("png", "svg"),
+    what: str,
+) -> list[Path]:
+    """Write `name.png` and so on into a directory, made where it does not exist; the files.
+
+    Args:
+      what: is drawn, for the message.
+
+    Raises:
+      RunError: they cannot be written.
+    """
+    paths = [Path(directory) / f"{name}.{format}" for format in formats]
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            figure.savefig(path, format=path.suffix[1:])
+    except OSError as error:
+        raise RunError(
+            f"cannot write the plot of {what} to {directory}: {error.strerror}; "
+            "choose another directory"
+        ) from error
+    return paths

@@ -1,0 +1,28 @@
+"""Reports for other programs: the versions that stand in them, and the file."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxdist.errors import RunError
+
+PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
+"""For `jaxdist.environment.versions`."""
+
+
+def write_json(path: str | os.PathLike[str], report: Any, *, what: str, **dumps: Any) -> None:
+    """Write plain data; `what` is its name in the message, `dumps` goes to `json.dumps`.
+
+    Raises:
+      RunError: the file cannot be written.
+    """
+    text = json.dumps(report, **{"indent": 2, "allow_nan": False, **dumps})
+    try:
+        Path(path).write_text(text + "\n", encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"cannot write the {what} to {path}: {error.strerror}; choose another file"
+        ) from error

@@ -1,0 +1,123 @@
+"""A scan over layers that fetches each layer's parameters while the layer before it computes.
+
+`jax.lax.scan` could do so forward, but its gradient would keep every fetched layer for the
+backward pass. Here both passes are written out: only the layers' inputs are kept, as with full
+remat, and the backward pass fetches again, the layer before while a layer computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+Block = Callable[..., jax.Array]
+"""(a layer's parameters, x, *operands) to a new x."""
+Fetch = Callable[[Any], Any]
+"""A layer's parameters from what is scanned over; linear."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def scan_ahead(block: Block, fetch: Fetch, layers: Any, x: jax.Array, operands: Any) -> jax.Array:
+    """`block(fetch(layer), x, *operands)` of one layer after another.
+
+    Sent: what `fetch` sends, twice a layer (forward and backward). Held: two fetched layers, and
+    each layer's input for the backward pass.
+
+    Args:
+      layers: a pytree of arrays with a leading dim that counts layers.
+      x: keeps its shape and dtype.
+      operands: a tuple of further arguments, the same for all layers.
+    """
+    return _forward(block, fetch, layers, x, operands)[0]
+
+
+def _forward(
+    block: Block, fetch: Fetch, layers: Any, x: jax.Array, operands: Any
+) -> tuple[jax.Array, Any]:
+    count = _count(layers)
+
+    def body(carry: tuple[Any, jax.Array], at: jax.Array) -> tuple[Any, jax.Array]:
+        params, x = carry
+        following = fetch(_layer(layers, at + 1))
+        return (following, block(params, x, *operands)), x
+
+    first = fetch(_layer(layers, 0))
+    (last, x), inputs = lax.scan(body, (first, x), jnp.arange(count - 1))
+    return block(last, x, *operands), (layers, inputs, x, operands)
+
+
+def _backward(block: Block, fetch: Fetch, kept: Any, cotangent: jax.Array) -> Any:
+    layers, inputs, last, operands = kept
+    count = _count(layers)
+
+    def pulled(at: Any, params: Any, x: jax.Array, found: Any) -> Any:
+        """The cotangents after layer `at`, of those before it."""
+        filled, more, cotangent = found
+        of_params, cotangent, *of_operands = _pull(block, (params, x, *operands), cotangent)
+        (of_layer,) = _pull(fetch, (_layer(layers, at),), of_params)
+        filled = jax.tree.map(partial(_put, at), filled, of_layer)
+        return filled, jax.tree.map(_add, more, tuple(of_operands)), cotangent
+
+    def body(carry: tuple[Any, Any], at: jax.Array) -> tuple[Any, None]:
+        params, found = carry
+        before = fetch(_layer(layers, at - 1))
+        return (before, pulled(at, params, _layer(inputs, at), found)), None
+
+    found = (_zeros(layers), _zeros(operands), cotangent)
+    params = fetch(_layer(layers, count - 1))
+    if count > 1:
+        before = fetch(_layer(layers, count - 2))
+        found = pulled(count - 1, params, last, found)
+        (params, found), _ = lax.scan(body, (before, found), jnp.arange(count - 2, 0, -1))
+        last = _layer(inputs, 0)
+    of_layers, of_operands, of_x = pulled(0, params, last, found)
+    return of_layers, of_x, of_operands
+
+
+scan_ahead.defvjp(_forward, _backward)
+
+
+def _count(layers: Any) -> int:
+    return jax.tree.leaves(layers)[0].shape[0]
+
+
+def _layer(stack: Any, at: Any) -> Any:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), stack)
+
+
+def _pull(function: Callable[..., Any], given: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+    return jax.vjp(function, *given)[1](cotangent)
+
+
+def _differentiable(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jnp.inexact)
+
+
+def _zeros(tree: Any) -> Any:
+    """Cotangents of zero; integers and random keys have none, which jax spells float0."""
+    return jax.tree.map(
+        lambda leaf: (
+            jnp.zeros_like(leaf)
+            if _differentiable(leaf)
+            else np.zeros(leaf.shape, jax.dtypes.float0)
+        ),
+        tree,
+    )
+
+
+def _put(at: Any, stack: Any, new: Any) -> Any:
+    return stack if _is_float0(stack) else lax.dynamic_update_index_in_dim(stack, new, at, 0)
+
+
+def _add(total: Any, more: Any) -> Any:
+    return total if _is_float0(total) else total + more
+
+
+def _is_float0(leaf: Any) -> bool:
+    return leaf.dtype == jax.dtypes.float0

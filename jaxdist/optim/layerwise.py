@@ -1,0 +1,133 @@
+"""What LAMB and LARS have in common: which leaves decay and adapt, and everything but the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.optim.layers import Leaf, describe, wide_zeros
+from jaxdist.optim.trust_ratio import Mask, flags, need_params
+
+Leaves = Sequence[jax.Array]
+
+
+class Rule(Protocol):
+    """What the rules of LAMB and LARS have in common: see `LambRule`."""
+
+    @property
+    def decay_vectors(self) -> bool: ...
+    @property
+    def adapt_vectors(self) -> bool: ...
+    @property
+    def adapt_undecayed(self) -> bool: ...
+
+
+AnyRule = TypeVar("AnyRule", bound=Rule)
+
+
+def choose_rule(
+    optimizer: str, rules: Mapping[Any, AnyRule], variant: str, options: Mapping[str, Any]
+) -> AnyRule:
+    """The rule of a variant with some of its options replaced.
+
+    Raises:
+      ConfigError: no such variant or option.
+    """
+    if variant not in rules:
+        raise ConfigError(f"{optimizer}: variant {variant!r}: {did_you_mean(variant, rules)}")
+    rule: Any = rules[variant]
+    known = [field.name for field in fields(rule)]
+    for name in options:
+        if name not in known:
+            raise ConfigError(f"{optimizer} has no option {name!r}: {did_you_mean(name, known)}")
+    return replace(rule, **options)
+
+
+class Now(NamedTuple):
+    """What one step starts from, leaf by leaf; `count` is of the steps with this one."""
+
+    params: Leaves
+    grads: Leaves
+    moments: Sequence[Leaves]
+    leaves: Sequence[Leaf]
+    decay: Sequence[float]
+    adapts: Sequence[bool]
+    count: Any
+    rate: Any
+
+    @property
+    def adapting(self) -> list[int]:
+        """Positions of the leaves that the ratio applies to."""
+        return [i for i, flag in enumerate(self.adapts) if flag]
+
+
+def layerwise(
+    step: Callable[[Now], tuple[Leaves, ...]],
+    state_type: type[Any],
+    rule: Rule,
+    learning_rate: optax.ScalarOrSchedule,
+    weight_decay: float,
+    layer_dims: Any,
+    decay_mask: Mask | None,
+    adapt_mask: Mask | None,
+    specs: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """The optimizer of a step that treats each leaf, and each layer in it, by its own norm.
+
+    Args:
+      step: to the updates and the new moments, leaf by leaf.
+      state_type: a named tuple: `count`, then moments, which are trees like the parameters.
+      layer_dims, specs: see `jaxdist.optim.layers.describe`. Inside `jax.shard_map` all norms are
+        reduced in one all-reduce.
+      decay_mask: true where weights decay; None leaves it to the rule, which may exclude tensors
+        with fewer than two dims besides the layers.
+      adapt_mask: true where the ratio applies; None the same.
+    """
+
+    def init(params: Any) -> Any:
+        moments = (jax.tree.map(wide_zeros, params) for _ in state_type._fields[1:])
+        return state_type(jnp.zeros((), jnp.int32), *moments)
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        del extra
+        assert isinstance(state, state_type)
+        leaves = describe(need_params(params), layer_dims, specs)
+        p, structure = jax.tree.flatten(params)
+        g, *moments = map(structure.flatten_up_to, (updates, *state[1:]))
+        chosen = _decays_and_adapts(rule, weight_decay, params, leaves, decay_mask, adapt_mask)
+        count = optax.safe_increment(state.count)
+        rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        now = Now(p, g, moments, leaves, *chosen, count, rate)
+        moves, *moments = map(structure.unflatten, step(now))
+        return moves, state_type(count, *moments)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _decays_and_adapts(
+    rule: Rule,
+    weight_decay: float,
+    params: Any,
+    leaves: Sequence[Leaf],
+    decay_mask: Mask | None,
+    adapt_mask: Mask | None,
+) -> tuple[list[float], list[bool]]:
+    """For each leaf its rate of decay and whether the ratio applies."""
+
+    def chosen(mask: Mask | None, name: str, vectors: bool) -> list[bool]:
+        if mask is not None:
+            return flags(mask, params, name)
+        return [vectors or len(leaf.summed) >= 2 for leaf in leaves]
+
+    decaying = chosen(decay_mask, "decay_mask", rule.decay_vectors)
+    decays = [weight_decay if flag else 0.0 for flag in decaying]
+    adapts = chosen(adapt_mask, "adapt_mask", rule.adapt_vectors)
+    if not rule.adapt_undecayed:
+        adapts = [flag and decay != 0 for flag, decay in zip(adapts, decays, strict=True)]
+    return decays, adapts

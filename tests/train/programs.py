@@ -1,0 +1,37 @@
+"""A train step of a few parameters on the fake devices."""
+
+import jax
+
+from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.models.functional import functional
+from jaxdist.optim.build import build_optimizer
+from jaxdist.parallel.data import DataParallel
+from jaxdist.sharding import ShardingConfig, make_layout
+from jaxdist.train.step import Program
+
+
+def build_program(module, loss, optim, batch, mesh, *, steps=10, microbatches=1, reduce=None):
+    layout = make_layout(ShardingConfig(), build_mesh(MeshConfig.model_validate(mesh)))
+    model = functional(module)
+    return Program(
+        model=model,
+        loss=loss,
+        optimizer=build_optimizer(optim, total_steps=steps, params=model.params, dims=model.dims),
+        layout=layout,
+        dims=model.dims,
+        batch={
+            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=by_rows(layout, v))
+            for k, v in batch.items()
+        },
+        seed=0,
+        microbatches=microbatches,
+        data_parallel=reduce and DataParallel(layout.mesh, ("data",), reduce),
+    )
+
+
+def by_rows(layout, values):
+    return layout.sharding(("batch", *(None,) * (values.ndim - 1)))
+
+
+def place(found, values):
+    return {k: jax.device_put(v, by_rows(found.layout, v)) for k, v in values.items()}
