@@ -71,6 +71,13 @@ ZERO = [
     ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {}),
     ("cnn", {"data": 8}, None, {"stage": 3}, {"microbatches": 2}),
     ("gpt", SPLIT, None, ICI, {}),
+    (
+        "gpt-grouped-untied-remat",
+        {"data": 4, "tensor": 2},
+        {"type": "ring"},
+        {"stage": 3, "prefetch": True},
+        {"microbatches": 2},
+    ),
     ("gpt", {"data": 4, "tensor": 2}, {"type": "ring"}, {"stage": 1}, {"microbatches": 2}),
     ("cnn", {"data": 8}, {"type": "xla"}, {"stage": 1}, {}),
     ("gpt", {"data": 8}, {"type": "ring"}, {"stage": 2}, {"microbatches": 2}),

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Literal, jaxprs_in_params
 
 from jaxdist.models.ahead import scan_ahead
 
@@ -72,3 +73,34 @@ def test_every_layer_is_fetched_twice_and_none_is_kept():
     # The forward loop leaves the inputs of layers, and no fetched weights.
     assert "f32[4,4,6]" in text
     assert "f32[4,6,6]" not in text
+
+
+def loops(jaxpr):
+    """The bodies of all scans."""
+    for eqn in jaxpr.eqns:
+        for inner in jaxprs_in_params(eqn.params):
+            if eqn.primitive.name == "scan":
+                yield inner
+            yield from loops(inner)
+
+
+def test_no_layer_waits_for_what_its_own_turn_fetches():
+    stacked, x, shift, mask = given(5)
+
+    def fetch_by_sinh(layer):
+        return fetch({**layer, "half": jnp.sinh(layer["half"])})
+
+    def loss(half):
+        layers = {**stacked, "half": half}
+        return jnp.sum(scan_ahead(block, fetch_by_sinh, layers, x, (shift, mask)))
+
+    bodies = list(loops(jax.make_jaxpr(jax.grad(loss))(stacked["half"]).jaxpr))
+    assert len(bodies) == 2
+    for body in bodies:
+        fetched = set()
+        for eqn in body.eqns:
+            held = {var for var in eqn.invars if not isinstance(var, Literal)}
+            if eqn.primitive.name == "sinh" or held & fetched:
+                assert not any(name in str(eqn) for name in ("dot_general", "tanh"))
+                fetched |= set(eqn.outvars)
+        assert fetched & set(body.outvars)

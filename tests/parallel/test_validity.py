@@ -138,6 +138,8 @@ def test_all_violations_come_in_one_message(devices):
          "parallel.reduce_dtype bfloat16 has no effect with parallel.reduce null"),
         ({"data": 8}, {"reduce": XLA, "zero": {"stage": 2, "gather_dtype": "bfloat16"}},
          "gather_dtype bfloat16 has no effect with parallel.zero.stage 2 and parallel.reduce.type"),
+        ({"data": 8}, {"reduce": XLA, "zero": {"stage": 2, "prefetch": True}},
+         "prefetch true has no effect with parallel.zero.stage 2 and parallel.reduce.type xla"),
         ({"data": 8}, {"zero": {"stage": 3, "gather_dtype": "bfloat16"}},
          "gather_dtype bfloat16 has no effect with parallel.zero.stage 3 and parallel.reduce null"),
         ({"data": 4, "stage": 2}, {}, "mesh axis stage of size 2 has no effect"),

@@ -3,6 +3,7 @@
 import pytest
 
 from jaxdist.config import Document, validate
+from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import ledger
 from jaxdist.trees import tree_bytes
@@ -13,7 +14,7 @@ STATE_BYTES = {0: 12, 1: 4 + 8 / DEVICES, 2: 4 + 8 / DEVICES, 3: 12 / DEVICES}
 
 
 def compiled(
-    stage, reduce, *, remat="full", microbatches=1, mesh=None, gather=None, devices=None, **parallel
+    stage, reduce, *, remat="full", microbatches=1, mesh=None, zero=None, devices=None, **parallel
 ):
     sections = {
         "model": {"type": "gpt", "layers": 4, "embed": 256, "heads": 8, "remat": remat},
@@ -22,7 +23,7 @@ def compiled(
         "train": {"steps": 9, "batch_size": 8 * microbatches, "microbatches": microbatches},
         "parallel": {
             "reduce": reduce,
-            "zero": {"stage": stage, "gather_dtype": gather},
+            "zero": {"stage": stage, **(zero or {})},
             **parallel,
         },
         "mesh": mesh or {"data": DEVICES},
@@ -95,7 +96,7 @@ def test_gradients_travel_in_the_dtype_asked_for(stage, tpu_devices):
 
 
 def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
-    found, _ = compiled(3, {"type": "xla"}, gather="bfloat16", devices=tpu_devices)
+    found, _ = compiled(3, {"type": "xla"}, zero={"gather_dtype": "bfloat16"}, devices=tpu_devices)
     assert dtypes(found, "all-gather") == {"bf16"}
     assert dtypes(found, "reduce-scatter", "all-reduce") == {"bf16"}
 
@@ -109,3 +110,20 @@ def test_a_tensor_axis_goes_on_splitting_what_travels(stage, algorithm, devices)
     assert found.sent_bytes("data") == pytest.approx(passes * 3 / 4 * model_bytes / 2, rel=0.04)
     gathered = [c for c in found.collectives if c.axes == ("tensor",) and c.kind == "all-gather"]
     assert sum(c.times_high * c.payload_bytes for c in gathered) < 0.02 * model_bytes
+
+
+def test_layers_fetched_ahead_send_the_same_and_cost_a_layer(devices):
+    (found, model_bytes), (plain, _) = (
+        compiled(3, {"type": "xla"}, remat="full", zero={"prefetch": ahead})
+        for ahead in (True, False)
+    )
+    assert found.sent_bytes("data") == pytest.approx(plain.sent_bytes("data"), rel=1e-3)
+    assert found.flops_high == pytest.approx(plain.flops_high, rel=1e-3)
+    # A fourth of the model is a layer: one in use, one that comes, and their copies in the loop.
+    more = found.memory.temp_bytes - plain.memory.temp_bytes
+    assert 0 < more < 0.8 * model_bytes
+
+
+def test_layers_fetched_ahead_are_recomputed(devices):
+    with pytest.raises(ConfigError, match=r"model\.remat is dots: set model\.remat: full, or para"):
+        compiled(3, {"type": "xla"}, remat="dots", zero={"prefetch": True})
