@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
-from jaxdist.bench import zero_paper, zero_plot, zero_program
+from jaxdist.bench import zero_paper, zero_plot, zero_program, zero_race
 from jaxdist.bench.report import Figure, Listing, Report
 from jaxdist.bench.zero_paper import PaperRow
 from jaxdist.bench.zero_program import FLOAT32, Row, bound_bytes, formula_bytes
@@ -28,7 +28,7 @@ NO_LIBTPU = "skipped: libtpu is not installed: pip install 'jaxdist[tpu]'"
 
 
 def bench(plot: str | os.PathLike[str] | None = None) -> Report:
-    """Memory, bytes and FLOPs of compiled steps over the formulas, and the paper's figure 1.
+    """Memory, bytes and FLOPs of compiled steps over the formulas, the paper's figure 1, and torch.
 
     Args:
       plot: a directory for the picture of figure 1, as SVG; None draws none.
@@ -46,7 +46,9 @@ def bench(plot: str | os.PathLike[str] | None = None) -> Report:
         rows += tpu
     if plot is not None and paper:
         zero_plot.plot_memory(paper, plot)
-    return Report("zero", figures, [listing(rows), *([paper_listing(paper)] if paper else [])])
+    race = zero_race.bench()
+    listings = [listing(rows), *([paper_listing(paper)] if paper else []), *race.listings]
+    return Report("zero", [*figures, *race.figures], listings)
 
 
 def state_figures(rows: Sequence[Row]) -> list[Figure]:

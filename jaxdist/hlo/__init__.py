@@ -1,6 +1,6 @@
 """Reads a compiled program: which collectives run, the bytes they send, FLOPs and memory."""
 
-from jaxdist.hlo.ledger import ledger, ledger_of_text, memory
+from jaxdist.hlo.ledger import ledger, ledger_of_text, memory, program_text
 from jaxdist.hlo.parse import LedgerError
 from jaxdist.hlo.records import Collective, Kind, Ledger, Memory
 
@@ -13,4 +13,5 @@ __all__ = [
     "ledger",
     "ledger_of_text",
     "memory",
+    "program_text",
 ]

@@ -24,14 +24,34 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh) -> Ledger:
       mesh: the mesh that the program was compiled for; it names the axes.
 
     Raises:
-      LedgerError: the program runs on other devices than the mesh's.
+      LedgerError: the program runs on other devices than the mesh's, or XLA cannot print it.
     """
     return ledger_of_text(
-        compiled.as_text() or "",
+        program_text(compiled),
         dict(mesh.shape),
         order=_order(compiled, mesh),
         memory=memory(compiled),
     )
+
+
+def program_text(compiled: jax.stages.Compiled) -> str:
+    """The text of a compiled program.
+
+    Raises:
+      LedgerError: XLA cannot print what it compiled, as happens with asynchronous collectives of
+        several arrays in large programs for TPU.
+    """
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError as error:
+        held = memory(compiled).peak_bytes / 1e9
+        raise LedgerError(
+            f"XLA compiled the program, which takes {held:.3g} GB on a device, but cannot print it "
+            f"({str(error).splitlines()[0]}), so that its bytes and FLOPs cannot be read: compile "
+            "for fewer devices, or let XLA place the collectives (parallel.reduce: null)"
+        ) from error
+    assert text is not None, "XLA's programs have a text"
+    return text
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:

@@ -14,6 +14,7 @@ from jaxdist.config import Document, KeyPath, dotted, validate
 from jaxdist.config.importing import load_object
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.hlo import program_text
 from jaxdist.launch.audit_knobs import (
     neighbours,
     reason_not_in_the_step,
@@ -82,9 +83,8 @@ class Step:
     def structure(self) -> str:
         """Of the compiled step, and its large constants, which its own text leaves out."""
         program = self.subject.experiment.program
-        text = program.train.lower(program.state_shapes, program.batch).compile().as_text()
-        assert text is not None, "XLA's programs have a text"
-        return digest(text, self.lowered)
+        compiled = program.train.lower(program.state_shapes, program.batch).compile()
+        return digest(program_text(compiled), self.lowered)
 
     @property
     def mesh(self) -> dict[str, int]:

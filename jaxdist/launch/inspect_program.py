@@ -13,7 +13,7 @@ import jax
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.hardware import find_device
-from jaxdist.hlo import Ledger, ledger
+from jaxdist.hlo import Ledger, ledger, program_text
 from jaxdist.launch.inspect_ideal import gradient_bound, model_flops
 from jaxdist.launch.inspect_rows import show_bytes
 from jaxdist.launch.inspect_text import digest
@@ -114,8 +114,6 @@ def inspect_step(subject: Subject) -> Inspection:
             raise
         raise _refusal(subject, arguments, str(error)) from error
     seconds = time.perf_counter() - begun
-    text = compiled.as_text()
-    assert text is not None, "XLA's programs have a text"
     axes, bound_bytes = gradient_bound(experiment) or ((), 0.0)
     return Inspection(
         config=subject.name,
@@ -123,7 +121,7 @@ def inspect_step(subject: Subject) -> Inspection:
         step=f"{experiment.units_per_step:,} {experiment.unit}",
         device_kind=subject.device_kind,
         ledger=ledger(compiled, experiment.layout.mesh),
-        program_sha256=digest(text, lowered.as_text()),
+        program_sha256=digest(program_text(compiled), lowered.as_text()),
         model_flops=model_flops(config, subject.devices[0]),
         gradient_axes=axes,
         gradient_bound_bytes=bound_bytes,

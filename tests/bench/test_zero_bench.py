@@ -19,7 +19,9 @@ from jaxdist.bench import (
     zero_paper,
     zero_plot,
     zero_program,
+    zero_race,
 )
+from jaxdist.bench.report import Figure, Report
 from jaxdist.bench.zero_paper import PaperRow
 from jaxdist.bench.zero_program import (
     FLOAT32,
@@ -242,6 +244,8 @@ def test_the_report_in_one_piece(monkeypatch, tmp_path, here):
     )
     monkeypatch.setattr(zero_paper, "measure", lambda: PAPER)
     monkeypatch.setattr(zero, "find_spec", lambda _: here or None)
+    race = Figure("torch", 1.0, 1.0, unit="")
+    monkeypatch.setattr(zero_race, "bench", lambda: Report("zero_race", [race]))
     report = benches.run("zero", tmp_path / "zero.json")
     names = [figure.name for figure in report.figures]
     common = [
@@ -257,9 +261,10 @@ def test_the_report_in_one_piece(monkeypatch, tmp_path, here):
             "bytes sent, tpu, 8 devices",
             "1.00B on 64 v5p, stage 0",
             "1.00B on 64 v5p, stage 1",
+            "torch",
         ]
     else:
-        assert names[5:] == ["tpu programs"]
+        assert names[5:] == ["tpu programs", "torch"]
     assert (tmp_path / "zero_memory.svg").exists() is here
     found = json.loads((tmp_path / "zero.json").read_text(), parse_constant=pytest.fail)
     assert len(found["listings"]) == 1 + here
