@@ -25,7 +25,7 @@ from jaxdist.trees import tree_size
 
 TOPOLOGY = "v5p:4x4x4"
 TIMEOUT_SECONDS = 1800.0
-WINDOW = 256
+WINDOW = 128
 """Tokens on a device. The paper counts states alone, so activations are kept small."""
 MODEL: dict[str, Any] = {
     "type": "gpt",

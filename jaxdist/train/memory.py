@@ -49,5 +49,5 @@ def check_state_fits(state: TrainState) -> None:
     raise RunError(
         f"the training state needs {needed / 1e9:,.1f} GB on each device ({parts}), but a "
         f"{devices[0].device_kind} has {limit / 1e9:,.1f} GB: use a smaller model, or split it "
-        "over more devices along mesh axis tensor"
+        "over more devices: parallel.zero.stage 1 to 3 along mesh axis data, or mesh axis tensor"
     )

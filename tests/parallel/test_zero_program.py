@@ -1,11 +1,12 @@
 """What ZeRO does to the compiled step: bytes, collectives and memory, from the ledger."""
 
+import jax
 import pytest
 
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.hlo import ledger
+from jaxdist.hlo import ledger, memory
 from jaxdist.trees import tree_bytes
 
 DEVICES = 8
@@ -13,7 +14,7 @@ STATE_BYTES = {0: 12, 1: 4 + 8 / DEVICES, 2: 4 + 8 / DEVICES, 3: 12 / DEVICES}
 """Of float32 parameters and AdamW's moments, a parameter."""
 
 
-def compiled(
+def program_of(
     stage, reduce, *, remat="full", microbatches=1, mesh=None, zero=None, devices=None, **parallel
 ):
     sections = {
@@ -28,7 +29,11 @@ def compiled(
         },
         "mesh": mesh or {"data": DEVICES},
     }
-    program = build(validate(Document(sections), ExperimentConfig), devices=devices).program
+    return build(validate(Document(sections), ExperimentConfig), devices=devices).program
+
+
+def compiled(*args, **settings):
+    program = program_of(*args, **settings)
     step = program.train.lower(program.state_shapes, program.batch).compile()
     return ledger(step, program.layout.mesh), tree_bytes(program.model.params)
 
@@ -127,3 +132,12 @@ def test_layers_fetched_ahead_send_the_same_and_cost_a_layer(devices):
 def test_layers_fetched_ahead_are_recomputed(devices):
     with pytest.raises(ConfigError, match=r"model\.remat is dots: set model\.remat: full, or para"):
         compiled(3, {"type": "xla"}, remat="dots", zero={"prefetch": True})
+
+
+def test_no_device_ever_holds_the_whole_model(devices):
+    """Not even while it is initialised: three arrays a parameter, and of one in the making."""
+    program = program_of(3, None)
+    found = memory(jax.jit(program.init).lower().compile())
+    model_bytes = tree_bytes(program.model.params)
+    assert found.output_bytes / model_bytes == pytest.approx(3 / DEVICES, rel=0.01)
+    assert found.temp_bytes < 2 / DEVICES * model_bytes
