@@ -233,6 +233,13 @@ def notices(facts: Facts, plan: Zero | None) -> list[str]:
             f"{_stage(facts)} has no effect: no parameter has {zero.whole_below} elements or more "
             f"(parallel.zero.whole_below) and a dim that divides by {parts}"
         )
+    elif plan is not None and plan.uneven:
+        (name, shape), *more = plan.uneven.items()
+        also = f" and {len(more)} more" if more else ""
+        found.append(
+            f"{_stage(facts)} keeps {name} {list(shape)}{also} whole on every device: no dim "
+            f"divides by {parts} ({', '.join(facts.state_axes)}); a size that does would be split"
+        )
     if zero.scope == "ici" and not zero.stage:
         found.append("parallel.zero.scope ici has no effect at parallel.zero.stage 0")
     if facts.reduce is not None and facts.parts(facts.batch_axes) == 1:

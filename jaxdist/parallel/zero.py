@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import jax
@@ -49,6 +49,7 @@ class Zero:
       dims: by name, the dim of each parameter that is split; None stays whole.
       gather_dtype: of gathered parameters; None is their own.
       prefetch: whether a layer is gathered while the one before computes.
+      uneven: shapes of larger parameters that stay whole, by name, since no dim divides.
     """
 
     mesh: Mesh
@@ -57,6 +58,7 @@ class Zero:
     dims: Mapping[str, int | None]
     gather_dtype: str | None = None
     prefetch: bool = False
+    uneven: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     def dims_of(self, tree: Any) -> list[int | None]:
         """The split dim of each leaf of a tree like the parameters, in order."""
@@ -107,6 +109,7 @@ def plan_zero(
     axes = _axes(config, layout)
     parts = math.prod(layout.mesh.shape[axis] for axis in axes)
     chosen: dict[str, int | None] = {}
+    uneven: dict[str, tuple[int, ...]] = {}
     for name, leaf in flatten_with_names(params):
         spec = layout.spec(dims[name])
         taken = {axis for entry in spec for axis in _names(entry)}
@@ -118,7 +121,11 @@ def plan_zero(
             )
         small = math.prod(leaf.shape) < config.whole_below
         chosen[name] = None if small else split_dim(leaf.shape, dims[name], spec, layout, parts)
-    return Zero(layout.mesh, config.stage, axes, chosen, config.gather_dtype, config.prefetch)
+        if chosen[name] is None and not small:
+            uneven[name] = tuple(leaf.shape)
+    return Zero(
+        layout.mesh, config.stage, axes, chosen, config.gather_dtype, config.prefetch, uneven
+    )
 
 
 def split_dim(

@@ -72,12 +72,13 @@ def test_the_matrix_says_what_the_table_does(pair):
         assert any(not violations(facts) for facts in both)
 
 
-def plan(mesh, dims=None, rules=None, **parallel):
+def plan(mesh, dims=None, rules=None, shapes=None, **parallel):
     layout = make_layout(
         ShardingConfig(rules=rules or {}), build_mesh(MeshConfig.model_validate(mesh))
     )
     dims = dims or {"w": ("embed", "mlp")}
-    params = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in dims}
+    shapes = {name: (64, 64) for name in dims} | (shapes or {})
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     return plan_parallel(ParallelConfig.model_validate(parallel), layout, params, dims)
 
 
@@ -154,6 +155,14 @@ def test_what_does_nothing_is_noticed_and_not_refused(mesh, parallel, message, d
 def test_what_has_an_effect_is_not_noticed(zero, devices):
     mesh = {"data": {"dcn": 2, "ici": 2}, "tensor": 2}
     assert plan(mesh, reduce=XLA, zero=zero).notices == ()
+
+
+def test_what_no_device_has_less_of_is_noticed(devices):
+    dims = dict.fromkeys(("even", "odd", "odder", "small"), ("embed", "mlp"))
+    shapes = {"odd": (63, 65), "odder": (129, 33), "small": (3, 5)}
+    (notice,) = plan({"data": 8}, dims, shapes=shapes, zero={"stage": 2}).notices
+    assert "stage 2 keeps odd [63, 65] and 1 more whole on every device: no dim divides" in notice
+    assert "by 8 (data)" in notice
 
 
 def test_the_page_is_up_to_date():
