@@ -77,7 +77,7 @@ def plan(mesh, dims=None, rules=None, shapes=None, **parallel):
         ShardingConfig(rules=rules or {}), build_mesh(MeshConfig.model_validate(mesh))
     )
     dims = dims or {"w": ("embed", "mlp")}
-    shapes = {name: (64, 64) for name in dims} | (shapes or {})
+    shapes = dict.fromkeys(dims, (64, 64)) | (shapes or {})
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
     return plan_parallel(ParallelConfig.model_validate(parallel), layout, params, dims)
 
