@@ -34,6 +34,7 @@ from jaxdist.models.build import ModelConfig, default_loss, make_model
 from jaxdist.models.functional import functional
 from jaxdist.models.loss import LossConfig
 from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
+from jaxdist.parallel.pipeline.model import plan_pipeline
 from jaxdist.parallel.plan import ParallelConfig, plan_parallel
 from jaxdist.sharding import Layout, ShardingConfig, make_layout, param_shardings, resolve_dims
 from jaxdist.train.plan import (
@@ -326,9 +327,20 @@ def _program(
     with at("loss"):
         if loss is None:
             raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
+        made = loss.build()
+    with at("parallel", "pipeline"):
+        pipeline = plan_pipeline(
+            config.parallel.pipeline, model, made, layout, dims, config.train.microbatches
+        )
+        if pipeline is not None and optimizer.loss_scale is not None:
+            raise ConfigError(
+                "optim.loss_scale does not reach the microbatches of a pipeline: leave it out, or "
+                "take mesh.stage away"
+            )
+    with at("loss"):
         program = Program(
             model=model,
-            loss=loss.build(),
+            loss=made,
             optimizer=optimizer,
             layout=layout,
             dims=dims,
@@ -337,6 +349,7 @@ def _program(
             microbatches=config.train.microbatches,
             data_parallel=parallel.data_parallel,
             zero=parallel.zero,
+            pipeline=pipeline,
         )
         with own("loss", "model"):
             _ = program.metrics

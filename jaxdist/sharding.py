@@ -29,7 +29,7 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "batch": "data",
     "seq": None,
     "residual_seq": None,
-    "layers": None,
+    "layers": "stage",
     "features": None,
     "embed": None,
     "mlp": "tensor",

@@ -19,6 +19,7 @@ BENCHES: dict[str, str] = {
     "compile": "jaxdist.bench.compile:bench",
     "optim": "jaxdist.bench.optim:bench",
     "overhead": "jaxdist.bench.overhead:bench",
+    "pipeline": "jaxdist.bench.pipeline:bench",
     "quickstart": "jaxdist.bench.quickstart:bench",
     "startup": "jaxdist.bench.startup:bench",
     "zero": "jaxdist.bench.zero:bench",

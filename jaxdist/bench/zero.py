@@ -139,13 +139,20 @@ def _bound(row: Row) -> float:
 
 def listing(rows: Sequence[Row]) -> Listing:
     """Every program; auto is XLA's own from sharding constraints."""
-    columns = ("platform", "devices", "stage", "form", "remat")
+    columns = ("stage", "form", "remat")
     measured = ("held", "formula", "peak", "sent", "FLOPs")
     return Listing(
         "compiled steps: bytes a parameter held, by formula and in the whole peak; bytes sent "
         "over the bound; FLOPs over the model's",
-        dict.fromkeys((*columns, *measured), ""),
-        [(*(getattr(row, name) for name in columns), *_measured(row)) for row in rows],
+        dict.fromkeys(("on", *columns, *measured), ""),
+        [
+            (
+                f"{row.platform} {row.devices}",
+                *(getattr(row, name) for name in columns),
+                *_measured(row),
+            )
+            for row in rows
+        ],
     )
 
 

@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from jaxdist.cli import measurement, preparation, programs, runs, shared
+from jaxdist.cli import measurement, pipelines, preparation, programs, runs, shared
 
 app = typer.Typer(
     name="jaxdist",
@@ -21,6 +21,7 @@ app = typer.Typer(
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
+pipeline_app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules.")
 study_app = typer.Typer(no_args_is_help=True, help="Compare many runs of one config.")
 
 app.command()(runs.train)
@@ -34,9 +35,13 @@ app.command()(measurement.bench)
 config_app.command()(preparation.show)
 config_app.command()(preparation.schema)
 data_app.command()(preparation.tokenize)
+pipeline_app.command()(pipelines.show)
+pipeline_app.command()(pipelines.compare)
+pipeline_app.command()(pipelines.check)
 study_app.command("batch-scaling")(measurement.batch_scaling)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
+app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(study_app, name="study")
 
 _COMPUTING = ("train", "eval", "generate", "bench", "study")

@@ -13,7 +13,9 @@ from jaxdist.cli import shared
 def bench(
     name: Annotated[
         str,
-        typer.Argument(help="overhead, compile, startup, quickstart, collectives, optim or zero."),
+        typer.Argument(
+            help="overhead, compile, startup, quickstart, collectives, optim, zero or pipeline."
+        ),
     ],
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the figures as JSON.")

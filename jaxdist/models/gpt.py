@@ -196,22 +196,25 @@ class Gpt(nnx.Module):
           tokens_BL: int32 `[B, L]`.
           segments_BL: int32 `[B, L]`, the document of each position; used with isolate_documents.
         """
+        return self.head(self.trunk(self.embed(tokens_BL), tokens_BL, segments_BL))
+
+    def embed(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
+        """Tokens `[B, L]` to `[B, L, D]` in the compute dtype; segments change nothing."""
+        del segments_BL
+        x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
+        return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
+
+    def trunk(
+        self, x_BLD: jax.Array, tokens_BL: jax.Array, segments_BL: jax.Array | None = None
+    ) -> jax.Array:
+        """All blocks, or those of a pipeline's chunk, in turn; tokens themselves are not read."""
+        del tokens_BL
         mask = None
         if self.config.isolate_documents and segments_BL is not None:
             mask = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
-        x_BLD = scan_blocks(
-            self.blocks,
-            self.embed(tokens_BL),
-            mask,
-            remat=self.config.remat,
-            unroll=self.config.scan_unroll,
-        )
-        return self.head(x_BLD)
-
-    def embed(self, tokens_BL: jax.Array) -> jax.Array:
-        """Tokens `[B, L]` to `[B, L, D]` in the compute dtype."""
-        x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
-        return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
+        config = self.config
+        unroll = min(config.scan_unroll, jax.tree.leaves(nnx.state(self.blocks))[0].shape[0])
+        return scan_blocks(self.blocks, x_BLD, mask, remat=config.remat, unroll=unroll)
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Final norm and logits `[B, L, V]` in the compute dtype."""

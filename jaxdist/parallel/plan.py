@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxdist.collectives.build import ReduceConfig
+from jaxdist.collectives.xla import Xla
 from jaxdist.config.schema import Config
-from jaxdist.mesh import axis_names
+from jaxdist.mesh import axis_names, axis_size
 from jaxdist.parallel.data import DataParallel
+from jaxdist.parallel.pipeline.model import AXIS, PipelineConfig
 from jaxdist.parallel.validity import Facts, check, notices
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout
@@ -24,6 +26,8 @@ class ParallelConfig(Config):
     """Dtype in which `reduce` carries and sums gradients; null is their own."""
     zero: ZeroConfig = ZeroConfig()
     """What of the training state each device keeps only a shard of."""
+    pipeline: PipelineConfig = PipelineConfig()
+    """How the stages of mesh axis `stage` share the work; `reduce: null` is then `xla`."""
 
 
 @dataclass(frozen=True)
@@ -59,10 +63,13 @@ def plan_parallel(
     facts = facts_of(config, layout, dims)
     check(facts)
     zero = plan_zero(config.zero, layout, params, dims)
-    data_parallel = None
-    if config.reduce is not None:
+    data_parallel, algorithm = None, config.reduce
+    if algorithm is None and facts.batch_axes and axis_size(layout.mesh, AXIS) > 1:
+        # Left to XLA, each microbatch's gradients would be reduced by themselves.
+        algorithm = Xla()
+    if algorithm is not None:
         data_parallel = DataParallel(
-            layout.mesh, facts.batch_axes, config.reduce, zero, config.reduce_dtype, scanned
+            layout.mesh, facts.batch_axes, algorithm, zero, config.reduce_dtype, scanned
         )
     return Plan(data_parallel, zero, tuple(notices(facts, zero)))
 

@@ -107,6 +107,7 @@ FEATURES: Mapping[str, Feature] = {
     "data on one network": Feature(lambda f: bool(f.batch_axes) and not f.fast_axes, _mesh),
     "data: {dcn, ici}": Feature(lambda f: bool(f.fast_axes), _mesh),
     "tensor (or another axis)": Feature(lambda f: bool(f.others), _mesh),
+    "stage (a pipeline)": Feature(lambda f: f.mesh.get("stage", 1) > 1, _mesh),
     "a sharding rule over data": Feature(lambda f: bool(f.split), _rule),
     "zero 1": Feature(_at_stage(1), _stage),
     "zero 2": Feature(_at_stage(2), _stage),
@@ -188,6 +189,12 @@ ROWS: tuple[Row, ...] = (
         "shards are summed inside the fast network and across the slow one in two steps already, "
         "each on one network",
         "set parallel.reduce.type: ring, or parallel.zero.scope: all",
+    ),
+    Row(
+        (("zero 2", "zero 3"), ("stage (a pipeline)",)),
+        "a stage adds up the gradients of all microbatches before they are reduced, and needs its "
+        "parameters for each of them",
+        "set parallel.zero.stage: 1",
     ),
 )
 """Every combination that is refused."""

@@ -18,6 +18,8 @@ from jaxdist.optim.build import Optimizer
 from jaxdist.optim.loss_scale import LossScaleState
 from jaxdist.optim.safety import global_norm, skip_states
 from jaxdist.parallel.data import DataParallel
+from jaxdist.parallel.microbatch import split_rows
+from jaxdist.parallel.pipeline.model import Pipeline
 from jaxdist.parallel.zero import Zero
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState
@@ -37,6 +39,7 @@ class Program:
       microbatches: pieces that the batch is split into in time; gradients are summed over them.
       data_parallel: reduces the gradients explicitly; None leaves it to XLA.
       zero: what each device keeps only a shard of; None keeps all.
+      pipeline: the stages that the layers lie on; None where each device has all of them.
     """
 
     model: Functional
@@ -49,6 +52,7 @@ class Program:
     microbatches: int = 1
     data_parallel: DataParallel | None = None
     zero: Zero | None = None
+    pipeline: Pipeline | None = None
 
     @cached_property
     def state_shapes(self) -> TrainState:
@@ -165,9 +169,11 @@ class Program:
     def _gradients(self, state: TrainState, batch: Batch, key: jax.Array) -> tuple[Any, Sums, Any]:
         """Gradients of the mean loss of the batch, sums, buffers."""
         given = (state.params, state.buffers, batch, key)
-        if self.data_parallel is None and self.microbatches == 1:
-            return self._mean_gradient(*given, state.loss_scale)
         summed = partial(self._summed, scale=state.loss_scale)
+        if self.pipeline is not None:
+            summed = self.pipeline.gradients
+        elif self.data_parallel is None and self.microbatches == 1:
+            return self._mean_gradient(*given, state.loss_scale)
         if self.data_parallel is None:
             grads, sums, buffers = summed(*given)
         else:
@@ -182,7 +188,7 @@ class Program:
         """Gradients of the total loss, summed over the microbatches, sums, last buffers."""
         if self.microbatches == 1:
             return self._total_gradient(params, buffers, batch, key, scale)
-        pieces = jax.tree.map(self._split, dict(batch))
+        pieces = split_rows(dict(batch), self.microbatches, self.layout)
         keys = jax.random.split(key, self.microbatches)
 
         def body(carry: tuple[Any, Sums, Any], piece: tuple[Any, Any]) -> tuple[Any, None]:
@@ -196,14 +202,6 @@ class Program:
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
         (grads, sums, buffers), _ = jax.lax.scan(body, (*zeros, buffers), (pieces, keys))
         return grads, sums, buffers
-
-    def _split(self, x: jax.Array) -> jax.Array:
-        """`[rows, ...]` to `[microbatches, rows / microbatches, ...]`.
-
-        Microbatch k takes every k-th row, so that each device splits its own rows and none move.
-        """
-        pieces = x.reshape(-1, self.microbatches, *x.shape[1:]).swapaxes(0, 1)
-        return self.layout(pieces, None, "batch", *(None,) * (x.ndim - 1))
 
     def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         key = jax.random.fold_in(self._keys()[1], state.step)
@@ -253,6 +251,8 @@ class Program:
         return replace(new, loss_scale=scale), {**values, "loss_scale": old.loss_scale.scale}
 
     def _evaluate(self, params: Any, buffers: Any, batch: Batch) -> Sums:
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(params, batch)
         return self._sums(params, buffers, batch, None)[1][0]
 
     @cached_property

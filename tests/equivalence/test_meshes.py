@@ -33,6 +33,10 @@ MODELS = {
         "data": {"type": "synthetic", "kind": "tokens", "window": 32},
         "sharding": {"rules": {"kv_heads": None}},
     },
+    "gpt-four-layers": {
+        "model": {"type": "gpt", "layers": 4, "embed": 64, "heads": 8, "vocab_multiple": 8},
+        "data": {"type": "synthetic", "kind": "tokens", "window": 32},
+    },
     "cnn": {
         "model": {"type": "cnn", "channels": [8, 16], "hidden": 32},
         "data": {"type": "images", "source": "digits"},
@@ -91,14 +95,51 @@ ZERO = [
 ]
 
 
+PIPELINES = [
+    ("gpt", {"stage": 2}, {"pipeline": {"ahead": True}}, {"microbatches": 4}),
+    ("gpt", {"data": 4, "stage": 2}, {"pipeline": {"schedule": {"type": "gpipe"}}}, {}),
+    (
+        "gpt-grouped-untied-remat",
+        {"data": 2, "stage": 2, "tensor": 2},
+        {"zero": {"stage": 1}},
+        {"microbatches": 4},
+    ),
+    (
+        "gpt-four-layers",
+        {"stage": 2, "data": 4},
+        {
+            "reduce": {"type": "ring"},
+            "pipeline": {"schedule": {"type": "interleaved", "chunks": 2}},
+        },
+        {"microbatches": 2},
+    ),
+    (
+        "gpt-four-layers",
+        {"stage": 2, "tensor": 2},
+        {"pipeline": {"schedule": {"type": "zb_v"}, "activations": "stash"}},
+        {"microbatches": 4},
+    ),
+    (
+        "gpt-four-layers",
+        {"stage": 4, "data": 2},
+        {"pipeline": {"schedule": {"type": "zb_h1"}}},
+        {"microbatches": 8},
+    ),
+]
+
+
 ADAMW = {"type": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0}
 LAMB = {"type": "lamb", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0}
 
 
-def train(name, mesh, reduce=None, zero=None, optim=ADAMW, **changes):
+def train(name, mesh, reduce=None, zero=None, optim=ADAMW, pipeline=None, **changes):
     """Losses of the steps, and the parameters after the last, by name."""
     sections = {
-        "parallel": {"reduce": reduce, "zero": {"whole_below": 64, **(zero or {})}},
+        "parallel": {
+            "reduce": reduce,
+            "zero": {"whole_below": 64, **(zero or {})},
+            "pipeline": pipeline or {},
+        },
         "optim": optim,
         "train": {"steps": STEPS, "batch_size": 16, **changes},
         "mesh": mesh,
@@ -162,3 +203,8 @@ def test_the_comparison_can_fail(reference):
     with pytest.raises(AssertionError):
         same((losses, moved), (losses, params))
     assert losses[0] != losses[-1]
+
+
+@pytest.mark.parametrize(("name", "mesh", "parallel", "changes"), PIPELINES, ids=str)
+def test_a_pipeline_equals_one_device(name, mesh, parallel, changes, reference):
+    same(train(name, mesh, **parallel, **changes), reference[name])

@@ -17,7 +17,9 @@ PLANS = {
     "zero 3, manual": ({"data": 8}, {"type": "ring"}, 3),
     "zero 2, two networks": ({"data": {"dcn": 2, "ici": 4}}, {"type": "xla"}, 2),
     "tensor x data, zero 1": ({"tensor": 2, "data": 2}, None, 1),
+    "stage x data, zero 1": ({"stage": 2, "data": 2}, None, 1),
 }
+DEVICES = {"one device": 1, "tensor x data, zero 1": 4, "stage x data, zero 1": 4}
 
 
 @cache
@@ -32,8 +34,7 @@ def experiment(plan):
         "mesh": mesh,
     }
     config = validate(Document(sections), ExperimentConfig)
-    devices = {"one device": 1, "tensor x data, zero 1": 4}.get(plan, 8)
-    return build(config, devices=jax.devices()[:devices])
+    return build(config, devices=jax.devices()[: DEVICES.get(plan, 8)])
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,69 @@
+"""Commands that look at pipeline schedules; they need no device, and no jax."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxdist.cli import shared
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(help="chunks=2, costs.forward=1, costs.backward_input=1, ...: key=value."),
+]
+
+
+def show(
+    schedule: Annotated[
+        str, typer.Argument(help="gpipe, 1f1b, interleaved, zb_h1, zb_auto, ..., or a CSV file.")
+    ],
+    settings: Settings = None,
+    *,
+    stages: Annotated[int | None, typer.Option(min=1, help="Not needed for a CSV file.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Not needed for a CSV file.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write a trace for ui.perfetto.dev, 1 ms a unit.")
+    ] = None,
+    csv: Annotated[
+        Path | None, typer.Option(help="Write it as torch.distributed.pipelining reads it.")
+    ] = None,
+) -> None:
+    """Draw SCHEDULE, with its bubble, activations and messages. Nothing is run."""
+    from jaxdist.launch.pipelines import show as look
+
+    look(
+        schedule,
+        settings or [],
+        stages=stages,
+        microbatches=microbatches,
+        svg=svg,
+        trace=trace,
+        csv=csv,
+        console=shared.console(),
+    )
+
+
+def compare(
+    settings: Settings = None,
+    *,
+    stages: Annotated[int, typer.Option(min=1, help="Devices along the stage axis.")],
+    microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
+) -> None:
+    """Print bubble, activations and messages of every schedule. Costs are those of a stage."""
+    from jaxdist.launch.pipelines import compare as judge
+
+    judge(settings or [], stages=stages, microbatches=microbatches, console=shared.console())
+
+
+def check(
+    file: Annotated[Path, typer.Argument(help="CSV file: a row for each stage.")],
+) -> None:
+    """Check a schedule of your own; exit code 2 and the first violation if it breaks a rule."""
+    from jaxdist.launch.pipelines import check as judge
+
+    judge(file, console=shared.console())

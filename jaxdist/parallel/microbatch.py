@@ -1,0 +1,22 @@
+"""Batches in pieces, one after another in time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxdist.sharding import Layout
+
+
+def split_rows(batch: Any, count: int, layout: Layout) -> Any:
+    """Leaves `[rows, ...]` as `[count, rows / count, ...]`.
+
+    Microbatch k takes every k-th row, so that each device splits its own rows and none move.
+    """
+
+    def leaf(x: jax.Array) -> jax.Array:
+        pieces = x.reshape(-1, count, *x.shape[1:]).swapaxes(0, 1)
+        return layout(pieces, None, "batch", *(None,) * (x.ndim - 1))
+
+    return jax.tree.map(leaf, batch)

@@ -1,0 +1,101 @@
+"""Traced functions: running their equations, and which results depend on which arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import cache
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+
+Env = dict[Hashable, Any]
+"""Values by variable."""
+
+
+def depends_on(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
+    """For each result, whether it may depend on one of the arguments that are marked.
+
+    Loops over layers, calls and conditionals are looked into; of anything else, every result
+    depends on all of its arguments.
+    """
+    marked = {var for var, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
+
+    def is_marked(var: Any) -> bool:
+        return not isinstance(var, Literal) and var in marked
+
+    for equation in jaxpr.eqns:
+        given = [is_marked(var) for var in equation.invars]
+        if any(given):
+            found = _results(equation, given)
+            marked.update(v for v, own in zip(equation.outvars, found, strict=True) if own)
+    return [is_marked(var) for var in jaxpr.outvars]
+
+
+def _results(equation: JaxprEqn, given: list[bool]) -> list[bool]:
+    if equation.primitive.name == "scan":
+        return _of_scan(equation, given)
+    if equation.primitive.name == "cond" and not given[0]:
+        branches = [depends_on(b.jaxpr, given[1:]) for b in equation.params["branches"]]
+        return [any(found) for found in zip(*branches, strict=True)]
+    called = _body_of_call(equation)
+    if called is not None:
+        return depends_on(called.jaxpr, given)
+    return [True] * len(equation.outvars)
+
+
+def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
+    consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+    while True:
+        found = depends_on(equation.params["jaxpr"].jaxpr, given)
+        more = [a or b for a, b in zip(given[consts:], found[:carries], strict=False)]
+        if more == given[consts : consts + carries]:
+            return found
+        given = [*given[:consts], *more, *given[consts + carries :]]
+
+
+def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
+    """What an equation runs once on its own arguments: a jitted or rematerialised function."""
+    if equation.primitive.name not in ("jit", "pjit", "closed_call", "remat2", "checkpoint"):
+        return None
+    body = equation.params["jaxpr"]
+    return ClosedJaxpr(body, ()) if isinstance(body, Jaxpr) else body
+
+
+def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same with the bodies of calls in the place of the calls."""
+
+    def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        jaxpr = closed.jaxpr
+        env: Env = dict(
+            zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True)
+        )
+        for equation in jaxpr.eqns:
+            body = _body_of_call(equation)
+            if body is None:
+                bind(equation, env)
+            else:
+                found = evaluate(body, [value(env, var) for var in equation.invars])
+                env.update(zip(equation.outvars, found, strict=True))
+        return [value(env, var) for var in jaxpr.outvars]
+
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
+    return jax.make_jaxpr(lambda *args: evaluate(closed, args))(*shapes)
+
+
+def bind(equation: JaxprEqn, env: Env) -> None:
+    """Runs one equation, in the context (of a mesh) that it was traced in."""
+    read = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
+    made = [var for var in equation.outvars if not isinstance(var, DropVar)]
+    alone = _empty().replace(invars=read, outvars=made, eqns=[equation], effects=equation.effects)
+    found = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(env[var] for var in read))
+    env.update(zip(made, found, strict=True))
+
+
+@cache
+def _empty() -> Jaxpr:
+    return jax.make_jaxpr(lambda: ())().jaxpr
+
+
+def value(env: Env, var: Any) -> Any:
+    return var.val if isinstance(var, Literal) else env[var]
