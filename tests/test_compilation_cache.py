@@ -14,6 +14,8 @@ from jaxdist.compilation_cache import SETTINGS, enable
 def restored() -> Iterator[None]:
     names = [*SETTINGS, "jax_compilation_cache_dir"]
     before = {name: getattr(jax.config, name) for name in names}
+    # A run in this process, by another test, may have set it already.
+    jax.config.update("jax_compilation_cache_dir", None)
     yield
     for name, value in before.items():
         jax.config.update(name, value)

@@ -179,10 +179,14 @@ def _samples(pairs: Sequence[tuple[float, float]]) -> tuple[Sample, Sample]:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
+    """No collection by itself; those between calls need not look at what was there before."""
     enabled = gc.isenabled()
     gc.disable()
+    gc.collect()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         if enabled:
             gc.enable()

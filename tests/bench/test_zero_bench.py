@@ -133,8 +133,8 @@ def test_the_worst_stage_stands_for_all():
 def test_the_listing_has_every_program():
     found = zero.listing([ROW, dataclasses.replace(ROW, bytes_per_param=None)])
     assert list(found.rows) == [
-        ("cpu", 8, 1, "explicit", "full", "9.00", "9.00", "9.50", "1.000", "1.300"),
-        ("cpu", 8, 1, "explicit", "full", None, "9.00", "9.50", "1.000", "1.300"),
+        ("cpu 8", 1, "explicit", "full", "9.00", "9.00", "9.50", "1.000", "1.300"),
+        ("cpu 8", 1, "explicit", "full", None, "9.00", "9.50", "1.000", "1.300"),
     ]
 
 

@@ -68,12 +68,17 @@ REDUCTIONS = [
 ]
 
 
+def slow(*cell):
+    """One that `jaxdist parity`'s covering set has as well."""
+    return pytest.param(*cell, marks=pytest.mark.slow)
+
+
 ICI = {"stage": 3, "scope": "ici"}
 ZERO = [
     ("gpt", {"data": 8}, None, {"stage": 1}, {}),
-    ("gpt", {"data": 4, "tensor": 2}, None, {"stage": 2}, {"microbatches": 2}),
+    slow("gpt", {"data": 4, "tensor": 2}, None, {"stage": 2}, {"microbatches": 2}),
     ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {}),
-    ("cnn", {"data": 8}, None, {"stage": 3}, {"microbatches": 2}),
+    slow("cnn", {"data": 8}, None, {"stage": 3}, {"microbatches": 2}),
     ("gpt", SPLIT, None, ICI, {}),
     (
         "gpt-grouped-untied-remat",
@@ -87,10 +92,10 @@ ZERO = [
     ("gpt", {"data": 8}, {"type": "ring"}, {"stage": 2}, {"microbatches": 2}),
     ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, {"type": "xla"}, {"stage": 2}, {}),
     ("gpt", {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}, {"microbatches": 2}),
-    ("gpt-grouped-untied-remat", {"data": 8}, {"type": "halving"}, {"stage": 3}, {}),
+    slow("gpt-grouped-untied-remat", {"data": 8}, {"type": "halving"}, {"stage": 3}, {}),
     ("gpt", SPLIT, {"type": "ring"}, ICI, {"microbatches": 2}),
-    ("gpt", SPLIT, {"type": "xla"}, {"stage": 2, "scope": "ici"}, {}),
-    ("cnn", {"data": 8}, {"type": "double_tree"}, {"stage": 3}, {}),
+    slow("gpt", SPLIT, {"type": "xla"}, {"stage": 2, "scope": "ici"}, {}),
+    slow("cnn", {"data": 8}, {"type": "double_tree"}, {"stage": 3}, {}),
     ("mlp", SPLIT, {"type": "hierarchical"}, {"stage": 2}, {}),
 ]
 

@@ -83,7 +83,7 @@ def test_the_combinations_are_those_that_the_table_allows():
     assert len(VALID) == len(set(VALID)) > 600
     assert not any(violations(facts_of(cell)) for cell in VALID)
     assert set(ELSEWHERE) <= set(VALID)
-    refused = Cell("data 4, tensor 2", 2, "all", "ring", 1, "none")
+    refused = Cell("data 4, tensor 2", 2, "all", "hierarchical", 1, "none")
     assert violations(facts_of(refused))
     assert refused not in VALID
 
