@@ -9,7 +9,7 @@ from typing import Any, Literal
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from jax.extend.core import Literal as Constant
 
-from jaxdist.parallel.pipeline.jaxprs import inlined
+from jaxdist.parallel.pipeline.jaxprs import closed, inlined, scan_counts
 
 Half = Literal["first", "second"]
 
@@ -106,7 +106,7 @@ def reads(step: Step, half: Half) -> set[Any]:
     equation = step.equation if isinstance(step, Loop) else step
     read = equation.invars
     if isinstance(step, Loop):
-        consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+        consts, carries = scan_counts(equation)
         inside = step.body.jaxpr.invars
         late = {i for i in range(carries) if not step.early[i]}
         if half == "first":
@@ -122,8 +122,8 @@ def _loop(equation: JaxprEqn, early: Sequence[bool]) -> Loop | None:
     """A scan whose results are not all wanted first, in two; None where that leaves one empty."""
     if equation.primitive.name != "scan" or all(early):
         return None
-    consts, carries = equation.params["num_consts"], equation.params["num_carry"]
-    body = inlined(equation.params["jaxpr"])
+    consts, carries = scan_counts(equation)
+    body = inlined(closed(equation.params["jaxpr"]))
     early = [*early]
     while True:
         reached = _reached(body.jaxpr, early)

@@ -17,7 +17,7 @@ from jax import lax
 from jax.extend.core import Literal
 
 from jaxdist.parallel.pipeline.deal import Half, Loop, Step, deal, reads
-from jaxdist.parallel.pipeline.jaxprs import Env, bind, inlined, value
+from jaxdist.parallel.pipeline.jaxprs import Env, bind, inlined, scan_counts, value
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ def _scan(
     """Results of one of the two loops by variable, and what it keeps."""
     equation, inner = loop.equation, loop.body.jaxpr
     params = equation.params
-    consts, carries = params["num_consts"], params["num_carry"]
+    consts, carries = scan_counts(equation)
     own = [early == (half == "first") for early in loop.early]
     read = reads(loop, half)
     pairs = [*zip(inner.invars, equation.invars, strict=True)]

@@ -45,7 +45,7 @@ def _results(equation: JaxprEqn, given: list[bool]) -> list[bool]:
 
 
 def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
-    consts, carries = equation.params["num_consts"], equation.params["num_carry"]
+    consts, carries = scan_counts(equation)
     while True:
         found = depends_on(equation.params["jaxpr"].jaxpr, given)
         more = [a or b for a, b in zip(given[consts:], found[:carries], strict=False)]
@@ -58,17 +58,36 @@ def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
     """What an equation runs once on its own arguments: a jitted or rematerialised function."""
     if equation.primitive.name not in ("jit", "pjit", "closed_call", "remat2", "checkpoint"):
         return None
-    body = equation.params["jaxpr"]
-    return ClosedJaxpr(body, ()) if isinstance(body, Jaxpr) else body
+    return closed(equation.params["jaxpr"])
 
 
-def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
+def closed(jaxpr: Any) -> ClosedJaxpr:
+    """The same with its constants; from jax 0.12 on every jaxpr has them."""
+    return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
+
+
+def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
+    """How many constants and carries a scan has; its other arguments are cut into slices.
+
+    Versions of jax write it down differently, but a slice always has a dim less than its array.
+    """
+    body = equation.params["jaxpr"].jaxpr
+
+    def alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+        pairs = zip(outside, inside, strict=True)
+        return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in pairs)
+
+    carries = alike(equation.outvars, body.outvars)
+    return alike(equation.invars, body.invars) - carries, carries
+
+
+def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
     """The same with the bodies of calls in the place of the calls."""
 
-    def evaluate(closed: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
-        jaxpr = closed.jaxpr
+    def evaluate(called: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+        jaxpr = called.jaxpr
         env: Env = dict(
-            zip((*jaxpr.constvars, *jaxpr.invars), (*closed.consts, *args), strict=True)
+            zip((*jaxpr.constvars, *jaxpr.invars), (*called.consts, *args), strict=True)
         )
         for equation in jaxpr.eqns:
             body = _body_of_call(equation)
@@ -79,8 +98,8 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
                 env.update(zip(equation.outvars, found, strict=True))
         return [value(env, var) for var in jaxpr.outvars]
 
-    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in closed.in_avals]
-    return jax.make_jaxpr(lambda *args: evaluate(closed, args))(*shapes)
+    shapes = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in whole.in_avals]
+    return jax.make_jaxpr(lambda *args: evaluate(whole, args))(*shapes)
 
 
 def bind(equation: JaxprEqn, env: Env) -> None:
@@ -88,7 +107,7 @@ def bind(equation: JaxprEqn, env: Env) -> None:
     read = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
     made = [var for var in equation.outvars if not isinstance(var, DropVar)]
     alone = _empty().replace(invars=read, outvars=made, eqns=[equation], effects=equation.effects)
-    found = jaxpr_as_fun(ClosedJaxpr(alone, ()))(*(env[var] for var in read))
+    found = jaxpr_as_fun(closed(alone))(*(env[var] for var in read))
     env.update(zip(made, found, strict=True))
 
 
