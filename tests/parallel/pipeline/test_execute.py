@@ -26,12 +26,12 @@ CELLS = [
 ]
 
 
-def same(found, expected):
-    """Within 2e-6 of the largest entry of each tensor."""
+def same(found, expected, within=2e-6):
+    """Within so much of the largest entry of each tensor."""
 
     def leaf(a, b):
         a, b = np.asarray(a), np.asarray(b)
-        np.testing.assert_allclose(a, b, rtol=0, atol=2e-6 * np.abs(b).max())
+        np.testing.assert_allclose(a, b, rtol=0, atol=within * np.abs(b).max())
         assert np.abs(b).max() > 0
 
     jax.tree.map(leaf, found, expected)
@@ -75,7 +75,7 @@ def test_random_layers_draw_the_same_by_any_policy():
         step, place = program("dropout", ticks, on_mesh({"stage": 2}), key=key)
         (layers, shared), (undropped, _, _) = alone("dropout", M)
         found.append(step(*place(to_chunks(layers, ticks), shared, batch(M))))
-    same(found[1], found[0])
+    same(found[1], found[0], within=1e-5)  # what is computed again is rounded anew
     far = np.abs(from_chunks(found[0].chunk_grads, ticks)["up"] - undropped["up"]).max()
     assert far > 0.05 * np.abs(undropped["up"]).max()
 
