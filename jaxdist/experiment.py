@@ -31,12 +31,19 @@ from jaxdist.errors import (
 )
 from jaxdist.mesh import Device, MeshConfig, build_mesh
 from jaxdist.models.build import ModelConfig, default_loss, make_model
-from jaxdist.models.functional import functional
-from jaxdist.models.loss import LossConfig
+from jaxdist.models.functional import Functional, functional
+from jaxdist.models.loss import Loss, LossConfig
 from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
-from jaxdist.parallel.pipeline.model import plan_pipeline
+from jaxdist.parallel.pipeline.model import Pipeline, plan_pipeline
 from jaxdist.parallel.plan import ParallelConfig, plan_parallel
-from jaxdist.sharding import Layout, ShardingConfig, make_layout, param_shardings, resolve_dims
+from jaxdist.sharding import (
+    Dims,
+    Layout,
+    ShardingConfig,
+    make_layout,
+    param_shardings,
+    resolve_dims,
+)
 from jaxdist.train.plan import (
     Plan,
     TrainConfig,
@@ -329,14 +336,7 @@ def _program(
             raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
         made = loss.build()
     with at("parallel", "pipeline"):
-        pipeline = plan_pipeline(
-            config.parallel.pipeline, model, made, layout, dims, config.train.microbatches
-        )
-        if pipeline is not None and optimizer.loss_scale is not None:
-            raise ConfigError(
-                "optim.loss_scale does not reach the microbatches of a pipeline: leave it out, or "
-                "take mesh.stage away"
-            )
+        pipeline = _pipeline(config, model, made, layout, dims)
     with at("loss"):
         program = Program(
             model=model,
@@ -353,7 +353,35 @@ def _program(
         )
         with own("loss", "model"):
             _ = program.metrics
-    if parallel.data_parallel is not None:
+    _trace(program, at, own)
+    return program, parallel.notices
+
+
+def _pipeline(
+    config: ExperimentConfig,
+    model: Functional,
+    loss: Loss,
+    layout: Layout,
+    dims: Mapping[str, Dims],
+) -> Pipeline | None:
+    found = plan_pipeline(
+        config.parallel.pipeline, model, loss, layout, dims, config.train.microbatches
+    )
+    if found is not None and config.optim.loss_scale is not None:
+        raise ConfigError(
+            "optim.loss_scale does not reach the microbatches of a pipeline: leave it out, or "
+            "take mesh.stage away"
+        )
+    return found
+
+
+def _trace(
+    program: Program,
+    at: Callable[..., AbstractContextManager[None]],
+    own: Callable[..., AbstractContextManager[bool]],
+) -> None:
+    """Trace what may fail, so that the config's author hears of it before anything is compiled."""
+    if program.data_parallel is not None:
         with at("parallel", "reduce"):
             jax.eval_shape(program.train, program.state_shapes, program.batch)
     # Built-in parts are known to trace, so that only the user's cost a second tracing.
@@ -363,7 +391,6 @@ def _program(
     with at("train"), own("optim", "loss", "model") as imported:
         if imported:
             jax.eval_shape(program.train, program.state_shapes, program.batch)
-    return program, parallel.notices
 
 
 @contextmanager

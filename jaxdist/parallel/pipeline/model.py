@@ -82,10 +82,9 @@ class Pipeline:
             parts, specs = self._parts(training=True), self._specs
             return run(self.ticks, parts, chunks, shared, rows, axis=AXIS, key=key, specs=specs)
 
-        found = self._on_stages(local, (here, everywhere, everywhere, everywhere),
-                                Found(here, everywhere, everywhere))(
-            self._to_stages(layers), shared, rows, key
-        )  # fmt: skip
+        inside = (here, everywhere, everywhere, everywhere)
+        on_stages = self._on_stages(local, inside, Found(here, everywhere, everywhere))
+        found = on_stages(self._to_stages(layers), shared, rows, key)
         grads = self._together(self._from_stages(found.chunk_grads), found.shared_grads)
         return grads, found.sums, buffers
 
@@ -151,9 +150,8 @@ class Pipeline:
             entries = (self.layout.spec((dim,))[0] if dim != "layers" else None for dim in dims)
             return PartitionSpec(*(None if manual & {*_names(e)} else e for e in entries))
 
-        leaves, structure = jax.tree.flatten(self.model.params)
+        structure = jax.tree.structure(self.model.params)
         names = [name for name, _ in flatten_with_names(self.model.params)]
-        assert len(names) == len(leaves)
         chunk, shared = self._apart(structure.unflatten([spec(self.dims[name]) for name in names]))
         return Specs(chunk, shared, spec(RESIDUAL))
 
