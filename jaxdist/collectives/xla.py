@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import ClassVar, Literal
 
@@ -39,13 +40,12 @@ class Xla(Algorithm):
         return REDUCTIONS[combine](flat, axis)
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-        if combine is lax.add and blocks.ndim == 2 and blocks.shape[1] >= LANES:
-            # XLA:TPU refuses the form in rows for an odd number of devices greater than one.
-            return (
-                lax.psum_scatter(blocks, axis) if len(blocks) % 2 else _scatter_rows(blocks, axis)
-            )
         if combine is lax.add:
-            return lax.psum_scatter(blocks, axis)
+            width = math.prod(blocks.shape[1:])
+            # XLA:TPU refuses the form in rows for an odd number of devices greater than one.
+            if width < LANES or len(blocks) % 2:
+                return lax.psum_scatter(blocks, axis)
+            return _scatter_rows(blocks.reshape(-1, width), axis).reshape(blocks.shape[1:])
         return REDUCTIONS[combine](blocks, axis)[rank(axis)]
 
     def all_gather(self, block: jax.Array, axis: Axis) -> jax.Array:
@@ -72,7 +72,7 @@ class Xla(Algorithm):
 
 
 def _scatter_rows(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """[N, c] -> [c] in rows: XLA:TPU makes of a flat one an all-reduce, at twice the bytes."""
+    """[N, c] -> [c] in rows: XLA:TPU makes of other forms all-reduces, at twice the bytes."""
     count, width = blocks.shape
     padded = jnp.pad(blocks, ((0, 0), (0, -width % LANES)))
     return lax.psum_scatter(padded.reshape(count, -1, LANES), axis).reshape(-1)[:width]

@@ -1,6 +1,12 @@
 """Reads a compiled program: which collectives run, the bytes they send, FLOPs and memory."""
 
-from jaxdist.hlo.ledger import ledger, ledger_of_text, memory, program_text
+from jaxdist.hlo.ledger import (
+    compile_with_text,
+    ledger,
+    ledger_of_text,
+    memory,
+    program_text,
+)
 from jaxdist.hlo.parse import LedgerError
 from jaxdist.hlo.records import Collective, Kind, Ledger, Memory
 
@@ -10,6 +16,7 @@ __all__ = [
     "Ledger",
     "LedgerError",
     "Memory",
+    "compile_with_text",
     "ledger",
     "ledger_of_text",
     "memory",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
@@ -13,25 +15,48 @@ from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.parse import LedgerError, parse
 from jaxdist.hlo.records import Ledger, Memory
 
+_WRITTEN = "*after_optimizations.txt"
 NO_MEMORY = Memory(0, 0, 0, 0, 0, 0)
 
 
-def ledger(compiled: jax.stages.Compiled, mesh: Mesh) -> Ledger:
+def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | None = None) -> Ledger:
     """Everything that one run of a compiled program does on each device.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for CPU, GPU or TPU, also ahead of time.
       mesh: the mesh that the program was compiled for; it names the axes.
+      text: of the program, where `compile_with_text` gave one.
 
     Raises:
       LedgerError: the program runs on other devices than the mesh's, or XLA cannot print it.
     """
     return ledger_of_text(
-        program_text(compiled),
+        program_text(compiled) if text is None else text,
         dict(mesh.shape),
         order=_order(compiled, mesh),
         memory=memory(compiled),
     )
+
+
+def compile_with_text(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+    """A program for TPU and its text, also where XLA cannot print what it has compiled.
+
+    `program_text` prints a serialized program, whose asynchronous collectives of several arrays XLA
+    does not read back; here it writes the text down while it compiles.
+
+    Raises:
+      LedgerError: as for `program_text`, by a compiler that writes nothing down.
+    """
+    with TemporaryDirectory() as directory:
+        options: Any = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+        compiled = lowered.compile(options)
+        try:
+            return compiled, program_text(compiled)
+        except LedgerError:
+            written = [path.read_text() for path in Path(directory).glob(_WRITTEN)]
+            if not written:
+                raise
+            return compiled, max(written, key=len)
 
 
 def program_text(compiled: jax.stages.Compiled) -> str:

@@ -13,7 +13,7 @@ import jax
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.hardware import find_device
-from jaxdist.hlo import Ledger, ledger, program_text
+from jaxdist.hlo import Ledger, compile_with_text, ledger, program_text
 from jaxdist.launch.inspect_ideal import gradient_bound, model_flops
 from jaxdist.launch.inspect_rows import show_bytes
 from jaxdist.launch.inspect_text import digest
@@ -108,7 +108,11 @@ def inspect_step(subject: Subject) -> Inspection:
     lowered = program.train.lower(program.state_shapes, program.batch)
     begun = time.perf_counter()
     try:
-        compiled = lowered.compile()
+        if subject.devices[0].platform == "tpu":
+            compiled, text = compile_with_text(lowered)
+        else:
+            compiled = lowered.compile()
+            text = program_text(compiled)
     except jax.errors.JaxRuntimeError as error:
         if not _OUT_OF_MEMORY.search(str(error)):
             raise
@@ -120,8 +124,8 @@ def inspect_step(subject: Subject) -> Inspection:
         model=f"{config.model.type}, {tree_size(program.model.params):,} parameters",
         step=f"{experiment.units_per_step:,} {experiment.unit}",
         device_kind=subject.device_kind,
-        ledger=ledger(compiled, experiment.layout.mesh),
-        program_sha256=digest(program_text(compiled), lowered.as_text()),
+        ledger=ledger(compiled, experiment.layout.mesh, text),
+        program_sha256=digest(text, lowered.as_text()),
         model_flops=model_flops(config, subject.devices[0]),
         gradient_axes=axes,
         gradient_bound_bytes=bound_bytes,

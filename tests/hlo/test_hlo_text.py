@@ -3,10 +3,13 @@
 from types import SimpleNamespace
 
 import jax
+import numpy as np
 import pytest
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxdist.errors import LedgerError
-from jaxdist.hlo import program_text
+from jaxdist.hlo import compile_with_text, ledger, program_text
 
 
 def test_what_xla_cannot_print_is_told_with_its_memory():
@@ -24,6 +27,26 @@ def test_what_xla_cannot_print_is_told_with_its_memory():
     compiled = SimpleNamespace(as_text=as_text, memory_analysis=lambda: stats)
     with pytest.raises(LedgerError, match=r"takes 3 GB .* \(INTERNAL: RET_CHECK failure: async-up"):
         program_text(compiled)
+
+
+def test_what_xla_wrote_down_is_read_where_it_cannot_print(monkeypatch):
+    mesh = Mesh(np.array(jax.devices()), ("data",))
+    given = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(mesh, P("data")))
+    lowered = jax.jit(lambda x: x.T @ x).lower(given)
+    compiled, printed = compile_with_text(lowered)
+    expected = ledger(compiled, mesh)
+
+    def as_text(self):
+        raise jax.errors.JaxRuntimeError("INTERNAL: RET_CHECK failure: async-update")
+
+    monkeypatch.setattr(jax.stages.Compiled, "as_text", as_text)
+    compiled, text = compile_with_text(lowered)
+    assert text.startswith("HloModule")
+    assert ledger(compiled, mesh, text) == expected
+    assert ledger(compiled, mesh, printed) == expected
+    assert expected.sent_bytes("data") > 0
+    with pytest.raises(LedgerError, match="cannot print it"):
+        ledger(compiled, mesh)
 
 
 def test_others_are_printed():
