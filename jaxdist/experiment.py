@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated
 
 import jax
+import jax.numpy as jnp
 from pydantic import Field
 
 from jaxdist.checkpoint.store import CheckpointConfig
@@ -32,9 +33,12 @@ from jaxdist.errors import (
 from jaxdist.mesh import Device, MeshConfig, build_mesh
 from jaxdist.models.build import ModelConfig, default_loss, make_model
 from jaxdist.models.functional import Functional, functional
+from jaxdist.models.layers import Hint, no_hint
 from jaxdist.models.loss import Loss, LossConfig
 from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
 from jaxdist.parallel.pipeline.model import Pipeline, plan_pipeline
+from jaxdist.parallel.pipeline.parted import plan_parted
+from jaxdist.parallel.pipeline.plan import ChunkPlan, plan_chunks, stages_of
 from jaxdist.parallel.plan import ParallelConfig, plan_parallel
 from jaxdist.sharding import (
     Dims,
@@ -55,6 +59,9 @@ from jaxdist.train.plan import (
 )
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
+
+At = Callable[..., AbstractContextManager[None]]
+"""Of the path of a setting: where what goes wrong is reported there."""
 
 
 class EvalConfig(Config):
@@ -205,7 +212,9 @@ def build(
         plan = plan_stages(config.train, len(dataset.train))
     with at("optim"):
         rate = plan_learning_rate(config.train, config.optim, plan, len(dataset.train))
-    program, notices = _program(config, layout, dataset, loader.batch_shapes, plan, rate, at)
+    program, derived, notices = _program(
+        config, layout, dataset, loader.batch_shapes, plan, rate, at
+    )
     with at("train"):
         stages = _stages(config, layout, dataset.train, plan, program, loader)
     return Experiment(
@@ -217,7 +226,7 @@ def build(
         heldout=heldout,
         total_steps=plan.total_steps,
         stages=stages,
-        explained=explain(plan, rate),
+        explained=(*explain(plan, rate), *derived),
         notices=notices,
     )
 
@@ -231,24 +240,49 @@ def explain_config(config: ExperimentConfig, document: Document | None = None) -
       ConfigError: values that do not go together.
     """
     at = partial(_at, document or Document({}))
+    return (*_explain_steps(config, at), *_explain_pipeline(config, at))
+
+
+def _explain_steps(config: ExperimentConfig, at: At) -> tuple[str, ...]:
     train, optim, examples = config.train, config.optim, None
     if needs_examples(train, optim):
         if optim.scale_from is None and train.batch_ramp is None and train.phases is None:
             return ()
-        examples = _examples_at_hand(config.data)
-        if examples is None:
+        data = _at_hand(config.data)
+        if data is None:
             return ("learning rate, warm-up and stages: unknown until the data is read",)
+        examples = len(data.train)
     with at("train"):
         plan = plan_stages(train, examples)
     with at("optim"):
         return explain(plan, plan_learning_rate(train, optim, plan, examples))
 
 
-def _examples_at_hand(data: DataConfig) -> int | None:
-    """The size of the training split where no download, large file or user's code stands before."""
+def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
+    stages, rows = config.mesh.stage, config.train.batch_size
+    if not isinstance(stages, int) or stages < 2:
+        return ()
+    data = _at_hand(config.data)
+    if data is None or "import" in (config.model.type, config.loss and config.loss.type):
+        return ("pipeline: unknown until the data and the model are read",)
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *jnp.shape(value)), jnp.result_type(value))
+        for name, value in data.train[0].items()
+    }
+    with at("model"):
+        model = _model(config, data, batch)
+    with at("loss"):
+        loss = _loss(config)
+    with at("parallel", "pipeline"):
+        chunks = _chunks(config, model, loss, batch, stages)
+    return () if chunks is None else chunks.explained
+
+
+def _at_hand(data: DataConfig) -> Dataset | None:
+    """The data where no download, large file or user's code stands before."""
     quick = data.type == "synthetic" or getattr(data, "source", "") in ("digits", "python-stdlib")
     try:
-        return len(data.build().train) if quick else None
+        return data.build() if quick else None
     except JaxdistError:
         return None
 
@@ -266,7 +300,10 @@ def _stages(
     programs = {train.batch_size: program}
     stages = []
     for stage, seen in zip(plan.stages, plan.first_examples, strict=True):
-        size, batches, count = stage.batch_size, loader, train.microbatches_of(stage.batch_size)
+        size, batches, count = stage.batch_size, loader, train.microbatches
+        if program.pipeline is None:
+            # A schedule is for its number of microbatches, whatever their size.
+            count = train.microbatches_of(size)
         check_batch(size, count, layout)
         if seen or size != train.batch_size:
             batches = _loader(config, layout, source, batch_size=size, start_example=seen)
@@ -307,42 +344,38 @@ def _program(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     plan: Plan,
     rate: Rate,
-    at: Callable[..., AbstractContextManager[None]],
-) -> tuple[Program, tuple[str, ...]]:
-    """The program, and settings of its plan that do nothing."""
+    at: At,
+) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
+    """The program, how its pipeline came about, and settings of its plan that do nothing."""
     with at("model"):
-        make = make_model(
-            config.model,
-            shapes={name: struct.shape[1:] for name, struct in batch.items()},
-            vocab_size=dataset.vocab_size,
-            classes=dataset.classes,
-            hint=layout,
-        )
-        model = functional(make)
+        model = _model(config, dataset, batch, layout)
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
     with at("sharding"):
         dims = resolve_dims(config.sharding, shapes, model.dims)
-        param_shardings(layout, model.params, dims)
+    own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
+    with at("loss"):
+        loss = _loss(config)
+    with at("parallel", "pipeline"), own("loss", "model"):
+        chunks = _chunks(config, model, loss, batch, stages_of(layout.mesh))
+    stored = layout if chunks is None else chunks.stored(layout)
+    with at("sharding"):
+        param_shardings(stored, model.params, dims)
     with at("parallel"):
         parallel = plan_parallel(config.parallel, layout, model.params, dims, model.scanned)
-    own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
             config.optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
         )
-    loss = config.loss or default_loss(config.model)
-    with at("loss"):
-        if loss is None:
-            raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
-        made = loss.build()
-    with at("parallel", "pipeline"):
-        pipeline = _pipeline(config, model, made, layout, dims)
+    with at("parallel", "pipeline"), own("loss", "model"):
+        pipeline = None
+        if chunks is not None:
+            pipeline = _pipeline(config, chunks, model, loss, stored, dims, batch)
     with at("loss"):
         program = Program(
             model=model,
-            loss=made,
+            loss=loss,
             optimizer=optimizer,
-            layout=layout,
+            layout=stored,
             dims=dims,
             batch=batch,
             seed=config.seed,
@@ -354,30 +387,63 @@ def _program(
         with own("loss", "model"):
             _ = program.metrics
     _trace(program, at, own)
-    return program, parallel.notices
+    if chunks is None:
+        return program, (), parallel.notices
+    return program, chunks.explained, (*parallel.notices, *chunks.notices(stored, model, dims))
+
+
+def _model(
+    config: ExperimentConfig,
+    dataset: Dataset,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    hint: Hint = no_hint,
+) -> Functional:
+    make = make_model(
+        config.model,
+        shapes={name: struct.shape[1:] for name, struct in batch.items()},
+        vocab_size=dataset.vocab_size,
+        classes=dataset.classes,
+        hint=hint,
+    )
+    return functional(make)
+
+
+def _loss(config: ExperimentConfig) -> Loss:
+    found = config.loss or default_loss(config.model)
+    if found is None:
+        raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
+    return found.build()
+
+
+def _chunks(
+    config: ExperimentConfig,
+    model: Functional,
+    loss: Loss,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    stages: int,
+) -> ChunkPlan | None:
+    microbatches = config.train.microbatches
+    return plan_chunks(
+        config.parallel.pipeline, model, loss, batch, stages=stages, microbatches=microbatches
+    )
 
 
 def _pipeline(
     config: ExperimentConfig,
+    chunks: ChunkPlan,
     model: Functional,
     loss: Loss,
     layout: Layout,
     dims: Mapping[str, Dims],
-) -> Pipeline | None:
-    found = plan_pipeline(
-        config.parallel.pipeline, model, loss, layout, dims, config.train.microbatches
-    )
-    if found is not None and config.optim.loss_scale is not None:
-        raise ConfigError(
-            "optim.loss_scale does not reach the microbatches of a pipeline: leave it out, or "
-            "take mesh.stage away"
-        )
-    return found
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+) -> Pipeline:
+    given = (config.parallel.pipeline, chunks, model, loss, layout, dims)
+    return plan_parted(*given, batch) if chunks.parted else plan_pipeline(*given)
 
 
 def _trace(
     program: Program,
-    at: Callable[..., AbstractContextManager[None]],
+    at: At,
     own: Callable[..., AbstractContextManager[bool]],
 ) -> None:
     """Trace what may fail, so that the config's author hears of it before anything is compiled."""

@@ -91,7 +91,8 @@ class ArrayWriter:
 def load_arrays(path: Path, saved: dict[str, LeafRecord], target: Any) -> Any:
     """The tree at `path` with the structure and shardings of `target`; every process calls it.
 
-    `saved` gives the numbers of the names. Shapes and dtypes must have been compared before.
+    `saved` gives the numbers of the names. Shapes and dtypes must have been compared before; what
+    goes beyond them, on disk or in `target`, are zeros that fill up shards.
     """
     ocp = _orbax()
     numbers = {name: _number(index) for index, name in enumerate(saved)}
@@ -99,7 +100,7 @@ def load_arrays(path: Path, saved: dict[str, LeafRecord], target: Any) -> Any:
     stored = {numbers[name]: _stored(leaf, saved[name]) for name, leaf in wanted.items()}
     restore_args = {
         number: ocp.ArrayRestoreArgs(
-            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype
+            sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False
         )
         for number, leaf in stored.items()
         if leaf.size

@@ -46,7 +46,7 @@ class LeafRecord(Config):
     """One array of the saved tree."""
 
     shape: tuple[int, ...]
-    """Global shape."""
+    """Global shape, without zeros that the array may have at its ends on disk."""
     dtype: str
     """Name of the dtype, such as 'bfloat16' or 'key<fry>'."""
     key_impl: str | None = None

@@ -51,7 +51,12 @@ def valid_manifests(directory: Path) -> list[Manifest]:
 
 
 def restore(
-    directory: Path, target: Any, *, step: int | None = None, on_event: Callable[[str], None]
+    directory: Path,
+    target: Any,
+    *,
+    shapes: Any = None,
+    step: int | None = None,
+    on_event: Callable[[str], None],
 ) -> Restored:
     """Load a checkpoint into the structure and shardings of `target`; every process calls it.
 
@@ -61,6 +66,8 @@ def restore(
     Args:
       directory: where the `step_*` directories stand, on a file system that all processes share.
       target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`; any mesh.
+      shapes: a tree like it with the tensors' own shapes, where the target's have zeros at their
+        ends to fill up shards; None are those of the target.
       step: the step to load; None for the newest that is whole.
       on_event: called on process 0 with one line for each damaged checkpoint.
 
@@ -78,7 +85,7 @@ def restore(
     refused: list[str] = []
     while remaining:
         candidate = remaining.pop(0)
-        restored, problem = _try(directory, candidate, target)
+        restored, problem = _try(directory, candidate, target, shapes)
         if restored is not None:
             return restored
         following = f"trying step {remaining[0]} next" if remaining else "there is no other to try"
@@ -96,7 +103,9 @@ def restore(
     )
 
 
-def _try(directory: Path, step: int, target: Any) -> tuple[Restored | None, str | None]:
+def _try(
+    directory: Path, step: int, target: Any, shapes: Any
+) -> tuple[Restored | None, str | None]:
     """The checkpoint, or what is wrong with it; the same outcome on every process."""
     problem = broadcast_json(_verify(directory, step) if jax.process_index() == 0 else None)
     if problem is not None:
@@ -110,7 +119,7 @@ def _try(directory: Path, step: int, target: Any) -> tuple[Restored | None, str 
             f"process {jax.process_index()} cannot read {path}, which process 0 can ({error}): put "
             "the run directory on a file system that all hosts share"
         ) from error
-    check_structure(manifest.leaves, target, where=str(path))
+    check_structure(manifest.leaves, target if shapes is None else shapes, where=str(path))
     try:
         state = load_arrays(path / ARRAYS, manifest.leaves, target)
     except Exception as error:  # whatever orbax or tensorstore raise, the bytes were no use

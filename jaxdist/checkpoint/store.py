@@ -99,6 +99,7 @@ class CheckpointStore:
         *,
         metadata: Mapping[str, Any],
         metric: float | None = None,
+        shapes: Any = None,
     ) -> None:
         """Copy the arrays to the host and return; the rest goes on in the background.
 
@@ -110,6 +111,8 @@ class CheckpointStore:
           state: tree of `jax.Array`; typed random keys are fine.
           metadata: JSON values, given back by `restore`.
           metric: for `keep_best`; one that is not finite is never the best.
+          shapes: a tree like the state with the tensors' own shapes, where its arrays have zeros at
+            their ends to fill up shards; None are those of the arrays.
 
         Raises:
           CheckpointError: the save before this one failed, this one cannot begin, `metadata` is not
@@ -118,7 +121,7 @@ class CheckpointStore:
         self.wait()
         text = _encode(metadata)
         finite = float(metric) if metric is not None and math.isfinite(metric) else None
-        pending = _Pending(step, finite, describe(state))
+        pending = _Pending(step, finite, describe(state, shapes))
         staging = layout.staging_directory(self.directory, step)
         try:
             if self._primary:
@@ -180,10 +183,10 @@ class CheckpointStore:
         """The committed steps in ascending order."""
         return committed_steps(self.directory)
 
-    def restore(self, target: Any, *, step: int | None = None) -> Restored:
+    def restore(self, target: Any, *, shapes: Any = None, step: int | None = None) -> Restored:
         """Load a checkpoint; see `jaxdist.checkpoint.restore.restore`."""
         self.wait()
-        return restore(self.directory, target, step=step, on_event=self._on_event)
+        return restore(self.directory, target, shapes=shapes, step=step, on_event=self._on_event)
 
     def _prepare_directory(self) -> None:
         probe = self.directory / f".probe-{jax.process_index()}"

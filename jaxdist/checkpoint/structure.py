@@ -37,15 +37,22 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return named
 
 
-def describe(tree: Any) -> dict[str, LeafRecord]:
-    """Path -> shape and dtype of every array of a tree of arrays."""
+def describe(tree: Any, shapes: Any = None) -> dict[str, LeafRecord]:
+    """Path -> shape and dtype of every array of a tree of arrays.
+
+    Args:
+      shapes: a tree like it that has the shapes; None takes those of the arrays.
+    """
+    leaves = named_leaves(tree)
+    own = leaves if shapes is None else named_leaves(shapes)
+    assert own.keys() == leaves.keys()
     return {
         name: LeafRecord(
-            shape=tuple(leaf.shape),
+            shape=tuple(own[name].shape),
             dtype=str(leaf.dtype),
             key_impl=str(jax.random.key_impl(leaf)) if is_key(leaf) else None,
         )
-        for name, leaf in named_leaves(tree).items()
+        for name, leaf in leaves.items()
     }
 
 

@@ -81,8 +81,8 @@ def parity(
 ) -> None:
     """Compare every exact way to train CONFIG's model with one device; exit code 1 if one differs.
 
-    On 8 fake CPU devices, in float32, with AdamW: meshes, ZeRO stages, reductions, microbatches
-    and remat, whatever CONFIG says of them.
+    On 8 fake CPU devices, in float32, with AdamW: meshes, ZeRO stages, reductions, microbatches,
+    remat, a split sequence, pipeline schedules and activations, whatever CONFIG says of them.
     """
     from jaxdist import environment
 

@@ -34,6 +34,7 @@ def open_run(
     restored = restore(
         directory.checkpoints,
         experiment.program.state_shapes,
+        shapes=experiment.program.own_shapes,
         step=step,
         on_event=lambda text: console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True),
     )

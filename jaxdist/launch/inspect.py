@@ -43,6 +43,8 @@ def inspect(
     """
     devices = None if topology is None else topology_devices(topology)
     first = open_subject(path, overrides, devices)
+    for text in first.experiment.explained:
+        console.print(f"plan   {escape(text)}", soft_wrap=True)
     for notice in first.experiment.notices:
         console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
     if other is None and not changes:

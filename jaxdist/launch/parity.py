@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.experiment import load
-from jaxdist.launch.parity_cells import cover, valid_cells
+from jaxdist.launch.parity_cells import cover, possible_cells, valid_cells
 from jaxdist.launch.parity_report import HEADER, line, to_json
 from jaxdist.launch.parity_run import (
     BUILT_IN,
@@ -20,7 +20,7 @@ from jaxdist.launch.parity_run import (
 )
 from jaxdist.metrics.report import write_json
 
-BUILT_IN_NAME = "A gpt of 2 layers of width 64"
+BUILT_IN_NAME = "A gpt of 8 layers of width 32"
 
 
 def parity(
@@ -36,7 +36,7 @@ def parity(
     Args:
       path: a config, whose model and data are compared; None is a small language model.
       full: every combination, not only enough of them to have every two settings.
-      json_file: where to write the same as JSON.
+      json_file: where to write the same as JSON, what there is of it after each combination.
 
     Raises:
       JaxdistError: a config that cannot be read, or not be built on one device.
@@ -45,18 +45,25 @@ def parity(
     if path is not None:
         sections, name = sections_of(*load(path, overrides)), " ".join([str(path), *overrides])
     subject = open_subject(sections)
-    cells = valid_cells(remats_of(sections))
-    cells = cells if full else cover(cells)
+    remats = remats_of(sections)
+    cells = valid_cells(remats) if full else cover([*possible_cells(remats)])
     console.print(
         f"{name}: {len(cells)} combinations on 8 fake devices against one device,\n"
         f"float32, relative differences",
         soft_wrap=True,
     )
     console.print(HEADER, style="bold")
-    results = [_shown(compare(subject, cell), console) for cell in cells]
-    if json_file is not None:
-        report = to_json(name, results, full=full)
-        write_json(json_file, report, what="comparison", indent=1, allow_nan=True)
+    results: list[Result] = []
+
+    def note() -> None:
+        if json_file is not None:
+            report = to_json(name, results, planned=len(cells), full=full)
+            write_json(json_file, report, what="comparison", indent=1, allow_nan=True)
+
+    note()
+    for cell in cells:
+        results.append(_shown(compare(subject, cell), console))
+        note()
     console.print(verdict(results))
     return results
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal, get_args
 
 from pydantic import TypeAdapter
@@ -12,6 +14,10 @@ from pydantic import TypeAdapter
 from jaxdist.collectives.build import ReduceConfig
 from jaxdist.mesh import DCN, ICI
 from jaxdist.models.layers import Remat
+from jaxdist.parallel.pipeline.build import ScheduleConfig
+from jaxdist.parallel.pipeline.csv_form import Csv
+from jaxdist.parallel.pipeline.schedule import loop
+from jaxdist.parallel.pipeline.ticks import Activations
 from jaxdist.parallel.validity import Facts, violations
 from jaxdist.parallel.zero import Stage, ZeroConfig
 
@@ -21,6 +27,10 @@ MESHES: Mapping[str, Mapping[str, Any]] = {
     "data 4, tensor 2": {"data": 4, "tensor": 2},
     "data 2, tensor 4": {"data": 2, "tensor": 4},
     "data 2 dcn x 4 ici": {"data": {"dcn": 2, "ici": 4}},
+    "data 4, stage 2": {"data": 4, "stage": 2},
+    "data 2, stage 4": {"data": 2, "stage": 4},
+    "data 2, stage 2, tensor 2": {"data": 2, "stage": 2, "tensor": 2},
+    "stage 4, tensor 2": {"stage": 4, "tensor": 2},
 }
 """By the name that the tables show."""
 REDUCTIONS: tuple[str | None, ...] = (
@@ -28,10 +38,25 @@ REDUCTIONS: tuple[str | None, ...] = (
     *(algorithm.model_fields["type"].default for algorithm in get_args(get_args(ReduceConfig)[0])),
 )
 """None leaves the axis to XLA; every algorithm of ours, by type."""
+SCHEDULES: Mapping[str, type[Any]] = {
+    schedule.model_fields["type"].default: schedule
+    for schedule in get_args(get_args(ScheduleConfig)[0])
+    if schedule is not Csv
+}
+"""Every schedule of a pipeline that is generated, by type."""
 Scope = Literal["all", "ici"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 REMATS: tuple[Remat, ...] = get_args(Remat)
+Residual = Literal["whole", "split"]
+SEQUENCES: tuple[Residual, ...] = get_args(Residual)
+ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
+CHUNKS = 2
+"""On each stage, where a schedule leaves the choice; the others have 1 or 2."""
 _REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
+_PIPELINES: list[tuple[str | None, Activations | None]] = [
+    *itertools.product(SCHEDULES, ACTIVATIONS)
+]
+_NO_PIPELINE: list[tuple[str | None, Activations | None]] = [(None, None)]
 
 
 @dataclass(frozen=True)
@@ -44,6 +69,9 @@ class Cell:
       reduce: one of `REDUCTIONS`.
       microbatches: pieces that the batch is computed in.
       remat: what the backward pass recomputes.
+      sequence: "split" over the tensor axis between layers, or "whole".
+      schedule: a key of `SCHEDULES`; None where the mesh has no stages.
+      activations: what a pipeline's backward pass starts from; None as for `schedule`.
     """
 
     mesh: str
@@ -52,22 +80,53 @@ class Cell:
     reduce: str | None
     microbatches: int
     remat: Remat
+    sequence: Residual = "whole"
+    schedule: str | None = None
+    activations: Activations | None = None
 
     @property
     def cuts(self) -> tuple[str, ...]:
         """Which sums are added up in another order than on one device."""
         tensor = ("in matmuls",) if "tensor" in self.mesh else ()
-        return "over devices", *tensor, *(("over microbatches",) if self.microbatches > 1 else ())
+        sequence = ("over the sequence",) if self.sequence == "split" else ()
+        microbatches = ("over microbatches",) if self.microbatches > 1 else ()
+        return "over devices", *tensor, *sequence, *microbatches
 
     @property
     def parallel(self) -> dict[str, Any]:
         """The section of a config; small tensors are split too."""
-        return {
+        section: dict[str, Any] = {
             "reduce": None if self.reduce is None else {"type": self.reduce},
             "zero": {"stage": self.stage, "scope": self.scope, "whole_below": 64},
         }
+        if self.schedule is not None:
+            chosen = "chunks" in SCHEDULES[self.schedule].model_fields
+            schedule = {"type": self.schedule, **({"chunks": CHUNKS} if chosen else {})}
+            section["pipeline"] = {"schedule": schedule, "activations": self.activations}
+        return section
+
+    @property
+    def rules(self) -> dict[str, str]:
+        """Sharding rules, beside those of the config."""
+        return {"residual_seq": "tensor"} if self.sequence == "split" else {}
 
 
+@cache
+def kind_of(schedule: str) -> str:
+    """Where the chunks of a schedule lie, which is what the other parts of a plan see of it.
+
+    >>> kind_of("1f1b"), kind_of("interleaved"), kind_of("zb_v")
+    ('one chunk a stage', 'chunks in a loop', 'chunks in a V')
+    """
+    chosen = SCHEDULES[schedule]
+    fields = {"chunks": CHUNKS} if "chunks" in chosen.model_fields else {}
+    placement = chosen(**fields).build(2, 4).placement
+    if len(placement) == 2:
+        return "one chunk a stage"
+    return "chunks in a loop" if placement == loop(2, len(placement)) else "chunks in a V"
+
+
+@cache
 def facts_of(cell: Cell) -> Facts:
     """What the table of validity asks of a combination."""
     sizes: dict[str, int] = {}
@@ -85,26 +144,71 @@ def facts_of(cell: Cell) -> Facts:
     )
 
 
-def valid_cells(remats: Sequence[Remat] = REMATS) -> list[Cell]:
+def possible_cells(remats: Sequence[Remat] = REMATS) -> Iterator[Cell]:
     """Every combination that the table of validity allows, in a fixed order.
+
+    A pipeline has twice as many microbatches as stages, which is enough for every schedule.
 
     Args:
       remats: what the model can recompute; a model without remat has "none" alone.
     """
-    cells = (
-        Cell(*choice)
-        for choice in itertools.product(MESHES, get_args(Stage), SCOPES, REDUCTIONS, (1, 2), remats)
-    )
-    # The scope of no stage would be the same program again.
-    return [c for c in cells if (c.stage or c.scope == "all") and not violations(facts_of(c))]
+    plans = itertools.product(MESHES, get_args(Stage), SCOPES, REDUCTIONS)
+    for mesh, stage, scope, reduce in plans:
+        # The scope of no stage would be the same program again.
+        if scope != "all" and not stage:
+            continue
+        if violations(facts_of(Cell(mesh, stage, scope, reduce, 1, "none"))):
+            continue
+        stages = MESHES[mesh].get("stage", 1)
+        counts = (2 * stages,) if stages > 1 else (1, 2)
+        # XLA refuses a pipeline with a split sequence (branches that lie differently).
+        split = "tensor" in MESHES[mesh] and stages == 1
+        sequences = SEQUENCES if split else SEQUENCES[:1]
+        pipelines = _PIPELINES if stages > 1 else _NO_PIPELINE
+        others = itertools.product(counts, remats, sequences, pipelines)
+        for count, remat, sequence, (schedule, activations) in others:
+            yield Cell(mesh, stage, scope, reduce, count, remat, sequence, schedule, activations)
 
 
-def pairs(cell: Cell) -> frozenset[tuple[Any, Any]]:
-    """Every two settings of a combination."""
-    return frozenset(itertools.combinations(asdict(cell).items(), 2))
+def valid_cells(remats: Sequence[Remat] = REMATS) -> list[Cell]:
+    """The combinations of a full run, in a fixed order.
+
+    All of `possible_cells` without stages and with a whole sequence; all schedules, meshes,
+    activations and ZeRO stages of pipelines; and of the rest enough to have every two settings.
+    """
+    cells = list(possible_cells(remats))
+    full = {cell for cell in cells if _crossed(cell)}
+    full.update(cover(cells, given=full))
+    return [cell for cell in cells if cell in full]
 
 
-def cover(cells: Sequence[Cell], given: Iterable[Cell] = ()) -> list[Cell]:
+def _crossed(cell: Cell) -> bool:
+    plain = cell.reduce is None and cell.remat == "none"
+    return cell.sequence == "whole" and (cell.schedule is None or plain)
+
+
+Settings = frozenset[tuple[Any, ...]]
+
+
+def pairs(cell: Cell) -> Settings:
+    """Every two settings of a combination, of pipelines apart from the others.
+
+    A reduction meets a schedule by its kind: it sees where the chunks lie, and no more.
+    """
+    found = set(itertools.combinations(vars(cell).items(), 2))
+    if cell.schedule is None:
+        return frozenset(found)
+    reduce = ("reduce", cell.reduce)
+    found.remove((reduce, ("schedule", cell.schedule)))
+    found.add((reduce, ("kind", kind_of(cell.schedule))))
+    return frozenset((*two, "pipeline") for two in found)
+
+
+def cover(
+    cells: Sequence[Cell],
+    given: Iterable[Cell] = (),
+    settings: Callable[[Cell], Settings] = pairs,
+) -> list[Cell]:
     """Few of the cells that together have every two settings that any of them has.
 
     Greedy: the cell with the most pairs that are still missing, of equals the first, so that equal
@@ -112,16 +216,24 @@ def cover(cells: Sequence[Cell], given: Iterable[Cell] = ()) -> list[Cell]:
 
     Args:
       given: cells whose pairs need not be covered again.
+      settings: what of a cell is to be covered, `pairs` or something else.
 
     >>> cells = [Cell("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]
     >>> len(cells), len(cover(cells)), cover(cells[:1], cells)
     (6, 6, [])
     """
-    having = {cell: pairs(cell) for cell in cells}
-    missing = set().union(*having.values()) - set().union(*map(pairs, given))
+    having = [settings(cell) for cell in cells]
+    missing = set().union(*having) - set().union(*map(settings, given))
+    # What a cell adds only becomes less, so that an old figure is a bound of the present one.
+    bounds = [(-len(own), index) for index, own in enumerate(having)]
+    heapq.heapify(bounds)
     chosen: list[Cell] = []
     while missing:
-        best = max(cells, key=lambda cell: len(having[cell] & missing))
-        chosen.append(best)
-        missing -= having[best]
+        bound, index = bounds[0]
+        adds = len(having[index] & missing)
+        if adds < -bound:
+            heapq.heapreplace(bounds, (-adds, index))
+        else:
+            chosen.append(cells[index])
+            missing -= having[index]
     return chosen

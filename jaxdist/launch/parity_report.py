@@ -2,41 +2,61 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from jaxdist import environment
-from jaxdist.launch.parity_cells import MESHES, REDUCTIONS, Cell, valid_cells
+from jaxdist.launch.parity_cells import (
+    ACTIVATIONS,
+    MESHES,
+    REDUCTIONS,
+    SCHEDULES,
+    SEQUENCES,
+    Cell,
+    possible_cells,
+)
 from jaxdist.launch.parity_run import STEPS, Differences, Result
 from jaxdist.metrics.report import PACKAGES
 
 HEADER = (
-    f"{'mesh':<19}{'zero':<6}{'reduce':<13}{'parts':<6}{'remat':<6}"
-    f"{'loss':>8}{'gradient':>9}{'update':>8}"
+    f"{'mesh':<26}{'zero':<6}{'reduce':<13}{'parts':<6}{'remat':<5}"
+    f"{'loss':>8}{'grad':>8}{'update':>8}"
 )
 """Above `line`."""
 
 
 def line(result: Result) -> str:
-    """One combination in 80 columns, or two lines where there is a reason to give.
+    """One combination in 80 columns, in more lines where there is a pipeline or a reason to give.
 
-    >>> line(Result(Cell("data 8", 2, "all", None, 1, "full"), "equal", Differences(0, 1e-6, 2e-6)))
-    'data 8             2     null         1     full   0.0e+00  1.0e-06 2.0e-06'
+    >>> print(line(Result(Cell("data 8", 2, "all", None, 1, "full"), "equal",
+    ...                   Differences(0, 1e-6, 2e-6))))
+    data 8                    2     null         1     full  0.0e+00 1.0e-06 2.0e-06
+    >>> cell = Cell("stage 4, tensor 2", 0, "all", None, 8, "none", "whole", "zb_v", "stash")
+    >>> print(line(Result(cell, "skipped", reason="3 heads")))
+    stage 4, tensor 2         0     null         8     none  skipped
+        zb_v, stash
+        3 heads
     """
     cell, found = result.cell, result.differences
     scope = " ici" if cell.scope == "ici" else ""
     text = (
-        f"{cell.mesh:<19}{f'{cell.stage}{scope}':<6}{cell.reduce or 'null':<13}"
-        f"{cell.microbatches:<6}{cell.remat:<6}"
+        f"{cell.mesh:<26}{f'{cell.stage}{scope}':<6}{cell.reduce or 'null':<13}"
+        f"{cell.microbatches:<6}{cell.remat:<5}"
     )
+    more = [result.reason] if result.reason else []
     if found is None:
-        return f"{text} {result.verdict}\n    {result.reason}"
-    text += f"{found.loss:>8.1e}{found.gradient:>9.1e}{found.update:>8.1e}"
-    return text if result.verdict == "equal" else f"{text}\n    DIFFERS: {_excess(result)}"
+        text += f" {result.verdict}"
+    else:
+        text += f"{found.loss:>8.1e}{found.gradient:>8.1e}{found.update:>8.1e}"
+        more += [] if result.verdict == "equal" else [f"DIFFERS: {_excess(result)}"]
+    pipeline = [cell.schedule, str(cell.activations)] if cell.schedule else []
+    settings = [*pipeline, *(["sequence split"] if cell.sequence == "split" else [])]
+    return "\n    ".join([text, *([", ".join(settings)] if settings else []), *more])
 
 
 def _excess(result: Result) -> str:
@@ -50,11 +70,16 @@ def _excess(result: Result) -> str:
     )
 
 
-def to_json(subject: str, results: Sequence[Result], *, full: bool) -> dict[str, Any]:
-    """Everything that was found, as plain data."""
+def to_json(subject: str, results: Sequence[Result], *, planned: int, full: bool) -> dict[str, Any]:
+    """Everything that was found, as plain data.
+
+    Args:
+      planned: how many combinations are to be compared, of which there may be fewer yet.
+    """
     return {
         "subject": subject,
         "cells": "all" if full else "every two settings",
+        "planned": planned,
         "steps": STEPS,
         "versions": environment.versions(PACKAGES),
         "results": [
@@ -89,11 +114,12 @@ PAGE = "python -m jaxdist.launch.parity_report docs/parity.json > docs/parity.md
 
 
 def markdown(report: Mapping[str, Any]) -> str:
-    """A run as a page: what was compared, the worst of each mesh and stage by reduction, limits."""
+    """A run as a page: what was compared, the worst by its settings, and the limits."""
     results = from_json(report)
     versions = report["versions"]
     full = " --full" if report["cells"] == "all" else ""
     equal = sum(result.verdict == "equal" for result in results)
+    left = report["planned"] - len(results)
     lines = [
         "# The same numbers on every plan",
         "",
@@ -103,16 +129,30 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"{report['subject']}: {equal} of {len(results)} combinations equal one device over "
         f"{report['steps']} steps, float32, 8 fake CPU devices (jax {versions['jax']}, Python "
         f"{versions['python']}). Cells: {report['cells']} of what [the table of validity]"
-        "(validity.md) allows.",
+        f"(validity.md) allows{f'; {left} more were not run' if left else ''}.",
         "",
         "Each number is the largest relative difference of the gradients that the optimizer",
-        "receives, over the accumulations (1 and 2 microbatches) and remat policies that were run;",
+        "receives, over all combinations that were run with the settings of its row and column;",
         "how many is in brackets. `-` does not combine; empty was not run.",
         "",
-        "| mesh | ZeRO | " + " | ".join(kind or "null (XLA)" for kind in REDUCTIONS) + " |",
-        "|---|---|" + "---|" * len(REDUCTIONS),
+        *_reductions(results),
+        "",
+        "Schedules of pipelines, by what their backward pass starts from:",
+        "",
+        *_schedules(results),
+        "",
+        "The sequence between layers, on every device or split over `tensor`:",
+        "",
+        *_sequences(results),
+        "",
+        *_limits(results),
     ]
-    valid = {_place(cell) for cell in valid_cells()}
+    return "\n".join(lines) + "\n"
+
+
+def _reductions(results: Sequence[Result]) -> list[str]:
+    valid = {_place(cell) for cell in possible_cells()}
+    rows = []
     for mesh, stage, scope in sorted({place[:3] for place in valid}, key=_order):
         cells = [
             _summary([r for r in results if _place(r.cell) == (mesh, stage, scope, kind)])
@@ -120,9 +160,34 @@ def markdown(report: Mapping[str, Any]) -> str:
             else "-"
             for kind in REDUCTIONS
         ]
-        shown = f"{stage}, ici" if scope == "ici" else str(stage)
-        lines.append(f"| {mesh} | {shown} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *_limits(results)]) + "\n"
+        rows.append([mesh, f"{stage}, ici" if scope == "ici" else str(stage), *cells])
+    return _table(["mesh", "ZeRO", *(kind or "null (XLA)" for kind in REDUCTIONS)], rows)
+
+
+def _schedules(results: Sequence[Result]) -> list[str]:
+    meshes = [mesh for mesh in MESHES if "stage" in mesh]
+    rows = []
+    for schedule, activations in itertools.product(SCHEDULES, ACTIVATIONS):
+        own = [
+            r for r in results if (r.cell.schedule, r.cell.activations) == (schedule, activations)
+        ]
+        cells = [_summary([r for r in own if r.cell.mesh == mesh]) for mesh in meshes]
+        rows.append([schedule, activations, *cells])
+    return _table(["schedule", "activations", *meshes], rows)
+
+
+def _sequences(results: Sequence[Result]) -> list[str]:
+    rows = []
+    for mesh in (mesh for mesh in MESHES if "tensor" in mesh and "stage" not in mesh):
+        own = [r for r in results if r.cell.mesh == mesh]
+        cells = [_summary([r for r in own if r.cell.sequence == kind]) for kind in SEQUENCES]
+        rows.append([mesh, *cells])
+    return _table(["mesh", *SEQUENCES], rows)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = (f"| {' | '.join(row)} |" for row in rows)
+    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *lines]
 
 
 def _place(cell: Cell) -> tuple[str, int, str, str | None]:
@@ -135,10 +200,11 @@ def _order(place: tuple[str, int, str]) -> tuple[int, str, int]:
 
 
 def _summary(results: Sequence[Result]) -> str:
-    if any(result.verdict != "equal" for result in results):
-        return f"**{', '.join(r.verdict for r in results)}**"
+    unequal = [result.verdict for result in results if result.verdict != "equal"]
+    if unequal:
+        return f"**{', '.join(unequal)}**"
     found = [result.differences.gradient for result in results if result.differences]
-    return f"{max(found):.0e} ({len(found)})" if found else ""
+    return f"{max(found):.1e} ({len(found)})" if found else ""
 
 
 def _limits(results: Sequence[Result]) -> list[str]:
@@ -149,9 +215,8 @@ def _limits(results: Sequence[Result]) -> list[str]:
         "2 sqrt(n) 2**-24 for a batch of n tokens and k ways of cutting its sums, ten times that",
         "for the update (`limit_of` in `jaxdist/launch/parity_run.py` says why):",
         "",
-        "| sums that are cut otherwise | limit of loss | gradient | update | largest found |",
-        "|---|---|---|---|---|",
     ]
+    rows = []
     for cuts in sorted({r.cell.cuts for r in judged}, key=lambda cuts: (len(cuts), cuts)):
         members = [result for result in judged if result.cell.cuts == cuts]
         limit = members[0].limit
@@ -160,9 +225,10 @@ def _limits(results: Sequence[Result]) -> list[str]:
             f"{max(asdict(r.differences)[field] for r in members if r.differences):.1e}"
             for field in ("loss", "gradient", "update")
         ]
-        bounds = " | ".join(f"{value:.0e}" for value in asdict(limit).values())
-        lines.append(f"| {', '.join(cuts)} | {bounds} | {', '.join(worst)} |")
-    return lines
+        bounds = [f"{value:.0e}" for value in asdict(limit).values()]
+        rows.append([", ".join(cuts), *bounds, ", ".join(worst)])
+    header = ("sums that are cut otherwise", "limit of loss", "gradient", "update", "largest found")
+    return lines + _table(header, rows)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import astuple, dataclass
+from functools import cache
 from typing import Any
 
 import jax
@@ -44,12 +45,20 @@ LAYER_TERMS = 512
 """Of the sums within a layer, which even a small batch has."""
 BUILT_IN: Mapping[str, Any] = {
     "model": {
-        "type": "gpt", "layers": 2, "embed": 64, "heads": 8, "vocab_multiple": 8, "remat": "none",
+        "type": "gpt", "layers": 8, "embed": 32, "heads": 4, "vocab_multiple": 8, "remat": "none",
     },
-    "data": {"type": "synthetic", "kind": "tokens", "window": 32, "heldout_examples": 0},
-    "train": {"batch_size": 16},
+    "data": {
+        "type": "synthetic", "kind": "tokens", "window": 16, "vocab_size": 64,
+        "heldout_examples": 0,
+    },
+    "train": {"batch_size": 32},
 }  # fmt: skip
 """Sections of the small language model that is compared where no config is given."""
+COMPILE: Mapping[str, Any] = {
+    "xla_backend_optimization_level": 0,
+    "xla_cpu_use_fusion_emitters": False,
+}
+"""The program that XLA plans is the same; its loops, which run three times, are made sooner."""
 OPTIM: Mapping[str, Any] = {
     "type": "adamw",
     "learning_rate": 1e-3,
@@ -89,7 +98,10 @@ class Trace:
 
 @dataclass(frozen=True)
 class Result:
-    """One combination and how it went: "equal", "differs", or "skipped" with the reason."""
+    """One combination and how it went: "equal", "differs", or "skipped" with the reason.
+
+    What XLA does not compile differs too: it has a reason and no differences.
+    """
 
     cell: Cell
     verdict: str
@@ -122,7 +134,7 @@ def open_subject(sections: Mapping[str, Any]) -> Subject:
     Raises:
       JaxdistError: the config cannot be built on one device.
     """
-    experiment = _experiment(sections, {"data": 1}, {}, microbatches=1, remat="none")
+    experiment = _experiment(sections, {"data": 1}, remat="none")
     reason = inexact(experiment.program.model)
     return Subject(sections, trace(experiment), experiment.units_per_step, reason)
 
@@ -147,25 +159,35 @@ def remats_of(sections: Mapping[str, Any]) -> tuple[Remat, ...]:
 
 
 def _experiment(
-    sections: Mapping[str, Any],
-    mesh: Mapping[str, Any],
-    parallel: Mapping[str, Any],
-    *,
-    microbatches: int,
-    remat: Remat,
+    sections: Mapping[str, Any], mesh: Mapping[str, Any], remat: Remat, **others: Any
 ) -> Experiment:
-    chosen = {"remat": remat} if len(remats_of(sections)) > 1 else {}
-    whole = {
-        **sections,
-        "model": {**sections["model"], **chosen},
-        "train": {**sections["train"], "steps": STEPS, "microbatches": microbatches},
-        "optim": OPTIM,
-        "parallel": parallel,
-        "mesh": mesh,
-    }
+    """Builds what `sections` describe; `others` are sections too, or replace fields of them."""
+    model, train = sections["model"], {**sections["train"], "steps": STEPS}
+    if len(remats_of(sections)) > 1:
+        model = {**model, "remat": remat}
+    whole = {**sections, "model": model, "train": train, "optim": OPTIM, "mesh": mesh}
+    for name, section in others.items():
+        whole[name] = {**whole.get(name, {}), **section}
     config = validate(Document(whole), ExperimentConfig)
     count = 1 if mesh == {"data": 1} else DEVICES
     return build(config, devices=jax.devices()[:count])
+
+
+def experiment_of(sections: Mapping[str, Any], cell: Cell) -> Experiment:
+    """Build the sections of a config as a combination has them; nothing is compiled.
+
+    Raises:
+      JaxdistError: the model or the batch does not go with the combination.
+    """
+    sharding = sections.get("sharding", {})
+    return _experiment(
+        sections,
+        MESHES[cell.mesh],
+        cell.remat,
+        parallel=cell.parallel,
+        sharding={"rules": {**sharding.get("rules", {}), **cell.rules}},
+        train={"microbatches": cell.microbatches},
+    )
 
 
 def inexact(model: Functional) -> str:
@@ -179,28 +201,45 @@ def inexact(model: Functional) -> str:
     return ""
 
 
+@cache
+def compile_options() -> dict[str, Any]:
+    """Those of `COMPILE` that this XLA has; the one of jax 0.12 lost some."""
+    program = jax.jit(jnp.negative).lower(0)
+
+    def known(name: str) -> bool:
+        try:
+            program.compile({name: COMPILE[name]})
+        except jax.errors.JaxRuntimeError:
+            return False
+        return True
+
+    return {name: COMPILE[name] for name in filter(known, COMPILE)}
+
+
 def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
     """Train for three steps and note what is compared.
 
     Args:
       initial: the state to begin with, on the host; None is the experiment's own.
     """
-    program = experiment.program
-    # The code that LLVM would polish runs three times; the program that XLA plans is the same.
-    options: Any = {"xla_backend_optimization_level": 0}
+    program, options = experiment.program, compile_options()
     step = program.train.lower(program.state_shapes, program.batch).compile(options)
-    begun = jax.device_get(program.init()) if initial is None else initial
+    begun = initial
+    if begun is None:
+        begun = jax.device_get(program.used(jax.jit(program.init, compiler_options=options)()))
     shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
     # Copied, since the step is given the memory of its state to reuse.
-    state = jax.device_put(jax.tree.map(np.array, begun), shardings)
+    state = jax.device_put(program.stored(jax.tree.map(np.array, begun)), shardings)
     losses: list[float] = []
     gradients: dict[str, np.ndarray] = {}
     with experiment.loader.batches() as batches:
         for batch in itertools.islice(batches, STEPS):
             state, metrics = step(state, batch)
             losses.append(float(metrics[0]))
-            gradients = gradients or _named(optax.tree_utils.tree_get(state.opt_state, "mu"))
-    first, last = _named(begun.params), _named(state.params)
+            if not gradients:
+                opt_state = program.used(state).opt_state
+                gradients = _named(optax.tree_utils.tree_get(opt_state, "mu"))
+    first, last = _named(begun.params), _named(program.used(state).params)
     updates = {name: last[name] - first[name] for name in last}
     return Trace(begun, np.array(losses), gradients, updates)
 
@@ -252,21 +291,19 @@ def compare(subject: Subject, cell: Cell) -> Result:
     """Train one combination and judge it.
 
     A combination that the model cannot be built for (its heads do not divide over the mesh, say),
-    or that makes its layers compute something else, is skipped with the reason.
+    or that makes its layers compute something else, is skipped with the reason. One that XLA
+    refuses differs, with the first line of what it says.
     """
     if subject.inexact and (cell.reduce is not None or cell.microbatches > 1):
         return Result(cell, "skipped", reason=subject.inexact)
     try:
-        experiment = _experiment(
-            subject.sections,
-            MESHES[cell.mesh],
-            cell.parallel,
-            microbatches=cell.microbatches,
-            remat=cell.remat,
-        )
+        experiment = experiment_of(subject.sections, cell)
     except JaxdistError as error:
         return Result(cell, "skipped", reason=" ".join(str(error).split()))
     begun = subject.reference.initial
-    found = differences(trace(experiment, begun), subject.reference)
+    try:
+        found = differences(trace(experiment, begun), subject.reference)
+    except jax.errors.JaxRuntimeError as error:
+        return Result(cell, "differs", reason=str(error).splitlines()[0])
     limit = limit_of(cell, subject.terms)
     return Result(cell, "equal" if found.within(limit) else "differs", found, limit)

@@ -163,14 +163,15 @@ def _begin(
     console: Console,
 ) -> tuple[TrainState, Mapping[str, Any]]:
     """A fresh state, or that of the newest whole checkpoint, and what was kept beside it."""
-    check_state_fits(experiment.program.state_shapes)
+    program = experiment.program
+    check_state_fits(program.state_shapes)
     if resume and broadcast_json(bool(steps_present(store.directory))):
-        restored = store.restore(experiment.program.state_shapes)
+        restored = store.restore(program.state_shapes, shapes=program.own_shapes)
         console.print(f"resume from step {restored.step} of {experiment.total_steps}")
         return restored.state, restored.metadata
     if resume:
         console.print("resume: there is no checkpoint yet, so this run begins at step 0")
-    return experiment.program.init(), {}
+    return program.init(), {}
 
 
 def _hooks(
@@ -203,6 +204,7 @@ def _hooks(
         termination=termination,
         best=metadata.get("best"),
         max_skipped=program.optimizer.max_skipped,
+        shapes=program.own_shapes,
     )
 
 

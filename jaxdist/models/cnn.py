@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Literal
 
 import jax
@@ -81,9 +83,19 @@ class Cnn(nnx.Module):
     def __call__(self, image: jax.Array) -> jax.Array:
         """Images `[B, height, width, channels]` in 0..1 to logits `[B, classes]`."""
         x = image
-        for convolution in self.convolutions:
-            x = jax.nn.relu(convolution(x))
-            x = self.hint(x, "batch", None, None, "channels_out")
-            x = max_pool(x) if min(x.shape[1:3]) > 1 else x
+        for part in self.parts():
+            x = part(x)
+        return x
+
+    def parts(self) -> list[Callable[[jax.Array], jax.Array]]:
+        """Each convolution with its pooling, the hidden layer, the output: what stages may hold."""
+        convolved = (partial(self._convolved, convolution) for convolution in self.convolutions)
+        return [*convolved, self._hidden, self.output]
+
+    def _convolved(self, convolution: Conv, x: jax.Array) -> jax.Array:
+        x = self.hint(jax.nn.relu(convolution(x)), "batch", None, None, "channels_out")
+        return max_pool(x) if min(x.shape[1:3]) > 1 else x
+
+    def _hidden(self, x: jax.Array) -> jax.Array:
         x = jax.nn.relu(self.hidden(x.reshape(x.shape[0], -1)))
-        return self.output(self.hint(x, "batch", "mlp"))
+        return self.hint(x, "batch", "mlp")

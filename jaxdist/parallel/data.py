@@ -61,13 +61,18 @@ class DataParallel:
 
         Args:
           specs: partition specs of whole parameters, none of which names a data axis.
+          params: as they are stored: in stage 3 those that `zero` fills up are.
+
+        Returns:
+          Gradients of the parameters' own shapes, split as `zero` says; sums; buffers.
         """
         zero, given = self.zero, (params, buffers, batch, key)
         if zero is not None and zero.stage >= 2:
             split = zero.specs(jax.tree.map(lambda _: EVERYWHERE, params))
             held = split if zero.stage == 3 else EVERYWHERE
             enter, leave = partial(self._defer, zero, specs), partial(self._finish, zero, specs)
-            return self._on_rows(local, enter, leave, held, split)(*given)
+            grads, sums, buffers = self._on_rows(local, enter, leave, held, split)(*given)
+            return zero.cut(grads), sums, buffers
         per_device = PartitionSpec(self.axes)
         on_rows = self._on_rows(local, lambda params: params, _stacked, EVERYWHERE, per_device)
         stacked, sums, buffers = on_rows(*given)
@@ -78,7 +83,7 @@ class DataParallel:
             out_specs=specs if zero is None else zero.specs(specs),
             check_vma=False,
         )(stacked)
-        return total, sums, buffers
+        return total if zero is None else zero.cut(total), sums, buffers
 
     def _on_rows(
         self,
@@ -181,15 +186,17 @@ class DataParallel:
             in_specs=(self.zero.specs(specs), specs),
             out_specs=specs,
             check_vma=False,
-        )(shards, into)
+        )(self.zero.filled(shards), into)
 
     def _gather(self, zero: Zero, shards: Any, into: Any) -> Any:
         wire, dims = Wire(zero.axes, self.algorithm), zero.dims_of(into)
-        whole, structure = jax.tree.flatten(into)
+        lengths, (whole, structure) = zero.lengths_of(into), jax.tree.flatten(into)
 
         def gather(positions: list[int], leaves: Layers) -> Layers:
-            at = [dims[i] for i in positions]
-            return [_sent(wire.gather, *pair) for pair in zip(leaves, at, strict=True)]
+            return [
+                _sent(partial(wire.gather, length=lengths[i]), leaf, dims[i])
+                for i, leaf in zip(positions, leaves, strict=True)
+            ]
 
         layers, parts = self._layers(into, dims), jax.tree.leaves(shards)
         return structure.unflatten(by_layers(gather, parts, layers, self._turn, into=whole))
@@ -198,10 +205,10 @@ class DataParallel:
         """Parameters that are fetched, or whose gradients leave, where they are used."""
         wire, sharded = self._wire(zero), zero.stage == 3
         leaves, structure = jax.tree.flatten(params)
-        rows = zip(leaves, zero.dims_of(params), jax.tree.leaves(specs), strict=True)
+        given = zero.dims_of(params), zero.lengths_of(params), jax.tree.leaves(specs)
         deferred = [
-            leaf if dim is None else defer(leaf, dim, wire, spec, sharded=sharded)
-            for leaf, dim, spec in rows
+            leaf if dim is None else defer(leaf, dim, wire, spec, sharded=sharded, length=length)
+            for leaf, dim, length, spec in zip(leaves, *given, strict=True)
         ]
         return structure.unflatten(deferred)
 

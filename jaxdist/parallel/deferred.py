@@ -40,19 +40,21 @@ class Wire:
     reduce_dtype: str | None = None
     ahead: bool = False
 
-    def gather(self, shard: jax.Array, dim: int) -> jax.Array:
-        """The whole tensor, in the dtype of the wire."""
+    def gather(self, shard: jax.Array, dim: int, length: int | None = None) -> jax.Array:
+        """The whole tensor, in the dtype of the wire; its dim cut to `length`."""
         carried = shard.astype(self.gather_dtype or shard.dtype)
-        return all_gather(carried, self.axes, dim=dim, algorithm=self.algorithm)
+        return all_gather(carried, self.axes, dim=dim, size=length, algorithm=self.algorithm)
 
     def scatter(self, grad: jax.Array, dim: int) -> jax.Array:
-        """This device's shard of the sum, in the dtype of the wire."""
+        """This device's shard of the sum, in the dtype of the wire; zeros fill up the last ones."""
         carried = grad.astype(self.reduce_dtype or grad.dtype)
         return reduce_scatter(carried, self.axes, dim=dim, algorithm=self.algorithm)
 
 
 @partial(
-    jax.tree_util.register_dataclass, data_fields=["shard"], meta_fields=["dim", "wire", "spec"]
+    jax.tree_util.register_dataclass,
+    data_fields=["shard"],
+    meta_fields=["dim", "wire", "spec", "length"],
 )
 @dataclass(frozen=True)
 class Sharded(Deferred):
@@ -64,16 +66,18 @@ class Sharded(Deferred):
       shard: this device's part.
       dim: which dim is split, counted from the end, so that a slice of stacked layers has it too.
       spec: how automatic axes split the parameter, an entry for each of its dims, layers included.
+      length: of the dim, where zeros fill up its shards; None where it divides.
     """
 
     shard: jax.Array
     dim: int
     wire: Wire
     spec: PartitionSpec
+    length: int | None = None
 
     def whole(self) -> jax.Array:
         """The parameter; its gradient is summed into the shard."""
-        return _gathered(self.dim, self.wire, self.spec, self.shard)
+        return _gathered(self.dim, self.wire, self.spec, self.length, self.shard)
 
     def carried(self) -> jax.Array:
         """Of a gradient: this device's shard."""
@@ -117,36 +121,53 @@ class Scattered(Deferred):
         return self.shard
 
 
-def defer(param: jax.Array, dim: int, wire: Wire, spec: PartitionSpec, *, sharded: bool) -> Any:
+def defer(
+    param: jax.Array,
+    dim: int,
+    wire: Wire,
+    spec: PartitionSpec,
+    *,
+    sharded: bool,
+    length: int | None = None,
+) -> Any:
     """A parameter that is fetched where it is used.
 
     Args:
       param: this device's shard (`sharded`), or the whole.
       dim: the dim that is split, or whose gradient is, counted from the front.
       spec: how automatic axes split it.
+      length: of the dim, where zeros fill up its shards.
     """
     full = PartitionSpec(*spec, *(None,) * (param.ndim - len(spec)))
     if sharded:
-        return Sharded(param, dim - param.ndim, wire, full)
+        return Sharded(param, dim - param.ndim, wire, full, length)
     shape = [*param.shape]
-    shape[dim] //= axis_size(wire.axes)
+    shape[dim] = -(-shape[dim] // axis_size(wire.axes))
     return Scattered(param, jnp.zeros(shape, param.dtype), dim - param.ndim, wire, full)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
-def _gathered(dim: int, wire: Wire, spec: PartitionSpec, shard: jax.Array) -> jax.Array:
-    return _on_block(lambda x: wire.gather(x, x.ndim + dim), spec, shard)
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
+def _gathered(
+    dim: int, wire: Wire, spec: PartitionSpec, length: int | None, shard: jax.Array
+) -> jax.Array:
+    return _on_block(lambda x: wire.gather(x, x.ndim + dim, length), spec, shard)
 
 
 def _gathered_forward(
-    dim: int, wire: Wire, spec: PartitionSpec, shard: jax.Array
+    dim: int, wire: Wire, spec: PartitionSpec, length: int | None, shard: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    return _gathered(dim, wire, spec, shard), jnp.zeros((), shard.dtype)
+    return _gathered(dim, wire, spec, length, shard), jnp.zeros((), shard.dtype)
 
 
 def _gathered_backward(
-    dim: int, wire: Wire, spec: PartitionSpec, like: jax.Array, cotangent: jax.Array
+    dim: int,
+    wire: Wire,
+    spec: PartitionSpec,
+    length: int | None,
+    like: jax.Array,
+    cotangent: jax.Array,
 ) -> Any:
+    del length
     summed = _on_block(lambda x: wire.scatter(x, x.ndim + dim), spec, cotangent)
     return (summed.astype(like.dtype),)
 

@@ -92,7 +92,8 @@ def facts_of(config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims]) -
     in_use = {layout.axis_of(dim) for dim in named} - {None}
     busy = {name for used in in_use if used for name in axis_names(layout.mesh, used)}
     sizes = dict(layout.mesh.shape)
-    empty = tuple(name for name, size in sizes.items() if size > 1 and name not in busy)
+    # A model in parts lies on stages without a rule.
+    empty = tuple(n for n, size in sizes.items() if size > 1 and n not in {*busy, AXIS})
     return Facts(
         mesh=sizes,
         batch_axes=batch_axes,

@@ -191,10 +191,20 @@ ROWS: tuple[Row, ...] = (
         "set parallel.reduce.type: ring, or parallel.zero.scope: all",
     ),
     Row(
-        (("zero 2", "zero 3"), ("stage (a pipeline)",)),
-        "a stage adds up the gradients of all microbatches before they are reduced, and needs its "
-        "parameters for each of them",
-        "set parallel.zero.stage: 1",
+        (("zero 3",), ("stage (a pipeline)",)),
+        "each microbatch would gather the parameters of its layers two times, which a stage that "
+        "holds its own layers alone does not pay back",
+        "set parallel.zero.stage: 1, or 2",
+    ),
+    Row(
+        (
+            ("zero 2",),
+            ("stage (a pipeline)",),
+            (f"reduce: {', '.join(_FLAT)}", "reduce: hierarchical"),
+        ),
+        "gradients are reduced within a stage's tasks, and what permutes among its devices waits "
+        "for those of the other stages",
+        "set parallel.reduce.type: xla, or parallel.zero.stage: 1",
     ),
 )
 """Every combination that is refused."""
@@ -245,7 +255,9 @@ def notices(facts: Facts, plan: Zero | None) -> list[str]:
         also = f" and {len(more)} more" if more else ""
         found.append(
             f"{_stage(facts)} keeps {name} {list(shape)}{also} whole on every device: no dim "
-            f"divides by {parts} ({', '.join(facts.state_axes)}); a size that does would be split"
+            f"divides by {parts} ({', '.join(facts.state_axes)}), and those that zeros could fill "
+            "up would more than double, or are split by another axis; a size that divides would "
+            "be split"
         )
     if zero.scope == "ici" and not zero.stage:
         found.append("parallel.zero.scope ici has no effect at parallel.zero.stage 0")

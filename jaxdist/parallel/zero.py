@@ -3,6 +3,10 @@
 Replicas hold equal optimizer states, gradients and parameters. Stage 1 splits the optimizer state
 over them, stage 2 the gradients too, stage 3 the parameters too. Which dim of a tensor is split is
 decided here, from shapes alone; the rest of the framework only ever sees partition specs.
+
+Where no dim divides, one is filled up with zeros. Arguments and results of a compiled program must
+divide, but not what it computes with: state is stored filled up, and cut to its own shape where a
+step begins. So model and optimizer, norms and noise included, never meet a zero of ours.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pydantic import Field
 
@@ -23,6 +28,8 @@ from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
 
 Stage = Literal[0, 1, 2, 3]
+MOST_FILLED = 2
+"""How many times its length a dim may be filled up to: zeros are sent like all else."""
 
 
 class ZeroConfig(Config):
@@ -49,7 +56,10 @@ class Zero:
       dims: by name, the dim of each parameter that is split; None stays whole.
       gather_dtype: of gathered parameters; None is their own.
       prefetch: whether a layer is gathered while the one before computes.
-      uneven: shapes of larger parameters that stay whole, by name, since no dim divides.
+      uneven: shapes of larger parameters that stay whole, by name, since no dim divides, nor would
+        with zeros at its end.
+      padded: where the split dim does not divide, by name: its own length, and the one it has with
+        zeros at its end.
     """
 
     mesh: Mesh
@@ -59,10 +69,16 @@ class Zero:
     gather_dtype: str | None = None
     prefetch: bool = False
     uneven: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def dims_of(self, tree: Any) -> list[int | None]:
         """The split dim of each leaf of a tree like the parameters, in order."""
         return [self.dims[name] for name, _ in flatten_with_names(tree)]
+
+    def lengths_of(self, tree: Any) -> list[int | None]:
+        """The same of that dim's own length where zeros fill it up; None where it divides."""
+        names = [name for name, _ in flatten_with_names(tree)]
+        return [self.padded[name][0] if name in self.padded else None for name in names]
 
     def map(self, function: Callable[[Any, int | None], Any], tree: Any) -> Any:
         """A tree like the parameters with each leaf `function` of it and of its split dim."""
@@ -81,6 +97,30 @@ class Zero:
             return NamedSharding(self.mesh, self._split(sharding.spec, dim))
 
         return self.map(split, shardings)
+
+    def filled(self, tree: Any) -> Any:
+        """A tree like the parameters with zeros at the ends of dims that do not divide."""
+        return jax.tree.map(self.fill_one, tree, names_of(tree))
+
+    def cut(self, tree: Any) -> Any:
+        """The inverse of `filled`."""
+        return jax.tree.map(self.cut_one, tree, names_of(tree))
+
+    def fill_one(self, leaf: jax.Array, name: str) -> jax.Array:
+        """`filled` of what is shaped like the parameter of this name."""
+        if name not in self.padded:
+            return leaf
+        dim, (length, filled) = self.dims[name], self.padded[name]
+        more = [(0, (filled - length) * (i == dim)) for i in range(leaf.ndim)]
+        return jnp.pad(leaf, more)
+
+    def cut_one(self, leaf: jax.Array, name: str) -> jax.Array:
+        """`cut` of what is shaped like the parameter of this name."""
+        if name not in self.padded:
+            return leaf
+        dim = self.dims[name]
+        assert dim is not None
+        return jax.lax.slice_in_dim(leaf, 0, self.padded[name][0], axis=dim)
 
     def _split(self, spec: PartitionSpec, dim: int | None) -> PartitionSpec:
         if dim is None:
@@ -110,6 +150,7 @@ def plan_zero(
     parts = math.prod(layout.mesh.shape[axis] for axis in axes)
     chosen: dict[str, int | None] = {}
     uneven: dict[str, tuple[int, ...]] = {}
+    padded: dict[str, tuple[int, int]] = {}
     for name, leaf in flatten_with_names(params):
         spec = layout.spec(dims[name])
         taken = {axis for entry in spec for axis in _names(entry)}
@@ -119,12 +160,26 @@ def plan_zero(
                 f"{spec} over {', '.join(axes)}; take the rule back (sharding.rules) or set "
                 "zero.stage: 0"
             )
-        small = math.prod(leaf.shape) < config.whole_below
-        chosen[name] = None if small else split_dim(leaf.shape, dims[name], spec, layout, parts)
-        if chosen[name] is None and not small:
-            uneven[name] = tuple(leaf.shape)
+        chosen[name] = None
+        if math.prod(leaf.shape) < config.whole_below:
+            continue
+        dim = split_dim(leaf.shape, dims[name], spec, layout, parts)
+        if dim is None:
+            dim = padded_dim(leaf.shape, dims[name], spec, parts)
+            if dim is None:
+                uneven[name] = tuple(leaf.shape)
+            else:
+                padded[name] = leaf.shape[dim], _filled(leaf.shape[dim], parts)
+        chosen[name] = dim
     return Zero(
-        layout.mesh, config.stage, axes, chosen, config.gather_dtype, config.prefetch, uneven
+        layout.mesh,
+        config.stage,
+        axes,
+        chosen,
+        config.gather_dtype,
+        config.prefetch,
+        uneven,
+        padded,
     )
 
 
@@ -133,20 +188,61 @@ def split_dim(
 ) -> int | None:
     """The dim to split into `parts`: the longest that divides, rather one that is still whole.
 
-    The dim of stacked layers comes last: a layer's parameters are gathered one layer at a time,
-    and so each device must hold a part of every layer.
+    Never that of stacked layers: gradients and parameters travel a layer at a time, and so each
+    device must hold a part of every layer.
     """
 
-    def preference(dim: int) -> tuple[bool, bool, int, int]:
-        return dims[dim] != "layers", not _names(entries[dim]), local[dim], -dim
+    def preference(dim: int) -> tuple[bool, int, int]:
+        return not _names(entries[dim]), local[dim], -dim
 
     entries = [*spec, *(None,) * (len(shape) - len(spec))]
     local = [
         length // math.prod(layout.mesh.shape[axis] for axis in _names(entry))
         for length, entry in zip(shape, entries, strict=True)
     ]
-    fitting = [dim for dim in range(len(shape)) if local[dim] and local[dim] % parts == 0]
+    fitting = [dim for dim in _within_layers(dims) if local[dim] and local[dim] % parts == 0]
     return max(fitting, key=preference, default=None)
+
+
+def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
+    """The dim to fill up with zeros until it divides: the one that needs least, then the longest.
+
+    Left out are dims that would more than double; the dim of stacked layers; and dims that another
+    axis splits, whose shards would begin elsewhere.
+
+    >>> padded_dim((65, 33, 3), (None, "embed", "heads"), PartitionSpec(None, None, "tensor"), 8)
+    0
+    """
+
+    def waste(dim: int) -> tuple[float, int]:
+        return _filled(shape[dim], parts) / shape[dim], -shape[dim]
+
+    entries = [*spec, *(None,) * (len(shape) - len(spec))]
+    fitting = [
+        dim
+        for dim in _within_layers(dims)
+        if not _names(entries[dim]) and 0 < _filled(shape[dim], parts) <= MOST_FILLED * shape[dim]
+    ]
+    return min(fitting, key=waste, default=None)
+
+
+def _within_layers(dims: Dims) -> list[int]:
+    return [i for i, dim in enumerate(dims) if dim != "layers"]
+
+
+def names_of(tree: Any) -> Any:
+    """A tree with each leaf its name.
+
+    >>> names_of({"blocks": {"kernel": 1.0}})
+    {'blocks': {'kernel': 'blocks/kernel'}}
+    """
+    names = [name for name, _ in flatten_with_names(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), names)
+
+
+def _filled(length: int, parts: int) -> int:
+    """The next multiple."""
+    return -(-length // parts) * parts
 
 
 def _axes(config: ZeroConfig, layout: Layout) -> tuple[str, ...]:

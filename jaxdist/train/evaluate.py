@@ -17,7 +17,7 @@ def evaluate(
     """Each of the loss's means over all rows that have weight.
 
     Args:
-      params: trained parameters, laid out as the program wants them.
+      params: trained parameters, as the program stores them.
       batches: padded batches, as `Loader.evaluation_batches` gives them.
     """
     parts = [program.evaluate(params, buffers, batch) for batch in batches]

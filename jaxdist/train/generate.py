@@ -30,6 +30,7 @@ def generate(
     """The prompt's tokens and `count` more.
 
     Args:
+      params: trained parameters, as the program stores them.
       prompt: tokens; only the last `window` of them are seen.
       window: the length that the model was trained on.
       vocab_size: tokens that exist (a padded head has more logits).
@@ -38,7 +39,7 @@ def generate(
     """
 
     def next_token(tokens_L: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
-        module: Any = program.model.bind(params, buffers)
+        module: Any = program.model.bind(program.used_params(params), buffers)
         module.eval()
         logits = module(tokens_L[None], jnp.zeros_like(tokens_L)[None])[0, length - 1, :vocab_size]
         scaled = logits.astype(jnp.float32) / max(temperature, 1e-6)

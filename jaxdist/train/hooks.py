@@ -41,6 +41,7 @@ class RunHooks:
       evaluate: state to held-out means; None without a held-out split.
       best: the best held-out loss so far, if there was one.
       max_skipped: skipped steps in a row that end the run; None where no step is ever skipped.
+      shapes: of what is saved: see `jaxdist.train.step.Program.own_shapes`.
     """
 
     names: tuple[str, ...]
@@ -52,6 +53,7 @@ class RunHooks:
     termination: Termination
     best: float | None
     max_skipped: int | None = None
+    shapes: TrainState | None = None
     heldout: dict[str, float] = field(default_factory=dict)
     _last_logged: tuple[int, jax.Array] | None = None
     _stop: bool = False
@@ -112,5 +114,6 @@ class RunHooks:
             if self.writer is not None:
                 self.writer.write(step, self.heldout, split="heldout")
         if self._stop or improved or self.cadence.due(self.cadence.save, step):
-            self.store.save(step, state, metadata={"best": self.best}, metric=metric)
+            metadata, shapes = {"best": self.best}, self.shapes
+            self.store.save(step, state, metadata=metadata, metric=metric, shapes=shapes)
         return self._stop

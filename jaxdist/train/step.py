@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,7 +20,7 @@ from jaxdist.optim.safety import global_norm, skip_states
 from jaxdist.parallel.data import DataParallel
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.model import Pipeline
-from jaxdist.parallel.zero import Zero
+from jaxdist.parallel.zero import Zero, names_of
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState
 
@@ -56,13 +56,18 @@ class Program:
 
     @cached_property
     def state_shapes(self) -> TrainState:
-        """The training state as `jax.ShapeDtypeStruct`s with their shardings."""
-        shapes = jax.eval_shape(self._init)
+        """The training state as it is stored: `jax.ShapeDtypeStruct`s with their shardings."""
+        shapes = jax.eval_shape(self.stored, self.own_shapes)
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
             shapes,
             self._state_shardings(shapes),
         )
+
+    @cached_property
+    def own_shapes(self) -> TrainState:
+        """The same without shardings, and without the zeros that fill up ZeRO's shards."""
+        return jax.eval_shape(self._init)
 
     def _state_shardings(self, shapes: TrainState) -> TrainState:
         whole = self.layout.replicated
@@ -112,8 +117,32 @@ class Program:
 
     def init(self) -> TrainState:
         """A fresh state, created where it will live: no device holds more than its shards."""
-        shardings = jax.tree.map(lambda s: s.sharding, self.state_shapes)
-        return jax.jit(self._init, out_shardings=shardings)()
+
+        def init() -> TrainState:
+            return self.stored(self._init())
+
+        return jax.jit(init, out_shardings=jax.tree.map(lambda s: s.sharding, self.state_shapes))()
+
+    def stored(self, state: TrainState) -> TrainState:
+        """The state with the zeros that fill up ZeRO's shards; the inverse of `used`."""
+        return self._resized(Zero.fill_one, state)
+
+    def used(self, state: TrainState) -> TrainState:
+        """The state as model and optimizer know it: all tensors of their own shapes."""
+        return self._resized(Zero.cut_one, state)
+
+    def used_params(self, params: Any) -> Any:
+        """`used` of a state's parameters alone."""
+        return self.zero.cut(params) if self.zero and self.zero.stage == 3 else params
+
+    def _resized(self, resize: Callable[[Zero, Any, str], Any], state: TrainState) -> TrainState:
+        zero = self.zero
+        if zero is None or not zero.padded:
+            return state
+        resized, names = partial(resize, zero), names_of(self.model.params)
+        opt_state = optax.tree.map_params(self.optimizer.transform, resized, state.opt_state, names)
+        params = state.params if zero.stage < 3 else jax.tree.map(resized, state.params, names)
+        return replace(state, params=params, opt_state=opt_state)
 
     def _sums(
         self, params: Any, buffers: Any, batch: Batch, key: jax.Array | None
@@ -134,9 +163,17 @@ class Program:
         scaling = self.optimizer.loss_scale
         if scaling is None or scale is None:
             return total / weight, (sums, buffers)
-        # A microbatch of padding alone has weight 0: it adds nothing, not 0 / 0.
-        mean = total / jnp.where(weight == 0, 1, weight)
-        return scaling.scale_loss(mean, scale), (sums, buffers)
+        return scaling.scale_loss(total / self._common(weight), scale), (sums, buffers)
+
+    def _common(self, weight: jax.Array) -> jax.Array:
+        """What a microbatch weighs on an average device, the same on all; not 0.
+
+        ZeRO sums gradients over the devices before they are multiplied by it.
+        """
+        if self.data_parallel is not None:
+            weight = jax.lax.pmean(weight, self.data_parallel.axes)
+        # A microbatch of padding alone adds nothing, not 0 / 0.
+        return jnp.where(weight == 0, 1, weight)
 
     def _mean_gradient(
         self, params: Any, buffers: Any, batch: Batch, key: jax.Array, scale: LossScaleState | None
@@ -156,7 +193,8 @@ class Program:
         if scale is not None:
             # A scale that suits the mean would overflow in the total.
             grads, sums, buffers = self._mean_gradient(params, buffers, batch, key, scale)
-            return jax.tree.map(lambda g: g * sums["loss"].weight, grads), sums, buffers
+            weight = self._common(sums["loss"].weight)
+            return jax.tree.map(lambda g: g * weight, grads), sums, buffers
         gradient = jax.grad(self._sums, has_aux=True)
         grads, (sums, buffers) = gradient(params, buffers, batch, key)
         grads = self._placed(carried(grads))
@@ -171,7 +209,8 @@ class Program:
         given = (state.params, state.buffers, batch, key)
         summed = partial(self._summed, scale=state.loss_scale)
         if self.pipeline is not None:
-            summed = self.pipeline.gradients
+            scale = state.loss_scale and state.loss_scale.scale
+            summed = partial(self.pipeline.gradients, scale=scale)
         elif self.data_parallel is None and self.microbatches == 1:
             return self._mean_gradient(*given, state.loss_scale)
         if self.data_parallel is None:
@@ -203,9 +242,12 @@ class Program:
         (grads, sums, buffers), _ = jax.lax.scan(body, (*zeros, buffers), (pieces, keys))
         return grads, sums, buffers
 
-    def _train(self, state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+    def _train(self, stored: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        state = self.used(stored)
         key = jax.random.fold_in(self._keys()[1], state.step)
-        grads, sums, buffers = self._gradients(state, batch, key)
+        # A reduction of ours fills up and cuts by itself what it sends.
+        held = state if self.data_parallel is None else stored
+        grads, sums, buffers = self._gradients(held, batch, key)
         params = state.params
         if self.zero is not None:
             # The update is one shard's work; what it gives goes back to where the state lies.
@@ -231,7 +273,9 @@ class Program:
         if self.optimizer.max_skipped is not None:
             new, more = self._after_skips(state, new, norm)
             values |= more
-        return new, jnp.stack([jnp.asarray(values[name], jnp.float32) for name in self.metrics])
+        return self.stored(new), jnp.stack(
+            [jnp.asarray(values[name], jnp.float32) for name in self.metrics]
+        )
 
     def _after_skips(
         self, old: TrainState, new: TrainState, norm: jax.Array
@@ -279,5 +323,9 @@ class Program:
 
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped:
-        """(params, buffers, batch) to sums, in evaluation mode (no randomness)."""
-        return jax.jit(self._evaluate, out_shardings=self.layout.replicated)
+        """(params as stored, buffers, batch) to sums, in evaluation mode (no randomness)."""
+
+        def evaluate(params: Any, buffers: Any, batch: Batch) -> Sums:
+            return self._evaluate(self.used_params(params), buffers, batch)
+
+        return jax.jit(evaluate, out_shardings=self.layout.replicated)

@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from test_meshes import CELLS as WITHOUT
 from test_meshes import REDUCTIONS, ZERO
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
+from jaxdist.config import Document, validate
 from jaxdist.launch import parity as command
 from jaxdist.launch import parity_run
-from jaxdist.launch.parity_cells import MESHES, Cell, cover, facts_of, pairs, valid_cells
+from jaxdist.launch.parity_cells import (
+    MESHES,
+    SCHEDULES,
+    Cell,
+    cover,
+    facts_of,
+    kind_of,
+    pairs,
+    possible_cells,
+    valid_cells,
+)
 from jaxdist.launch.parity_report import from_json, line, markdown, to_json
 from jaxdist.launch.parity_run import (
     BUILT_IN,
@@ -26,6 +40,7 @@ from jaxdist.launch.parity_run import (
     limit_of,
     open_subject,
 )
+from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.parallel.validity import violations
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -43,13 +58,42 @@ def cell_of(name, mesh, reduce, zero, changes) -> Cell:
     )
 
 
+SPLIT = [
+    Cell("data 2, tensor 4", 0, "all", None, 1, "none", "split"),
+    Cell("data 2, tensor 4", 0, "all", "ring", 1, "dots", "split"),
+    Cell("data 4, tensor 2", 3, "all", "xla", 1, "full", "split"),
+]
+"""Rows of `test_a_split_sequence_equals_one_device` in test_tensor."""
 ELSEWHERE = [
     *(cell_of(name, mesh, None, {}, {}) for name, mesh in WITHOUT if mesh in MESHES.values()),
     *(cell_of(name, mesh, reduce, {}, changes) for name, mesh, reduce, changes in REDUCTIONS),
     *(cell_of(*row) for row in ZERO),
+    *SPLIT,
 ]
+POSSIBLE = [*possible_cells()]
 VALID = valid_cells()
-CELLS = cover(cover(VALID), given=ELSEWHERE)
+PIPELINES = [cell for cell in VALID if cell.schedule]
+PLAIN = [cell for cell in VALID if not cell.schedule]
+
+
+def placed(cell: Cell) -> dict[str, object]:
+    """What a pipeline is made of, of its schedule whether layers must move to their stages."""
+    return {
+        "mesh": cell.mesh,
+        "zero": cell.stage,
+        "activations": cell.activations,
+        "moves": cell.schedule and kind_of(cell.schedule) != "one chunk a stage",
+    }
+
+
+def essentials(cell: Cell) -> frozenset[object]:
+    """What is always tested: two settings; of pipelines two of `placed`, and each schedule."""
+    if cell.schedule is None:
+        return pairs(cell)
+    return frozenset({cell.schedule, *itertools.combinations(placed(cell).items(), 2)})
+
+
+CELLS = cover(POSSIBLE, ELSEWHERE, essentials)
 
 
 @pytest.fixture(scope="module")
@@ -70,22 +114,110 @@ def test_every_other_combination_equals_one_device(cell, subject):
 
 
 def test_every_two_settings_meet_in_few_combinations():
-    wanted = set().union(*map(pairs, VALID))
-    for cells, given in ((CELLS, ELSEWHERE), (cover(VALID), [])):
-        assert set().union(*map(pairs, cells), *map(pairs, given)) == wanted
-        assert set(cells) <= set(VALID)
-        assert len(set(cells)) == len(cells)
-    assert len(CELLS) <= 25
-    assert len(cover(VALID)) < len(VALID) / 15
+    wanted = set().union(*map(pairs, POSSIBLE))
+    chosen = cover(POSSIBLE)
+    for cells in (chosen, VALID):
+        assert set().union(*map(pairs, cells)) == wanted
+        assert set(cells) <= set(POSSIBLE)
+    assert len(set(chosen)) == len(chosen) < len(VALID) / 10
+    met = {(cell.mesh, cell.schedule) for cell in chosen if cell.schedule}
+    staged = [mesh for mesh in MESHES if "stage" in mesh]
+    assert met == set(itertools.product(staged, SCHEDULES))
+
+
+def test_what_is_always_tested_has_every_two_settings_outside_of_pipelines():
+    met = set().union(*map(pairs, CELLS), *map(pairs, ELSEWHERE))
+    assert set().union(*map(pairs, PLAIN)) <= met
+    assert set(CELLS) <= set(POSSIBLE)
+    assert len(set(CELLS)) == len(CELLS) <= 32
+
+
+def test_what_is_always_tested_has_every_schedule_and_two_settings_of_pipelines():
+    def two(cells):
+        found = (itertools.combinations(placed(cell).items(), 2) for cell in cells if cell.schedule)
+        return set().union(*found)
+
+    assert {cell.schedule for cell in CELLS} == {None, *SCHEDULES}
+    assert two(CELLS) == two(PIPELINES)
+    assert len(two(PIPELINES)) > 30
 
 
 def test_the_combinations_are_those_that_the_table_allows():
-    assert len(VALID) == len(set(VALID)) > 600
-    assert not any(violations(facts_of(cell)) for cell in VALID)
-    assert set(ELSEWHERE) <= set(VALID)
-    refused = Cell("data 4, tensor 2", 2, "all", "hierarchical", 1, "none")
-    assert violations(facts_of(refused))
-    assert refused not in VALID
+    assert not any(violations(facts_of(cell)) for cell in POSSIBLE)
+    assert set(ELSEWHERE) <= set(POSSIBLE)
+    assert len(VALID) == len(set(VALID)) > 900
+    for refused in (
+        Cell("data 4, tensor 2", 2, "all", "hierarchical", 1, "none"),
+        Cell("data 4, stage 2", 3, "all", None, 4, "none", "whole", "1f1b", "stash"),
+    ):
+        assert violations(facts_of(refused))
+        assert refused not in POSSIBLE
+
+
+def test_schedules_meet_every_mesh_activation_and_zero_stage():
+    plain = {
+        (cell.mesh, cell.stage, cell.schedule, cell.activations)
+        for cell in PIPELINES
+        if (cell.reduce, cell.remat, cell.sequence) == (None, "none", "whole")
+    }
+    places = {(cell.mesh, cell.stage) for cell in PIPELINES}
+    assert len(places) >= 7
+    assert plain == {
+        (*place, *how)
+        for place in places
+        for how in itertools.product(SCHEDULES, ("recompute", "stash"))
+    }
+    assert len(PIPELINES) < 300
+
+
+def test_layers_fill_the_chunks_of_every_schedule_with_its_microbatches():
+    built = {(cell.mesh, cell.schedule): cell for cell in PIPELINES}
+    assert len(built) == 4 * len(SCHEDULES)
+    for cell in built.values():
+        stages = MESHES[cell.mesh]["stage"]
+        section = validate(Document(cell.parallel), ParallelConfig).pipeline
+        schedule = section.schedule.build(stages, cell.microbatches)
+        assert (schedule.name, schedule.stages) == (cell.schedule, stages)
+        assert BUILT_IN["model"]["layers"] % schedule.chunks == 0
+        assert (schedule.chunks > stages) == (kind_of(cell.schedule) != "one chunk a stage")
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell("data 2, tensor 4", 1, "all", "ring", 2, "full", "split"),
+        Cell("data 2, stage 4", 1, "all", None, 8, "full", "whole", "zb_v", "stash"),
+    ],
+    ids=str,
+)
+def test_a_combination_is_what_is_built(cell, devices):
+    section = {"sharding": {"rules": {"mlp": None}}}
+    built = parity_run.experiment_of({**BUILT_IN, **section}, cell).config
+    assert built.sharding.rules["mlp"] is None
+    assert built.sharding.rules.get("residual_seq") == ("tensor" if cell.schedule is None else None)
+    assert (built.model.remat, built.train.microbatches) == (cell.remat, cell.microbatches)
+    assert built.parallel.zero.stage == cell.stage
+    if cell.schedule is not None:
+        assert built.parallel.pipeline.schedule.type == "zb_v"
+        assert built.parallel.pipeline.activations == "stash"
+
+
+def test_what_xla_refuses_is_told_and_differs(subject, monkeypatch):
+    def refuse(experiment, initial):
+        raise jax.errors.JaxRuntimeError("INTERNAL: inconsistent sharding\nmore")
+
+    monkeypatch.setattr(parity_run, "trace", refuse)
+    result = compare(subject, Cell("data 8", 0, "all", None, 1, "none"))
+    assert (result.verdict, result.reason) == ("differs", "INTERNAL: inconsistent sharding")
+    assert line(result).splitlines()[0].endswith("none  differs")
+
+
+def test_options_that_this_xla_has_not_are_left_out(monkeypatch, devices):
+    options = parity_run.compile_options()
+    assert options["xla_backend_optimization_level"] == 0
+    jax.jit(jnp.negative, compiler_options=options)(1.0)
+    monkeypatch.setattr(parity_run, "COMPILE", {"xla_no_such_option": 1, **options})
+    assert parity_run.compile_options.__wrapped__() == options
 
 
 def test_another_computation_is_not_taken_for_the_same(subject, monkeypatch):
@@ -178,7 +310,7 @@ def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
     report = json.loads((tmp_path / "c.json").read_text())
     first, second = from_json(report)
     assert (first.verdict, second.verdict, second.reason) == ("equal", "skipped", reason)
-    assert to_json(report["subject"], [first, second], full=False) == report
+    assert to_json(report["subject"], [first, second], planned=2, full=False) == report
 
 
 def test_a_difference_is_exit_code_1_and_a_plan_that_does_not_fit_is_skipped(
@@ -205,6 +337,21 @@ def test_a_difference_is_exit_code_1_and_a_plan_that_does_not_fit_is_skipped(
     assert "0 equal, 1 differ, 0 skipped" in differs.output
 
 
+def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkeypatch, subject):
+    def compared(subject, cell):
+        if cell.stage == 2:
+            raise KeyboardInterrupt
+        return Result(cell, "equal", Differences(0, 0, 0), limit_of(cell, 512))
+
+    monkeypatch.setattr(command, "open_subject", lambda sections: subject)
+    monkeypatch.setattr(command, "compare", compared)
+    assert run("--json", tmp_path / "c.json").exit_code != 0
+    report = json.loads((tmp_path / "c.json").read_text())
+    assert [result.cell.stage for result in from_json(report)] == [1]
+    assert "1 of 1 combinations" in markdown(report)
+    assert "; 1 more were not run." in markdown(report)
+
+
 def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch, subject):
     monkeypatch.setattr(command, "open_subject", lambda sections: subject)
     monkeypatch.setattr(command, "cover", lambda cells: [])
@@ -217,14 +364,47 @@ def test_the_published_page_is_that_of_its_figures():
     assert (DOCS / "parity.md").read_text() == markdown(report), "run the command in its header"
     results = from_json(report)
     assert all(result.verdict == "equal" for result in results)
+    assert len(results) == report["planned"]
     cells = {result.cell for result in results}
-    assert cells <= set(VALID)
-    assert set().union(*map(pairs, cells)) == set().union(*map(pairs, VALID))
+    assert cells <= set(POSSIBLE)
+    assert set().union(*map(pairs, cells)) == set().union(*map(pairs, POSSIBLE))
+
+
+def row_of(page: str, start: str) -> list[str]:
+    """Cells of the first row of a page's tables that begins so."""
+    found = next(text for text in page.splitlines() if text.startswith(f"| {start} |"))
+    return [text.strip() for text in found.split("|")[1:-1]]
 
 
 def test_a_page_shows_what_went_wrong():
     cell = Cell("data 8", 0, "all", "ring", 1, "none")
     result = Result(cell, "differs", Differences(0, 1, 1), limit_of(cell, 512))
-    page = markdown(to_json("x", [result], full=False))
+    page = markdown(to_json("x", [result], planned=1, full=False))
     assert "0 of 1 combinations equal one device" in page
-    assert "**differs**" in page
+    assert "more were not run" not in page
+    assert row_of(page, "data 8 | 0")[2:5] == ["", "", "**differs**"]
+
+
+def test_a_page_has_schedules_and_sequences_by_mesh():
+    cells = [
+        Cell("data 2, stage 4", 0, "all", None, 8, "none", "whole", "zb_v", "stash"),
+        Cell("data 2, stage 4", 0, "all", "ring", 8, "full", "whole", "zb_v", "stash"),
+        Cell("data 2, tensor 4", 0, "all", None, 1, "none", "split"),
+    ]
+    results = [
+        Result(cell, "equal", Differences(0, gradient, 0), limit_of(cell, 512))
+        for cell, gradient in zip(cells, (1e-7, 3e-7, 2e-7), strict=True)
+    ]
+    page = markdown(to_json("x", results, planned=3, full=False))
+    assert row_of(page, "zb_v | stash") == ["zb_v", "stash", "", "3.0e-07 (2)", "", ""]
+    assert row_of(page, "zb_v | recompute")[2:] == [""] * 4
+    assert row_of(page, "data 2, tensor 4 | ")[1:] == ["", "2.0e-07 (1)"]
+    assert row_of(page, "over devices, in matmuls, over the sequence")[1] == "8e-06"
+
+
+def test_every_line_of_a_run_fits_80_columns():
+    for cell in POSSIBLE:
+        text = line(Result(cell, "equal", Differences(1e-7, 1e-6, 1e-5)))
+        assert max(map(len, text.splitlines())) <= 80
+        assert (f"{cell.schedule}, {cell.activations}" in text) == (cell.schedule is not None)
+        assert ("sequence split" in text) == (cell.sequence == "split")

@@ -44,6 +44,31 @@ def test_refused(jaxdist: Jaxdist, overrides: list[str], code: int, parts: list[
     assert not (jaxdist.folder / "runs").exists()
 
 
+STAGES = ["mesh={stage: 2}", "--devices", 2, "train.microbatches=4"]
+TOKENS = "data={type: synthetic, kind: tokens, window: 8, vocab_size: 64}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([], ["mesh.stage 2: Mlp", "take mesh.stage away"]),
+        ([GPT, TOKENS], ["1 layers cannot fill 2 chunks", "use 2 layers or more"]),
+        ([GPT, TOKENS, "model.layers=2", "parallel.pipeline.schedule={type: csv, path: mine.csv}"],
+         ["mine.csv: row 2 lacks 1F1", "add 1F1"]),
+    ],
+)  # fmt: skip
+def test_a_pipeline_that_cannot_be(
+    jaxdist: Jaxdist, overrides: list[str], parts: list[str]
+) -> None:
+    jaxdist.config()
+    (jaxdist.folder / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n")
+    refused = jaxdist.train(*STAGES, *overrides)
+    assert refused.code == 2, refused
+    for part in (*parts, "error: 1 problem", "parallel.pipeline"):
+        assert part in refused.message
+    assert not (jaxdist.folder / "runs").exists()
+
+
 def test_no_such_config(jaxdist: Jaxdist) -> None:
     refused = jaxdist("train", "confg.yaml")
     assert refused.code == 2

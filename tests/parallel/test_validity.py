@@ -113,8 +113,10 @@ RING, XLA, HIERARCHICAL = ({"type": kind} for kind in ("ring", "xla", "hierarchi
         ({"data": {"dcn": 2, "ici": 4}}, None,
          {"reduce": HIERARCHICAL, "zero": {"stage": 1, "scope": "ici"}},
          r"type hierarchical with parallel\.zero\.scope ici: .*; set parallel\.reduce\.type: ring"),
-        ({"data": 4, "stage": 2}, None, {"zero": {"stage": 2}},
-         r"zero\.stage 2 with mesh \{data: 4, stage: 2\}: .* set parallel\.zero\.stage: 1"),
+        ({"data": 4, "stage": 2}, None, {"zero": {"stage": 3}},
+         r"zero\.stage 3 with mesh \{data: 4, stage: 2\}: .* set parallel\.zero\.stage: 1, or 2"),
+        ({"data": 4, "stage": 2}, None, {"zero": {"stage": 2}, "reduce": RING},
+         r"stage 2 with mesh .*stage: 2\} with parallel\.reduce\.type ring: .*type: xla, or "),
     ],
 )  # fmt: skip
 def test_what_is_refused(mesh, rules, parallel, message, devices):
@@ -168,11 +170,15 @@ def test_what_has_an_effect_is_not_noticed(zero, devices):
 
 
 def test_what_no_device_has_less_of_is_noticed(devices):
-    dims = dict.fromkeys(("even", "odd", "odder", "small"), ("embed", "mlp"))
-    shapes = {"odd": (63, 65), "odder": (129, 33), "small": (3, 5)}
-    (notice,) = plan({"data": 8}, dims, shapes=shapes, zero={"stage": 2}).notices
-    assert "stage 2 keeps odd [63, 65] and 1 more whole on every device: no dim divides" in notice
-    assert "by 8 (data)" in notice
+    """Of the five, one divides, one is filled up with zeros, and one is too small to be split."""
+    names = ("even", "filled", "odd", "odder", "small")
+    dims: dict[str, tuple[str, ...]] = dict.fromkeys(names, ("layers", "mlp"))
+    dims["filled"] = ("embed", "mlp")
+    shapes = {"filled": (63, 66), "odd": (40, 66), "odder": (40, 70), "small": (3, 6)}
+    mesh = {"data": 4, "tensor": 2}
+    (notice,) = plan(mesh, dims, shapes=shapes, zero={"stage": 2}).notices
+    assert "stage 2 keeps odd [40, 66] and 1 more whole on every device: no dim divides" in notice
+    assert "by 4 (data)" in notice
 
 
 def test_the_page_is_up_to_date():

@@ -63,10 +63,55 @@ def test_a_dim_is_split_twice_where_no_other_divides(devices):
     assert found["embedding"] == P(None, ("tensor", "data"))
 
 
-def test_layers_are_split_only_where_nothing_else_divides(devices):
-    blocks = specs({"data": 8}, whole_below=0, stage=1)["blocks"]
-    assert blocks["bias"] == P("data", None)
-    assert blocks["scale"] == P(None, "data")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_layers_are_never_split(stage, devices):
+    """Each device holds a part of every layer, though here no other dim divides."""
+    assert specs({"data": 8}, whole_below=0, stage=stage)["blocks"]["bias"] == P(None, "data")
+    layout = make_layout(ShardingConfig(), build_mesh(MeshConfig(data=8)))
+    params = {"bias": jax.ShapeDtypeStruct((8, 3), jnp.float32)}
+    config = ZeroConfig(stage=stage, whole_below=0)
+    found = plan_zero(config, layout, params, {"bias": ("layers", None)})
+    assert found is not None
+    assert found.dims == {"bias": None}
+    assert found.uneven == {"bias": (8, 3)}
+
+
+def plan(mesh, **zero):
+    layout = make_layout(ShardingConfig(rules={"vocab": None}), build_mesh(mesh))
+    found = plan_zero(ZeroConfig(whole_below=0, **zero), layout, PARAMS, DIMS)
+    assert found is not None
+    return found
+
+
+def test_where_no_dim_divides_one_is_filled_up(devices):
+    found = plan(MeshConfig(data=8), stage=1)
+    # 15 to 16 rather than 7 to 8; the 33 of the embedding may stay, since its 16 divides.
+    assert found.padded == {"odd": (15, 16), "blocks/bias": (15, 16)}
+    assert found.dims["odd"] == 0
+    assert not found.uneven
+
+
+def test_a_dim_is_filled_up_to_twice_its_length_at_most(devices):
+    layout = make_layout(ShardingConfig(), build_mesh(MeshConfig(data=8)))
+
+    def found(*shape):
+        params, dims = {"w": jax.ShapeDtypeStruct(shape, jnp.float32)}, {"w": (None,) * len(shape)}
+        zero = plan_zero(ZeroConfig(stage=1, whole_below=2), layout, params, dims)
+        assert zero is not None
+        return dict(zero.padded), dict(zero.uneven)
+
+    assert found(4, 3) == ({"w": (4, 8)}, {})
+    assert found(3, 3) == ({}, {"w": (3, 3)})
+    assert found(1) == ({}, {})
+
+
+def test_a_dim_that_another_axis_splits_is_not_filled_up(devices):
+    params = {"w": jax.ShapeDtypeStruct((5, 14), jnp.float32)}
+    layout = make_layout(ShardingConfig(), build_mesh(MeshConfig(data=4, tensor=2)))
+    zero = plan_zero(ZeroConfig(stage=1, whole_below=0), layout, params, {"w": ("embed", "mlp")})
+    assert zero is not None
+    assert zero.padded == {"w": (5, 8)}
+    assert zero.dims == {"w": 0}
 
 
 def test_the_fast_network_alone(devices):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -18,6 +19,7 @@ from jaxdist.optim.build import AdamWConfig
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
+from jaxdist.parallel.zero import ZeroConfig, plan_zero
 from jaxdist.train.evaluate import evaluate
 
 ROWS = 64
@@ -164,6 +166,24 @@ def test_microbatches_without_weight_count_for_nothing_under_a_loss_scale():
     _, (metrics,) = run(found, found.init(), [batch])
     assert metrics["skipped_steps"] == 0
     assert np.isfinite(metrics["grad_norm"])
+
+
+@pytest.mark.parametrize(("stage", "microbatches"), [(1, 2), (2, 2), (3, 1)])
+def test_a_loss_scale_with_zero_and_devices_that_weigh_unlike_rows(stage, microbatches):
+    def split(found):
+        zero = plan_zero(
+            ZeroConfig(stage=stage, whole_below=0), found.layout, found.model.params, found.dims
+        )
+        return replace(found, zero=zero, data_parallel=replace(found.data_parallel, zero=zero))
+
+    plain, scaled = (
+        split(program(DATA, microbatches, ring=True, **given))
+        for given in ({"skip_nonfinite": True}, {"loss_scale": SCALE})
+    )
+    _, theirs = run(plain, plain.init(), [values(i) for i in range(3)])
+    _, ours = run(scaled, scaled.init(), [values(i) for i in range(3)])
+    for name in ("loss", "grad_norm"):
+        np.testing.assert_allclose([m[name] for m in ours], [m[name] for m in theirs], rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.models.layers import carried
 from jaxdist.parallel.pipeline.buffers import add, put, read, zeros
 from jaxdist.parallel.pipeline.parts import Visit
 from jaxdist.parallel.pipeline.schedule import Kind
@@ -98,7 +99,7 @@ def _loss(stage: Stage, state: State, work: Work, visit: Visit, y: Any) -> tuple
     def last(grads: Any, sums: Any) -> tuple[Any, Any, Any]:
         gradient = jax.grad(stage.head, argnums=(0, 1), has_aux=True)
         (more, dy), own = gradient(stage.shared, y, visit)
-        return add(grads, more), add(sums, own), dy
+        return add(grads, carried(more)), add(sums, own), dy
 
     def other(grads: Any, sums: Any) -> tuple[Any, Any, Any]:
         return grads, sums, read(state.gradients, work.gradient)
@@ -114,7 +115,7 @@ def _embedding(stage: Stage, state: State, visit: Visit, dx: Any) -> State:
 
     def first(grads: Any) -> Any:
         pull = jax.vjp(lambda shared: stage.embed(shared, visit), stage.shared)[1]
-        return add(grads, pull(dx)[0])
+        return add(grads, carried(pull(dx)[0]))
 
     grads = lax.cond(visit.chunk == 0, first, lambda grads: grads, state.shared_grads)
     return state._replace(shared_grads=grads)
@@ -122,6 +123,8 @@ def _embedding(stage: Stage, state: State, visit: Visit, dx: Any) -> State:
 
 def _add(state: State, work: Work, grads: Any) -> State:
     def leaf(total: jax.Array, grad: jax.Array) -> jax.Array:
-        return total.at[work.local].add(grad.astype(total.dtype))
+        if len(total) == 1:
+            return total + grad.astype(total.dtype)[None]
+        return total.at[work.local].add(grad.astype(total.dtype), mode="promise_in_bounds")
 
-    return state._replace(chunk_grads=jax.tree.map(leaf, state.chunk_grads, grads))
+    return state._replace(chunk_grads=jax.tree.map(leaf, state.chunk_grads, carried(grads)))

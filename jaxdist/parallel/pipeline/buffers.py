@@ -19,7 +19,12 @@ def buffer(shapes: Any, slots: int) -> Any:
 def read(held: Any, slot: jax.Array) -> Any:
     """What lies in a slot; anything if `slot` is negative."""
     at = jnp.maximum(slot, 0)
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), held)
+
+    def leaf(held: jax.Array) -> jax.Array:
+        # The only slot is read where it lies; one of several is copied out of the buffer.
+        return held[0] if len(held) == 1 else lax.dynamic_index_in_dim(held, at, keepdims=False)
+
+    return jax.tree.map(leaf, held)
 
 
 def put(held: Any, slot: jax.Array, value: Any) -> Any:
@@ -32,6 +37,13 @@ def put(held: Any, slot: jax.Array, value: Any) -> Any:
         return lax.dynamic_update_index_in_dim(old, jnp.where(slot >= 0, new, kept), at, 0)
 
     return jax.tree.map(leaf, held, value)
+
+
+def put_one(held: Any, slot: jax.Array, value: Any) -> Any:
+    """The buffer with a value in a slot, which is none of the negative ones."""
+    return jax.tree.map(
+        lambda old, new: lax.dynamic_update_index_in_dim(old, new, slot, 0), held, value
+    )
 
 
 def zeros(shapes: Any) -> Any:

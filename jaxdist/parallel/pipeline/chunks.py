@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import jax
@@ -34,15 +33,21 @@ def to_stages(chunks: Any, placement: Sequence[int]) -> Any:
 
     Places that hold no chunk repeat one, which no task uses.
     """
-    order = np.maximum(on_stages(placement), 0)
-    return jax.tree.map(lambda leaf: leaf[order], chunks)
+    return _ordered(chunks, [max(chunk, 0) for chunk in on_stages(placement)])
 
 
 def from_stages(places: Any, placement: Sequence[int]) -> Any:
     """The inverse of `to_stages`."""
     order = on_stages(placement)
-    back = np.array([order.index(chunk) for chunk in range(len(placement))])
-    return jax.tree.map(lambda leaf: leaf[back], places)
+    return _ordered(places, [order.index(chunk) for chunk in range(len(placement))])
+
+
+def _ordered(tree: Any, order: Sequence[int]) -> Any:
+    """Leaves `[n, ...]` as `[len(order), ...]`, put together from slices.
+
+    XLA's partitioner dies of a lookup where data and tensor axes split the leaf too.
+    """
+    return jax.tree.map(lambda leaf: jnp.concatenate([leaf[i : i + 1] for i in order]), tree)
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Cut:
     """How many layers each chunk has, by chunk; arrays have as many for each as the largest.
 
     >>> Cut((2, 1)).to_chunks(jnp.arange(3) + 1).tolist()
-    [[1, 2], [3, 0]]
+    [[1, 2], [3, 3]]
     """
 
     layers: tuple[int, ...]
@@ -60,27 +65,42 @@ class Cut:
         """Layers of the largest chunk."""
         return max(self.layers)
 
+    @property
+    def even(self) -> bool:
+        """Whether all chunks have as many layers."""
+        return len({*self.layers}) == 1
+
+    @property
+    def index(self) -> np.ndarray:
+        """Which layer lies where: int `[chunks, most]`; a chunk repeats its last one at its end.
+
+        >>> Cut((2, 1)).index.tolist()
+        [[0, 1], [2, 2]]
+        """
+        ends = np.cumsum(self.layers)[:, None]
+        starts = ends - np.array(self.layers)[:, None]
+        return np.minimum(starts + np.arange(self.most), ends - 1)
+
     def to_chunks(self, layers: Any) -> Any:
-        """Leaves `[layers, ...]` as `[chunks, most, ...]`, zeros where a chunk has no layer."""
-        ends = [*accumulate(self.layers)]
+        """Leaves `[layers, ...]` as `[chunks, most, ...]`, by `index`."""
+        index = self.index
 
         def leaf(x: jax.Array) -> jax.Array:
-            assert len(x) == ends[-1], (x.shape, self.layers)
-            parts = (x[end - own : end] for own, end in zip(self.layers, ends, strict=True))
-            return jnp.stack(
-                [
-                    jnp.pad(part, [(0, self.most - len(part)), *[(0, 0)] * (x.ndim - 1)])
-                    for part in parts
-                ]
-            )
+            assert len(x) == sum(self.layers), (x.shape, self.layers)
+            return x.reshape(*index.shape, *x.shape[1:]) if self.even else x[index]
 
         return jax.tree.map(leaf, layers)
 
     def from_chunks(self, chunks: Any) -> Any:
-        """The inverse of `to_chunks`."""
-        return jax.tree.map(
-            lambda x: jnp.concatenate([x[c, :own] for c, own in enumerate(self.layers)]), chunks
-        )
+        """The inverse of `to_chunks`; what stands where a chunk has no layer is dropped."""
+        counts = np.array(self.layers)[:, None]
+        places = np.flatnonzero(np.arange(self.most) < counts)
+
+        def leaf(x: jax.Array) -> jax.Array:
+            flat = x.reshape(-1, *x.shape[2:])
+            return flat if self.even else flat[places]
+
+        return jax.tree.map(leaf, chunks)
 
     def scan(self, layer: Callable[[Any, Any], Any], params: Any, x: Any, chunk: jax.Array) -> Any:
         """x after the layers of a chunk; those that it has not cost nothing.
@@ -90,7 +110,7 @@ class Cut:
           params: leaves `[most, ...]`.
           chunk: int32 scalar.
         """
-        if len(set(self.layers)) == 1:
+        if self.even:
             return lax.scan(lambda x, own: (layer(own, x), None), x, params)[0]
         count = jnp.asarray(self.layers)[chunk]
 

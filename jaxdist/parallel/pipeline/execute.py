@@ -16,7 +16,7 @@ from jax import lax
 
 from jaxdist.collectives.axis import permute
 from jaxdist.parallel.pipeline.backward import backward
-from jaxdist.parallel.pipeline.buffers import add, put, zeros
+from jaxdist.parallel.pipeline.buffers import add, put, put_one, zeros
 from jaxdist.parallel.pipeline.parts import Found, Parts, Specs
 from jaxdist.parallel.pipeline.stage import Stage, State
 from jaxdist.parallel.pipeline.ticks import NONE, Lane, Ticks, Work
@@ -137,7 +137,7 @@ def _forward(stage: Stage, state: State, work: Work) -> tuple[State, Any]:
         x = stage.x(inputs, work, visit)
         y, leaves = stage.residuals.forward(stage.params(work), visit, x)
         slot = jnp.where(work.chunk == stage.last, work.input, NONE)
-        return put(inputs, slot, y), put(residuals, work.residual, leaves), y
+        return put(inputs, slot, y), put_one(residuals, work.residual, leaves), y
 
     nothing, runs = zeros(stage.x_shapes), work.kind != NONE
     if not stage.stashes:

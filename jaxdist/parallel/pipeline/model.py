@@ -9,41 +9,26 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import axis_names, axis_size
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import RESIDUAL
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.parallel.microbatch import split_rows
-from jaxdist.parallel.pipeline.build import ScheduleConfig
-from jaxdist.parallel.pipeline.check import check
-from jaxdist.parallel.pipeline.chunks import from_stages, on_stages, to_stages
+from jaxdist.parallel.pipeline.called import inputs_of
+from jaxdist.parallel.pipeline.chunks import Cut, from_stages, on_stages, to_stages
 from jaxdist.parallel.pipeline.eager import eager
 from jaxdist.parallel.pipeline.execute import evaluate, run
 from jaxdist.parallel.pipeline.forward_only import forward_only
 from jaxdist.parallel.pipeline.lower import lower
-from jaxdist.parallel.pipeline.one_f_one_b import OneFOneB
 from jaxdist.parallel.pipeline.parts import Found, Parts, Specs, Visit
-from jaxdist.parallel.pipeline.ticks import Activations, Ticks
+from jaxdist.parallel.pipeline.plan import AXIS, ChunkPlan, PipelineConfig
+from jaxdist.parallel.pipeline.schedule import Schedule
+from jaxdist.parallel.pipeline.ticks import Ticks
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
-
-AXIS = "stage"
-
-
-class PipelineConfig(Config):
-    """How the stages of mesh axis `stage` share the work, where the mesh has that axis."""
-
-    schedule: ScheduleConfig = OneFOneB()
-    """Which stage does what when; `jaxdist pipeline compare` shows what each costs."""
-    activations: Activations = "recompute"
-    """What the backward pass starts from: a chunk's input, or all that its forward pass left."""
-    ahead: bool = False
-    """Forward passes run further ahead: less waiting, for up to twice the activations."""
 
 
 class Stackable(Protocol):
@@ -61,6 +46,7 @@ class Pipeline:
     Attributes:
       dims: logical dims of each parameter, by name.
       ticks: of training, `forward` of evaluation.
+      cut: how many layers each chunk has.
     """
 
     model: Functional
@@ -69,24 +55,54 @@ class Pipeline:
     dims: Mapping[str, Dims]
     ticks: Ticks
     forward: Ticks
+    cut: Cut
 
     def gradients(
-        self, params: Any, buffers: Any, batch: Batch, key: jax.Array
+        self,
+        params: Any,
+        buffers: Any,
+        batch: Batch,
+        key: jax.Array,
+        *,
+        scale: jax.Array | None = None,
     ) -> tuple[Any, Sums, Any]:
-        """Gradients of the total loss of a batch, all sums, and the buffers, which are none."""
+        """Gradients of the total loss of a batch, all sums, and the buffers, which are none.
+
+        Args:
+          params: any may be a `Deferred`, of which the gradient is what it carries.
+          scale: of the loss; cotangents are those of a microbatch's mean loss times this.
+        """
         layers, shared = self._apart(params)
         rows = split_rows(dict(batch), self.ticks.microbatches, self.layout)
+        factor = None if scale is None else scale / self._weight(shared, rows)
         everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
 
-        def local(chunks: Any, shared: Any, rows: Any, key: jax.Array) -> Found:
-            parts, specs = self._parts(training=True), self._specs
+        def local(chunks: Any, shared: Any, rows: Any, key: Any, factor: Any) -> Found:
+            parts, specs = self._parts(training=True, factor=factor), self._specs
             return run(self.ticks, parts, chunks, shared, rows, axis=AXIS, key=key, specs=specs)
 
-        inside = (here, everywhere, everywhere, everywhere)
+        inside = (here, everywhere, everywhere, everywhere, everywhere)
         on_stages = self._on_stages(local, inside, Found(here, everywhere, everywhere))
-        found = on_stages(self._to_stages(layers), shared, rows, key)
+        found = on_stages(self._to_stages(layers), shared, rows, key, factor)
         grads = self._together(self._from_stages(found.chunk_grads), found.shared_grads)
+        if factor is not None:
+            grads = jax.tree.map(lambda g: g / factor, grads)
         return grads, found.sums, buffers
+
+    def _weight(self, shared: Any, rows: Any) -> jax.Array:
+        """What a microbatch's loss weighs, on average over microbatches and devices; not 0."""
+        visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None)
+        parts = self._parts(training=False)
+        x = jax.eval_shape(parts.embed, shared, visit)
+
+        def weight(rows: Any) -> jax.Array:
+            zeros = jnp.zeros(x.shape, x.dtype)
+            return parts.head(shared, zeros, visit._replace(rows=rows))[1]["loss"].weight
+
+        mean = jax.lax.stop_gradient(jax.lax.map(weight, rows).mean())
+        axes = self._axes_of("batch")
+        mean = jax.lax.pmean(mean, axes) if axes else mean
+        return jnp.where(mean == 0, 1, mean)
 
     def evaluate(self, params: Any, batch: Batch) -> Sums:
         """The sums of a batch, in evaluation mode."""
@@ -117,7 +133,7 @@ class Pipeline:
             check_vma=False,
         )
 
-    def _parts(self, *, training: bool) -> Parts:
+    def _parts(self, *, training: bool, factor: jax.Array | None = None) -> Parts:
         layers, shared = self._apart(self.model.params)
 
         def bind(layers: Any, shared: Any, visit: Visit) -> Any:
@@ -126,18 +142,32 @@ class Pipeline:
             return module
 
         def inputs(visit: Visit) -> tuple[Any, ...]:
-            return _inputs(self.loss, weighted(visit.rows))
+            return inputs_of(self.loss, weighted(visit.rows))
 
         def embed(shared: Any, visit: Visit) -> jax.Array:
             return bind(_absent(layers), shared, visit).embed(*inputs(visit))
 
-        def blocks(layers: Any, x: jax.Array, visit: Visit) -> jax.Array:
+        def trunk(layers: Any, x: jax.Array, visit: Visit) -> jax.Array:
             return bind(layers, _absent(shared), visit).trunk(x, *inputs(visit))
+
+        def blocks(layers: Any, x: jax.Array, visit: Visit) -> jax.Array:
+            if self.cut.even:
+                return trunk(layers, x, visit)
+            key = visit.key
+            keys = None if key is None else jax.random.split(key, self.cut.most)
+
+            def layer(own: Any, x: jax.Array) -> jax.Array:
+                alone, key = own
+                one = jax.tree.map(lambda leaf: leaf[None], alone)
+                return trunk(one, x, visit._replace(key=key))
+
+            return self.cut.scan(layer, (layers, keys), x, visit.chunk)
 
         def head(shared: Any, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
             module, batch = bind(_absent(layers), shared, visit), weighted(visit.rows)
             sums = as_sums(self.loss(lambda *_: module.head(x), batch), batch)
-            return sums["loss"].total, sums
+            total = sums["loss"].total
+            return total if factor is None else total * factor, sums
 
         return Parts(embed, blocks, head)
 
@@ -162,7 +192,8 @@ class Pipeline:
     def _apart(self, tree: Any) -> tuple[list[Any], list[Any]]:
         """Of a tree like the parameters: the leaves of stacked layers, and the others."""
         apart: tuple[list[Any], list[Any]] = ([], [])
-        for name, leaf in flatten_with_names(tree):
+        leaves = jax.tree.structure(self.model.params).flatten_up_to(tree)
+        for (name, _), leaf in zip(flatten_with_names(self.model.params), leaves, strict=True):
             apart[name not in self.model.scanned].append(leaf)
         return apart
 
@@ -173,14 +204,29 @@ class Pipeline:
         leaves = [next(left[name in self.model.scanned]) for name in names]
         return jax.tree.structure(self.model.params).unflatten(leaves)
 
-    def _to_stages(self, layers: list[jax.Array]) -> list[jax.Array]:
-        """`[layers, ...]` as `[chunks, layers of each, ...]`, a stage's chunks side by side."""
-        chunks = [x.reshape(self.ticks.chunks, -1, *x.shape[1:]) for x in layers]
-        return chunks if self._in_order else to_stages(chunks, self.ticks.placement)
+    def _to_stages(self, layers: list[Any]) -> list[Any]:
+        """`[layers, ...]` as `[places, most layers, ...]`, a stage's chunks side by side."""
+        placement = self.ticks.placement
+        if not self.cut.even:
+            # One lookup: of layers that are whole on every stage, each takes its own.
+            index = to_stages(self.cut.index, placement)
+            return jax.tree.map(lambda x: x[index], layers)
+        chunks = self.cut.to_chunks(layers)
+        return chunks if self._in_order else to_stages(chunks, placement)
 
-    def _from_stages(self, chunks: list[jax.Array]) -> list[jax.Array]:
+    def _from_stages(self, chunks: list[Any]) -> list[Any]:
+        if not self.cut.even:
+            # Gathered before layers are picked out, which XLA would send one by one.
+            chunks = [self._gathered(*pair) for pair in zip(chunks, self._specs.chunk, strict=True)]
         ordered = chunks if self._in_order else from_stages(chunks, self.ticks.placement)
-        return [x.reshape(-1, *x.shape[2:]) for x in ordered]
+        return self.cut.from_chunks(ordered)
+
+    def _gathered(self, chunks: Any, spec: PartitionSpec) -> Any:
+        """All places on every stage; `spec` is that of one place."""
+        inside = jax.sharding.get_abstract_mesh()
+        mesh = inside if inside.manual_axes else self.layout.mesh
+        whole = NamedSharding(mesh, PartitionSpec(None, *spec))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), chunks)
 
     @property
     def _in_order(self) -> bool:
@@ -189,76 +235,38 @@ class Pipeline:
 
 def plan_pipeline(
     config: PipelineConfig,
+    plan: ChunkPlan,
     model: Functional,
     loss: Loss,
     layout: Layout,
     dims: Mapping[str, Dims],
-    microbatches: int,
-) -> Pipeline | None:
-    """The pipeline of a mesh with stages; None where it has none.
+) -> Pipeline:
+    """The pipeline of a mesh with stages.
+
+    Args:
+      plan: of the same config and model, by `plan_chunks`.
+      layout: of the training state (`plan.stored`).
 
     Raises:
-      ConfigError: a model without blocks, or with buffers; layers that do not fill the chunks;
-        microbatches that do not fit the schedule.
+      ConfigError: sequence parallelism on CPU.
     """
-    if axis_size(layout.mesh, AXIS) == 1:
-        return None
-    if AXIS not in layout.mesh.shape:
-        raise ConfigError("mesh.stage lies over two networks, and stages are one axis: give a size")
-    stages = axis_size(layout.mesh, AXIS)
-    layers = _layers(model, stages)
-    schedule = config.schedule.build(stages, microbatches)
-    if layers % schedule.chunks:
+    axis = layout.axis_of(RESIDUAL[1])
+    if axis and axis_size(layout.mesh, axis) > 1 and layout.mesh.devices.flat[0].platform == "cpu":
         raise ConfigError(
-            f"{layers} layers do not fill {schedule.chunks} chunks on {stages} stages alike "
-            f"({layers % schedule.chunks} left over): use a multiple of {schedule.chunks}"
+            f"sharding.rules.{RESIDUAL[1]} {axis} with mesh.stage would wait for ever on CPU: XLA "
+            "permutes sequences within a stage's task, and here a permute waits for the devices of "
+            f"all stages; set sharding.rules.{RESIDUAL[1]}: null (TPU programs may have it)"
         )
-    check(schedule)
+    ticks, forward = lowered(config, plan.schedule)
+    return Pipeline(model, loss, layout, dims, ticks, forward, Cut(plan.layers))
+
+
+def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
+    """The schedule as it is run, and that of evaluation."""
     trained = eager(schedule) if config.ahead else schedule
-    evaluated = forward_only(schedule.placement, microbatches)
+    evaluated = forward_only(schedule.placement, schedule.microbatches)
     ticks, forward = (lower(s, activations=config.activations) for s in (trained, evaluated))
-    return Pipeline(model, loss, layout, dims, ticks, forward)
-
-
-def _layers(model: Functional, stages: int) -> int:
-    """How many layers the blocks of a model have."""
-    made = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
-    missing = [name for name in ("embed", "trunk", "head") if not hasattr(made, name)]
-    counts = {
-        leaf.shape[0] for name, leaf in flatten_with_names(model.params) if name in model.scanned
-    }
-    if missing or len(counts) != 1:
-        raise ConfigError(
-            f"mesh.stage {stages}: {type(made).__name__} has no blocks to share out over stages: "
-            "it needs layers from jaxdist.models.layers.stack, and methods embed, trunk and head "
-            f"(missing: {', '.join(missing) or 'one stack of layers'}); take mesh.stage away"
-        )
-    if jax.tree.leaves(model.buffers):
-        raise ConfigError(
-            f"mesh.stage {stages}: {type(made).__name__} keeps buffers (such as batch statistics), "
-            "which no stage could update for the others; take mesh.stage away"
-        )
-    return counts.pop()
-
-
-class _CalledError(Exception):
-    """Carries what a loss calls its module with."""
-
-    def __init__(self, inputs: tuple[Any, ...]) -> None:
-        self.inputs = inputs
-
-
-def _inputs(loss: Loss, batch: Batch) -> tuple[Any, ...]:
-    """What a loss calls its module with."""
-
-    def module(*inputs: Any) -> Any:
-        raise _CalledError(inputs)
-
-    try:
-        loss(module, batch)
-    except _CalledError as called:
-        return called.inputs
-    raise ConfigError("the loss does not call the model, so that a pipeline cannot feed it")
+    return ticks, forward
 
 
 def _absent(leaves: list[Any]) -> list[jax.Array]:

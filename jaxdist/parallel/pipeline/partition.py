@@ -16,7 +16,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.check import live_microbatches
 from jaxdist.parallel.pipeline.schedule import Schedule
 
-_ROUNDING = 1e-9
+ROUNDING = 1e-9
+"""Sums of times and bytes that differ by no more, relative to their size, are equal."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Partition:
       even_seconds: the slowest chunk's time had all chunks the same number of layers, or as near as
         can be.
       exact: is no cut within the memory faster? Not known where chunks that share a stage had to be
-        given even shares of its memory.
+        given even shares of its memory. None: the cut was given, not found.
     """
 
     placement: tuple[int, ...]
@@ -64,7 +65,7 @@ class Partition:
     stage_bytes: tuple[float, ...]
     cap_bytes: tuple[float, ...] | None
     even_seconds: float
-    exact: bool
+    exact: bool | None
 
     @property
     def bounds(self) -> tuple[int, ...]:
@@ -92,7 +93,8 @@ class Partition:
         return lines
 
     def _reasons(self) -> list[str]:
-        slowest = max(range(len(self.seconds)), key=lambda chunk: self.seconds[chunk])
+        near = max(self.seconds) * (1 - ROUNDING)
+        slowest = next(chunk for chunk, time in enumerate(self.seconds) if time >= near)
         mean = sum(self.seconds) / len(self.seconds)
         lines = [
             f"slowest: chunk {slowest}, {self.seconds[slowest]:.4g}; mean {mean:.4g}; even counts "
@@ -109,6 +111,8 @@ class Partition:
                 f"least room: stage {stage}, {least / 1e9:.4g} GB ({taken / 1e9:.4g} of "
                 f"{cap / 1e9:.4g} GB taken)"
             )
+        if self.exact is None:
+            return lines
         within = "" if self.cap_bytes is None else " within the memory"
         lines.append(
             f"no other cut{within} has a faster slowest chunk"
@@ -151,6 +155,20 @@ def partition(
             raise ConfigError(problem.no_room(caps))
     assert counts is not None, "without a cap there is always a cut"
     return problem.result(counts, caps, exact)
+
+
+def weigh(layers: Layers, placement: Sequence[int], counts: Sequence[int]) -> Partition:
+    """A cut that is given, with what its chunks cost.
+
+    Args:
+      placement: the stage of each chunk, as a schedule has it.
+      counts: layers by chunk, which add up to all of them.
+
+    >>> weigh(Layers([1.0] * 5 + [3.0]), placement=(0, 1), counts=(3, 3)).seconds
+    (3.0, 5.0)
+    """
+    assert sum(counts) == len(layers.seconds), (counts, len(layers.seconds))
+    return _Problem(layers, tuple(placement), None).result(tuple(counts), None, None)
 
 
 def live_counts(schedule: Schedule) -> tuple[int, ...]:
@@ -212,7 +230,7 @@ class _Problem:
         slowest = self._search(room, float("inf"), np.maximum, lambda time: time)
         if slowest is None:
             return None
-        limit = slowest[1] * (1 + _ROUNDING)
+        limit = slowest[1] * (1 + ROUNDING)
         # Among the cuts as fast as can be: the least sum of squares, which is the most even one.
         evenest = self._search(room, limit, np.add, np.square)
         assert evenest is not None, "the fastest cut is one of them"
@@ -232,7 +250,7 @@ class _Problem:
                 total[times > limit] = np.inf
                 if room is not None:
                     taken = self.chunk_bytes(chunk, low, high)
-                    total[taken > room[chunk] * (1 + _ROUNDING)] = np.inf
+                    total[taken > room[chunk] * (1 + ROUNDING)] = np.inf
                 at = int(np.argmin(total))
                 found[high], starts[chunk, high] = total[at], low[at]
             best = found
@@ -252,7 +270,7 @@ class _Problem:
     def fits(self, counts: Sequence[int] | None, caps: Sequence[float]) -> bool:
         assert counts is not None, "without a cap there is always a cut"
         taken = self.stage_bytes(counts)
-        return all(have <= cap * (1 + _ROUNDING) for have, cap in zip(taken, caps, strict=True))
+        return all(have <= cap * (1 + ROUNDING) for have, cap in zip(taken, caps, strict=True))
 
     def slowest(self, counts: Sequence[int]) -> tuple[float, ...]:
         bounds = pairwise((0, *accumulate(counts)))
@@ -262,7 +280,7 @@ class _Problem:
         )
 
     def result(
-        self, counts: tuple[int, ...], caps: tuple[float, ...] | None, exact: bool
+        self, counts: tuple[int, ...], caps: tuple[float, ...] | None, exact: bool | None
     ) -> Partition:
         more = self.size % self.chunks
         even = [self.size // self.chunks + (chunk < more) for chunk in range(self.chunks)]

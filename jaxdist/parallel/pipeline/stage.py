@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.models.layers import carried
 from jaxdist.parallel.pipeline.buffers import buffer, constrain, no_gradients, read, zeros
 from jaxdist.parallel.pipeline.halves import Halves, halve
 from jaxdist.parallel.pipeline.parts import Parts, Specs, Visit
@@ -84,12 +85,15 @@ class Stage:
 
     def x(self, inputs: Any, work: Work, visit: Visit) -> Any:
         """The input of a chunk: the embedding, or what has arrived."""
-        found = lax.cond(
+        return lax.cond(
             work.chunk == 0,
-            lambda: self.embed(self.shared, visit),
-            lambda: read(inputs, work.input),
+            lambda: self.laid_out(self.embed(self.shared, visit)),
+            lambda: self.laid_out(read(inputs, work.input)),
         )
-        return found if self.specs is None else constrain(found, self.specs.x, 0)
+
+    def laid_out(self, x: Any) -> Any:
+        """What goes from chunk to chunk, laid out over automatic axes: in both branches alike."""
+        return x if self.specs is None else constrain(x, self.specs.x, 0)
 
     @cached_property
     def _shapes(self) -> tuple[Any, Visit]:
@@ -114,7 +118,7 @@ class Stage:
         def backward(at_hand: Any, given: Any) -> tuple[Any, Any]:
             (params, visit), (residuals, dy) = at_hand, given
             grads, dx = self.residuals.backward(params, visit, residuals)(dy)
-            return dx, grads
+            return dx, carried(grads)
 
         return halve(backward, self._shapes, ([*self.residuals.shapes], self.x_shapes))
 
@@ -131,8 +135,8 @@ class Stage:
             gradients=buffer(x, slots.gradients),
             residuals=buffer([*self.residuals.shapes], slots.residuals) if self.stashes else None,
             kept=buffer([*self.halves.kept], slots.kept) if slots.kept else None,
-            chunk_grads=no_gradients(self.chunk_params),
-            shared_grads=no_gradients(self.shared),
+            chunk_grads=no_gradients(carried(self.chunk_params)),
+            shared_grads=no_gradients(carried(self.shared)),
         )
 
     def split(self, state: State) -> State:

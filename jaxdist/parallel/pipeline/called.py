@@ -1,0 +1,35 @@
+"""What a loss calls its model with: the input of a pipeline, which has no whole model to call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.loss import Batch, Loss
+
+
+class _CalledError(Exception):
+    """Carries what a loss calls its module with."""
+
+    def __init__(self, inputs: tuple[Any, ...]) -> None:
+        self.inputs = inputs
+
+
+def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
+    """The arguments of a loss's call of its module.
+
+    Raises:
+      ConfigError: the loss does not call it.
+
+    >>> inputs_of(lambda module, batch: module(batch["x"] + 1), {"x": 1})
+    (2,)
+    """
+
+    def module(*inputs: Any) -> Any:
+        raise _CalledError(inputs)
+
+    try:
+        loss(module, batch)
+    except _CalledError as called:
+        return called.inputs
+    raise ConfigError("the loss does not call the model, so that a pipeline cannot feed it")

@@ -1,0 +1,141 @@
+"""What the layers of a model cost, estimated from its shapes: traced, and nothing computed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.functional import Functional
+from jaxdist.models.loss import Loss, weighted
+from jaxdist.parallel.pipeline.called import inputs_of
+from jaxdist.parallel.pipeline.partition import Layers
+from jaxdist.trees import flatten_with_names
+
+
+def operations(jaxpr: Any) -> float:
+    """Multiplications and additions of matrix products and convolutions, elements of all else.
+
+    A scan counts times its length, a `cond` as its dearest branch.
+
+    >>> operations(jax.make_jaxpr(lambda a, b: a @ b)(*[jax.numpy.ones((4, 4))] * 2))
+    128.0
+    """
+    return sum(_of(equation) for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns)
+
+
+def _of(equation: Any) -> float:
+    inner = [operations(body) for body in _bodies(equation.params)]
+    name = equation.primitive.name
+    if name == "scan":
+        return equation.params["length"] * sum(inner)
+    if name == "cond":
+        return max(inner)
+    if inner or name == "sharding_constraint":
+        return sum(inner)
+    size = float(sum(math.prod(var.aval.shape) for var in equation.outvars))
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        left = equation.invars[0].aval.shape
+        return 2 * size * math.prod(left[dim] for dim in contracted)
+    if name == "conv_general_dilated":
+        kernel = equation.invars[1].aval.shape
+        features = kernel[equation.params["dimension_numbers"].rhs_spec[0]]
+        return 2 * size * math.prod(kernel) / features
+    return size
+
+
+def _bodies(params: Mapping[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for body in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(body, "eqns"):
+                yield body
+
+
+def block_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], layers: int) -> Layers:
+    """Costs of a model with a stack of blocks, in percent of the whole.
+
+    Args:
+      batch: arrays or their shapes; only the ratios of costs are used, so any number of rows.
+      layers: how many blocks there are, all alike.
+    """
+
+    def bound(params: Any, rows: Any) -> tuple[Any, tuple[Any, ...]]:
+        return model.bind(params, {}), inputs_of(loss, weighted(rows))
+
+    def embed(params: Any, rows: Any) -> jax.Array:
+        module, inputs = bound(params, rows)
+        return module.embed(*inputs)
+
+    def layer(params: Any, rows: Any, x: jax.Array) -> jax.Array:
+        module, inputs = bound(params, rows)
+        return module.trunk(x, *inputs)
+
+    def head(params: Any, rows: Any, x: jax.Array) -> Any:
+        module, _ = bound(params, rows)
+        return loss(lambda *_: module.head(x), weighted(rows))
+
+    given = _with_one_layer(model), shapes_of(batch)
+    x = jax.eval_shape(embed, *given)
+    first, one, last = (
+        operations(jax.make_jaxpr(part)(*given, *more))
+        for part, more in ((embed, ()), (layer, (x,)), (head, (x,)))
+    )
+    unit = 100 / (first + layers * one + last)
+    return Layers([unit * one] * layers, first_seconds=unit * first, last_seconds=unit * last)
+
+
+def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], parts: int) -> Layers:
+    """Costs of a model of unlike parts, in percent of the whole.
+
+    Args:
+      batch: arrays or their shapes; only the ratios of costs are used, so any number of rows.
+      parts: how many the model has.
+
+    Raises:
+      ConfigError: a part that does not give one array with a row for each example.
+    """
+
+    def part(number: int, params: Any, rows: Any, x: Any) -> Any:
+        given = (x,) if number else inputs_of(loss, weighted(rows))
+        module: Any = model.bind(params, {})
+        return module.parts()[number](*given)
+
+    x, rows = None, shapes_of(batch)
+    found = []
+    for number in range(parts):
+        trace = jax.make_jaxpr(partial(part, number), return_shape=True)
+        jaxpr, x = trace(model.params, rows, x)
+        _check_output(number, x, rows)
+        found.append(operations(jaxpr))
+    head = jax.make_jaxpr(lambda rows, x: loss(lambda *_: x, weighted(rows)))
+    last = operations(head(rows, x))
+    unit = 100 / (sum(found) + last)
+    return Layers([unit * cost for cost in found], last_seconds=unit * last)
+
+
+def shapes_of(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a batch, wherever it lies."""
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+
+
+def _check_output(part: int, x: Any, rows: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    count = next(iter(rows.values())).shape[0]
+    shape = getattr(x, "shape", ())
+    if shape[:1] != (count,):
+        raise ConfigError(
+            f"part {part} of the model gave {type(x).__name__} {[*shape]} for {count} examples: a "
+            "part gives one array with a row for each of them"
+        )
+
+
+def _with_one_layer(model: Functional) -> Any:
+    leaves = [
+        jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) if name in model.scanned else leaf
+        for name, leaf in flatten_with_names(model.params)
+    ]
+    return jax.tree.structure(model.params).unflatten(leaves)

@@ -1,0 +1,55 @@
+"""A small decoder on any mesh, trained for a few steps."""
+
+import itertools
+from functools import partial
+
+import jax
+import numpy as np
+
+from jaxdist.config import Document, validate
+from jaxdist.experiment import ExperimentConfig, build
+
+STEPS, PARAMS_ATOL = 3, 1e-4
+"""A tenth of a step's largest change: an element whose gradient is rounding noise moves by less."""
+GPT = {"type": "gpt", "layers": 6, "embed": 32, "heads": 4, "mlp": 64, "vocab_multiple": 8}
+TOKENS = {
+    "type": "synthetic", "kind": "tokens", "window": 8, "vocab_size": 64, "heldout_examples": 0,
+}  # fmt: skip
+
+
+def config_of(mesh, pipeline=None, *, data=TOKENS, model=(), loss=None, sharding=None, **train):
+    sections = {
+        "model": {**({} if "type" in model else GPT), **dict(model)},
+        "loss": loss,
+        "data": data,
+        "optim": {"type": "adamw", "learning_rate": 1e-3, "clip_norm": 1.0},
+        "train": {"steps": STEPS, "batch_size": 16, "microbatches": 4, **train},
+        "mesh": mesh,
+        "sharding": sharding or {},
+        "parallel": {"pipeline": pipeline or {}},
+    }
+    return validate(Document(sections), ExperimentConfig)
+
+
+def experiment(mesh, *given, **options):
+    count = int(np.prod([*mesh.values()]))
+    return build(config_of(mesh, *given, **options), devices=jax.devices()[:count])
+
+
+def trained(made):
+    """Losses of the steps and of an evaluation after them, and the last parameters."""
+    program = made.program
+    state, losses, batch = program.init(), [], None
+    with made.loader.batches() as batches:
+        for batch in itertools.islice(batches, STEPS):
+            state, metrics = program.train(state, batch)
+            losses.append(float(metrics[0]))
+    loss = program.evaluate(state.params, state.buffers, batch)["loss"]
+    losses.append(float(loss.total / loss.weight))
+    return np.array(losses), jax.tree.map(np.asarray, state.params)
+
+
+def same(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5)
+    closely = partial(np.testing.assert_allclose, rtol=0, atol=PARAMS_ATOL)
+    jax.tree.map(closely, found[1], expected[1])
