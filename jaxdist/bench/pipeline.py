@@ -1,23 +1,39 @@
-"""Pipeline schedules: their formulas, torch's own schedules, and threads that sleep them."""
+"""Pipelines: schedules beside formulas, papers and torch; the executor beside what they promise."""
 
 from __future__ import annotations
 
-from jaxdist.bench import pipeline_auto, pipeline_formulas, pipeline_threads, pipeline_torch
+from jaxdist.bench import (
+    pipeline_auto,
+    pipeline_formulas,
+    pipeline_memory,
+    pipeline_pod,
+    pipeline_race,
+    pipeline_sleep,
+    pipeline_threads,
+    pipeline_torch,
+    pipeline_work,
+)
 from jaxdist.bench.report import Report
+
+PARTS = (
+    pipeline_formulas,
+    pipeline_auto,
+    pipeline_torch,
+    pipeline_threads,
+    pipeline_sleep,
+    pipeline_work,
+    pipeline_memory,
+    pipeline_race,
+    pipeline_pod,
+)
+"""Each measures, and has the figures and the listing of what it found."""
 
 
 def bench() -> Report:
-    """Simulated time lines beside formulas, the zero-bubble paper, torch and the clock."""
-    figures, listings = [], []
+    """All parts."""
     # Threads first: what they wait for should not be this process's garbage.
-    played = pipeline_threads.measure()
-    for part, found in (
-        (pipeline_formulas, pipeline_formulas.measure()),
-        (pipeline_auto, pipeline_auto.measure()),
-        (pipeline_torch, pipeline_torch.measure()),
-        (pipeline_threads, played),
-    ):
-        figures += part.figures(found)
-        if found:
-            listings.append(part.listing(found))
+    turns = sorted(PARTS, key=lambda part: part is not pipeline_threads)
+    found = {part: part.measure() for part in turns}
+    figures = [figure for part in PARTS for figure in part.figures(found[part])]
+    listings = [part.listing(found[part]) for part in PARTS if found[part]]
     return Report("pipeline", figures, listings)

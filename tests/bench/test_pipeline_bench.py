@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from typing import get_args
 
@@ -13,8 +14,13 @@ from jaxdist.bench import (
     pipeline,
     pipeline_auto,
     pipeline_formulas,
+    pipeline_memory,
+    pipeline_pod,
+    pipeline_race,
+    pipeline_sleep,
     pipeline_threads,
     pipeline_torch,
+    pipeline_work,
 )
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.build import ScheduleConfig
@@ -195,11 +201,18 @@ def test_the_report(monkeypatch, tmp_path):
         pipeline_formulas.measure(laws, SMALL),
         [pipeline_threads.Played("1f1b", 4, 8, 1.0, 1.0)],
     )
+    work = pipeline_work.Cell("stash", 4, 4, 1.0, 2.0, 1.0, 48, 84, 48, (1.0,), (2.0,))
+    memory = pipeline_memory.Cell("gpipe", "stash", 4, 8, 1.0)
     for part, found in (
         (pipeline_formulas, held),
         (pipeline_auto, autos),
         (pipeline_torch, []),
         (pipeline_threads, played),
+        (pipeline_sleep, [pipeline_sleep.Slept("1f1b", 4, 8, 22, 1.0, 1.0, 0.9)]),
+        (pipeline_work, [work]),
+        (pipeline_memory, [memory, replace(memory, name="1f1b")]),
+        (pipeline_race, {}),
+        (pipeline_pod, []),
     ):
         monkeypatch.setattr(part, "measure", lambda found=found: found)
     report = benches.run("pipeline", tmp_path / "report.json")
@@ -212,8 +225,16 @@ def test_the_report(monkeypatch, tmp_path):
         "zb_auto, peak over its limit",
         "makespan over torch's",
         "wall time over simulated, 4 threads",
+        "wall time over lock step, 4 stages",
+        "executed FLOPs over the model's",
+        "executed passes over the model's",
+        "step time over the usual scan's, stash",
+        "1F1B's memory as microbatches grow",
+        "GPipe's memory as microbatches grow",
+        "pipeline efficiency over torch's",
+        "pod program",
     ]
-    assert len(report.listings) == 3
+    assert len(report.listings) == 6
     assert (tmp_path / "report.json").stat().st_size
     assert benches.BENCHES["pipeline"] == f"{pipeline.__name__}:bench"
 
