@@ -155,7 +155,7 @@ def test_all_violations_come_in_one_message(devices):
          "prefetch true has no effect with parallel.zero.stage 2 and parallel.reduce.type xla"),
         ({"data": 8}, {"zero": {"stage": 3, "gather_dtype": "bfloat16"}},
          "gather_dtype bfloat16 has no effect with parallel.zero.stage 3 and parallel.reduce null"),
-        ({"data": 4, "stage": 2}, {}, "mesh axis stage of size 2 has no effect"),
+        ({"data": 4, "context": 2}, {}, "mesh axis context of size 2 has no effect"),
     ],
 )  # fmt: skip
 def test_what_does_nothing_is_noticed_and_not_refused(mesh, parallel, message, devices):
