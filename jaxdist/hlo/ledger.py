@@ -42,7 +42,7 @@ def compile_with_text(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled,
     """A program for TPU and its text, also where XLA cannot print what it has compiled.
 
     `program_text` prints a serialized program, whose asynchronous collectives of several arrays XLA
-    does not read back; here it writes the text down while it compiles.
+    does not read back (and says so on standard error); here it writes the text down as it compiles.
 
     Raises:
       LedgerError: as for `program_text`, by a compiler that writes nothing down.
@@ -50,13 +50,8 @@ def compile_with_text(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled,
     with TemporaryDirectory() as directory:
         options: Any = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(options)
-        try:
-            return compiled, program_text(compiled)
-        except LedgerError:
-            written = [path.read_text() for path in Path(directory).glob(_WRITTEN)]
-            if not written:
-                raise
-            return compiled, max(written, key=len)
+        written = [path.read_text() for path in Path(directory).glob(_WRITTEN)]
+        return compiled, max(written, key=len) if written else program_text(compiled)
 
 
 def program_text(compiled: jax.stages.Compiled) -> str:
