@@ -17,6 +17,9 @@ environment.prepare(fake_devices=8)
 
 import jax  # noqa: E402  (the environment comes first)
 import pytest  # noqa: E402  (the same)
+from jax.experimental.compilation_cache.compilation_cache import (  # noqa: E402  (the same)
+    reset_cache,
+)
 
 from jaxdist.mesh import Device  # noqa: E402  (the same)
 from jaxdist.topology import topology_devices  # noqa: E402  (the same)
@@ -25,6 +28,17 @@ from jaxdist.topology import topology_devices  # noqa: E402  (the same)
 collect_ignore_glob = ["*/conftest.py"]
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
+CACHE = jax.config.jax_compilation_cache_dir
+
+
+@pytest.fixture(autouse=True)
+def own_compilation_cache() -> Iterator[None]:
+    """What a run in this process sets for jax ends with its test: programs for TPU are not read
+    back from a cache."""
+    yield
+    if jax.config.jax_compilation_cache_dir != CACHE:
+        jax.config.update("jax_compilation_cache_dir", CACHE)
+        reset_cache()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
