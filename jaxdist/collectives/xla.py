@@ -22,6 +22,8 @@ REDUCTIONS: dict[Combine, Callable[..., jax.Array]] = {
 
 LANES = 128
 """Elements in a row of a TPU's vector registers."""
+SUBLANES = 8
+"""Rows of one: what has fewer in its last dim but one lies there in padding."""
 
 
 class Xla(Algorithm):
@@ -42,8 +44,9 @@ class Xla(Algorithm):
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         if combine is lax.add:
             width = math.prod(blocks.shape[1:])
+            tiled = blocks.ndim > 2 and blocks.shape[-2] >= SUBLANES
             # XLA:TPU refuses the form in rows for an odd number of devices greater than one.
-            if width < LANES or len(blocks) % 2:
+            if tiled or width < LANES or len(blocks) % 2:
                 return lax.psum_scatter(blocks, axis)
             return _scatter_rows(blocks.reshape(-1, width), axis).reshape(blocks.shape[1:])
         return REDUCTIONS[combine](blocks, axis)[rank(axis)]
