@@ -8,8 +8,8 @@ import platform
 import selectors
 import statistics
 import subprocess
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,6 +108,33 @@ def start(name: str, commands: Sequence[Command], directory: Path) -> Iterator[T
             process.kill()
         for process in processes:
             process.communicate()
+
+
+@contextmanager
+def started(
+    contenders: Iterable[tuple[str, Sequence[Command]]], directory: Path
+) -> Iterator[list[Team]]:
+    """Teams by name and commands, one after another, all of them ready; they end with the context.
+
+    Raises:
+      RunError: one does not get ready.
+    """
+    with ExitStack() as stack:
+        found = []
+        for name, commands in contenders:
+            team = stack.enter_context(start(name, commands, directory))
+            hello = team.answers()
+            pinned = [answer["cores"] for answer in hello]
+            assert pinned == [[core] for core in cores()[: len(hello)]], (name, pinned)
+            found.append((team, {answer["params"] for answer in hello}))
+        assert len(set.union(*(params for _, params in found))) == 1, found
+        yield [team for team, _ in found]
+
+
+def one_round(teams: Sequence[Team], steps: int, index: int) -> dict[str, float]:
+    """Seconds a step of everybody; who goes first changes from round to round."""
+    first = index % len(teams)
+    return {team.name: team.take_steps(steps)[0] for team in (*teams[first:], *teams[:first])}
 
 
 def cores() -> list[int]:

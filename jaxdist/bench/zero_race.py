@@ -15,8 +15,8 @@ import os
 import socket
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxdist.bench.harness import Sample, paired_ratio
 from jaxdist.bench.report import Figure, Listing, Report
-from jaxdist.bench.team import Command, Team, cores, start
+from jaxdist.bench.team import Command, Team, one_round, started
 from jaxdist.errors import RunError
 
 TORCH = Path(__file__).with_name("zero_torch")
@@ -80,7 +80,7 @@ def measure(repeats: int = REPEATS) -> dict[str, Sample]:
     """
     with teams() as contenders:
         check_losses({team.name: team.take_steps(WARMUP)[1] for team in contenders})
-        rounds = [_round(contenders, index) for index in range(repeats)]
+        rounds = [one_round(contenders, STEPS, index) for index in range(repeats)]
     return {team.name: Sample(tuple(r[team.name] for r in rounds)) for team in contenders}
 
 
@@ -101,13 +101,6 @@ def check_losses(losses: Mapping[str, float]) -> None:
             )
 
 
-def _round(contenders: Sequence[Team], index: int) -> dict[str, float]:
-    """Everybody once; who goes first changes from round to round."""
-    start = index % len(contenders)
-    order = [*contenders[start:], *contenders[:start]]
-    return {team.name: team.take_steps(STEPS)[0] for team in order}
-
-
 @contextmanager
 def teams() -> Iterator[list[Team]]:
     """All contenders, ready; they end with the context, whatever happens.
@@ -115,24 +108,18 @@ def teams() -> Iterator[list[Team]]:
     Raises:
       RunError: one does not get ready.
     """
-    with ExitStack() as stack:
-        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        rng = np.random.default_rng(0)
+    with tempfile.TemporaryDirectory() as folder:
+        directory, rng = Path(folder), np.random.default_rng(0)
         np.save(directory / "tokens.npy", rng.integers(256, size=(WORLD * BATCH, WINDOW + 1)))
-        found = []
         # Ours alone is first: torch starts from the parameters that it leaves in the directory.
-        for kind in (*ALONE.values(), *FORMS):
-            for side, commands in (("ours", _ours), ("torch", _torch)):
-                if (side, kind) == ("torch", ALONE["fsdp"]):
-                    continue
-                name = f"{side} {kind}"
-                team = stack.enter_context(start(name, commands(kind, directory), directory))
-                hello = team.answers()
-                pinned = [answer["cores"] for answer in hello]
-                assert pinned == [[core] for core in cores()[: len(hello)]], (name, pinned)
-                found.append((team, {answer["params"] for answer in hello}))
-        assert len(set.union(*(params for _, params in found))) == 1, found
-        yield [team for team, _ in found]
+        contenders = (
+            (f"{side} {kind}", commands(kind, directory))
+            for kind in (*ALONE.values(), *FORMS)
+            for side, commands in (("ours", _ours), ("torch", _torch))
+            if (side, kind) != ("torch", ALONE["fsdp"])
+        )
+        with started(contenders, directory) as found:
+            yield found
 
 
 def ours_config(kind: str) -> dict[str, Any]:

@@ -8,13 +8,13 @@ import math
 import os
 import runpy
 import sys
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from race_needs import needs_cores, needs_torch
 
-from jaxdist.bench import collectives_gloo, pipeline_race, team, zero_ours, zero_race
+from jaxdist.bench import pipeline_race, team, zero_ours, zero_race
 from jaxdist.bench.harness import Sample
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build
@@ -30,11 +30,6 @@ SAMPLES = {
     "ours interleaved": Sample((4.0, 4.0)),
     "torch interleaved": Sample((3.0, 3.0)),
 }
-needs_torch = pytest.mark.skipif(not collectives_gloo.has_torch(), reason=collectives_gloo.MISSING)
-needs_cores = pytest.mark.skipif(
-    zero_race.missing() is not None and "core" in str(zero_race.missing()),
-    reason="fewer than two cores, or a system that cannot keep a process on one",
-)
 
 
 def test_efficiency_is_half_the_time_of_one_process_over_the_pipelines():
@@ -60,23 +55,6 @@ def test_losses_that_do_not_agree_end_the_race():
     message = r"3 steps torch 1f1b has loss 5\.01.* and ours alone 5\.00"
     with pytest.raises(RunError, match=message):
         pipeline_race.check_losses(losses | {"torch 1f1b": 5.01})
-
-
-def test_everybody_goes_first_in_turn():
-    calls = []
-
-    class Fake:
-        def __init__(self, name):
-            self.name = name
-
-        def take_steps(self, steps):
-            calls.append(self.name)
-            return float(steps), 0.0
-
-    for index in range(3):
-        contenders: Any = [Fake("a"), Fake("b"), Fake("c")]
-        assert set(pipeline_race._round(contenders, index)) == {"a", "b", "c"}
-    assert "".join(calls) == "abcbcacab"
 
 
 def test_what_is_missing_is_said(monkeypatch):

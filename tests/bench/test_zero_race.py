@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from race_needs import needs_cores, needs_torch
 
-from jaxdist.bench import collectives_gloo, team, zero_ours, zero_race
+from jaxdist.bench import team, zero_ours, zero_race
 from jaxdist.bench.harness import Sample
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build
@@ -30,11 +31,6 @@ SAMPLES = {
     "torch ddp": Sample((0.5, 0.5)),
     "torch fsdp": Sample((0.6, 0.6)),
 }
-needs_torch = pytest.mark.skipif(not collectives_gloo.has_torch(), reason=collectives_gloo.MISSING)
-needs_cores = pytest.mark.skipif(
-    zero_race.missing() is not None and "core" in str(zero_race.missing()),
-    reason="fewer than two cores, or a system that cannot keep a process on one",
-)
 
 
 def test_efficiency_is_one_alone_over_two_together():
@@ -79,7 +75,7 @@ def test_everybody_goes_first_in_turn():
 
     for index in range(3):
         contenders: Any = [Fake("a"), Fake("b"), Fake("c")]
-        assert zero_race._round(contenders, index) == {"a": 3.0, "b": 3.0, "c": 3.0}
+        assert team.one_round(contenders, 3, index) == {"a": 3.0, "b": 3.0, "c": 3.0}
     assert "".join(calls) == "abcbcacab"
 
 

@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
@@ -151,28 +149,13 @@ def serve(kind: str, directory: Path, sizes: dict[str, int], answers: TextIO) ->
     step = build(kind, sizes, directory)
     with np.load(directory / "weights.npz") as found:
         params = sum(value.size for value in found.values())
-    hello = {"params": params, "cores": sorted(os.sched_getaffinity(0))}
-    print(json.dumps(hello), file=answers, flush=True)
-    for line in sys.stdin:
-        loss = torch.zeros(())
-        begun = time.perf_counter()
-        for _ in range(int(line)):
-            loss = step()
-        answer = {"seconds": time.perf_counter() - begun, "loss": loss.item()}
-        print(json.dumps(answer), file=answers, flush=True)
+    GPT.answer(step, params, answers)
 
 
 def main(kind: str, rank: int, world: int, directory: Path, sizes: str) -> None:
     """Join the peers and serve."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # gloo prints to standard output; the answers must stay alone on theirs
-    torch.set_num_threads(1)
-    if kind != "alone":
-        store = f"file://{directory / kind}"
-        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    serve(kind, directory, json.loads(sizes), answers)
-    if kind != "alone":
-        dist.destroy_process_group()
+    with GPT.joined(kind, rank, world, directory) as answers:
+        serve(kind, directory, json.loads(sizes), answers)
 
 
 if __name__ == "__main__":

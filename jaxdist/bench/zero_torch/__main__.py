@@ -14,7 +14,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
@@ -137,28 +138,40 @@ def serve(kind: str, rank: int, directory: Path, sizes: dict[str, int], answers:
     rows = np.load(directory / "tokens.npy")[rank * batch : (rank + 1) * batch]
     tokens = torch.tensor(rows, dtype=torch.int64)
     params = sum(param.numel() for param in model.parameters())
+    answer(lambda: step(model, optimizer, tokens), params, answers)
+
+
+def answer(step: Callable[[], Tensor], params: int, answers: TextIO) -> None:
+    """Say that all is ready, and take so many steps for each line of the input."""
     hello = {"params": params, "cores": sorted(os.sched_getaffinity(0))}
     print(json.dumps(hello), file=answers, flush=True)
     for line in sys.stdin:
         loss = torch.zeros(())
         begun = time.perf_counter()
         for _ in range(int(line)):
-            loss = step(model, optimizer, tokens)
-        answer = {"seconds": time.perf_counter() - begun, "loss": loss.item()}
-        print(json.dumps(answer), file=answers, flush=True)
+            loss = step()
+        found = {"seconds": time.perf_counter() - begun, "loss": loss.item()}
+        print(json.dumps(found), file=answers, flush=True)
 
 
-def main(kind: str, rank: int, world: int, directory: Path, sizes: str) -> None:
-    """Join the peers and serve."""
+@contextmanager
+def joined(kind: str, rank: int, world: int, directory: Path) -> Iterator[TextIO]:
+    """Among the peers, on one thread, with a file for the answers."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # gloo prints to standard output; the answers must stay alone on theirs
     torch.set_num_threads(1)
     if kind != "alone":
         store = f"file://{directory / kind}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
-    serve(kind, rank, directory, json.loads(sizes), answers)
+    yield answers
     if kind != "alone":
         dist.destroy_process_group()
+
+
+def main(kind: str, rank: int, world: int, directory: Path, sizes: str) -> None:
+    """Join the peers and serve."""
+    with joined(kind, rank, world, directory) as answers:
+        serve(kind, rank, directory, json.loads(sizes), answers)
 
 
 if __name__ == "__main__":

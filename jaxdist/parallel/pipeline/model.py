@@ -164,10 +164,8 @@ class Pipeline:
             return self.cut.scan(layer, (layers, keys), x, visit.chunk)
 
         def head(shared: Any, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
-            module, batch = bind(_absent(layers), shared, visit), weighted(visit.rows)
-            sums = as_sums(self.loss(lambda *_: module.head(x), batch), batch)
-            total = sums["loss"].total
-            return total if factor is None else total * factor, sums
+            module = bind(_absent(layers), shared, visit)
+            return minimised(self.loss, lambda *_: module.head(x), visit, factor)
 
         return Parts(embed, blocks, head)
 
@@ -267,6 +265,20 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
     evaluated = forward_only(schedule.placement, schedule.microbatches)
     ticks, forward = (lower(s, activations=config.activations) for s in (trained, evaluated))
     return ticks, forward
+
+
+def minimised(
+    loss: Loss, outputs: Callable[..., Any], visit: Visit, factor: jax.Array | None
+) -> tuple[jax.Array, Sums]:
+    """The total loss of a microbatch times the factor, and all sums.
+
+    Args:
+      outputs: in the place of the model, what the loss is taken of.
+    """
+    batch = weighted(visit.rows)
+    sums = as_sums(loss(outputs, batch), batch)
+    total = sums["loss"].total
+    return total if factor is None else total * factor, sums
 
 
 def _absent(leaves: list[Any]) -> list[jax.Array]:

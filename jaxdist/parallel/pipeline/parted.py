@@ -16,12 +16,12 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import axis_names
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried, whole
-from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
+from jaxdist.models.loss import Batch, Loss, Sums, weighted
 from jaxdist.parallel.pipeline.called import inputs_of
 from jaxdist.parallel.pipeline.chunks import Cut
 from jaxdist.parallel.pipeline.estimate import shapes_of
 from jaxdist.parallel.pipeline.jaxprs import depends_on
-from jaxdist.parallel.pipeline.model import Pipeline, lowered
+from jaxdist.parallel.pipeline.model import Pipeline, lowered, minimised
 from jaxdist.parallel.pipeline.packed import Packed, pack_model
 from jaxdist.parallel.pipeline.parts import Parts, Specs, Visit
 from jaxdist.parallel.pipeline.plan import AXIS, ChunkPlan, PipelineConfig
@@ -133,10 +133,7 @@ class PartedPipeline(Pipeline):
         )
 
         def head(shared: Any, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
-            batch = weighted(visit.rows)
-            sums = as_sums(self.loss(lambda *_: x, batch), batch)
-            total = sums["loss"].total
-            return total if factor is None else total * factor, sums
+            return minimised(self.loss, lambda *_: x, visit, factor)
 
         parts = replace(self._packed, chunks=chunks, head=head).parts
 
