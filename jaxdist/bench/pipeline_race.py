@@ -111,7 +111,7 @@ def ours_config(kind: str) -> dict[str, Any]:
     """Our experiment; its loop over layers is unrolled, as torch has none."""
     sizes = {name: SIZES[name] for name in ("layers", "embed", "heads", "mlp")}
     config: dict[str, Any] = {
-        "model": {"type": "gpt", **sizes, "scan_unroll": SIZES["layers"]},
+        "model": {"type": "gpt", **sizes, "scan_unroll": SIZES["layers"], "remat": "elementwise"},
         "data": {"type": "synthetic", "kind": "tokens", "window": WINDOW, "heldout_examples": 0},
         "optim": {"type": "adamw", "learning_rate": 1e-3},
         "train": {

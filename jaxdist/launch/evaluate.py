@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ def open_run(
         step=step,
         on_event=lambda text: console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True),
     )
-    return experiment, restored
+    state = experiment.program.storage.in_stage_order(restored.state)
+    return experiment, replace(restored, state=state)
 
 
 def evaluate_run(

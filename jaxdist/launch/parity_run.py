@@ -226,10 +226,12 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
     step = program.train.lower(program.state_shapes, program.batch).compile(options)
     begun = initial
     if begun is None:
-        begun = jax.device_get(program.used(jax.jit(program.init, compiler_options=options)()))
+        begun = jax.device_get(
+            program.storage.used(jax.jit(program.init, compiler_options=options)())
+        )
     shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
     # Copied, since the step is given the memory of its state to reuse.
-    state = jax.device_put(program.stored(jax.tree.map(np.array, begun)), shardings)
+    state = jax.device_put(program.storage.stored(jax.tree.map(np.array, begun)), shardings)
     losses: list[float] = []
     gradients: dict[str, np.ndarray] = {}
     with experiment.loader.batches() as batches:
@@ -237,9 +239,9 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
             state, metrics = step(state, batch)
             losses.append(float(metrics[0]))
             if not gradients:
-                opt_state = program.used(state).opt_state
+                opt_state = program.storage.used(state).opt_state
                 gradients = _named(optax.tree_utils.tree_get(opt_state, "mu"))
-    first, last = _named(begun.params), _named(program.used(state).params)
+    first, last = _named(begun.params), _named(program.storage.used(state).params)
     updates = {name: last[name] - first[name] for name in last}
     return Trace(begun, np.array(losses), gradients, updates)
 

@@ -168,7 +168,7 @@ def _begin(
     if resume and broadcast_json(bool(steps_present(store.directory))):
         restored = store.restore(program.state_shapes, shapes=program.own_shapes)
         console.print(f"resume from step {restored.step} of {experiment.total_steps}")
-        return restored.state, restored.metadata
+        return program.storage.in_stage_order(restored.state), restored.metadata
     if resume:
         console.print("resume: there is no checkpoint yet, so this run begins at step 0")
     return program.init(), {}
@@ -205,6 +205,7 @@ def _hooks(
         best=metadata.get("best"),
         max_skipped=program.optimizer.max_skipped,
         shapes=program.own_shapes,
+        saved=program.storage.in_model_order,
     )
 
 

@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxdist.errors import ConfigError
@@ -143,9 +144,10 @@ def rotate(x_BLHd: jax.Array, *, theta: float) -> jax.Array:
     Attention sees only differences of positions, so packed documents need no restart.
     """
     length, half = x_BLHd.shape[1], x_BLHd.shape[-1] // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
-    angle = jnp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
-    cos, sin = (f(angle)[None, :, None, :] for f in (jnp.cos, jnp.sin))
+    xp = np if length * half <= 2**16 else jnp
+    frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
+    angle = xp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
+    cos, sin = (jnp.asarray(f(angle))[None, :, None, :] for f in (xp.cos, xp.sin))
     first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)
     turned = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(turned, axis=-1).astype(x_BLHd.dtype)
@@ -162,9 +164,47 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
     return module
 
 
-Remat = Literal["none", "dots", "full"]
+Remat = Literal["none", "elementwise", "dots", "full"]
+
+_CHEAP = {
+    "add",
+    "sub",
+    "mul",
+    "neg",
+    "convert_element_type",
+    "select_n",
+    "broadcast_in_dim",
+    "max",
+    "min",
+    "integer_pow",
+    "square",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "concatenate",
+    "slice",
+    "split",
+    "eq",
+    "ge",
+    "gt",
+    "lt",
+    "le",
+    "and",
+    "or",
+    "not",
+    "iota",
+    "stop_gradient",
+    "copy",
+    "div",
+}
+
+
+def _costly(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _CHEAP
+
 
 _POLICIES: dict[str, Any] = {
+    "elementwise": _costly,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }

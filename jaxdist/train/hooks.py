@@ -42,6 +42,7 @@ class RunHooks:
       best: the best held-out loss so far, if there was one.
       max_skipped: skipped steps in a row that end the run; None where no step is ever skipped.
       shapes: of what is saved: see `jaxdist.train.step.Program.own_shapes`.
+      saved: from the state to what is saved of it.
     """
 
     names: tuple[str, ...]
@@ -54,6 +55,7 @@ class RunHooks:
     best: float | None
     max_skipped: int | None = None
     shapes: TrainState | None = None
+    saved: Callable[[TrainState], TrainState] = lambda state: state
     heldout: dict[str, float] = field(default_factory=dict)
     _last_logged: tuple[int, jax.Array] | None = None
     _stop: bool = False
@@ -115,5 +117,6 @@ class RunHooks:
                 self.writer.write(step, self.heldout, split="heldout")
         if self._stop or improved or self.cadence.due(self.cadence.save, step):
             metadata, shapes = {"best": self.best}, self.shapes
-            self.store.save(step, state, metadata=metadata, metric=metric, shapes=shapes)
+            saved = self.saved(state)
+            self.store.save(step, saved, metadata=metadata, metric=metric, shapes=shapes)
         return self._stop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
@@ -20,9 +20,10 @@ from jaxdist.optim.safety import global_norm, skip_states
 from jaxdist.parallel.data import DataParallel
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.model import Pipeline
-from jaxdist.parallel.zero import Zero, names_of
+from jaxdist.parallel.zero import Zero
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState
+from jaxdist.train.storage import Storage
 
 STEP_METRICS = ("grad_norm", "learning_rate")
 SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
@@ -57,7 +58,7 @@ class Program:
     @cached_property
     def state_shapes(self) -> TrainState:
         """The training state as it is stored: `jax.ShapeDtypeStruct`s with their shardings."""
-        shapes = jax.eval_shape(self.stored, self.own_shapes)
+        shapes = jax.eval_shape(self.storage.stored, self.own_shapes)
         return jax.tree.map(
             lambda s, sharding: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=sharding),
             shapes,
@@ -119,30 +120,15 @@ class Program:
         """A fresh state, created where it will live: no device holds more than its shards."""
 
         def init() -> TrainState:
-            return self.stored(self._init())
+            return self.storage.stored(self._init())
 
         return jax.jit(init, out_shardings=jax.tree.map(lambda s: s.sharding, self.state_shapes))()
 
-    def stored(self, state: TrainState) -> TrainState:
-        """The state with the zeros that fill up ZeRO's shards; the inverse of `used`."""
-        return self._resized(Zero.fill_one, state)
-
-    def used(self, state: TrainState) -> TrainState:
-        """The state as model and optimizer know it: all tensors of their own shapes."""
-        return self._resized(Zero.cut_one, state)
-
-    def used_params(self, params: Any) -> Any:
-        """`used` of a state's parameters alone."""
-        return self.zero.cut(params) if self.zero and self.zero.stage == 3 else params
-
-    def _resized(self, resize: Callable[[Zero, Any, str], Any], state: TrainState) -> TrainState:
-        zero = self.zero
-        if zero is None or not zero.padded:
-            return state
-        resized, names = partial(resize, zero), names_of(self.model.params)
-        opt_state = optax.tree.map_params(self.optimizer.transform, resized, state.opt_state, names)
-        params = state.params if zero.stage < 3 else jax.tree.map(resized, state.params, names)
-        return replace(state, params=params, opt_state=opt_state)
+    @cached_property
+    def storage(self) -> Storage:
+        """Between the state as it is stored and as the model knows it."""
+        stack = None if self.pipeline is None else self.pipeline.stack
+        return Storage(self.model, self.optimizer, self.zero, stack)
 
     def _sums(
         self, params: Any, buffers: Any, batch: Batch, key: jax.Array | None
@@ -243,7 +229,7 @@ class Program:
         return grads, sums, buffers
 
     def _train(self, stored: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
-        state = self.used(stored)
+        state = self.storage.cut(stored)
         key = jax.random.fold_in(self._keys()[1], state.step)
         # A reduction of ours fills up and cuts by itself what it sends.
         held = state if self.data_parallel is None else stored
@@ -273,7 +259,7 @@ class Program:
         if self.optimizer.max_skipped is not None:
             new, more = self._after_skips(state, new, norm)
             values |= more
-        return self.stored(new), jnp.stack(
+        return self.storage.filled(new), jnp.stack(
             [jnp.asarray(values[name], jnp.float32) for name in self.metrics]
         )
 
@@ -326,6 +312,6 @@ class Program:
         """(params as stored, buffers, batch) to sums, in evaluation mode (no randomness)."""
 
         def evaluate(params: Any, buffers: Any, batch: Batch) -> Sums:
-            return self._evaluate(self.used_params(params), buffers, batch)
+            return self._evaluate(self.storage.cut_params(params), buffers, batch)
 
         return jax.jit(evaluate, out_shardings=self.layout.replicated)

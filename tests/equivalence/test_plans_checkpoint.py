@@ -18,19 +18,26 @@ PLANS = {
     "zero 2, two networks": ({"data": {"dcn": 2, "ici": 4}}, {"type": "xla"}, 2),
     "tensor x data, zero 1": ({"tensor": 2, "data": 2}, None, 1),
     "stage x data, zero 1": ({"stage": 2, "data": 2}, None, 1),
+    "two stages' layers in a V": ({"stage": 2}, None, 0),
 }
+V = {"schedule": {"type": "zb_v"}}
 DEVICES = {"one device": 1, "tensor x data, zero 1": 4, "stage x data, zero 1": 4}
+DEVICES["two stages' layers in a V"] = 2
 
 
 @cache
 def experiment(plan):
     mesh, reduce, stage = PLANS[plan]
     sections = {
-        "model": {"type": "gpt", "layers": 2, "embed": 64, "heads": 4},
+        "model": {"type": "gpt", "layers": 4, "embed": 32, "heads": 4},
         "data": {"type": "synthetic", "kind": "tokens", "window": 16, "heldout_examples": 0},
         "optim": {"type": "lamb", "learning_rate": 1e-2},
-        "train": {"steps": 4, "batch_size": 8},
-        "parallel": {"reduce": reduce, "zero": {"stage": stage, "whole_below": 64}},
+        "train": {"steps": 4, "batch_size": 8, "microbatches": 4 if "V" in plan else 1},
+        "parallel": {
+            "reduce": reduce,
+            "zero": {"stage": stage, "whole_below": 64},
+            "pipeline": V if "V" in plan else {},
+        },
         "mesh": mesh,
     }
     config = validate(Document(sections), ExperimentConfig)
@@ -47,6 +54,7 @@ def trained(tmp_path_factory, devices):
         with made.loader.batches() as batches:
             for batch in itertools.islice(batches, 2):
                 state, _ = made.program.train(state, batch)
+        state = made.program.storage.in_model_order(state)
         with CheckpointStore(path, keep=1, keep_best=False, on_event=print) as store:
             store.save(2, state, metadata={})
             store.wait()
@@ -65,6 +73,7 @@ def test_what_one_plan_saved_another_loads(writer, reader, trained):
         np.testing.assert_array_equal(np.asarray(ours), theirs, err_msg=name)
     shardings = jax.tree.map(lambda struct: struct.sharding, made.program.state_shapes)
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, state, shardings))
+    state = made.program.storage.in_stage_order(state)
     with made.loader.batches(2) as batches:
         after, metrics = made.program.train(state, next(batches))
     assert int(after.step) == 3

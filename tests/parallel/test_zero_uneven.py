@@ -130,7 +130,7 @@ def alone():
 
 
 def assert_close(program, state, expected, *, rtol=2e-5):
-    used = jax.tree.map(np.asarray, program.used(state))
+    used = jax.tree.map(np.asarray, program.storage.used(state))
     for (name, ours), theirs in zip(
         flatten_with_names(used), jax.tree.leaves(expected), strict=True
     ):
@@ -203,7 +203,7 @@ def test_an_optimizer_never_meets_the_zeros(stage, reduce, devices):
     program = program_of(FIVE, stage, reduce, optim=pushing(), microbatches=1)
     state, _ = trained(program)
     assert not pads(program, state).any()
-    np.testing.assert_array_equal(program.used(state).opt_state["seen"]["first"], 4.0)
+    np.testing.assert_array_equal(program.storage.used(state).opt_state["seen"]["first"], 4.0)
 
 
 def test_noise_and_rounding_are_those_of_one_device(devices):
@@ -219,7 +219,7 @@ def test_noise_and_rounding_are_those_of_one_device(devices):
     pairs = [
         (np.asarray(ours), np.asarray(theirs))
         for ours, theirs in zip(
-            jax.tree.leaves(program.used(state).opt_state),
+            jax.tree.leaves(program.storage.used(state).opt_state),
             jax.tree.leaves(reference.opt_state),
             strict=True,
         )
@@ -296,7 +296,7 @@ def saved(tmp_path_factory, devices):
     for plan in PLANS:
         program, path = program_of(*PLANS[plan]), tmp_path_factory.mktemp("plan") / "checkpoints"
         shardings = jax.tree.map(lambda s: s.sharding, program.state_shapes)
-        state = jax.jit(program.stored, out_shardings=shardings)(some_state(program))
+        state = jax.jit(program.storage.stored, out_shardings=shardings)(some_state(program))
         with store(path) as checkpoints:
             checkpoints.save(1, state, metadata={}, shapes=program.own_shapes)
         found[plan] = path
@@ -316,7 +316,7 @@ def test_what_one_plan_saved_another_loads(writer, reader, saved):
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(
         lambda struct: struct.sharding, program.state_shapes
     )
-    jax.tree.map(np.testing.assert_array_equal, program.used(state), some_state(program))
+    jax.tree.map(np.testing.assert_array_equal, program.storage.used(state), some_state(program))
     assert not pads(program, state).any()
 
 

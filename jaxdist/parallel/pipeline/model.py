@@ -26,6 +26,7 @@ from jaxdist.parallel.pipeline.lower import lower
 from jaxdist.parallel.pipeline.parts import Found, Parts, Specs, Visit
 from jaxdist.parallel.pipeline.plan import AXIS, ChunkPlan, PipelineConfig
 from jaxdist.parallel.pipeline.schedule import Schedule
+from jaxdist.parallel.pipeline.stack import StageStack, is_in_order
 from jaxdist.parallel.pipeline.ticks import Ticks
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
@@ -47,6 +48,8 @@ class Pipeline:
       dims: logical dims of each parameter, by name.
       ticks: of training, `forward` of evaluation.
       cut: how many layers each chunk has.
+
+    Parameters come as `stack` has them stored.
     """
 
     model: Functional
@@ -69,7 +72,8 @@ class Pipeline:
         """Gradients of the total loss of a batch, all sums, and the buffers, which are none.
 
         Args:
-          params: any may be a `Deferred`, of which the gradient is what it carries.
+          params: as `stack` stores them, and so are their gradients; any may be a `Deferred`, of
+            which the gradient is what it carries.
           scale: of the loss; cotangents are those of a microbatch's mean loss times this.
         """
         layers, shared = self._apart(params)
@@ -210,13 +214,13 @@ class Pipeline:
             index = to_stages(self.cut.index, placement)
             return jax.tree.map(lambda x: x[index], layers)
         chunks = self.cut.to_chunks(layers)
-        return chunks if self._in_order else to_stages(chunks, placement)
+        return chunks if self._arranged else to_stages(chunks, placement)
 
     def _from_stages(self, chunks: list[Any]) -> list[Any]:
         if not self.cut.even:
             # Gathered before layers are picked out, which XLA would send one by one.
             chunks = [self._gathered(*pair) for pair in zip(chunks, self._specs.chunk, strict=True)]
-        ordered = chunks if self._in_order else from_stages(chunks, self.ticks.placement)
+        ordered = chunks if self._arranged else from_stages(chunks, self.ticks.placement)
         return self.cut.from_chunks(ordered)
 
     def _gathered(self, chunks: Any, spec: PartitionSpec) -> Any:
@@ -227,8 +231,17 @@ class Pipeline:
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), chunks)
 
     @property
-    def _in_order(self) -> bool:
-        return on_stages(self.ticks.placement) == tuple(range(self.ticks.chunks))
+    def _arranged(self) -> bool:
+        """Whether parameters come in the order of the stages."""
+        return self.stack is not None or is_in_order(self.ticks.placement)
+
+    @cached_property
+    def stack(self) -> StageStack | None:
+        """How stacked layers are stored; None where they stand in the model's order."""
+        placement = self.ticks.placement
+        if not self.cut.even or is_in_order(placement) or -1 in on_stages(placement):
+            return None
+        return StageStack(self.layout.mesh, AXIS, placement)
 
 
 def plan_pipeline(

@@ -25,6 +25,7 @@ from jaxdist.parallel.pipeline.model import Pipeline, lowered, minimised
 from jaxdist.parallel.pipeline.packed import Packed, pack_model
 from jaxdist.parallel.pipeline.parts import Parts, Specs, Visit
 from jaxdist.parallel.pipeline.plan import AXIS, ChunkPlan, PipelineConfig
+from jaxdist.parallel.pipeline.stack import StageStack
 from jaxdist.sharding import Dims, Layout
 
 WHOLE = PartitionSpec()
@@ -104,6 +105,11 @@ class PartedPipeline(Pipeline):
             self._pack(params), buffers, batch, key, scale=scale
         )
         return carried(jax.vjp(self._pack, wide)[1](found)[0]), sums, buffers
+
+    @cached_property
+    def stack(self) -> StageStack | None:
+        """None: each step packs parameters, wherever they lie."""
+        return None
 
     def evaluate(self, params: Any, batch: Batch) -> Sums:
         """As the base's."""
