@@ -57,7 +57,8 @@ class GptConfig(Config):
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
     remat: Remat = "none"
-    """What the backward pass recomputes: nothing, all but matmul results, or whole blocks."""
+    """What the backward pass recomputes: nothing, cheap operations on single elements (rotations,
+    products, masks), all but matmul results, or whole blocks."""
     scan_unroll: Count = 1
     """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
 

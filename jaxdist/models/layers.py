@@ -138,13 +138,18 @@ class Linear(nnx.Module):
         return matmul(x, self.kernel[...]) + bias
 
 
+MOST_ANGLES = 2**18
+"""Of rotary positions as constants of a program, each of them two float32."""
+
+
 def rotate(x_BLHd: jax.Array, *, theta: float) -> jax.Array:
     """Rotary positions (Su et al. 2021, arXiv 2104.09864), halves paired; positions 0..L-1.
 
     Attention sees only differences of positions, so packed documents need no restart.
     """
     length, half = x_BLHd.shape[1], x_BLHd.shape[-1] // 2
-    xp = np if length * half <= 2**16 else jnp
+    # XLA would turn each row and head by angles of its own making; constants it reads.
+    xp = np if length * half <= MOST_ANGLES else jnp
     frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
     angle = xp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
     cos, sin = (jnp.asarray(f(angle))[None, :, None, :] for f in (xp.cos, xp.sin))
@@ -166,45 +171,23 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
 
 Remat = Literal["none", "elementwise", "dots", "full"]
 
-_CHEAP = {
-    "add",
-    "sub",
-    "mul",
-    "neg",
-    "convert_element_type",
-    "select_n",
-    "broadcast_in_dim",
-    "max",
-    "min",
-    "integer_pow",
-    "square",
-    "reshape",
-    "transpose",
-    "squeeze",
-    "concatenate",
-    "slice",
-    "split",
-    "eq",
-    "ge",
-    "gt",
-    "lt",
-    "le",
-    "and",
-    "or",
-    "not",
-    "iota",
-    "stop_gradient",
-    "copy",
-    "div",
-}
+# Done again where their operands are read anyway, in the loop that reads them. Random numbers are
+# drawn again rather than kept.
+_ELEMENTWISE = {
+    "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
+    "convert_element_type", "copy", "div", "eq", "floor", "ge", "gt", "integer_pow", "iota",
+    "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "random_bits",
+    "random_unwrap", "reshape", "rev", "round", "select_n", "shift_right_logical", "sign",
+    "slice", "split", "square", "squeeze", "stop_gradient", "sub", "transpose", "xor",
+}  # fmt: skip
 
 
-def _costly(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name not in _CHEAP
+def _not_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name not in _ELEMENTWISE
 
 
 _POLICIES: dict[str, Any] = {
-    "elementwise": _costly,
+    "elementwise": _not_elementwise,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
 }
@@ -221,7 +204,8 @@ def scan_blocks(
 
     Args:
       stacked: from `stack`; each block maps `(x, *operands)` to a new x.
-      remat: what the backward pass recomputes: nothing, all but matmul results, or all.
+      remat: what the backward pass recomputes: nothing, cheap operations on single elements, all
+        but matmul results, or all.
       unroll: blocks per loop iteration.
 
     Raises:

@@ -94,7 +94,9 @@ def test_isolated_documents_do_not_see_each_other():
     assert np.abs(joined - run(gpt(), first, segments)[0, 8:]).max() > 1e-3
 
 
-@pytest.mark.parametrize("changes", [{"remat": "full"}, {"remat": "dots"}, {"scan_unroll": 3}])
+@pytest.mark.parametrize(
+    "changes", [{"remat": "full"}, {"remat": "dots"}, {"remat": "elementwise"}, {"scan_unroll": 3}]
+)
 def test_remat_and_unroll_change_no_gradient(changes):
     def gradient(model):
         params, buffers = model.init(jax.random.key(0))
@@ -123,13 +125,15 @@ def test_remat_recomputes(unroll):
 
         return jax.jit(jax.grad(loss)).lower(params, x).compile()
 
-    none, full = compiled(), compiled(remat="full")
-    temp = [c.memory_analysis().temp_size_in_bytes for c in (none, full)]
+    programs = [compiled(), compiled(remat="full"), compiled(remat="elementwise")]
+    temp = [c.memory_analysis().temp_size_in_bytes for c in programs]
     if unroll < 4:  # without a loop it is XLA's scheduler that says what lives when
         assert temp[1] < 0.7 * temp[0]
+        assert temp[2] < 0.8 * temp[0]
     mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
-    flops = [ledger(c, mesh).flops_high for c in (none, full)]
+    flops = [ledger(c, mesh).flops_high for c in programs]
     assert flops[1] > 1.15 * flops[0]
+    assert flops[2] == flops[0]
 
 
 def test_depth_does_not_grow_the_program():

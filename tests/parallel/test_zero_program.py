@@ -52,6 +52,13 @@ def test_the_explicit_form_sends_what_the_bound_says(stage, devices):
     )
 
 
+@pytest.mark.parametrize("reduce", [None, {"type": "xla"}], ids=["auto", "manual"])
+def test_elementwise_remat_keeps_no_gathered_parameters(reduce, devices):
+    whole, some = (compiled(3, reduce, remat=remat)[0] for remat in ("none", "elementwise"))
+    assert some.memory.temp_bytes <= whole.memory.temp_bytes
+    assert some.sent_bytes("data") == whole.sent_bytes("data")
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("reduce", [None, {"type": "xla"}], ids=["auto", "manual"])
 def test_the_state_is_split(stage, reduce, devices):
