@@ -46,7 +46,7 @@ def line(result: Result) -> str:
     scope = " ici" if cell.scope == "ici" else ""
     text = (
         f"{cell.mesh:<26}{f'{cell.stage}{scope}':<6}{cell.reduce or 'null':<13}"
-        f"{cell.microbatches:<6}{cell.remat:<5}"
+        f"{cell.microbatches:<6}{cell.remat[:4]:<5}"
     )
     more = [result.reason] if result.reason else []
     if found is None:
