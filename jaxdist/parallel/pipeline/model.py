@@ -238,8 +238,8 @@ class Pipeline:
     @cached_property
     def stack(self) -> StageStack | None:
         """How stacked layers are stored; None where they stand in the model's order."""
-        placement = self.ticks.placement
-        if not self.cut.even or is_in_order(placement) or -1 in on_stages(placement):
+        placement, split = self.ticks.placement, self.layout.axis_of("layers") == AXIS
+        if not split or not self.cut.even or is_in_order(placement) or -1 in on_stages(placement):
             return None
         return StageStack(self.layout.mesh, AXIS, placement)
 

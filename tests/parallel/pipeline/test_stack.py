@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from pipeline_configs import TOKENS, experiment
+from pipeline_configs import TOKENS, experiment, same, trained
 
 from jaxdist.hlo.ledger import ledger
 from jaxdist.parallel.pipeline.chunks import on_stages
@@ -81,6 +81,28 @@ def test_the_state_in_the_model_s_order_is_that_of_one_device():
     assert jax.tree.all(
         jax.tree.map(lambda x, s: x.sharding.is_equivalent_to(s.sharding, x.ndim), stored, shapes)
     )
+
+
+def test_every_split_stays_as_it_is():
+    made = experiment({"data": 2, "stage": 2, "tensor": 2}, CHUNKS)
+    program = made.program
+    moved = program.storage.in_model_order(program.init())
+    for state in (moved, program.storage.in_stage_order(moved)):
+        jax.tree.map(
+            lambda x, s: check(x.sharding.is_equivalent_to(s.sharding, x.ndim)),
+            state,
+            program.state_shapes,
+        )
+
+
+def test_layers_that_are_whole_on_every_stage_keep_the_model_s_order():
+    whole = experiment({"stage": 2}, CHUNKS, sharding={"rules": {"layers": None}})
+    assert whole.program.pipeline.stack is None
+    same(trained(whole), trained(experiment({"data": 1})))
+
+
+def check(holds):
+    assert holds
 
 
 def host(tree):
