@@ -14,6 +14,7 @@ from jaxdist.optim.build import Optimizer
 from jaxdist.parallel.pipeline.stack import StageStack
 from jaxdist.parallel.zero import Zero, names_of
 from jaxdist.train.state import TrainState
+from jaxdist.trees import flatten_with_names
 
 Change = Callable[[Any, str], Any]
 """Of a leaf that belongs to the parameter of this name."""
@@ -75,13 +76,8 @@ class Storage:
         return self._all(resize, state, whole_params=self.zero.stage < 3)
 
     def _ordered(self, move: Callable[[jax.Array], jax.Array]) -> Change:
-        layers = {
-            name: leaf.shape[:1]
-            for name, leaf in zip(
-                *map(jax.tree.leaves, (self._names, self.model.params)), strict=True
-            )
-            if name in self.model.scanned
-        }
+        named = flatten_with_names(self.model.params)
+        layers = {name: leaf.shape[:1] for name, leaf in named if name in self.model.scanned}
         # An optimizer of the user's own may keep something else for a parameter than one like it.
         return lambda leaf, name: move(leaf) if leaf.shape[:1] == layers.get(name) else leaf
 

@@ -10,6 +10,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
+from bench_needs import needs_torch
 from rich.console import Console
 
 from jaxdist import bench as benches
@@ -196,9 +197,6 @@ def test_every_size_is_timed_with_every_algorithm(monkeypatch):
         "{type: xla}": [4096, 8192],
         "{type: hierarchical}": [4096, 8192],
     }
-
-
-needs_torch = pytest.mark.skipif(not collectives_gloo.has_torch(), reason=collectives_gloo.MISSING)
 
 
 @needs_torch

@@ -12,7 +12,7 @@ import sys
 import jax
 import numpy as np
 import pytest
-from race_needs import needs_cores, needs_torch
+from bench_needs import needs_cores, needs_torch
 
 from jaxdist.bench import pipeline_race, team, zero_ours, zero_race
 from jaxdist.bench.harness import Sample

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from race_needs import needs_cores, needs_torch
+from bench_needs import needs_cores, needs_torch
 
 from jaxdist.bench import team, zero_ours, zero_race
 from jaxdist.bench.harness import Sample

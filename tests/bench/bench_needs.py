@@ -1,4 +1,4 @@
-"""What a race against torch cannot do without."""
+"""What a measurement against torch cannot do without."""
 
 import pytest
 
