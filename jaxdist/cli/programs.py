@@ -77,7 +77,11 @@ def parity(
     full: Annotated[
         bool, typer.Option("--full", help="All combinations, not just every two settings.")
     ] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that compare side by side.")] = 1,
     json_file: shared.JsonFile = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Leave out what the file of --json has already.")
+    ] = False,
 ) -> None:
     """Compare every exact way to train CONFIG's model with one device; exit code 1 if one differs.
 
@@ -90,6 +94,12 @@ def parity(
     from jaxdist.launch.parity import parity as compare
 
     results = compare(
-        config, overrides or [], full=full, json_file=json_file, console=shared.console()
+        config,
+        overrides or [],
+        full=full,
+        jobs=jobs,
+        json_file=json_file,
+        resume=resume,
+        console=shared.console(),
     )
     raise typer.Exit(int(any(result.verdict == "differs" for result in results)))

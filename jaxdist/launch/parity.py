@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 from rich.console import Console
 
+from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import load
-from jaxdist.launch.parity_cells import cover, possible_cells, valid_cells
-from jaxdist.launch.parity_report import HEADER, line, to_json
+from jaxdist.launch.parity_cells import Cell, cover, possible_cells, valid_cells
+from jaxdist.launch.parity_report import HEADER, from_json, line, to_json
 from jaxdist.launch.parity_run import (
     BUILT_IN,
     Result,
+    Subject,
     compare,
     open_subject,
     remats_of,
@@ -28,7 +34,9 @@ def parity(
     overrides: Sequence[str] = (),
     *,
     full: bool = False,
+    jobs: int = 1,
     json_file: Path | None = None,
+    resume: bool = False,
     console: Console,
 ) -> list[Result]:
     """Compare combinations with one device, print a line each as it is done, and the verdict.
@@ -36,24 +44,31 @@ def parity(
     Args:
       path: a config, whose model and data are compared; None is a small language model.
       full: every combination, not only enough of them to have every two settings.
+      jobs: processes that compare, one combination each at a time.
       json_file: where to write the same as JSON, what there is of it after each combination.
+      resume: leave out what `json_file` has already, if it exists.
 
     Raises:
-      JaxdistError: a config that cannot be read, or not be built on one device.
+      JaxdistError: a config that cannot be read, or not be built on one device; a file that
+        cannot be gone on with; a process that ended.
     """
     sections, name = BUILT_IN, BUILT_IN_NAME
     if path is not None:
         sections, name = sections_of(*load(path, overrides)), " ".join([str(path), *overrides])
+    if resume and json_file is None:
+        raise ConfigError("--resume goes on with the file of --json: give it as well")
     subject = open_subject(sections)
     remats = remats_of(sections)
     cells = valid_cells(remats) if full else cover([*possible_cells(remats)])
+    results = _earlier(json_file, name, full=full) if resume and json_file else []
+    done = {result.cell for result in results}
     console.print(
         f"{name}: {len(cells)} combinations on 8 fake devices against one device,\n"
-        f"float32, relative differences",
+        f"float32, relative differences"
+        f"{f'; {len(results)} are in {json_file}' if results else ''}",
         soft_wrap=True,
     )
     console.print(HEADER, style="bold")
-    results: list[Result] = []
 
     def note() -> None:
         if json_file is not None:
@@ -61,11 +76,63 @@ def parity(
             write_json(json_file, report, what="comparison", indent=1, allow_nan=True)
 
     note()
-    for cell in cells:
-        results.append(_shown(compare(subject, cell), console))
+    for result in _compared(subject, [cell for cell in cells if cell not in done], jobs):
+        results.append(_shown(result, console))
         note()
     console.print(verdict(results))
     return results
+
+
+def _earlier(file: Path, name: str, *, full: bool) -> list[Result]:
+    """What a run that was ended left in its file.
+
+    Raises:
+      ConfigError: another model's, another version's, or no report.
+    """
+    if not file.exists():
+        return []
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        results = from_json(report)
+        found = (report["subject"], report["cells"], report["steps"], report["versions"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot go on with {file}: {error!r}; give another --json") from error
+    now = to_json(name, [], planned=0, full=full)
+    expected = (now["subject"], now["cells"], now["steps"], now["versions"])
+    if found != expected:
+        raise ConfigError(
+            f"cannot go on with {file}: it is of {found}, this is {expected}; give another --json"
+        )
+    return results
+
+
+def _compared(subject: Subject, cells: Sequence[Cell], jobs: int) -> Iterator[Result]:
+    """Results in the order of `cells`, by as many processes as `jobs`."""
+    if jobs == 1:
+        yield from (compare(subject, cell) for cell in cells)
+        return
+    # Started anew: a copy of this process would have its device threads half.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, context, initializer=_take, initargs=(subject,)) as pool:
+        try:
+            yield from pool.map(_compare_taken, cells)
+        except BrokenProcessPool as error:
+            raise RunError(
+                f"one of {jobs} processes that compare has ended, for lack of memory perhaps: "
+                "give fewer --jobs, and --resume to go on with --json's file"
+            ) from error
+
+
+_taken: list[Subject] = []
+
+
+def _take(subject: Subject) -> None:
+    """Begin a process of `_compared`."""
+    _taken[:] = [subject]
+
+
+def _compare_taken(cell: Cell) -> Result:
+    return compare(_taken[0], cell)
 
 
 def _shown(result: Result, console: Console) -> Result:

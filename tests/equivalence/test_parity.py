@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import os
 from pathlib import Path
 
 import jax
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from jaxdist.cli import app
 from jaxdist.config import Document, validate
+from jaxdist.errors import ConfigError, RunError
 from jaxdist.launch import parity as command
 from jaxdist.launch import parity_run
 from jaxdist.launch.parity_cells import (
@@ -350,6 +352,54 @@ def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkey
     assert [result.cell.stage for result in from_json(report)] == [1]
     assert "1 of 1 combinations" in markdown(report)
     assert "; 1 more were not run." in markdown(report)
+
+
+def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
+    two_cells, tmp_path, monkeypatch, subject
+):
+    """What the file has is taken as it stands: the differences of 0.25 are of no run."""
+    file = tmp_path / "c.json"
+    first = Cell("data 8", 1, "all", None, 1, "none")
+    known = Result(first, "equal", Differences(0.25, 0.25, 0.25), limit_of(first, 512))
+    monkeypatch.setattr(command, "open_subject", lambda sections: subject)
+    file.write_text(json.dumps(to_json(command.BUILT_IN_NAME, [known], planned=2, full=False)))
+    found = run("--json", file, "--resume", "--jobs", 2)
+    assert found.exit_code == 0, found.output
+    assert f"1 are in {file}" in found.output.replace("\n", "")
+    assert "2 equal, 0 differ, 0 skipped" in found.output
+    kept, new = from_json(json.loads(file.read_text()))
+    assert kept == known
+    assert new == compare(subject, new.cell)
+
+
+def test_a_process_that_ends_is_told(monkeypatch, subject):
+    monkeypatch.setattr(command, "_compare_taken", os._exit)
+    with pytest.raises(RunError, match=r"one of 2 processes .* fewer --jobs, and --resume"):
+        [*command._compared(subject, [1], 2)]
+
+
+@pytest.mark.parametrize(
+    ("report", "said"),
+    [
+        ("{", "JSONDecodeError"),
+        ("{}", "KeyError('results'); give another --json"),
+        (json.dumps(to_json("mine", [], planned=0, full=False)), "it is of ('mine', "),
+        (json.dumps(to_json(command.BUILT_IN_NAME, [], planned=0, full=True)), "'all', 3, "),
+    ],
+)
+def test_what_cannot_be_gone_on_with_is_told(report, said, tmp_path, monkeypatch, subject):
+    (tmp_path / "c.json").write_text(report)
+    monkeypatch.setattr(command, "open_subject", lambda sections: subject)
+    monkeypatch.setattr(command, "cover", lambda cells: [])
+    refused = run("--json", tmp_path / "c.json", "--resume")
+    assert isinstance(refused.exception, ConfigError)
+    assert said in str(refused.exception)
+    assert (tmp_path / "c.json").read_text() == report
+
+
+def test_resume_without_a_file_is_told():
+    refused = run("--resume")
+    assert "--resume goes on with the file of --json" in str(refused.exception)
 
 
 def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch, subject):

@@ -6,7 +6,6 @@ import re
 import signal
 import socket
 import subprocess
-import time
 from typing import Any
 
 import numpy as np
@@ -125,14 +124,12 @@ def test_a_signal_stops_all_and_one_process_goes_on(
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
-    """Within seconds: by the broken connection, or else by the collective timeout."""
+    """By the broken connection, or else by the collective timeout; `finish` waits no longer."""
     jaxdist.config(train={"steps": 100_000}, eval={"every": 50_000})
     processes = pair(jaxdist, xla_flags=IMPATIENT)
     wait_for_step(processes[0], jaxdist.run, 20)
     processes[lost].kill()
-    begun = time.monotonic()
     survivor = finish(processes[1 - lost])
-    assert time.monotonic() - begun < 30
     if lost == 0:  # jax itself ends every process whose coordinator is gone
         assert survivor.code == -signal.SIGABRT
         assert "another task died" in survivor.err
@@ -155,9 +152,7 @@ def test_the_error_of_one_ends_the_other(jaxdist: Jaxdist) -> None:
     jaxdist.config(
         data={"type": "import", "path": "mine:Digits", "classes": 10}, train={"steps": 100_000}
     )
-    begun = time.monotonic()
     first, second = finish_all(pair(jaxdist, xla_flags=IMPATIENT))
-    assert time.monotonic() - begun < 60
     assert first.code in (3, -signal.SIGABRT), first
     assert second.code == 2
     assert f"example 700 raised OSError: a broken sector ({jaxdist.folder}" in second.message
