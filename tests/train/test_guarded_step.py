@@ -191,8 +191,13 @@ def test_a_loss_scale_with_zero_and_devices_that_weigh_unlike_rows(stage, microb
 def test_narrow_parameters_are_the_rounded_master_weights(kind, dtype):
     found = program(BOTH, kind=kind, master_weights=dtype, microbatches=2)
     state = found.init()
-    wide = program(BOTH, kind=kind).init()
-    assert bits(state.opt_state.master) == bits(wide.params)
+    # Another program draws them, whose loops may round otherwise; in two bytes it is 2**16 ulp.
+    for master, wide in zip(
+        jax.tree.leaves(state.opt_state.master),
+        jax.tree.leaves(program(BOTH, kind=kind).init().params),
+        strict=True,
+    ):
+        np.testing.assert_array_max_ulp(master, wide, maxulp=2)
     state, metrics = run(found, state, [values(i) for i in range(5)])
     for narrow, master in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state.master), strict=True

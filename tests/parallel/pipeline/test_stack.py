@@ -1,5 +1,7 @@
 """Layers lie where their stage is, in checkpoints in the model's order; no step moves them."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -72,7 +74,8 @@ def test_the_state_in_the_model_s_order_is_that_of_one_device():
     made, one = (experiment(*plan) for plan in (({"stage": 2}, CHUNKS), ({"data": 1},)))
     found, expected = made.program.init(), one.program.init()
     used = made.program.storage.used(found)
-    jax.tree.map(np.testing.assert_array_equal, *map(host, (used, expected)))
+    # Two programs draw them, whose loops may round otherwise.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *map(host, (used, expected)))
     stored = made.program.storage.stored(used)
     jax.tree.map(np.testing.assert_array_equal, *map(host, (stored, found)))
     kernels = [host(state).params["blocks"]["mlp"]["up"] for state in (found, used)]
