@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 from pydantic import model_validator
@@ -15,6 +17,7 @@ from jaxdist.data.idx import parse_idx, read_idx_content
 from jaxdist.data.source import ArraySource, Dataset
 from jaxdist.errors import DataError
 
+_DIGITS = 1797
 _DIGITS_SEED = 0
 _DIGITS_HELDOUT = 5  # one in five
 
@@ -91,19 +94,32 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
 
 
 def _digits() -> tuple[Labelled, Labelled]:
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise DataError(
-            "data: source 'digits' needs scikit-learn: pip install 'jaxdist[images]'"
-        ) from error
-    bunch: Any = load_digits()
-    order = np.random.RandomState(_DIGITS_SEED).permutation(len(bunch.target))
+    table = _digits_table()
+    order = np.random.RandomState(_DIGITS_SEED).permutation(len(table))
     # Their 0 to 16 become 0 to 255.
-    image = np.round(bunch.images[order, :, :, None] * (255 / 16)).astype(np.uint8)
-    label = bunch.target[order].astype(np.int32)
+    pixels = table[order, :-1].reshape(-1, 8, 8, 1)
+    image = np.round(pixels * (255 / 16)).astype(np.uint8)
+    label = table[order, -1].astype(np.int32)
     cut = len(label) - len(label) // _DIGITS_HELDOUT
     return Labelled(image[:cut], label[:cut]), Labelled(image[cut:], label[cut:])
+
+
+def _digits_table() -> np.ndarray:
+    """Float64 [1797, 65]: 64 pixels and the label, from the file that scikit-learn brings.
+
+    It is not imported, which would be a quarter of a small run's time.
+    """
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        raise DataError("data: source 'digits' needs scikit-learn: pip install 'jaxdist[images]'")
+    path = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    try:
+        return np.loadtxt(path, delimiter=",").reshape(_DIGITS, 65)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise DataError(
+            f"data: scikit-learn's file of digits cannot be read ({error}): "
+            "pip install --force-reinstall scikit-learn"
+        ) from error
 
 
 def _fashion_mnist() -> tuple[Labelled, Labelled]:

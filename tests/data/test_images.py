@@ -5,6 +5,7 @@ import hashlib
 import io
 import struct
 import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jaxdist.data import fashion_mnist
+from jaxdist.data import fashion_mnist, images
 from jaxdist.data.fashion_mnist import SHA256, candidate_folders, find_folder
 from jaxdist.data.idx import parse_idx, read_idx_content
 from jaxdist.data.images import ImagesConfig
@@ -181,9 +182,31 @@ def test_digits_are_always_there() -> None:
     assert heldout["label"][:6].tolist() == [9, 4, 7, 0, 2, 6]
 
 
+def test_digits_are_scikit_learn_s() -> None:
+    from sklearn.datasets import load_digits
+
+    table, bunch = images._digits_table(), load_digits()
+    np.testing.assert_array_equal(table[:, :-1], bunch.data)
+    np.testing.assert_array_equal(table[:, -1], bunch.target)
+
+
 def test_digits_without_scikit_learn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
+    monkeypatch.setattr(images.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"needs scikit-learn: pip install 'jaxdist\[images\]'"):
+        ImagesConfig(source="digits").build()
+
+
+@pytest.mark.parametrize("content", [None, b"1,2,3", b"1,2,x"])
+def test_digits_of_a_damaged_scikit_learn(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = ModuleSpec("sklearn", None, origin=str(tmp_path / "__init__.py"))
+    monkeypatch.setattr(images.importlib.util, "find_spec", lambda name: spec)
+    if content is not None:
+        folder = tmp_path / "datasets" / "data"
+        folder.mkdir(parents=True)
+        (folder / "digits.csv.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(DataError, match=r"pip install --force-reinstall scikit-learn"):
         ImagesConfig(source="digits").build()
 
 
