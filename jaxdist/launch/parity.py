@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -60,7 +62,8 @@ def parity(
     subject = open_subject(sections)
     remats = remats_of(sections)
     cells = valid_cells(remats) if full else cover([*possible_cells(remats)])
-    results = _earlier(json_file, name, full=full) if resume and json_file else []
+    report = partial(to_json, name, planned=len(cells), full=full, losses=subject.reference.losses)
+    results = _earlier(json_file, report([])) if resume and json_file else []
     done = {result.cell for result in results}
     console.print(
         f"{name}: {len(cells)} combinations on 8 fake devices against one device,\n"
@@ -72,8 +75,7 @@ def parity(
 
     def note() -> None:
         if json_file is not None:
-            report = to_json(name, results, planned=len(cells), full=full)
-            write_json(json_file, report, what="comparison", indent=1, allow_nan=True)
+            write_json(json_file, report(results), what="comparison", indent=1, allow_nan=True)
 
     note()
     for result in _compared(subject, [cell for cell in cells if cell not in done], jobs):
@@ -83,26 +85,28 @@ def parity(
     return results
 
 
-def _earlier(file: Path, name: str, *, full: bool) -> list[Result]:
+def _earlier(file: Path, empty: Mapping[str, Any]) -> list[Result]:
     """What a run that was ended left in its file.
 
+    Args:
+      empty: the report of this run before its first result.
+
     Raises:
-      ConfigError: another model's, another version's, or no report.
+      ConfigError: the report of another run, or none: the losses on one device tell another model
+        or batch, whatever its name.
     """
     if not file.exists():
         return []
+    remedy = "give another file to --json, or leave --resume out to write this one anew"
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
         results = from_json(report)
-        found = (report["subject"], report["cells"], report["steps"], report["versions"])
+        other = [name for name in empty if name != "results" and report[name] != empty[name]]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot go on with {file}: {error!r}; give another --json") from error
-    now = to_json(name, [], planned=0, full=full)
-    expected = (now["subject"], now["cells"], now["steps"], now["versions"])
-    if found != expected:
-        raise ConfigError(
-            f"cannot go on with {file}: it is of {found}, this is {expected}; give another --json"
-        )
+        raise ConfigError(f"cannot go on with {file}: {error!r}; {remedy}") from error
+    if other:
+        pairs = ", ".join(f"{name} {report[name]} there, {empty[name]} here" for name in other)
+        raise ConfigError(f"cannot go on with {file}, of another run: {pairs}; {remedy}")
     return results
 
 

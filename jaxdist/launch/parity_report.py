@@ -70,17 +70,26 @@ def _excess(result: Result) -> str:
     )
 
 
-def to_json(subject: str, results: Sequence[Result], *, planned: int, full: bool) -> dict[str, Any]:
+def to_json(
+    subject: str,
+    results: Sequence[Result],
+    *,
+    planned: int,
+    full: bool,
+    losses: Iterable[float] = (),
+) -> dict[str, Any]:
     """Everything that was found, as plain data.
 
     Args:
       planned: how many combinations are to be compared, of which there may be fewer yet.
+      losses: of each step on one device.
     """
     return {
         "subject": subject,
         "cells": "all" if full else "every two settings",
         "planned": planned,
         "steps": STEPS,
+        "losses": [float(loss) for loss in losses],
         "versions": environment.versions(PACKAGES),
         "results": [
             {

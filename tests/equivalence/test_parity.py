@@ -312,7 +312,8 @@ def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
     report = json.loads((tmp_path / "c.json").read_text())
     first, second = from_json(report)
     assert (first.verdict, second.verdict, second.reason) == ("equal", "skipped", reason)
-    assert to_json(report["subject"], [first, second], planned=2, full=False) == report
+    settings = {"planned": 2, "full": False, "losses": report["losses"]}
+    assert to_json(report["subject"], [first, second], **settings) == report
 
 
 def test_a_difference_is_exit_code_1_and_a_plan_that_does_not_fit_is_skipped(
@@ -354,6 +355,11 @@ def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkey
     assert "; 1 more were not run." in markdown(report)
 
 
+def report_of(subject, results, **changes):
+    settings = {"planned": 0, "full": False, "losses": subject.reference.losses, **changes}
+    return to_json(command.BUILT_IN_NAME, results, **settings)
+
+
 def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
     two_cells, tmp_path, monkeypatch, subject
 ):
@@ -362,7 +368,7 @@ def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
     first = Cell("data 8", 1, "all", None, 1, "none")
     known = Result(first, "equal", Differences(0.25, 0.25, 0.25), limit_of(first, 512))
     monkeypatch.setattr(command, "open_subject", lambda sections: subject)
-    file.write_text(json.dumps(to_json(command.BUILT_IN_NAME, [known], planned=2, full=False)))
+    file.write_text(json.dumps(report_of(subject, [known], planned=2)))
     found = run("--json", file, "--resume", "--jobs", 2)
     assert found.exit_code == 0, found.output
     assert f"1 are in {file}" in found.output.replace("\n", "")
@@ -379,22 +385,37 @@ def test_a_process_that_ends_is_told(monkeypatch, subject):
 
 
 @pytest.mark.parametrize(
-    ("report", "said"),
+    ("change", "said"),
     [
-        ("{", "JSONDecodeError"),
-        ("{}", "KeyError('results'); give another --json"),
-        (json.dumps(to_json("mine", [], planned=0, full=False)), "it is of ('mine', "),
-        (json.dumps(to_json(command.BUILT_IN_NAME, [], planned=0, full=True)), "'all', 3, "),
+        ({"full": True}, "another run: cells all there, every two settings here; give another"),
+        ({"planned": 7}, "planned 7 there, 0 here"),
+        ({"losses": [1, 2, 3]}, "losses [1.0, 2.0, 3.0] there, [4."),
     ],
 )
-def test_what_cannot_be_gone_on_with_is_told(report, said, tmp_path, monkeypatch, subject):
-    (tmp_path / "c.json").write_text(report)
+def test_the_report_of_another_run_is_not_gone_on_with(
+    change, said, tmp_path, monkeypatch, subject
+):
+    refuse_to_resume(
+        json.dumps(report_of(subject, [], **change)), said, tmp_path, monkeypatch, subject
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "said"), [("{", "JSONDecodeError"), ("{}", "KeyError('results'); give another")]
+)
+def test_what_is_no_report_is_not_gone_on_with(text, said, tmp_path, monkeypatch, subject):
+    refuse_to_resume(text, said, tmp_path, monkeypatch, subject)
+
+
+def refuse_to_resume(text, said, tmp_path, monkeypatch, subject):
+    """What is there stays as it is."""
+    (tmp_path / "c.json").write_text(text)
     monkeypatch.setattr(command, "open_subject", lambda sections: subject)
     monkeypatch.setattr(command, "cover", lambda cells: [])
     refused = run("--json", tmp_path / "c.json", "--resume")
     assert isinstance(refused.exception, ConfigError)
     assert said in str(refused.exception)
-    assert (tmp_path / "c.json").read_text() == report
+    assert (tmp_path / "c.json").read_text() == text
 
 
 def test_resume_without_a_file_is_told():
