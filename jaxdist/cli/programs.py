@@ -75,7 +75,7 @@ def parity(
     overrides: shared.Overrides = None,
     *,
     full: Annotated[
-        bool, typer.Option("--full", help="All combinations, not just every two settings.")
+        bool, typer.Option("--full", help="All without stages, more of pipelines: an hour.")
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compare side by side.")] = 1,
     json_file: shared.JsonFile = None,

@@ -4,6 +4,7 @@ from jaxdist.collectives.auto import Auto
 from jaxdist.collectives.axis import Axis
 from jaxdist.collectives.bucket import reduce_tree
 from jaxdist.collectives.build import ReduceConfig
+from jaxdist.collectives.channels import SeparateChannels
 from jaxdist.collectives.contract import Algorithm, Traffic
 from jaxdist.collectives.double_tree import DoubleTree
 from jaxdist.collectives.halving import Halving
@@ -31,6 +32,7 @@ __all__ = [
     "Hierarchical",
     "ReduceConfig",
     "Ring",
+    "SeparateChannels",
     "Traffic",
     "Tree",
     "Xla",

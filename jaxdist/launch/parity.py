@@ -117,14 +117,19 @@ def _compared(subject: Subject, cells: Sequence[Cell], jobs: int) -> Iterator[Re
         return
     # Started anew: a copy of this process would have its device threads half.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, context, initializer=_take, initargs=(subject,)) as pool:
-        try:
-            yield from pool.map(_compare_taken, cells)
-        except BrokenProcessPool as error:
-            raise RunError(
-                f"one of {jobs} processes that compare has ended, for lack of memory perhaps: "
-                "give fewer --jobs, and --resume to go on with --json's file"
-            ) from error
+    pool = ProcessPoolExecutor(jobs, context, initializer=_take, initargs=(subject,))
+    # `pool.map` takes back what waits when a process ends, as the pool's own thread does: they
+    # meet, and the thread dies of it.
+    try:
+        waiting = [pool.submit(_compare_taken, cell) for cell in cells]
+        yield from (future.result() for future in waiting)
+    except BrokenProcessPool as error:
+        raise RunError(
+            f"one of {jobs} processes that compare has ended, for lack of memory perhaps: "
+            "give fewer --jobs, and --resume to go on with --json's file"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 _taken: list[Subject] = []

@@ -121,6 +121,13 @@ def from_json(report: Mapping[str, Any]) -> list[Result]:
 COMMAND = "jaxdist parity --json docs/parity.json"
 PAGE = "python -m jaxdist.launch.parity_report docs/parity.json > docs/parity.md"
 
+EXTENTS = {
+    "all": "everything without stages and with a whole sequence; of pipelines each schedule, mesh, "
+    "activations and ZeRO stage; of the rest every two settings",
+    "every two settings": "every two settings",
+}
+"""What a run compares, by what its report says of it."""
+
 
 def markdown(report: Mapping[str, Any]) -> str:
     """A run as a page: what was compared, the worst by its settings, and the limits."""
@@ -137,8 +144,8 @@ def markdown(report: Mapping[str, Any]) -> str:
         "",
         f"{report['subject']}: {equal} of {len(results)} combinations equal one device over "
         f"{report['steps']} steps, float32, 8 fake CPU devices (jax {versions['jax']}, Python "
-        f"{versions['python']}). Cells: {report['cells']} of what [the table of validity]"
-        f"(validity.md) allows{f'; {left} more were not run' if left else ''}.",
+        f"{versions['python']}). Of what [the table of validity](validity.md) allows: "
+        f"{EXTENTS[report['cells']]}{f'; {left} more were not run' if left else ''}.",
         "",
         "Each number is the largest relative difference of the gradients that the optimizer",
         "receives, over all combinations that were run with the settings of its row and column;",

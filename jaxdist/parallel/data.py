@@ -20,17 +20,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxdist.collectives.bucket import BUCKET_BYTES, fusion_bytes, reduce_tree
+from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.parallel.deferred import Wire, defer, on_blocks
 from jaxdist.parallel.turns import Layers, by_layers
 from jaxdist.parallel.zero import Zero
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import flatten_with_names, leaf_bytes
 
 Local = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any, Any]]
 """(params, buffers, rows, key) to (gradients, sums, buffers) of these rows alone."""
 
 EVERYWHERE = PartitionSpec()
+LEAST_TURNS = 16
+"""A turn holds its layers twice, which shall be little beside a small model too."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,21 @@ class DataParallel:
     scanned: frozenset[str] = frozenset()
 
     def gradients(
-        self, local: Local, specs: Any, params: Any, buffers: Any, batch: Any, key: jax.Array
+        self,
+        local: Local,
+        weight: Callable[[Any], jax.Array],
+        specs: Any,
+        params: Any,
+        buffers: Any,
+        batch: Any,
+        key: jax.Array,
     ) -> tuple[Any, Any, Any]:
-        """`local` on each device's rows of the batch, summed; buffers become their mean.
+        """`local` on each device's rows of the batch, summed, over a weight; buffers' mean.
 
         Random layers draw anew on each device, so their masks differ from those of one device.
 
         Args:
+          weight: what the sum of gradients is divided by, of the sums over all devices.
           specs: partition specs of whole parameters, none of which names a data axis.
           params: as they are stored: in stage 3 those that `zero` fills up are.
 
@@ -72,18 +82,21 @@ class DataParallel:
             held = split if zero.stage == 3 else EVERYWHERE
             enter, leave = partial(self._defer, zero, specs), partial(self._finish, zero, specs)
             grads, sums, buffers = self._on_rows(local, enter, leave, held, split)(*given)
-            return zero.cut(grads), sums, buffers
+            return _over(weight(sums), zero.cut(grads)), sums, buffers
         per_device = PartitionSpec(self.axes)
         on_rows = self._on_rows(local, lambda params: params, _stacked, EVERYWHERE, per_device)
         stacked, sums, buffers = on_rows(*given)
-        total = jax.shard_map(
+        mean = jax.shard_map(
             partial(self._reduce, specs),
             mesh=self.mesh,
-            in_specs=(jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), specs),),
+            in_specs=(
+                jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), specs),
+                EVERYWHERE,
+            ),
             out_specs=specs if zero is None else zero.specs(specs),
             check_vma=False,
-        )(stacked)
-        return total if zero is None else zero.cut(total), sums, buffers
+        )(stacked, weight(sums))
+        return mean if zero is None else zero.cut(mean), sums, buffers
 
     def _on_rows(
         self,
@@ -113,17 +126,18 @@ class DataParallel:
         floating = jnp.issubdtype(buffer.dtype, jnp.inexact)
         return jax.lax.pmean(buffer, self.axes) if floating else buffer
 
-    def _reduce(self, specs: Any, stacked: Any) -> Any:
+    def _reduce(self, specs: Any, stacked: Any, weight: jax.Array) -> Any:
         grads = jax.tree.map(lambda g: g[0], stacked)
         if self.zero is not None:
-            return self._finish(self.zero, specs, self._scatter(self.zero, grads))
+            return _over(weight, self._finish(self.zero, specs, self._scatter(self.zero, grads)))
         leaves, structure = jax.tree.flatten(grads)
         layers = self._layers(grads, [None] * len(leaves))
 
-        def summed(positions: list[int], leaves: Layers) -> Layers:
-            return self._sum(leaves, self.axes)
+        def mean(positions: list[int], leaves: Layers) -> Layers:
+            # Here, while a turn is at hand: after the last it would be one more pass, and buffer.
+            return _over(weight, self._sum(leaves, self.axes))
 
-        found = by_layers(summed, leaves, layers, self._turn)
+        found = by_layers(mean, leaves, layers, self._turn(leaves))
         return structure.unflatten(found)
 
     def _layers(self, tree: Any, dims: Sequence[int | None]) -> list[int | None]:
@@ -133,10 +147,12 @@ class DataParallel:
             for (name, leaf), dim in zip(flatten_with_names(tree), dims, strict=True)
         ]
 
-    @property
-    def _turn(self) -> int:
-        """How many bytes of stacked layers are sent at once."""
-        return fusion_bytes(self.algorithm) or BUCKET_BYTES
+    def _turn(self, leaves: Layers) -> int:
+        """How many bytes of stacked layers are sent at once: if not chosen, few beside them all."""
+        chosen = self.algorithm.bucket_bytes
+        if isinstance(chosen, int):
+            return chosen
+        return min(BUCKET_BYTES, sum(map(leaf_bytes, leaves)) // LEAST_TURNS)
 
     def _sum(self, grads: Layers, axes: tuple[str, ...]) -> Layers:
         carried = [g.astype(self.reduce_dtype or g.dtype) for g in grads]
@@ -156,7 +172,7 @@ class DataParallel:
             return [_sent(wire.scatter, *pair) for pair in zip(leaves, at, strict=True)]
 
         layers = self._layers(grads, dims)
-        return structure.unflatten(by_layers(scatter, leaves, layers, self._turn))
+        return structure.unflatten(by_layers(scatter, leaves, layers, self._turn(leaves)))
 
     def _finish(self, zero: Zero, specs: Any, grads: Any) -> Any:
         """Sum what is still unsummed: whole tensors over all data axes, shards over the others."""
@@ -199,7 +215,7 @@ class DataParallel:
             ]
 
         layers, parts = self._layers(into, dims), jax.tree.leaves(shards)
-        return structure.unflatten(by_layers(gather, parts, layers, self._turn, into=whole))
+        return structure.unflatten(by_layers(gather, parts, layers, self._turn(whole), into=whole))
 
     def _defer(self, zero: Zero, specs: Any, params: Any) -> Any:
         """Parameters that are fetched, or whose gradients leave, where they are used."""
@@ -216,6 +232,10 @@ class DataParallel:
 def _stacked(grads: Any) -> Any:
     """Each device's own, for a leading dim over the data axes."""
     return jax.tree.map(lambda g: g[None], grads)
+
+
+def _over(weight: jax.Array, grads: Any) -> Any:
+    return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads)
 
 
 def _sent(

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxdist.collectives.channels import SeparateChannels
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
@@ -199,12 +200,11 @@ class Program:
             summed = partial(self.pipeline.gradients, scale=scale)
         elif self.data_parallel is None and self.microbatches == 1:
             return self._mean_gradient(*given, state.loss_scale)
-        if self.data_parallel is None:
-            grads, sums, buffers = summed(*given)
-        else:
+        if self.data_parallel is not None:
             specs = jax.tree.map(lambda sharding: sharding.spec, self._whole)
-            grads, sums, buffers = self.data_parallel.gradients(summed, specs, *given)
-        weight = sums["loss"].weight
+            return self.data_parallel.gradients(summed, _weight, specs, *given)
+        grads, sums, buffers = summed(*given)
+        weight = _weight(sums)
         return jax.tree.map(lambda g: g / weight, grads), sums, buffers
 
     def _summed(
@@ -300,18 +300,29 @@ class Program:
         return (*own, *STEP_METRICS, *skips, *scale)
 
     @cached_property
-    def train(self) -> jax.stages.Wrapped:
+    def train(self) -> jax.stages.Wrapped | SeparateChannels:
         """(state, batch) to (state, metrics float32 `[len(metrics)]`); the state is donated."""
         shardings = jax.tree.map(lambda s: s.sharding, self.state_shapes)
-        return jax.jit(
-            self._train, donate_argnums=0, out_shardings=(shardings, self.layout.replicated)
+        return self._on_platform(
+            jax.jit(
+                self._train, donate_argnums=0, out_shardings=(shardings, self.layout.replicated)
+            )
         )
 
     @cached_property
-    def evaluate(self) -> jax.stages.Wrapped:
+    def evaluate(self) -> jax.stages.Wrapped | SeparateChannels:
         """(params as stored, buffers, batch) to sums, in evaluation mode (no randomness)."""
 
         def evaluate(params: Any, buffers: Any, batch: Batch) -> Sums:
             return self._evaluate(self.storage.cut_params(params), buffers, batch)
 
-        return jax.jit(evaluate, out_shardings=self.layout.replicated)
+        return self._on_platform(jax.jit(evaluate, out_shardings=self.layout.replicated))
+
+    def _on_platform(self, jitted: jax.stages.Wrapped) -> jax.stages.Wrapped | SeparateChannels:
+        ours = self.data_parallel is not None or self.pipeline is not None
+        cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
+        return SeparateChannels(jitted) if ours and cpu else jitted
+
+
+def _weight(sums: Sums) -> jax.Array:
+    return sums["loss"].weight
