@@ -7,7 +7,9 @@ containers, namedtuples) comes from the target when loading; the names stand in 
 from __future__ import annotations
 
 import logging
-from functools import cache
+import sys
+from collections.abc import Callable
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,12 @@ import jax
 import numpy as np
 
 from jaxdist.checkpoint.manifest import LeafRecord
+from jaxdist.checkpoint.reasons import is_disk_full
 from jaxdist.checkpoint.structure import is_key, named_leaves
 
 WRITE_TIMEOUT_SECONDS = 1200
+MOST_FAILURES = 100
+"""Of one save: more than orbax has files of its own."""
 
 
 @cache
@@ -30,13 +35,21 @@ def _orbax() -> Any:
 
     for name in ("absl", "asyncio"):
         logging.getLogger(name).addFilter(_not_from_orbax)
+    sys.unraisablehook = partial(_unless_too_late, sys.unraisablehook)
     return orbax.checkpoint
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    # asyncio logs failed writes that nobody awaits, with their origin in the text only.
+    # asyncio logs failed writes that nobody awaits, with their origin in the text only, if at all.
     text = f"{record.pathname} {record.getMessage()}"
-    return "/orbax/" not in text and "tensorstore" not in text
+    full = record.exc_info is not None and is_disk_full(record.exc_info[1])
+    return not (full or "orbax" in text or "tensorstore" in text)
+
+
+def _unless_too_late(say: Callable[[Any], None], unraisable: Any) -> None:
+    # At the first write that fails orbax leaves the loop where tensorstore tells of the others.
+    if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+        say(unraisable)
 
 
 def _number(index: int) -> str:
@@ -73,11 +86,29 @@ class ArrayWriter:
         """
         packed = _pack(tree)
         if packed:
-            self._orbax.save(path, args=self._tree_args(packed))
+            try:
+                self._orbax.save(path, args=self._tree_args(packed))
+            except Exception:
+                self._failures()
+                raise
 
     def wait(self) -> None:
         """Return when the arrays of all processes are on disk; raise what went wrong."""
-        self._orbax.wait_until_finished()
+        failures = self._failures()
+        if failures:
+            raise failures[0]
+
+    def _failures(self) -> list[Exception]:
+        """Orbax raises one at a time: one that is left would be taken for one of the next save."""
+        found: list[Exception] = []
+        while len(found) < MOST_FAILURES:
+            try:
+                self._orbax.wait_until_finished()
+            except Exception as error:
+                found.append(error)
+            else:
+                break
+        return found
 
     def barrier(self, name: str) -> None:
         """Wait for all processes by the coordination service: safe in a background thread."""

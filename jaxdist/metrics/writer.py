@@ -11,8 +11,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -107,20 +107,31 @@ class MetricsWriter:
         numbers = {name: float(value) for name, value in values.items()}
         record = {"step": int(step), "split": split, "time": round(now, 3)}
         record |= {name: _encode(number) for name, number in numbers.items()}
-        try:
+        with self._told(f"append the metrics of step {step} to"):
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
-        except OSError as error:
-            raise RunError(
-                f"cannot append the metrics of step {step} to {self.path}: {error.strerror}; "
-                "free some space, then resume the run"
-            ) from error
-        self._events.write(int(step), now, {f"{split}/{name}": n for name, n in numbers.items()})
+            tagged = {f"{split}/{name}": number for name, number in numbers.items()}
+            self._events.write(int(step), now, tagged)
 
     def close(self) -> None:
-        """Flush and close both files."""
-        self._file.close()
-        self._events.close()
+        """Flush and close both files.
+
+        Raises:
+          RunError: the disk refuses what was not flushed yet.
+        """
+        with self._told("write the last metrics to"), ExitStack() as both:
+            both.callback(self._events.close)
+            both.callback(self._file.close)
+
+    @contextmanager
+    def _told(self, doing: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RunError(
+                f"cannot {doing} {self.path}: {error.strerror}; "
+                "free some space, then resume the run"
+            ) from error
 
     def __enter__(self) -> Self:
         return self

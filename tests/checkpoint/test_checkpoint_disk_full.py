@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
+import mmap
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +59,36 @@ def test_a_full_disk(
     assert caplog.records == []
 
 
+def test_a_disk_with_room_for_some_of_the_files(
+    tmp_path: Path,
+    mount_tmpfs: Callable[[Path, int], Path],
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Wherever it ends, the save alone fails and says so once: not the next one, nor the close."""
+    disk = mount_tmpfs(tmp_path, DISK_BYTES)
+    many = {str(i): state(i, kib=16)["w"] for i in range(8)}
+    pages = range(12)
+    with CheckpointStore(disk / "run", keep=1, keep_best=False, on_event=pytest.fail) as store:
+        for room in pages:
+            store.save(2 * room, many, metadata={})
+            store.wait()
+            with filled(disk, room), pytest.raises(CheckpointError, match="the disk is full"):
+                save_and_wait(store, 2 * room + 1, many)
+            assert store.steps() == (2 * room,)
+    gc.collect()
+    assert (caplog.records, capfd.readouterr().err) == ([], "")
+
+
+@contextmanager
+def filled(disk: Path, pages: int) -> Iterator[None]:
+    """All but some pages of a disk are taken."""
+    ballast = disk / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(disk).free - pages * mmap.PAGESIZE))
+    yield
+    ballast.unlink()
+
+
 def no_space(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -67,8 +101,8 @@ def no_space_in_tensorstore(writer: ArrayWriter) -> None:
     raise ValueError("RESOURCE_EXHAUSTED: Error writing: [OS error: No space left on device]")
 
 
-def save_and_wait(store: CheckpointStore, step: int) -> None:
-    store.save(step, state(step), metadata={})
+def save_and_wait(store: CheckpointStore, step: int, tree: Any = None) -> None:
+    store.save(step, state(step) if tree is None else tree, metadata={})
     store.wait()
 
 

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import math
+import shutil
+from contextlib import suppress
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -132,6 +135,23 @@ def test_a_full_disk_is_said_with_the_step(tmp_path, monkeypatch):
         monkeypatch.setattr(writer, "_file", FullDisk(writer._file))
         with pytest.raises(RunError, match=r"step 41 to .*metrics.jsonl: No space left on device"):
             writer.write(41, {"loss": 1.0})
+
+
+@pytest.mark.parametrize(("method", "said"), [("write", "step 2 to"), ("close", "last metrics to")])
+def test_events_that_find_no_room_are_said_too(tmp_path, mount_tmpfs, monkeypatch, method, said):
+    """Where they are flushed with a record, whose line has room still, or at the end alone."""
+    disk = mount_tmpfs(tmp_path, 1 << 20)
+    writer = MetricsWriter(disk, resume_step=None)
+    writer.write(1, {"loss": 1.0})
+    (disk / "ballast").write_bytes(bytes(shutil.disk_usage(disk).free))
+    monkeypatch.setattr("jaxdist.metrics.events._FLUSH_SECONDS", 0)
+    arguments = (2, {"loss": 0.5}) if method == "write" else ()
+    with pytest.raises(RunError, match=rf"{said} .*metrics.jsonl: No space left on device"):
+        getattr(writer, method)(*arguments)
+    assert len(read_metrics(disk)) == (2 if method == "write" else 1)
+    with suppress(RunError):
+        writer.close()
+    gc.collect()  # a file that is still open tells of what it could not write
 
 
 class FullDisk:
