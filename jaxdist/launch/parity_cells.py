@@ -46,7 +46,11 @@ SCHEDULES: Mapping[str, type[Any]] = {
 """Every schedule of a pipeline that is generated, by type."""
 Scope = Literal["all", "ici"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-REMATS: tuple[Remat, ...] = get_args(Remat)
+REMATS: Mapping[str, Remat | tuple[Remat, ...]] = {
+    **{policy: policy for policy in get_args(Remat)},
+    "some": ("full", "none"),
+}
+"""What a model's `remat` is, by the name that the tables show; some is every other layer."""
 Residual = Literal["whole", "split"]
 SEQUENCES: tuple[Residual, ...] = get_args(Residual)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
@@ -68,7 +72,7 @@ class Cell:
       stage, scope: of ZeRO.
       reduce: one of `REDUCTIONS`.
       microbatches: pieces that the batch is computed in.
-      remat: what the backward pass recomputes.
+      remat: a key of `REMATS`.
       sequence: "split" over the tensor axis between layers, or "whole".
       schedule: a key of `SCHEDULES`; None where the mesh has no stages.
       activations: what a pipeline's backward pass starts from; None as for `schedule`.
@@ -79,7 +83,7 @@ class Cell:
     scope: Scope
     reduce: str | None
     microbatches: int
-    remat: Remat
+    remat: str
     sequence: Residual = "whole"
     schedule: str | None = None
     activations: Activations | None = None
@@ -144,7 +148,7 @@ def facts_of(cell: Cell) -> Facts:
     )
 
 
-def possible_cells(remats: Sequence[Remat] = REMATS) -> Iterator[Cell]:
+def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Cell]:
     """Every combination that the table of validity allows, in a fixed order.
 
     A pipeline has twice as many microbatches as stages, which is enough for every schedule.
@@ -170,7 +174,7 @@ def possible_cells(remats: Sequence[Remat] = REMATS) -> Iterator[Cell]:
             yield Cell(mesh, stage, scope, reduce, count, remat, sequence, schedule, activations)
 
 
-def valid_cells(remats: Sequence[Remat] = REMATS) -> list[Cell]:
+def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Cell]:
     """The combinations of a full run, in a fixed order.
 
     All of `possible_cells` without stages and with a whole sequence; all schedules, meshes,

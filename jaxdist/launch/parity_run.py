@@ -36,7 +36,6 @@ from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.launch.parity_cells import DEVICES, MESHES, REMATS, Cell
 from jaxdist.models.functional import Functional
-from jaxdist.models.layers import Remat
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
 
@@ -153,18 +152,18 @@ def sections_of(document: Document, config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def remats_of(sections: Mapping[str, Any]) -> tuple[Remat, ...]:
+def remats_of(sections: Mapping[str, Any]) -> tuple[str, ...]:
     """What the backward pass of the model can recompute; nothing where it has no such choice."""
-    return REMATS if "remat" in sections["model"] else ("none",)
+    return tuple(REMATS) if "remat" in sections["model"] else ("none",)
 
 
 def _experiment(
-    sections: Mapping[str, Any], mesh: Mapping[str, Any], remat: Remat, **others: Any
+    sections: Mapping[str, Any], mesh: Mapping[str, Any], remat: str, **others: Any
 ) -> Experiment:
     """Builds what `sections` describe; `others` are sections too, or replace fields of them."""
     model, train = sections["model"], {**sections["train"], "steps": STEPS}
     if len(remats_of(sections)) > 1:
-        model = {**model, "remat": remat}
+        model = {**model, "remat": REMATS[remat]}
     whole = {**sections, "model": model, "train": train, "optim": OPTIM, "mesh": mesh}
     for name, section in others.items():
         whole[name] = {**whole.get(name, {}), **section}

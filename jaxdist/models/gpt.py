@@ -56,9 +56,10 @@ class GptConfig(Config):
     """Kernel of `jax.nn.dot_product_attention`; auto is cuDNN's on a GPU in bfloat16."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
-    remat: Remat = "none"
+    remat: Remat | Annotated[tuple[Remat, ...], Field(min_length=1)] = "none"
     """What the backward pass recomputes: nothing, cheap operations on single elements (rotations,
-    products, masks), all but matmul results, or whole blocks."""
+    products, masks), all but matmul results, or whole blocks; or a list that says it block by
+    block, over and over: `[full, none]` recomputes every other block."""
     scan_unroll: Count = 1
     """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
 
@@ -73,6 +74,8 @@ class GptConfig(Config):
             raise ValueError(f"kv_heads {self.kv_heads} must divide heads {self.heads}")
         if self.scan_unroll > self.layers:
             raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
+        if isinstance(self.remat, tuple) and len(self.remat) > self.layers:
+            raise ValueError(f"remat lists {len(self.remat)} blocks, and layers is {self.layers}")
         if self.attention == "cudnn" and self.compute_dtype != "bfloat16":
             raise ValueError("attention: cudnn needs compute_dtype: bfloat16")
         return self

@@ -7,8 +7,9 @@ Parameters are created with their logical dims: `Param(value, dims=("embed", "ml
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -197,7 +198,7 @@ def scan_blocks(
     stacked: nnx.Module,
     x: jax.Array,
     *operands: Any,
-    remat: Remat = "none",
+    remat: Remat | Sequence[Remat] = "none",
     unroll: int = 1,
 ) -> jax.Array:
     """Run a stack of blocks one after another by one compiled loop body.
@@ -205,8 +206,9 @@ def scan_blocks(
     Args:
       stacked: from `stack`; each block maps `(x, *operands)` to a new x.
       remat: what the backward pass recomputes: nothing, cheap operations on single elements, all
-        but matmul results, or all.
-      unroll: blocks per loop iteration.
+        but matmul results, or all; or one of these for each of so many blocks, over and over. A
+        list's blocks make one iteration, which holds all of their activations at once.
+      unroll: blocks per loop iteration, in whole lists of `remat`.
 
     Raises:
       ConfigError: parameters are to be fetched ahead, and `remat` is not "full".
@@ -215,14 +217,43 @@ def scan_blocks(
     if _fetches_ahead(state):
         return _scan_ahead(graph, state, x, operands, remat)
 
-    def body(carry: jax.Array, layer: Any) -> tuple[jax.Array, None]:
-        block: Any = nnx.merge(graph, whole(layer))
-        return block(carry, *operands), None
+    def block(x: jax.Array, layer: Any) -> jax.Array:
+        found: Any = nnx.merge(graph, whole(layer))
+        return found(x, *operands)
 
-    if remat != "none":
-        # A loop keeps forward and backward apart; where it is unrolled away, CSE would undo remat.
-        body = jax.checkpoint(body, policy=_POLICIES[remat], prevent_cse=unroll > 1)
-    return jax.lax.scan(body, x, state, unroll=unroll)[0]
+    if not isinstance(remat, str):
+        return _scan_lists(block, remat, state, x, unroll)
+    # A loop keeps forward and backward apart; where it is unrolled away, CSE would undo remat.
+    run = _recomputed(block, remat, prevent_cse=unroll > 1)
+    return jax.lax.scan(lambda x, layer: (run(x, layer), None), x, state, unroll=unroll)[0]
+
+
+def _scan_lists(
+    block: Any, policies: Sequence[Remat], state: Any, x: jax.Array, unroll: int
+) -> jax.Array:
+    """A loop that runs a block for each policy; those too few for a whole list come after it."""
+    together = len(policies)
+    count = jax.tree.leaves(state)[0].shape[0]
+    looped = count - count % together
+
+    def run(x: jax.Array, layers: Any, *, prevent_cse: bool) -> jax.Array:
+        for i, policy in zip(range(jax.tree.leaves(layers)[0].shape[0]), policies, strict=False):
+            layer = jax.tree.map(operator.itemgetter(i), layers)
+            x = _recomputed(block, policy, prevent_cse=prevent_cse)(x, layer)
+        return x
+
+    def body(x: jax.Array, layers: Any) -> tuple[jax.Array, None]:
+        return run(x, layers, prevent_cse=unroll > 1 or looped == together), None
+
+    lists = jax.tree.map(lambda a: a[:looped].reshape(-1, together, *a.shape[1:]), state)
+    x = jax.lax.scan(body, x, lists, unroll=max(1, unroll // together))[0]
+    return run(x, jax.tree.map(lambda a: a[looped:], state), prevent_cse=True)
+
+
+def _recomputed(block: Any, policy: Remat, *, prevent_cse: bool) -> Any:
+    if policy == "none":
+        return block
+    return jax.checkpoint(block, policy=_POLICIES[policy], prevent_cse=prevent_cse)
 
 
 def _fetches_ahead(state: Any) -> bool:
@@ -231,12 +262,13 @@ def _fetches_ahead(state: Any) -> bool:
 
 
 def _scan_ahead(
-    graph: Any, state: Any, x: jax.Array, operands: tuple[Any, ...], remat: Remat
+    graph: Any, state: Any, x: jax.Array, operands: tuple[Any, ...], remat: Remat | Sequence[Remat]
 ) -> jax.Array:
     if remat != "full":
+        said = remat if isinstance(remat, str) else ", ".join(remat)
         raise ConfigError(
             f"parallel.zero.prefetch keeps the inputs of layers alone and recomputes the rest, and "
-            f"model.remat is {remat}: set model.remat: full, or parallel.zero.prefetch: false"
+            f"model.remat is {said}: set model.remat: full, or parallel.zero.prefetch: false"
         )
 
     def block(layer: Any, x: jax.Array, *operands: Any) -> jax.Array:

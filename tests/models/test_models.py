@@ -95,7 +95,19 @@ def test_isolated_documents_do_not_see_each_other():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"remat": "full"}, {"remat": "dots"}, {"remat": "elementwise"}, {"scan_unroll": 3}]
+    "changes",
+    [
+        {"remat": "full"},
+        {"remat": "dots"},
+        {"remat": "elementwise"},
+        {"scan_unroll": 3},
+        {"remat": ("full", "none"), "layers": 6},
+        {"remat": ("full", "none"), "layers": 6, "scan_unroll": 4},
+        {"remat": ("full", "none", "dots", "elementwise"), "layers": 6},
+        {"remat": ("full", "none")},
+        {"remat": ("full", "none", "dots")},
+    ],
+    ids=str,
 )
 def test_remat_and_unroll_change_no_gradient(changes):
     def gradient(model):
@@ -106,7 +118,7 @@ def test_remat_and_unroll_change_no_gradient(changes):
 
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2),
-        gradient(gpt()),
+        gradient(gpt(layers=changes.get("layers", 3))),
         gradient(gpt(**changes)),
     )
 
@@ -134,6 +146,28 @@ def test_remat_recomputes(unroll):
     flops = [ledger(c, mesh).flops_high for c in programs]
     assert flops[1] > 1.15 * flops[0]
     assert flops[2] == flops[0]
+
+
+@pytest.mark.parametrize("layers", [8, 9])
+def test_remat_of_some_blocks_recomputes_those_and_keeps_less(layers):
+    def compiled(remat):
+        model = gpt(embed=64, layers=layers, remat=remat)
+        x = jax.ShapeDtypeStruct((8, 128), jnp.int32)
+
+        def loss(p, x):
+            return jnp.square(model.bind(p, model.buffers)(x)).mean()
+
+        found = jax.jit(jax.grad(loss)).lower(model.params, x).compile()
+        return ledger(found, mesh).flops_high, found.memory_analysis().temp_size_in_bytes
+
+    mesh = jax.make_mesh((1,), ("data",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:1])
+    nothing, some, more, all_of_it = (
+        compiled(remat) for remat in ("none", ("none", "full"), ("full", "full", "none"), "full")
+    )
+    assert nothing[1] > some[1] > more[1] > all_of_it[1]
+    block = (all_of_it[0] - nothing[0]) / layers  # recomputed
+    assert some[0] - nothing[0] == pytest.approx(block * (layers // 2))
+    assert more[0] - nothing[0] == pytest.approx(block * {8: 6, 9: 6}[layers])
 
 
 def test_depth_does_not_grow_the_program():
@@ -197,6 +231,7 @@ def test_max_pool_by_hand():
         ({"embed": 30, "heads": 4}, r"embed 30 over heads 4 .* use heads 1 or 3 or 5"),
         ({"embed": 12, "heads": 4}, r"even head size"),
         ({"kv_heads": 3}, r"kv_heads 3 must divide heads 4"),
+        ({"remat": ("full",) * 4}, r"remat lists 4 blocks, and layers is 3"),
         ({"scan_unroll": 9}, r"scan_unroll 9 exceeds layers 3"),
         ({"attention": "cudnn"}, r"needs compute_dtype: bfloat16"),
     ],

@@ -15,11 +15,21 @@ STATE_BYTES = {0: 12, 1: 4 + 8 / DEVICES, 2: 4 + 8 / DEVICES, 3: 12 / DEVICES}
 
 
 def program_of(
-    stage, reduce, *, remat="full", microbatches=1, mesh=None, zero=None, devices=None, **parallel
+    stage,
+    reduce,
+    *,
+    remat="full",
+    layers=4,
+    window=16,
+    microbatches=1,
+    mesh=None,
+    zero=None,
+    devices=None,
+    **parallel,
 ):
     sections = {
-        "model": {"type": "gpt", "layers": 4, "embed": 256, "heads": 8, "remat": remat},
-        "data": {"type": "synthetic", "kind": "tokens", "window": 16, "heldout_examples": 0},
+        "model": {"type": "gpt", "layers": layers, "embed": 256, "heads": 8, "remat": remat},
+        "data": {"type": "synthetic", "kind": "tokens", "window": window, "heldout_examples": 0},
         "optim": {"type": "adamw", "learning_rate": 1e-3},
         "train": {"steps": 9, "batch_size": 8 * microbatches, "microbatches": microbatches},
         "parallel": {
@@ -136,9 +146,23 @@ def test_layers_fetched_ahead_send_the_same_and_cost_a_layer(devices):
     assert 0 < more < 0.8 * model_bytes
 
 
-def test_layers_fetched_ahead_are_recomputed(devices):
-    with pytest.raises(ConfigError, match=r"model\.remat is dots: set model\.remat: full, or para"):
-        compiled(3, {"type": "xla"}, remat="dots", zero={"prefetch": True})
+@pytest.mark.parametrize(("remat", "said"), [("dots", "dots"), (["full", "none"], "full, none")])
+def test_layers_fetched_ahead_are_recomputed(devices, remat, said):
+    with pytest.raises(ConfigError, match=rf"remat is {said}: set model\.remat: full, or para"):
+        compiled(3, {"type": "xla"}, remat=remat, zero={"prefetch": True})
+
+
+@pytest.mark.parametrize(("stage", "reduce"), [(0, None), (2, LAYERS), (3, LAYERS), (3, None)])
+def test_what_some_blocks_keep_lies_between_what_none_and_all_keep(stage, reduce, devices):
+    none, some, full = (
+        compiled(stage, reduce, remat=remat, layers=8, window=256)[0]
+        for remat in ("none", ["full", "none"], "full")
+    )
+    assert none.memory.temp_bytes > some.memory.temp_bytes > full.memory.temp_bytes
+    assert 2 * some.flops_high == pytest.approx(none.flops_high + full.flops_high, rel=1e-3)
+    assert 2 * some.sent_bytes("data") == pytest.approx(
+        none.sent_bytes("data") + full.sent_bytes("data"), rel=1e-3
+    )
 
 
 def test_no_device_ever_holds_the_whole_model(devices):
