@@ -224,7 +224,7 @@ def cover(
 
     >>> cells = [Cell("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]
     >>> len(cells), len(cover(cells)), cover(cells[:1], cells)
-    (8, 8, [])
+    (10, 10, [])
     """
     having = [settings(cell) for cell in cells]
     missing = set().union(*having) - set().union(*map(settings, given))

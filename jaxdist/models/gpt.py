@@ -59,7 +59,8 @@ class GptConfig(Config):
     remat: Remat | Annotated[tuple[Remat, ...], Field(min_length=1)] = "none"
     """What the backward pass recomputes: nothing, cheap operations on single elements (rotations,
     products, masks), all but matmul results, or whole blocks; or a list that says it block by
-    block, over and over: `[full, none]` recomputes every other block."""
+    block, over and over (anew in each chunk of a pipeline): `[full, none]` recomputes every other
+    block."""
     scan_unroll: Count = 1
     """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
 
