@@ -21,10 +21,9 @@ import jax
 from jaxdist.bench import child
 from jaxdist.bench.report import Figure, Listing
 from jaxdist.bench.zero import NO_LIBTPU
-from jaxdist.bench.zero_paper import refusal
 from jaxdist.experiment import build, load
 from jaxdist.hardware import find_device
-from jaxdist.hlo import compile_with_text, ledger, memory
+from jaxdist.hlo import compile_with_text, ledger, memory, refused_bytes
 from jaxdist.mesh import Device
 from jaxdist.topology import topology_devices
 from jaxdist.trees import tree_size
@@ -86,7 +85,7 @@ def compile_pod(devices: Sequence[Device], overrides: Sequence[str] = ()) -> Pod
     try:
         compiled, text = compile_with_text(lowered)
     except jax.errors.JaxRuntimeError as error:
-        sizes = refusal(str(error))
+        sizes = refused_bytes(str(error))
         if sizes is None:
             raise
         fits, (peak_bytes, memory_bytes) = False, sizes

@@ -8,7 +8,6 @@ of such a model is compiled for 64 TPU v5p, and XLA says what it takes, or that 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +17,7 @@ import jax
 from jaxdist.bench import child
 from jaxdist.bench.zero_program import MIXED, REDUCE, STAGES, Form, formula_bytes
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.hlo import memory
+from jaxdist.hlo import memory, refused_bytes
 from jaxdist.mesh import Device
 from jaxdist.topology import topology_devices
 from jaxdist.trees import tree_size
@@ -36,11 +35,6 @@ MODEL: dict[str, Any] = {
     "compute_dtype": "bfloat16",
 }
 """7.48 billion parameters, narrow and deep as the paper's own models."""
-
-_OUT_OF_MEMORY = re.compile(
-    r"CompileTimeHbmOom: .*?\((\d+(?:\.\d+)?)([KMGT]?)\).*?\((\d+(?:\.\d+)?)([KMGT]?)\)"
-)
-_SCALES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -98,22 +92,10 @@ def compiled_bytes(lowered: jax.stages.Lowered) -> tuple[float, float | None]:
     try:
         return memory(lowered.compile()).peak_bytes, None
     except jax.errors.JaxRuntimeError as error:
-        sizes = refusal(str(error))
+        sizes = refused_bytes(str(error))
         if sizes is None:
             raise
         return sizes
-
-
-def refusal(message: str) -> tuple[float, float] | None:
-    """Bytes that a program needs and that the device has, where XLA refuses it; else None.
-
-    >>> refusal("CompileTimeHbmOom: total memory required (2.50G) exceeds available HBM (1G)")
-    (2684354560.0, 1073741824.0)
-    """
-    sizes = _OUT_OF_MEMORY.search(message)
-    if sizes is None:
-        return None
-    return float(sizes[1]) * _SCALES[sizes[2]], float(sizes[3]) * _SCALES[sizes[4]]
 
 
 def rows(devices: Sequence[Device]) -> Iterator[PaperRow]:

@@ -9,6 +9,7 @@ from jaxdist.hlo.ledger import (
 )
 from jaxdist.hlo.parse import LedgerError
 from jaxdist.hlo.records import Collective, Kind, Ledger, Memory
+from jaxdist.hlo.refusal import is_too_large, refused_bytes
 
 __all__ = [
     "Collective",
@@ -17,8 +18,10 @@ __all__ = [
     "LedgerError",
     "Memory",
     "compile_with_text",
+    "is_too_large",
     "ledger",
     "ledger_of_text",
     "memory",
     "program_text",
+    "refused_bytes",
 ]

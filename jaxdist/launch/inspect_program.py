@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,14 @@ import jax
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.hardware import find_device
-from jaxdist.hlo import Ledger, compile_with_text, ledger, program_text
+from jaxdist.hlo import (
+    Ledger,
+    compile_with_text,
+    is_too_large,
+    ledger,
+    program_text,
+    refused_bytes,
+)
 from jaxdist.launch.inspect_ideal import gradient_bound, model_flops
 from jaxdist.launch.inspect_rows import show_bytes
 from jaxdist.launch.inspect_text import digest
@@ -21,10 +27,6 @@ from jaxdist.mesh import Device
 from jaxdist.train.memory import bytes_per_device, device_memory_bytes
 from jaxdist.train.state import TrainState
 from jaxdist.trees import tree_size
-
-_OUT_OF_MEMORY = re.compile(r"Out of memory|out of memory|OOM|RESOURCE_EXHAUSTED")
-_SIZES = re.compile(r"\((\d+(?:\.\d+)?)([KMGT]?)\)[^(]*\((\d+(?:\.\d+)?)([KMGT]?)\)")
-_SCALES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def inspect_step(subject: Subject) -> Inspection:
             compiled = lowered.compile()
             text = program_text(compiled)
     except jax.errors.JaxRuntimeError as error:
-        if not _OUT_OF_MEMORY.search(str(error)):
+        if not is_too_large(str(error)):
             raise
         raise _refusal(subject, arguments, str(error)) from error
     seconds = time.perf_counter() - begun
@@ -155,13 +157,10 @@ def _memory_bytes(devices: Sequence[Device]) -> int | None:
 def _refusal(subject: Subject, arguments: Mapping[str, int], text: str) -> RunError:
     """What to tell a user whose program XLA finds too large for the device."""
     name, kind = subject.name, subject.device_kind
-    sizes = _SIZES.search(text)
+    sizes = refused_bytes(text)
     if sizes is None:
         return RunError(f"{name}: the train step does not fit the memory of a {kind}: {text}")
-    needed, limit = (
-        show_bytes(float(number) * _SCALES[scale])
-        for number, scale in ((sizes[1], sizes[2]), (sizes[3], sizes[4]))
-    )
+    needed, limit = map(show_bytes, sizes)
     parts = ", ".join(f"{part} {show_bytes(size)}" for part, size in arguments.items() if size)
     return RunError(
         f"{name}: the train step needs {needed} on each device, but a {kind} has {limit} for a "

@@ -149,15 +149,6 @@ def test_stage_0_must_be_refused_and_the_others_must_not():
     assert fits.holds is False
 
 
-def test_a_refusal_is_read_and_another_error_is_not():
-    text = (
-        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory "
-        "required for HLO temporaries (117.59G) exceeds available HBM (95.73G). HLO module: jit"
-    )
-    assert zero_paper.refusal(text) == (117.59 * 2**30, 95.73 * 2**30)
-    assert zero_paper.refusal("INTERNAL: RET_CHECK failure") is None
-
-
 def test_a_step_of_the_paper_is_compiled(monkeypatch):
     monkeypatch.setattr(zero_paper, "WINDOW", 2)
     found = zero_paper.row(1, "explicit", jax.devices(), {**SMALL, "layers": 2})
