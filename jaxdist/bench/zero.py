@@ -12,6 +12,7 @@ from jaxdist.bench import zero_paper, zero_plot, zero_program, zero_race
 from jaxdist.bench.report import Figure, Listing, Report
 from jaxdist.bench.zero_paper import PaperRow
 from jaxdist.bench.zero_program import FLOAT32, Row, bound_bytes, formula_bytes
+from jaxdist.environment import versions
 
 STATE_GOALS = ("<= 1.10", "<= 1.10", "<= 1.10", "<= 1.20")
 """By stage."""
@@ -168,9 +169,10 @@ def _measured(row: Row) -> tuple[str | None, ...]:
 
 
 def paper_listing(rows: Sequence[PaperRow]) -> Listing:
-    """The paper's figure 1."""
+    """The paper's figure 1; what a step takes beside its state moves with the compiler's release."""
+    compiler = f"libtpu {versions(['libtpu'])['libtpu']}"
     return Listing(
-        f"{rows[0].params / 1e9:.2f} billion parameters on 64 chips of v5p",
+        f"{rows[0].params / 1e9:.2f} billion parameters on 64 chips of v5p, {compiler}",
         {"stage": "", "form": "", "formula": "GB", "peak": "GB", "ratio": "", "compiler": ""},
         [
             (

@@ -5,9 +5,7 @@ from jaxdist.hlo import is_too_large, refused_bytes
 NAMED = "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, "
 """Of some releases of libtpu."""
 BARE = "RESOURCE_EXHAUSTED: Ran out of memory on HBM, "
-WANTS = (
-    "the total memory required for HLO temporaries (117.59G) exceeds available HBM (95.73G)."
-)
+WANTS = "the total memory required for HLO temporaries (117.59G) exceeds available HBM (95.73G)."
 
 
 @pytest.mark.parametrize("text", [NAMED + WANTS, BARE + WANTS])
