@@ -169,7 +169,7 @@ def _measured(row: Row) -> tuple[str | None, ...]:
 
 
 def paper_listing(rows: Sequence[PaperRow]) -> Listing:
-    """The paper's figure 1; what a step takes beside its state moves with the compiler's release."""
+    """The paper's figure 1; beside its state, a step takes what the release makes of it."""
     compiler = f"libtpu {versions(['libtpu'])['libtpu']}"
     return Listing(
         f"{rows[0].params / 1e9:.2f} billion parameters on 64 chips of v5p, {compiler}",
