@@ -18,6 +18,7 @@ from jaxdist.collectives.operations import (
     reduce_scatter,
 )
 from jaxdist.collectives.ring import Ring
+from jaxdist.collectives.split import gather_leaves, scatter_leaves
 from jaxdist.collectives.tree import Tree
 from jaxdist.collectives.xla import Xla
 from jaxdist.errors import CollectiveError
@@ -40,7 +41,9 @@ __all__ = [
     "all_reduce",
     "all_to_all",
     "broadcast",
+    "gather_leaves",
     "reduce",
     "reduce_scatter",
     "reduce_tree",
+    "scatter_leaves",
 ]

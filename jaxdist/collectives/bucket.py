@@ -3,6 +3,7 @@
 A collective of a few kilobytes is all latency. Leaves are packed into flat buckets, one collective
 runs on each, and the leaves are cut out again. A bucket can leave as soon as its last leaf is
 there, so leaves come in the reverse order of their use: the gradient of the last layer is first.
+What `split.py` sends, the shards of one layer, is packed by the same plan.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.collectives.auto import Auto
+from jaxdist.collectives.auto import Auto, here_kind
 from jaxdist.collectives.axis import Axis, CollectiveError, checked
-from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.contract import Algorithm, Kind
 from jaxdist.collectives.operations import Op, all_reduce
 from jaxdist.collectives.xla import Xla
 from jaxdist.trees import leaf_bytes
@@ -39,7 +40,7 @@ def reduce_tree(
       tree: arrays or scalars of this device, inside `jax.shard_map`.
       axis, op: as for `all_reduce`.
       algorithm: how, and how large a bucket is. "auto" is 32 MiB; with `Xla`, which merges its own
-        collectives, and where `Auto` chooses it, each leaf goes by itself.
+        collectives, and where `Auto` chooses it, each leaf goes by itself, unless `sends_apart`.
       order: positions of the leaves (as `jax.tree.leaves` has them), the first to be ready first;
         None is from the last to the first.
 
@@ -55,7 +56,7 @@ def reduce_tree(
     reduced: dict[int, jax.Array] = {}
     for bucket in plan_buckets(arrays, fusion_bytes(algorithm), order):
         packed = [arrays[index] for index in bucket]
-        if _fuses(algorithm, axis, sum(map(leaf_bytes, packed))):
+        if fuses(algorithm, "all_reduce", axis, sum(map(leaf_bytes, packed))):
             flat = all_reduce(pack(packed), axis, op=op, algorithm=algorithm)
             results = unpack(flat, packed)
         else:
@@ -71,8 +72,16 @@ def fusion_bytes(algorithm: Algorithm) -> int | None:
     (None, 1024)
     """
     if algorithm.bucket_bytes == "auto":
-        return None if isinstance(algorithm, Xla) else BUCKET_BYTES
+        return None if isinstance(algorithm, Xla) and not sends_apart() else BUCKET_BYTES
     return algorithm.bucket_bytes
+
+
+def sends_apart() -> bool:
+    """Whether the arrays of one collective of XLA's travel one by one, each with its own latency.
+
+    Gloo's do, between the processes of CPUs: a message of a few bytes takes as long as a megabyte.
+    """
+    return here_kind() == "cpu" and jax.process_count() > 1
 
 
 def plan_buckets(
@@ -127,6 +136,13 @@ def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
+def fuses(algorithm: Algorithm, kind: Kind, axis: Axis, payload_bytes: int) -> bool:
+    """Whether a planned bucket becomes one array; XLA's own collectives need none."""
+    if isinstance(algorithm, Auto) and algorithm.bucket_bytes == "auto" and not sends_apart():
+        return not isinstance(algorithm.choose_here(kind, payload_bytes, axis), Xla)
+    return True
+
+
 def _positions(count: int, order: Sequence[int] | None) -> Sequence[int]:
     if order is None:
         return range(count - 1, -1, -1)
@@ -136,10 +152,3 @@ def _positions(count: int, order: Sequence[int] | None) -> Sequence[int]:
             f"give each position from 0 to {count - 1} once"
         )
     return order
-
-
-def _fuses(algorithm: Algorithm, axis: Axis, payload_bytes: int) -> bool:
-    """Whether a planned bucket becomes one array; XLA's own collectives need none."""
-    if isinstance(algorithm, Auto) and algorithm.bucket_bytes == "auto":
-        return not isinstance(algorithm.choose_here("all_reduce", payload_bytes, axis), Xla)
-    return True

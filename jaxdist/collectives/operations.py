@@ -86,10 +86,7 @@ def reduce_scatter(
         return differentiate.extremum(f"reduce_scatter with op={op!r}", forward)(blocks)
 
     def scatter(x: jax.Array) -> jax.Array:
-        rows = jnp.moveaxis(x, dim, 0)
-        width = -(-rows.shape[0] // size)
-        padding = [(0, width * size - rows.shape[0])] + [(0, 0)] * (x.ndim - 1)
-        blocks = jnp.pad(rows, padding).reshape(size, width, *rows.shape[1:])
+        blocks = into_blocks(x, dim, size)
         block = _blockwise(algorithm, run, blocks, blocks.shape[1:])
         return jnp.moveaxis(block, 0, dim)
 
@@ -180,6 +177,14 @@ def all_to_all(
     received = _blockwise(algorithm, run, blocks, blocks.shape)
     shape[concat_dim] *= size
     return jnp.moveaxis(received, 0, concat_dim).reshape(shape)
+
+
+def into_blocks(x: jax.Array, dim: int, size: int) -> jax.Array:
+    """`[size, width, ...]`: the blocks of `x` along `dim`, which comes first; zeros at the end."""
+    rows = jnp.moveaxis(x, dim, 0)
+    width = -(-rows.shape[0] // size)
+    padding = [(0, width * size - rows.shape[0])] + [(0, 0)] * (x.ndim - 1)
+    return jnp.pad(rows, padding).reshape(size, width, *rows.shape[1:])
 
 
 def _arguments(

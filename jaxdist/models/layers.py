@@ -54,9 +54,10 @@ WITHIN = ("batch", "seq", "embed")
 class Deferred(ABC):
     """In a parameter's place, what becomes the parameter where it is used; a pytree."""
 
+    @classmethod
     @abstractmethod
-    def whole(self) -> jax.Array:
-        """The parameter."""
+    def whole(cls, several: Sequence[Any]) -> list[jax.Array]:
+        """The parameters, of those of this class that are used together."""
 
     @abstractmethod
     def carried(self) -> jax.Array:
@@ -69,20 +70,24 @@ class Deferred(ABC):
 
 
 def whole(tree: Any) -> Any:
-    """The tree with each `Deferred` made the parameter it stands for."""
-    return _resolve(tree, lambda found: found.whole())
+    """The tree with each `Deferred` made the parameter it stands for, all of a kind together."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=_is_deferred)
+    for kind in dict.fromkeys(type(leaf) for leaf in leaves if _is_deferred(leaf)):
+        mine = [i for i, leaf in enumerate(leaves) if type(leaf) is kind]
+        for i, leaf in zip(mine, kind.whole([leaves[i] for i in mine]), strict=True):
+            leaves[i] = leaf
+    return structure.unflatten(leaves)
 
 
 def carried(tree: Any) -> Any:
     """The tree of a gradient with each `Deferred` made what it carries."""
-    return _resolve(tree, lambda found: found.carried())
+    return jax.tree.map(
+        lambda leaf: leaf.carried() if _is_deferred(leaf) else leaf, tree, is_leaf=_is_deferred
+    )
 
 
-def _resolve(tree: Any, how: Callable[[Deferred], jax.Array]) -> Any:
-    def leaf(node: Any) -> Any:
-        return how(node) if isinstance(node, Deferred) else node
-
-    return jax.tree.map(leaf, tree, is_leaf=lambda node: isinstance(node, Deferred))
+def _is_deferred(node: Any) -> bool:
+    return isinstance(node, Deferred)
 
 
 def param(
@@ -257,8 +262,8 @@ def _recomputed(block: Any, policy: Remat, *, prevent_cse: bool) -> Any:
 
 
 def _fetches_ahead(state: Any) -> bool:
-    leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, Deferred))
-    return any(isinstance(leaf, Deferred) and leaf.ahead for leaf in leaves)
+    leaves = jax.tree.leaves(state, is_leaf=_is_deferred)
+    return any(leaf.ahead for leaf in leaves if _is_deferred(leaf))
 
 
 def _scan_ahead(

@@ -12,14 +12,15 @@ of one all-reduce of one number.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from pydantic import Field
 
 from jaxdist.config.schema import Config, Count
@@ -28,9 +29,12 @@ from jaxdist.errors import ConfigError, RunError
 Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 
 
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def _axes(spec: PartitionSpec) -> set[str]:
-    names = [name for entry in spec for name in (entry if isinstance(entry, tuple) else (entry,))]
-    return {name for name in names if name is not None}
+    return {name for entry in spec for name in _names(entry)}
 
 
 def _all_axes(specs: Any) -> tuple[str, ...]:
@@ -52,15 +56,50 @@ def global_norm(tree: Any, specs: Any = None) -> jax.Array:
     >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
     600.0
     """
-    squares = [jnp.sum(_wide_square(x)) for x in jax.tree.leaves(tree)]
+    return jnp.sqrt(_total_square(jax.tree.leaves(tree), jax.tree.leaves(specs)))
+
+
+def global_norm_of_shards(tree: Any, shardings: Any) -> jax.Array:
+    """`global_norm` under automatic sharding, of leaves that lie as `shardings` say.
+
+    XLA would send a sum of squares of each leaf; here one number is sent for all of them that
+    their devices hold equal parts of.
+    """
+    leaves, placed = jax.tree.leaves(tree), jax.tree.leaves(shardings)
+    split = [i for i, s in enumerate(placed) if _axes(s.spec) and _divides(leaves[i], s)]
+    rest = [x for i, x in enumerate(leaves) if i not in split]
+    total = _total_square(rest, [])
+    if split:
+        specs = [placed[i].spec for i in split]
+        total += jax.shard_map(
+            lambda shards: _total_square(shards, specs),
+            mesh=placed[0].mesh,
+            in_specs=(specs,),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )([leaves[i] for i in split])
+    return jnp.sqrt(total)
+
+
+def _divides(leaf: jax.Array, sharding: NamedSharding) -> bool:
+    parts = sharding.mesh.shape
+    return all(
+        length % math.prod(parts[name] for name in _names(entry)) == 0
+        for length, entry in zip(leaf.shape, sharding.spec, strict=False)
+    )
+
+
+def _total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> jax.Array:
+    """The sum of all squares; with specs, of all devices' parts inside `jax.shard_map`."""
+    squares = [jnp.sum(_wide_square(x)) for x in leaves]
     axes = _all_axes(specs)
     if not axes:
-        return jnp.sqrt(sum(squares, start=jnp.float32(0)))
+        return sum(squares, start=jnp.float32(0))
     total = jnp.float32(0)
-    for square, spec in zip(squares, jax.tree.leaves(specs), strict=True):
+    for square, spec in zip(squares, specs, strict=True):
         copies = set(axes) - _axes(spec)
         total += square / (lax.axis_size(tuple(copies)) if copies else 1)
-    return jnp.sqrt(lax.psum(total, axes))
+    return lax.psum(total, axes)
 
 
 def all_finite(tree: Any, specs: Any = None) -> jax.Array:

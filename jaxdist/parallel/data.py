@@ -20,8 +20,9 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree
+from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.xla import Xla
 from jaxdist.parallel.deferred import Wire, defer, on_blocks
 from jaxdist.parallel.turns import Layers, by_layers
 from jaxdist.parallel.zero import Zero
@@ -31,6 +32,7 @@ Local = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any, Any]]
 """(params, buffers, rows, key) to (gradients, sums, buffers) of these rows alone."""
 
 EVERYWHERE = PartitionSpec()
+XLA = Xla()
 LEAST_TURNS = 16
 """A turn holds its layers twice, which shall be little beside a small model too."""
 
@@ -111,7 +113,8 @@ class DataParallel:
         def run(params: Any, buffers: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
             grads, sums, buffers = local(enter(params), buffers, batch, key)
-            return leave(grads), jax.lax.psum(sums, self.axes), jax.tree.map(self._mean, buffers)
+            sums = reduce_tree(sums, self.axes, algorithm=XLA)
+            return leave(grads), sums, self._mean(buffers)
 
         return jax.shard_map(
             run,
@@ -122,9 +125,13 @@ class DataParallel:
             check_vma=False,
         )
 
-    def _mean(self, buffer: jax.Array) -> jax.Array:
-        floating = jnp.issubdtype(buffer.dtype, jnp.inexact)
-        return jax.lax.pmean(buffer, self.axes) if floating else buffer
+    def _mean(self, buffers: Any) -> Any:
+        leaves, structure = jax.tree.flatten(buffers)
+        floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        means = reduce_tree([leaves[i] for i in floating], self.axes, op="mean", algorithm=XLA)
+        for i, mean in zip(floating, means, strict=True):
+            leaves[i] = mean
+        return structure.unflatten(leaves)
 
     def _reduce(self, specs: Any, stacked: Any, weight: jax.Array) -> Any:
         grads = jax.tree.map(lambda g: g[0], stacked)
@@ -152,6 +159,8 @@ class DataParallel:
         chosen = self.algorithm.bucket_bytes
         if isinstance(chosen, int):
             return chosen
+        if sends_apart():  # few messages weigh more there than little memory
+            return BUCKET_BYTES
         return min(BUCKET_BYTES, sum(map(leaf_bytes, leaves)) // LEAST_TURNS)
 
     def _sum(self, grads: Layers, axes: tuple[str, ...]) -> Layers:
@@ -168,8 +177,7 @@ class DataParallel:
         wire, dims = self._wire(zero), zero.dims_of(grads)
 
         def scatter(positions: list[int], leaves: Layers) -> Layers:
-            at = [dims[i] for i in positions]
-            return [_sent(wire.scatter, *pair) for pair in zip(leaves, at, strict=True)]
+            return _sent(wire.scatter, leaves, [dims[i] for i in positions])
 
         layers = self._layers(grads, dims)
         return structure.unflatten(by_layers(scatter, leaves, layers, self._turn(leaves)))
@@ -209,10 +217,8 @@ class DataParallel:
         lengths, (whole, structure) = zero.lengths_of(into), jax.tree.flatten(into)
 
         def gather(positions: list[int], leaves: Layers) -> Layers:
-            return [
-                _sent(partial(wire.gather, length=lengths[i]), leaf, dims[i])
-                for i, leaf in zip(positions, leaves, strict=True)
-            ]
+            cut = [lengths[i] for i in positions if dims[i] is not None]
+            return _sent(partial(wire.gather, lengths=cut), leaves, [dims[i] for i in positions])
 
         layers, parts = self._layers(into, dims), jax.tree.leaves(shards)
         return structure.unflatten(by_layers(gather, parts, layers, self._turn(whole), into=whole))
@@ -238,7 +244,10 @@ def _over(weight: jax.Array, grads: Any) -> Any:
     return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads)
 
 
-def _sent(
-    wire: Callable[[jax.Array, int], jax.Array], leaf: jax.Array, dim: int | None
-) -> jax.Array:
-    return leaf if dim is None else wire(leaf, dim).astype(leaf.dtype)
+def _sent(wire: Callable[..., Layers], leaves: Layers, dims: Sequence[int | None]) -> Layers:
+    """The leaves, those that are split sent together along their dims."""
+    found, split = list(leaves), [(i, dim) for i, dim in enumerate(dims) if dim is not None]
+    sent = wire([leaves[i] for i, _ in split], [dim for _, dim in split])
+    for (i, _), leaf in zip(split, sent, strict=True):
+        found[i] = leaf.astype(leaves[i].dtype)
+    return found

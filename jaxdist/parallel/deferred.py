@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.collectives.axis import axis_size
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.collectives.operations import all_gather, reduce_scatter
+from jaxdist.collectives.split import gather_leaves, scatter_leaves
 from jaxdist.models.layers import Deferred
 
 
@@ -40,15 +40,20 @@ class Wire:
     reduce_dtype: str | None = None
     ahead: bool = False
 
-    def gather(self, shard: jax.Array, dim: int, length: int | None = None) -> jax.Array:
-        """The whole tensor, in the dtype of the wire; its dim cut to `length`."""
-        carried = shard.astype(self.gather_dtype or shard.dtype)
-        return all_gather(carried, self.axes, dim=dim, size=length, algorithm=self.algorithm)
+    def gather(
+        self,
+        shards: Sequence[jax.Array],
+        dims: Sequence[int],
+        lengths: Sequence[int | None],
+    ) -> list[jax.Array]:
+        """The whole tensors, in the dtype of the wire; their dims cut to `lengths`."""
+        carried = [shard.astype(self.gather_dtype or shard.dtype) for shard in shards]
+        return gather_leaves(carried, dims, self.axes, lengths=lengths, algorithm=self.algorithm)
 
-    def scatter(self, grad: jax.Array, dim: int) -> jax.Array:
-        """This device's shard of the sum, in the dtype of the wire; zeros fill up the last ones."""
-        carried = grad.astype(self.reduce_dtype or grad.dtype)
-        return reduce_scatter(carried, self.axes, dim=dim, algorithm=self.algorithm)
+    def scatter(self, grads: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:
+        """This device's shards of the sums, in the dtype of the wire; zeros fill up the last."""
+        carried = [grad.astype(self.reduce_dtype or grad.dtype) for grad in grads]
+        return scatter_leaves(carried, dims, self.axes, algorithm=self.algorithm)
 
 
 @partial(
@@ -60,7 +65,8 @@ class Wire:
 class Sharded(Deferred):
     """A parameter of which this device keeps a shard (stage 3).
 
-    Sent per use: an all-gather, and in the backward pass a reduce-scatter.
+    Sent per use: an all-gather of all that are used together, and in the backward pass a
+    reduce-scatter.
 
     Attributes:
       shard: this device's part.
@@ -75,9 +81,11 @@ class Sharded(Deferred):
     spec: PartitionSpec
     length: int | None = None
 
-    def whole(self) -> jax.Array:
-        """The parameter; its gradient is summed into the shard."""
-        return _gathered(self.dim, self.wire, self.spec, self.length, self.shard)
+    @classmethod
+    def whole(cls, several: Sequence[Sharded]) -> list[jax.Array]:
+        """The parameters; their gradients are summed into the shards."""
+        splits = tuple(Split(leaf.dim, leaf.spec, leaf.length) for leaf in several)
+        return _gathered(several[0].wire, splits, [leaf.shard for leaf in several])
 
     def carried(self) -> jax.Array:
         """Of a gradient: this device's shard."""
@@ -112,9 +120,12 @@ class Scattered(Deferred):
     wire: Wire
     spec: PartitionSpec
 
-    def whole(self) -> jax.Array:
-        """The parameter; its gradient is summed into the shard."""
-        return _itself(self.dim, self.wire, self.spec, self.full, self.shard)
+    @classmethod
+    def whole(cls, several: Sequence[Scattered]) -> list[jax.Array]:
+        """The parameters; their gradients are summed into the shards."""
+        splits = tuple(Split(leaf.dim, leaf.spec) for leaf in several)
+        fulls, shards = [leaf.full for leaf in several], [leaf.shard for leaf in several]
+        return _itself(several[0].wire, splits, fulls, shards)
 
     def carried(self) -> jax.Array:
         """Of a gradient: this device's shard."""
@@ -146,33 +157,51 @@ def defer(
     return Scattered(param, jnp.zeros(shape, param.dtype), dim - param.ndim, wire, full)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _gathered(
-    dim: int, wire: Wire, spec: PartitionSpec, length: int | None, shard: jax.Array
-) -> jax.Array:
-    return _on_block(lambda x: wire.gather(x, x.ndim + dim, length), spec, shard)
+@dataclass(frozen=True)
+class Split:
+    """Which dim of a tensor ZeRO splits, counted from the end; the rest as in `Sharded`."""
+
+    dim: int
+    spec: PartitionSpec
+    length: int | None = None
+
+
+Splits = tuple[Split, ...]
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gathered(wire: Wire, splits: Splits, shards: list[jax.Array]) -> list[jax.Array]:
+    def gather(blocks: list[jax.Array]) -> list[jax.Array]:
+        return wire.gather(blocks, _dims(splits, blocks), [split.length for split in splits])
+
+    return on_blocks(gather, [split.spec for split in splits])(shards)
 
 
 def _gathered_forward(
-    dim: int, wire: Wire, spec: PartitionSpec, length: int | None, shard: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    return _gathered(dim, wire, spec, length, shard), jnp.zeros((), shard.dtype)
+    wire: Wire, splits: Splits, shards: list[jax.Array]
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    return _gathered(wire, splits, shards), [jnp.zeros((), shard.dtype) for shard in shards]
 
 
 def _gathered_backward(
-    dim: int,
-    wire: Wire,
-    spec: PartitionSpec,
-    length: int | None,
-    like: jax.Array,
-    cotangent: jax.Array,
+    wire: Wire, splits: Splits, like: list[jax.Array], cotangents: list[jax.Array]
 ) -> Any:
-    del length
-    summed = _on_block(lambda x: wire.scatter(x, x.ndim + dim), spec, cotangent)
-    return (summed.astype(like.dtype),)
+    summed = _scattered(wire, splits, cotangents)
+    return ([s.astype(x.dtype) for s, x in zip(summed, like, strict=True)],)
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def _scattered(wire: Wire, splits: Splits, grads: list[jax.Array]) -> list[jax.Array]:
+    def scatter(blocks: list[jax.Array]) -> list[jax.Array]:
+        return wire.scatter(blocks, _dims(splits, blocks))
+
+    return on_blocks(scatter, [split.spec for split in splits])(grads)
+
+
+def _dims(splits: Splits, tensors: list[jax.Array]) -> list[int]:
+    return [x.ndim + split.dim for x, split in zip(tensors, splits, strict=True)]
 
 
 def on_blocks(
@@ -199,32 +228,25 @@ def on_blocks(
     return run
 
 
-def _on_block(
-    function: Callable[[jax.Array], jax.Array], spec: PartitionSpec, x: jax.Array
-) -> jax.Array:
-    return on_blocks(lambda arrays: [function(*arrays)], [spec])([x])[0]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _itself(
-    dim: int, wire: Wire, spec: PartitionSpec, full: jax.Array, shard: jax.Array
-) -> jax.Array:
-    del dim, wire, spec, shard
-    return full
+    wire: Wire, splits: Splits, fulls: list[jax.Array], shards: list[jax.Array]
+) -> list[jax.Array]:
+    del wire, splits, shards
+    return fulls
 
 
 def _itself_forward(
-    dim: int, wire: Wire, spec: PartitionSpec, full: Any, shard: Any
-) -> tuple[Any, None]:
-    del dim, wire, spec, shard
-    return full, None
+    wire: Wire, splits: Splits, fulls: Any, shards: Any
+) -> tuple[list[jax.Array], None]:
+    del wire, splits, shards
+    return fulls, None
 
 
-def _itself_backward(
-    dim: int, wire: Wire, spec: PartitionSpec, _: None, cotangent: jax.Array
-) -> Any:
-    summed = _on_block(lambda x: wire.scatter(x, x.ndim + dim), spec, cotangent)
-    return jnp.zeros_like(cotangent), summed.astype(cotangent.dtype)
+def _itself_backward(wire: Wire, splits: Splits, _: None, cotangents: list[jax.Array]) -> Any:
+    summed = _scattered(wire, splits, cotangents)
+    zeros = [jnp.zeros_like(cotangent) for cotangent in cotangents]
+    return zeros, [s.astype(c.dtype) for s, c in zip(summed, cotangents, strict=True)]
 
 
 _itself.defvjp(_itself_forward, _itself_backward)

@@ -17,7 +17,7 @@ from jaxdist.models.layers import carried
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.loss_scale import LossScaleState
-from jaxdist.optim.safety import global_norm, skip_states
+from jaxdist.optim.safety import global_norm, global_norm_of_shards, skip_states
 from jaxdist.parallel.data import DataParallel
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.model import Pipeline
@@ -100,6 +100,12 @@ class Program:
             return grads
         shardings = self._shards if self.zero.stage >= 2 else self._whole
         return jax.lax.with_sharding_constraint(grads, shardings)
+
+    def _norm(self, grads: Any) -> jax.Array:
+        """Of gradients laid out as the optimizer takes them."""
+        if self.zero is None or self.data_parallel is None:
+            return global_norm(grads)
+        return global_norm_of_shards(grads, self._shards)
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         """Keys of the initial parameters and of the steps."""
@@ -239,7 +245,7 @@ class Program:
             # The update is one shard's work; what it gives goes back to where the state lies.
             shards = (self._shards, self._shards)
             grads, params = jax.lax.with_sharding_constraint((grads, params), shards)
-        norm = global_norm(grads)
+        norm = self._norm(grads)
         updates, opt_state = self.optimizer.transform.update(
             grads, state.opt_state, params, grad_norm=norm
         )

@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.hlo import ledger
 from jaxdist.optim import safety
 from jaxdist.optim.loss_scale import DynamicLossScale
 
@@ -212,6 +213,26 @@ def test_sharded_norm_counts_each_element_once_with_one_collective(devices):
     )
     np.testing.assert_allclose(inside(grads), norm_of(grads), rtol=1e-6)
     assert inside.lower(grads).compile().as_text().count(" all-reduce(") == 1
+
+
+def test_the_norm_of_shards_sends_one_number(devices):
+    """Under automatic sharding; a leaf that does not divide, and one that is whole, count too."""
+    mesh = mesh_of(devices)
+    grads = {**sharded_grads(), "odd": jnp.arange(7.0), "one": jnp.float32(3)}
+    specs = {**SPECS, "odd": P("data"), "one": P()}
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    shardings["odd"] = NamedSharding(mesh, specs["odd"])
+
+    def norm(grads):
+        return safety.global_norm_of_shards(grads, shardings)
+
+    np.testing.assert_allclose(jax.jit(norm)(grads), norm_of(grads), rtol=1e-6)
+    split = {name: g for name, g in grads.items() if name != "odd"}
+    del shardings["odd"]
+    placed = jax.device_put(split, shardings)
+    compiled = jax.jit(norm).lower(placed).compile()
+    found = [c for c in ledger(compiled, mesh).collectives if c.kind == "all-reduce"]
+    assert [(c.payload_bytes, c.times_high) for c in found] == [(4, 1)]
 
 
 @pytest.mark.parametrize("manual", [True, False], ids=["manual", "auto"])

@@ -104,6 +104,30 @@ def test_layers_are_gathered_one_at_a_time(devices):
     assert largest < model_bytes / 4
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_what_a_layer_sends_is_one_message_a_step_of_the_ring(stage, devices):
+    """Not one for each of its seven kernels; twice the embedding, and the norms' all-reduce."""
+    found, _ = compiled(stage, {"type": "ring"})
+    permutes = sum(c.times_high for c in found.collectives if c.kind == "collective-permute")
+    assert permutes == (4 * stage + 2 + 2) * (DEVICES - 1)
+    assert numbers_of(found) == 3  # the loss, its weight, the gradient's norm
+
+
+def numbers_of(found):
+    """How many tensors all-reduces of XLA's own take."""
+    return sum(c.times_high * len(c.dtypes) for c in found.collectives if c.kind == "all-reduce")
+
+
+def test_between_processes_of_cpus_few_messages_are_sent(monkeypatch, devices):
+    """Gloo sends each tensor of a collective by itself: layers, the other tensors, sums."""
+    several, _ = compiled(0, {"type": "xla"})
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    jax.clear_caches()
+    packed, _ = compiled(0, {"type": "xla"})
+    assert packed.sent_bytes("data") == several.sent_bytes("data")
+    assert numbers_of(packed) == 3 < numbers_of(several)
+
+
 def dtypes(found, *kinds):
     """On the wire of the larger collectives of these kinds."""
     larger = [c for c in found.collectives if c.kind in kinds and c.payload_bytes > 2**16]

@@ -1,0 +1,117 @@
+"""Tensor fusion for tensors that are split: several gathered, or summed into shards, at once.
+
+Shards of one dtype lie end to end in a bucket, whatever dim of each is split, so that a layer of
+many small tensors is one message in place of many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.collectives.axis import Axis, axis_size, checked
+from jaxdist.collectives.bucket import fuses, fusion_bytes, plan_buckets, unpack
+from jaxdist.collectives.contract import Algorithm, Kind
+from jaxdist.collectives.operations import all_gather, into_blocks, reduce_scatter
+from jaxdist.trees import leaf_bytes
+
+
+def gather_leaves(
+    shards: Sequence[jax.Array],
+    dims: Sequence[int],
+    axis: Axis,
+    *,
+    lengths: Sequence[int | None] | None = None,
+    algorithm: Algorithm,
+) -> list[jax.Array]:
+    """`all_gather` of every shard, packed into buckets of `algorithm.bucket_bytes` whole.
+
+    Args:
+      shards: of this device, inside `jax.shard_map`.
+      dims: which dim of each is split.
+      axis, algorithm: as for `reduce_tree`.
+      lengths: `size` of `all_gather` for each.
+
+    Returns:
+      The whole tensors.
+
+    Raises:
+      CollectiveError: as `all_gather`.
+    """
+    sizes = [None] * len(shards) if lengths is None else lengths
+
+    def alone(i: int) -> jax.Array:
+        return all_gather(shards[i], axis, dim=dims[i], size=sizes[i], algorithm=algorithm)
+
+    def together(bucket: list[int]) -> list[jax.Array]:
+        rows = [jnp.moveaxis(shards[i], dims[i], 0) for i in bucket]
+        flat = jnp.concatenate([row.reshape(-1) for row in rows])
+        blocks = all_gather(flat[None], axis, algorithm=algorithm)
+        return [
+            _whole(part, row.shape, dims[i], sizes[i])
+            for i, row, part in zip(bucket, rows, _columns(blocks, rows), strict=True)
+        ]
+
+    count = axis_size(checked(axis, "gather_leaves"))
+    wholes = [jax.ShapeDtypeStruct((count, *shard.shape), shard.dtype) for shard in shards]
+    return _in_buckets("all_gather", wholes, axis, algorithm, alone, together)
+
+
+def scatter_leaves(
+    tensors: Sequence[jax.Array], dims: Sequence[int], axis: Axis, *, algorithm: Algorithm
+) -> list[jax.Array]:
+    """`reduce_scatter` of every tensor, packed into buckets of `algorithm.bucket_bytes`.
+
+    Args:
+      tensors: of this device, inside `jax.shard_map`.
+      dims: along which dim of each the sum is split.
+      axis, algorithm: as for `reduce_tree`.
+
+    Returns:
+      This device's shards of the sums.
+
+    Raises:
+      CollectiveError: as `reduce_scatter`.
+    """
+    size = axis_size(checked(axis, "scatter_leaves"))
+
+    def alone(i: int) -> jax.Array:
+        return reduce_scatter(tensors[i], axis, dim=dims[i], algorithm=algorithm)
+
+    def together(bucket: list[int]) -> list[jax.Array]:
+        blocks = [into_blocks(tensors[i], dims[i], size) for i in bucket]
+        flat = jnp.concatenate([block.reshape(size, -1) for block in blocks], axis=1)
+        own = reduce_scatter(flat, axis, algorithm=algorithm)[0]
+        shards = unpack(own, [jax.eval_shape(lambda b: b[0], block) for block in blocks])
+        return [jnp.moveaxis(s, 0, dims[i]) for i, s in zip(bucket, shards, strict=True)]
+
+    return _in_buckets("reduce_scatter", tensors, axis, algorithm, alone, together)
+
+
+def _in_buckets(
+    kind: Kind,
+    payload: Sequence[jax.Array | jax.ShapeDtypeStruct],
+    axis: Axis,
+    algorithm: Algorithm,
+    alone: Callable[[int], jax.Array],
+    together: Callable[[list[int]], list[jax.Array]],
+) -> list[jax.Array]:
+    found: dict[int, jax.Array] = {}
+    for bucket in plan_buckets(payload, fusion_bytes(algorithm)):
+        size_bytes = sum(leaf_bytes(payload[i]) for i in bucket)
+        fused = len(bucket) > 1 and fuses(algorithm, kind, axis, size_bytes)
+        found |= zip(bucket, together(bucket) if fused else map(alone, bucket), strict=True)
+    return [found[i] for i in range(len(payload))]
+
+
+def _columns(blocks: jax.Array, rows: Sequence[jax.Array]) -> list[jax.Array]:
+    """Of [N, total]: [N, size] of each of the rows that are packed in it."""
+    return jax.vmap(partial(unpack, like=[row.reshape(-1) for row in rows]))(blocks)
+
+
+def _whole(part: jax.Array, shape: tuple[int, ...], dim: int, length: int | None) -> jax.Array:
+    rows = part.reshape(-1, *shape[1:])
+    return jnp.moveaxis(rows if length is None else rows[:length], 0, dim)
