@@ -30,20 +30,27 @@ def by_layers(
 ) -> Layers:
     """`function` of all leaves: of stacks in turns of some layers, of the rest at once.
 
+    A stack of which all layers fit in one turn is of the rest.
+
     Args:
       layers: how many each leaf has along its first dim; None is no stack.
       turn_bytes: of a turn's layers, unless one layer is larger.
       into: of stacks, the buffers that results fill; None fills the stacks themselves. Results keep
         the dtypes of what they fill, and may be shorter along any dim but the first.
     """
-    found, stacks = list(leaves), group(layers)
-    rest = [i for i, count in enumerate(layers) if count is None]
-    for mine in stacks:
+    found = list(leaves)
+    once = [i for i, count in enumerate(layers) if count is None]
+    for mine in group(layers):
         held = [leaves[i] for i in mine]
         filled = None if into is None else [into[i] for i in mine]
-        some = partial(function, mine)
-        _replace(found, mine, _in_turns(some, held, filled, turn_bytes))
-    _replace(found, rest, function(rest, [leaves[i] for i in rest]))
+        count = min(layers_at_once(stacks, turn_bytes) for stacks in (held, filled or held))
+        if count == held[0].shape[0]:
+            once += mine
+        else:
+            _replace(found, mine, _in_turns(partial(function, mine), held, filled, count))
+    # What needs one turn goes with what has no layers, so that all of it can be one message.
+    once.sort()
+    _replace(found, once, function(once, [leaves[i] for i in once]))
     return found
 
 
@@ -74,12 +81,10 @@ def layers_at_once(stacks: Sequence[jax.Array], turn_bytes: int) -> int:
 
 
 def _in_turns(
-    function: Callable[[Layers], Layers], stacks: Layers, into: Layers | None, turn_bytes: int
+    function: Callable[[Layers], Layers], stacks: Layers, into: Layers | None, count: int
 ) -> Layers:
-    count = min(layers_at_once(held, turn_bytes) for held in (stacks, into or stacks))
+    """In turns of `count` layers."""
     turns = stacks[0].shape[0] // count
-    if turns == 1:
-        return function(stacks)
 
     def turn(at: jax.Array, filled: Layers) -> Layers:
         layers = function(_take(filled if into is None else stacks, at * count, count))

@@ -56,6 +56,17 @@ def test_a_turn_holds_as_many_layers_as_divide_and_fit(turn_bytes, turns):
     assert f"length={turns}" in text or f"{turns}:i32" in text
 
 
+def test_what_fits_in_one_turn_goes_with_the_rest():
+    seen = []
+    by_layers(lambda positions, some: seen.append(positions) or some, leaves(), LAYERS, 10**6)
+    assert seen == [[0, 1, 2, 3]]
+    seen.clear()
+    # Two layers of the six at once, all of the four.
+    by_layers(lambda positions, some: seen.append(positions) or some, leaves(), LAYERS, 128)
+    assert seen[-1] == [1, 2]
+    assert set(map(tuple, seen[:-1])) == {(0, 3)}
+
+
 def test_one_turn_is_no_loop():
     text = str(jax.make_jaxpr(lambda x: by_layers(lambda _, y: y, x, LAYERS, 10**6))(leaves()))
     assert "while" not in text
