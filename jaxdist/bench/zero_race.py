@@ -39,11 +39,11 @@ fast either way. Stage 3 would gather its parameters for each of them, and takes
 STEPS, WARMUP, REPEATS = 3, 3, 12
 EFFICIENCY_GOAL, SPEED_GOAL, LOSS_TOLERANCE = ">= 1", ">= 0.8", 1e-4
 FORMS: Mapping[str, dict[str, Any]] = {
-    "ddp": {"reduce": {"type": "ring"}, "zero": {"stage": 0}},
+    "ddp": {"reduce": {"type": "halving"}, "zero": {"stage": 0}},
     "fsdp": {"reduce": {"type": "auto"}, "zero": {"stage": 3}},
 }
-"""What of ours meets which of torch's. The permutes behind `ring`, and behind `auto` for gathers,
-take less time over gloo than its own all-reduce and gather, which are behind `xla`."""
+"""What of ours meets which of torch's. The permutes behind `halving`, and behind `auto` for
+gathers, take half the time over gloo of its own all-reduce and gather, which are behind `xla`."""
 ALONE = {"ddp": "alone", "fsdp": "alone, whole"}
 """What ours does in one process with the same work; torch's is "alone" for both."""
 PAIRS = (("ddp", "stage 0", "DDP"), ("fsdp", "stage 3", "FSDP2"))

@@ -22,6 +22,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.halving import Halving
 from jaxdist.collectives.xla import Xla
 from jaxdist.parallel.deferred import Wire, defer, on_blocks
 from jaxdist.parallel.turns import Layers, by_layers
@@ -113,7 +114,9 @@ class DataParallel:
         def run(params: Any, buffers: Any, batch: Any, key: jax.Array) -> tuple[Any, Any, Any]:
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
             grads, sums, buffers = local(enter(params), buffers, batch, key)
-            sums = reduce_tree(sums, self.axes, algorithm=XLA)
+            # Between processes of CPUs a number travels thirty times as fast as gloo sums it.
+            quick = Halving() if sends_apart() else XLA
+            sums = reduce_tree(sums, self.axes, algorithm=quick)
             return leave(grads), sums, self._mean(buffers)
 
         return jax.shard_map(

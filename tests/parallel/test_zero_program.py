@@ -119,13 +119,13 @@ def numbers_of(found):
 
 
 def test_between_processes_of_cpus_few_messages_are_sent(monkeypatch, devices):
-    """Gloo sends each tensor of a collective by itself: here gradients are one, and sums."""
+    """Gloo sends each tensor of a collective by itself: gradients are one; sums are permuted."""
     several, _ = compiled(0, {"type": "xla"})
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     jax.clear_caches()
     packed, _ = compiled(0, {"type": "xla"})
-    assert packed.sent_bytes("data") == several.sent_bytes("data")
-    assert numbers_of(packed) == 2 < numbers_of(several)
+    assert packed.sent_bytes("data") == pytest.approx(several.sent_bytes("data"), rel=1e-4)
+    assert numbers_of(packed) == 1 < numbers_of(several)
 
 
 def dtypes(found, *kinds):
