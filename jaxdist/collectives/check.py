@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -108,6 +109,14 @@ def gathered_size(size: Any, total: int, axis: Axis, operation: str) -> int:
             f"{operation} over {axis!r}: size {index} is out of range, {total} were gathered"
         )
     return index
+
+
+def check_counts(count: int, values: Sequence[Any], name: str, operation: str) -> None:
+    """Raises CollectiveError unless there is one value for each of `count` tensors."""
+    if len(values) != count:
+        raise CollectiveError(
+            f"{operation}: {len(values)} {name} for {count} tensors; give one each"
+        )
 
 
 def check_divides(x: jax.Array, dim: int, axis: Axis, size: int, operation: str) -> None:

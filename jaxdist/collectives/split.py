@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives.axis import Axis, axis_size, checked
 from jaxdist.collectives.bucket import fuses, fusion_bytes, plan_buckets, unpack
+from jaxdist.collectives.check import array, check_algorithm, check_counts, dim_of, gathered_size
 from jaxdist.collectives.contract import Algorithm, Kind
 from jaxdist.collectives.operations import all_gather, into_blocks, reduce_scatter
 from jaxdist.trees import leaf_bytes
@@ -39,9 +41,17 @@ def gather_leaves(
       The whole tensors.
 
     Raises:
-      CollectiveError: as `all_gather`.
+      CollectiveError: as `all_gather`, or not a dim (and a length) for each shard.
     """
-    sizes = [None] * len(shards) if lengths is None else lengths
+    axis = checked(axis, "gather_leaves")
+    count = axis_size(axis)
+    shards, dims = _checked(shards, dims, algorithm, "gather_leaves")
+    given = [None] * len(shards) if lengths is None else lengths
+    check_counts(len(shards), given, "lengths", "gather_leaves")
+    sizes = [
+        gathered_size(size, count * shard.shape[dim], axis, "gather_leaves")
+        for shard, dim, size in zip(shards, dims, given, strict=True)
+    ]
 
     def alone(i: int) -> jax.Array:
         return all_gather(shards[i], axis, dim=dims[i], size=sizes[i], algorithm=algorithm)
@@ -55,7 +65,6 @@ def gather_leaves(
             for i, row, part in zip(bucket, rows, _columns(blocks, rows), strict=True)
         ]
 
-    count = axis_size(checked(axis, "gather_leaves"))
     wholes = [jax.ShapeDtypeStruct((count, *shard.shape), shard.dtype) for shard in shards]
     return _in_buckets("all_gather", wholes, axis, algorithm, alone, together)
 
@@ -74,9 +83,11 @@ def scatter_leaves(
       This device's shards of the sums.
 
     Raises:
-      CollectiveError: as `reduce_scatter`.
+      CollectiveError: as `reduce_scatter`, or not a dim for each tensor.
     """
-    size = axis_size(checked(axis, "scatter_leaves"))
+    axis = checked(axis, "scatter_leaves")
+    size = axis_size(axis)
+    tensors, dims = _checked(tensors, dims, algorithm, "scatter_leaves")
 
     def alone(i: int) -> jax.Array:
         return reduce_scatter(tensors[i], axis, dim=dims[i], algorithm=algorithm)
@@ -89,6 +100,15 @@ def scatter_leaves(
         return [jnp.moveaxis(s, 0, dims[i]) for i, s in zip(bucket, shards, strict=True)]
 
     return _in_buckets("reduce_scatter", tensors, axis, algorithm, alone, together)
+
+
+def _checked(
+    leaves: Sequence[Any], dims: Sequence[int], algorithm: Algorithm, operation: str
+) -> tuple[list[jax.Array], list[int]]:
+    check_algorithm(algorithm, operation)
+    check_counts(len(leaves), dims, "dims", operation)
+    arrays = [array(leaf, operation) for leaf in leaves]
+    return arrays, [dim_of(d, x, "dim", operation) for d, x in zip(dims, arrays, strict=True)]
 
 
 def _in_buckets(
@@ -112,6 +132,5 @@ def _columns(blocks: jax.Array, rows: Sequence[jax.Array]) -> list[jax.Array]:
     return jax.vmap(partial(unpack, like=[row.reshape(-1) for row in rows]))(blocks)
 
 
-def _whole(part: jax.Array, shape: tuple[int, ...], dim: int, length: int | None) -> jax.Array:
-    rows = part.reshape(-1, *shape[1:])
-    return jnp.moveaxis(rows if length is None else rows[:length], 0, dim)
+def _whole(part: jax.Array, shape: tuple[int, ...], dim: int, length: int) -> jax.Array:
+    return jnp.moveaxis(part.reshape(-1, *shape[1:])[:length], 0, dim)

@@ -133,6 +133,37 @@ def test_outside_of_shard_map_it_says_so(function):
         function([jnp.ones(2)], [0], "data", algorithm=Ring())
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dims": [0]}, "1 dims for 2 tensors"),
+        ({"dims": [0, 2]}, "dim 2 is out of range"),
+        ({"lengths": [4]}, "1 lengths for 2 tensors"),
+        ({"lengths": [None, 99]}, "size 99 is out of range"),
+        ({"algorithm": "ring"}, "algorithm"),
+        ({"shards": [{"a": 1}, 2]}, "takes one array"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_bad_input_is_told(given, said):
+    def gather(x):
+        found = {"shards": [x, x], "dims": [0, 0], "lengths": None, "algorithm": Ring(), **given}
+        return gather_leaves(found.pop("shards"), found.pop("dims"), "data", **found)
+
+    with pytest.raises(CollectiveError, match=said):
+        mapped(gather, {"data": DEVICES})(np.zeros((DEVICES, 2)))
+
+
+def test_dims_may_be_counted_from_the_end():
+    def there_and_back(x):
+        shards = scatter_leaves([x, x], [-1, -2], "data", algorithm=Ring())
+        return gather_leaves(shards, [-1, -2], "data", algorithm=Ring())
+
+    x = np.arange(DEVICES * 8 * 16, dtype="float32").reshape(DEVICES, 8, 16)
+    for found in mapped(there_and_back, {"data": DEVICES})(x):
+        np.testing.assert_array_equal(found[0], x.sum(0))
+
+
 def test_nothing_is_nothing():
     def function(x):
         assert gather_leaves([], [], "data", algorithm=Ring()) == []
