@@ -73,9 +73,22 @@ def test_mixed_lines_of_gloo_are_left_out() -> None:
     assert GLOO.sub("", line.format(0) + "\ndone step 24\n7\n") == "done step 24\n7\n"
 
 
-@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "tensor": 2}])
-def test_the_numbers_of_one_process(jaxdist: Jaxdist, mesh: dict[str, int]) -> None:
-    jaxdist.config(mesh=mesh)
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        ({"data": 4}, {}),
+        ({"data": 2, "tensor": 2}, {}),
+        ({"data": 4}, {"reduce": {"type": "xla"}}),
+        ({"data": 4}, {"reduce": {"type": "halving"}, "zero": {"stage": 1, "whole_below": 9}}),
+        ({"data": 4}, {"reduce": {"type": "auto"}, "zero": {"stage": 3, "whole_below": 9}}),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_one_process(
+    jaxdist: Jaxdist, mesh: dict[str, int], parallel: dict[str, Any]
+) -> None:
+    """Reductions of ours pack what gloo would send one by one."""
+    jaxdist.config(mesh=mesh, parallel=parallel)
     first, second = finish_all(pair(jaxdist))
     assert (first.code, second.code) == (0, 0), (first, second)
     assert "done   step 24" in first.out
