@@ -25,17 +25,18 @@ DEVICES = 8
 ALGORITHMS = [Ring(), Ring(bucket_bytes=None), Tree(bucket_bytes=2048), Halving(), Xla()]
 ALGORITHMS += [Xla(bucket_bytes=2**20), Auto(), Auto(bucket_bytes=2**20)]
 SWITCH = LinkConfig(latency_seconds=1e-3, bytes_per_second=1e9)
-SHAPES = {"kernel": (6, 16, 3), "scale": (24,), "half": (4, 13), "count": (9, 2)}
+SHAPES = [(6, 16, 3), (24,), (13, 2), (3, 9), (4, 13), (9, 2)]
 """Of tensors of which 8 devices hold parts; 13 and 9 do not divide, and are filled up."""
-DIMS = [1, 0, 1, 0]
-DTYPES = ["float32", "float32", "float16", "int32"]
+DIMS = [1, 0, 0, 1, 1, 0]
+LENGTHS = [None, None, 13, 9, 13, 9]
+DTYPES = ["float32"] * 4 + ["float16", "int32"]
 
 
 def tensors():
     rng = np.random.default_rng(0)
     return [
         rng.integers(-9, 9, (DEVICES, *shape)).astype(dtype)
-        for shape, dtype in zip(SHAPES.values(), DTYPES, strict=True)
+        for shape, dtype in zip(SHAPES, DTYPES, strict=True)
     ]
 
 
@@ -44,8 +45,7 @@ def scattered(xs, algorithm):
 
 
 def gathered(shards, algorithm):
-    lengths = [None, None, 13, 9]
-    return gather_leaves(shards, DIMS, "data", lengths=lengths, algorithm=algorithm)
+    return gather_leaves(shards, DIMS, "data", lengths=LENGTHS, algorithm=algorithm)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=label)
@@ -85,16 +85,16 @@ def messages(function, algorithm, given, kind="collective-permute"):
 
 
 def test_a_bucket_is_one_message_a_step():
-    """Three dtypes are three buckets; alone each of four tensors takes as many steps."""
+    """Three dtypes are three buckets; alone each of six tensors takes as many steps."""
     steps = DEVICES - 1
     shards = [np.zeros((DEVICES, 2), dtype) for dtype in DTYPES]
 
     def gather(xs, algorithm):
-        return gather_leaves(xs, [0] * 4, "data", algorithm=algorithm)
+        return gather_leaves(xs, [0] * 6, "data", algorithm=algorithm)
 
     for function, given in ((scattered, tensors()), (gather, shards)):
         assert messages(function, Ring(), given) == 3 * steps
-        assert messages(function, Ring(bucket_bytes=None), given) == 4 * steps
+        assert messages(function, Ring(bucket_bytes=None), given) == 6 * steps
 
 
 def test_the_compiler_merges_its_own_but_for_gloo(monkeypatch):
