@@ -213,6 +213,15 @@ def axis_names(mesh: Mesh, axis: str) -> tuple[str, ...]:
     return tuple(name for name in (axis + DCN, axis + ICI) if name in present)
 
 
+def entry_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """The mesh axes that one entry of a partition spec names.
+
+    >>> entry_names("data"), entry_names(("data_dcn", "data_ici")), entry_names(None)
+    (('data',), ('data_dcn', 'data_ici'), ())
+    """
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def axis_size(mesh: Mesh, axis: str) -> int:
     """Number of devices along `axis`; 1 when the mesh does not have it."""
     return math.prod(mesh.shape[name] for name in axis_names(mesh, axis))

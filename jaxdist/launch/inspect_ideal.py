@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from jaxdist.experiment import Experiment, ExperimentConfig, build
-from jaxdist.mesh import Device, MeshConfig, axis_names
+from jaxdist.mesh import Device, MeshConfig, axis_names, entry_names
 from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.sharding import param_shardings
 
@@ -131,13 +131,11 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
     for leaf, sharding in zip(
         jax.tree.leaves(program.model.params), jax.tree.leaves(shardings), strict=True
     ):
-        split = [name for entry in sharding.spec for name in _entry(entry) if name not in names]
+        split = [
+            name for entry in sharding.spec for name in entry_names(entry) if name not in names
+        ]
         parts = math.prod(layout.mesh.shape[name] for name in split)
         dtype = np.dtype(compute_dtype or leaf.dtype)
         size_bytes += leaf.size // parts * min(dtype.itemsize, leaf.dtype.itemsize)
     count = math.prod(layout.mesh.shape[name] for name in names)
     return names, 2 * (count - 1) / count * size_bytes
-
-
-def _entry(entry: Any) -> tuple[str, ...]:
-    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)

@@ -25,16 +25,13 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.mesh import entry_names
 
 Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 
 
-def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
-
-
 def _axes(spec: PartitionSpec) -> set[str]:
-    return {name for entry in spec for name in _names(entry)}
+    return {name for entry in spec for name in entry_names(entry)}
 
 
 def _all_axes(specs: Any) -> tuple[str, ...]:
@@ -84,7 +81,7 @@ def global_norm_of_shards(tree: Any, shardings: Any) -> jax.Array:
 def _divides(leaf: jax.Array, sharding: NamedSharding) -> bool:
     parts = sharding.mesh.shape
     return all(
-        length % math.prod(parts[name] for name in _names(entry)) == 0
+        length % math.prod(parts[name] for name in entry_names(entry)) == 0
         for length, entry in zip(leaf.shape, sharding.spec, strict=False)
     )
 

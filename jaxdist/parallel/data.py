@@ -23,7 +23,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.halving import Halving
-from jaxdist.collectives.xla import Xla
+from jaxdist.collectives.operations import XLA
 from jaxdist.parallel.deferred import Wire, defer, on_blocks
 from jaxdist.parallel.turns import Layers, by_layers
 from jaxdist.parallel.zero import Zero
@@ -33,7 +33,6 @@ Local = Callable[[Any, Any, Any, jax.Array], tuple[Any, Any, Any]]
 """(params, buffers, rows, key) to (gradients, sums, buffers) of these rows alone."""
 
 EVERYWHERE = PartitionSpec()
-XLA = Xla()
 LEAST_TURNS = 16
 """A turn holds its layers twice, which shall be little beside a small model too."""
 

@@ -23,7 +23,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import ICI, axis_names
+from jaxdist.mesh import ICI, axis_names, entry_names
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
 
@@ -125,7 +125,7 @@ class Zero:
     def _split(self, spec: PartitionSpec, dim: int | None) -> PartitionSpec:
         if dim is None:
             return spec
-        entries = [_names(entry) for entry in spec]
+        entries = [entry_names(entry) for entry in spec]
         entries += [()] * (dim + 1 - len(entries))
         entries[dim] = (*entries[dim], *self.axes)
         return PartitionSpec(*(_entry(names) for names in entries))
@@ -153,7 +153,7 @@ def plan_zero(
     padded: dict[str, tuple[int, int]] = {}
     for name, leaf in flatten_with_names(params):
         spec = layout.spec(dims[name])
-        taken = {axis for entry in spec for axis in _names(entry)}
+        taken = {axis for entry in spec for axis in entry_names(entry)}
         if taken & set(axes):
             raise ConfigError(
                 f"zero: a sharding rule already splits parameter {name} {tuple(leaf.shape)} as "
@@ -193,11 +193,11 @@ def split_dim(
     """
 
     def preference(dim: int) -> tuple[bool, int, int]:
-        return not _names(entries[dim]), local[dim], -dim
+        return not entry_names(entries[dim]), local[dim], -dim
 
     entries = [*spec, *(None,) * (len(shape) - len(spec))]
     local = [
-        length // math.prod(layout.mesh.shape[axis] for axis in _names(entry))
+        length // math.prod(layout.mesh.shape[axis] for axis in entry_names(entry))
         for length, entry in zip(shape, entries, strict=True)
     ]
     fitting = [dim for dim in _within_layers(dims) if local[dim] and local[dim] % parts == 0]
@@ -221,7 +221,8 @@ def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int
     fitting = [
         dim
         for dim in _within_layers(dims)
-        if not _names(entries[dim]) and 0 < _filled(shape[dim], parts) <= MOST_FILLED * shape[dim]
+        if not entry_names(entries[dim])
+        and 0 < _filled(shape[dim], parts) <= MOST_FILLED * shape[dim]
     ]
     return min(fitting, key=waste, default=None)
 
@@ -263,11 +264,6 @@ def _axes(config: ZeroConfig, layout: Layout) -> tuple[str, ...]:
             "mesh.data: {dcn: D, ici: I}, or zero.scope: all"
         )
     return fast
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes of one entry of a partition spec."""
-    return entry if isinstance(entry, tuple) else (() if entry is None else (entry,))
 
 
 def _entry(names: tuple[str, ...]) -> Any:

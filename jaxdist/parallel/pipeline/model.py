@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import axis_names, axis_size
+from jaxdist.mesh import axis_names, axis_size, entry_names
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import RESIDUAL
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
@@ -180,7 +180,7 @@ class Pipeline:
 
         def spec(dims: Dims) -> PartitionSpec:
             entries = (self.layout.spec((dim,))[0] if dim != "layers" else None for dim in dims)
-            return PartitionSpec(*(None if manual & {*_names(e)} else e for e in entries))
+            return PartitionSpec(*(None if manual & {*entry_names(e)} else e for e in entries))
 
         structure = jax.tree.structure(self.model.params)
         names = [name for name, _ in flatten_with_names(self.model.params)]
@@ -297,7 +297,3 @@ def minimised(
 def _absent(leaves: list[Any]) -> list[jax.Array]:
     """Zeros in the place of parameters that a part of the model does not use."""
     return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else (() if entry is None else (entry,))
