@@ -56,8 +56,8 @@ class LeafRecord(Config):
 class Manifest(Config):
     """What a checkpoint holds, in the order in which its arrays are numbered on disk."""
 
-    format: Literal[1] = 1
-    """Version of this layout."""
+    format: Literal[1, 2] = 2
+    """Version of this layout. In 1 parameters of ZeRO 3 may lie in a wrong order: `misordered`."""
     jax: str = jax.__version__
     """The jax that wrote it."""
     step: int = Field(ge=0)

@@ -16,6 +16,7 @@ from jaxdist.launch.results import print_results
 from jaxdist.train.directory import RunDirectory
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
+from jaxdist.train.misordered import check_order
 
 
 def open_run(
@@ -39,6 +40,7 @@ def open_run(
         step=step,
         on_event=lambda text: console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True),
     )
+    check_order(directory, restored.step)
     state = experiment.program.storage.in_stage_order(restored.state)
     return experiment, replace(restored, state=state)
 

@@ -29,6 +29,7 @@ from jaxdist.train.evaluate import evaluate
 from jaxdist.train.hooks import Cadence, RunHooks
 from jaxdist.train.loop import run_loop
 from jaxdist.train.memory import check_state_fits
+from jaxdist.train.misordered import check_order
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
 from jaxdist.trees import tree_size
@@ -104,7 +105,7 @@ def _train(
     primary = jax.process_index() == 0
     with ExitStack() as stack:
         store = stack.enter_context(_store(config, directory, console))
-        state, metadata = _begin(experiment, store, resume=resume, console=console)
+        state, metadata = _begin(experiment, directory, store, resume=resume, console=console)
         start = int(state.step)
         writer = None
         if primary:
@@ -157,6 +158,7 @@ def _store(config: ExperimentConfig, directory: RunDirectory, console: Console) 
 
 def _begin(
     experiment: Experiment,
+    directory: RunDirectory,
     store: CheckpointStore,
     *,
     resume: bool,
@@ -167,6 +169,7 @@ def _begin(
     check_state_fits(program.state_shapes)
     if resume and broadcast_json(bool(steps_present(store.directory))):
         restored = store.restore(program.state_shapes, shapes=program.own_shapes)
+        check_order(directory, restored.step)
         console.print(f"resume from step {restored.step} of {experiment.total_steps}")
         return program.storage.in_stage_order(restored.state), restored.metadata
     if resume:

@@ -125,10 +125,10 @@ class Zero:
     def _split(self, spec: PartitionSpec, dim: int | None) -> PartitionSpec:
         if dim is None:
             return spec
-        entries = [entry_names(entry) for entry in spec]
-        entries += [()] * (dim + 1 - len(entries))
-        entries[dim] = (*entries[dim], *self.axes)
-        return PartitionSpec(*(_entry(names) for names in entries))
+        entries = [*spec, *(None,) * (dim + 1 - len(spec))]
+        assert not entry_names(entries[dim]), "see _free"
+        entries[dim] = self.axes[0] if len(self.axes) == 1 else self.axes
+        return PartitionSpec(*entries)
 
 
 def plan_zero(
@@ -163,7 +163,7 @@ def plan_zero(
         chosen[name] = None
         if math.prod(leaf.shape) < config.whole_below:
             continue
-        dim = split_dim(leaf.shape, dims[name], spec, layout, parts)
+        dim = split_dim(leaf.shape, dims[name], spec, parts)
         if dim is None:
             dim = padded_dim(leaf.shape, dims[name], spec, parts)
             if dim is None:
@@ -183,32 +183,20 @@ def plan_zero(
     )
 
 
-def split_dim(
-    shape: Sequence[int], dims: Dims, spec: PartitionSpec, layout: Layout, parts: int
-) -> int | None:
-    """The dim to split into `parts`: the longest that divides, rather one that is still whole.
+def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
+    """The dim to split into `parts`: the longest of the free ones that divide.
 
-    Never that of stacked layers: gradients and parameters travel a layer at a time, and so each
-    device must hold a part of every layer.
+    >>> split_dim((4, 16, 48), ("layers", "embed", "mlp"), PartitionSpec(None, None, "tensor"), 8)
+    1
     """
-
-    def preference(dim: int) -> tuple[bool, int, int]:
-        return not entry_names(entries[dim]), local[dim], -dim
-
-    entries = [*spec, *(None,) * (len(shape) - len(spec))]
-    local = [
-        length // math.prod(layout.mesh.shape[axis] for axis in entry_names(entry))
-        for length, entry in zip(shape, entries, strict=True)
-    ]
-    fitting = [dim for dim in _within_layers(dims) if local[dim] and local[dim] % parts == 0]
-    return max(fitting, key=preference, default=None)
+    fitting = [dim for dim in _free(dims, spec) if shape[dim] and shape[dim] % parts == 0]
+    return max(fitting, key=lambda dim: (shape[dim], -dim), default=None)
 
 
 def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
-    """The dim to fill up with zeros until it divides: the one that needs least, then the longest.
+    """The free dim to fill up with zeros until it divides: what needs least, then the longest.
 
-    Left out are dims that would more than double; the dim of stacked layers; and dims that another
-    axis splits, whose shards would begin elsewhere.
+    Left out are dims that would more than double.
 
     >>> padded_dim((65, 33, 3), (None, "embed", "heads"), PartitionSpec(None, None, "tensor"), 8)
     0
@@ -217,18 +205,24 @@ def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int
     def waste(dim: int) -> tuple[float, int]:
         return _filled(shape[dim], parts) / shape[dim], -shape[dim]
 
-    entries = [*spec, *(None,) * (len(shape) - len(spec))]
     fitting = [
         dim
-        for dim in _within_layers(dims)
-        if not entry_names(entries[dim])
-        and 0 < _filled(shape[dim], parts) <= MOST_FILLED * shape[dim]
+        for dim in _free(dims, spec)
+        if 0 < _filled(shape[dim], parts) <= MOST_FILLED * shape[dim]
     ]
     return min(fitting, key=waste, default=None)
 
 
-def _within_layers(dims: Dims) -> list[int]:
-    return [i for i, dim in enumerate(dims) if dim != "layers"]
+def _free(dims: Dims, spec: PartitionSpec) -> list[int]:
+    """Dims that ZeRO may split.
+
+    Not that of stacked layers: gradients and parameters travel a layer at a time, and so each
+    device must hold a part of every layer. Nor one that another axis splits: stored shards would
+    lie end to end inside each block of that axis, but those of a `jax.shard_map` that is manual on
+    the data axes alone lie across all blocks.
+    """
+    entries = [*spec, *(None,) * (len(dims) - len(spec))]
+    return [i for i, dim in enumerate(dims) if dim != "layers" and not entry_names(entries[i])]
 
 
 def names_of(tree: Any) -> Any:
@@ -264,7 +258,3 @@ def _axes(config: ZeroConfig, layout: Layout) -> tuple[str, ...]:
             "mesh.data: {dcn: D, ici: I}, or zero.scope: all"
         )
     return fast
-
-
-def _entry(names: tuple[str, ...]) -> Any:
-    return names[0] if len(names) == 1 else (names or None)

@@ -87,6 +87,9 @@ ZERO = [
     ("gpt", {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}, {"microbatches": 2}),
     ("gpt", SPLIT, {"type": "ring"}, ICI, {"microbatches": 2}),
     ("mlp", SPLIT, {"type": "hierarchical"}, {"stage": 2}, {}),
+    # A tensor axis splits the only dim of biases that divides, and of the last kernel.
+    ("mlp", {"data": 4, "tensor": 2}, {"type": "ring"}, {"stage": 2, "whole_below": 0}, {}),
+    ("mlp", {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3, "whole_below": 0}, {}),
 ]
 COVERED = [
     ("gpt", {"data": 4, "tensor": 2}, None, {"stage": 2}, {"microbatches": 2}),

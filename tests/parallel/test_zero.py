@@ -53,14 +53,13 @@ def test_a_dim_that_tensor_parallelism_left_whole_comes_first(devices):
     assert found == P(None, "data", "tensor")
 
 
-def test_a_dim_is_split_twice_where_no_other_divides(devices):
-    found = specs(
-        {"data": 2, "tensor": 4},
-        rules={"embed": "tensor", "mlp": None, "vocab": None},
-        whole_below=0,
-        stage=2,
-    )
-    assert found["embedding"] == P(None, ("tensor", "data"))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_dim_is_never_split_twice(stage, devices):
+    """Not even where no other divides: another is filled up, or the tensor stays whole."""
+    rules = {"embed": "tensor", "mlp": None, "vocab": None}
+    found = specs({"data": 2, "tensor": 4}, rules=rules, whole_below=0, stage=stage)
+    assert found["embedding"] == P("data", "tensor")
+    assert found["blocks"]["scale"] == P(None, "tensor")
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
