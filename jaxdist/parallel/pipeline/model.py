@@ -210,9 +210,11 @@ class Pipeline:
         """`[layers, ...]` as `[places, most layers, ...]`, a stage's chunks side by side."""
         placement = self.ticks.placement
         if not self.cut.even:
-            # One lookup: of layers that are whole on every stage, each takes its own.
-            index = to_stages(self.cut.index, placement)
-            return jax.tree.map(lambda x: x[index], layers)
+            # Of layers that are whole on every stage, each looks up its own. XLA's partitioner dies
+            # of one lookup for all stages, where data and tensor axes split the leaf too.
+            index = jnp.asarray(to_stages(self.cut.index, placement))
+            everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
+            return self._on_stages(_looked_up, (everywhere, here), here)(layers, index)
         chunks = self.cut.to_chunks(layers)
         return chunks if self._arranged else to_stages(chunks, placement)
 
@@ -292,6 +294,10 @@ def minimised(
     sums = as_sums(loss(outputs, batch), batch)
     total = sums["loss"].total
     return total if factor is None else total * factor, sums
+
+
+def _looked_up(layers: list[Any], index: jax.Array) -> list[Any]:
+    return jax.tree.map(lambda leaf: leaf[index], layers)
 
 
 def _absent(leaves: list[Any]) -> list[jax.Array]:
