@@ -82,15 +82,30 @@ def parity(
     resume: Annotated[
         bool, typer.Option("--resume", help="Leave out what the file of --json has already.")
     ] = False,
+    draw: Annotated[
+        int | None, typer.Option(min=1, help="Instead: so many configs drawn at random.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of the first draw; the next has the next.")] = 0,
 ) -> None:
     """Compare every exact way to train CONFIG's model with one device; exit code 1 if one differs.
 
     On 8 fake CPU devices, in float32, with AdamW: meshes, ZeRO stages, reductions, microbatches,
     remat, a split sequence, pipeline schedules and activations, whatever CONFIG says of them.
+
+    With --draw: models, meshes, plans, batches and optimizers at random, each against one device,
+    and its checkpoint loaded by another plan. What goes wrong is printed with its config.
     """
     from jaxdist import environment
 
     environment.prepare(fake_devices=8)
+    if draw is not None:
+        from jaxdist.launch.parity_draws import parity_draws
+
+        shared.alone("--draw", CONFIG=config, **{"--full": full, "--resume": resume})
+        outcomes = parity_draws(
+            draw, seed=seed, jobs=jobs, json_file=json_file, console=shared.console()
+        )
+        raise typer.Exit(int(not all(outcome.good for outcome in outcomes)))
     from jaxdist.launch.parity import parity as compare
 
     results = compare(

@@ -67,6 +67,19 @@ def compile_for(devices: int | None, topology: str | None, overrides: list[str])
     return [*overrides, *([] if devices is None else [f"mesh.fake_devices={devices}"])]
 
 
+def alone(option: str, **others: object) -> None:
+    """Refuse what has no effect beside an option.
+
+    Raises:
+      ConfigError: one of the others is given.
+    """
+    from jaxdist.errors import ConfigError
+
+    given = [name for name, value in others.items() if value]
+    if given:
+        raise ConfigError(f"{', '.join(given)} has no effect with {option}: give one of them")
+
+
 def _fake_devices(path: Path, overrides: list[str]) -> int:
     """The number of fake devices that a config asks for, or 0."""
     from jaxdist.config import read

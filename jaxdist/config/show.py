@@ -79,6 +79,19 @@ def resolved_yaml(instance: BaseModel) -> str:
     lr: 1e-05
     name: on
     """
+    return plain_yaml(_plain(instance))
+
+
+def plain_yaml(values: Any) -> str:
+    """YAML of plain values, which loads back to equal ones.
+
+    >>> print(plain_yaml({"mesh": {"data": 2}, "hidden": [3, 5]}), end="")
+    mesh:
+      data: 2
+    hidden:
+    - 3
+    - 5
+    """
     yaml = YAML(typ="safe", pure=True)
     yaml.Representer = _Representer
     yaml.default_flow_style = False
@@ -86,7 +99,7 @@ def resolved_yaml(instance: BaseModel) -> str:
     yaml.width = sys.maxsize  # a folded text would be hard to read and to edit
     yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue] (untyped in ruamel)
     stream = io.StringIO()
-    yaml.dump(_plain(instance), stream)
+    yaml.dump(values, stream)
     return stream.getvalue()
 
 

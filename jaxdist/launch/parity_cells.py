@@ -63,6 +63,17 @@ _PIPELINES: list[tuple[str | None, Activations | None]] = [
 _NO_PIPELINE: list[tuple[str | None, Activations | None]] = [(None, None)]
 
 
+def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, ...]:
+    """Which sums are added up in another order than on one device.
+
+    Args:
+      tensor: whether an axis splits the dims of layers.
+      sequence: whether it splits the sequence between them.
+    """
+    found = {"in matmuls": tensor, "over the sequence": sequence, "over microbatches": microbatches}
+    return "over devices", *(name for name, cut in found.items() if cut)
+
+
 @dataclass(frozen=True)
 class Cell:
     """One combination.
@@ -90,11 +101,12 @@ class Cell:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Which sums are added up in another order than on one device."""
-        tensor = ("in matmuls",) if "tensor" in self.mesh else ()
-        sequence = ("over the sequence",) if self.sequence == "split" else ()
-        microbatches = ("over microbatches",) if self.microbatches > 1 else ()
-        return "over devices", *tensor, *sequence, *microbatches
+        """Those of `cuts_of`."""
+        return cuts_of(
+            tensor="tensor" in self.mesh,
+            sequence=self.sequence == "split",
+            microbatches=self.microbatches > 1,
+        )
 
     @property
     def parallel(self) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from jaxdist.launch.parity_cells import (
     Cell,
     possible_cells,
 )
-from jaxdist.launch.parity_run import STEPS, Differences, Result
+from jaxdist.launch.parity_run import Result
+from jaxdist.launch.parity_trace import STEPS, Differences
 from jaxdist.metrics.report import PACKAGES
 
 HEADER = (
@@ -229,7 +230,7 @@ def _limits(results: Sequence[Result]) -> list[str]:
     lines = [
         "What differs is the order in which floats are summed. The limits are k times",
         "2 sqrt(n) 2**-24 for a batch of n tokens and k ways of cutting its sums, ten times that",
-        "for the update (`limit_of` in `jaxdist/launch/parity_run.py` says why):",
+        "for the update (`limit_of` in `jaxdist/launch/parity_trace.py` says why):",
         "",
     ]
     rows = []

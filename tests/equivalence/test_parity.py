@@ -21,7 +21,7 @@ from jaxdist.cli import app
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.launch import parity as command
-from jaxdist.launch import parity_cells, parity_run
+from jaxdist.launch import parity_cells, parity_run, parity_trace
 from jaxdist.launch.parity_cells import (
     MESHES,
     REMATS,
@@ -35,15 +35,8 @@ from jaxdist.launch.parity_cells import (
     valid_cells,
 )
 from jaxdist.launch.parity_report import from_json, line, markdown, to_json
-from jaxdist.launch.parity_run import (
-    BUILT_IN,
-    Differences,
-    Result,
-    compare,
-    differences,
-    limit_of,
-    open_subject,
-)
+from jaxdist.launch.parity_run import BUILT_IN, Result, compare, open_subject
+from jaxdist.launch.parity_trace import Differences, differences, limit_of
 from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.parallel.validity import violations
 
@@ -226,11 +219,11 @@ def test_what_xla_refuses_is_told_and_differs(subject, monkeypatch):
 
 
 def test_options_that_this_xla_has_not_are_left_out(monkeypatch, devices):
-    options = parity_run.compile_options()
+    options = parity_trace.compile_options()
     assert options["xla_backend_optimization_level"] == 0
     jax.jit(jnp.negative, compiler_options=options)(1.0)
-    monkeypatch.setattr(parity_run, "COMPILE", {"xla_no_such_option": 1, **options})
-    assert parity_run.compile_options.__wrapped__() == options
+    monkeypatch.setattr(parity_trace, "COMPILE", {"xla_no_such_option": 1, **options})
+    assert parity_trace.compile_options.__wrapped__() == options
 
 
 def test_another_computation_is_not_taken_for_the_same(subject, monkeypatch):
@@ -255,7 +248,7 @@ def test_what_is_not_a_number_is_no_equality(subject):
     lost = dataclasses.replace(
         reference, updates={**reference.updates, name: reference.updates[name] * math.nan}
     )
-    limit = limit_of(CELLS[0], 512)
+    limit = limit_of(CELLS[0].cuts, 512)
     assert differences(reference, reference) == Differences(0, 0, 0)
     assert not differences(lost, reference).within(limit)
 
@@ -344,7 +337,7 @@ def test_a_difference_is_exit_code_1_and_a_plan_that_does_not_fit_is_skipped(
     assert "dim 'mlp' of length 18 does not divide over mesh axis 'tensor'" in " ".join(
         skipped.output.split()
     )
-    monkeypatch.setattr(parity_run, "limit_of", lambda cell, terms: Differences(0, 0, 0))
+    monkeypatch.setattr(parity_run, "limit_of", lambda cuts, terms: Differences(0, 0, 0))
     differs = run(tmp_path / "c.yaml", "model.hidden=[20]")
     assert differs.exit_code == 1, differs.output
     assert "DIFFERS" in differs.output
@@ -355,7 +348,7 @@ def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkey
     def compared(subject, cell):
         if cell.stage == 2:
             raise KeyboardInterrupt
-        return Result(cell, "equal", Differences(0, 0, 0), limit_of(cell, 512))
+        return Result(cell, "equal", Differences(0, 0, 0), limit_of(cell.cuts, 512))
 
     monkeypatch.setattr(command, "open_subject", lambda sections: subject)
     monkeypatch.setattr(command, "compare", compared)
@@ -377,7 +370,7 @@ def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
     """What the file has is taken as it stands: the differences of 0.25 are of no run."""
     file = tmp_path / "c.json"
     first = Cell("data 8", 1, "all", None, 1, "none")
-    known = Result(first, "equal", Differences(0.25, 0.25, 0.25), limit_of(first, 512))
+    known = Result(first, "equal", Differences(0.25, 0.25, 0.25), limit_of(first.cuts, 512))
     monkeypatch.setattr(command, "open_subject", lambda sections: subject)
     file.write_text(json.dumps(report_of(subject, [known], planned=2)))
     found = run("--json", file, "--resume", "--jobs", 2)
@@ -467,7 +460,7 @@ def row_of(page: str, start: str) -> list[str]:
 
 def test_a_page_shows_what_went_wrong():
     cell = Cell("data 8", 0, "all", "ring", 1, "none")
-    result = Result(cell, "differs", Differences(0, 1, 1), limit_of(cell, 512))
+    result = Result(cell, "differs", Differences(0, 1, 1), limit_of(cell.cuts, 512))
     page = markdown(to_json("x", [result], planned=1, full=False))
     assert "0 of 1 combinations equal one device" in page
     assert "more were not run" not in page
@@ -481,7 +474,7 @@ def test_a_page_has_schedules_and_sequences_by_mesh():
         Cell("data 2, tensor 4", 0, "all", None, 1, "none", "split"),
     ]
     results = [
-        Result(cell, "equal", Differences(0, gradient, 0), limit_of(cell, 512))
+        Result(cell, "equal", Differences(0, gradient, 0), limit_of(cell.cuts, 512))
         for cell, gradient in zip(cells, (1e-7, 3e-7, 2e-7), strict=True)
     ]
     page = markdown(to_json("x", results, planned=3, full=False))

@@ -1,0 +1,137 @@
+"""A function that may end its process, asked in child processes: what ends one is an answer too."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+LIMIT_SECONDS = 600.0
+"""For one answer; a child that takes longer is ended."""
+# Started anew: a copy of this process would have its device threads half.
+_CONTEXT = multiprocessing.get_context("spawn")
+_FATAL = re.compile(r"^F\d+ .*?\] (.*)|^.*?(\w+\.cc:\d+\] Check failed.*)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A child that gave no answer, and why."""
+
+    reason: str
+
+
+def answers(
+    function: Callable[[Any], Any],
+    items: Iterable[Any],
+    jobs: int,
+    limit_seconds: float = LIMIT_SECONDS,
+) -> Iterator[Any]:
+    """The function's values in the order of `items`, or `Ended`, by so many processes.
+
+    Args:
+      function: one that its name finds in its module.
+    """
+    idle: SimpleQueue[_Child] = SimpleQueue()
+    children = [_Child(function, limit_seconds) for _ in range(jobs)]
+    for child in children:
+        idle.put(child)
+
+    def answer(item: Any) -> Any:
+        child = idle.get()
+        try:
+            return child.ask(item)
+        finally:
+            idle.put(child)
+
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        waiting = [pool.submit(answer, item) for item in items]
+        yield from (future.result() for future in waiting)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            child.end()
+
+
+class _Child:
+    """One process at a time, begun when it is needed; what it says goes to a file."""
+
+    def __init__(self, function: Callable[[Any], Any], limit_seconds: float):
+        self._function, self._limit_seconds = function, limit_seconds
+        self._process: Any = None
+        self._pipe: Connection | None = None
+        self._said = Path()
+
+    def ask(self, item: Any) -> Any:
+        """The function's value, or `Ended`."""
+        pipe = self._begun()
+        try:
+            pipe.send(item)
+            if pipe.poll(self._limit_seconds):
+                return pipe.recv()
+            how = f"no answer in {self._limit_seconds:g} s"
+        except (EOFError, OSError):
+            self._process.join()
+            how = _how(self._process.exitcode)
+        said = _last_words(self._said)
+        self.end()
+        return Ended(f"{how}: {said}" if said else how)
+
+    def end(self) -> None:
+        """End the process, if there is one."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.join()
+            self._said.unlink(missing_ok=True)
+
+    def _begun(self) -> Connection:
+        if self._process is None or self._pipe is None:
+            self._pipe, theirs = _CONTEXT.Pipe()
+            handle, name = tempfile.mkstemp(prefix="jaxdist-", suffix=".log")
+            os.close(handle)
+            self._said = Path(name)
+            self._process = _CONTEXT.Process(
+                target=_serve, args=(self._function, theirs, name), daemon=True
+            )
+            self._process.start()
+            theirs.close()
+        return self._pipe
+
+
+def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
+    """Answer until nobody asks."""
+    os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends its children.
+    while True:
+        try:
+            item = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(function(item))
+
+
+def _how(exitcode: int) -> str:
+    """What ended a process.
+
+    >>> _how(-6), _how(1)
+    ('the process ended with SIGABRT', 'the process ended with code 1')
+    """
+    name = signal.Signals(-exitcode).name if exitcode < 0 else f"code {exitcode}"
+    return f"the process ended with {name}"
+
+
+def _last_words(said: Path) -> str:
+    """The check that failed in C++, or the last line."""
+    text = said.read_text(encoding="utf-8", errors="replace")
+    fatal = [match.group() for match in _FATAL.finditer(text)]
+    return (fatal or text.strip().splitlines() or [""])[-1].strip()

@@ -1,0 +1,82 @@
+"""`jaxdist parity --draw`: configs at random against one device, each in a child process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxdist.config import plain_yaml
+from jaxdist.errors import RunError
+from jaxdist.launch.parity_children import Ended, answers
+from jaxdist.launch.parity_draw import draw, seeds_of
+from jaxdist.launch.parity_draw_report import HEADER, failure_text, line, to_json, verdict
+from jaxdist.launch.parity_draw_run import Outcome, judge
+from jaxdist.launch.parity_trace import LEVEL
+from jaxdist.metrics.report import write_json
+
+WRONG = Path("runs/parity")
+"""Where the configs of draws that go wrong are written."""
+
+
+def parity_draws(
+    count: int,
+    *,
+    seed: int = 0,
+    jobs: int = 1,
+    json_file: Path | None = None,
+    console: Console,
+) -> list[Outcome]:
+    """Judge so many draws, print each as it is done, those that go wrong with their configs.
+
+    Args:
+      seed: of the first draw; the next has the next.
+      jobs: processes that judge, one draw each at a time.
+      json_file: where to write the same as JSON, what there is of it after each draw.
+
+    Raises:
+      RunError: a file that cannot be written.
+    """
+    seeds = seeds_of(count, seed)
+    console.print(
+        f"{count} draws on up to 8 fake devices against one device, float32, relative "
+        f"differences; XLA compiles at {LEVEL}",
+        soft_wrap=True,
+    )
+    console.print(HEADER, style="bold")
+    outcomes: list[Outcome] = []
+    for own, answer in zip(seeds, answers(judge, seeds, jobs), strict=True):
+        outcome = _ended(own, answer) if isinstance(answer, Ended) else answer
+        outcomes.append(outcome)
+        style = None if outcome.good else "bold red"
+        console.print(line(outcome), style=style, soft_wrap=True, markup=False)
+        if not outcome.good:
+            text = failure_text(outcome, _written(outcome))
+            console.print(text, soft_wrap=True, markup=False)
+        if json_file is not None:
+            report = to_json(outcomes, count=count, seed=seed)
+            write_json(json_file, report, what="draws", indent=1, allow_nan=True)
+    console.print(verdict(outcomes), soft_wrap=True)
+    return outcomes
+
+
+def _ended(seed: int, answer: Ended) -> Outcome:
+    drawn = draw(seed)
+    return Outcome(
+        seed, "failed", reason=answer.reason, sections=drawn.sections, reader=drawn.reader
+    )
+
+
+def _written(outcome: Outcome) -> Path:
+    """The file with the config of a draw.
+
+    Raises:
+      RunError: it cannot be written.
+    """
+    path = WRONG / f"draw-{outcome.seed}.yaml"
+    try:
+        WRONG.mkdir(parents=True, exist_ok=True)
+        path.write_text(plain_yaml(outcome.sections), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write the config of a draw to {path}: {error.strerror}") from error
+    return path

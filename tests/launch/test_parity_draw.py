@@ -1,0 +1,123 @@
+"""Draws: a function of the seed, of everything there is; and what goes wrong is told with it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxdist.cli import app
+from jaxdist.config import Document, validate
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import ExperimentConfig, load
+from jaxdist.launch import parity_draws
+from jaxdist.launch.parity_cells import ACTIVATIONS, REDUCTIONS, SCHEDULES
+from jaxdist.launch.parity_children import Ended
+from jaxdist.launch.parity_draw import MODELS, OPTIMIZERS, alone, draw, seeds_of
+from jaxdist.launch.parity_draw_report import features_of, from_json, to_json
+from jaxdist.launch.parity_draw_run import Outcome
+from jaxdist.launch.parity_trace import Differences
+
+SEEDS = seeds_of(500, 0)
+DRAWN = [draw(seed) for seed in SEEDS]
+CONFIGS = [config for drawn in DRAWN for config in (drawn.sections, drawn.reader)]
+
+
+def test_a_draw_is_a_function_of_its_seed_among_however_many():
+    assert [draw(seed) for seed in SEEDS[:20]] == DRAWN[:20]
+    assert [*seeds_of(3, 7)] == [7, 8, 9]
+    assert draw(seeds_of(300, 5)[4]) == draw(seeds_of(1, 9)[0]) == DRAWN[9]
+    assert len({json.dumps(drawn.sections) for drawn in DRAWN}) == len(DRAWN)
+
+
+def test_every_draw_is_plain_data_that_the_schema_takes():
+    for config in (*CONFIGS, *(alone(drawn.sections) for drawn in DRAWN)):
+        assert json.loads(json.dumps(config)) == config
+        validate(Document(config), ExperimentConfig)
+
+
+def test_everything_is_drawn():
+    found = Counter(item for config in CONFIGS for item in features_of(config).items())
+    values = {name: {value for other, value in found if other == name} for name, _ in found}
+    assert values["model"] == {*MODELS}
+    assert values["optimizer"] == {*OPTIMIZERS}
+    assert values["devices"] == set("12345678")
+    assert values["schedule"] == {"none", *SCHEDULES}
+    assert values["activations"] == {"none", *ACTIVATIONS}
+    assert values["reduce"] == {name or "none" for name in REDUCTIONS}
+    assert values["ZeRO"] == {"none", "1", "2", "3", "1, ici", "2, ici", "3, ici"}
+    assert {"0", "16", "64", "2048"} <= values["whole_below"]
+    assert values["remat"] == {"none", "elementwise", "dots", "full", "some"}
+    assert len(values["axes"]) == 8
+    uneven = [
+        config
+        for config in CONFIGS
+        if (features := features_of(config))["axes"] == "data x stage x tensor"
+        and features["uneven layers"] == "yes"
+    ]
+    assert len(uneven) > 10
+    assert min(found.values()) > 2
+
+
+def run(*args: object):
+    return CliRunner().invoke(app, ["parity", *map(str, args)])
+
+
+def outcome_of(seed: int, verdict: str = "equal", **changes) -> Outcome:
+    drawn, found = draw(seed), Differences(1e-7, 1e-6, 1e-5)
+    given = {"differences": found, "limit": found, "checkpoint": "equal", **changes}
+    return Outcome(seed, verdict, **given, sections=drawn.sections, reader=drawn.reader)
+
+
+@pytest.fixture
+def answered(monkeypatch, tmp_path):
+    """Answers that nobody computed, for the seeds from 0."""
+
+    def answer(*found):
+        monkeypatch.setattr(parity_draws, "answers", lambda function, seeds, jobs: iter(found))
+
+    monkeypatch.chdir(tmp_path)
+    return answer
+
+
+def test_what_goes_wrong_is_told_with_its_config_and_the_rest_goes_on(answered, tmp_path):
+    ended = Ended("the process ended with SIGABRT: x.cc:497] Check failed: 1 == 2")
+    answered(outcome_of(0), ended, outcome_of(2, "differs"), outcome_of(3))
+    found = run("--draw", 4, "--json", "d.json")
+    assert found.exit_code == 1, found.output
+    assert "2 equal, 0 refused, 1 differs, 1 failed" in found.output
+    assert "x.cc:497] Check failed" in found.output
+    for seed in (1, 2):
+        assert f"jaxdist parity --draw 1 --seed {seed}\n" in found.output
+        file = f"runs/parity/draw-{seed}.yaml"
+        assert f"jaxdist train {file}\n" in found.output
+        document, _ = load(file)
+        assert document.values == draw(seed).sections
+        assert Path(file).read_text() in found.output
+    report = json.loads(Path("d.json").read_text())
+    assert (report["count"], report["seed"]) == (4, 0)
+    outcomes = from_json(report)
+    assert outcomes[0] == outcome_of(0)
+    assert (outcomes[1].verdict, outcomes[1].reason) == ("failed", ended.reason)
+    assert outcomes[1].sections == draw(1).sections
+    assert to_json(outcomes, count=4, seed=0) == report
+
+
+def test_a_refusal_is_told_and_no_failure(answered):
+    answered(outcome_of(0, "refused", differences=None, reason="3 heads"))
+    found = run("--draw", 1)
+    assert found.exit_code == 0, found.output
+    assert "3 heads" in found.output
+    assert "0 equal, 1 refused, 0 differs, 0 failed" in found.output
+
+
+@pytest.mark.parametrize("args", [("c.yaml",), ("--full",), ("--resume",)])
+def test_what_has_no_effect_on_draws_is_refused(args):
+    refused = run(*args, "--draw", 1)
+    assert isinstance(refused.exception, ConfigError)
+    assert f"{args[0].replace('c.yaml', 'CONFIG')} has no effect with --draw" in str(
+        refused.exception
+    )
