@@ -29,7 +29,7 @@ from jaxdist.launch.parity_trace import (
     noted,
     trace,
 )
-from jaxdist.models.functional import Functional
+from jaxdist.models.functional import Functional, batch_norms
 
 BUILT_IN: Mapping[str, Any] = {
     "model": {
@@ -73,14 +73,11 @@ class Subject:
       sections: as in a config file.
       reference: three steps on one device.
       terms: tokens or examples in a batch.
-      inexact: what makes a combination with a reduction or with microbatches another computation;
-        empty where nothing does.
     """
 
     sections: Mapping[str, Any]
     reference: Trace
     terms: int
-    inexact: str
 
 
 def open_subject(sections: Mapping[str, Any]) -> Subject:
@@ -90,8 +87,7 @@ def open_subject(sections: Mapping[str, Any]) -> Subject:
       JaxdistError: the config cannot be built on one device.
     """
     experiment = _experiment(sections, {"data": 1}, remat="none")
-    reason = inexact(experiment.program.model)
-    return Subject(sections, trace(experiment), experiment.units_per_step, reason)
+    return Subject(sections, trace(experiment), experiment.units_per_step)
 
 
 def sections_of(document: Document, config: ExperimentConfig) -> dict[str, Any]:
@@ -145,14 +141,18 @@ def experiment_of(sections: Mapping[str, Any], cell: Cell) -> Experiment:
     )
 
 
-def inexact(model: Functional) -> str:
-    """Why a batch in parts is not the same computation as a whole one; empty where it is."""
+def inexact(model: Functional, cell: Cell) -> str:
+    """Why a combination is another computation than one device's; empty where it is the same."""
+    if cell.reduce is None and cell.microbatches == 1:
+        return ""
     module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     if jax.tree.leaves(nnx.state(module, nnx.RngState)):
         return "random layers draw anew for each part of the batch"
-    buffers = jax.tree.leaves(model.buffers)
-    if any(jnp.issubdtype(buffer.dtype, jnp.inexact) for buffer in buffers):
-        return "batch statistics are those of a part of the batch"
+    if cell.microbatches > 1 and batch_norms(module):
+        return "batch statistics are those of a microbatch"
+    others = nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat)))
+    if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(others)):
+        return "state that the model keeps may depend on how the batch is split"
     return ""
 
 
@@ -163,12 +163,13 @@ def compare(subject: Subject, cell: Cell) -> Result:
     or that makes its layers compute something else, is skipped with the reason. One that XLA
     refuses differs, with the first line of what it says.
     """
-    if subject.inexact and (cell.reduce is not None or cell.microbatches > 1):
-        return Result(cell, "skipped", reason=subject.inexact)
     try:
         experiment = experiment_of(subject.sections, cell)
     except JaxdistError as error:
         return Result(cell, "skipped", reason=" ".join(str(error).split()))
+    reason = inexact(experiment.program.model, cell)
+    if reason:
+        return Result(cell, "skipped", reason=reason)
     begun = subject.reference.initial
     try:
         found = differences(trace(experiment, begun), subject.reference)

@@ -87,10 +87,21 @@ class Functional:
         _, params, _, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)
         return _values(params, self._param_paths), _values(buffers, self._buffer_paths)
 
-    def bind(self, params: Tree, buffers: Tree, key: jax.Array | None = None) -> nnx.Module:
+    def bind(
+        self,
+        params: Tree,
+        buffers: Tree,
+        key: jax.Array | None = None,
+        *,
+        statistics_over: tuple[str, ...] = (),
+    ) -> nnx.Module:
         """The module with these values; random layers draw from `key` (a zero key when None).
 
         A `Deferred` parameter is made whole here, or in `scan_blocks` if that is what reads it.
+
+        Args:
+          statistics_over: manual mesh axes over which batch norms average their statistics, unless
+            they name axes of their own.
         """
         key = jax.random.key(0) if key is None else key
         values = [
@@ -104,12 +115,21 @@ class Functional:
         for i, (path, kind) in enumerate(zip(self._rng_paths, self._rng_types, strict=True)):
             fresh = jax.random.fold_in(key, i) if issubclass(kind, nnx.RngKey) else jnp.uint32(0)
             flat.append((path, fresh))
-        return nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
+        module = nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
+        for norm in batch_norms(module) if statistics_over else ():
+            if norm.axis_name is None:
+                norm.axis_name = statistics_over  # pyright: ignore[reportAttributeAccessIssue]
+        return module
 
     def buffers_of(self, module: nnx.Module) -> Tree:
         """The buffers that a forward pass left in `module`."""
         state = nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
         return _values(state, self._buffer_paths)
+
+
+def batch_norms(module: nnx.Module) -> list[nnx.BatchNorm]:
+    """The layers of a module that look across the rows of a batch."""
+    return [node for _, node in nnx.iter_modules(module) if isinstance(node, nnx.BatchNorm)]
 
 
 def _values(state: Any, paths: Sequence[Path]) -> Tree:

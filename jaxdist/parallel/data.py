@@ -47,6 +47,7 @@ class DataParallel:
       zero: which of them each device keeps only a shard of, and of which parameters it has one.
       reduce_dtype: in which they travel and are summed; None is their own.
       scanned: names of the parameters whose first dim counts layers.
+      global_statistics: whether a BatchNorm of the model sees the rows of all devices.
     """
 
     mesh: Mesh
@@ -55,6 +56,7 @@ class DataParallel:
     zero: Zero | None = None
     reduce_dtype: str | None = None
     scanned: frozenset[str] = frozenset()
+    global_statistics: bool = True
 
     def gradients(
         self,

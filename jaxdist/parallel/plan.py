@@ -24,6 +24,8 @@ class ParallelConfig(Config):
     """How gradients are summed over the data axis; null lets XLA place the reductions."""
     reduce_dtype: Literal["bfloat16", "float32"] | None = None
     """Dtype in which `reduce` carries and sums gradients; null is their own."""
+    batch_norm: Literal["global", "local"] = "global"
+    """Whose rows a BatchNorm sees with `reduce`: those of all devices, or each its own."""
     zero: ZeroConfig = ZeroConfig()
     """What of the training state each device keeps only a shard of."""
     pipeline: PipelineConfig = PipelineConfig()
@@ -69,7 +71,13 @@ def plan_parallel(
         algorithm = Xla()
     if algorithm is not None:
         data_parallel = DataParallel(
-            layout.mesh, facts.batch_axes, algorithm, zero, config.reduce_dtype, scanned
+            layout.mesh,
+            facts.batch_axes,
+            algorithm,
+            zero,
+            config.reduce_dtype,
+            scanned,
+            global_statistics=config.batch_norm == "global",
         )
     return Plan(data_parallel, zero, tuple(notices(facts, zero)))
 
@@ -102,4 +110,5 @@ def facts_of(config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims]) -
         split=split,
         empty_axes=empty,
         reduce_dtype=config.reduce_dtype,
+        local_statistics=config.batch_norm == "local",
     )

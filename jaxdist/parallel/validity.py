@@ -27,6 +27,7 @@ class Facts:
       split: a parameter that a sharding rule splits over them, to the dim that the rule names.
       empty_axes: those larger than 1 that no rule puts anything on.
       reduce_dtype: in which gradients travel; None is their own.
+      local_statistics: whether batch norms keep to each device's own rows.
     """
 
     mesh: Mapping[str, int]
@@ -36,6 +37,7 @@ class Facts:
     split: Mapping[str, str] = field(default_factory=dict)
     empty_axes: tuple[str, ...] = ()
     reduce_dtype: str | None = None
+    local_statistics: bool = False
 
     @property
     def fast_axes(self) -> tuple[str, ...]:
@@ -268,6 +270,11 @@ def notices(facts: Facts, plan: Zero | None) -> list[str]:
         found.append(
             f"parallel.reduce_dtype {facts.reduce_dtype} has no effect with parallel.reduce null: "
             "XLA sums gradients in their own dtype; set parallel.reduce: {type: xla}"
+        )
+    if facts.local_statistics and facts.reduce is None:
+        found.append(
+            "parallel.batch_norm local has no effect with parallel.reduce null: XLA computes with "
+            "the whole batch as one array; set parallel.reduce: {type: xla}"
         )
     gathers = zero.stage == 3 and facts.reduce is not None
     for name, value, unset in (

@@ -137,12 +137,20 @@ class Program:
         stack = None if self.pipeline is None else self.pipeline.stack
         return Storage(self.model, self.optimizer, self.zero, stack)
 
+    @property
+    def _statistics_over(self) -> tuple[str, ...]:
+        """Axes over which a batch norm must average by itself: those left to XLA are one array."""
+        explicit = self.data_parallel
+        return explicit.axes if explicit is not None and explicit.global_statistics else ()
+
     def _sums(
         self, params: Any, buffers: Any, batch: Batch, key: jax.Array | None
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
         """Total loss of a batch, all sums, and the buffers after it; `key` None is evaluation."""
         batch = weighted(batch)
-        module = self.model.bind(params, buffers, key)
+        module = self.model.bind(
+            params, buffers, key, statistics_over=self._statistics_over if key is not None else ()
+        )
         module.train() if key is not None else module.eval()
         sums = as_sums(self.loss(module, batch), batch)
         return sums["loss"].total, (sums, self.model.buffers_of(module))

@@ -290,7 +290,7 @@ def two_cells(monkeypatch):
 @pytest.mark.parametrize(
     ("layer", "reason"),
     [("dropout", "random layers draw anew for each part of the batch"),
-     ("norm", "batch statistics are those of a part of the batch")],
+     ("norm", "batch statistics are those of a microbatch")],
 )  # fmt: skip
 def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
     layer, reason, two_cells, tmp_path, monkeypatch, devices

@@ -155,6 +155,8 @@ def test_all_violations_come_in_one_message(devices):
          "prefetch true has no effect with parallel.zero.stage 2 and parallel.reduce.type xla"),
         ({"data": 8}, {"zero": {"stage": 3, "gather_dtype": "bfloat16"}},
          "gather_dtype bfloat16 has no effect with parallel.zero.stage 3 and parallel.reduce null"),
+        ({"data": 8}, {"batch_norm": "local"},
+         "parallel.batch_norm local has no effect with parallel.reduce null"),
         ({"data": 4, "context": 2}, {}, "mesh axis context of size 2 has no effect"),
     ],
 )  # fmt: skip
@@ -173,7 +175,7 @@ def test_what_no_device_has_less_of_is_noticed(devices):
     """Of the five, one divides, one is filled up with zeros, and one is too small to be split."""
     names = ("even", "filled", "odd", "odder", "small")
     dims: dict[str, tuple[str, ...]] = dict.fromkeys(names, ("layers", "mlp"))
-    dims["filled"] = ("embed", "mlp")
+    dims["even"] = dims["filled"] = ("embed", "mlp")
     shapes = {"filled": (63, 66), "odd": (40, 66), "odder": (40, 70), "small": (3, 6)}
     mesh = {"data": 4, "tensor": 2}
     (notice,) = plan(mesh, dims, shapes=shapes, zero={"stage": 2}).notices
