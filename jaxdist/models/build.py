@@ -14,7 +14,12 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.cnn import CnnConfig
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.layers import Hint
-from jaxdist.models.loss import ClassificationConfig, LossConfig, NextTokenConfig
+from jaxdist.models.loss import (
+    ClassificationConfig,
+    LossConfig,
+    NextTokenConfig,
+    check_fields,
+)
 from jaxdist.models.mlp import MlpConfig
 
 
@@ -82,7 +87,31 @@ def make_model(
     return lambda rngs: config.build(rngs, shape=shape, classes=classes, hint=hint)
 
 
-def default_loss(config: ModelConfig) -> LossConfig | None:
+def choose_loss(
+    config: ModelConfig, given: LossConfig | None, shapes: Mapping[str, tuple[int, ...]]
+) -> LossConfig:
+    """The loss that is minimised: the one given, else the model's own.
+
+    Args:
+      shapes: of one example of the data, by field.
+
+    Raises:
+      ConfigError: a loss that does not fit the model or the data; none for a model of the user's.
+    """
+    own = _own_loss(config)
+    found = given or own
+    if found is None:
+        raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
+    check_fields(found, shapes)
+    if own is not None and found.type not in (own.type, "import"):
+        raise ConfigError(
+            f"loss.type {found.type} does not go with model.type {config.type}; use loss.type "
+            f"{own.type}, or a loss of your own, {{type: import, path: ...}}"
+        )
+    return found
+
+
+def _own_loss(config: ModelConfig) -> LossConfig | None:
     """The loss that goes with a model; None for the user's own model."""
     if isinstance(config, GptConfig):
         return NextTokenConfig(type="next_token")
