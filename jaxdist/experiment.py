@@ -33,7 +33,7 @@ from jaxdist.errors import (
 from jaxdist.mesh import Device, MeshConfig, build_mesh
 from jaxdist.models.build import ModelConfig, choose_loss, make_model
 from jaxdist.models.functional import Functional, functional
-from jaxdist.models.layers import Hint, no_hint
+from jaxdist.models.layers import no_hint
 from jaxdist.models.loss import Loss, LossConfig
 from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
 from jaxdist.parallel.pipeline.model import Pipeline, plan_pipeline
@@ -396,14 +396,16 @@ def _model(
     config: ExperimentConfig,
     dataset: Dataset,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    hint: Hint = no_hint,
+    layout: Layout | None = None,
 ) -> Functional:
     make = make_model(
         config.model,
         shapes=_shapes(batch),
         vocab_size=dataset.vocab_size,
         classes=dataset.classes,
-        hint=hint,
+        hint=no_hint if layout is None else layout,
+        # Not this process's own: programs are compiled for devices that are not there.
+        platform=None if layout is None else layout.mesh.devices.flat[0].platform,
     )
     return functional(make)
 

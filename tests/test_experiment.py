@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from jaxdist.errors import ConfigError
-from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.experiment import Experiment, ExperimentConfig, build, explain_config
 
 MLP = {"type": "mlp", "hidden": [16]}
 CNN = {"type": "cnn", "channels": [4], "hidden": 16}
@@ -105,3 +105,28 @@ def test_every_model_trains_with_narrow_parameters(model: Any, data: Any, narrow
     state, values = jax.eval_shape(program.train, program.state_shapes, program.batch)
     assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)} == {narrow}
     assert values.shape == (len(program.metrics),)
+
+
+BF16 = {**GPT, "compute_dtype": "bfloat16"}
+
+
+def test_a_kernel_that_the_devices_do_not_have_is_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        built({**BF16, "attention": "cudnn"}, TOKENS)
+    text = " ".join(str(refused.value).split())
+    assert "attention cudnn runs on GPUs, and the mesh is of cpu devices; use auto" in text
+
+
+def test_the_kernel_is_chosen_for_the_devices_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a program for a topology is compiled on a machine with GPUs."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert "loss" in built(BF16, TOKENS).program.metrics
+
+
+def test_a_config_for_gpus_is_explained_without_one() -> None:
+    model = {**BF16, "attention": "cudnn", "layers": 3}
+    found = explain_config(config_of(model, TOKENS, mesh={"stage": 2}, train=MICROBATCHES))
+    assert "3 layers in 2 chunks" in found[0]
+
+
+MICROBATCHES = {"steps": 2, "batch_size": 8, "microbatches": 2}

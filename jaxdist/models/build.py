@@ -59,6 +59,7 @@ def make_model(
     vocab_size: int | None,
     classes: int | None,
     hint: Hint,
+    platform: str | None = None,
 ) -> Callable[[nnx.Rngs], nnx.Module]:
     """A function of random streams that makes the module.
 
@@ -67,6 +68,7 @@ def make_model(
       vocab_size: size of the data's vocabulary, if it has tokens.
       classes: number of the data's classes, if it has labels.
       hint: how activations lie on the mesh.
+      platform: of the mesh's devices, as jax names it; None is not known.
 
     Raises:
       ConfigError: the model does not fit the data.
@@ -76,7 +78,8 @@ def make_model(
     if isinstance(config, GptConfig):
         if vocab_size is None:
             raise ConfigError(f"model.type gpt needs tokens, but the data gives {sorted(shapes)}")
-        return lambda rngs: config.build(rngs, vocab_size=vocab_size, hint=hint)
+        given: Any = {"vocab_size": vocab_size, "hint": hint, "platform": platform}
+        return lambda rngs: config.build(rngs, **given)
     image = shapes.get("image")
     if image is None or len(image) != 3 or classes is None:
         raise ConfigError(
