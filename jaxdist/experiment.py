@@ -31,9 +31,9 @@ from jaxdist.errors import (
     ShardingError,
 )
 from jaxdist.mesh import Device, MeshConfig, build_mesh
-from jaxdist.models.build import ModelConfig, default_loss, make_model
+from jaxdist.models.build import ModelConfig, choose_loss, make_model
 from jaxdist.models.functional import Functional, functional
-from jaxdist.models.layers import Hint, no_hint
+from jaxdist.models.layers import no_hint
 from jaxdist.models.loss import Loss, LossConfig
 from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
 from jaxdist.parallel.pipeline.model import Pipeline, plan_pipeline
@@ -272,7 +272,7 @@ def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
     with at("model"):
         model = _model(config, data, batch)
     with at("loss"):
-        loss = _loss(config)
+        loss = _loss(config, batch)
     with at("parallel", "pipeline"):
         chunks = _chunks(config, model, loss, batch, stages)
     return () if chunks is None else chunks.explained
@@ -354,7 +354,7 @@ def _program(
         dims = resolve_dims(config.sharding, shapes, model.dims)
     own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
     with at("loss"):
-        loss = _loss(config)
+        loss = _loss(config, batch)
     with at("parallel", "pipeline"), own("loss", "model"):
         chunks = _chunks(config, model, loss, batch, stages_of(layout.mesh))
     stored = layout if chunks is None else chunks.stored(layout)
@@ -396,23 +396,27 @@ def _model(
     config: ExperimentConfig,
     dataset: Dataset,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-    hint: Hint = no_hint,
+    layout: Layout | None = None,
 ) -> Functional:
     make = make_model(
         config.model,
-        shapes={name: struct.shape[1:] for name, struct in batch.items()},
+        shapes=_shapes(batch),
         vocab_size=dataset.vocab_size,
         classes=dataset.classes,
-        hint=hint,
+        hint=no_hint if layout is None else layout,
+        # Not this process's own: programs are compiled for devices that are not there.
+        platform=None if layout is None else layout.mesh.devices.flat[0].platform,
     )
     return functional(make)
 
 
-def _loss(config: ExperimentConfig) -> Loss:
-    found = config.loss or default_loss(config.model)
-    if found is None:
-        raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
-    return found.build()
+def _loss(config: ExperimentConfig, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Loss:
+    return choose_loss(config.model, config.loss, _shapes(batch)).build()
+
+
+def _shapes(batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:
+    """Of one example, by field."""
+    return {name: struct.shape[1:] for name, struct in batch.items()}
 
 
 def _chunks(

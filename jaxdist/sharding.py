@@ -8,19 +8,20 @@ to another mesh changes the config's `mesh:` alone.
 from __future__ import annotations
 
 import fnmatch
+import glob
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pydantic import Field, field_validator
 
 from jaxdist.config.schema import Config
-from jaxdist.errors import ShardingError, did_you_mean
+from jaxdist.errors import ShardingError, closest, did_you_mean
 from jaxdist.mesh import AXES, axis_names, axis_size
-from jaxdist.trees import flatten_with_names
+from jaxdist.trees import flatten_with_names, pattern_of
 
 Dims = tuple[str | None, ...]
 """The logical dims of one tensor; None is a dim that is never split."""
@@ -43,6 +44,15 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "classes": None,
 }
 
+ELLIPSIS = "..."
+"""In a pattern's dims, as many that are never split as a parameter has besides the others."""
+
+STACKED = "layers"
+"""The first dim of stacked layers."""
+
+MOST_NAMES = 4
+"""Of parameters in a message where none is near to what was meant."""
+
 ACTIVATION_DIMS = frozenset({"batch", "seq", "residual_seq"})
 """Dims that no parameter has.
 
@@ -56,8 +66,11 @@ class ShardingConfig(Config):
 
     rules: dict[str, str | None] = Field(default_factory=dict)
     """Logical dim to mesh axis (null keeps it whole), over the defaults; each must be used."""
-    params: dict[str, list[str | None]] = Field(default_factory=dict)
-    """Dims for parameters that the model does not annotate, by path pattern (`blocks/*/kernel`)."""
+    params: dict[str, Literal["whole"] | list[str | None]] = Field(default_factory=dict)
+    """Dims for parameters that the model does not annotate, by path pattern (`blocks/*/kernel`, in
+    which `*` is any text, `/` too). The first pattern that matches wins, in the order of the file.
+    Null is a dim that is never split, `...` any number of these, as in `[..., mlp]`; `whole` is all
+    of them. Of stacked layers a pattern names the dims of one."""
 
     @field_validator("rules")
     @classmethod
@@ -68,6 +81,14 @@ class ShardingConfig(Config):
                     f"rule {dim}: {axis} names no mesh axis: {did_you_mean(axis, AXES)}"
                 )
         return rules
+
+    @field_validator("params")
+    @classmethod
+    def _one_ellipsis(cls, params: dict[str, Any]) -> dict[str, Any]:
+        for pattern, dims in params.items():
+            if dims.count(ELLIPSIS) > 1:
+                raise ValueError(f"pattern {pattern}: {dims} has {ELLIPSIS} more than once")
+        return params
 
 
 @dataclass(frozen=True)
@@ -157,9 +178,13 @@ class Layout:
         inside = mesh if mesh.manual_axes else self.mesh
         return jax.lax.with_sharding_constraint(x, NamedSharding(inside, PartitionSpec(*entries)))
 
-    def problem(self, name: str, shape: Sequence[int], dims: Dims) -> str | None:
-        """Why a tensor of this shape cannot be laid out with these dims; None when it can."""
-        shown = f"parameter {name} {tuple(shape)}"
+    def problem(self, name: str, shape: Sequence[int], dims: Dims, count: int = 1) -> str | None:
+        """Why a tensor of this shape cannot be laid out with these dims; None when it can.
+
+        Args:
+          count: how many such tensors there are.
+        """
+        shown = f"parameter {name} {tuple(shape)}" + (f", {count} of them" if count > 1 else "")
         if len(dims) != len(shape):
             return f"{shown} has {len(shape)} dims, but {len(dims)} are named: {dims}"
         taken: dict[str, str] = {}
@@ -196,56 +221,161 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
 
 
 def resolve_dims(
-    config: ShardingConfig, shapes: Mapping[str, tuple[int, ...]], dims: Mapping[str, Dims | None]
+    config: ShardingConfig,
+    shapes: Mapping[str, tuple[int, ...]],
+    dims: Mapping[str, Dims | None],
+    stacked: frozenset[str] = frozenset(),
 ) -> dict[str, Dims]:
-    """Every parameter's dims: the model's own, else those that a pattern of the config gives.
+    """Every parameter's dims: the model's own, else those of the config's first fitting pattern.
+
+    Args:
+      shapes: of each parameter, by name.
+      dims: what the model names of each; None is nothing.
+      stacked: names of the parameters whose first dim counts layers; dims of one layer do for them.
 
     Raises:
-      ShardingError: parameters without dims, patterns that match nothing, rules for dims that no
+      ShardingError: parameters without dims, patterns that do nothing, rules for dims that no
         parameter has: all of them in one message.
     """
     resolved: dict[str, Dims] = {}
-    problems: list[str] = []
-    used: set[str] = set()
+    unnamed: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
-        matches = [p for p in config.params if fnmatch.fnmatchcase(name, p)]
-        used.update(matches)
-        found = tuple(config.params[matches[0]]) if matches else dims[name]
-        if found is None and shape == ():
-            found = ()
+        found = _given(dims[name], _first(name, config.params), shape, name in stacked)
         if found is None:
-            hint = did_you_mean(name, config.params) if config.params else "no pattern is given"
-            problems.append(
-                f"parameter {name} {shape} names no dims and no pattern of sharding.params matches "
-                f"it ({hint}); add e.g. sharding.params: {{{name!r}: {[None] * len(shape)}}}"
-            )
+            unnamed[name] = shape
         else:
             resolved[name] = found
-    problems += [
-        f"sharding.params: pattern {p!r} matches no parameter: {did_you_mean(p, shapes)}"
-        for p in config.params
-        if p not in used
-    ]
+    problems = _idle_patterns(config.params, dims)
     known = {d for found in resolved.values() for d in found if d} | ACTIVATION_DIMS
     problems += [
         f"sharding.rules.{dim}: no parameter has this dim, so the rule does nothing: "
         f"{did_you_mean(dim, sorted(known))}"
         for dim in config.rules
-        if dim not in known
+        if dim not in known and not unnamed
     ]
+    if unnamed:
+        problems.append(_unnamed(unnamed, stacked))
     if problems:
-        raise ShardingError("; ".join(problems).replace("None", "null"))
+        raise ShardingError("\n".join(problems))
     return resolved
+
+
+def _first(name: str, params: Mapping[str, Any]) -> Any:
+    matches = (dims for pattern, dims in params.items() if fnmatch.fnmatchcase(name, pattern))
+    return next(matches, None)
+
+
+def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool) -> Dims | None:
+    """A parameter's dims from what the model and a pattern name; None where neither does."""
+    if own is not None:
+        return (STACKED, *own) if stacked and len(own) == len(shape) - 1 else own
+    if pattern is None:
+        return () if shape == () else None
+    given = [ELLIPSIS] if pattern == "whole" else list(pattern)
+    if stacked and given[:1] != [STACKED]:
+        given = [STACKED, *given]
+    if ELLIPSIS not in given:
+        return tuple(given)
+    at = given.index(ELLIPSIS)
+    return (*given[:at], *(None,) * (len(shape) - len(given) + 1), *given[at + 1 :])
+
+
+def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -> list[str]:
+    """What is wrong with the patterns that give no parameter its dims."""
+    matched = {
+        pattern: {name for name in dims if fnmatch.fnmatchcase(name, pattern)} for pattern in params
+    }
+    free = {name for name, own in dims.items() if own is None}
+    problems, before = [], []
+    for pattern, names in matched.items():
+        hides = next((p for p in before if names & free < matched[p] & free), None)
+        if not names:
+            why = f"matches no parameter: {_near(pattern, dims)}"
+        elif not names & free:
+            name = min(names)
+            why = (
+                f"matches only parameters that name their own dims ({name}: {_shown(dims[name])}); "
+                "take it away, and map these dims by sharding.rules"
+            )
+        elif hides is not None:
+            why = (
+                f"comes after {hides!r}, which takes all that it matches; put {pattern!r} before it"
+            )
+        else:
+            why = ""
+        if why:
+            problems.append(f"sharding.params: pattern {pattern!r} {why}")
+        before.append(pattern)
+    return problems
+
+
+def _near(pattern: str, names: Iterable[str]) -> str:
+    """The parameter that a pattern may mean, or what some are called."""
+    known = [*dict.fromkeys(map(pattern_of, names))]
+    more, match = len(known) - MOST_NAMES, closest(pattern, known)
+    if more <= 0:
+        return did_you_mean(pattern, known)
+    if match:
+        return f"did you mean {match!r}?"
+    return f"the model has {', '.join(known[:MOST_NAMES])} and {more} more"
+
+
+def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> str:
+    """What to tell of parameters without dims: one line for those alike, as YAML to paste."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for name, shape in shapes.items():
+        groups.setdefault((pattern_of(name), len(shape)), []).append(name)
+    lines: dict[str, str] = {}
+    for (pattern, rank), names in sorted(groups.items(), key=lambda group: -len(group[1])):
+        # Of one pattern for several ranks the most frequent keeps it; the others stand before it.
+        for key, members in _keys(pattern, names, taken=pattern in lines).items():
+            free = ["null"] * rank
+            if names[0] in stacked:
+                free[0] = STACKED
+            found = [*dict.fromkeys(_shown(shapes[name]) for name in members)]
+            sizes = found[0] if len(found) == 1 else f"{found[0]} and other sizes"
+            count = "" if len(members) == 1 else f", {len(members)} parameters"
+            lines[key] = f'    "{key}": [{", ".join(free)}]  # {sizes}{count}'
+    # A `*` reaches over `/`, so that the longer come first, and names before patterns.
+    ordered = sorted(lines, key=lambda key: (-key.count("/"), key.count("*")))
+    many = "1 parameter names" if len(shapes) == 1 else f"{len(shapes)} parameters name"
+    return "\n".join(
+        [
+            f"{many} no dims, and no pattern of sharding.params matches: name each dim (embed, "
+            'mlp, heads, ...; null is never split), or leave all whole by "*": whole; to paste:',
+            "sharding:",
+            "  params:",
+            *(lines[key] for key in ordered),
+        ]
+    )
+
+
+def _keys(pattern: str, names: Sequence[str], *, taken: bool) -> dict[str, list[str]]:
+    """Patterns for these names, with the names that each stands for."""
+    if taken or len(names) == 1:
+        return {glob.escape(name): [name] for name in names}
+    return {pattern: [*names]}
+
+
+def _shown(values: Sequence[Any] | None) -> str:
+    return f"[{', '.join('null' if value is None else str(value) for value in values or ())}]"
 
 
 def param_shardings(layout: Layout, params: Any, dims: Mapping[str, Dims]) -> Any:
     """A tree of shardings for a tree of parameters (arrays or shapes).
 
     Raises:
-      ShardingError: each parameter that cannot be laid out, with path, shape, numbers and remedy.
+      ShardingError: each parameter that cannot be laid out, or all of them alike, with path, shape,
+        numbers and remedy.
     """
     named = flatten_with_names(params)
-    problems = [layout.problem(name, leaf.shape, dims[name]) for name, leaf in named]
+    alike: dict[tuple[str, tuple[int, ...], Dims], list[str]] = {}
+    for name, leaf in named:
+        alike.setdefault((pattern_of(name), leaf.shape, dims[name]), []).append(name)
+    problems = [
+        layout.problem(names[0] if len(names) == 1 else pattern, shape, found, len(names))
+        for (pattern, shape, found), names in alike.items()
+    ]
     if any(problems):
         raise ShardingError("\n".join(p for p in problems if p))
     return jax.tree.unflatten(

@@ -23,6 +23,15 @@ def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
     return [(keystr(path, simple=True, separator="/"), leaf) for path, leaf in leaves]
 
 
+def pattern_of(name: str) -> str:
+    """The name with a `*` in the place of each position in a list: the same for leaves alike.
+
+    >>> pattern_of("blocks/3/attention/kernel")
+    'blocks/*/attention/kernel'
+    """
+    return "/".join("*" if part.isdecimal() else part for part in name.split("/"))
+
+
 def leaf_bytes(leaf: Any) -> int:
     """Bytes of one array or `jax.ShapeDtypeStruct` over all devices, each element counted once.
 

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import yaml
 from jax.sharding import PartitionSpec as P
 from pydantic import ValidationError
 
@@ -77,13 +78,127 @@ def test_all_problems_are_reported_together():
 
 
 def test_unannotated_parameters_are_an_error_with_the_remedy():
-    with pytest.raises(ShardingError, match=r"head \(16, 10\) names no dims.*sharding.params"):
+    with pytest.raises(ShardingError) as refused:
         resolve_dims(ShardingConfig(), SHAPES, {**DIMS, "head": None})
+    assert "1 parameter names no dims" in str(refused.value)
+    assert '"head": [null, null]  # [16, 10]' in str(refused.value)
+
+
+def resolved(params, shapes=SHAPES, dims=None, stacked=()):
+    """Dims of parameters of which the model names none, or those given."""
+    config = ShardingConfig.model_validate({"params": params})
+    return resolve_dims(config, shapes, dims or dict.fromkeys(shapes), frozenset(stacked))
 
 
 def test_patterns_annotate():
-    config = ShardingConfig(params={"he*": ["mlp", None]})
-    assert resolve_dims(config, SHAPES, {**DIMS, "head": None})["head"] == ("mlp", None)
+    assert resolved({"he*": ["mlp", None]}, dims={**DIMS, "head": None})["head"] == ("mlp", None)
+
+
+KERNELS = {"conv/kernel": (3, 3, 8, 16), "query/kernel": (8, 2, 4), "b": (4,), "scale": ()}
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("whole", {name: (None,) * len(shape) for name, shape in KERNELS.items()}),
+        (["...", "mlp"], {"conv/kernel": (None, None, None, "mlp"),
+                          "query/kernel": (None, None, "mlp"), "b": ("mlp",)}),
+        (["embed", "...", "mlp"], {"conv/kernel": ("embed", None, None, "mlp"),
+                                   "query/kernel": ("embed", None, "mlp")}),
+        (["embed", "..."], {"query/kernel": ("embed", None, None), "b": ("embed",)}),
+    ],
+)  # fmt: skip
+def test_a_pattern_for_any_rank(given, expected):
+    found = resolved({"*": given}, {name: KERNELS[name] for name in expected})
+    assert found == expected
+
+
+def test_dims_that_are_too_many_for_an_ellipsis():
+    found = resolved({"b": ["embed", "...", "mlp"]}, {"b": (4,)})
+    with pytest.raises(ShardingError, match=r"b \(4,\) has 1 dims, but 2 are named"):
+        shardings(layout(), {"b": (4,)}, found)
+
+
+def test_the_first_pattern_that_matches_wins():
+    found = resolved({"*/kernel": ["embed", "mlp"], "head": ["mlp", None], "*": "whole"})
+    assert found == {"mlp/kernel": ("embed", "mlp"), "head": ("mlp", None)}
+
+
+def test_a_pattern_behind_one_that_takes_all_it_matches_says_so():
+    with pytest.raises(ShardingError, match=r"'he\*' comes after '\*', .* put 'he\*' before it"):
+        resolved({"*": "whole", "he*": ["mlp", None]})
+
+
+def test_patterns_leave_what_the_model_names():
+    assert resolved({"*": "whole"}, dims={**DIMS, "head": None}) == {
+        "mlp/kernel": ("embed", "mlp"),
+        "head": (None, None),
+    }
+    with pytest.raises(ShardingError, match=r"'head' matches only .* name their own dims .*head"):
+        resolved({"head": "whole"}, dims=DIMS)
+
+
+@pytest.mark.parametrize("given", [["mlp", "..."], ["layers", "mlp", None], ["mlp", None]])
+def test_of_stacked_layers_a_pattern_names_the_dims_of_one(given):
+    found = resolved({"*": given}, {"blocks/kernel": (6, 8, 16)}, stacked=["blocks/kernel"])
+    assert found == {"blocks/kernel": ("layers", "mlp", None)}
+
+
+def test_dims_of_one_layer_that_the_model_names():
+    """As `nnx.vmap` leaves them; those that name all of the stack's stay."""
+    shapes = {"blocks/kernel": (6, 8, 16), "blocks/bias": (6, 16)}
+    dims = {"blocks/kernel": ("embed", "mlp"), "blocks/bias": ("layers", "mlp")}
+    found = resolved({}, shapes, dims, stacked=shapes)
+    assert found == {"blocks/kernel": ("layers", "embed", "mlp"), "blocks/bias": ("layers", "mlp")}
+
+
+@pytest.mark.parametrize("given", ["hole", ["...", "mlp", "..."], 3, [1]])
+def test_what_names_no_dims(given):
+    with pytest.raises(ValidationError):
+        resolved({"*": given})
+
+
+DEEP = {
+    f"blocks/{i}/{name}": shape
+    for i in range(12)
+    for name, shape in {
+        "attention/out/kernel": (2, 4, 8),
+        "attention/out/bias": (8,),
+        "kernel": (8, 8),
+        "taps/0": (3,),
+        "taps/1": (3,),
+        "scale": (),
+    }.items()
+} | {"embed/kernel": (100, 8), "blocks/12/kernel": (8, 9, 9), "odd [x]": (5,)}
+
+
+def test_parameters_without_dims_are_told_by_pattern_with_a_block_to_paste():
+    with pytest.raises(ShardingError) as refused:
+        resolved({"nothing/*": "whole"}, DEEP)
+    text = str(refused.value)
+    assert "63 parameters name no dims" in text
+    assert '"blocks/*/attention/out/kernel": [null, null, null]  # [2, 4, 8], 12 param' in text
+    assert max(map(len, text.splitlines())) <= 200
+    assert len(text.splitlines()) < 20
+    assert "pattern 'nothing/*' matches no parameter" in text
+    block = text[text.index("sharding:") :].split("\n\n")[0]
+    pasted = yaml.safe_load(block)["sharding"]["params"]
+    found = resolved(pasted, DEEP)
+    assert found == {name: (None,) * len(shape) for name, shape in DEEP.items()}
+
+
+def test_a_misspelt_pattern_among_many_parameters_names_the_nearest_alone():
+    with pytest.raises(ShardingError, match=r"did you mean 'embed/kernel'\?$"):
+        resolved({"embd/kernel": "whole", "*": "whole"}, DEEP)
+
+
+def test_many_parameters_that_cannot_be_laid_out_are_told_once():
+    shapes = {f"blocks/{i}/kernel": (8, 18) for i in range(70)} | {"head": (8, 10)}
+    with pytest.raises(ShardingError) as refused:
+        shardings(layout(), shapes, dict.fromkeys(shapes, ("embed", "mlp")))
+    first, second = str(refused.value).splitlines()
+    assert first.startswith("parameter blocks/*/kernel (8, 18), 70 of them: dim 'mlp' of length 18")
+    assert second.startswith("parameter head (8, 10): dim 'mlp' of length 10")
 
 
 def test_an_unused_pattern_names_the_nearest_parameter():

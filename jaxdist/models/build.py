@@ -14,7 +14,12 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.cnn import CnnConfig
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.layers import Hint
-from jaxdist.models.loss import ClassificationConfig, LossConfig, NextTokenConfig
+from jaxdist.models.loss import (
+    ClassificationConfig,
+    LossConfig,
+    NextTokenConfig,
+    check_fields,
+)
 from jaxdist.models.mlp import MlpConfig
 
 
@@ -54,6 +59,7 @@ def make_model(
     vocab_size: int | None,
     classes: int | None,
     hint: Hint,
+    platform: str | None = None,
 ) -> Callable[[nnx.Rngs], nnx.Module]:
     """A function of random streams that makes the module.
 
@@ -62,6 +68,7 @@ def make_model(
       vocab_size: size of the data's vocabulary, if it has tokens.
       classes: number of the data's classes, if it has labels.
       hint: how activations lie on the mesh.
+      platform: of the mesh's devices, as jax names it; None is not known.
 
     Raises:
       ConfigError: the model does not fit the data.
@@ -71,7 +78,8 @@ def make_model(
     if isinstance(config, GptConfig):
         if vocab_size is None:
             raise ConfigError(f"model.type gpt needs tokens, but the data gives {sorted(shapes)}")
-        return lambda rngs: config.build(rngs, vocab_size=vocab_size, hint=hint)
+        given: Any = {"vocab_size": vocab_size, "hint": hint, "platform": platform}
+        return lambda rngs: config.build(rngs, **given)
     image = shapes.get("image")
     if image is None or len(image) != 3 or classes is None:
         raise ConfigError(
@@ -82,7 +90,31 @@ def make_model(
     return lambda rngs: config.build(rngs, shape=shape, classes=classes, hint=hint)
 
 
-def default_loss(config: ModelConfig) -> LossConfig | None:
+def choose_loss(
+    config: ModelConfig, given: LossConfig | None, shapes: Mapping[str, tuple[int, ...]]
+) -> LossConfig:
+    """The loss that is minimised: the one given, else the model's own.
+
+    Args:
+      shapes: of one example of the data, by field.
+
+    Raises:
+      ConfigError: a loss that does not fit the model or the data; none for a model of the user's.
+    """
+    own = _own_loss(config)
+    found = given or own
+    if found is None:
+        raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
+    check_fields(found, shapes)
+    if own is not None and found.type not in (own.type, "import"):
+        raise ConfigError(
+            f"loss.type {found.type} does not go with model.type {config.type}; use loss.type "
+            f"{own.type}, or a loss of your own, {{type: import, path: ...}}"
+        )
+    return found
+
+
+def _own_loss(config: ModelConfig) -> LossConfig | None:
     """The loss that goes with a model; None for the user's own model."""
     if isinstance(config, GptConfig):
         return NextTokenConfig(type="next_token")

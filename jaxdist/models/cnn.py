@@ -42,10 +42,11 @@ class Conv(nnx.Module):
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x `[B, height, width, in]` to `[B, height, width, out]`."""
+        kernel, bias = (p[...].astype(x.dtype) for p in (self.kernel, self.bias))
         out = jax.lax.conv_general_dilated(
-            x, self.kernel[...], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
         )
-        return out + self.bias[...].reshape(1, 1, 1, -1)
+        return out + bias.reshape(1, 1, 1, -1)
 
 
 def max_pool(x: jax.Array) -> jax.Array:

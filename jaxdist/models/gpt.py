@@ -13,6 +13,7 @@ from flax import nnx
 from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError
 from jaxdist.models.layers import (
     RESIDUAL,
     WITHIN,
@@ -53,7 +54,7 @@ class GptConfig(Config):
     isolate_documents: bool = False
     """Block attention across the documents packed in one window."""
     attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Kernel of `jax.nn.dot_product_attention`; auto is cuDNN's on a GPU in bfloat16."""
+    """Kernel of `jax.nn.dot_product_attention`; auto is cuDNN's on a mesh of GPUs in bfloat16."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
     remat: Remat | Annotated[tuple[Remat, ...], Field(min_length=1)] = "none"
@@ -91,9 +92,38 @@ class GptConfig(Config):
         """Hidden width of the SwiGLU."""
         return self.mlp or -(-8 * self.embed // 3 // 64) * 64
 
-    def build(self, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint = no_hint) -> Gpt:
-        """The module for a vocabulary of `vocab_size` tokens."""
-        return Gpt(self, rngs, vocab_size=vocab_size, hint=hint)
+    def build(
+        self,
+        rngs: nnx.Rngs,
+        *,
+        vocab_size: int,
+        hint: Hint = no_hint,
+        platform: str | None = None,
+    ) -> Gpt:
+        """The module for a vocabulary of `vocab_size` tokens.
+
+        Args:
+          platform: of the devices that it will run on, as jax names it; None is not known.
+
+        Raises:
+          ConfigError: a kernel that these devices do not have.
+        """
+        found = self.model_copy(update={"attention": self.kernel_on(platform)})
+        return Gpt(found, rngs, vocab_size=vocab_size, hint=hint)
+
+    def kernel_on(self, platform: str | None) -> Literal["xla", "cudnn"]:
+        """The kernel of attention on such devices; XLA's, which runs on all, where none is known.
+
+        Raises:
+          ConfigError: cuDNN's on other devices than GPUs.
+        """
+        if self.attention == "cudnn" and platform not in ("gpu", None):
+            raise ConfigError(
+                f"attention cudnn runs on GPUs, and the mesh is of {platform} devices; use auto, "
+                "which is cuDNN's on GPUs alone"
+            )
+        fused = self.attention != "xla" and self.compute_dtype == "bfloat16"
+        return "cudnn" if fused and platform == "gpu" else "xla"
 
 
 def _even_heads(embed: int, heads: int) -> str:
@@ -115,7 +145,8 @@ class Attention(nnx.Module):
         self.value = param(rngs, init, (D, K, d), ("embed", "kv_heads", "head_dim"))
         self.out = param(rngs, out, (H, d, D), ("heads", "head_dim", "embed"))
         self.theta = config.rope_theta
-        self.kernel: Literal["xla", "cudnn"] = _attention_kernel(config)
+        assert config.attention != "auto"  # `GptConfig.build` has chosen
+        self.kernel: Literal["xla", "cudnn"] = config.attention
         self.hint = hint
 
     def __call__(self, x_BLD: jax.Array, mask_B1LL: jax.Array | None) -> jax.Array:
@@ -133,13 +164,6 @@ class Attention(nnx.Module):
         )
         flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
         return matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
-
-
-def _attention_kernel(config: GptConfig) -> Literal["xla", "cudnn"]:
-    if config.attention != "auto":
-        return config.attention
-    fused = jax.default_backend() == "gpu" and config.compute_dtype == "bfloat16"
-    return "cudnn" if fused else "xla"
 
 
 class SwiGLU(nnx.Module):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from pydantic import Field
 
 from jaxdist.config.importing import load_object
 from jaxdist.config.schema import Config
-from jaxdist.errors import RunError
+from jaxdist.errors import ConfigError, RunError
 
 
 class Mean(NamedTuple):
@@ -78,9 +78,14 @@ def as_sums(result: Any, batch: Batch) -> Sums:
     return sums
 
 
+Needs = Mapping[str, tuple[str, ...] | None]
+"""Fields of an example to what its dims are; None is any number of them."""
+
+
 class NextTokenConfig(Config):
     """Cross-entropy of each next token, in nats."""
 
+    needs: ClassVar[Needs] = {"tokens": ("length + 1",), "segments": ("length",)}
     type: Literal["next_token"]
     """Selects this loss."""
 
@@ -92,6 +97,7 @@ class NextTokenConfig(Config):
 class ClassificationConfig(Config):
     """Softmax cross-entropy of one label per example, in nats, and accuracy."""
 
+    needs: ClassVar[Needs] = {"image": None, "label": ()}
     type: Literal["classification"]
     """Selects this loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -106,6 +112,7 @@ class ClassificationConfig(Config):
 class ImportedLossConfig(Config):
     """Your own: a function of (module, batch)."""
 
+    needs: ClassVar[Needs] = {}
     type: Literal["import"]
     """Selects this loss."""
     path: str
@@ -121,6 +128,39 @@ class ImportedLossConfig(Config):
 LossConfig = Annotated[
     NextTokenConfig | ClassificationConfig | ImportedLossConfig, Field(discriminator="type")
 ]
+
+
+def check_fields(config: LossConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse data that lack what a loss reads.
+
+    Args:
+      shapes: of one example, by field.
+
+    Raises:
+      ConfigError: a field that is missing or has another number of dims; the message says which
+        fields the loss reads, which there are, and a loss that fits them.
+    """
+    if _reads(config.needs, shapes):
+        return
+    built_in = (NextTokenConfig(type="next_token"), ClassificationConfig(type="classification"))
+    fitting = [f"loss.type {other.type}" for other in built_in if _reads(other.needs, shapes)]
+    instead = (*fitting, "a loss of your own, {type: import, path: ...}")[0]
+    needed = " and ".join(
+        f"{name} [{'any shape' if dims is None else ', '.join(dims)}]"
+        for name, dims in config.needs.items()
+    )
+    given = " and ".join(f"{name} {list(shape)}" for name, shape in sorted(shapes.items()))
+    raise ConfigError(
+        f"loss.type {config.type} needs {needed} in each example, but the data gives {given}; use "
+        f"{instead}"
+    )
+
+
+def _reads(needs: Needs, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    return all(
+        name in shapes and (dims is None or len(dims) == len(shapes[name]))
+        for name, dims in needs.items()
+    )
 
 
 def next_token(module: Any, batch: Batch) -> Sums:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxdist.collectives.build import ReduceConfig
-from jaxdist.collectives.xla import Xla
 from jaxdist.config.schema import Config
-from jaxdist.mesh import axis_names, axis_size
+from jaxdist.mesh import axis_names
 from jaxdist.parallel.data import DataParallel
-from jaxdist.parallel.pipeline.model import AXIS, PipelineConfig
+from jaxdist.parallel.pipeline.plan import AXIS, PipelineConfig
 from jaxdist.parallel.validity import Facts, check, notices
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout
@@ -65,15 +64,12 @@ def plan_parallel(
     facts = facts_of(config, layout, dims)
     check(facts)
     zero = plan_zero(config.zero, layout, params, dims)
-    data_parallel, algorithm = None, config.reduce
-    if algorithm is None and facts.batch_axes and axis_size(layout.mesh, AXIS) > 1:
-        # Left to XLA, each microbatch's gradients would be reduced by themselves.
-        algorithm = Xla()
-    if algorithm is not None:
+    data_parallel = None
+    if facts.reduction is not None:
         data_parallel = DataParallel(
             layout.mesh,
             facts.batch_axes,
-            algorithm,
+            facts.reduction,
             zero,
             config.reduce_dtype,
             scanned,
@@ -111,4 +107,21 @@ def facts_of(config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims]) -
         empty_axes=empty,
         reduce_dtype=config.reduce_dtype,
         local_statistics=config.batch_norm == "local",
+        pipeline=_chosen(config.pipeline),
     )
+
+
+def _chosen(config: PipelineConfig) -> tuple[str, ...]:
+    """The settings of a pipeline that are not the default, as the user knows them."""
+    default = PipelineConfig().model_dump(mode="json")
+    return tuple(
+        f"parallel.pipeline.{name} {_shown(value)}"
+        for name, value in config.model_dump(mode="json").items()
+        if value != default[name]
+    )
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return value["type"]
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.xla import Xla
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import ICI, describe
 from jaxdist.parallel.zero import Zero, ZeroConfig
@@ -28,6 +29,7 @@ class Facts:
       empty_axes: those larger than 1 that no rule puts anything on.
       reduce_dtype: in which gradients travel; None is their own.
       local_statistics: whether batch norms keep to each device's own rows.
+      pipeline: settings of parallel.pipeline that are not the default, as the user knows them.
     """
 
     mesh: Mapping[str, int]
@@ -38,6 +40,20 @@ class Facts:
     empty_axes: tuple[str, ...] = ()
     reduce_dtype: str | None = None
     local_statistics: bool = False
+    pipeline: tuple[str, ...] = ()
+
+    @property
+    def stages(self) -> int:
+        """The number of stages; 1 is no pipeline."""
+        return self.mesh.get("stage", 1)
+
+    @property
+    def reduction(self) -> Algorithm | None:
+        """What sums the gradients: the config's choice, or what a pipeline puts in; None is XLA."""
+        if self.reduce is None and self.stages > 1 and self.batch_axes:
+            # Left to XLA, each microbatch's gradients would be reduced by themselves.
+            return Xla()
+        return self.reduce
 
     @property
     def fast_axes(self) -> tuple[str, ...]:
@@ -109,7 +125,7 @@ FEATURES: Mapping[str, Feature] = {
     "data on one network": Feature(lambda f: bool(f.batch_axes) and not f.fast_axes, _mesh),
     "data: {dcn, ici}": Feature(lambda f: bool(f.fast_axes), _mesh),
     "tensor (or another axis)": Feature(lambda f: bool(f.others), _mesh),
-    "stage (a pipeline)": Feature(lambda f: f.mesh.get("stage", 1) > 1, _mesh),
+    "stage (a pipeline)": Feature(lambda f: f.stages > 1, _mesh),
     "a sharding rule over data": Feature(lambda f: bool(f.split), _rule),
     "zero 1": Feature(_at_stage(1), _stage),
     "zero 2": Feature(_at_stage(2), _stage),
@@ -208,6 +224,12 @@ ROWS: tuple[Row, ...] = (
         "for those of the other stages",
         "set parallel.reduce.type: xla, or parallel.zero.stage: 1",
     ),
+    Row(
+        (("stage (a pipeline)",), ("a sharding rule over data",)),
+        "gradients of stages are summed by a reduction of ours (xla, where none is chosen), which "
+        "needs parameters that are whole along the axis of the batch",
+        "set that rule to null, or take mesh.stage away",
+    ),
 )
 """Every combination that is refused."""
 
@@ -266,10 +288,18 @@ def notices(facts: Facts, plan: Zero | None) -> list[str]:
     if facts.reduce is not None and facts.parts(facts.batch_axes) == 1:
         axes = ", ".join(facts.batch_axes)
         found.append(f"{_reduce(facts)} has no effect: {axes} of {mesh} has size 1")
-    if facts.reduce_dtype is not None and facts.reduce is None:
+    if facts.reduce_dtype is not None and facts.reduction is None:
+        narrow = f"parallel.reduce_dtype {facts.reduce_dtype} has no effect"
         found.append(
-            f"parallel.reduce_dtype {facts.reduce_dtype} has no effect with parallel.reduce null: "
-            "XLA sums gradients in their own dtype; set parallel.reduce: {type: xla}"
+            f"{narrow} with parallel.reduce null: XLA sums gradients in their own dtype; set "
+            "parallel.reduce: {type: xla}"
+            if facts.batch_axes
+            else f"{narrow}: no axis of {mesh} splits the batch, so that no gradients are summed"
+        )
+    if facts.pipeline and facts.stages == 1:
+        has = "has" if len(facts.pipeline) == 1 else "have"
+        found.append(
+            f"{' and '.join(facts.pipeline)} {has} no effect: {mesh} has one stage; set mesh.stage"
         )
     if facts.local_statistics and facts.reduce is None:
         found.append(

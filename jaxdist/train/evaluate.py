@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import jax
 
+from jaxdist.errors import RunError
 from jaxdist.models.loss import Batch
 from jaxdist.train.step import Program
 
@@ -14,11 +16,14 @@ from jaxdist.train.step import Program
 def evaluate(
     program: Program, params: Any, buffers: Any, batches: Iterable[Batch]
 ) -> dict[str, float]:
-    """Each of the loss's means over all rows that have weight.
+    """Each of the loss's means over all rows that have weight; NaN where none has any for it.
 
     Args:
       params: trained parameters, as the program stores them.
       batches: padded batches, as `Loader.evaluation_batches` gives them.
+
+    Raises:
+      RunError: no row has weight for the loss itself.
     """
     parts = [program.evaluate(params, buffers, batch) for batch in batches]
     # Added as Python floats (64 bits), in order: the result does not depend on the batch count.
@@ -28,4 +33,12 @@ def evaluate(
         for name, mean in sums.items():
             total, weight = totals.get(name, (0.0, 0.0))
             totals[name] = (total + float(mean.total), weight + float(mean.weight))
-    return {name: total / weight for name, (total, weight) in totals.items()}
+    if not totals.get("loss", (0.0, 0.0))[1]:
+        raise RunError(
+            f"held-out loss: all that the split gives weighs 0 ({len(parts)} batches were read), "
+            "so that there is nothing to take the mean of; give some held-out example a 'weight' "
+            "above 0, or none at all"
+        )
+    return {
+        name: total / weight if weight else math.nan for name, (total, weight) in totals.items()
+    }

@@ -110,7 +110,7 @@ class RunHooks:
         if self.evaluate is not None and self.cadence.due(self.cadence.evaluate, step):
             self.heldout = self.evaluate(state)
             metric = self.heldout["loss"]
-            improved = self.best is None or metric < self.best
+            improved = _improves(metric, self.best)
             self.best = metric if improved else self.best
             self.progress.evaluation(step, self.heldout)
             if self.writer is not None:
@@ -120,3 +120,10 @@ class RunHooks:
             saved = self.saved(state)
             self.store.save(step, saved, metadata=metadata, metric=metric, shapes=shapes)
         return self._stop
+
+
+def _improves(loss: float, best: float | None) -> bool:
+    """Whether a held-out loss is the best so far; one that is not finite neither is nor was."""
+    if best is None or not math.isfinite(best):
+        return math.isfinite(loss)
+    return math.isfinite(loss) and loss < best

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from jaxdist.cli import app
 from jaxdist.collectives.build import ReduceConfig
+from jaxdist.collectives.xla import Xla
 from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_parallel
@@ -108,6 +109,8 @@ RING, XLA, HIERARCHICAL = ({"type": kind} for kind in ("ring", "xla", "hierarchi
          r"reduce\.type ring with mesh \{tensor: 8\}: .* parallel\.reduce: null"),
         ({"data": 8}, {"embed": "data"}, {"reduce": RING},
          r"type ring with sharding\.rules\.embed, which splits w over data: .* rule to null"),
+        ({"data": 4, "stage": 2}, {"embed": "data"}, {},
+         r"mesh \{data: 4, stage: 2\} with sharding\.rules\.embed, .*; .* take mesh\.stage away"),
         ({"data": 8}, None, {"reduce": HIERARCHICAL},
          r"type hierarchical with mesh \{data: 8\}: .* \{dcn: D, ici: I\}, or .*type: ring"),
         ({"data": {"dcn": 2, "ici": 4}}, None,
@@ -149,6 +152,17 @@ def test_all_violations_come_in_one_message(devices):
         ({"data": 1, "tensor": 8}, {"reduce": RING}, "parallel.reduce.type ring has no effect"),
         ({"data": 8}, {"reduce_dtype": "bfloat16"},
          "parallel.reduce_dtype bfloat16 has no effect with parallel.reduce null"),
+        ({"stage": 8}, {"reduce_dtype": "bfloat16"},
+         "parallel.reduce_dtype bfloat16 has no effect: no axis of mesh {stage: 8} splits the"),
+        ({"data": 8}, {"pipeline": {"schedule": {"type": "gpipe"}, "ahead": True}},
+         "parallel.pipeline.schedule gpipe and parallel.pipeline.ahead true have no effect: mesh "
+         "{data: 8} has one stage"),
+        ({"data": 8, "stage": 1}, {"pipeline": {"activations": "stash"}},
+         "parallel.pipeline.activations stash has no effect: mesh {data: 8, stage: 1} has one"),
+        ({"data": 8}, {"pipeline": {"layers": (2, 1)}},
+         "parallel.pipeline.layers [2, 1] has no effect"),
+        ({"data": 8}, {"pipeline": {"schedule": {"type": "interleaved", "chunks": 3}}},
+         "parallel.pipeline.schedule interleaved has no effect"),
         ({"data": 8}, {"reduce": XLA, "zero": {"stage": 2, "gather_dtype": "bfloat16"}},
          "gather_dtype bfloat16 has no effect with parallel.zero.stage 2 and parallel.reduce.type"),
         ({"data": 8}, {"reduce": XLA, "zero": {"stage": 2, "prefetch": True}},
@@ -169,6 +183,19 @@ def test_what_does_nothing_is_noticed_and_not_refused(mesh, parallel, message, d
 def test_what_has_an_effect_is_not_noticed(zero, devices):
     mesh = {"data": {"dcn": 2, "ici": 2}, "tensor": 2}
     assert plan(mesh, reduce=XLA, zero=zero).notices == ()
+
+
+def test_a_reduction_that_stages_bring_with_them_is_one(devices):
+    found = plan({"data": 4, "stage": 2}, reduce_dtype="bfloat16", pipeline={"ahead": True})
+    assert found.notices == ()
+    assert found.data_parallel is not None
+    assert (found.data_parallel.algorithm, found.data_parallel.reduce_dtype) == (Xla(), "bfloat16")
+
+
+def test_settings_as_they_are_by_default_are_not_noticed(devices):
+    """A run's own config names every setting, and is run again."""
+    defaults = ParallelConfig().pipeline.model_dump(mode="json")
+    assert plan({"data": 8}, pipeline=defaults).notices == ()
 
 
 def test_what_no_device_has_less_of_is_noticed(devices):

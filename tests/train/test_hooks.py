@@ -68,3 +68,43 @@ def test_a_run_that_only_skips_ends():
 def test_a_step_that_was_not_skipped_must_still_be_finite():
     with pytest.raises(RunError, match="loss is nan at step 4"):
         hooks(max_skipped=2).metrics(4, jnp.array([float("nan"), 1.0, 0.1, 7, 0]), 0.0)
+
+
+def evaluated(losses: list[float], best: float | None = None) -> tuple[RunHooks, list[Any]]:
+    """Hooks after an evaluation with each of these held-out losses; `best` is what a run that was
+    resumed had kept. And what was saved: steps with the best loss kept beside each."""
+    found = hooks()
+    found.best = best
+    left = iter(losses)
+    found.evaluate = lambda _: {"loss": next(left)}
+    quiet: Any = SimpleNamespace(update=lambda *_, **__: None, evaluation=lambda *_: None)
+    found.progress = quiet
+    found.cadence = Cadence(log=1, evaluate=1, save=99, last=99)
+    saved = []
+    store: Any = SimpleNamespace(
+        save=lambda step, _, metadata, **__: saved.append((step, metadata["best"]))
+    )
+    found.store = store
+    for step in range(1, len(losses) + 1):
+        found.metrics(step, jnp.array([1.0, 1.0, 0.1]), 0.0)
+        found.boundary(step, None)  # pyright: ignore[reportArgumentType]  (the state is not used)
+    return found, saved
+
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("before", "losses", "saved"),
+    [
+        (None, [3.0, 2.0, 2.5], [(1, 3.0), (2, 2.0)]),
+        (None, [NAN, 2.0, NAN, 1.0], [(2, 2.0), (4, 1.0)]),
+        (NAN, [2.0, 3.0], [(1, 2.0)]),
+        (None, [INF, -INF, 2.0], [(3, 2.0)]),
+        (2.0, [NAN, 3.0], []),
+    ],
+)
+def test_a_held_out_loss_that_is_not_finite_is_never_the_best(before, losses, saved):
+    found, kept = evaluated(losses, before)
+    assert kept == saved
+    assert found.best == (saved[-1][1] if saved else before)
