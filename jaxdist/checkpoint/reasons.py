@@ -31,3 +31,16 @@ def is_disk_full(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def how_lost(error: OSError) -> str:
+    """What became of a directory that was there before.
+
+    >>> how_lost(FileNotFoundError())
+    'is gone'
+    """
+    if isinstance(error, FileNotFoundError):
+        return "is gone"
+    if isinstance(error, NotADirectoryError):
+        return "is not a directory any more"
+    return f"cannot be used any more ({one_line(error)})"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from jaxdist.checkpoint import layout
 from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.arrays import ArrayWriter
 from jaxdist.checkpoint.manifest import LeafRecord, seal
-from jaxdist.checkpoint.reasons import is_disk_full, one_line
+from jaxdist.checkpoint.reasons import how_lost, is_disk_full, one_line
 from jaxdist.checkpoint.restore import Restored, committed_steps, restore, valid_manifests
 from jaxdist.checkpoint.retention import Saved, to_delete
 from jaxdist.checkpoint.structure import describe
@@ -132,6 +133,9 @@ class CheckpointStore:
         except Exception as error:
             raise CheckpointError(self._abandon(step, error)) from error
         self._saves += 1
+        # Until the thread has said otherwise: whatever ends it, the save before does not speak for
+        # this one.
+        self._outcome = _Outcome(f"saving step {step} in {self.directory} did not end", met=False)
         self._thread = threading.Thread(
             target=self._finish, args=(pending,), name=f"checkpoint-{step}"
         )
@@ -194,6 +198,7 @@ class CheckpointStore:
             self.directory.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(b"")
             probe.unlink()
+            self._identity = os.stat(self.directory)
             leftovers = layout.recover(self.directory) if self._primary else []
         except OSError as error:
             raise CheckpointError(
@@ -232,6 +237,8 @@ class CheckpointStore:
     def _commit(self, pending: _Pending) -> None:
         staging = layout.staging_directory(self.directory, pending.step)
         final = layout.step_directory(self.directory, pending.step)
+        if not (staging / layout.METADATA).exists():
+            raise FileNotFoundError(f"{staging} was taken away while the arrays were written")
         seal(staging, step=pending.step, metric=pending.metric, leaves=pending.leaves)
         layout.commit(staging, final)
         self._prune(pending.step)
@@ -262,14 +269,22 @@ class CheckpointStore:
                 self._on_event(f"the old checkpoint {path} cannot be deleted: {one_line(error)}")
 
     def _abandon(self, step: int, error: Exception) -> str:
-        """Clear what a failed save left, and say what happened."""
+        """Clear what a failed save left, and say what happened; never raises an OSError."""
         reason = "the disk is full" if is_disk_full(error) else one_line(error)
-        if self._primary:
-            layout.recover(self.directory)
-        good = self.steps()
+        try:
+            if not os.path.samestat(os.stat(f"{self.directory}/."), self._identity):
+                raise FileNotFoundError  # what is there now was made by orbax for its arrays
+            if self._primary:
+                layout.recover(self.directory)
+            good, free = self.steps(), shutil.disk_usage(self.directory).free
+        except OSError as lost:
+            return (
+                f"saving step {step} failed: {self.directory} {how_lost(lost)}; there is no "
+                "checkpoint to resume from: put the directory back, or begin a new run"
+            )
         return (
             f"saving step {step} in {self.directory} failed: {reason}; "
-            f"{shutil.disk_usage(self.directory).free} bytes are free there; "
+            f"{free} bytes are free there; "
             + (f"the last good checkpoint is step {good[-1]}" if good else "there is no checkpoint")
             + "; make room or choose another disk, then resume"
         )

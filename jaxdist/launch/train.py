@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,14 @@ from jaxdist.checkpoint.layout import steps_present
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import resolved_yaml
 from jaxdist.data.cache import cache_directory
+from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, build, load
 from jaxdist.launch.compare import changes
 from jaxdist.launch.results import print_results
 from jaxdist.metrics.curve import plot_loss
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter, read_metrics
-from jaxdist.train.directory import RunDirectory, choose, prepare
+from jaxdist.train.directory import RunDirectory, prepare, take
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.hooks import Cadence, RunHooks
 from jaxdist.train.loop import run_loop
@@ -51,17 +53,38 @@ def run(
     if jax.process_index() != 0:
         console = Console(quiet=True)
     compilation_cache.enable(cache_directory() / "compiled")
-    base = config.run.directory or Path("runs") / path.stem
-    directory = RunDirectory(Path(broadcast_json(str(choose(base, resume=resume).path))))
-    with Termination() as termination:
+    base, named = config.run.directory or Path("runs") / path.stem, bool(config.run.directory)
+    with (
+        _taken(base, named=named, resume=resume, console=console) as directory,
+        Termination() as termination,
+    ):
         experiment = build(config, document)
-        _take(directory, config, console)
+        _begin_directory(directory, config, console)
         _describe(experiment, directory, console)
         _train(experiment, directory, termination, resume=resume, console=console)
     return directory
 
 
-def _take(directory: RunDirectory, config: ExperimentConfig, console: Console) -> None:
+@contextmanager
+def _taken(base: Path, *, named: bool, resume: bool, console: Console) -> Iterator[RunDirectory]:
+    """The run's directory, held by process 0 for all; all are refused alike."""
+    with ExitStack() as stack:
+        answer = None
+        if jax.process_index() == 0:
+            say = partial(console.print, soft_wrap=True, markup=False)
+            try:
+                directory, lock = take(base, named=named, resume=resume, say=say)
+                stack.enter_context(lock)
+                answer = {"path": str(directory.path)}
+            except RunError as error:
+                answer = {"refusal": str(error)}
+        answer = broadcast_json(answer)
+        if "refusal" in answer:
+            raise RunError(answer["refusal"])
+        yield RunDirectory(Path(answer["path"]))
+
+
+def _begin_directory(directory: RunDirectory, config: ExperimentConfig, console: Console) -> None:
     """Begin a new directory; of one that is resumed only say what differs from its own config."""
     resolved = resolved_yaml(config)
     if directory.occupied:

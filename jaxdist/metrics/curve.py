@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from jaxdist.errors import RunError
 from jaxdist.metrics.figure import new_figure
 
 if TYPE_CHECKING:
@@ -39,11 +40,21 @@ def plot_loss(
       baselines: label to a loss, drawn as a dashed horizontal line.
       title: what stands above the axes.
       loss_unit: what the loss is counted in, for example "nats per token".
+
+    Raises:
+      RunError: the picture cannot be written.
     """
     figure = loss_figure(records, baselines or {}, title=title, loss_unit=loss_unit)
     temporary = Path(path).with_suffix(".tmp")
-    figure.savefig(temporary, format="png")
-    temporary.replace(path)
+    try:
+        figure.savefig(temporary, format="png")
+        temporary.replace(path)
+    except OSError as error:
+        raise RunError(
+            f"the loss curve cannot be written to {path}: {error.strerror}; the metrics that it "
+            "draws are not touched: make room or bring the directory back, then give the same "
+            "command with --resume"
+        ) from error
 
 
 def loss_figure(

@@ -76,6 +76,7 @@ class MetricsWriter:
                     "another run directory"
                 )
             self._file = self.path.open("a", encoding="utf-8")
+            self._identity = os.fstat(self._file.fileno())
             folder = self.path.parent / EVENTS_FOLDER
             self._events = EventFile(folder, resume_step=resume_step)
         except OSError as error:
@@ -93,7 +94,8 @@ class MetricsWriter:
           split: which data the numbers are about.
 
         Raises:
-          RunError: a metric is named like one of our own keys, or the disk refuses the line.
+          RunError: a metric is named like one of our own keys, the disk refuses the line, or the
+            file is no longer there.
         """
         taken = [name for name in _RESERVED if name in values]
         if taken:
@@ -108,6 +110,7 @@ class MetricsWriter:
         record = {"step": int(step), "split": split, "time": round(now, 3)}
         record |= {name: _encode(number) for name, number in numbers.items()}
         with self._told(f"append the metrics of step {step} to"):
+            self._check_in_place(step)
             self._file.write(json.dumps(record, allow_nan=False) + "\n")
             self._file.flush()
             tagged = {f"{split}/{name}": number for name, number in numbers.items()}
@@ -122,6 +125,19 @@ class MetricsWriter:
         with self._told("write the last metrics to"), ExitStack() as both:
             both.callback(self._events.close)
             both.callback(self._file.close)
+
+    def _check_in_place(self, step: int) -> None:
+        """A file that was removed takes every line without a word; looking costs microseconds."""
+        try:
+            if os.path.samestat(os.stat(self.path), self._identity):
+                return
+            what = "was replaced by another file"
+        except (FileNotFoundError, NotADirectoryError):
+            what = "was removed" if self.path.parent.is_dir() else "went with its run directory"
+        raise RunError(
+            f"{self.path} {what} while the run was writing there, so that its metrics from step "
+            f"{step} on would be lost; leave a run's files alone until it ends, then resume the run"
+        )
 
     @contextmanager
     def _told(self, doing: str) -> Iterator[None]:

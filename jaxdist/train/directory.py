@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count, takewhile
 from pathlib import Path
 
 from jaxdist import environment
 from jaxdist.errors import RunError
+from jaxdist.train.lock import FILE_NAME, HeldError, RunLock
 
 PACKAGES = (
     "python",
@@ -51,22 +54,64 @@ class RunDirectory:
         return self.path / "loss.png"
 
     @property
+    def lock(self) -> Path:
+        """Who is writing here; gone when nobody is."""
+        return self.path / FILE_NAME
+
+    @property
     def occupied(self) -> bool:
         """Whether a run has begun here."""
         return self.config.exists()
 
 
-def choose(base: Path, *, resume: bool) -> RunDirectory:
-    """The directory that a run takes: `base`, or `base-2`, `base-3` ... when others stand there.
+def take(
+    base: Path, *, named: bool, resume: bool, say: Callable[[str], None]
+) -> tuple[RunDirectory, RunLock]:
+    """The directory that a run takes, locked: `base`, or `base-2`, `base-3` ... where runs stand.
 
     With `resume`, the newest that has begun (`base` when none has), so that a relaunched job finds
     its own; without, the first that is free, so that nothing is ever overwritten.
+
+    Args:
+      named: the user named the directory: another run that is at it is no reason for another name.
+      say: called with a line about a run that is met.
+
+    Raises:
+      RunError: a live run holds the directory, and `named` or `resume` is set; or it cannot be
+        written.
     """
-    candidates = [base]
-    while RunDirectory(candidates[-1]).occupied:
-        candidates.append(base.with_name(f"{base.name}-{len(candidates) + 1}"))
-    newest = candidates[-2] if resume and len(candidates) > 1 else candidates[-1]
-    return RunDirectory(newest)
+    if resume:
+        return _take_newest(base, say)
+    for directory in _numbered(base):
+        if directory.occupied and not directory.lock.exists():
+            continue
+        try:
+            lock = RunLock(directory.path, say=say)
+        except HeldError as error:
+            if named:
+                raise
+            say(f"{error.who}: this run takes the next name")
+            continue
+        if not directory.occupied:
+            return directory, lock
+        lock.release()
+    raise AssertionError("unreachable: the names do not end")
+
+
+def _take_newest(base: Path, say: Callable[[str], None]) -> tuple[RunDirectory, RunLock]:
+    """Passes over what holds a lock alone: a run that died before it wrote anything."""
+    begun = list(takewhile(lambda d: d.occupied or d.lock.exists(), _numbered(base)))
+    for directory in reversed(begun):
+        lock = RunLock(directory.path, say=say)
+        if directory.occupied:
+            return directory, lock
+        lock.release()
+    return RunDirectory(base), RunLock(base, say=say)
+
+
+def _numbered(base: Path) -> Iterator[RunDirectory]:
+    yield RunDirectory(base)
+    yield from (RunDirectory(base.with_name(f"{base.name}-{number}")) for number in count(2))
 
 
 def prepare(directory: RunDirectory, resolved_config: str) -> None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from runs import Jaxdist, assert_same_run, steps
+from runs import Jaxdist, assert_same_run, finish, steps, wait_for_step
 
 
 def files_of(run: Path, step: int) -> list[Path]:
@@ -102,3 +103,17 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(jaxdist: Jaxdist, small_disk
     whole = jaxdist.train(f"run.directory={jaxdist.folder / 'whole'}")
     assert whole.code == 0, whole
     assert_same_run(run, jaxdist.folder / "whole")
+
+
+def test_a_run_whose_directory_is_deleted_says_so_once(jaxdist: Jaxdist) -> None:
+    jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 7})
+    process = jaxdist.start("train", "config.yaml")
+    wait_for_step(process, jaxdist.run, 20)
+    # In one rename: files that are made while a tree is deleted would keep it.
+    jaxdist.run.rename(jaxdist.folder / "elsewhere")
+    ended = finish(process)
+    assert (ended.code, ended.err.count("\n")) == (3, 1), ended
+    # Whoever looks next; what writes the arrays may have made directories anew.
+    told = r"checkpoints is gone; |metrics.jsonl (was removed|went with its run directory) while "
+    assert re.search(told, ended.message), ended
+    assert "done" not in ended.out

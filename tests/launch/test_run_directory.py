@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from pathlib import Path
 
 from matplotlib.image import imread
-from runs import RUN, Jaxdist, assert_same_run, metrics, steps
+from runs import RUN, Jaxdist, assert_same_run, finish, metrics, steps, wait_for_step
 
 from jaxdist.checkpoint.layout import step_directory
 from jaxdist.checkpoint.manifest import read_manifest
@@ -70,3 +71,28 @@ def test_a_longer_run_goes_on(trained: Jaxdist) -> None:
     assert longer.code == 0, longer
     assert "changed since this run began: train.steps: 24 -> 30" in longer.out
     assert metrics(trained.run)[-1]["step"] == steps(trained.run)[-1] == 30
+
+
+def test_the_same_command_twice_at_once(jaxdist: Jaxdist) -> None:
+    """The second runs beside the first, or is refused where it means the very same directory."""
+    jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 20, "keep": 10_000})
+    first = jaxdist.start("train", "config.yaml")
+    while not (jaxdist.run / "run.lock").exists():
+        assert first.poll() is None, finish(first)
+    resumed = jaxdist.train("--resume")
+    assert (resumed.code, resumed.err.count("\n")) == (3, 1), resumed
+    assert f"run directory runs/config is in use by process {first.pid} on " in resumed.message
+    assert "choose another directory with run.directory=PATH" in resumed.message
+    second = jaxdist.train("train.steps=8")
+    assert second.code == 0, second
+    assert "run    runs/config-2" in second.out
+    assert f"in use by process {first.pid} on " in second.out
+    wait_for_step(first, jaxdist.run, 30)
+    seen = jaxdist("eval", jaxdist.run)
+    assert seen.code == 0, seen
+    first.send_signal(signal.SIGTERM)
+    stopped = finish(first)
+    assert (stopped.code, stopped.err) == (0, ""), stopped
+    recorded = [r["step"] for r in metrics(jaxdist.run) if r["split"] == "train"]
+    assert recorded == [*range(1, len(recorded) + 1)]
+    assert not (jaxdist.run / "run.lock").exists()

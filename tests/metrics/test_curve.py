@@ -7,6 +7,7 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from jaxdist.errors import RunError
 from jaxdist.metrics.curve import MAX_POINTS, loss_figure, plot_loss, smooth
 
 
@@ -88,3 +89,8 @@ def test_smoothing_has_no_lag_on_a_line_and_shortens_noise():
     np.testing.assert_allclose(smooth(line, 5)[:95], line[:95])
     noise = np.random.default_rng(0).normal(size=2000)
     assert smooth(noise, 50)[100:-100].std() < 0.2
+
+
+def test_a_picture_that_cannot_be_written(tmp_path):
+    with pytest.raises(RunError, match=r"absent/loss.png: No such file or directory; the metrics"):
+        plot_loss([], tmp_path / "absent" / "loss.png")

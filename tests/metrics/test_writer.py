@@ -154,6 +154,23 @@ def test_events_that_find_no_room_are_said_too(tmp_path, mount_tmpfs, monkeypatc
     gc.collect()  # a file that is still open tells of what it could not write
 
 
+@pytest.mark.parametrize(
+    ("take_away", "said"),
+    [
+        (lambda path: path.unlink(), "was removed"),
+        (lambda path: path.with_suffix(".tmp").replace(path), "was replaced by another file"),
+        (lambda path: shutil.rmtree(path.parent), "went with its run directory"),
+    ],
+)
+def test_a_file_that_is_taken_away_is_noticed_at_the_next_record(tmp_path, take_away, said):
+    with MetricsWriter(tmp_path / "run", resume_step=None) as writer:
+        writer.write(1, {"loss": 1.0})
+        shutil.copy(writer.path, writer.path.with_suffix(".tmp"))
+        take_away(writer.path)
+        with pytest.raises(RunError, match=rf"metrics.jsonl {said} while .* step 2 on"):
+            writer.write(2, {"loss": 0.5})
+
+
 class FullDisk:
     def __init__(self, file) -> None:
         self.close = file.close

@@ -1,0 +1,227 @@
+"""The lock on a run directory: one run at a time writes there, from its first moment on.
+
+The lock is a file that names its holder, and three things say whether the holder lives. An `flock`
+on the file ends with its process, however that ends, so on one host the kernel knows. Some network
+disks keep an `flock` to one host or have none: for these the holder touches the file every few
+seconds, and who finds the file of another host watches it for a while. Clocks are never compared,
+and a process number is only told, never trusted: it may belong to another process by now.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Self
+
+from jaxdist.errors import RunError
+
+FILE_NAME = "run.lock"
+BEAT_SECONDS = 10.0
+PATIENCE_SECONDS = 45.0
+"""Several beats: a disk may be slow to take one."""
+YOUNG_SECONDS = 2.0
+"""For so long a lock may be without a name, because its holder is about to write it."""
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class HeldError(RunError):
+    """A live run holds the directory; `who` says which, and no remedy."""
+
+    def __init__(self, who: str, remedy: str) -> None:
+        super().__init__(f"{who}: {remedy}")
+        self.who = who
+
+
+def this_process() -> dict[str, Any]:
+    """What a lock says of its holder."""
+    return {
+        "host": platform.node(),
+        "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",
+        "process": os.getpid(),
+        "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+    }
+
+
+class RunLock:
+    """Holds a run directory until `release`; a context manager.
+
+    Args:
+      directory: made if it is not there.
+      say: called with a line before a wait of up to `PATIENCE_SECONDS`.
+
+    Raises:
+      HeldError: a live run holds it, with its host and process.
+      RunError: the directory or the lock cannot be written.
+    """
+
+    def __init__(self, directory: Path, *, say: Callable[[str], None]) -> None:
+        self.directory = directory
+        self.path = directory / FILE_NAME
+        self._say = say
+        self._made: list[Path] = []
+        try:
+            self._made = [path for path in (directory, *directory.parents) if not path.exists()]
+            self._descriptor = self._acquire()
+        except OSError as error:
+            self._remove_empty()
+            raise RunError(
+                f"run directory {directory} cannot be written: {error.strerror or error}; "
+                "choose another with run.directory=PATH"
+            ) from error
+        self._released = threading.Event()
+        self._beat = threading.Thread(target=self._show_life, name="run-lock", daemon=True)
+        self._beat.start()
+
+    def release(self) -> None:
+        """Give the directory to others; removes the lock, and the directory if it holds no more."""
+        self._released.set()
+        self._beat.join()
+        with suppress(OSError):
+            if _is_at(self._descriptor, self.path):
+                self.path.unlink()
+        os.close(self._descriptor)
+        self._remove_empty()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def _acquire(self) -> int:
+        young_until = time.monotonic() + YOUNG_SECONDS
+        while True:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            # Not there: a run that was refused has just removed its empty directory.
+            with suppress(FileNotFoundError):
+                descriptor = self._attempt(young_until)
+                if descriptor is not None:
+                    return descriptor
+            time.sleep(YOUNG_SECONDS / 100)
+
+    def _attempt(self, young_until: float) -> int | None:
+        """A descriptor of the lock that is ours; None: look again, somebody is at it just now."""
+        descriptor, new = _open(self.path)
+        try:
+            locked = _flock(descriptor)
+            # One that looks at a new file gives it back to the one that made it.
+            while new and locked is False and time.monotonic() < young_until:
+                locked = _flock(descriptor)
+            holder = {} if new else _read(descriptor)
+            unwritten = not new and not holder and time.monotonic() < young_until
+            if unwritten or not _is_at(descriptor, self.path):
+                os.close(descriptor)
+                return None
+            if locked is False or not (new or self._is_free(holder, locked=bool(locked))):
+                raise self._held(holder)
+            _write(descriptor, this_process())
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def _is_free(self, holder: dict[str, Any], *, locked: bool) -> bool:
+        """Whether the holder of a lock that was here before is gone."""
+        own = this_process()
+        if locked and all(holder.get(key) == own[key] for key in ("host", "boot")):
+            return True
+        self._say(
+            f"{self.directory} holds the lock of {_named(holder)}: waiting up to "
+            f"{PATIENCE_SECONDS:g} s for a sign of life"
+        )
+        first = _stamp(self.path)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < deadline:
+            time.sleep(BEAT_SECONDS / 4)
+            if _stamp(self.path) != first:
+                return False
+        return True
+
+    def _held(self, holder: dict[str, Any]) -> HeldError:
+        return HeldError(
+            f"run directory {self.directory} is in use by {_named(holder)}",
+            "wait for that run to end or stop it, or choose another directory with "
+            f"run.directory=PATH (if that run is gone for certain, remove {self.path})",
+        )
+
+    def _show_life(self) -> None:
+        while not self._released.wait(BEAT_SECONDS):
+            with suppress(OSError):  # the disk may be away for a moment
+                os.utime(self._descriptor)
+
+    def _remove_empty(self) -> None:
+        for path in self._made:
+            try:
+                path.rmdir()
+            except OSError:
+                return
+
+
+def _open(path: Path) -> tuple[int, bool]:
+    """A descriptor of the lock, and whether it was made just now, by nobody else."""
+    try:
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
+    except FileExistsError:
+        return os.open(path, os.O_RDWR), False
+
+
+def _flock(descriptor: int) -> bool | None:
+    """Whether the lock was got; None where the disk has no such locks."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+            return False
+        return None
+    return True
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    """Whether the file that is open is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _stamp(path: Path) -> object:
+    """What changes when the holder shows life; opening makes a network disk ask the server."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        found = os.fstat(descriptor)
+    finally:
+        os.close(descriptor)
+    return found.st_ino, found.st_mtime_ns, found.st_size
+
+
+def _read(descriptor: int) -> dict[str, Any]:
+    """The holder as the lock names it; empty where it was killed before it could say."""
+    try:
+        found = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(descriptor: int, holder: dict[str, Any]) -> None:
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+    os.fsync(descriptor)
+
+
+def _named(holder: dict[str, Any]) -> str:
+    """A holder for a person; `?` for what its lock does not say."""
+    process, host, since = (holder.get(key, "?") for key in ("process", "host", "since"))
+    return f"process {process} on {host} since {since}"
