@@ -19,7 +19,7 @@ from pydantic import Field
 from jaxdist.checkpoint.store import CheckpointConfig
 from jaxdist.config import Config, Count, Document, Problem, problems_error, read, validate
 from jaxdist.config.importing import user_code
-from jaxdist.data import DataConfig, Dataset, Source
+from jaxdist.data import DataConfig, Dataset
 from jaxdist.data.loader import Loader
 from jaxdist.errors import (
     CollectiveError,
@@ -204,10 +204,10 @@ def build(
     with at("data"):
         dataset = config.data.build()
     with at("data"):
-        loader = _loader(config, layout, dataset.train)
-        heldout = None
-        if dataset.heldout is not None:
-            heldout = _loader(config, layout, dataset.heldout, shuffle=False)
+        loader = _loader(config, layout, dataset)
+        heldout = (
+            None if dataset.heldout is None else _loader(config, layout, dataset, heldout=True)
+        )
     with at("train"):
         plan = plan_stages(config.train, len(dataset.train))
     with at("optim"):
@@ -216,7 +216,7 @@ def build(
         config, layout, dataset, loader.batch_shapes, plan, rate, at
     )
     with at("train"):
-        stages = _stages(config, layout, dataset.train, plan, program, loader)
+        stages = _stages(config, layout, dataset, plan, program, loader)
     return Experiment(
         config=config,
         dataset=dataset,
@@ -290,7 +290,7 @@ def _at_hand(data: DataConfig) -> Dataset | None:
 def _stages(
     config: ExperimentConfig,
     layout: Layout,
-    source: Source,
+    dataset: Dataset,
     plan: Plan,
     program: Program,
     loader: Loader,
@@ -306,7 +306,7 @@ def _stages(
             count = train.microbatches_of(size)
         check_batch(size, count, layout)
         if seen or size != train.batch_size:
-            batches = _loader(config, layout, source, batch_size=size, start_example=seen)
+            batches = _loader(config, layout, dataset, batch_size=size, start_example=seen)
         if size not in programs:
             programs[size] = replace(program, batch=batches.batch_shapes, microbatches=count)
         last = stage.first_step + stage.steps
@@ -317,23 +317,27 @@ def _stages(
 def _loader(
     config: ExperimentConfig,
     layout: Layout,
-    source: Source,
+    dataset: Dataset,
     *,
-    shuffle: bool = True,
+    heldout: bool = False,
     batch_size: int | None = None,
     start_example: int = 0,
 ) -> Loader:
     def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
         return layout.sharding(("batch", *(None,) * (len(shape) - 1)))
 
+    source = dataset.heldout if heldout else dataset.train
+    assert source is not None
     return Loader(
         source,
         batch_size=batch_size or config.train.batch_size,
         seed=config.seed,
-        shuffle=shuffle,
+        shuffle=not heldout,
         start_example=start_example,
         sharding=sharding,
         prefetch=config.train.prefetch,
+        allowed=dataset.allowed,
+        split="held-out split" if heldout else "training split",
     )
 
 

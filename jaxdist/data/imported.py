@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal, cast
 
 import numpy as np
 from pydantic import Field
 
 from jaxdist.config.importing import call_object, load_object
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, Count
 from jaxdist.data.source import Dataset, Source, take
 from jaxdist.errors import DataError
 
@@ -22,10 +23,12 @@ class ImportConfig(Config):
     """`package.module:name` of the data, or of a function that builds it."""
     args: dict[str, Any] = Field(default={})
     """Arguments of that function, by name."""
-    vocab_size: int | None = None
-    """Tokens are below this, where the data has tokens."""
-    classes: int | None = None
-    """Labels are below this, where the data has labels."""
+    vocab_size: Count | None = None
+    """Each value of the field `tokens` is from 0 to one less; null where there are no tokens."""
+    classes: Count | None = None
+    """Each value of the field `label` is from 0 to one less; null where there are no labels."""
+    unchecked: list[str] = Field(default=[])
+    """Fields in which a number outside its range, NaN or infinity means something to your model."""
 
     def build(self) -> Dataset:
         """Import, call, and look at the first and the last example.
@@ -37,11 +40,17 @@ class ImportConfig(Config):
         found = load_object(self.path)
         if callable(found) or self.args:
             found = call_object(self.path, found, self.args)
-        dataset = found if isinstance(found, Dataset) else self._dataset(found)
-        _check(dataset.train, self.path, "train")
+        dataset = self._declared(found if isinstance(found, Dataset) else self._dataset(found))
+        self._check(dataset, dataset.train, "training split")
         if dataset.heldout is not None:
-            _check(dataset.heldout, self.path, "heldout")
+            self._check(dataset, dataset.heldout, "held-out split")
         return dataset
+
+    def _declared(self, dataset: Dataset) -> Dataset:
+        """With what the configuration says of it, which counts for a Dataset too."""
+        said = {"vocab_size": self.vocab_size, "classes": self.classes}
+        given = {name: value for name, value in said.items() if value is not None}
+        return replace(dataset, **given, unchecked=dataset.unchecked | set(self.unchecked))
 
     def _dataset(self, found: Any) -> Dataset:
         pair = isinstance(found, tuple) and len(found) == 2
@@ -57,14 +66,20 @@ class ImportConfig(Config):
         return Dataset(
             train=train,
             heldout=heldout,
-            vocab_size=self.vocab_size,
-            classes=self.classes,
+            vocab_size=None,
+            classes=None,
             description=f"import: {self.path}: {examples[0]:,} + {examples[1]:,} examples",
             facts={"train_examples": examples[0], "heldout_examples": examples[1]},
         )
 
-
-def _check(source: Source, path: str, split: str) -> None:
-    if len(source) == 0:
-        raise DataError(f"data: {path!r} gave an empty {split} source, 0 examples")
-    take(source, np.array([0, len(source) - 1]))
+    def _check(self, dataset: Dataset, source: Source, split: str) -> None:
+        if len(source) == 0:
+            raise DataError(f"data: {self.path!r} gave an empty {split}, 0 examples")
+        ends = np.array([0, len(source) - 1])
+        batch = take(source, ends)
+        absent = sorted(set(self.unchecked) - set(batch))
+        if absent:
+            raise DataError(
+                f"data.unchecked names {', '.join(absent)}, but the {split} has {sorted(batch)}"
+            )
+        dataset.allowed.check(batch, ends, split)

@@ -18,11 +18,13 @@ import numpy as np
 from jaxdist.data.permutation import permuted
 from jaxdist.data.placement import Placement, Shardings
 from jaxdist.data.source import Source, take
+from jaxdist.data.values import Allowed
 from jaxdist.errors import DataError
 
 DeviceBatch = dict[str, jax.Array]
 
 WEIGHT = "weight"
+ANY_FINITE = Allowed()
 
 
 class Rows(NamedTuple):
@@ -58,6 +60,8 @@ class Loader:
         start_example: int = 0,
         prefetch: int = 2,
         threads: int = 2,
+        allowed: Allowed = ANY_FINITE,
+        split: str = "training split",
     ):
         """Check what can be checked before the first batch.
 
@@ -71,9 +75,12 @@ class Loader:
             of whatever size.
           prefetch: batches that wait on the devices beside the one in use.
           threads: readers that work on different batches at once.
+          allowed: what the values may be; looked at where a batch is read.
+          split: what messages call the source.
 
         Raises:
-          DataError: an empty source, a batch size below 1, or a start below 0.
+          DataError: an empty source, a batch size below 1, a start below 0, or an example 0 with
+            values that are not allowed.
           ShardingError: a name without a sharding, or a batch that does not divide.
         """
         if len(source) == 0:
@@ -87,7 +94,9 @@ class Loader:
         self._batch_size = batch_size
         self._seed, self._shuffle = seed, shuffle
         self._prefetch, self._threads = prefetch, threads
+        self._allowed, self._split = allowed, split
         example = _example(source)
+        allowed.check(example, np.zeros(1, np.int64), split)
         shapes = {name: values.shape[1:] for name, values in example.items()}
         self._placement = Placement({**shapes, WEIGHT: ()}, batch_size, sharding)
         self.batch_shapes = {
@@ -124,6 +133,7 @@ class Loader:
     def _load(self, rows: Rows) -> DeviceBatch:
         mine = self._placement.rows
         local = take(self._source, rows.examples[mine])
+        self._allowed.check(local, rows.examples[mine], self._split)
         if rows.weights is not None:
             local[WEIGHT] = local.get(WEIGHT, np.float32(1)) * rows.weights[mine]
         return self._placement.place(local)

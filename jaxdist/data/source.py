@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxdist.config.importing import describe_exception
 from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.data.values import Allowed
 from jaxdist.errors import DataError
 
 Example = Mapping[str, np.ndarray]
@@ -44,13 +45,14 @@ class Dataset:
     Attributes:
       train: the examples to learn from.
       heldout: the examples to judge by, or None.
-      vocab_size: tokens are in [0, vocab_size), or None where there are no tokens.
-      classes: labels are in [0, classes), or None where there are no labels.
+      vocab_size: `tokens` are in [0, vocab_size), or None where there are no tokens.
+      classes: each `label` is in [0, classes), or None where there are no labels.
       description: one line for people.
       facts: sizes, by name with its unit.
       tokenizer: what text and tokens are to each other, or None where there are no tokens.
       baselines: computes the losses to beat on the held-out split (nats per token), by name. It
         may take seconds, so nothing calls it before a result is to be judged.
+      unchecked: fields that may hold what is not finite, or outside those ranges.
     """
 
     train: Source
@@ -61,6 +63,14 @@ class Dataset:
     facts: Mapping[str, float | int | str]
     tokenizer: Tokenizer | None = None
     baselines: Callable[[], Mapping[str, float]] = field(default=dict)
+    unchecked: frozenset[str] = frozenset()
+
+    @property
+    def allowed(self) -> Allowed:
+        """What the values of its examples may be."""
+        limits = {"tokens": self.vocab_size, "label": self.classes}
+        declared = {name: limit for name, limit in limits.items() if limit is not None}
+        return Allowed(declared, self.unchecked)
 
 
 class ArraySource:
@@ -139,7 +149,8 @@ def narrow(name: str, value: Any) -> np.ndarray:
     """
     array = np.asarray(value)
     if array.dtype == np.float64:
-        return array.astype(np.float32)
+        with np.errstate(over="ignore"):  # becomes infinity, which `Allowed` refuses
+            return array.astype(np.float32)
     if array.dtype in (np.int64, np.uint64):
         limits = np.iinfo(np.int32)
         if array.size and (array.max() > limits.max or array.min() < limits.min):

@@ -64,7 +64,7 @@ def test_what_may_be_imported() -> None:
         ("none", DataError, r"'userdata:none' gave a NoneType, expected an object with __len__"),
         ("ragged", DataError, r"'x' of example 3 is int32 \(4,\), of example 0 int32 \(1,\)"),
         ("tuples", DataError, "example 0 is a tuple, expected a mapping"),
-        ("failing_heldout", DataError, "'userdata:failing_heldout' gave an empty heldout source"),
+        ("failing_heldout", DataError, "'userdata:failing_heldout' gave an empty held-out split"),
         ("fails", ConfigError, r"raised KeyError: 'y' \(.*userdata\.py:17\)"),
         ("absent", ConfigError, "'userdata' has no attribute 'absent'"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -13,7 +14,7 @@ import pytest
 from runs import DIGITS, Jaxdist
 
 from jaxdist.errors import ConfigError, DataError
-from jaxdist.experiment import build, load
+from jaxdist.experiment import Experiment, build, load
 
 MINE = """\
 import jax, jax.numpy as jnp, numpy as np, optax
@@ -77,6 +78,14 @@ class DataBrokenLater(Data):
         if i == 50:
             raise OSError("a broken sector")  # LINE
         return super().__getitem__(i)
+class DataLabel(Data):
+    def __init__(self, place):
+        super().__init__()
+        self.place = place
+    def __getitem__(self, i):
+        return {**super().__getitem__(i), "label": np.int32(12 if i == self.place else 3)}
+def pair(place):
+    return Data(), DataLabel(place)
 def data_number():
     return 3
 """
@@ -118,10 +127,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     sys.modules.pop("mine", None)
 
 
-def build_with(folder: Path, changes: dict[str, Any]) -> None:
+def build_with(folder: Path, changes: dict[str, Any]) -> Experiment:
     (folder / "config.yaml").write_text(json.dumps({**DIGITS, **changes}))
     document, config = load(folder / "config.yaml")
-    build(config, document)
+    return build(config, document)
 
 
 RAISES = [
@@ -162,7 +171,7 @@ WRONG = [
     (optimizer("optimizer_number"), "mine:optimizer_number returned int, not an optax"),
     (optimizer("optimizer", args={"beta": 1}), "got an unexpected keyword argument 'beta'"),
     (data("data_number"), "'mine:data_number' gave a int, expected an object with __len__"),
-    (data("Data", args={"length": 0}), "'mine:Data' gave an empty train source, 0 examples"),
+    (data("Data", args={"length": 0}), "'mine:Data' gave an empty training split, 0 examples"),
 ]
 
 
@@ -179,6 +188,21 @@ def test_what_it_returns_is_checked(folder: Path, changes: dict[str, Any], messa
 )
 def test_what_is_right_builds(folder: Path, changes: dict[str, Any]) -> None:
     build_with(folder, changes)
+
+
+def test_a_label_that_is_no_class_ends_the_epoch_and_the_evaluation(folder: Path) -> None:
+    train = build_with(folder, data("DataLabel", args={"place": 50})).loader
+    with train.batches() as batches, pytest.raises(DataError, match="example 50 of the training"):
+        list(itertools.islice(batches, 2))
+    heldout = build_with(folder, data("pair", args={"place": 70})).heldout
+    assert heldout is not None
+    with (
+        heldout.evaluation_batches() as batches,
+        pytest.raises(DataError, match=r"example 70 of the held-out split is 12, .* from 0 to 9:"),
+    ):
+        list(batches)
+    with pytest.raises(ConfigError, match=r"data = .*'label' of example 99 .* is 12"):
+        build_with(folder, data("DataLabel", args={"place": 99}))
 
 
 def test_on_the_command_line_there_is_no_traceback(jaxdist: Jaxdist) -> None:

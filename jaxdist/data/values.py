@@ -1,0 +1,71 @@
+"""What the values of a batch may be: whole numbers in a range that is declared, else finite."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxdist.errors import DataError
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a field of an example may hold; a gather on a device tells nobody what lies outside.
+
+    Attributes:
+      limits: the values of this field are whole numbers in [0, limit).
+      unchecked: fields that may hold anything.
+    """
+
+    limits: Mapping[str, int] = field(default_factory=dict)
+    unchecked: frozenset[str] = frozenset()
+
+    def check(
+        self, batch: Mapping[str, np.ndarray], examples: np.ndarray, split: str = "training split"
+    ) -> None:
+        """Look at every value of some examples; costs less than it cost to copy them together.
+
+        Args:
+          batch: arrays [N, ...] by field.
+          examples: the numbers (int64 [N]) of these examples in their split.
+          split: what the message calls it.
+
+        Raises:
+          DataError: a value that is not allowed; the message names the first one.
+
+        >>> allowed = Allowed({"label": 10})
+        >>> allowed.check({"label": np.array([3, 12])}, np.array([7, 41]))
+        Traceback (most recent call last):
+          ...
+        jaxdist.errors.DataError: data: 'label' of example 41 of the training split is 12, \
+expected a whole number from 0 to 9: correct the data, or what it declares; in imported data, \
+data.unchecked: [label] lets anything pass
+        """
+        for name, values in batch.items():
+            limit = self.limits.get(name)
+            wrong = None if name in self.unchecked else _wrong(values, limit)
+            if wrong is None or not wrong.any():
+                continue
+            first = tuple(np.argwhere(wrong)[0].tolist())
+            place = list(first[1:]) or ""
+            expected = (
+                "a finite number" if limit is None else f"a whole number from 0 to {limit - 1}"
+            )
+            declared = "" if limit is None else ", or what it declares"
+            raise DataError(
+                f"data: {name!r}{place} of example {examples[first[0]]} of the {split} is "
+                f"{values[first]}, expected {expected}: correct the data{declared}; in imported "
+                f"data, data.unchecked: [{name}] lets anything pass"
+            )
+
+
+def _wrong(values: np.ndarray, limit: int | None) -> np.ndarray | None:
+    """Where values are not allowed (bool, their shape), or None where none can be."""
+    whole = values.dtype.kind in "biu"
+    if limit is None:
+        return None if whole else ~np.isfinite(values)
+    outside = (values < 0) | (values >= limit)
+    # Comparisons with NaN are false.
+    return outside if whole else outside | (values != np.floor(values))
