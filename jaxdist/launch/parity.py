@@ -26,6 +26,7 @@ from jaxdist.launch.parity_run import (
     remats_of,
     sections_of,
 )
+from jaxdist.launch.parity_trace import compiled_at
 from jaxdist.metrics.report import write_json
 
 BUILT_IN_NAME = "A gpt of 8 layers of width 32"
@@ -67,7 +68,7 @@ def parity(
     done = {result.cell for result in results}
     console.print(
         f"{name}: {len(cells)} combinations on 8 fake devices against one device,\n"
-        f"float32, relative differences"
+        f"float32, relative differences; {compiled_at()}"
         f"{f'; {len(results)} are in {json_file}' if results else ''}",
         soft_wrap=True,
     )
@@ -78,8 +79,11 @@ def parity(
             write_json(json_file, report(results), what="comparison", indent=1, allow_nan=True)
 
     note()
+    told: dict[str, int] = {}
     for result in _compared(subject, [cell for cell in cells if cell not in done], jobs):
-        results.append(_shown(result, console))
+        style = "bold red" if result.verdict == "differs" else None
+        console.print(line(result, told), style=style, soft_wrap=True, markup=False)
+        results.append(result)
         note()
     console.print(verdict(results))
     return results
@@ -142,12 +146,6 @@ def _take(subject: Subject) -> None:
 
 def _compare_taken(cell: Cell) -> Result:
     return compare(_taken[0], cell)
-
-
-def _shown(result: Result, console: Console) -> Result:
-    style = "bold red" if result.verdict == "differs" else None
-    console.print(line(result), style=style, soft_wrap=True, markup=False)
-    return result
 
 
 def verdict(results: Sequence[Result]) -> str:

@@ -41,6 +41,8 @@ STAGES = 4
 """The most: a program for more takes long to compile, and has nothing new."""
 WIDEST = 8
 """Into how many parts the tensor axes of a draw's two meshes split a dim between them."""
+AXES_WEIGHTS = (0.5, 2, 4, 9)
+"""How often a mesh is drawn, by how many axes it has: there are few with many."""
 ALONE: Mapping[str, Any] = {"data": 1, "fake_devices": 1}
 _REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
 Sections = dict[str, Any]
@@ -87,7 +89,7 @@ def draw(seed: int) -> Draw:
     (True, False)
     """
     random = Random(seed)
-    kind = random.choice([*MODELS])
+    kind = random.choice(["gpt", *MODELS])
     first = _plan(random, kind)
     second = _plan(random, kind)
     while math.lcm(first.tensor, second.tensor) > WIDEST:
@@ -115,7 +117,9 @@ def _config(random: Random, common: Sections, plan: Plan, layers: int) -> Sectio
     """The whole config of a plan: what it chooses for the model's sizes comes last."""
     model, parallel = dict(common["model"]), dict(plan.parallel)
     if model["type"] == "gpt":
-        model["remat"] = REMATS[random.choice([*REMATS])]
+        # What is gathered ahead keeps the inputs of layers alone.
+        policies = ["full"] if parallel["zero"].get("prefetch") else [*REMATS]
+        model["remat"] = REMATS[random.choice(policies)]
         if isinstance(model["remat"], tuple):
             model["remat"] = [*model["remat"]][:layers]
     if plan.chunks > 1 and random.random() < 0.3:
@@ -169,7 +173,7 @@ def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
 def _plan(random: Random, kind: str) -> Plan:
     """A mesh, what runs on it, and in how many microbatches."""
     fitting = [sizes for sizes in meshes() if _fits(kind, *sizes)]
-    weights = [sum(size > 1 for size in sizes) ** 2 or 0.5 for sizes in fitting]
+    weights = [AXES_WEIGHTS[sum(size > 1 for size in sizes)] for sizes in fitting]
     ((data, stages, tensor),) = random.choices(fitting, weights)
     mesh = _mesh(random, {"data": data, "stage": stages, "tensor": tensor})
     reduce, zero = _zero_and_reduce(random, mesh)

@@ -12,7 +12,7 @@ from jaxdist.launch.parity_children import Ended, answers
 from jaxdist.launch.parity_draw import draw, seeds_of
 from jaxdist.launch.parity_draw_report import HEADER, failure_text, line, to_json, verdict
 from jaxdist.launch.parity_draw_run import Outcome, judge
-from jaxdist.launch.parity_trace import LEVEL
+from jaxdist.launch.parity_trace import compiled_at
 from jaxdist.metrics.report import write_json
 
 WRONG = Path("runs/parity")
@@ -40,7 +40,7 @@ def parity_draws(
     seeds = seeds_of(count, seed)
     console.print(
         f"{count} draws on up to 8 fake devices against one device, float32, relative "
-        f"differences; XLA compiles at {LEVEL}",
+        f"differences; {compiled_at()}",
         soft_wrap=True,
     )
     console.print(HEADER, style="bold")

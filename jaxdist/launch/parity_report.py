@@ -31,27 +31,36 @@ HEADER = (
 """Above `line`."""
 
 
-def line(result: Result) -> str:
+def line(result: Result, told: dict[str, int] | None = None) -> str:
     """One combination in 80 columns, in more lines where there is a pipeline or a reason to give.
+
+    Args:
+      told: numbers of the reasons that lines before this one have given, of which this gives the
+        number alone; a new one is put in.
 
     >>> print(line(Result(Cell("data 8", 2, "all", None, 1, "full"), "equal",
     ...                   Differences(0, 1e-6, 2e-6))))
     data 8                    2     null         1     full  0.0e+00 1.0e-06 2.0e-06
     >>> cell = Cell("stage 4, tensor 2", 0, "all", None, 8, "none", "whole", "zb_v", "stash")
     >>> print(line(Result(cell, "skipped", reason="3 heads")))
-    stage 4, tensor 2         0     null         8     none  skipped
+    stage 4, tensor 2         0     null         8     none  skipped (1)
         zb_v, stash
-        3 heads
+        (1) 3 heads
     """
+    told = {} if told is None else told
     cell, found = result.cell, result.differences
     scope = " ici" if cell.scope == "ici" else ""
     text = (
         f"{cell.mesh:<26}{f'{cell.stage}{scope}':<6}{cell.reduce or 'null':<13}"
         f"{cell.microbatches:<6}{cell.remat[:4]:<5}"
     )
-    more = [result.reason] if result.reason else []
+    verdict, more = result.verdict, [result.reason] if result.reason else []
+    if verdict == "skipped" and more:
+        known = result.reason in told
+        number = told.setdefault(result.reason, len(told) + 1)
+        verdict, more = f"skipped ({number})", [] if known else [f"({number}) {result.reason}"]
     if found is None:
-        text += f" {result.verdict}"
+        text += f" {verdict}"
     else:
         text += f"{found.loss:>8.1e}{found.gradient:>8.1e}{found.update:>8.1e}"
         more += [] if result.verdict == "equal" else [f"DIFFERS: {_excess(result)}"]

@@ -37,7 +37,6 @@ COMPILE: Mapping[str, Any] = {
     "xla_cpu_use_fusion_emitters": False,
 }
 """The program that XLA plans is the same; its loops, which run three times, are made sooner."""
-LEVEL = f"its optimization level {COMPILE['xla_backend_optimization_level']}"
 
 
 @dataclass(frozen=True)
@@ -110,6 +109,12 @@ def compile_options() -> dict[str, Any]:
         return True
 
     return {name: COMPILE[name] for name in filter(known, COMPILE)}
+
+
+def compiled_at() -> str:
+    """What XLA compiles at here, for a heading."""
+    level = compile_options().get("xla_backend_optimization_level", "its own")
+    return f"XLA compiles at optimization level {level}"
 
 
 @dataclass(frozen=True)

@@ -312,6 +312,7 @@ def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
     assert found.exit_code == 0, found.output
     assert reason in found.output
     assert "1 equal, 0 differ, 1 skipped" in found.output
+    assert "XLA compiles at optimization level 0\n" in found.output
     assert max(map(len, found.output.splitlines()[1:])) <= 80
     report = json.loads((tmp_path / "c.json").read_text())
     first, second = from_json(report)
@@ -482,6 +483,21 @@ def test_a_page_has_schedules_and_sequences_by_mesh():
     assert row_of(page, "zb_v | recompute")[2:] == [""] * 4
     assert row_of(page, "data 2, tensor 4 | ")[1:] == ["", "2.0e-07 (1)"]
     assert row_of(page, "over devices, in matmuls, over the sequence")[1] == "8e-06"
+
+
+def test_a_reason_is_told_once_and_then_by_its_number():
+    first, second = (Cell(mesh, 0, "all", None, 1, "none") for mesh in ("data 8", "stage 4"))
+    told: dict[str, int] = {}
+    lines = [
+        line(Result(cell, "skipped", reason=reason), told)
+        for cell, reason in ((first, "3 heads"), (second, "odd"), (second, "3 heads"))
+    ]
+    assert [text.count("\n") for text in lines] == [1, 1, 0]
+    assert lines[0].endswith("skipped (1)\n    (1) 3 heads")
+    assert lines[1].endswith("skipped (2)\n    (2) odd")
+    assert lines[2].endswith("skipped (1)")
+    refused = [line(Result(first, "differs", reason="INTERNAL"), told) for _ in range(2)]
+    assert all("INTERNAL" in text for text in refused)
 
 
 def test_every_line_of_a_run_fits_80_columns():

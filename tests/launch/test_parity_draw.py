@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
+import jax
 import pytest
+from answering import answer
 from typer.testing import CliRunner
 
+from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.cli import app
+from jaxdist.collectives.ring import Ring
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
-from jaxdist.launch import parity_draws
+from jaxdist.launch import parity_children, parity_draw_run, parity_draws
 from jaxdist.launch.parity_cells import ACTIVATIONS, REDUCTIONS, SCHEDULES
 from jaxdist.launch.parity_children import Ended
 from jaxdist.launch.parity_draw import MODELS, OPTIMIZERS, alone, draw, seeds_of
-from jaxdist.launch.parity_draw_report import features_of, from_json, to_json
-from jaxdist.launch.parity_draw_run import Outcome
+from jaxdist.launch.parity_draw_report import features_of, from_json, markdown, to_json
+from jaxdist.launch.parity_draw_run import Outcome, judge
 from jaxdist.launch.parity_trace import Differences
 
 SEEDS = seeds_of(500, 0)
@@ -121,3 +126,77 @@ def test_what_has_no_effect_on_draws_is_refused(args):
     assert f"{args[0].replace('c.yaml', 'CONFIG')} has no effect with --draw" in str(
         refused.exception
     )
+
+
+def seed_of(*needed: tuple[str, str]) -> int:
+    """Of the first draw that has all this and is quick to compile."""
+    return next(
+        seed
+        for seed, drawn in zip(SEEDS, DRAWN, strict=True)
+        if {("model", "mlp"), *needed} <= {*features_of(drawn.sections).items()}
+    )
+
+
+def test_a_reduction_that_loses_a_part_is_found(monkeypatch, devices):
+    seed = seed_of(("reduce", "ring"), ("ZeRO", "none"), ("axes", "data"))
+    whole = Ring.all_reduce
+
+    def losing(self, flat, axis, combine):
+        return whole(self, flat, axis, combine) - flat
+
+    monkeypatch.setattr(Ring, "all_reduce", losing)
+    wrong = judge(seed)
+    assert wrong.verdict == "differs"
+    assert wrong.differences.gradient > 100 * wrong.limit.gradient
+
+
+def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, devices):
+    seed = seed_of(("ZeRO", "3"), ("axes", "data"), ("whole_below", "0"))
+    right = judge(seed)
+    assert (right.verdict, right.checkpoint) == ("equal", "equal"), right.reason
+    restore = CheckpointStore.restore
+
+    def other(self, *args, **kwargs):
+        found = restore(self, *args, **kwargs)
+        return replace(found, state=jax.tree.map(lambda x: x[::-1] if x.ndim else x, found.state))
+
+    monkeypatch.setattr(CheckpointStore, "restore", other)
+    wrong = judge(seed)
+    assert (wrong.verdict, wrong.checkpoint) == ("differs", "differs")
+    assert wrong.differences.within(wrong.limit)
+    assert "tensors were not loaded as saved: params/layers" in wrong.reason
+
+
+def test_an_error_that_is_not_ours_is_a_failure(monkeypatch):
+    def broken(drawn):
+        raise ZeroDivisionError("division by zero\nmore")
+
+    monkeypatch.setattr(parity_draw_run, "compare", broken)
+    found = judge(0)
+    assert (found.verdict, found.good) == ("failed", False)
+    assert found.reason == "ZeroDivisionError: division by zero"
+    assert found.sections == draw(0).sections
+
+
+def test_what_ends_a_process_is_an_answer_and_the_others_go_on():
+    found = [*parity_children.answers(answer, [2, 13, 3, 13, 4], jobs=2)]
+    assert found[::2] == [4, 9, 16]
+    for ended in found[1::2]:
+        assert ended.reason.startswith("the process ended with SIGABRT: ")
+        assert ended.reason.endswith("x.cc:497] Check failed: 1 == 2")
+
+
+def test_a_process_that_does_not_answer_is_ended():
+    found = [*parity_children.answers(answer, [14], jobs=1, limit_seconds=1.0)]
+    assert [ended.reason for ended in found] == ["no answer in 1 s"]
+
+
+def test_a_page_counts_what_was_drawn():
+    outcomes = [outcome_of(0), outcome_of(1, "differs"), outcome_of(2, "refused", reason="odd")]
+    page = markdown(to_json(outcomes, count=3, seed=0))
+    assert "- 1 equal, 1 refused, 1 differs, 0 failed" in page
+    assert "- seed 2: odd" in page
+    assert "jaxdist parity --json docs/parity_draw.json --draw 3 --seed 0`" in page
+    models = Counter(outcome.sections["model"]["type"] for outcome in outcomes)
+    for model, count in models.items():
+        assert f"| model | {model} | {count} |" in page

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxdist.parallel.pipeline.jaxprs import depends_on
 
@@ -28,34 +29,43 @@ class Residuals:
 
     Attributes:
       x: shapes of the input.
-      listed: for each leaf of the function that `jax.vjp` returns, whether it is listed.
+      traced: (params, visit, x) to the output and the leaves of the function that `jax.vjp`
+        returns, flat. Both passes run this one trace: another might have other leaves, since jax
+        leaves out some that are equal, as it happens.
+      y, pull: structures of the output, and of that function.
+      listed: for each leaf of it, whether it is listed.
       shapes: of those that are.
     """
 
-    blocks: Blocks
     x: Any
+    traced: ClosedJaxpr
+    y: Any
+    pull: Any
     listed: tuple[bool, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
 
     def forward(self, params: Any, visit: Any, x: Any) -> tuple[Any, list[jax.Array]]:
         """The output, and the residuals."""
-        y, pull = self._vjp(params, visit, x)
-        leaves = jax.tree.leaves(pull)
-        return y, [leaf for leaf, own in zip(leaves, self.listed, strict=True) if own]
+        y, leaves = self._run(params, visit, x)
+        own = [leaf for leaf, own in zip(leaves, self.listed, strict=True) if own]
+        return jax.tree.unflatten(self.y, y), own
 
     def backward(self, params: Any, visit: Any, residuals: Sequence[jax.Array]) -> Pull:
         """The backward pass from its residuals."""
         # Nothing below depends on these zeros once the residuals are put in, so that the compiler
         # drops the forward pass of them.
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.x)
-        leaves, structure = jax.tree.flatten(self._vjp(params, visit, zeros)[1])
-        found = iter(residuals)
-        return structure.unflatten(
-            next(found) if own else leaf for leaf, own in zip(leaves, self.listed, strict=True)
+        leaves, found = self._run(params, visit, zeros)[1], iter(residuals)
+        return jax.tree.unflatten(
+            self.pull,
+            [next(found) if own else leaf for leaf, own in zip(leaves, self.listed, strict=True)],
         )
 
-    def _vjp(self, params: Any, visit: Any, x: Any) -> tuple[Any, Pull]:
-        return jax.vjp(lambda params, x: self.blocks(params, x, visit), params, x)
+    def _run(self, params: Any, visit: Any, x: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves of the output, and those of the function."""
+        found = jaxpr_as_fun(self.traced)(*jax.tree.leaves((params, visit, x)))
+        count = self.y.num_leaves
+        return found[:count], found[count:]
 
 
 def find_residuals(blocks: Blocks, params: Any, visit: Any, x: Any) -> Residuals:
@@ -65,13 +75,20 @@ def find_residuals(blocks: Blocks, params: Any, visit: Any, x: Any) -> Residuals
       params, visit, x: arguments, or their shapes.
     """
 
-    def leaves(params: Any, visit: Any, x: Any) -> list[jax.Array]:
-        return jax.tree.leaves(jax.vjp(lambda p, x: blocks(p, x, visit), params, x)[1])
+    def vjp(params: Any, visit: Any, x: Any) -> tuple[Any, Pull]:
+        return jax.vjp(lambda params, x: blocks(params, x, visit), params, x)
 
-    closed, shapes = jax.make_jaxpr(leaves, return_shape=True)(params, visit, x)
-    given = len(jax.tree.leaves((params, visit)))
-    inputs = [i >= given for i in range(len(closed.jaxpr.invars))]
-    listed = tuple(depends_on(closed.jaxpr, inputs))
-    own = tuple(shape for shape, keep in zip(shapes, listed, strict=True) if keep)
+    traced, (y, pull) = jax.make_jaxpr(vjp, return_shape=True)(params, visit, x)
+    given, count = len(jax.tree.leaves((params, visit))), len(jax.tree.leaves(y))
+    inputs = [i >= given for i in range(len(traced.jaxpr.invars))]
+    listed = tuple(depends_on(traced.jaxpr, inputs)[count:])
+    shapes = zip(jax.tree.leaves(pull), listed, strict=True)
     x = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), x)
-    return Residuals(blocks, x, listed, own)
+    return Residuals(
+        x,
+        traced,
+        jax.tree.structure(y),
+        jax.tree.structure(pull),
+        listed,
+        tuple(shape for shape, keep in shapes if keep),
+    )

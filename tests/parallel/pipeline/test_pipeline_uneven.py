@@ -43,6 +43,16 @@ def test_uneven_chunks_equal_one_device(mesh, pipeline, model, devices):
     same(trained(experiment(mesh, pipeline, model=model)), alone(**model))
 
 
+def test_both_passes_of_a_chunk_know_the_same_residuals(devices):
+    """Traced twice, jax kept rotary tables that are equal once each, or once together."""
+    model = {"layers": 3, "remat": ["full", "none"]}
+    for activations in ("stash", "recompute"):
+        pipeline = {"schedule": {"type": "zb_h1"}, "activations": activations}
+        program = experiment({"stage": 2, "tensor": 2}, pipeline, model=model).program
+        state, _ = jax.eval_shape(program.train, program.state_shapes, program.batch)
+        assert jax.tree.structure(state) == jax.tree.structure(program.state_shapes)
+
+
 def test_a_cut_is_explained_and_what_it_stores_is_told(devices):
     made = experiment({"stage": 4})
     assert explain_config(config_of({"stage": 4})) == made.explained
