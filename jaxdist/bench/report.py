@@ -23,6 +23,15 @@ _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 _GOAL = re.compile(r"(<=|>=)\s*(\d+(?:\.\d+)?)")
 
 
+def holds(goal: str, ratio: float) -> bool | None:
+    """Whether a ratio meets a goal such as "<= 1.03"; None without a goal. NaN meets none."""
+    found = _GOAL.fullmatch(goal)
+    if found is None:
+        return None
+    sign, limit = found.groups()
+    return bool(_COMPARISONS[sign](ratio, float(limit)))
+
+
 @dataclass(frozen=True)
 class Figure:
     """One number of ours beside its reference.
@@ -88,10 +97,7 @@ class Figure:
     @property
     def holds(self) -> bool | None:
         """Whether the ratio meets the goal; None without a goal. NaN meets none."""
-        if not self.goal:
-            return None
-        sign, limit = _GOAL.fullmatch(self.goal).groups()  # pyright: ignore[reportOptionalMemberAccess]  (checked when made)
-        return bool(_COMPARISONS[sign](self.ratio, float(limit)))
+        return holds(self.goal, self.ratio)
 
     def as_json(self) -> dict[str, Any]:
         """Plain data for the report; numbers that are not finite become null."""

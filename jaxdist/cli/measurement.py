@@ -27,16 +27,22 @@ def bench(
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Add the ratios to DIR/NAME.jsonl, beside earlier runs.")
+    ] = None,
 ) -> None:
     """Measure ours against a reference, interleaved; a missed goal is reported, not failed."""
     from jaxdist import environment
 
     environment.prepare(fake_devices=devices)
-    from jaxdist.bench import run
+    from jaxdist.bench import ranges, run
 
     options = {"lab": lab or None, "plot": plot}
     given = {option: value for option, value in options.items() if value is not None}
-    run(name, json_file, **given).print()
+    report = run(name, json_file, **given)
+    report.print()
+    if record is not None:
+        ranges.record(report, record)
 
 
 def batch_scaling(
