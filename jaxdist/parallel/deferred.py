@@ -214,15 +214,18 @@ def on_blocks(
 
     def run(arrays: list[jax.Array]) -> list[jax.Array]:
         mesh = jax.sharding.get_abstract_mesh()
-        free = {axis for axis in mesh.auto_axes if mesh.shape[axis] > 1}
-        if not free:
+        if all(mesh.shape[axis] == 1 for axis in mesh.auto_axes):
             return function(arrays)
         blocks = [
             PartitionSpec(*spec[len(spec) - x.ndim :]) if len(spec) > x.ndim else spec
             for spec, x in zip(specs, arrays, strict=True)
         ]
         return jax.shard_map(
-            function, axis_names=free, in_specs=(blocks,), out_specs=blocks, check_vma=False
+            function,
+            axis_names={*mesh.auto_axes},
+            in_specs=(blocks,),
+            out_specs=blocks,
+            check_vma=False,
         )(arrays)
 
     return run

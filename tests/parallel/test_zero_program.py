@@ -158,6 +158,13 @@ def test_a_tensor_axis_goes_on_splitting_what_travels(stage, algorithm, devices)
     assert sum(c.times_high * c.payload_bytes for c in gathered) < 0.02 * model_bytes
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_named_axis_of_size_1_splits_nothing_of_what_travels(stage, devices):
+    program = program_of(stage, {"type": "ring"}, mesh={"data": 4, "stage": 1, "tensor": 2})
+    state, _ = jax.eval_shape(program.train, program.state_shapes, program.batch)
+    assert jax.tree.structure(state) == jax.tree.structure(program.state_shapes)
+
+
 def test_layers_fetched_ahead_send_the_same_and_cost_a_layer(devices):
     (found, model_bytes), (plain, _) = (
         compiled(3, {"type": "xla"}, remat="full", zero={"prefetch": ahead})
