@@ -44,7 +44,7 @@ class Specs:
 
     Attributes:
       chunk: of the parameters of a chunk, without the dim that counts a stage's chunks.
-      x: of what goes from chunk to chunk.
+      x: of what goes from chunk to chunk, where it has rows, a sequence and embed.
     """
 
     chunk: Any

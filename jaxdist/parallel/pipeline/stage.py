@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from jaxdist.models.layers import carried
 from jaxdist.parallel.pipeline.buffers import buffer, constrain, no_gradients, read, zeros
@@ -93,7 +94,7 @@ class Stage:
 
     def laid_out(self, x: Any) -> Any:
         """What goes from chunk to chunk, laid out over automatic axes: in both branches alike."""
-        return x if self.specs is None else constrain(x, self.specs.x, 0)
+        return x if self.specs is None else constrain(x, self.x_specs, 0)
 
     @cached_property
     def _shapes(self) -> tuple[Any, Visit]:
@@ -105,6 +106,15 @@ class Stage:
     def x_shapes(self) -> Any:
         """Shapes of what goes from chunk to chunk."""
         return jax.eval_shape(self.embed, self.shared, self._shapes[1])
+
+    @cached_property
+    def x_specs(self) -> Any:
+        """How automatic axes split it: what has other dims than `Specs.x` names lies whole."""
+        assert self.specs is not None
+        spec = self.specs.x
+        return jax.tree.map(
+            lambda s: spec if s.ndim == len(spec) else PartitionSpec(), self.x_shapes
+        )
 
     @cached_property
     def residuals(self) -> Residuals:
@@ -147,11 +157,11 @@ class Stage:
         specs = self.specs
         if specs is None:
             return state
-        state = state._replace(inputs=constrain(state.inputs, specs.x, 1))
+        state = state._replace(inputs=constrain(state.inputs, self.x_specs, 1))
         if not self.ticks.trains:
             return state
         return state._replace(
-            gradients=constrain(state.gradients, specs.x, 1),
+            gradients=constrain(state.gradients, self.x_specs, 1),
             chunk_grads=constrain(state.chunk_grads, specs.chunk, 1),
             shared_grads=constrain(state.shared_grads, specs.shared, 0),
         )

@@ -62,6 +62,23 @@ def test_what_no_pipeline_can_run_is_refused_with_numbers(mesh, given, message, 
         experiment(mesh, count=count, **given)
 
 
+def test_what_goes_from_stage_to_stage_needs_no_sequence(devices):
+    """Rows and features alone, of a model that is not ours."""
+    sizes = {"features": 64, "classes": 10, "layers": 3, "embed": 6, "mlp": 4}
+    model = {"type": "import", "path": "jaxdist.launch.parity_tower:Tower", "args": sizes}
+    sections = {
+        "model": model,
+        "data": DIGITS,
+        "loss": {"type": "classification"},
+        "optim": {"type": "sgd", "learning_rate": 0.1},
+        "train": {"steps": 2, "batch_size": 8, "microbatches": 2},
+        "mesh": {"stage": 2, "tensor": 2},
+    }
+    made = build(validate(Document(sections), ExperimentConfig), devices=devices[:4])
+    state, _ = jax.eval_shape(made.program.train, made.program.state_shapes, made.program.batch)
+    assert jax.tree.structure(state) == jax.tree.structure(made.program.state_shapes)
+
+
 def step_of(made):
     program = made.program
     return ledger(
