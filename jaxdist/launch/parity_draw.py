@@ -29,6 +29,7 @@ from jaxdist.launch.parity_cells import (
     SCHEDULES,
     SCOPES,
 )
+from jaxdist.launch.parity_tower import Tower
 from jaxdist.launch.parity_trace import STEPS
 from jaxdist.mesh import DCN, ICI
 from jaxdist.optim.lamb import LambVariant
@@ -102,12 +103,20 @@ def draw(seed: int) -> Draw:
         "optim": _optimizer(random),
         "seed": random.randrange(100),
     }
+    if kind == "tower":
+        common["loss"] = {"type": "classification"}
     return Draw(seed, *(_config(random, common, plan, layers) for plan in (first, second)))
+
+
+def name_of(model: Mapping[str, Any]) -> str:
+    """The key of `MODELS` that a model's section was drawn by."""
+    return "tower" if model["type"] == "import" else model["type"]
 
 
 def alone(sections: Mapping[str, Any]) -> Sections:
     """The same training on one device: the reference of a draw."""
-    plain = {name: sections[name] for name in ("data", "optim", "seed")}
+    kept = ("data", "loss", "optim", "seed")
+    plain = {name: sections[name] for name in kept if name in sections}
     model = {name: value for name, value in sections["model"].items() if name != "remat"}
     train = {**sections["train"], "microbatches": 1}
     return {**plain, "model": model, "train": train, "mesh": dict(ALONE)}
@@ -167,7 +176,7 @@ def meshes() -> tuple[tuple[int, int, int], ...]:
 
 def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
     """Whether a pipeline of this model may have these axes: mlp has none, cnn no tensor axis."""
-    return stage == 1 or kind == "gpt" or (kind == "cnn" and tensor == 1)
+    return stage == 1 or kind in ("gpt", "tower") or (kind == "cnn" and tensor == 1)
 
 
 def _plan(random: Random, kind: str) -> Plan:
@@ -324,10 +333,25 @@ def _cnn(random: Random, tensor: int, chunks: int) -> tuple[Sections, Sections, 
     return {"type": "cnn", "channels": channels, "hidden": hidden}, _images(random), count + 2
 
 
+def _tower(random: Random, tensor: int, chunks: int) -> tuple[Sections, Sections, int]:
+    """A model of the user's own, with blocks and biases."""
+    data = _images(random)
+    layers = random.randint(chunks, chunks + 3)
+    args = {
+        "features": data["height"] * data["width"] * data["channels"],
+        "classes": data["classes"],
+        "layers": layers,
+        "embed": random.choice((3, 6, 7, 10)),
+        "mlp": tensor * random.choice((1, 3, 5)),
+    }
+    return {"type": "import", "path": f"{Tower.__module__}:Tower", "args": args}, data, layers
+
+
 MODELS: Mapping[str, Callable[[Random, int, int], tuple[Sections, Sections, int]]] = {
     "gpt": _gpt,
     "cnn": _cnn,
     "mlp": _mlp,
+    "tower": _tower,
 }
 """The model and its data, for a tensor axis and a number of chunks; and its layers, or parts."""
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxdist import environment
 from jaxdist.config import plain_yaml
-from jaxdist.launch.parity_draw import Sections, axis_sizes
+from jaxdist.launch.parity_draw import Sections, axis_sizes, name_of
 from jaxdist.launch.parity_draw_run import Outcome
 from jaxdist.launch.parity_trace import STEPS, Differences
 from jaxdist.mesh import AXES
@@ -27,7 +27,7 @@ def line(outcome: Outcome) -> str:
     sections, found = outcome.sections, outcome.differences
     values = asdict(found).values() if found else ()
     numbers = "".join(f"{value:>8.1e}" for value in values) or " " * 24
-    what = f"{sections['model']['type']} {sections['optim']['type']}"
+    what = f"{name_of(sections['model'])} {sections['optim']['type']}"
     text = f"{outcome.seed:>6} {outcome.verdict:<9}{numbers}  {outcome.checkpoint:<8} {what}"
     own = [text.rstrip(), plan_text(sections), f"loaded by {plan_text(outcome.reader)}"]
     return "\n       ".join([*own, *([outcome.reason] if outcome.reason else [])])
@@ -61,12 +61,13 @@ def features_of(sections: Mapping[str, Any]) -> dict[str, str]:
     parallel, mesh = sections["parallel"], sections["mesh"]
     zero, pipeline = parallel["zero"], parallel.get("pipeline")
     scope = ", ici" if zero["scope"] == "ici" else ""
-    remat = sections["model"].get("remat", "none")
+    model = sections["model"]
+    remat = model.get("remat", "none")
     sizes = axis_sizes(mesh)
-    layers = sections["model"].get("layers")
+    layers = model.get("args", model).get("layers")
     uneven = pipeline and layers and (layers % sizes["stage"] or "layers" in pipeline)
     return {
-        "model": sections["model"]["type"],
+        "model": name_of(model),
         "optimizer": sections["optim"]["type"],
         "devices": str(mesh["fake_devices"]),
         "axes": " x ".join(name for name, size in sizes.items() if size > 1) or "none",
@@ -126,7 +127,7 @@ def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> dict[str, 
     }
 
 
-_COMMON = ("data", "optim", "seed")
+_COMMON = ("data", "loss", "optim", "seed")
 
 
 def _row(outcome: Outcome) -> dict[str, Any]:
@@ -140,7 +141,9 @@ def from_json(report: Mapping[str, Any]) -> list[Outcome]:
     """The outcomes of `to_json`."""
 
     def outcome(row: Mapping[str, Any]) -> Outcome:
-        common: Sections = {name: row["sections"][name] for name in _COMMON}
+        common: Sections = {
+            name: row["sections"][name] for name in _COMMON if name in row["sections"]
+        }
         found = {name: row[name] and Differences(**row[name]) for name in ("differences", "limit")}
         return Outcome(**{**row, **found, "reader": {**common, **row["reader"]}})
 
