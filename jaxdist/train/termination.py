@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxdist import distributed
+from jaxdist.distributed.connection import preempted
 
 
 class Termination:
@@ -46,7 +46,7 @@ class Termination:
         """Whether to stop after `step`; ask once per step, in every process."""
         if not self._several:
             return self.signal is not None
-        stop = distributed.preempted(step)
+        stop = preempted(step)
         if stop:
             self.signal = self.signal or "SIGTERM"
         return stop

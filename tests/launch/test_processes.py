@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,9 @@ PIECE = (
 )
 GLOO = re.compile(rf"^(?:{PIECE}|\d|\s)*{PIECE}(?:{PIECE}|\d|\s)*", re.MULTILINE)
 
+# What a process says whose peers are slow to start.
+WAITING = re.compile(r"^waiting for 127\.0\.0\.1:\d+ \(.*\n", re.MULTILINE)
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -59,7 +63,7 @@ def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[subprocess.Popen[
 def finish_all(processes: list[subprocess.Popen[str]]) -> list[Finished]:
     """What each printed, without what gloo prints: its threads may mix the parts of their lines."""
     ended = [finish(process) for process in processes]
-    return [end._replace(out=GLOO.sub("", end.out)) for end in ended]
+    return [end._replace(out=WAITING.sub("", GLOO.sub("", end.out))) for end in ended]
 
 
 def test_mixed_lines_of_gloo_are_left_out() -> None:
@@ -135,6 +139,24 @@ def test_a_signal_stops_all_and_one_process_goes_on(
     assert checkpoint(jaxdist.run, end)["step"] == end
 
 
+def assert_told(survivor: Finished, index: int) -> None:
+    """One line, whether Python came to say it or jax or gloo ended the process from C++."""
+    assert survivor.code in (3, -signal.SIGABRT), survivor
+    assert survivor.err.count("\n") == 1, survivor
+    assert survivor.err.startswith(f"error: process {index} of 2 cannot go on: ")
+    assert "start all of them again with --resume" in survivor.err
+
+
+def test_a_coordinator_lost_before_the_first_record(jaxdist: Jaxdist) -> None:
+    jaxdist.config(train={"steps": 100_000})
+    processes = pair(jaxdist, xla_flags=IMPATIENT)
+    while not (jaxdist.run / "run.lock").exists():
+        assert processes[0].poll() is None, finish(processes[0])
+        time.sleep(0.01)
+    processes[0].kill()
+    assert_told(finish(processes[1]), 1)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     """By the broken connection, or else by the collective timeout; `finish` waits no longer."""
@@ -143,17 +165,7 @@ def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     wait_for_step(processes[0], jaxdist.run, 20)
     processes[lost].kill()
     survivor = finish(processes[1 - lost])
-    if lost == 0:  # jax itself ends every process whose coordinator is gone
-        assert survivor.code == -signal.SIGABRT
-        assert "another task died" in survivor.err
-    elif (
-        survivor.code == -signal.SIGABRT
-    ):  # gloo's, in the collectives that come after the lost one
-        assert "Received data size doesn't match" in survivor.err
-    else:
-        assert survivor.code == 3
-        assert "process 0 of 2 cannot go on: " in survivor.message
-        assert "start all of them again with --resume" in survivor.message
+    assert_told(survivor, 1 - lost)
     last = steps(jaxdist.run)[-1]
     resumed = jaxdist.train("--resume", f"train.steps={last + 1}", "--devices", 4)
     assert resumed.code == 0, resumed
