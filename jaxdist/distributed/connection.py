@@ -33,7 +33,7 @@ def connected(
     report: Callable[[BaseException], int],
     *,
     seconds: int = JOIN_SECONDS,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
     """Join the peers; does nothing for a process that is alone.
 
@@ -43,7 +43,7 @@ def connected(
     Args:
       report: says what went wrong and returns the exit code.
       seconds: how long to wait for the others.
-      say: called with a line now and then while some are missing.
+      say: called with a line now and then while some are missing; None prints it.
 
     Raises:
       RunError: the peers cannot be joined: who is missing, or jax's reason.
@@ -54,7 +54,7 @@ def connected(
     coordinator = processes.coordinator or "found by jax"
     words = StandardError(_who(processes.index, processes.count), coordinator)
     try:
-        _connect(processes, seconds, say)
+        _connect(processes, seconds, say or _print)
         yield
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError):
@@ -63,6 +63,10 @@ def connected(
         sys.stdout.flush()
         words.close()
         os._exit(code)
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
 
 
 def _who(index: int | None, count: int | None) -> str:

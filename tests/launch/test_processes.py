@@ -109,13 +109,18 @@ def test_the_numbers_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("number", "to"), [(signal.SIGTERM, [1]), (signal.SIGINT, [1]), (signal.SIGINT, [0, 1])]
+    ("number", "to", "every"),
+    [
+        (signal.SIGTERM, [1], 400),
+        (signal.SIGINT, [0, 1], 400),
+        (signal.SIGHUP, [1], 1),  # a save is always under way
+    ],
 )
 def test_a_signal_stops_all_and_one_process_goes_on(
-    jaxdist: Jaxdist, number: signal.Signals, to: list[int]
+    jaxdist: Jaxdist, number: signal.Signals, to: list[int], every: int
 ) -> None:
     total = 2000
-    jaxdist.config(train={"steps": total}, eval={"every": 1000}, checkpoint={"every": 400})
+    jaxdist.config(train={"steps": total}, eval={"every": 1000}, checkpoint={"every": every})
     processes = pair(jaxdist)
     wait_for_step(processes[0], jaxdist.run, 60)
     for index in to:
@@ -126,6 +131,7 @@ def test_a_signal_stops_all_and_one_process_goes_on(
     assert 60 <= last < total
     assert steps(jaxdist.run)[-1] == last
     told = number.name if 0 in to else "SIGTERM"
+    assert f"{told}: the run stops after " in first.out
     assert f"{told}: stopped after step {last} of {total} and saved" in first.out
     assert second.out == ""
     end = last + 10
@@ -155,6 +161,24 @@ def test_a_coordinator_lost_before_the_first_record(jaxdist: Jaxdist) -> None:
         time.sleep(0.01)
     processes[0].kill()
     assert_told(finish(processes[1]), 1)
+
+
+def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
+    """In a step or in a save; who comes second may find the other gone."""
+    jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 1})
+    processes = pair(jaxdist, xla_flags=IMPATIENT)
+    wait_for_step(processes[0], jaxdist.run, 20)
+    for _ in range(2):
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    ended = finish_all(processes)
+    assert 130 in [end.code for end in ended], ended
+    for index, end in enumerate(ended):
+        if end.code == 130:
+            assert end.err == "interrupted\n"
+        else:
+            assert_told(end, index)
 
 
 @pytest.mark.parametrize("lost", [0, 1])
