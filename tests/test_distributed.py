@@ -1,6 +1,7 @@
 import pytest
 
-from jaxdist.distributed import Processes, _bind_address, find_processes
+from jaxdist.distributed.connection import _bind_address
+from jaxdist.distributed.processes import Processes, find_processes
 from jaxdist.errors import RunError
 
 ENVIRON = {
@@ -42,3 +43,39 @@ def test_a_loopback_coordinator_listens_on_loopback_only():
     assert _bind_address("127.0.0.1:5") == "127.0.0.1:5"
     assert _bind_address("localhost:5") == "127.0.0.1:5"
     assert _bind_address("10.0.0.1:5") is None
+
+
+SLURM = {
+    "SLURM_JOB_ID": "4099",
+    "SLURM_STEP_NODELIST": "node[007-015],other",
+    "SLURM_NTASKS": "9",
+    "SLURM_PROCID": "8",
+    "SLURM_LOCALID": "0",
+}
+OPEN_MPI = {
+    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
+    "OMPI_COMM_WORLD_SIZE": "4",
+    "OMPI_COMM_WORLD_RANK": "1",
+}
+
+
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        (SLURM, Processes("node007:61443", 9, 8)),
+        ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, Processes("node007:99", 9, 8)),
+        (OPEN_MPI, Processes("10.96.0.1:62624", 4, 1)),
+        ({**SLURM, **OPEN_MPI}, Processes("10.96.0.1:62624", 4, 1)),
+        (
+            {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,fe80::2]:43370"},
+            Processes("[fe80::1]:61441", 4, 1),
+        ),
+        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "?"}, Processes()),
+    ],
+)
+def test_a_cluster_is_found_as_jax_finds_it(environ, found):
+    assert find_processes(environ, detect=True) == found
+
+
+def test_nobody_is_detected_where_nobody_was_asked_for():
+    assert find_processes(SLURM) is None

@@ -31,7 +31,8 @@ from jaxdist.bench.report import Figure, Report
 from jaxdist.collectives import Algorithm, Hierarchical, Ring, Xla, all_reduce
 from jaxdist.collectives.build import ReduceConfig
 from jaxdist.collectives.cost import Level, predict_seconds
-from jaxdist.distributed import connected, find_processes
+from jaxdist.distributed.connection import connected
+from jaxdist.distributed.processes import find_processes
 from jaxdist.environment import plan_environment
 from jaxdist.errors import RunError
 from jaxdist.hardware import DEVICES, Link

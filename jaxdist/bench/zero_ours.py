@@ -21,7 +21,8 @@ from typing import Any, TextIO
 import jax
 import numpy as np
 
-from jaxdist.distributed import connected, find_processes
+from jaxdist.distributed.connection import connected
+from jaxdist.distributed.processes import find_processes
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.train.step import Program
 

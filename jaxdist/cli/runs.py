@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxdist.cli import shared
+from jaxdist.distributed.rendezvous import JOIN_SECONDS
 
 
 def train(
@@ -22,10 +23,12 @@ def train(
     num_processes: shared.NumProcesses = None,
     process_id: shared.ProcessId = None,
     distributed: shared.Detect = False,
+    join_timeout: shared.JoinTimeout = JOIN_SECONDS,
 ) -> None:
     """Train as CONFIG says."""
     extra = shared.prepare(config, overrides, devices)
-    from jaxdist.distributed import connected, find_processes
+    from jaxdist.distributed.connection import connected
+    from jaxdist.distributed.processes import find_processes
     from jaxdist.launch.train import run
 
     processes = find_processes(
@@ -35,7 +38,7 @@ def train(
         index=process_id,
         detect=distributed,
     )
-    with connected(processes, shared.report):
+    with connected(processes, shared.report, seconds=join_timeout):
         run(config, extra, resume=resume, console=shared.console())
 
 

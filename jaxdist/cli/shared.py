@@ -22,6 +22,7 @@ ProcessId = Annotated[int | None, typer.Option(help="Number of this process, fro
 Detect = Annotated[
     bool, typer.Option("--distributed", help="Find the peers by Slurm, MPI, Kubernetes or TPU.")
 ]
+JoinTimeout = Annotated[int, typer.Option(min=1, help="Seconds to wait for the other processes.")]
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
 Step = Annotated[int | None, typer.Option(help="Checkpoint to use; the newest by default.")]
 CompileDevices = Annotated[

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -52,11 +52,15 @@ def run(
     document, config = load(path, overrides)
     if jax.process_index() != 0:
         console = Console(quiet=True)
+    elif jax.process_count() > 1:
+        # A launcher may lend a terminal to each process and write all of them into one log.
+        console = Console(file=console.file, force_terminal=False, highlight=False)
+    say = partial(console.print, soft_wrap=True, markup=False)
     compilation_cache.enable(cache_directory() / "compiled")
     base, named = config.run.directory or Path("runs") / path.stem, bool(config.run.directory)
     with (
-        _taken(base, named=named, resume=resume, console=console) as directory,
-        Termination() as termination,
+        _taken(base, named=named, resume=resume, say=say) as directory,
+        Termination(say) as termination,
     ):
         experiment = build(config, document)
         _begin_directory(directory, config, console)
@@ -66,12 +70,13 @@ def run(
 
 
 @contextmanager
-def _taken(base: Path, *, named: bool, resume: bool, console: Console) -> Iterator[RunDirectory]:
+def _taken(
+    base: Path, *, named: bool, resume: bool, say: Callable[[str], None]
+) -> Iterator[RunDirectory]:
     """The run's directory, held by process 0 for all; all are refused alike."""
     with ExitStack() as stack:
         answer = None
         if jax.process_index() == 0:
-            say = partial(console.print, soft_wrap=True, markup=False)
             try:
                 directory, lock = take(base, named=named, resume=resume, say=say)
                 stack.enter_context(lock)

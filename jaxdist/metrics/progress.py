@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Literal, Self
@@ -30,7 +31,8 @@ class Progress:
     """Shows step, loss, rate, step time and time left; a context manager.
 
     In a terminal one line is redrawn a few times a second by a thread of its own, so that `update`
-    only stores numbers. Anywhere else (a file, a pipe, CI) whole lines are printed: the first step,
+    only stores numbers. Anywhere else (a file, a pipe, CI, the terminal without a size that a
+    launcher such as mpirun lends to a process) whole lines are printed: the first step,
     the last, and one about every `seconds_between_lines`.
 
     Args:
@@ -76,7 +78,7 @@ class Progress:
         self._step_time = StepTime()
         self._next_line = 0.0
         self._live: Live | None = None
-        if enabled and self._console.is_terminal and not self._console.is_dumb_terminal:
+        if enabled and _can_redraw(self._console):
             self._live = Live(
                 console=self._console,
                 get_renderable=self._bar,
@@ -169,3 +171,17 @@ class Progress:
         bar = ProgressBar(total=total, completed=min(self.step, total), width=room)
         line.add_row(bar, Text(text, no_wrap=True))
         return line
+
+
+def _can_redraw(console: Console) -> bool:
+    """Whether a person watches: rich takes a log for a terminal where FORCE_COLOR is set."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        return False
+    try:
+        descriptor = console.file.fileno()
+    except (OSError, AttributeError):
+        return True  # a notebook, or a test that says so
+    try:
+        return os.get_terminal_size(descriptor).columns > 0
+    except OSError:
+        return False

@@ -29,6 +29,11 @@ DIGITS = {
 }
 RUN = Path("runs/config")
 TIMEOUT_SECONDS = 120
+TAKE_TERMINAL = """
+import fcntl, os, sys, termios
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
 CLOCKS = ("time", "step_seconds")
 
 
@@ -66,15 +71,20 @@ class Jaxdist:
             merged[key] = value if "type" in value else {**merged.get(key, {}), **value}
         (self.folder / "config.yaml").write_text(json.dumps(merged))
 
-    def start(self, *args: object, xla_flags: str = "") -> subprocess.Popen[str]:
-        """Begin `jaxdist args...`."""
+    def start(
+        self, *args: object, xla_flags: str = "", terminal: int | None = None
+    ) -> subprocess.Popen[str]:
+        """Begin `jaxdist args...`, in a session of its own where it gets a terminal."""
+        command = ["-m", "jaxdist.cli", *map(str, args)]
         process = subprocess.Popen(
-            [sys.executable, "-m", "jaxdist.cli", *map(str, args)],
+            [sys.executable, *([] if terminal is None else ["-c", TAKE_TERMINAL]), *command],
             cwd=self.folder,
             env={**self._environ, "XLA_FLAGS": xla_flags},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stdin=terminal,
+            stdout=subprocess.PIPE if terminal is None else terminal,
+            stderr=subprocess.PIPE if terminal is None else terminal,
             text=True,
+            start_new_session=terminal is not None,
         )
         self._started.append(process)
         return process

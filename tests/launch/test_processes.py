@@ -6,6 +6,7 @@ import re
 import signal
 import socket
 import subprocess
+import time
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,9 @@ PIECE = (
 )
 GLOO = re.compile(rf"^(?:{PIECE}|\d|\s)*{PIECE}(?:{PIECE}|\d|\s)*", re.MULTILINE)
 
+# What a process says whose peers are slow to start.
+WAITING = re.compile(r"^waiting for 127\.0\.0\.1:\d+ \(.*\n", re.MULTILINE)
+
 
 def free_port() -> int:
     with socket.socket() as probe:
@@ -59,7 +63,7 @@ def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[subprocess.Popen[
 def finish_all(processes: list[subprocess.Popen[str]]) -> list[Finished]:
     """What each printed, without what gloo prints: its threads may mix the parts of their lines."""
     ended = [finish(process) for process in processes]
-    return [end._replace(out=GLOO.sub("", end.out)) for end in ended]
+    return [end._replace(out=WAITING.sub("", GLOO.sub("", end.out))) for end in ended]
 
 
 def test_mixed_lines_of_gloo_are_left_out() -> None:
@@ -105,13 +109,18 @@ def test_the_numbers_of_one_process(
 
 
 @pytest.mark.parametrize(
-    ("number", "to"), [(signal.SIGTERM, [1]), (signal.SIGINT, [1]), (signal.SIGINT, [0, 1])]
+    ("number", "to", "every"),
+    [
+        (signal.SIGTERM, [1], 400),
+        (signal.SIGINT, [0, 1], 400),
+        (signal.SIGHUP, [1], 1),  # a save is always under way
+    ],
 )
 def test_a_signal_stops_all_and_one_process_goes_on(
-    jaxdist: Jaxdist, number: signal.Signals, to: list[int]
+    jaxdist: Jaxdist, number: signal.Signals, to: list[int], every: int
 ) -> None:
     total = 2000
-    jaxdist.config(train={"steps": total}, eval={"every": 1000}, checkpoint={"every": 400})
+    jaxdist.config(train={"steps": total}, eval={"every": 1000}, checkpoint={"every": every})
     processes = pair(jaxdist)
     wait_for_step(processes[0], jaxdist.run, 60)
     for index in to:
@@ -122,6 +131,7 @@ def test_a_signal_stops_all_and_one_process_goes_on(
     assert 60 <= last < total
     assert steps(jaxdist.run)[-1] == last
     told = number.name if 0 in to else "SIGTERM"
+    assert f"{told}: the run stops after " in first.out
     assert f"{told}: stopped after step {last} of {total} and saved" in first.out
     assert second.out == ""
     end = last + 10
@@ -135,6 +145,42 @@ def test_a_signal_stops_all_and_one_process_goes_on(
     assert checkpoint(jaxdist.run, end)["step"] == end
 
 
+def assert_told(survivor: Finished, index: int) -> None:
+    """One line, whether Python came to say it or jax or gloo ended the process from C++."""
+    assert survivor.code in (3, -signal.SIGABRT), survivor
+    assert survivor.err.count("\n") == 1, survivor
+    assert survivor.err.startswith(f"error: process {index} of 2 cannot go on: ")
+    assert "start all of them again with --resume" in survivor.err
+
+
+def test_a_coordinator_lost_before_the_first_record(jaxdist: Jaxdist) -> None:
+    jaxdist.config(train={"steps": 100_000})
+    processes = pair(jaxdist, xla_flags=IMPATIENT)
+    while not (jaxdist.run / "run.lock").exists():
+        assert processes[0].poll() is None, finish(processes[0])
+        time.sleep(0.01)
+    processes[0].kill()
+    assert_told(finish(processes[1]), 1)
+
+
+def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
+    """In a step or in a save; who comes second may find the other gone."""
+    jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 1})
+    processes = pair(jaxdist, xla_flags=IMPATIENT)
+    wait_for_step(processes[0], jaxdist.run, 20)
+    for _ in range(2):
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    ended = finish_all(processes)
+    assert 130 in [end.code for end in ended], ended
+    for index, end in enumerate(ended):
+        if end.code == 130:
+            assert end.err == "interrupted\n"
+        else:
+            assert_told(end, index)
+
+
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     """By the broken connection, or else by the collective timeout; `finish` waits no longer."""
@@ -143,17 +189,7 @@ def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     wait_for_step(processes[0], jaxdist.run, 20)
     processes[lost].kill()
     survivor = finish(processes[1 - lost])
-    if lost == 0:  # jax itself ends every process whose coordinator is gone
-        assert survivor.code == -signal.SIGABRT
-        assert "another task died" in survivor.err
-    elif (
-        survivor.code == -signal.SIGABRT
-    ):  # gloo's, in the collectives that come after the lost one
-        assert "Received data size doesn't match" in survivor.err
-    else:
-        assert survivor.code == 3
-        assert "process 0 of 2 cannot go on: " in survivor.message
-        assert "start all of them again with --resume" in survivor.message
+    assert_told(survivor, 1 - lost)
     last = steps(jaxdist.run)[-1]
     resumed = jaxdist.train("--resume", f"train.steps={last + 1}", "--devices", 4)
     assert resumed.code == 0, resumed

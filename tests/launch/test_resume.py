@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import textwrap
@@ -88,9 +89,25 @@ def test_a_signal_saves_and_exits_0(noisy: Jaxdist, whole: Path, number: signal.
     last = metrics(noisy.run)[-1]["step"]
     assert 37 <= last < STEPS
     assert steps(noisy.run)[-1] == last
-    lines = [line for line in stopped.out.splitlines() if number.name in line]
+    said, *lines = [line for line in stopped.out.splitlines() if number.name in line]
+    assert said.startswith(f"{number.name}: the run stops after the step under way and saves a che")
     assert lines == [
         f"{number.name}: stopped after step {last} of {STEPS} and saved a checkpoint; "
         "continue with the same command and --resume"
     ]
     resume_to_the_end(noisy, whole)
+
+
+def test_a_terminal_that_closes_saves(noisy: Jaxdist) -> None:
+    """By the hangup; what the run would say then goes nowhere."""
+    screen, terminal = os.openpty()
+    process = noisy.start("train", "config.yaml", terminal=terminal)
+    os.close(terminal)
+    with open(screen, "rb", buffering=0) as shown:
+        file = noisy.run / "metrics.jsonl"
+        while not (file.exists() and file.read_bytes().count(b"\n") >= 37):
+            shown.read(4096)  # it is redrawn several times a second
+    assert finish(process).code == 0
+    last = metrics(noisy.run)[-1]["step"]
+    assert 35 <= last < STEPS
+    assert steps(noisy.run)[-1] == last

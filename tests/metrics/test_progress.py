@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import io
+import os
 import re
+import termios
 
 import pytest
 from rich.console import Console
@@ -151,3 +153,30 @@ def test_step_time_forgets_the_compilation_and_follows_a_change():
 )
 def test_rates_are_short(rate, text):
     assert format_rate(rate) == text
+
+
+@pytest.mark.parametrize(("columns", "redrawn"), [(0, False), (80, True)])
+def test_a_terminal_of_no_size_is_a_launchers_and_gets_whole_lines(columns, redrawn):
+    master, slave = os.openpty()
+    termios.tcsetwinsize(slave, (24, columns))
+    seen = b""
+    with open(slave, "w") as file, open(master, "rb", buffering=0) as screen:
+        with Progress(4, 0, "tokens", 1, Console(file=file, _environ={"TERM": "xterm"})) as bar:
+            for step in range(1, 5):
+                bar.update(step, loss=1.0, step_seconds=0.1)
+        file.write("end")
+        file.flush()
+        while not seen.endswith(b"end"):
+            seen += screen.read(4096)
+    assert (b"\x1b[" in seen) == redrawn, seen
+    assert b"4/4" in seen
+
+
+def test_a_file_is_no_terminal_even_where_colours_are_forced(tmp_path):
+    with (tmp_path / "log").open("w+") as file:
+        console = Console(file=file, _environ={"FORCE_COLOR": "1"})
+        assert console.is_terminal
+        with Progress(4, 0, "tokens", 1, console) as bar:
+            bar.update(4, loss=1.0, step_seconds=0.1)
+        file.seek(0)
+        assert file.read().startswith("step 4/4  loss 1.000")

@@ -1,0 +1,1 @@
+"""Several processes as one program: who they are, how they meet, agree to stop, and end."""

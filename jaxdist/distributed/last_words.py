@@ -1,0 +1,118 @@
+"""Standard error of one process of several, with the last word in words that a person can use.
+
+When a peer is lost, jax and gloo end this process from C++: log lines and a stack, and no code of
+ours runs any more. So another small process holds the real standard error and passes on what comes:
+all but the log of the coordination between processes. Where that log said that the process must
+end, and the process did not say so itself, the last line is ours.
+
+The same file is that other process: it imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+
+CLOSE_SECONDS = 5.0
+
+_LOG = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w./-]+):\d+\] ")
+_COORDINATION = re.compile(
+    r"(coordination_\w+|preemption_\w+|distributed_runtime\w*|client|service)\.(cc|h)"
+)
+_TERMINATE = "terminate called after throwing an instance of "
+_REST = re.compile(
+    r"\s*$|Additional GRPC error information|:(UNKNOWN|\{)|\*\*\* Check failure|    @ +0x"
+    r"|PC: @|\*\*\* SIG|  what\(\):|https://www\.tensorflow\.org/"
+)
+_STATUS = re.compile(r"absl::Status: (.+)|what\(\):\s*(.+)")
+_MOST_CHARACTERS = 300
+REMEDY = (
+    "When one process is lost all end: see what the others say, then start all of them again with "
+    "--resume"
+)
+
+
+def translate(lines: Iterable[str], who: str, coordinator: str) -> Iterator[str]:
+    """The lines to pass on, each as soon as it is known; the last may be ours.
+
+    >>> log = "F1122 17:46:40.161690    8488 client.h:80] Terminating process because the ... "
+    >>> lost = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either\\n"
+    >>> *_, last = translate(["text\\n", log + lost, "    @  0x7f  xla()\\n"], "process 1", "a:1")
+    >>> last.split(".")[0]
+    'error: process 1 cannot go on: process 0 (a:1) is lost or cannot be reached'
+
+    Args:
+      lines: with their line ends.
+      who: this process, for the last line.
+      coordinator: HOST:PORT of process 0.
+    """
+    inside, fatal, said, passed = False, None, False, "\n"
+    for line in lines:
+        log = _LOG.match(line)
+        if log is not None:
+            inside = _COORDINATION.fullmatch(log[2].rpartition("/")[2]) is not None
+        elif line.startswith(_TERMINATE):
+            inside, fatal = True, fatal or line.removeprefix(_TERMINATE).strip()
+        elif not _REST.match(line):
+            inside = False
+        if not inside:
+            said = said or line.startswith(("error: ", "interrupted"))
+            passed = line
+            yield line
+        elif log is not None and log[1] == "F":
+            fatal = line[log.end() :]
+        status = _STATUS.search(line) if inside else None
+        if status is not None and fatal is not None:
+            fatal = status[1] or status[2]
+    if fatal is not None and not said:
+        if not passed.endswith("\n"):
+            yield "\n"
+        yield f"error: {who} cannot go on: {_meaning(fatal.strip(), coordinator)}. {REMEDY}\n"
+
+
+def _meaning(status: str, coordinator: str) -> str:
+    if "Failed to send RPC to coordination service" in status:
+        return f"process 0 ({coordinator}) is lost or cannot be reached"
+    return status.rstrip(".")[:_MOST_CHARACTERS]
+
+
+class StandardError:
+    """Standard error goes through `translate` from the moment this is made until `close`."""
+
+    def __init__(self, who: str, coordinator: str) -> None:
+        sys.stderr.flush()
+        reader, writer = os.pipe()
+        # In a session of its own it outlives a Ctrl-C, and a hangup, that end this process.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, who, coordinator],
+            stdin=reader,
+            start_new_session=True,
+        )
+        os.close(reader)
+        os.dup2(writer, 2)
+        os.close(writer)
+
+    def close(self) -> None:
+        """Return when all is passed on; what comes later is dropped. For the end of a process."""
+        with suppress(OSError, ValueError):
+            sys.stderr.flush()
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, 2)
+        os.close(nowhere)
+        with suppress(subprocess.TimeoutExpired):  # a child of ours may still write there
+            self._process.wait(CLOSE_SECONDS)
+
+
+def _main() -> None:
+    lines = open(0, encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
+    for line in translate(lines, sys.argv[1], sys.argv[2]):
+        with suppress(OSError):  # nobody reads: go on, or the other process would get a signal
+            os.write(2, line.encode("utf-8", "surrogateescape"))
+
+
+if __name__ == "__main__":
+    _main()
