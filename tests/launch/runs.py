@@ -66,13 +66,15 @@ class Jaxdist:
             merged[key] = value if "type" in value else {**merged.get(key, {}), **value}
         (self.folder / "config.yaml").write_text(json.dumps(merged))
 
-    def start(self, *args: object, xla_flags: str = "") -> subprocess.Popen[str]:
+    def start(
+        self, *args: object, xla_flags: str = "", stdout: int = subprocess.PIPE
+    ) -> subprocess.Popen[str]:
         """Begin `jaxdist args...`."""
         process = subprocess.Popen(
             [sys.executable, "-m", "jaxdist.cli", *map(str, args)],
             cwd=self.folder,
             env={**self._environ, "XLA_FLAGS": xla_flags},
-            stdout=subprocess.PIPE,
+            stdout=stdout,
             stderr=subprocess.PIPE,
             text=True,
         )
@@ -95,7 +97,7 @@ class Jaxdist:
 
 def finish(process: subprocess.Popen[str]) -> Finished:
     out, err = process.communicate(timeout=TIMEOUT_SECONDS)
-    return Finished(process.returncode, out, err)
+    return Finished(process.returncode, out or "", err)
 
 
 def metrics(run: Path, *, without: tuple[str, ...] = CLOCKS) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from jaxdist.config.files import read_regular
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.check import check, missing_task
@@ -57,7 +58,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         or lies on two stages (with row, column and value), or the order cannot be kept.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"schedule {path}: cannot be read ({error}): name a CSV file with one row per stage"

@@ -1,5 +1,7 @@
 """The CSV form: what is written is read back; what is wrong is named by row, column and value."""
 
+import os
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
@@ -100,6 +102,9 @@ def test_files_that_cannot_be_read(tmp_path):
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ConfigError, match=r"binary\.csv: cannot be read \(.*utf-8"):
         read_csv(tmp_path / "binary.csv")
+    os.mkfifo(tmp_path / "pipe.csv")
+    with pytest.raises(ConfigError, match=r"pipe\.csv: cannot be read \(.*it is a pipe, not a reg"):
+        read_csv(tmp_path / "pipe.csv")
 
 
 @settings(max_examples=200, deadline=None)
