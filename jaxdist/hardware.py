@@ -10,6 +10,7 @@ devices in one process on two cores, measured with `jaxdist bench collectives`.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,6 +19,13 @@ from typing import Literal
 from jaxdist.errors import JaxdistError, did_you_mean
 
 GIB = 2**30
+
+
+def host_memory_bytes() -> int:
+    """Memory of this machine, whatever is in use of it."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 Topology = Literal["switch", "torus", "memory"]
 
 

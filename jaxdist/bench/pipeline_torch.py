@@ -108,22 +108,8 @@ def torch_schedule(peer: Peer, stages: int, microbatches: int) -> Schedule:
     text = io.StringIO()
     writer = csv.writer(text)
     for rank in range(stages):
-        actions = list(order[rank])
-        if peer.torch_name == "Schedule1F1B" and rank == stages - 1:
-            actions = _counted_from_0(actions, module.FORWARD)
-        writer.writerow("" if action is None else str(action) for action in actions)
+        writer.writerow("" if action is None else str(action) for action in order[rank])
     return parse_csv(text.getvalue(), name=peer.torch_name)
-
-
-def _counted_from_0(actions: list[Any], forward: Any) -> list[Any]:
-    """torch 2.13's table of 1F1B counts the last rank's forwards from 1; its execution does not."""
-    numbers = [a.microbatch_index for a in actions if a and a.computation_type == forward]
-    return [
-        action._replace(microbatch_index=action.microbatch_index - min(numbers))
-        if action and action.computation_type == forward
-        else action
-        for action in actions
-    ]
 
 
 def _stand_in(index: int, stages: int, chunks: int) -> SimpleNamespace:

@@ -11,6 +11,7 @@ import sys
 import typer
 
 from jaxdist.cli import measurement, pipelines, preparation, programs, runs, shared
+from jaxdist.cli.output import lasting_output
 
 app = typer.Typer(
     name="jaxdist",
@@ -53,7 +54,8 @@ def main() -> None:
         from jaxdist.environment import restart_with_huge_pages
 
         restart_with_huge_pages()
-    try:
-        app()
-    except (Exception, KeyboardInterrupt) as error:
-        sys.exit(shared.report(error))
+    with lasting_output():
+        try:
+            app()
+        except (Exception, KeyboardInterrupt) as error:
+            sys.exit(shared.report(error))

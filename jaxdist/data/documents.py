@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from jaxdist.config.files import kind_of, read_regular
 from jaxdist.errors import DataError
 
 SUFFIXES = (".txt", ".md", ".py", ".jsonl")
@@ -64,7 +65,7 @@ def matching(patterns: Sequence[str]) -> list[TextFile]:
         paths = [Path(p) for p in glob.glob(os.path.expanduser(pattern), recursive=True)]
         files = [path for path in paths if path.is_file()]
         if not files:
-            raise DataError(f"data.files: {pattern!r} matches no file; {_nearest(root)}")
+            raise DataError(f"data.files: {pattern!r} matches no file; {_instead(paths, root)}")
         for path in files:
             if path.suffix not in SUFFIXES:
                 raise DataError(
@@ -158,12 +159,12 @@ def _cut(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[byt
 
 def _uniform(name: str) -> float:
     """A number in [0, 1) that depends on the name alone."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=6).digest()) / 2**48
+    return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=6).digest()) / 2**48
 
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except OSError as error:
         raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
 
@@ -189,7 +190,7 @@ def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"data: {path}:{number} is not JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get(field), str):
             keys = sorted(record) if isinstance(record, dict) else type(record).__name__
@@ -197,7 +198,14 @@ def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
                 f"data: {path}:{number} has no text in {field!r} (found: {keys}); name the field "
                 "with data.jsonl_field"
             )
-        yield record[field].encode()
+        try:
+            yield record[field].encode()
+        except UnicodeEncodeError as error:
+            half = f"\\u{ord(error.object[error.start]):04x}"
+            raise DataError(
+                f"data: {path}:{number} has half a character, {half}, at place {error.start} of "
+                f"{field!r}, which no UTF-8 can hold: correct the line, or leave it out"
+            ) from error
 
 
 def _distinct(files: Sequence[TextFile]) -> list[TextFile]:
@@ -217,6 +225,18 @@ def _fixed_folder(pattern: str) -> Path:
     while fixed < len(parts) and not glob.has_magic(parts[fixed]):
         fixed += 1
     return Path(*parts[:fixed])
+
+
+def _instead(paths: Sequence[Path], root: Path) -> str:
+    """What there is where a glob matched no regular file."""
+    for path in paths:
+        try:
+            kind = kind_of(path)
+        except OSError as error:  # a link to nothing
+            return f"{path} cannot be read: {error.strerror}"
+        remedy = f"; name the files in it: {path}/*.txt" if path.is_dir() else ""
+        return f"{path} is {kind}, not a regular file{remedy}"
+    return _nearest(root)
 
 
 def _nearest(folder: Path) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxdist.config.files import read_regular
 from jaxdist.errors import DataError
 
 _UINT8 = 0x08
@@ -64,7 +65,7 @@ def read_idx_content(path: Path) -> bytes:
       DataError: it cannot be read or unpacked.
     """
     try:
-        content = path.read_bytes()
+        content = read_regular(path)
     except OSError as error:
         raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
     return unpack(content, str(path)) if path.suffix == ".gz" else content

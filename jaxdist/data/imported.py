@@ -10,7 +10,7 @@ from pydantic import Field
 
 from jaxdist.config.importing import call_object, load_object
 from jaxdist.config.schema import Config, Count
-from jaxdist.data.source import Dataset, Source, take
+from jaxdist.data.source import Dataset, Source, length, take
 from jaxdist.errors import DataError
 
 
@@ -62,7 +62,10 @@ class ImportConfig(Config):
                     "__len__ and __getitem__, a pair (train, heldout) of them, or a Dataset"
                 )
         train, heldout = cast(Source, train), cast(Source | None, heldout)
-        examples = len(train), len(heldout) if heldout is not None else 0
+        examples = (
+            self._length(train, "training split"),
+            self._length(heldout, "held-out split") if heldout is not None else 0,
+        )
         return Dataset(
             train=train,
             heldout=heldout,
@@ -72,10 +75,11 @@ class ImportConfig(Config):
             facts={"train_examples": examples[0], "heldout_examples": examples[1]},
         )
 
+    def _length(self, source: Source, split: str) -> int:
+        return length(source, f"the {split} of {self.path!r}")
+
     def _check(self, dataset: Dataset, source: Source, split: str) -> None:
-        if len(source) == 0:
-            raise DataError(f"data: {self.path!r} gave an empty {split}, 0 examples")
-        ends = np.array([0, len(source) - 1])
+        ends = np.array([0, self._length(source, split) - 1])
         batch = take(source, ends)
         absent = sorted(set(self.unchecked) - set(batch))
         if absent:

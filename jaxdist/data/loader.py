@@ -6,6 +6,7 @@ processes or devices. Each process reads only the rows that its own devices need
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ import numpy as np
 
 from jaxdist.data.permutation import permuted
 from jaxdist.data.placement import Placement, Shardings
-from jaxdist.data.source import Source, take
+from jaxdist.data.source import Source, length, take
 from jaxdist.data.values import Allowed
 from jaxdist.errors import DataError
+from jaxdist.hardware import host_memory_bytes
 
 DeviceBatch = dict[str, jax.Array]
 
@@ -79,12 +81,11 @@ class Loader:
           split: what messages call the source.
 
         Raises:
-          DataError: an empty source, a batch size below 1, a start below 0, or an example 0 with
-            values that are not allowed.
+          DataError: an empty source or one without a length, a batch size below 1, a start below
+            0, or an example 0 with values that are not allowed.
           ShardingError: a name without a sharding, or a batch that does not divide.
         """
-        if len(source) == 0:
-            raise DataError("data: the source is empty, 0 examples")
+        length(source, "the source")
         if batch_size < 1:
             raise DataError(f"a batch of {batch_size} examples: give batch_size 1 or more")
         if start_example < 0:
@@ -112,7 +113,11 @@ class Loader:
         return positions % len(self._source)
 
     def batches(self, start_step: int = 0) -> Batches:
-        """Training batches from `start_step` on, without an end."""
+        """Training batches from `start_step` on, without an end.
+
+        Raises:
+          DataError: batches that this machine's memory cannot hold.
+        """
         return self._stream(lambda step: Rows(self.indices(step), None), start_step, sys.maxsize)
 
     def evaluation_batches(self, limit: int | None = None) -> Batches:
@@ -126,9 +131,25 @@ class Loader:
         return Rows(np.minimum(positions, len(self._source) - 1), weights)
 
     def _stream(self, rows: Callable[[int], Rows], start: int, stop: int) -> Batches:
+        self._check_size()
         return Batches(
             lambda step: self._load(rows(step)), start, stop, self._prefetch, self._threads
         )
+
+    def _check_size(self) -> None:
+        rows = len(self._placement.rows)
+        one = sum(
+            math.prod(struct.shape[1:]) * struct.dtype.itemsize
+            for struct in self.batch_shapes.values()
+        )
+        count, memory = 1 + self._prefetch, host_memory_bytes()
+        needed = count * rows * one
+        if needed > memory:
+            raise DataError(
+                f"data: {count} batches of {rows:,} examples of {one / 1e6:,.1f} MB are "
+                f"{needed / 1e9:,.1f} GB, but this machine has {memory / 1e9:,.1f} GB: lower "
+                "train.batch_size or train.prefetch, or make the examples smaller"
+            )
 
     def _load(self, rows: Rows) -> DeviceBatch:
         mine = self._placement.rows

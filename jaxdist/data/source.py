@@ -91,6 +91,24 @@ class ArraySource:
         return {name: array[indices] for name, array in self._arrays.items()}
 
 
+def length(source: Source, what: str) -> int:
+    """How many examples a source says it has; messages call it `what`.
+
+    Raises:
+      DataError: `__len__` raised, or gave what is no length; or there is no example.
+    """
+    try:
+        examples = len(source)
+    except Exception as error:
+        raise DataError(
+            f"data: __len__ of {what} raised {describe_exception(error)}: it must give the number "
+            "of examples"
+        ) from error
+    if examples == 0:
+        raise DataError(f"data: {what} is empty, 0 examples")
+    return examples
+
+
 def take(source: Source, indices: np.ndarray) -> Batch:
     """The examples `indices` (int64 [N]) of any source, with a leading dim N.
 

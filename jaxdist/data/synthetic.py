@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import numpy as np
@@ -10,6 +11,8 @@ from pydantic import Field, model_validator
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.data.permutation import mix
 from jaxdist.data.source import Dataset, Example, take_one
+from jaxdist.errors import DataError
+from jaxdist.hardware import host_memory_bytes
 
 _SUCCESSORS = 4
 _NOISES = 64
@@ -57,8 +60,14 @@ class SyntheticConfig(Config):
         return self
 
     def build(self) -> Dataset:
-        """Nothing is computed before an example is asked for."""
+        """Nothing is computed before an example is asked for.
+
+        Raises:
+          DataError: images that this machine cannot hold.
+        """
         tokens = self.kind == "tokens"
+        if not tokens:
+            _check_pictures(self)
         source = _TokenSource if tokens else _ImageSource
         shape = (
             f"windows of {self.window} tokens out of {self.vocab_size}"
@@ -105,6 +114,18 @@ class _TokenSource:
         for place in range(1, self._window + 1):
             tokens[:, place] = self._successors[tokens[:, place - 1], choices[:, place]]
         return {"tokens": tokens, "segments": np.zeros((len(indices), self._window), np.int32)}
+
+
+def _check_pictures(config: SyntheticConfig) -> None:
+    """Refuse pictures larger than the machine, whose random numbers would take minutes first."""
+    shape = (config.height, config.width, config.channels)
+    needed = (config.classes + _NOISES) * math.prod(shape)
+    if needed > host_memory_bytes():
+        raise DataError(
+            f"data: {config.classes} pictures and {_NOISES} noises of {list(shape)} are "
+            f"{needed / 1e9:,.1f} GB, but this machine has {host_memory_bytes() / 1e9:,.1f} GB: "
+            "lower data.height, data.width, data.channels or data.classes"
+        )
 
 
 class _ImageSource:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 import numpy as np
 from pydantic import Field
 
+from jaxdist.config.files import read_regular
 from jaxdist.config.schema import Config
 from jaxdist.errors import DataError, closest
 
@@ -70,7 +71,7 @@ class BpeTokenizer:
         import tokenizers
 
         try:
-            content = file.read_bytes()
+            content = read_regular(file)
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except OSError as error:
             siblings = [path.name for path in file.parent.glob("*")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,7 +92,7 @@ def generate_from_run(
         state.params,
         state.buffers,
         # The stream has the separator before every document, so a prompt begins with it too.
-        prompt=[tokenizer.end_of_document, *tokenizer.encode([prompt.encode()])[0].tolist()],
+        prompt=[tokenizer.end_of_document, *tokenizer.encode([os.fsencode(prompt)])[0].tolist()],
         window=experiment.program.batch["tokens"].shape[1] - 1,
         vocab_size=experiment.dataset.vocab_size or 0,
         count=tokens,

@@ -30,7 +30,7 @@ from jaxdist.train.directory import RunDirectory, prepare, take
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.hooks import Cadence, RunHooks
 from jaxdist.train.loop import run_loop
-from jaxdist.train.memory import check_state_fits
+from jaxdist.train.memory import check_state_fits, check_step_fits, told_if_too_large
 from jaxdist.train.misordered import check_order
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
@@ -63,6 +63,7 @@ def run(
         Termination(say) as termination,
     ):
         experiment = build(config, document)
+        check_step_fits(experiment.program)
         _begin_directory(directory, config, console)
         _describe(experiment, directory, console)
         _train(experiment, directory, termination, resume=resume, console=console)
@@ -168,7 +169,9 @@ def _through_stages(
         if start >= stage.last_step or hooks.stopped:
             continue
         progress.units_per_step = stage.batch_size * experiment.units_per_example
-        with stage.loader.batches(start - stage.first_step) as batches:
+        what = f"a step of {stage.batch_size} examples"
+        batches = stage.loader.batches(start - stage.first_step)
+        with told_if_too_large(what), batches:
             state = run_loop(
                 stage.program.train, state, batches, hooks, start=start, stop=stage.last_step
             )

@@ -1,15 +1,24 @@
-"""Whether the training state fits, asked before anything is allocated."""
+"""Whether a run fits the memory, asked before anything is allocated, and told where it did not."""
 
 from __future__ import annotations
 
 import math
-import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import jax
 
 from jaxdist.errors import RunError
+from jaxdist.hardware import host_memory_bytes
+from jaxdist.hlo.refusal import is_too_large
 from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
+
+REMEDY = (
+    "use a smaller train.batch_size, more train.microbatches, shorter or smaller examples, "
+    "model.remat: full where the model has it, or more devices"
+)
 
 
 def bytes_per_device(shapes: Any) -> int:
@@ -23,7 +32,7 @@ def bytes_per_device(shapes: Any) -> int:
 def device_memory_bytes(device: Any, local_devices: int) -> int | None:
     """Memory of one device; fake CPU devices share the host's. None when it is not known."""
     if device.platform == "cpu":
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // local_devices
+        return host_memory_bytes() // local_devices
     statistics = device.memory_stats() or {}
     return statistics.get("bytes_limit")
 
@@ -51,3 +60,55 @@ def check_state_fits(state: TrainState) -> None:
         f"{devices[0].device_kind} has {limit / 1e9:,.1f} GB: use a smaller model, or split it "
         "over more devices: parallel.zero.stage 1 to 3 along mesh axis data, or mesh axis tensor"
     )
+
+
+def check_step_fits(program: Program) -> None:
+    """Refuse a step whose largest product of matrices all devices together could not hold.
+
+    A compiler may take minutes to find the same. Nothing is traced that a step would not trace.
+
+    Raises:
+      RunError: one result (of attention's scores, of logits) exceeds the memory there is.
+    """
+    devices = program.layout.mesh.devices
+    local = jax.local_devices()
+    limit = device_memory_bytes(local[0], len(local))
+    traced = program.train.trace(program.state_shapes, program.batch)
+    largest = max(_products(traced.jaxpr), key=_size_bytes, default=None)
+    if limit is None or largest is None or _size_bytes(largest) <= limit * devices.size:
+        return
+    raise RunError(
+        f"a step makes an array {list(largest.shape)} of {largest.dtype}, "
+        f"{_size_bytes(largest) / 1e9:,.1f} GB, but {devices.size} x {local[0].device_kind} have "
+        f"{limit * devices.size / 1e9:,.1f} GB: {REMEDY}"
+    )
+
+
+def _products(jaxpr: Any) -> Iterator[Any]:
+    """Shapes of what matrix products give; a compiler writes each of them to memory."""
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name == "dot_general":
+            left = equation.invars[0].aval.shape
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            if math.prod(left[dim] for dim in contracted) > 1:  # else it may be a mere broadcast
+                yield equation.outvars[0].aval
+        for value in equation.params.values():
+            for part in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(part, "eqns"):
+                    yield from _products(part)
+
+
+def _size_bytes(array: Any) -> int:
+    return math.prod(array.shape) * array.dtype.itemsize
+
+
+@contextmanager
+def told_if_too_large(what: str) -> Iterator[None]:
+    """Running out of a device's memory inside becomes a RunError that begins with `what`."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if not is_too_large(str(error)):
+            raise
+        reason = str(error).splitlines()[0]
+        raise RunError(f"{what} does not fit the memory ({reason}): {REMEDY}") from error

@@ -139,6 +139,11 @@ def test_each_line_of_jsonl_is_a_document(tmp_path: Path) -> None:
         ('{"text": "a"', r"a\.jsonl:2 is not JSON"),
         ('{"txt": "a"}', r"a\.jsonl:2 has no text in 'text' \(found: \['txt'\]\)"),
         ('{"text": 3}', r"a\.jsonl:2 has no text in 'text'"),
+        ("[" * 100_000, r"a\.jsonl:2 is not JSON: maximum recursion depth"),
+        (
+            r'{"text": "so \ud83d"}',
+            r"a\.jsonl:2 has half a character, \\ud83d, at place 3 of 'text', which no UTF-8 can",
+        ),
         ("[1]", r"a\.jsonl:2 has no text in 'text' \(found: list\)"),
     ],
 )
@@ -154,6 +159,29 @@ def test_text_that_is_not_utf8(tmp_path: Path) -> None:
         split_documents(files, heldout_fraction=0)
     assert split_documents(files, heldout_fraction=0, not_utf8="skip").train == [b"fine"]
     assert len(split_documents(files, heldout_fraction=0, not_utf8="keep").train) == 2
+
+
+def test_a_pipe_and_a_directory_are_no_text(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.txt")
+    (tmp_path / "folder.txt").mkdir()
+    (tmp_path / "link.txt").symlink_to(tmp_path / "gone.txt")
+    for name, message in (
+        ("pipe", "is a pipe, not a regular file"),
+        ("folder", r"is a directory, not a regular file; name the files in it: .*folder\.txt/\*"),
+        ("link", "cannot be read: No such file"),
+    ):
+        with pytest.raises(DataError, match=rf"matches no file; .*{name}\.txt {message}"):
+            matching([str(tmp_path / f"{name}*")])
+    pipe = TextFile(tmp_path / "pipe.txt", "pipe.txt")
+    with pytest.raises(DataError, match=r"pipe\.txt cannot be read: it is a pipe, not a regular"):
+        split_documents([pipe], heldout_fraction=0)
+
+
+def test_a_file_name_may_be_any_bytes(tmp_path: Path) -> None:
+    for name in (b"caf\xe9.txt", b"b.txt"):
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/" + name)).write_text(str(len(name)))
+    split = split_documents(matching([str(tmp_path / "*")]), heldout_fraction=0.5)
+    assert len(split.train) == len(split.heldout) == 1
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import io
+import os
 import struct
 import sys
 from importlib.machinery import ModuleSpec
@@ -84,6 +85,9 @@ def test_what_is_wrong_with_an_idx_file(content: bytes, message: str) -> None:
 def test_unreadable_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="gone cannot be read: No such file"):
         read_idx_content(tmp_path / "gone")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe cannot be read: it is a pipe, not a regular file"):
+        read_idx_content(tmp_path / "pipe")
     whole = gzip.compress(_idx(_random(900)))
     for number, damaged in enumerate([whole[:-20], b"not gzip", whole[:40] + b"?" + whole[41:]]):
         path = tmp_path / f"{number}.gz"

@@ -27,6 +27,9 @@ def one(length=4): return Rows(length)
 def pair(): return Rows(4), Rows(2)
 def ragged(): return Rows(ragged=True)
 def none(): return None
+def negative(): return Rows(-3)
+def fractional(): return Rows(2.5)
+def endless(): return Rows(2**70)
 def whole(): return SyntheticConfig(kind="tokens", examples=3).build()
 def fails(): return Rows()[0]["y"]
 def failing_heldout(): return Rows(4), Rows(0)
@@ -64,8 +67,15 @@ def test_what_may_be_imported() -> None:
         ("none", DataError, r"'userdata:none' gave a NoneType, expected an object with __len__"),
         ("ragged", DataError, r"'x' of example 3 is int32 \(4,\), of example 0 int32 \(1,\)"),
         ("tuples", DataError, "example 0 is a tuple, expected a mapping"),
-        ("failing_heldout", DataError, "'userdata:failing_heldout' gave an empty held-out split"),
-        ("fails", ConfigError, r"raised KeyError: 'y' \(.*userdata\.py:17\)"),
+        (
+            "failing_heldout",
+            DataError,
+            "the held-out split of 'userdata:failing_heldout' is empty, 0 examples",
+        ),
+        ("negative", DataError, "the training split of .*negative' raised ValueError: __len__"),
+        ("fractional", DataError, "__len__ of the training split .* raised TypeError: 'float'"),
+        ("endless", DataError, "__len__ of the training split .* raised OverflowError: "),
+        ("fails", ConfigError, r"raised KeyError: 'y' \(.*userdata\.py:20\)"),
         ("absent", ConfigError, "'userdata' has no attribute 'absent'"),
     ],
 )

@@ -250,3 +250,11 @@ def test_the_structs_lie_as_the_batches_do() -> None:
         batch = next(batches)
     for name, struct in loader.batch_shapes.items():
         assert struct.sharding == batch[name].sharding
+
+
+def test_batches_larger_than_the_machine_are_refused_before_one_is_read() -> None:
+    examples = 2**20
+    source = ArraySource(x=np.broadcast_to(np.uint8(0), (examples, 10**7)))
+    loader = _loader(source, examples)
+    with pytest.raises(DataError, match=r"3 batches of 1,048,576 examples of 10.0 MB are 31,457"):
+        loader.batches()

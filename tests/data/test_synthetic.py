@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from jaxdist.data.source import take
 from jaxdist.data.synthetic import SyntheticConfig
+from jaxdist.errors import DataError
 
 _TOKENS = {"kind": "tokens", "examples": 500, "vocab_size": 50, "window": 40}
 _IMAGES = {"kind": "images", "examples": 500, "height": 6, "width": 5, "channels": 2, "classes": 4}
@@ -70,3 +71,9 @@ def test_a_setting_of_the_other_kind() -> None:
         SyntheticConfig(kind="images", window=7, vocab_size=9)
     config = SyntheticConfig(kind="tokens", window=7)
     assert SyntheticConfig.model_validate(config.model_dump()) == config
+
+
+def test_pictures_larger_than_the_machine_are_refused_before_one_is_drawn() -> None:
+    message = r"10 pictures and 64 noises of \[32, 32, 2000000000\] are 151,552.0 GB, but this"
+    with pytest.raises(DataError, match=message):
+        SyntheticConfig(kind="images", channels=2_000_000_000).build()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,9 @@ def test_a_missing_file_suggests_its_neighbour(tmp_path: Path) -> None:
         BpeTokenizer(tmp_path / "tokeniser.json")
     with pytest.raises(DataError, match=r"tokenizer\.json is not a tokenizer\.json: .*tokenize"):
         BpeTokenizer(tmp_path / "tokenizer.json")
+    os.mkfifo(tmp_path / "pipe.json")
+    with pytest.raises(DataError, match=r"pipe\.json cannot be read: it is a pipe, not a reg"):
+        BpeTokenizer(tmp_path / "pipe.json")
 
 
 def test_training_needs_room_text_and_a_place(tmp_path: Path) -> None:

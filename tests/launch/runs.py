@@ -72,7 +72,11 @@ class Jaxdist:
         (self.folder / "config.yaml").write_text(json.dumps(merged))
 
     def start(
-        self, *args: object, xla_flags: str = "", terminal: int | None = None
+        self,
+        *args: object,
+        xla_flags: str = "",
+        stdout: int = subprocess.PIPE,
+        terminal: int | None = None,
     ) -> subprocess.Popen[str]:
         """Begin `jaxdist args...`, in a session of its own where it gets a terminal."""
         command = ["-m", "jaxdist.cli", *map(str, args)]
@@ -81,7 +85,7 @@ class Jaxdist:
             cwd=self.folder,
             env={**self._environ, "XLA_FLAGS": xla_flags},
             stdin=terminal,
-            stdout=subprocess.PIPE if terminal is None else terminal,
+            stdout=stdout if terminal is None else terminal,
             stderr=subprocess.PIPE if terminal is None else terminal,
             text=True,
             start_new_session=terminal is not None,
@@ -105,7 +109,7 @@ class Jaxdist:
 
 def finish(process: subprocess.Popen[str]) -> Finished:
     out, err = process.communicate(timeout=TIMEOUT_SECONDS)
-    return Finished(process.returncode, out, err)
+    return Finished(process.returncode, out or "", err)
 
 
 def metrics(run: Path, *, without: tuple[str, ...] = CLOCKS) -> list[dict[str, Any]]:

@@ -171,7 +171,7 @@ WRONG = [
     (optimizer("optimizer_number"), "mine:optimizer_number returned int, not an optax"),
     (optimizer("optimizer", args={"beta": 1}), "got an unexpected keyword argument 'beta'"),
     (data("data_number"), "'mine:data_number' gave a int, expected an object with __len__"),
-    (data("Data", args={"length": 0}), "'mine:Data' gave an empty training split, 0 examples"),
+    (data("Data", args={"length": 0}), "the training split of 'mine:Data' is empty, 0 examples"),
 ]
 
 

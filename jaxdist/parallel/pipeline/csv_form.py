@@ -3,7 +3,9 @@
 A cell is chunk, kind, microbatch, as `0F0`, `1I3`, `1W3` or `2B5` (FORWARD, INPUT, WEIGHT, FULL);
 an empty one is a unit of waiting. `(0F4;7B1)OVERLAP_F_B`, which stands for two tasks done together,
 is read as the two, one after the other. Cells for communication (`1SEND_F0`, `1RECV_B0`,
-`0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`) are passed over: what is sent follows from the tasks.
+`0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, and `WAIT_` before any of these) are passed over: what is
+sent follows from the tasks. torch's own order of 1F1B numbers the forwards of its last stage from 1
+and its backwards from 0; a chunk for which that is so is read as if both began at 0.
 """
 
 from __future__ import annotations
@@ -12,11 +14,13 @@ import csv
 import io
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
+from jaxdist.config.files import read_regular
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.check import check, missing_task
@@ -24,7 +28,9 @@ from jaxdist.parallel.pipeline.schedule import Kind, Schedule, Slot, Task
 
 _TASK = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_COMMUNICATION = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+_COMMUNICATION = re.compile(
+    r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*"
+)
 
 
 class Csv(Config):
@@ -57,7 +63,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         or lies on two stages (with row, column and value), or the order cannot be kept.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"schedule {path}: cannot be read ({error}): name a CSV file with one row per stage"
@@ -104,7 +110,9 @@ def parse_csv(text: str, name: str = "csv") -> Schedule:
     (2, 1, '1F0')
     """
     lines = [row for row in csv.reader(io.StringIO(text)) if row]
-    cells = [_cells(name, number, line) for number, line in enumerate(lines, start=1)]
+    cells = _counted_from_0(
+        [_cells(name, number, line) for number, line in enumerate(lines, start=1)]
+    )
     tasks = [cell.task for row in cells for cell in row if cell.task is not None]
     if not tasks:
         raise ConfigError(f"schedule {name}: no tasks: give one row per stage, with cells like 0F0")
@@ -146,6 +154,25 @@ def _cells(name: str, row: int, line: list[str]) -> list[_Cell]:
             task = Task(Kind(match[2]), int(match[1]), int(match[3])) if match else None
             found.append(_Cell(row, column, task))
     return found
+
+
+def _counted_from_0(cells: list[list[_Cell]]) -> list[list[_Cell]]:
+    """Forwards of a chunk that are numbered 1 to m beside backwards 0 to m - 1, from 0."""
+    forward: dict[int, set[int]] = {}
+    backward: dict[int, set[int]] = {}
+    for task in (cell.task for row in cells for cell in row if cell.task is not None):
+        numbers = forward if task.kind is Kind.FORWARD else backward
+        numbers.setdefault(task.chunk, set()).add(task.microbatch)
+
+    def lowered(task: Slot) -> Slot:
+        if task is None or task.kind is not Kind.FORWARD:
+            return task
+        shifted = {number + 1 for number in backward.get(task.chunk, ())}
+        if forward[task.chunk] != shifted:
+            return task
+        return replace(task, microbatch=task.microbatch - 1)
+
+    return [[cell._replace(task=lowered(cell.task)) for cell in row] for row in cells]
 
 
 def _placement(name: str, cells: list[list[_Cell]], chunks: int) -> tuple[int, ...]:
