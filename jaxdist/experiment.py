@@ -461,6 +461,9 @@ def _trace(
     # Built-in parts are known to trace, so that only the user's cost a second tracing.
     with at("optim"), own("optim") as imported:
         if imported:
+            own_state, number = program.own_shapes, jax.ShapeDtypeStruct((), jnp.float32)
+            given = (own_state.params, own_state.opt_state, own_state.params)
+            jax.eval_shape(program.optimizer.update, *given, grad_norm=number, value=number)
             _ = program.state_shapes
     with at("train"), own("optim", "loss", "model") as imported:
         if imported:

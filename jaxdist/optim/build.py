@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
@@ -101,7 +102,25 @@ class ImportedOptimizerConfig(OptimizerConfig):
                 f"optim.path {self.path} returned {type(made).__name__}, "
                 "not an optax.GradientTransformation"
             )
-        return made
+        return taking_extra(made)
+
+
+def taking_extra(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """A transformation that is given what it names of the step's extra arguments, and no more.
+
+    Not all that say that they take extra arguments take any (`optax.contrib.sam`).
+    """
+    transform = optax.with_extra_args_support(transform)
+    taken = inspect.signature(transform.update).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in taken):
+        return transform
+    names = {parameter.name for parameter in taken}
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+        known = {name: value for name, value in extra.items() if name in names}
+        return transform.update(updates, state, params, **known)
+
+    return optax.GradientTransformationExtraArgs(transform.init, update)
 
 
 OptimConfig = Annotated[
@@ -127,7 +146,7 @@ class Optimizer:
     """An optax transformation and what the step must know of it.
 
     Attributes:
-      transform: its update takes the gradients' global norm as `grad_norm` where that is known.
+      transform: see `update` for what it is given.
       schedule: step to the learning rate that is inside the transformation.
       explained: how derived values came about, a line each.
       param_dtype: dtype that the parameters are kept in; None is the model's own.
@@ -141,6 +160,29 @@ class Optimizer:
     param_dtype: Any = None
     loss_scale: DynamicLossScale | None = None
     max_skipped: int | None = None
+
+    def update(
+        self, grads: Any, state: Any, params: Any, *, grad_norm: Any, value: Any
+    ) -> tuple[Any, Any]:
+        """The transformation's updates and next state.
+
+        Args:
+          grad_norm: the gradients' global norm, which clipping need not compute again.
+          value: the mean loss of the batch, for rules that follow it (`optax.polyak_sgd`).
+
+        Raises:
+          ConfigError: the transformation wants more than that.
+        """
+        try:
+            return self.transform.update(grads, state, params, grad_norm=grad_norm, value=value)
+        except TypeError as error:
+            if "required keyword-only argument" not in str(error):
+                raise
+            raise ConfigError(
+                f"optim: {error}; a step gives the update gradients, state, parameters, grad_norm "
+                "and value (the mean loss), and computes the loss once: take a rule that needs no "
+                "more (optax.lbfgs without its line search: linesearch=None)"
+            ) from error
 
     def stored(self, params: Any) -> Any:
         """The model's parameters in the dtype that they are kept in."""

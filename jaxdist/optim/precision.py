@@ -10,6 +10,7 @@ import optax
 from jax import lax
 
 from jaxdist.errors import ConfigError
+from jaxdist.optim.owners import owners
 
 Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -48,7 +49,7 @@ class MomentsState(NamedTuple):
 def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
     """`inner`, with its float32 moments kept in bfloat16 between steps, stochastically rounded.
 
-    Moments are the leaves of the state that are shaped after the parameters. With b2 = 0.999 a
+    Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a
     second moment moves by at most 1/1000 of itself a step towards zero, which rounding to nearest
     (steps of 1/256) would never let happen. Inside `jax.shard_map` all shards of a tensor draw the
     same noise, each of them unbiased.
@@ -58,26 +59,27 @@ def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransforma
     """
     inner = optax.with_extra_args_support(inner)
 
-    def flags(state: Any) -> list[bool]:
-        """Which leaves of an inner state are moments."""
-        marked = optax.tree.map_params(
-            inner, lambda _: True, state, transform_non_params=lambda _: False
-        )
-        wide = [leaf.dtype in (jnp.float32, jnp.bfloat16) for leaf in jax.tree.leaves(state)]
-        return [m and w for m, w in zip(jax.tree.leaves(marked), wide, strict=True)]
-
-    def narrowed(state: Any, key: jax.Array) -> Any:
+    def flags(state: Any, like: Any) -> list[bool]:
+        """Which leaves of an inner state are moments; `like` is a tree like the parameters."""
         leaves, structure = jax.tree.flatten(state)
-        for i, moment in enumerate(flags(state)):
+        found = structure.flatten_up_to(owners(state, like))
+        return [
+            owner is not None and leaf.dtype in (jnp.float32, jnp.bfloat16)
+            for leaf, owner in zip(leaves, found, strict=True)
+        ]
+
+    def narrowed(state: Any, like: Any, key: jax.Array) -> Any:
+        leaves, structure = jax.tree.flatten(state)
+        for i, moment in enumerate(flags(state, like)):
             if moment and leaves[i].dtype == jnp.float32:
                 leaves[i] = stochastic_round(leaves[i], jax.random.fold_in(key, i))
         return jax.tree.unflatten(structure, leaves)
 
-    def widened(state: Any) -> Any:
+    def widened(state: Any, like: Any) -> Any:
         leaves, structure = jax.tree.flatten(state)
         wide = [
             leaf.astype(jnp.float32) if moment else leaf
-            for leaf, moment in zip(leaves, flags(state), strict=True)
+            for leaf, moment in zip(leaves, flags(state, like), strict=True)
         ]
         return jax.tree.unflatten(structure, wide)
 
@@ -88,13 +90,14 @@ def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransforma
                 "bf16_moments(master_weights(...)) would round the master weights; nest them as "
                 "master_weights(bf16_moments(...))"
             )
-        return MomentsState(narrowed(state, jax.random.key(seed)), jnp.zeros((), jnp.int32))
+        first = narrowed(state, params, jax.random.key(seed))
+        return MomentsState(first, jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
         step = optax.safe_increment(state.step)
-        updates, moved = inner.update(updates, widened(state.inner), params, **extra)
+        moves, moved = inner.update(updates, widened(state.inner, updates), params, **extra)
         key = jax.random.fold_in(jax.random.key(seed), step)
-        return updates, MomentsState(narrowed(moved, key), step)
+        return moves, MomentsState(narrowed(moved, updates, key), step)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

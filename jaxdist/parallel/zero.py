@@ -24,6 +24,7 @@ from pydantic import Field
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import ICI, axis_names, entry_names
+from jaxdist.optim.owners import Owner, of_params
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
 
@@ -100,27 +101,30 @@ class Zero:
 
     def filled(self, tree: Any) -> Any:
         """A tree like the parameters with zeros at the ends of dims that do not divide."""
-        return jax.tree.map(self.fill_one, tree, names_of(tree))
+        return jax.tree.map(self.fill_one, tree, of_params(tree))
 
     def cut(self, tree: Any) -> Any:
         """The inverse of `filled`."""
-        return jax.tree.map(self.cut_one, tree, names_of(tree))
+        return jax.tree.map(self.cut_one, tree, of_params(tree))
 
-    def fill_one(self, leaf: jax.Array, name: str) -> jax.Array:
-        """`filled` of what is shaped like the parameter of this name."""
-        if name not in self.padded:
+    def fill_one(self, leaf: jax.Array, owner: Owner) -> jax.Array:
+        """`filled` of what belongs to a parameter, at the dim that it shares with it, if any."""
+        dim = self._padded_dim(owner)
+        if dim is None:
             return leaf
-        dim, (length, filled) = self.dims[name], self.padded[name]
+        length, filled = self.padded[owner.name]
         more = [(0, (filled - length) * (i == dim)) for i in range(leaf.ndim)]
         return jnp.pad(leaf, more)
 
-    def cut_one(self, leaf: jax.Array, name: str) -> jax.Array:
-        """`cut` of what is shaped like the parameter of this name."""
-        if name not in self.padded:
+    def cut_one(self, leaf: jax.Array, owner: Owner) -> jax.Array:
+        """The inverse of `fill_one`."""
+        dim = self._padded_dim(owner)
+        if dim is None:
             return leaf
-        dim = self.dims[name]
-        assert dim is not None
-        return jax.lax.slice_in_dim(leaf, 0, self.padded[name][0], axis=dim)
+        return jax.lax.slice_in_dim(leaf, 0, self.padded[owner.name][0], axis=dim)
+
+    def _padded_dim(self, owner: Owner) -> int | None:
+        return owner.place_of(self.dims[owner.name]) if owner.name in self.padded else None
 
     def _split(self, spec: PartitionSpec, dim: int | None) -> PartitionSpec:
         if dim is None:
@@ -223,16 +227,6 @@ def _free(dims: Dims, spec: PartitionSpec) -> list[int]:
     """
     entries = [*spec, *(None,) * (len(dims) - len(spec))]
     return [i for i, dim in enumerate(dims) if dim != "layers" and not entry_names(entries[i])]
-
-
-def names_of(tree: Any) -> Any:
-    """A tree with each leaf its name.
-
-    >>> names_of({"blocks": {"kernel": 1.0}})
-    {'blocks': {'kernel': 'blocks/kernel'}}
-    """
-    names = [name for name, _ in flatten_with_names(tree)]
-    return jax.tree.unflatten(jax.tree.structure(tree), names)
 
 
 def _filled(length: int, parts: int) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import NamedSharding
 
 from jaxdist.collectives.channels import SeparateChannels
 from jaxdist.models.functional import Functional
@@ -17,6 +18,7 @@ from jaxdist.models.layers import carried
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.loss_scale import LossScaleState
+from jaxdist.optim.owners import Owner
 from jaxdist.optim.safety import global_norm, global_norm_of_shards, skip_states
 from jaxdist.parallel.data import DataParallel
 from jaxdist.parallel.microbatch import split_rows
@@ -25,6 +27,7 @@ from jaxdist.parallel.zero import Zero
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState
 from jaxdist.train.storage import Storage
+from jaxdist.trees import flatten_with_names
 
 STEP_METRICS = ("grad_norm", "learning_rate")
 SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
@@ -74,13 +77,14 @@ class Program:
     def _state_shardings(self, shapes: TrainState) -> TrainState:
         whole = self.layout.replicated
         params = self._shards if self.zero and self.zero.stage == 3 else self._whole
-        opt_state = optax.tree.map_params(
-            self.optimizer.transform,
-            lambda _, sharding: sharding,
-            shapes.opt_state,
-            self._shards,
-            transform_non_params=lambda _: whole,
-        )
+        shards = dict(flatten_with_names(self._shards))
+
+        def placed(_: Any, owner: Owner | None) -> NamedSharding:
+            if owner is None:
+                return whole
+            return NamedSharding(whole.mesh, owner.spec(shards[owner.name].spec))
+
+        opt_state = jax.tree.map(placed, shapes.opt_state, self.storage.owners)
         buffers, loss_scale = jax.tree.map(lambda _: whole, (shapes.buffers, shapes.loss_scale))
         return TrainState(whole, params, opt_state, buffers, loss_scale)
 
@@ -254,10 +258,10 @@ class Program:
             shards = (self._shards, self._shards)
             grads, params = jax.lax.with_sharding_constraint((grads, params), shards)
         norm = self._norm(grads)
-        updates, opt_state = self.optimizer.transform.update(
-            grads, state.opt_state, params, grad_norm=norm
-        )
         values = {name: mean.total / mean.weight for name, mean in sums.items()}
+        updates, opt_state = self.optimizer.update(
+            grads, state.opt_state, params, grad_norm=norm, value=values["loss"]
+        )
         values |= {"grad_norm": norm, "learning_rate": self.optimizer.schedule(state.step)}
         params = optax.apply_updates(params, updates)
         if self.data_parallel is not None and self.zero is not None and self.zero.stage < 3:

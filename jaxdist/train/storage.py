@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import jax
-import optax
+import jax.numpy as jnp
 
+from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
 from jaxdist.optim.build import Optimizer
+from jaxdist.optim.owners import Owner, of_params, owners
 from jaxdist.parallel.pipeline.stack import StageStack
-from jaxdist.parallel.zero import Zero, names_of
+from jaxdist.parallel.zero import Zero
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
 
-Change = Callable[[Any, str], Any]
-"""Of a leaf that belongs to the parameter of this name."""
+Change = Callable[[Any, Owner], Any]
+"""Of a parameter, or of what an optimizer keeps for one."""
 
 
 @dataclass(frozen=True)
@@ -77,20 +80,38 @@ class Storage:
 
     def _ordered(self, move: Callable[[jax.Array], jax.Array]) -> Change:
         named = flatten_with_names(self.model.params)
-        layers = {name: leaf.shape[:1] for name, leaf in named if name in self.model.scanned}
-        # An optimizer of the user's own may keep something else for a parameter than one like it.
-        return lambda leaf, name: move(leaf) if leaf.shape[:1] == layers.get(name) else leaf
+        layers = {name: leaf.shape[0] for name, leaf in named if name in self.model.scanned}
 
-    @property
-    def _names(self) -> Any:
-        return names_of(self.model.params)
+        def change(leaf: jax.Array, owner: Owner) -> jax.Array:
+            place = owner.place_of(0 if owner.name in layers else None)
+            if place is not None:
+                return jnp.moveaxis(move(jnp.moveaxis(leaf, place, 0)), 0, place)
+            if owner.name in layers and layers[owner.name] in leaf.shape:
+                raise ConfigError(
+                    f"optim: what the optimizer keeps for {owner.name}, of shape {leaf.shape}, may "
+                    f"or may not count its {layers[owner.name]} layers, which this schedule stores "
+                    "in another order; take a schedule with one chunk a stage, or another number "
+                    "of layers"
+                )
+            return leaf
+
+        return change
+
+    @cached_property
+    def owners(self) -> Any:
+        """For each leaf of the optimizer's state the parameter that it belongs to, or None."""
+        params = self.model.params
+        return owners(jax.eval_shape(self.optimizer.transform.init, params), params)
 
     def _each(self, change: Change, params: Any) -> Any:
-        return jax.tree.map(change, params, self._names)
+        return jax.tree.map(change, params, of_params(self.model.params))
 
     def _all(self, change: Change, state: TrainState, *, whole_params: bool = False) -> TrainState:
         """Parameters, unless they are as they should be, and what the optimizer has for each."""
-        transform = self.optimizer.transform
-        opt_state = optax.tree.map_params(transform, change, state.opt_state, self._names)
+
+        def changed(leaf: Any, owner: Owner | None) -> Any:
+            return leaf if owner is None else change(leaf, owner)
+
+        opt_state = jax.tree.map(changed, state.opt_state, self.owners)
         params = state.params if whole_params else self._each(change, state.params)
         return replace(state, params=params, opt_state=opt_state)

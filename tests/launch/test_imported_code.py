@@ -157,6 +157,7 @@ def test_what_it_raises_is_told_with_its_line(
     assert f"({folder / 'mine.py'}:{line_of(name)})" in text
 
 
+LBFGS = {"type": "import", "path": "optax:lbfgs", "learning_rate": 1e-3}
 WRONG = [
     (model("model_number"), "model.path mine:model_number returned int, not a flax.nnx.Module"),
     (model("Mode"), "'mine' has no attribute 'Mode'; did you mean 'Model'?"),
@@ -170,6 +171,10 @@ WRONG = [
     ({"loss": {"type": "import", "path": "mine.loss"}}, "expected 'package.module:name'"),
     (optimizer("optimizer_number"), "mine:optimizer_number returned int, not an optax"),
     (optimizer("optimizer", args={"beta": 1}), "got an unexpected keyword argument 'beta'"),
+    (
+        {"optim": LBFGS},
+        "'value_fn'; a step gives the update gradients, state, parameters, grad_norm",
+    ),
     (data("data_number"), "'mine:data_number' gave a int, expected an object with __len__"),
     (data("Data", args={"length": 0}), "the training split of 'mine:Data' is empty, 0 examples"),
 ]

@@ -1,7 +1,8 @@
-"""Models of a user's own that are parts, for `model: {type: import}`."""
+"""Models of a user's own that are parts, for `model: {type: import}`, and an optimizer."""
 
 import jax
 import jax.numpy as jnp
+import optax
 from flax import nnx
 
 from jaxdist.models.layers import param
@@ -39,3 +40,8 @@ class Tied(nnx.Module):
             x = x.astype(jnp.bfloat16)
         y = jax.nn.relu(x @ self.table[...].astype(x.dtype).T)
         return (y,) if self.fault == "tuple" else y
+
+
+def sm3(rate):
+    """A vector for each dim of each parameter."""
+    return optax.chain(optax.scale_by_sm3(), optax.scale_by_learning_rate(rate))

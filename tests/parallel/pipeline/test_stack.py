@@ -5,11 +5,15 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-from pipeline_configs import TOKENS, experiment, same, trained
+from pipeline_configs import TOKENS, config_of, experiment, same, trained
 
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import build
 from jaxdist.hlo.ledger import ledger
+from jaxdist.optim.build import ImportedOptimizerConfig
 from jaxdist.parallel.pipeline.chunks import on_stages
 from jaxdist.parallel.pipeline.stack import StageStack, is_in_order
 
@@ -102,6 +106,30 @@ def test_layers_that_are_whole_on_every_stage_keep_the_model_s_order():
     whole = experiment({"stage": 2}, CHUNKS, sharding={"rules": {"layers": None}})
     assert whole.program.pipeline.stack is None
     same(trained(whole), trained(experiment({"data": 1})))
+
+
+def with_optimizer(path, pipeline, *, layers=6, **args):
+    """The small decoder on two stages with another optimizer."""
+    optim = ImportedOptimizerConfig(type="import", path=path, args=args, learning_rate=1e-3)
+    config = config_of({"stage": 2}, pipeline, model={"layers": layers})
+    return build(config.model_copy(update={"optim": optim}), devices=jax.devices()[:2])
+
+
+def test_a_factored_statistic_counts_layers_in_the_order_of_its_parameter():
+    program = with_optimizer("optax:adafactor", CHUNKS, min_dim_size_to_factor=8).program
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda s: rng.uniform(size=s.shape).astype(s.dtype), program.own_shapes)
+    stored = program.storage.stored(state)
+    rows = [optax.tree.get(s.opt_state, "v_row")["blocks"]["mlp"]["up"] for s in (state, stored)]
+    np.testing.assert_array_equal(rows[1], rows[0][[0, 2, 4, 1, 3, 5]])
+    jax.tree.map(np.testing.assert_array_equal, program.storage.used(stored), state)
+
+
+def test_what_may_or_may_not_count_layers_is_refused():
+    """SM3 keeps a vector for each dim: of 4 layers with 4 heads either may be of layers."""
+    halves = {"schedule": {"type": "interleaved", "chunks": 2}}
+    with pytest.raises(ConfigError, match=r"key, of shape \(4,\), may or may not count its 4"):
+        with_optimizer("pipeline_parts:sm3", halves, layers=4)
 
 
 def check(holds):
