@@ -77,7 +77,7 @@ class Storage:
 
     def _ordered(self, move: Callable[[jax.Array], jax.Array]) -> Change:
         named = flatten_with_names(self.model.params)
-        layers = {name: leaf.shape[:1] for name, leaf in named if name in self.model.scanned}
+        layers = {name: leaf.shape[:1] for name, leaf in named if name in self.model.stacked}
         # An optimizer of the user's own may keep something else for a parameter than one like it.
         return lambda leaf, name: move(leaf) if leaf.shape[:1] == layers.get(name) else leaf
 
