@@ -34,7 +34,7 @@ from jaxdist.mesh import Device, MeshConfig, build_mesh
 from jaxdist.models.build import ModelConfig, choose_loss, make_model
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.layers import no_hint
-from jaxdist.models.loss import Loss, LossConfig
+from jaxdist.models.loss import Loss, LossConfig, weighted
 from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
 from jaxdist.parallel.pipeline.model import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.parted import plan_parted
@@ -351,21 +351,26 @@ def _program(
     at: At,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
     """The program, how its pipeline came about, and settings of its plan that do nothing."""
+    own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
     with at("model"):
         model = _model(config, dataset, batch, layout)
-    shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
-    with at("sharding"):
-        dims = resolve_dims(config.sharding, shapes, model.dims)
-    own = partial(_own, model=config.model, loss=config.loss, optim=config.optim)
     with at("loss"):
         loss = _loss(config, batch)
+    with at("loss"), own("loss", "model") as imported:
+        if imported:  # built-in models mark their stacks
+            rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+            model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)
+    shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
+    with at("sharding"):
+        dims = resolve_dims(config.sharding, shapes, model.dims, model.stacked)
+        model = model.with_dims(dims)
     with at("parallel", "pipeline"), own("loss", "model"):
         chunks = _chunks(config, model, loss, batch, stages_of(layout.mesh))
     stored = layout if chunks is None else chunks.stored(layout)
     with at("sharding"):
         param_shardings(stored, model.params, dims)
     with at("parallel"):
-        parallel = plan_parallel(config.parallel, layout, model.params, dims, model.scanned)
+        parallel = plan_parallel(config.parallel, layout, model.params, dims, model.stacked)
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
             config.optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate

@@ -27,7 +27,7 @@ class ImportedModelConfig(Config):
     """Your own: a function of (rngs, **args) that returns a flax NNX module.
 
     Parameters name their dims with `nnx.Param(value, dims=("embed", "mlp"))`, or the config names
-    them under sharding.params.
+    them under sharding.params. A pipeline needs a `jaxdist.models.layers.Stacked`, or what it has.
     """
 
     type: Literal["import"]

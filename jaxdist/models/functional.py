@@ -7,14 +7,16 @@ holds, and have stable '/'-joined names. The module object exists only while it 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxdist.models.layers import whole
+from jaxdist.models.layers import Deferred, Stacked, dims_of, whole
+from jaxdist.models.scans import sliced
+from jaxdist.trees import flatten_with_names
 
 Path = tuple[Any, ...]
 Dims = tuple[str | None, ...]
@@ -47,16 +49,6 @@ def _name(path: Path) -> str:
     return "/".join(map(str, path))
 
 
-def _dims(variable: nnx.Variable) -> Dims | None:
-    """The logical dims of a parameter: our `dims`, or flax's own logical sharding metadata."""
-    metadata = variable.get_metadata()
-    for key in ("dims", "out_sharding", "sharding_names", "sharding"):
-        found = metadata.get(key)
-        if found is not None:
-            return tuple(found)
-    return None
-
-
 @dataclass(frozen=True)
 class Functional:
     """A module as `init` and `bind`, with its parameters' names, shapes and dims known.
@@ -67,6 +59,7 @@ class Functional:
       buffers: the same for other state that is kept (batch statistics).
       dims: '/'-joined parameter name to its logical dims, or None where none are named.
       scanned: names of the parameters that `scan_blocks` reads layer by layer.
+      stacked: of those whose first dim counts layers, whatever reads them.
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
@@ -74,11 +67,13 @@ class Functional:
     buffers: Tree
     dims: Mapping[str, Dims | None]
     scanned: frozenset[str]
+    stacked: frozenset[str]
     _graph: Any
     _param_paths: tuple[Path, ...]
     _buffer_paths: tuple[Path, ...]
     _rng_paths: tuple[Path, ...]
     _rng_types: tuple[type, ...]
+    _rng_shapes: tuple[tuple[int, ...], ...]
 
     def init(self, key: jax.Array) -> tuple[Tree, Tree]:
         """Fresh parameters and buffers; jit it with out_shardings to create them in place."""
@@ -111,15 +106,62 @@ class Functional:
         flat = [
             *zip(self._param_paths, values, strict=True),
             *zip(self._buffer_paths, pick(self._buffer_paths, buffers), strict=True),
+            *zip(self._rng_paths, self._random(key, self._lengths(values)), strict=True),
         ]
-        for i, (path, kind) in enumerate(zip(self._rng_paths, self._rng_types, strict=True)):
-            fresh = jax.random.fold_in(key, i) if issubclass(kind, nnx.RngKey) else jnp.uint32(0)
-            flat.append((path, fresh))
         module = nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
         for norm in batch_norms(module) if statistics_over else ():
             if norm.axis_name is None:
                 norm.axis_name = statistics_over  # pyright: ignore[reportAttributeAccessIssue]
         return module
+
+    def _lengths(self, values: Sequence[Any]) -> dict[int, int]:
+        """By length of a stack, how many layers of it there are here: a chunk's, in a pipeline."""
+        declared = pick(self._param_paths, self.params)
+        return {
+            struct.shape[0]: value.shape[0]
+            for path, struct, value in zip(self._param_paths, declared, values, strict=True)
+            if _name(path) in self.stacked and not isinstance(value, Deferred)
+        }
+
+    def _random(self, key: jax.Array, lengths: Mapping[int, int]) -> list[jax.Array]:
+        """Fresh streams; each layer of a stack has one of its own."""
+        found = []
+        given = zip(self._rng_types, self._rng_shapes, strict=True)
+        for i, (kind, shape) in enumerate(given):
+            here = tuple(lengths.get(size, size) for size in shape)
+            if not issubclass(kind, nnx.RngKey):
+                found.append(jnp.zeros(here, jnp.uint32))
+                continue
+            fresh = jax.random.fold_in(key, i)
+            found.append(jax.random.split(fresh, here) if here else fresh)
+        return found
+
+    def with_stacks(self, forward: Callable[..., Any], *given: Any) -> Functional:
+        """The same with the stacks known that a loop in `forward(module, *given)` reads by layer.
+
+        A module is a stack if one scan after another cuts all of its parameters into as many
+        slices. Only traced, nothing is computed.
+        """
+
+        def run(params: Tree, buffers: Tree, given: Any) -> None:
+            module = self.bind(params, buffers)
+            module.eval()
+            forward(module, *given)
+
+        named = flatten_with_names(self.params)
+        jaxpr = jax.make_jaxpr(run)(self.params, self.buffers, given).jaxpr
+        cut = {named[i][0]: named[i][1].shape[0] for i in sliced(jaxpr) if i < len(named)}
+        modules: dict[str, set[int | None]] = {}
+        for name, _ in named:
+            for module in _modules(name):
+                modules.setdefault(module, set()).add(cut.get(name))
+        stacks = {module for module, lengths in modules.items() if len(lengths) == 1}
+        found = {name for name in cut if any(module in stacks for module in _modules(name))}
+        return replace(self, stacked=self.stacked | found)
+
+    def with_dims(self, dims: Mapping[str, Dims]) -> Functional:
+        """The same with the dims of all parameters known; a first one named layers is a stack."""
+        return replace(self, dims=dims, stacked=self.stacked | _counting_layers(dims))
 
     def buffers_of(self, module: nnx.Module) -> Tree:
         """The buffers that a forward pass left in `module`."""
@@ -130,6 +172,20 @@ class Functional:
 def batch_norms(module: nnx.Module) -> list[nnx.BatchNorm]:
     """The layers of a module that look across the rows of a batch."""
     return [node for _, node in nnx.iter_modules(module) if isinstance(node, nnx.BatchNorm)]
+
+
+def _counting_layers(dims: Mapping[str, Dims | None]) -> set[str]:
+    return {name for name, found in dims.items() if found and found[0] == "layers"}
+
+
+def _modules(name: str) -> list[str]:
+    """The names of the modules that a parameter lies in.
+
+    >>> _modules("blocks/norm/scale")
+    ['blocks', 'blocks/norm']
+    """
+    parts = name.split("/")
+    return ["/".join(parts[:i]) for i in range(1, len(parts))]
 
 
 def _values(state: Any, paths: Sequence[Path]) -> Tree:
@@ -154,17 +210,24 @@ def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for _, v in flat]
         return nest([path for path, _ in flat], structs)
 
+    dims = {_name(path): dims_of(variable) for path, variable in flat_params}
+    own = isinstance(module, Stacked)
+    scanned = frozenset(
+        _name(path)
+        for path, variable in flat_params
+        if variable.get_metadata().get("scanned") or (own and path[0] == "blocks")
+    )
     return Functional(
         make=make,
         params=shapes(flat_params),
         buffers=shapes(flat_buffers),
-        dims={_name(path): _dims(variable) for path, variable in flat_params},
-        scanned=frozenset(
-            _name(path) for path, variable in flat_params if variable.get_metadata().get("scanned")
-        ),
+        dims=dims,
+        scanned=scanned,
+        stacked=scanned | _counting_layers(dims),
         _graph=graph,
         _param_paths=tuple(path for path, _ in flat_params),
         _buffer_paths=tuple(path for path, _ in flat_buffers),
         _rng_paths=tuple(path for path, _ in flat_rngs),
         _rng_types=tuple(type(variable) for _, variable in flat_rngs),
+        _rng_shapes=tuple(variable.shape for _, variable in flat_rngs),
     )

@@ -21,11 +21,11 @@ from jaxdist.models.layers import (
     Hint,
     Remat,
     RMSNorm,
+    Stacked,
     matmul,
     no_hint,
     param,
     rotate,
-    scan_blocks,
     stack,
 )
 
@@ -204,12 +204,17 @@ class Block(nnx.Module):
         return self.hint(x_BLD, *RESIDUAL)
 
 
-class Gpt(nnx.Module):
-    """`embed`, a stack of `blocks`, `head`: the three parts that a pipeline may separate."""
+class Gpt(Stacked):
+    """Tokens int32 `[B, L]` to logits `[B, L, V]` (V padded) of the token after each position.
+
+    Called with segments int32 `[B, L]` besides, the document of each position, it keeps documents
+    apart where `isolate_documents` says so.
+    """
 
     def __init__(self, config: GptConfig, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint):
         self.config, self.hint = config, hint
         self.vocab_size = vocab_size
+        self.remat, self.unroll = config.remat, config.scan_unroll
         D, V = config.embed, -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
         init = nnx.initializers.normal(0.02)
         self.embedding = param(rngs, init, (V, D), ("vocab", "embed"))
@@ -218,32 +223,20 @@ class Gpt(nnx.Module):
         if not config.tied_head:
             self.output = param(rngs, init, (D, V), ("embed", "vocab"))
 
-    def __call__(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
-        """Logits `[B, L, V]` (V padded) of the token after each position.
-
-        Args:
-          tokens_BL: int32 `[B, L]`.
-          segments_BL: int32 `[B, L]`, the document of each position; used with isolate_documents.
-        """
-        return self.head(self.trunk(self.embed(tokens_BL), tokens_BL, segments_BL))
-
     def embed(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
         """Tokens `[B, L]` to `[B, L, D]` in the compute dtype; segments change nothing."""
         del segments_BL
         x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
-    def trunk(
-        self, x_BLD: jax.Array, tokens_BL: jax.Array, segments_BL: jax.Array | None = None
-    ) -> jax.Array:
-        """All blocks, or those of a pipeline's chunk, in turn; tokens themselves are not read."""
+    def operands(
+        self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None
+    ) -> tuple[jax.Array | None]:
+        """True where a query may look (besides causality); None is everywhere."""
         del tokens_BL
-        mask = None
-        if self.config.isolate_documents and segments_BL is not None:
-            mask = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
-        config = self.config
-        unroll = min(config.scan_unroll, jax.tree.leaves(nnx.state(self.blocks))[0].shape[0])
-        return scan_blocks(self.blocks, x_BLD, mask, remat=config.remat, unroll=unroll)
+        if not self.config.isolate_documents or segments_BL is None:
+            return (None,)
+        return ((segments_BL[:, :, None] == segments_BL[:, None, :])[:, None],)
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Final norm and logits `[B, L, V]` in the compute dtype."""

@@ -164,14 +164,29 @@ def rotate(x_BLHd: jax.Array, *, theta: float) -> jax.Array:
     return jnp.concatenate(turned, axis=-1).astype(x_BLHd.dtype)
 
 
+def dims_of(variable: nnx.Variable) -> tuple[str | None, ...] | None:
+    """The logical dims of a parameter: our `dims`, or flax's own logical sharding metadata."""
+    metadata = variable.get_metadata()
+    for key in ("dims", "out_sharding", "sharding_names", "sharding"):
+        found = metadata.get(key)
+        if found is not None:
+            return tuple(found)
+    return None
+
+
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`count` modules as one whose arrays have a leading dim "layers", for `scan_blocks`."""
+    """`count` modules as one whose arrays have a leading dim "layers", for `scan_blocks`.
+
+    Args:
+      make: a module of any kind; the config's sharding.params names the dims that it does not.
+    """
     keys = jax.random.split(rngs.params(), count)
     stacked = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(key)))[1])(keys)
     module = nnx.merge(nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))[0], stacked)
     for _, node in nnx.iter_graph(module):
         if isinstance(node, nnx.Param):
-            node.set_metadata(dims=("layers", *node.get_metadata()["dims"]), scanned=True)
+            dims = dims_of(node)
+            node.set_metadata(dims=None if dims is None else ("layers", *dims), scanned=True)
     return module
 
 
@@ -209,28 +224,50 @@ def scan_blocks(
     """Run a stack of blocks one after another by one compiled loop body.
 
     Args:
-      stacked: from `stack`; each block maps `(x, *operands)` to a new x.
+      stacked: from `stack` or `nnx.vmap`; each block maps `(x, *operands)` to a new x.
       remat: what the backward pass recomputes: nothing, cheap operations on single elements, all
         but matmul results, or all; or one of these for each of so many blocks, over and over. A
         list's blocks make one iteration, which holds all of their activations at once.
-      unroll: blocks per loop iteration, in whole lists of `remat`.
+      unroll: blocks per loop iteration, in whole lists of `remat`; all, where they are fewer.
 
     Raises:
-      ConfigError: parameters are to be fetched ahead, and `remat` is not "full".
+      ConfigError: parameters are to be fetched ahead, and `remat` is not "full"; a block changes
+        its own state.
     """
     graph, state = nnx.split(stacked)
     if _fetches_ahead(state):
         return _scan_ahead(graph, state, x, operands, remat)
 
+    unroll = min(unroll, jax.tree.leaves(state)[0].shape[0])
+
     def block(x: jax.Array, layer: Any) -> jax.Array:
-        found: Any = nnx.merge(graph, whole(layer))
-        return found(x, *operands)
+        return _run(graph, whole(layer), x, operands)
 
     if not isinstance(remat, str):
         return _scan_lists(block, remat, state, x, unroll)
     # A loop keeps forward and backward apart; where it is unrolled away, CSE would undo remat.
     run = _recomputed(block, remat, prevent_cse=unroll > 1)
     return jax.lax.scan(lambda x, layer: (run(x, layer), None), x, state, unroll=unroll)[0]
+
+
+def _run(graph: Any, layer: Any, x: jax.Array, operands: tuple[Any, ...]) -> jax.Array:
+    """One block, which must leave its own state as it was; counts of random draws may go on."""
+    block: Any = nnx.merge(graph, layer)
+    given = dict(nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.RngState))))
+    given = {path: variable.get_raw_value() for path, variable in given.items()}
+    y = block(x, *operands)
+    changed = [
+        "/".join(map(str, path))
+        for path, variable in nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.RngState)))
+        if path in given and variable.get_raw_value() is not given[path]
+    ]
+    if changed:
+        raise ConfigError(
+            f"{', '.join(changed)} of a stack of {type(block).__name__} changed while it ran, and "
+            "a loop over layers keeps no state: use a norm without running statistics, or keep the "
+            "blocks in an nnx.List and run them one by one"
+        )
+    return y
 
 
 def _scan_lists(
@@ -277,7 +314,43 @@ def _scan_ahead(
         )
 
     def block(layer: Any, x: jax.Array, *operands: Any) -> jax.Array:
-        found: Any = nnx.merge(graph, layer)
-        return found(x, *operands)
+        return _run(graph, layer, x, operands)
 
     return scan_ahead(block, whole, state, x, operands)
+
+
+class Stacked(nnx.Module):
+    """A model that is `embed`, a stack of `blocks`, `head`: the parts that a pipeline separates.
+
+    Yours gives `embed(*inputs)`, `head(x)` and the attribute `blocks`, from `stack` or `nnx.vmap`,
+    each of which maps `(x, *operands)` to a new x. `remat` and `unroll` are as in `scan_blocks`.
+
+    >>> class Model(Stacked):
+    ...     def __init__(self, rngs):
+    ...         self.blocks = stack(lambda rngs: nnx.Linear(4, 4, rngs=rngs), 3, rngs)
+    ...     def embed(self, x):
+    ...         return x + 1
+    ...     def head(self, x):
+    ...         return x.sum()
+    >>> Model(nnx.Rngs(0))(jnp.zeros((2, 4))).shape
+    ()
+    """
+
+    blocks: nnx.Module
+    remat: Remat | Sequence[Remat] = "none"
+    unroll: int = 1
+
+    def operands(self, *inputs: Any, **named: Any) -> tuple[Any, ...]:
+        """What every block takes besides x, of what the model is called with."""
+        del inputs, named
+        return ()
+
+    def trunk(self, x: jax.Array, *inputs: Any) -> jax.Array:
+        """All blocks, or those of a pipeline's chunk, in turn."""
+        more = self.operands(*inputs)
+        return scan_blocks(self.blocks, x, *more, remat=self.remat, unroll=self.unroll)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """`head(trunk(embed(*inputs), *inputs))`."""
+        model: Any = self
+        return model.head(self.trunk(model.embed(*inputs), *inputs))

@@ -251,7 +251,8 @@ class LambConfig(OptimizerConfig):
     weight_decay: NonNegative = 0.01
     """Decay of weights, inside the direction that the ratio scales."""
     layer_dims: tuple[str, ...] = ("layers",)
-    """Dims whose every index has a norm of its own; add heads or expert for one norm each."""
+    """Dims whose every index has a norm of its own, by name, where a parameter has them; add heads
+    or expert for one norm each."""
     exclude_vectors: bool | None = None
     """Leave biases and norm scales out of decay and ratio; null leaves both to the variant."""
     bias_correction: bool | None = None

@@ -198,7 +198,8 @@ class LarsConfig(OptimizerConfig):
     eps: NonNegative = 0.0
     """Added to the ratio's denominator."""
     layer_dims: tuple[str, ...] = ("layers",)
-    """Dims whose every index has a norm of its own; add heads or expert for one norm each."""
+    """Dims whose every index has a norm of its own, by name, where a parameter has them; add heads
+    or expert for one norm each."""
     exclude_vectors: bool | None = None
     """Leave biases and norm scales out of decay and ratio; null leaves both to the variant."""
     norm_of_sum: bool | None = None

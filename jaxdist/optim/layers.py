@@ -28,7 +28,7 @@ Squares = tuple[jax.Array, ...]
 
 
 def layer_dims(params: Any, dims: Mapping[str, Dims], names: Sequence[str] = ("layers",)) -> Any:
-    """For each parameter the positions of the dims whose every index has a norm of its own.
+    """For each parameter its dims, of which those that `names` does not have are None.
 
     Args:
       dims: logical dims of each parameter, by '/'-joined name.
@@ -38,7 +38,7 @@ def layer_dims(params: Any, dims: Mapping[str, Dims], names: Sequence[str] = ("l
       ConfigError: a name that no parameter has ("layers" excepted: not all models stack).
 
     >>> layer_dims({"w": jnp.ones((4, 2, 3))}, {"w": ("layers", "embed", "mlp")})
-    {'w': (0,)}
+    {'w': ('layers', None, None)}
     """
     known = sorted({dim for found in dims.values() for dim in found if dim})
     for name in names:
@@ -46,11 +46,11 @@ def layer_dims(params: Any, dims: Mapping[str, Dims], names: Sequence[str] = ("l
             raise ConfigError(
                 f"layer_dims: no parameter has a dim {name!r}: {did_you_mean(name, known)}"
             )
-    positions = [
-        tuple(i for i, dim in enumerate(dims[name]) if dim in names)
+    found = [
+        tuple(dim if dim in names else None for dim in dims[name])
         for name, _ in flatten_with_names(params)
     ]
-    return jax.tree.unflatten(jax.tree.structure(params), positions)
+    return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
 @dataclass(frozen=True)
@@ -132,8 +132,10 @@ def describe(params: Any, layer_dims: Any = None, specs: Any = None) -> list[Lea
     """The leaves of `params` in order.
 
     Args:
-      layer_dims: leading dims that are layers: a count for all leaves, or a tree of counts or of
-        tuples of positions (the function `layer_dims` makes one); None is 0, one norm a leaf.
+      layer_dims: a tree like the parameters, of the dims of each: the name of a dim whose every
+        index has a norm of its own, None for one that a norm sums over, as `["layers", None, None]`
+        for a stack of matrices (the function `layer_dims` makes it from all logical dims). None in
+        a parameter's place, or in that of the tree, is one norm a parameter.
       specs: a tree of partition specs, as given to `jax.shard_map`; outside of it they change
         nothing. None: no leaf is split.
 
@@ -142,9 +144,8 @@ def describe(params: Any, layer_dims: Any = None, specs: Any = None) -> list[Lea
         another structure.
     """
     named = flatten_with_names(params)
-    everywhere = layer_dims is None or isinstance(layer_dims, int)
-    count = [layer_dims or 0] * len(named)
-    kept_of = count if everywhere else _aligned(params, layer_dims, "layer_dims")
+    nothing = [None] * len(named)
+    kept_of = nothing if layer_dims is None else _aligned(params, layer_dims, "layer_dims")
     spec_of = [PartitionSpec()] * len(named) if specs is None else _aligned(params, specs, "specs")
     leaves = zip(named, kept_of, spec_of, strict=True)
     return [
@@ -162,14 +163,17 @@ def _aligned(params: Any, tree: Any, name: str) -> list[Any]:
         ) from error
 
 
-def _positions(name: str, x: jax.Array, keep: int | Sequence[int]) -> tuple[int, ...]:
-    positions = tuple(range(keep)) if isinstance(keep, int) else tuple(keep)
-    if any(not 0 <= i < x.ndim for i in positions):
-        raise ConfigError(
-            f"layer_dims of parameter {name or 'params'} {x.shape}: {keep} asks for dims "
-            f"{positions}, but it has {x.ndim}; give 0 where a leaf holds one layer"
-        )
-    return positions
+def _positions(name: str, x: jax.Array, dims: Sequence[str | None] | None) -> tuple[int, ...]:
+    if dims is None:
+        return ()
+    shown = f"layer_dims of parameter {name or 'params'} {x.shape}: {dims!r} names"
+    example = ("layers", *(None,) * (x.ndim - 1))
+    remedy = f"name a dim whose every index has a norm of its own, None the others, as {example}"
+    if not isinstance(dims, tuple | list) or not all(d is None or isinstance(d, str) for d in dims):
+        raise ConfigError(f"{shown} no dims; {remedy}")
+    if len(dims) != x.ndim:
+        raise ConfigError(f"{shown} {len(dims)} dims, but it has {x.ndim}; {remedy}")
+    return tuple(i for i, dim in enumerate(dims) if dim is not None)
 
 
 def _split(name: str, x: jax.Array, spec: PartitionSpec) -> tuple[tuple[str, ...], ...]:

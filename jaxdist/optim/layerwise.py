@@ -83,7 +83,9 @@ def layerwise(
     Args:
       step: to the updates and the new moments, leaf by leaf.
       state_type: a named tuple: `count`, then moments, which are trees like the parameters.
-      layer_dims, specs: see `jaxdist.optim.layers.describe`. Inside `jax.shard_map` all norms are
+      layer_dims: for each parameter the names of its dims that count layers, None for the others:
+        `{"w1": ["layers", None, None], "head": None}`; see `jaxdist.optim.layers.describe`.
+      specs: see there. Inside `jax.shard_map` all norms are
         reduced in one all-reduce.
       decay_mask: true where weights decay; None leaves it to the rule, which may exclude tensors
         with fewer than two dims besides the layers.

@@ -80,7 +80,7 @@ class Storage:
 
     def _ordered(self, move: Callable[[jax.Array], jax.Array]) -> Change:
         named = flatten_with_names(self.model.params)
-        layers = {name: leaf.shape[0] for name, leaf in named if name in self.model.scanned}
+        layers = {name: leaf.shape[0] for name, leaf in named if name in self.model.stacked}
 
         def change(leaf: jax.Array, owner: Owner) -> jax.Array:
             place = owner.place_of(0 if owner.name in layers else None)

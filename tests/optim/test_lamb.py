@@ -12,6 +12,7 @@ from jaxdist.optim.lamb import LAMB_RULES, lamb
 PARAMS = {"kernel": jnp.full((2, 2, 3), 2.0), "bias": jnp.ones((2, 3))}
 GRADS = {"kernel": jnp.arange(12.0).reshape(2, 2, 3) - 5, "bias": jnp.ones((2, 3)) / 2}
 DIMS = {"kernel": ("layers", "embed", "mlp"), "bias": ("layers", "mlp")}
+NAMES = {"kernel": ["layers", None, None], "bias": ["layers", None]}
 
 
 def first(transform, grads=GRADS):
@@ -31,7 +32,7 @@ def same(found, expected):
 @pytest.mark.parametrize("variant", LAMB_RULES)
 def test_a_config_builds_what_the_function_builds(variant):
     found = first(built(type="lamb", variant=variant, weight_decay=0.1))
-    same(found, first(lamb(0.1, weight_decay=0.1, variant=variant, layer_dims=1)))
+    same(found, first(lamb(0.1, weight_decay=0.1, variant=variant, layer_dims=NAMES)))
 
 
 OPTIONS = {
@@ -57,16 +58,19 @@ def test_every_option_of_a_config_changes_the_update(option):
 
 def test_off_takes_a_bound_of_the_variant_away():
     bounded = built(type="lamb", variant="deepspeed", ratio_bounds="off")
-    same(first(bounded), first(lamb(0.1, variant="deepspeed", layer_dims=1, ratio_bounds=(0, 1e9))))
+    same(
+        first(bounded),
+        first(lamb(0.1, variant="deepspeed", layer_dims=NAMES, ratio_bounds=(0, 1e9))),
+    )
     unclipped = built(type="lamb", variant="apex", max_grad_norm="off")
-    same(first(unclipped), first(lamb(0.1, variant="apex", layer_dims=1, max_grad_norm=1e9)))
+    same(first(unclipped), first(lamb(0.1, variant="apex", layer_dims=NAMES, max_grad_norm=1e9)))
 
 
 def test_decay_outside_the_ratio():
     inside, outside = (
-        first(lamb(0.1, weight_decay=0.5, decay_in_ratio=flag, layer_dims=1)) for flag in (1, 0)
+        first(lamb(0.1, weight_decay=0.5, decay_in_ratio=flag, layer_dims=NAMES)) for flag in (1, 0)
     )
-    bare = first(lamb(0.1, weight_decay=0.0, layer_dims=1))
+    bare = first(lamb(0.1, weight_decay=0.0, layer_dims=NAMES))
     np.testing.assert_allclose(outside["kernel"], bare["kernel"] - 0.05 * 2.0, rtol=1e-5)
     assert float(jnp.abs(inside["kernel"] - outside["kernel"]).max()) > 1e-3
 

@@ -10,6 +10,7 @@ from jaxdist.optim.lars import LARS_RULES, lars
 PARAMS = {"kernel": jnp.full((2, 2, 3), 2.0), "bias": jnp.ones((2, 3))}
 GRADS = {"kernel": jnp.arange(12.0).reshape(2, 2, 3) - 5, "bias": jnp.zeros((2, 3))}
 DIMS = {"kernel": ("layers", "embed", "mlp"), "bias": ("layers", "mlp")}
+NAMES = {"kernel": ["layers", None, None], "bias": ["layers", None]}
 
 
 def second(transform):
@@ -30,7 +31,7 @@ def built(**settings):
 @pytest.mark.parametrize("variant", LARS_RULES)
 def test_a_config_builds_what_the_function_builds(variant):
     optimizer = built(variant=variant, weight_decay=0.1)
-    plain = lars(optimizer.schedule, weight_decay=0.1, variant=variant, layer_dims=1)
+    plain = lars(optimizer.schedule, weight_decay=0.1, variant=variant, layer_dims=NAMES)
     found, expected = second(optimizer.transform), second(plain)
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6)

@@ -19,7 +19,8 @@ def test_sums_in_one_pass_are_the_sums(shape, kept):
         return
     rng = np.random.default_rng(0)
     first, second = (rng.normal(size=shape).astype(np.float32) for _ in range(2))
-    (leaf,) = describe(jnp.asarray(first), kept)
+    dims = [*("layers",) * kept, *(None,) * (len(shape) - kept)]
+    (leaf,) = describe(jnp.asarray(first), dims)
     found = leaf.squares_in_one_pass(jnp.asarray(first), jnp.asarray(second))
     for got, x in zip(found, (first, second), strict=True):
         wanted = np.sum(np.square(x, dtype=np.float64), axis=leaf.summed, keepdims=True)

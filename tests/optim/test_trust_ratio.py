@@ -68,8 +68,7 @@ def assert_close(found, expected, rtol=1e-6):
 @each_transform
 def test_stacked_layers_move_as_if_each_were_a_leaf(make):
     params, grads = tree(0), [tree(1), tree(2)]
-    counts = {"blocks": {"kernel": 1, "scale": 1}, "head": 0}
-    found = steps(make(layer_dims=counts), params, grads)
+    found = steps(make(layer_dims=NAMES), params, grads)
     alone = steps(make(), unstacked(params), [unstacked(g) for g in grads])
     assert_close(unstacked(found), alone)
     one_norm = steps(make(), params, grads)
@@ -78,21 +77,21 @@ def test_stacked_layers_move_as_if_each_were_a_leaf(make):
 
 def test_layer_dims_come_from_logical_dims():
     found = layer_dims(tree(0), DIMS)
-    assert found == {"blocks": {"kernel": (0,), "scale": (0,)}, "head": ()}
+    assert found == {**NAMES, "head": (None, None)}
     found = layer_dims(tree(0), DIMS, ("layers", "mlp"))
-    assert found["blocks"] == {"kernel": (0, 2), "scale": (0,)}
+    assert found["blocks"] == {"kernel": ("layers", None, "mlp"), "scale": ("layers", None)}
 
 
 def test_one_norm_for_each_head():
     w, g = jnp.ones((4, 3, 2)) * jnp.arange(1.0, 4).reshape(1, 3, 1), jnp.ones((4, 3, 2))
-    graft = scale_by_layerwise_trust_ratio(layer_dims=[(1,)])
+    graft = scale_by_layerwise_trust_ratio(layer_dims=[[None, "heads", None]])
     found, _ = graft.update([g], graft.init([w]), [w])
     np.testing.assert_allclose(found[0], w, rtol=1e-6)
 
 
 SPECS = {"blocks": {"kernel": P(None, None, "data"), "scale": P()}, "head": P("data", "tensor")}
 STAGES = {"blocks": {"kernel": P("data", "tensor"), "scale": P("data")}, "head": P("data")}
-COUNTS = {"blocks": {"kernel": 1, "scale": 1}, "head": 0}
+NAMES = {"blocks": {"kernel": ("layers", None, None), "scale": ("layers", None)}, "head": None}
 
 
 def mesh_of(devices):
@@ -119,20 +118,20 @@ def sharded_step(transform, mesh, specs, params):
 @each_transform
 def test_shards_move_as_the_whole_does(make, specs, devices):
     params, grads = tree(0), [tree(1), tree(2)]
-    transform = make(layer_dims=COUNTS, specs=specs)
+    transform = make(layer_dims=NAMES, specs=specs)
     step = sharded_step(transform, mesh_of(devices), specs, params)
     state, found = transform.init(params), params
     for g in grads:
         updates, state = step(g, state, found)
         found = optax.apply_updates(found, updates)
-    assert_close(found, steps(make(layer_dims=COUNTS), params, grads))
+    assert_close(found, steps(make(layer_dims=NAMES), params, grads))
 
 
 @pytest.mark.parametrize(("make", "calls"), [(TRANSFORMS["lamb"], 1), (TRANSFORMS["lars"], 1)])
 @pytest.mark.parametrize(("specs", "layers"), [(SPECS, 5), (STAGES, 5)])
 def test_all_norms_of_the_tree_travel_in_one_all_reduce(make, calls, specs, layers, devices):
     params, mesh = tree(0), mesh_of(devices)
-    transform = make(layer_dims=COUNTS, specs=specs)
+    transform = make(layer_dims=NAMES, specs=specs)
     step = sharded_step(transform, mesh, specs, params)
     compiled = step.lower(params, transform.init(params), params).compile()
     sent = ledger(compiled, mesh).collectives
@@ -146,10 +145,10 @@ def test_auto_axes_are_exact(make, devices):
     params, grads = tree(0), [tree(1), tree(2)]
     mesh = mesh_of(devices)
     placed = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), params, SPECS)
-    transform = make(layer_dims=COUNTS, specs=SPECS)
+    transform = make(layer_dims=NAMES, specs=SPECS)
     assert_close(
         jax.jit(lambda p: steps(transform, p, grads))(placed),
-        steps(make(layer_dims=COUNTS), params, grads),
+        steps(make(layer_dims=NAMES), params, grads),
     )
 
 
@@ -185,7 +184,7 @@ def test_empty_trees_and_scalars(make):
 @each_transform
 def test_bf16_parameters_have_float32_moments(make):
     params, grads = tree(0, jnp.bfloat16), [tree(1, jnp.bfloat16)]
-    transform = make(layer_dims=COUNTS)
+    transform = make(layer_dims=NAMES)
     updates, state = transform.update(grads[0], transform.init(params), params)
     assert {x.dtype for x in jax.tree.leaves(updates)} == {jnp.dtype("bfloat16")}
     if isinstance(state, LambState | LarsState):
@@ -198,7 +197,7 @@ def test_bf16_parameters_have_float32_moments(make):
 
 def test_masks_choose_by_dims_besides_the_layers():
     params, g = tree(0), tree(1)
-    transform = lars(1.0, weight_decay=0.5, layer_dims=COUNTS)
+    transform = lars(1.0, weight_decay=0.5, layer_dims=NAMES)
     updates, _ = transform.update(g, transform.init(params), params)
     np.testing.assert_array_equal(updates["blocks"]["scale"], -g["blocks"]["scale"])
     chosen = lars(1.0, adapt_mask={"blocks": True, "head": False}, decay_mask=False)
@@ -215,8 +214,17 @@ def update(transform, params=None):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"layer_dims": 3}, r"blocks/scale \(4, 8\): 3 asks for dims \(0, 1, 2\), but it has 2"),
-        ({"layer_dims": {"head": 0}}, "layer_dims must be a tree of the parameters' own structure"),
+        (
+            {"layer_dims": {**NAMES, "head": ["layers", None, None]}},
+            r"head \(8, 24\): \['layers', None, None\] names 3 dims, but it has 2; name",
+        ),
+        (
+            {"layer_dims": {**NAMES, "head": 1}},
+            r"head \(8, 24\): 1 names no dims; .*as \('layers', N",
+        ),
+        ({"layer_dims": {**NAMES, "head": [0]}}, r"head \(8, 24\): \[0\] names no dims"),
+        ({"layer_dims": {**NAMES, "head": "layers"}}, r"head \(8, 24\): 'layers' names no dims"),
+        ({"layer_dims": {"head": None}}, "layer_dims must be a tree of the parameters' own struct"),
         ({"specs": {"head": P()}}, "specs must be a tree of the parameters' own structure"),
         ({"decay_mask": lambda p: jax.tree.map(lambda _: False, p)}, "decay_mask matches none of"),
         ({"adapt_mask": {"nothing": True}}, "adapt_mask does not fit the parameters"),

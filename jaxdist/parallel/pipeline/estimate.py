@@ -135,7 +135,7 @@ def _check_output(part: int, x: Any, rows: Mapping[str, jax.ShapeDtypeStruct]) -
 
 def _with_one_layer(model: Functional) -> Any:
     leaves = [
-        jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) if name in model.scanned else leaf
+        jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) if name in model.stacked else leaf
         for name, leaf in flatten_with_names(model.params)
     ]
     return jax.tree.structure(model.params).unflatten(leaves)

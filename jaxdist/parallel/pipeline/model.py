@@ -196,14 +196,14 @@ class Pipeline:
         apart: tuple[list[Any], list[Any]] = ([], [])
         leaves = jax.tree.structure(self.model.params).flatten_up_to(tree)
         for (name, _), leaf in zip(flatten_with_names(self.model.params), leaves, strict=True):
-            apart[name not in self.model.scanned].append(leaf)
+            apart[name not in self.model.stacked].append(leaf)
         return apart
 
     def _together(self, layers: list[Any], shared: list[Any]) -> Any:
         """The inverse of `_apart`."""
         left = {True: iter(layers), False: iter(shared)}
         names = [name for name, _ in flatten_with_names(self.model.params)]
-        leaves = [next(left[name in self.model.scanned]) for name in names]
+        leaves = [next(left[name in self.model.stacked]) for name in names]
         return jax.tree.structure(self.model.params).unflatten(leaves)
 
     def _to_stages(self, layers: list[Any]) -> list[Any]:

@@ -80,7 +80,7 @@ class ChunkPlan:
         held = sum(
             math.prod(layout.sharding(dims[name]).shard_shape(leaf.shape)) * leaf.dtype.itemsize
             for name, leaf in flatten_with_names(model.params)
-            if self.parted or name in model.scanned
+            if self.parted or name in model.stacked
         )
         if self.parted:
             return (
@@ -189,15 +189,16 @@ def _layers(model: Functional, stages: int) -> tuple[int, bool]:
         )
     missing = [name for name in ("embed", "trunk", "head") if not hasattr(made, name)]
     counts = {
-        leaf.shape[0] for name, leaf in flatten_with_names(model.params) if name in model.scanned
+        leaf.shape[0] for name, leaf in flatten_with_names(model.params) if name in model.stacked
     }
     if not missing and len(counts) == 1:
         return counts.pop(), False
     if hasattr(made, "parts"):
         return len(made.parts()), True
     raise ConfigError(
-        f"{where} has no blocks to share out over stages: it needs layers from "
-        "jaxdist.models.layers.stack, and methods embed, trunk and head (missing: "
-        f"{', '.join(missing) or 'one stack of layers'}); or a method parts, which returns the "
-        "functions that it is, one after another; or take mesh.stage away"
+        f"{where} has no blocks to share out over stages: it needs one stack of layers (made by "
+        "jaxdist.models.layers.stack or nnx.vmap, run by one scan), and methods embed, trunk and "
+        "head, as a jaxdist.models.layers.Stacked has them (missing: "
+        f"{', '.join(missing) or f'it has {len(counts)} such stacks'}); or a method parts, which "
+        "returns the functions that it is, one after another; or take mesh.stage away"
     )
