@@ -21,7 +21,7 @@ CLOSE_SECONDS = 5.0
 
 _LOG = re.compile(r"([IWEF])\d{4} [\d:.]+ +\d+ ([\w./-]+):\d+\] ")
 _COORDINATION = re.compile(
-    r"(coordination_\w+|preemption_\w+|distributed_runtime\w*|client|service)\.(cc|h)"
+    r"((grpc_)?coordination_\w+|preemption_\w+|grpc_state|grpc_util|client|service)\.(cc|h)"
 )
 _TERMINATE = "terminate called after throwing an instance of "
 _REST = re.compile(

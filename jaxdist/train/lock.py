@@ -117,8 +117,8 @@ class RunLock:
             while new and locked is False and time.monotonic() < young_until:
                 locked = _flock(descriptor)
             holder = {} if new else _read(descriptor)
-            unwritten = not new and not holder and time.monotonic() < young_until
-            if unwritten or not _is_at(descriptor, self.path):
+            unsettled = not new and (not holder or not _is_at(descriptor, self.path))
+            if unsettled and time.monotonic() < young_until:
                 os.close(descriptor)
                 return None
             if locked is False or not (new or self._is_free(holder, locked=bool(locked))):

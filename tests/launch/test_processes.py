@@ -163,6 +163,18 @@ def test_a_coordinator_lost_before_the_first_record(jaxdist: Jaxdist) -> None:
     assert_told(finish(processes[1]), 1)
 
 
+def test_who_waits_in_vain_says_for_whom(jaxdist: Jaxdist) -> None:
+    jaxdist.config()
+    address = f"127.0.0.1:{free_port()}"
+    alone = ["--coordinator", address, "--num-processes", 3, "--process-id", 0]
+    ended = jaxdist.train(*alone, "--join-timeout", 1)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (3, "", 1), ended
+    told = f"error: 1 of 3 processes came to {address} within 1 s; missing: 1, 2. "
+    assert ended.err.startswith(told)
+    assert "or wait longer with --join-timeout SECONDS" in ended.err
+    assert not (jaxdist.folder / "runs").exists()
+
+
 def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
     """In a step or in a save; who comes second may find the other gone."""
     jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 1})

@@ -127,7 +127,14 @@ def test_a_directory_that_cannot_be_made(tmp_path):
         RunLock(tmp_path / "file" / "run", say=pytest.fail)
 
 
-@pytest.mark.parametrize("_", range(40))
+def test_a_disk_that_numbers_its_files_anew_is_no_trap(tmp_path, fast, monkeypatch):
+    monkeypatch.setattr(lock, "_is_at", lambda *_: False)
+    leave_behind(tmp_path / "run")
+    with RunLock(tmp_path / "run", say=pytest.fail):
+        pass
+
+
+@pytest.mark.parametrize("_", range(20))
 def test_of_many_at_once_one_gets_it_and_the_others_are_told_by_whom(tmp_path, _):
     """Also between the moments when the file is made, locked and written."""
     barrier = threading.Barrier(4)
