@@ -3,6 +3,7 @@
 import itertools
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 from jaxdist.config import Document, json_schema, read, resolved_yaml, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build, load
+from jaxdist.models.functional import functional
+from jaxdist.trees import tree_size
 
 ROOT = Path(__file__).parent.parent
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -63,6 +66,8 @@ def test_builds_and_plans_the_step(path):
     program = experiment.program
     _, metrics = jax.eval_shape(program.train, program.state_shapes, program.batch)
     assert metrics.shape == (len(program.metrics),)
+    for size in re.findall(r"(\d+)M-parameter", path.read_text()):
+        assert round(tree_size(program.model.params) / 1e6) == int(size)
 
 
 @pytest.mark.parametrize("path", SMALL, ids=lambda p: str(p.relative_to(ROOT)))
@@ -75,6 +80,20 @@ def test_a_few_steps_learn(path):
             state, metrics = experiment.program.train(state, batch)
             losses.append(float(metrics[0]))
     assert losses[-1] < 0.75 * losses[0]
+
+
+def test_the_base_model_has_the_size_that_its_file_says_with_a_tokenizer_too():
+    """Both sizes in `configs/gpt/base.yaml`: as it is, and with the tokens of GPT-2."""
+    _, config = load(ROOT / "configs/gpt/base.yaml")
+    sizes = {"whole bytes": 257, "GPT-2": 50_257}
+    found = {
+        name: tree_size(functional(partial(config.model.build, vocab_size=vocab)).params)
+        for name, vocab in sizes.items()
+    }
+    assert {name: round(size / 1e6) for name, size in found.items()} == {
+        "whole bytes": 85,
+        "GPT-2": 124,
+    }
 
 
 def test_the_schema_describes_every_setting():

@@ -27,7 +27,7 @@ from jaxdist.launch.inspect_diff import difference
 from jaxdist.launch.inspect_program import Inspection, Subject, inspect_step
 from jaxdist.launch.inspect_rows import show_number
 from jaxdist.launch.inspect_text import digest
-from jaxdist.models.build import own_loss
+from jaxdist.models.build import default_loss
 
 Verdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
 
@@ -162,7 +162,7 @@ def _is_read(step: Step, path: KeyPath) -> bool:
 
 def _explicit(config: ExperimentConfig) -> ExperimentConfig:
     """The config with the model's own loss written out."""
-    return config.model_copy(update={"loss": config.loss or own_loss(config.model)})
+    return config.model_copy(update={"loss": config.loss or default_loss(config.model)})
 
 
 def _same_but_mesh(config: ExperimentConfig, other: ExperimentConfig) -> bool:

@@ -111,7 +111,8 @@ def _row_json(row: Row) -> dict[str, Any]:
 def _axes_json(inspection: Inspection, row: Row) -> dict[str, Any]:
     bound = bound_bytes(inspection, row)
     ratio = row.sent_bytes / bound if bound else None
-    return _row_json(row) | {"lower_bound_bytes": bound, "ratio": ratio}
+    notes = list(inspection.bound_notes) if bound else []
+    return _row_json(row) | {"lower_bound_bytes": bound, "ratio": ratio, "bound_notes": notes}
 
 
 def _snake(sizes: Mapping[str, int]) -> dict[str, int]:

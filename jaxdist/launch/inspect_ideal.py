@@ -139,3 +139,20 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
         size_bytes += leaf.size // parts * min(dtype.itemsize, leaf.dtype.itemsize)
     count = math.prod(layout.mesh.shape[name] for name in names)
     return names, 2 * (count - 1) / count * size_bytes
+
+
+def bound_notes(experiment: Experiment) -> tuple[str, ...]:
+    """What `gradient_bound` assumes, and which settings make a step send more, a phrase each."""
+    parallel, program = experiment.config.parallel, experiment.program
+    computed = getattr(experiment.config.model, "compute_dtype", None)
+    dtype = f"in {computed}, the model's compute dtype" if computed else "in the parameters' dtype"
+    stage, count = parallel.zero.stage, program.microbatches
+    notes = [f"one all-reduce of the gradients {dtype}"]
+    stored = {str(leaf.dtype) for leaf in jax.tree.leaves(program.state_shapes.params)}
+    if computed and stored != {computed}:
+        notes.append(f"parameters and their gradients are {', '.join(sorted(stored))}")
+    if stage == 3:
+        notes.append("parallel.zero.stage 3 gathers parameters for both passes")
+    if stage >= 2 and count > 1:
+        notes.append(f"each of train.microbatches {count} sends its own")
+    return tuple(notes)

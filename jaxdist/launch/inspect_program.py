@@ -20,7 +20,7 @@ from jaxdist.hlo import (
     program_text,
     refused_bytes,
 )
-from jaxdist.launch.inspect_ideal import gradient_bound, model_flops
+from jaxdist.launch.inspect_ideal import bound_notes, gradient_bound, model_flops
 from jaxdist.launch.inspect_rows import show_bytes
 from jaxdist.launch.inspect_text import digest
 from jaxdist.mesh import Device
@@ -35,7 +35,7 @@ class Inspection:
 
     Attributes:
       config: the file, and the settings on top of it.
-      model: type and number of parameters.
+      model: type and number of parameters; each counts once, a head that is the embedding with it.
       step: what one step trains on.
       device_kind: what it is compiled for.
       ledger: what the compiled program does.
@@ -43,6 +43,7 @@ class Inspection:
       model_flops: of the whole step, without recomputing: see `inspect_ideal.model_flops`.
       gradient_axes: mesh axes that share the batch.
       gradient_bound_bytes: the least that a device must send over them.
+      bound_notes: what that assumes, and what of this step it leaves out.
       arguments: bytes of each kind of argument.
       memory_bytes: of the device; None when it is not known.
       compile_seconds: XLA's time, without tracing.
@@ -60,6 +61,7 @@ class Inspection:
     arguments: Mapping[str, int]
     memory_bytes: int | None
     compile_seconds: float
+    bound_notes: tuple[str, ...]
 
     @property
     def ideal_flops(self) -> float:
@@ -134,6 +136,7 @@ def inspect_step(subject: Subject) -> Inspection:
         arguments=arguments,
         memory_bytes=_memory_bytes(subject.devices),
         compile_seconds=seconds,
+        bound_notes=bound_notes(experiment),
     )
 
 

@@ -64,8 +64,8 @@ def _print_collectives(inspection: Inspection, console: Console) -> None:
     console.print(kinds)
     console.print()
     totals = table(
-        "Bytes sent, against the lower bound", "axis", "sent", "bound", "ratio", "overlapped",
-        "exposed",
+        "Bytes sent, against the lower bound", "axis", "sent", "bound", "of bound",
+        "overlapped", "exposed",
     )  # fmt: skip
     unbounded = []
     for row in by_axes(inspection.ledger, inspection.gradient_axes):
@@ -86,7 +86,10 @@ def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
     notes = []
     if inspection.gradient_bound_bytes:
         axes = " x ".join(inspection.gradient_axes)
-        notes.append(f"Bound of {axes}: all-reduce of the gradients, in the compute dtype.")
+        assumed, *more = inspection.bound_notes
+        notes.append(f"Bound of {axes}: {assumed}.")
+        if more:
+            notes.append(f"It leaves out that {', that '.join(more)}.")
     if unbounded:
         notes.append(f"No bound is known for {', '.join(unbounded)}.")
     return notes
@@ -101,7 +104,7 @@ def bound_bytes(inspection: Inspection, row: Row) -> float | None:
 
 def _print_flops(inspection: Inspection, console: Console) -> None:
     ledger, ideal = inspection.ledger, inspection.ideal_flops
-    flops = table("FLOPs of each device in one step", "", "program", "ideal", "ratio")
+    flops = table("FLOPs of each device in one step", "", "program", "ideal", "of ideal")
     shown = show_number(ledger.flops_high)
     if ledger.flops_low != ledger.flops_high:
         shown = f"{show_number(ledger.flops_low)}-{shown}"

@@ -101,7 +101,7 @@ def choose_loss(
     Raises:
       ConfigError: a loss that does not fit the model or the data; none for a model of the user's.
     """
-    own = own_loss(config)
+    own = default_loss(config)
     found = given or own
     if found is None:
         raise ConfigError("an imported model needs a loss, e.g. {type: next_token}")
@@ -114,7 +114,7 @@ def choose_loss(
     return found
 
 
-def own_loss(config: ModelConfig) -> LossConfig | None:
+def default_loss(config: ModelConfig) -> LossConfig | None:
     """The loss that goes with a model; None for the user's own model."""
     if isinstance(config, GptConfig):
         return NextTokenConfig(type="next_token")

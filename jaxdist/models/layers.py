@@ -253,13 +253,12 @@ def scan_blocks(
 def _run(graph: Any, layer: Any, x: jax.Array, operands: tuple[Any, ...]) -> jax.Array:
     """One block, which must leave its own state as it was; counts of random draws may go on."""
     block: Any = nnx.merge(graph, layer)
-    given = dict(nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.RngState))))
-    given = {path: variable.get_raw_value() for path, variable in given.items()}
+    given = _kept(block)
     y = block(x, *operands)
     changed = [
-        "/".join(map(str, path))
-        for path, variable in nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.RngState)))
-        if path in given and variable.get_raw_value() is not given[path]
+        name
+        for name, leaves in _kept(block).items()
+        if name in given and any(a is not b for a, b in zip(leaves, given[name], strict=True))
     ]
     if changed:
         raise ConfigError(
@@ -268,6 +267,12 @@ def _run(graph: Any, layer: Any, x: jax.Array, operands: tuple[Any, ...]) -> jax
             "blocks in an nnx.List and run them one by one"
         )
     return y
+
+
+def _kept(block: nnx.Module) -> dict[str, list[Any]]:
+    """The arrays of a block's state, by name; those of random streams are left out."""
+    flat = nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.RngState)))
+    return {"/".join(map(str, path)): jax.tree.leaves(variable) for path, variable in flat}
 
 
 def _scan_lists(

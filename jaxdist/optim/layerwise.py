@@ -85,8 +85,7 @@ def layerwise(
       state_type: a named tuple: `count`, then moments, which are trees like the parameters.
       layer_dims: for each parameter the names of its dims that count layers, None for the others:
         `{"w1": ["layers", None, None], "head": None}`; see `jaxdist.optim.layers.describe`.
-      specs: see there. Inside `jax.shard_map` all norms are
-        reduced in one all-reduce.
+      specs: see there. Inside `jax.shard_map` all norms are reduced in one all-reduce.
       decay_mask: true where weights decay; None leaves it to the rule, which may exclude tensors
         with fewer than two dims besides the layers.
       adapt_mask: true where the ratio applies; None the same.

@@ -65,5 +65,6 @@ def inspection(*collectives: Collective, **changes: Any) -> Inspection:
         "arguments": {"parameters": 1_000, "optimizer state": 2_000, "buffers": 0, "batch": 64},
         "memory_bytes": 90_000,
         "compile_seconds": 2.5,
+        "bound_notes": ("one all-reduce of the gradients", "stage 3 gathers"),
     }
     return Inspection(**{**values, **changes})

@@ -21,6 +21,9 @@ QUICKSTART = Path(__file__).parents[2] / "configs/gpt/quickstart.yaml"
 MESH = ("mesh.data=4", "mesh.tensor=2")
 
 
+BOUND = "Bound of data: one all-reduce of the gradients in "
+
+
 class Looked:
     """One call of `inspect`, and what it printed and wrote."""
 
@@ -71,6 +74,10 @@ def test_the_quickstart_on_eight_devices(tmp_path: Path) -> None:
     )
     assert "mesh {data: 4, tensor: 2} on 8 x cpu" in looked.out
     assert "434,816 parameters" in looked.out
+    assert f"{BOUND}float32" in looked.out
+    assert "It leaves out" not in looked.out
+    assert "of bound" in looked.out
+    assert "of ideal" in looked.out
 
 
 @pytest.mark.needs_libtpu

@@ -9,7 +9,7 @@ from ledgers import GPT
 
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import ledger
-from jaxdist.launch.inspect_ideal import gradient_bound, jaxpr_flops, model_flops
+from jaxdist.launch.inspect_ideal import bound_notes, gradient_bound, jaxpr_flops, model_flops
 
 CNN = {
     **GPT,
@@ -124,3 +124,30 @@ def test_the_bound_in_bfloat16_over_two_networks_and_over_none() -> None:
     assert bound(mesh={"tensor": 2, "data": 4}, sharding={"rules": {"batch": None}}) is None
     assert bound(mesh={"tensor": 2, "context": 4}) is None
     assert axes == ("data",)
+
+
+BF16 = {"compute_dtype": "bfloat16"}
+WIDE = "parameters and their gradients are float32"
+BOTH = "parallel.zero.stage 3 gathers parameters for both passes"
+EACH = "each of train.microbatches 2 sends its own"
+
+
+@pytest.mark.parametrize(
+    ("changes", "dtype", "left_out"),
+    [
+        ({}, "float32", []),
+        ({"model": BF16}, "bfloat16", [WIDE]),
+        ({"model": BF16, "optim": {"master_weights": "bfloat16"}}, "bfloat16", []),
+        ({"parallel": {"zero": {"stage": 1}}, "train": {"microbatches": 2}}, "float32", []),
+        ({"parallel": {"zero": {"stage": 2}}, "train": {"microbatches": 2}}, "float32", [EACH]),
+        ({"model": BF16, "parallel": {"zero": {"stage": 3}}, "train": {"microbatches": 2}},
+         "bfloat16", [WIDE, BOTH, EACH]),
+    ],
+)  # fmt: skip
+def test_the_bound_says_what_it_assumes_and_leaves_out(
+    changes: dict[str, Any], dtype: str, left_out: list[str]
+) -> None:
+    config = experiment(GPT, mesh={"data": 8}, **changes)
+    assumed, *more = bound_notes(build(config, devices=jax.devices()))
+    assert assumed == f"one all-reduce of the gradients in {dtype}, the model's compute dtype"
+    assert more == left_out
