@@ -196,7 +196,7 @@ def build(
     Raises:
       ConfigError: a part that cannot be built, or parts that do not go together.
     """
-    at = partial(_at, document or Document({}))
+    at = partial(_at, document or Document(config.model_dump(mode="json")))
     with at("mesh"):
         layout = make_layout(config.sharding, build_mesh(config.mesh, devices))
     with at("train", "batch_size"):
@@ -239,7 +239,7 @@ def explain_config(config: ExperimentConfig, document: Document | None = None) -
     Raises:
       ConfigError: values that do not go together.
     """
-    at = partial(_at, document or Document({}))
+    at = partial(_at, document or Document(config.model_dump(mode="json")))
     return (*_explain_steps(config, at), *_explain_pipeline(config, at))
 
 

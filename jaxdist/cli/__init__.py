@@ -25,6 +25,7 @@ data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 pipeline_app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules.")
 study_app = typer.Typer(no_args_is_help=True, help="Compare many runs of one config.")
 
+app.command()(preparation.init)
 app.command()(runs.train)
 app.command("eval")(runs.evaluate)
 app.command()(runs.generate)

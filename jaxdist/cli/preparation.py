@@ -23,6 +23,19 @@ def show(config: shared.ConfigFile, overrides: shared.Overrides = None) -> None:
         typer.echo(f"derived: {line}")
 
 
+def init(
+    name: Annotated[
+        str | None, typer.Argument(help="gpt/quickstart, a kind such as gpt, or none for all.")
+    ] = None,
+    *,
+    to: Annotated[Path, typer.Option(help="The folder to write them into.")] = Path("configs"),
+) -> None:
+    """Write the configurations that come with jaxdist, to run and to change."""
+    from jaxdist.launch.init import init as write
+
+    write(name, to, console=shared.console())
+
+
 def schema() -> None:
     """Print the JSON schema of a configuration, for editors."""
     from jaxdist import environment

@@ -87,12 +87,12 @@ class Document:
     Attributes:
       values: nested dicts (text keys), lists, text, numbers, booleans and None.
       origins: where each path of `values` was written; paths may be missing.
-      path: the file that was read.
+      path: the file that was read; None for values that a program gave.
     """
 
     values: dict[str, Any]
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
-    path: Path = Path("config.yaml")
+    path: Path | None = None
 
     def origin(self, path: KeyPath) -> Origin:
         """The origin of `path`, or of its nearest known ancestor.
@@ -100,11 +100,13 @@ class Document:
         >>> document = Document({"a": {"b": 1}}, {("a",): Origin("x.yaml", 3)}, Path("x.yaml"))
         >>> str(document.origin(("a", "b"))), str(document.origin(("c",)))
         ('x.yaml:3', 'x.yaml')
+        >>> str(Document({}).origin(("c",)))
+        'a config from Python'
         """
         for length in range(len(path), -1, -1):
             if path[:length] in self.origins:
                 return self.origins[path[:length]]
-        return Origin(str(self.path))
+        return Origin("a config from Python" if self.path is None else str(self.path))
 
     def get(self, path: KeyPath) -> tuple[KeyPath, Any]:
         """The longest prefix of `path` that is set, and the value there."""

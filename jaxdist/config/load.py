@@ -18,6 +18,7 @@ from pathlib import Path
 from jaxdist.config.document import Document, KeyPath, Node, Origin, dotted, shown
 from jaxdist.config.override import apply_override
 from jaxdist.config.parse import parse
+from jaxdist.config.shipped import name_of, shipped
 from jaxdist.errors import ConfigError, closest
 
 MAX_FILE_BYTES = 1 << 18
@@ -125,7 +126,7 @@ def _read_text(file: Path, place: str) -> str:
         with file.open("rb") as stream:
             data = stream.read(MAX_FILE_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError(f"{place}{name}: no such file{_suggestion(file)}") from None
+        raise ConfigError(f"{place}{name}: no such file{_suggestion(file, place)}") from None
     except OSError as error:
         raise ConfigError(f"{place}{name}: cannot be read: {error.strerror}") from None
     if len(data) > MAX_FILE_BYTES:
@@ -139,15 +140,20 @@ def _read_text(file: Path, place: str) -> str:
         ) from None
 
 
-def _suggestion(file: Path) -> str:
+def _suggestion(file: Path, place: str) -> str:
+    if not place and name_of(file) in shipped():
+        return f"; `jaxdist init {name_of(file)}` writes it, or into another folder with --to"
+    here = not place and (len(file.parts) == 1 or file.parts[0] == "configs")
+    init = "; `jaxdist init` writes the shipped ones to configs" if here else ""
     try:
         names = sorted(name for name in os.listdir(file.parent) if name.endswith((".yaml", ".yml")))
     except OSError:
-        return f" (there is no folder {_display(file.parent)} to read)"
+        return f" (there is no folder {_display(file.parent)} to read){init}"
     match = closest(file.name, names)
     if match:
         return f"; did you mean {_display(file.parent / match)!r}?"
-    return f"; in {_display(file.parent)} there are: {', '.join(names)}" if names else ""
+    there = f"; in {_display(file.parent)} there are: {', '.join(names)}" if names else ""
+    return f"{there}{init}"
 
 
 def _display(file: Path) -> str:

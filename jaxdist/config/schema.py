@@ -64,8 +64,8 @@ def problems_error(document: Document, problems: Iterable[Problem]) -> ConfigErr
 
     >>> document = Document({"batch": 7})
     >>> print(problems_error(document, [Problem(("batch",), "does not divide by 2 devices")]))
-    1 problem in config.yaml:
-      batch = 7 (config.yaml): does not divide by 2 devices
+    1 problem in a config from Python:
+      batch = 7 (a config from Python): does not divide by 2 devices
     """
     lines = [_line(document, problem) for problem in problems]
     count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"

@@ -15,6 +15,7 @@ from jaxdist.config.schema import Config
 from jaxdist.data.fashion_mnist import fashion_mnist
 from jaxdist.data.idx import parse_idx, read_idx_content
 from jaxdist.data.source import ArraySource, Dataset
+from jaxdist.data.transform import TransformConfig, transformed
 from jaxdist.errors import DataError
 
 _DIGITS = 1797
@@ -38,6 +39,8 @@ class ImagesConfig(Config):
     """Fashion-MNIST (70,000, 28 x 28), handwritten digits (1,797, 8 x 8), or IDX files of yours."""
     directory: str | None = None
     """The folder of the IDX files, for source idx alone: train-images*, train-labels*, t10k-*."""
+    transform: TransformConfig | None = None
+    """What is done to each image; null hands on uint8, 0 to 255 (our own loss divides by 255)."""
 
     @model_validator(mode="after")
     def _directory_belongs_to_idx(self) -> ImagesConfig:
@@ -51,11 +54,15 @@ class ImagesConfig(Config):
         return self
 
     def build(self) -> Dataset:
-        """Load every image into memory.
+        """Load every image into memory, as it is; `transform` is done to what is read of it.
 
         Raises:
           DataError: missing, damaged or contradictory files; no scikit-learn for the digits.
+          ConfigError: a transform that cannot be imported.
         """
+        return transformed(self._images(), self.transform)
+
+    def _images(self) -> Dataset:
         if self.source == "digits":
             return _dataset("digits of scikit-learn", *_digits())
         if self.source == "fashion-mnist":

@@ -11,6 +11,7 @@ from pydantic import Field, model_validator
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.data.permutation import mix
 from jaxdist.data.source import Dataset, Example, take_one
+from jaxdist.data.transform import TransformConfig, transformed
 from jaxdist.errors import DataError
 from jaxdist.hardware import host_memory_bytes
 
@@ -18,7 +19,10 @@ _SUCCESSORS = 4
 _NOISES = 64
 _TRAIN, _HELDOUT, _WORLD = range(3)
 
-_ONLY = {"tokens": {"vocab_size", "window"}, "images": {"height", "width", "channels", "classes"}}
+_ONLY = {
+    "tokens": {"vocab_size", "window"},
+    "images": {"height", "width", "channels", "classes", "transform"},
+}
 
 
 class SyntheticConfig(Config):
@@ -46,6 +50,8 @@ class SyntheticConfig(Config):
     """Images: values of a pixel."""
     classes: int = Field(default=10, ge=2, le=LARGEST)
     """Images: how many different labels."""
+    transform: TransformConfig | None = None
+    """Images: what is done to each; null hands on uint8, 0 to 255."""
 
     @model_validator(mode="after")
     def _other_kind_is_not_set(self) -> SyntheticConfig:
@@ -74,7 +80,7 @@ class SyntheticConfig(Config):
             if tokens
             else f"{self.height} x {self.width} x {self.channels} images in {self.classes} classes"
         )
-        return Dataset(
+        dataset = Dataset(
             train=source(self, _TRAIN, self.examples),
             heldout=source(self, _HELDOUT, self.heldout_examples)
             if self.heldout_examples
@@ -87,6 +93,7 @@ class SyntheticConfig(Config):
                 "heldout_examples": self.heldout_examples,
             },
         )
+        return transformed(dataset, self.transform)
 
 
 class _TokenSource:

@@ -164,6 +164,16 @@ def test_a_missing_file_suggests_a_neighbour(folder: Path):
     refused("gpt/zzz: no such file; in gpt there are: quickstart.yaml", "gpt/zzz")
     refused("nowhere/x.yaml: no such file (there is no folder nowhere", "nowhere/x.yaml")
     refused("no such file", "gpt/quickstart.yaml/x.yaml")
+    refused(
+        "configs/gpt/lamb.yaml: no such file; `jaxdist init gpt/lamb` writes it",
+        "configs/gpt/lamb.yaml",
+    )
+    shipped = "; `jaxdist init` writes the shipped ones to configs"
+    refused(
+        f"configs/x/y.yaml: no such file (there is no folder configs/x to read){shipped}",
+        "configs/x/y.yaml",
+    )
+    refused(f"zzz.yaml: no such file{shipped}", "zzz.yaml")
     write("x.yaml", "a: 1\ninclude: gpt/quickstar.yaml")
     refused(
         "x.yaml:2: include: gpt/quickstar.yaml: no such file; did you mean 'gpt/quickstart.yaml'?"

@@ -285,7 +285,7 @@ def test_a_tag_that_is_also_a_key_does_not_confuse_the_path():
 
     document = Document({"data": {"type": "text", "text": {"text": "x"}}})
     with pytest.raises(
-        ConfigError, match=re.escape("data.text.text = 'x' (config.yaml): expected")
+        ConfigError, match=re.escape("data.text.text = 'x' (a config from Python): expected")
     ):
         validate(document, Tree)
 
@@ -294,7 +294,8 @@ def test_an_alias_is_the_key_in_the_file():
     class Tree(Config):
         class_: int = Field(alias="class")
 
-    with pytest.raises(ConfigError, match=r"class = 'x' \(config.yaml\): expected a whole number"):
+    message = r"class = 'x' \(a config from Python\): expected a whole number"
+    with pytest.raises(ConfigError, match=message):
         validate(Document({"class": "x"}), Tree)
     assert validate(Document({"class": 3}), Tree).class_ == 3
 

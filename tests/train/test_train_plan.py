@@ -166,3 +166,18 @@ def test_a_loss_scale_that_cannot_work(loss_scale):
 def test_the_plan_needs_no_device():
     assert len(jax.devices()) == 8
     explain_config(config(steps=20, batch_ramp=RAMP, mesh={"data": 4096}))
+
+
+def test_what_is_wrong_with_a_config_from_python_is_not_said_of_a_file():
+    sections = {
+        "model": {"type": "mlp", "hidden": [4]},
+        "data": {"type": "images", "source": "digits"},
+        "optim": {"type": "adamw", "learning_rate": 1e-3},
+        "train": {"steps": 1, "batch_size": 63},
+        "mesh": {"data": 8},
+    }
+    with pytest.raises(ConfigError) as caught:
+        build(ExperimentConfig.model_validate(sections))
+    assert "1 problem in a config from Python:\n  train.batch_size = 63 (a config" in str(
+        caught.value
+    )

@@ -1,0 +1,75 @@
+"""`jaxdist init`: the shipped configurations as files of one's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxdist.config import read
+from jaxdist.config.shipped import FOLDER, name_of, shipped
+from jaxdist.errors import ConfigError, did_you_mean
+
+
+def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
+    """Write the configuration `name`, all of a kind (`gpt`), or all, with what they include.
+
+    A file that is there already is kept, if it is the same.
+
+    Returns:
+      the files that were asked for, in `folder`.
+
+    Raises:
+      ConfigError: no such name, or a file that is there and differs, or cannot be written; then
+        nothing has been replaced.
+    """
+    asked = _asked(name)
+    needed = sorted({file for path in asked for file in _with_includes(path)})
+    for source in needed:
+        target = _target(source, folder)
+        if target.exists() and (not target.is_file() or target.read_bytes() != source.read_bytes()):
+            raise ConfigError(
+                f"{target} is there already, and differs from the shipped {name_of(source)}: move "
+                "it away, or give another folder with --to"
+            )
+    for source in needed:
+        _write(source, _target(source, folder), console)
+    console.print(f"next: jaxdist train {_target(asked[0], folder)}", soft_wrap=True)
+    return [_target(source, folder) for source in asked]
+
+
+def _asked(name: str | None) -> list[Path]:
+    known = shipped()
+    if name is None:
+        return list(known.values())
+    wanted = name.removesuffix(".yaml").removeprefix("configs/").strip("/")
+    found = [
+        path
+        for own, path in known.items()
+        if wanted in (own, Path(own).name, Path(own).parent.name)
+    ]
+    if not found:
+        raise ConfigError(f"no shipped config is called {name!r}; {did_you_mean(wanted, known)}")
+    return found
+
+
+def _with_includes(path: Path) -> set[Path]:
+    return {path, *(Path(origin.source) for origin in read(path).origins.values())}
+
+
+def _target(source: Path, folder: Path) -> Path:
+    return folder / source.relative_to(FOLDER)
+
+
+def _write(source: Path, target: Path, console: Console) -> None:
+    if target.exists():
+        console.print(f"is there   {target}", soft_wrap=True)
+        return
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(source.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"{target} cannot be written: {error.strerror}; give another folder with --to"
+        ) from error
+    console.print(f"written    {target}", soft_wrap=True)
