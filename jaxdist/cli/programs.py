@@ -101,9 +101,14 @@ def parity(
     if draw is not None:
         from jaxdist.launch.parity_draws import parity_draws
 
-        shared.alone("--draw", CONFIG=config, **{"--full": full, "--resume": resume})
+        shared.alone("--draw", CONFIG=config, **{"--full": full})
         outcomes = parity_draws(
-            draw, seed=seed, jobs=jobs, json_file=json_file, console=shared.console()
+            draw,
+            seed=seed,
+            jobs=jobs,
+            json_file=json_file,
+            resume=resume,
+            console=shared.console(),
         )
         raise typer.Exit(int(not all(outcome.good for outcome in outcomes)))
     from jaxdist.launch.parity import parity as compare

@@ -3,20 +3,16 @@
 A draw is a function of its seed alone, and plain data: sections as they stand in a config file.
 Every dim is drawn so that the axes that split it divide it, and nothing that the table of validity
 refuses is drawn; what is refused all the same has a reason that only the whole config shows.
-
-Numbers are drawn for what rounding does to them as well: learning rates move parameters by far
-more than their last digits, and what divides by the size of a gradient adds a large `eps`, as
-`parity_run` says.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Any, get_args
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -29,24 +25,28 @@ from jaxdist.launch.parity_cells import (
     SCHEDULES,
     SCOPES,
 )
-from jaxdist.launch.parity_tower import Tower
+from jaxdist.launch.parity_draw_model import (
+    MODELS,
+    Needs,
+    Sections,
+    embeds_of,
+    layers_of,
+    optimizer,
+)
 from jaxdist.launch.parity_trace import STEPS
 from jaxdist.mesh import DCN, ICI
-from jaxdist.optim.lamb import LambVariant
-from jaxdist.optim.lars import LarsVariant
 from jaxdist.parallel.validity import Facts, violations
-from jaxdist.parallel.zero import Stage, ZeroConfig
+from jaxdist.parallel.zero import ZeroConfig
 
 DEVICES = 8
 STAGES = 4
 """The most: a program for more takes long to compile, and has nothing new."""
 WIDEST = 8
 """Into how many parts the tensor axes of a draw's two meshes split a dim between them."""
-AXES_WEIGHTS = (0.5, 2, 4, 9)
-"""How often a mesh is drawn, by how many axes it has: there are few with many."""
 ALONE: Mapping[str, Any] = {"data": 1, "fake_devices": 1}
+COMMON = ("data", "loss", "optim", "seed")
+"""Sections that both plans of a draw have alike."""
 _REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
-Sections = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -90,41 +90,34 @@ def draw(seed: int) -> Draw:
     (True, False)
     """
     random = Random(seed)
+    # The one with the most settings, twice as often.
     kind = random.choice(["gpt", *MODELS])
-    first = _plan(random, kind)
-    second = _plan(random, kind)
-    while math.lcm(first.tensor, second.tensor) > WIDEST:
+    first = second = _plan(random, kind)
+    while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)
-    tensor, chunks = math.lcm(first.tensor, second.tensor), max(first.chunks, second.chunks)
-    model, data, layers = MODELS[kind](random, tensor, chunks)
-    common = {
-        "model": model,
-        "data": {"type": "synthetic", **data, "examples": 4096, "heldout_examples": 0},
-        "optim": _optimizer(random),
-        "seed": random.randrange(100),
-    }
-    if kind == "tower":
-        common["loss"] = {"type": "classification"}
-    return Draw(seed, *(_config(random, common, plan, layers) for plan in (first, second)))
-
-
-def name_of(model: Mapping[str, Any]) -> str:
-    """The key of `MODELS` that a model's section was drawn by."""
-    return "tower" if model["type"] == "import" else model["type"]
+    needs = Needs(
+        tensor=math.lcm(first.tensor, second.tensor),
+        chunks=max(first.chunks, second.chunks),
+        whole=first.stages == second.stages == first.microbatches == 1,
+    )
+    common = MODELS[kind](random, needs)
+    common |= {"optim": optimizer(random), "seed": random.randrange(100)}
+    return Draw(seed, *(_config(random, common, plan) for plan in (first, second)))
 
 
 def alone(sections: Mapping[str, Any]) -> Sections:
     """The same training on one device: the reference of a draw."""
-    kept = ("data", "loss", "optim", "seed")
-    plain = {name: sections[name] for name in kept if name in sections}
+    plain = {name: sections[name] for name in COMMON if name in sections}
     model = {name: value for name, value in sections["model"].items() if name != "remat"}
     train = {**sections["train"], "microbatches": 1}
-    return {**plain, "model": model, "train": train, "mesh": dict(ALONE)}
+    sharding = {**sections["sharding"], "rules": {}}
+    return {**plain, "model": model, "train": train, "mesh": dict(ALONE), "sharding": sharding}
 
 
-def _config(random: Random, common: Sections, plan: Plan, layers: int) -> Sections:
+def _config(random: Random, common: Sections, plan: Plan) -> Sections:
     """The whole config of a plan: what it chooses for the model's sizes comes last."""
     model, parallel = dict(common["model"]), dict(plan.parallel)
+    layers = layers_of(model)
     if model["type"] == "gpt":
         # What is gathered ahead keeps the inputs of layers alone.
         policies = ["full"] if parallel["zero"].get("prefetch") else [*REMATS]
@@ -135,12 +128,14 @@ def _config(random: Random, common: Sections, plan: Plan, layers: int) -> Sectio
         counts = _composition(random, layers, plan.chunks)
         parallel["pipeline"] = {**parallel["pipeline"], "layers": counts}
     rows = random.choice((1, 1, 2, 3)) * plan.data * plan.microbatches
+    if model.get("args", {}).get("batch_norm"):
+        rows *= 8  # Of two rows, batch statistics leave rounding and little else.
     return {
         **common,
         "model": model,
         "train": {"steps": STEPS, "batch_size": rows, "microbatches": plan.microbatches},
         "mesh": plan.mesh,
-        "sharding": {"rules": _rules(random, model, common["data"], plan)},
+        "sharding": {**common.get("sharding", {}), "rules": _rules(random, common, plan)},
         "parallel": parallel,
     }
 
@@ -182,7 +177,7 @@ def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
 def _plan(random: Random, kind: str) -> Plan:
     """A mesh, what runs on it, and in how many microbatches."""
     fitting = [sizes for sizes in meshes() if _fits(kind, *sizes)]
-    weights = [AXES_WEIGHTS[sum(size > 1 for size in sizes)] for sizes in fitting]
+    weights = [_weight(*sizes) for sizes in fitting]
     ((data, stages, tensor),) = random.choices(fitting, weights)
     mesh = _mesh(random, {"data": data, "stage": stages, "tensor": tensor})
     reduce, zero = _zero_and_reduce(random, mesh)
@@ -197,6 +192,12 @@ def _plan(random: Random, kind: str) -> Plan:
         "ahead": random.random() < 0.2,
     }
     return Plan(mesh, data, tensor, stages, chunks, parallel, microbatches)
+
+
+def _weight(data: int, stage: int, tensor: int) -> float:
+    """How often a mesh is drawn: there are few with many axes, and most settings need data."""
+    axes = sum(size > 1 for size in (data, stage, tensor))
+    return (0.5, 1, 3, 9)[axes] * (2 if data > 1 else 1)
 
 
 def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
@@ -214,7 +215,7 @@ def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
 def _zero_and_reduce(random: Random, mesh: Mapping[str, Any]) -> tuple[Sections | None, Sections]:
     """A reduction and a stage of ZeRO that the table of validity allows on a mesh."""
     while True:
-        kind, stage = random.choice(REDUCTIONS), random.choice(get_args(Stage))
+        kind, stage = random.choice(REDUCTIONS), random.choice((0, 1, 2, 2, 3, 3))
         reduce = None if kind is None else {"type": kind, **_options(random, kind)}
         scope = random.choice(SCOPES) if stage else "all"
         config = ZeroConfig(stage=stage, scope=scope)
@@ -272,144 +273,28 @@ def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
         return settings, microbatches, found.chunks
 
 
-def _rules(
-    random: Random, model: Mapping[str, Any], data: Mapping[str, Any], plan: Plan
-) -> Sections:
-    """Sharding rules beside the defaults: a dim that stays whole, or a sequence that is split."""
-    if plan.tensor == 1 or random.random() < 0.5:
-        return {}
-    if model["type"] == "gpt":
-        if plan.stages == 1 and data["window"] % plan.tensor == 0 and random.random() < 0.5:
-            return {"residual_seq": "tensor"}
-        return {random.choice(("mlp", "vocab", "heads", "kv_heads")): None}
-    return {"mlp": None}
-
-
-def _gpt(random: Random, tensor: int, chunks: int) -> tuple[Sections, Sections, int]:
-    """Odd widths, grouped heads, uneven layers: whatever the tensor axis does not forbid."""
-    groups, head_dim = random.choice((1, 1, 2)), random.choice((2, 4, 6))
-    kv_heads = tensor * random.choice((1, 1, 2) if tensor < 4 else (1,))
-    layers = random.randint(chunks, chunks + 3) if chunks > 1 else random.randint(1, 4)
-    model = {
-        "type": "gpt",
-        "layers": layers,
-        "embed": kv_heads * groups * head_dim,
-        "heads": kv_heads * groups,
-        "kv_heads": kv_heads,
-        "mlp": tensor * random.choice((1, 3, 5, 8)),
-        "vocab_multiple": tensor * random.choice((1, 2, 3)),
-        "tied_head": random.random() < 0.5,
-        "isolate_documents": random.random() < 0.3,
-        "attention": "xla",
-        "scan_unroll": random.choice((1, 1, 1, min(2, layers))),
-    }
-    data = {"kind": "tokens", "window": random.choice((4, 5, 8, 12)), "seed": random.randrange(9)}
-    return model, {**data, "vocab_size": random.randint(3, 40)}, layers
-
-
-def _images(random: Random) -> Sections:
-    return {
-        "kind": "images",
-        "height": random.randint(3, 7),
-        "width": random.randint(3, 7),
-        "channels": random.randint(1, 3),
-        "classes": random.randint(2, 11),
-        "seed": random.randrange(9),
-    }
-
-
-def _mlp(random: Random, tensor: int, chunks: int) -> tuple[Sections, Sections, int]:
-    """Every other width is split."""
-    count = random.randint(1, 4)
-    widths = [(tensor, 1)[i % 2] * random.choice((1, 3, 5, 8)) * 2 for i in range(count)]
-    return {"type": "mlp", "hidden": widths}, _images(random), count
-
-
-def _cnn(random: Random, tensor: int, chunks: int) -> tuple[Sections, Sections, int]:
-    """Each convolution is a part, and two layers more."""
-    count = max(random.randint(1, 3), chunks - 2)
-    channels = [tensor * random.choice((1, 2, 3)) for _ in range(count)]
-    hidden = tensor * random.choice((2, 3, 5, 8))
-    return {"type": "cnn", "channels": channels, "hidden": hidden}, _images(random), count + 2
-
-
-def _tower(random: Random, tensor: int, chunks: int) -> tuple[Sections, Sections, int]:
-    """A model of the user's own, with blocks and biases."""
-    data = _images(random)
-    layers = random.randint(chunks, chunks + 3)
-    args = {
-        "features": data["height"] * data["width"] * data["channels"],
-        "classes": data["classes"],
-        "layers": layers,
-        "embed": random.choice((3, 6, 7, 10)),
-        "mlp": tensor * random.choice((1, 3, 5)),
-    }
-    return {"type": "import", "path": f"{Tower.__module__}:Tower", "args": args}, data, layers
-
-
-MODELS: Mapping[str, Callable[[Random, int, int], tuple[Sections, Sections, int]]] = {
-    "gpt": _gpt,
-    "cnn": _cnn,
-    "mlp": _mlp,
-    "tower": _tower,
-}
-"""The model and its data, for a tensor axis and a number of chunks; and its layers, or parts."""
-
-
-def _optimizer(random: Random) -> Sections:
-    """Any optimizer with what is around it: clipping, skips, a loss scale, a schedule."""
-    kind = random.choice([*OPTIMIZERS])
-    found = {"type": kind, **OPTIMIZERS[kind](random)}
-    if random.random() < 0.5:
-        found["clip_norm"] = random.choice((0.1, 1.0))
-    if random.random() < 0.2:
-        found["loss_scale"] = {"type": "dynamic", "init_scale": 64.0, "growth_steps": 2}
-    elif random.random() < 0.2:
-        found["skip_nonfinite"] = True
-    schedule: Sections = {"type": random.choice(("constant", "cosine", "linear"))}
-    schedule["warmup_steps"] = random.choice((0, 2))
-    return {**found, "schedule": schedule}
-
-
-def _adamw(random: Random) -> Sections:
-    decay = random.choice((0.0, 0.1))
-    return {"learning_rate": 1e-2, "weight_decay": decay, "eps": 1e-3}
-
-
-def _sgd(random: Random) -> Sections:
-    return {
-        "learning_rate": 0.1,
-        "momentum": random.choice((0.0, 0.9)),
-        "nesterov": random.random() < 0.5,
-        "weight_decay": random.choice((0.0, 0.01)),
-    }
-
-
-def _lamb(random: Random) -> Sections:
-    found = {"learning_rate": 1e-2, "variant": random.choice(get_args(LambVariant)), "eps": 1e-3}
-    return {**found, **_layerwise(random)}
-
-
-def _lars(random: Random) -> Sections:
-    found = {"learning_rate": 0.1, "variant": random.choice(get_args(LarsVariant))}
-    return {**found, "trust_coefficient": 0.1, **_layerwise(random)}
-
-
-def _layerwise(random: Random) -> Sections:
-    found: Sections = {"weight_decay": random.choice((0.0, 0.01))}
-    if random.random() < 0.5:
-        found["exclude_vectors"] = random.random() < 0.5
-    if random.random() < 0.2:
-        found["layer_dims"] = []
+def _rules(random: Random, common: Sections, plan: Plan) -> Sections:
+    """Sharding rules beside the defaults."""
+    model, found = common["model"], {}
+    if plan.tensor > 1 and random.random() < 0.5:
+        found = _tensor_rules(random, model, common["data"], plan)
+    embeds, zero = embeds_of(model), plan.parallel["zero"]["stage"]
+    alone = plan.stages == 1 and plan.parallel["reduce"] is None and not zero
+    fits = bool(embeds) and all(embed % plan.data == 0 for embed in embeds)
+    if alone and fits and plan.data > 1 and random.random() < 0.5:
+        found["embed"] = "data"
     return found
 
 
-OPTIMIZERS: Mapping[str, Callable[[Random], Sections]] = {
-    "adamw": _adamw,
-    "sgd": _sgd,
-    "lamb": _lamb,
-    "lars": _lars,
-}
+def _tensor_rules(
+    random: Random, model: Mapping[str, Any], data: Mapping[str, Any], plan: Plan
+) -> Sections:
+    """A dim that stays whole, or a sequence that is split."""
+    if model["type"] != "gpt":
+        return {"mlp": None}
+    if plan.stages == 1 and data["window"] % plan.tensor == 0 and random.random() < 0.5:
+        return {"residual_seq": "tensor"}
+    return {random.choice(("mlp", "vocab", "heads", "kv_heads")): None}
 
 
 def seeds_of(count: int, seed: int) -> Sequence[int]:

@@ -12,7 +12,8 @@ from typing import Any
 
 from jaxdist import environment
 from jaxdist.config import plain_yaml
-from jaxdist.launch.parity_draw import Sections, axis_sizes, name_of
+from jaxdist.launch.parity_draw import COMMON, axis_sizes
+from jaxdist.launch.parity_draw_model import Sections, name_of
 from jaxdist.launch.parity_draw_run import Outcome
 from jaxdist.launch.parity_trace import STEPS, Differences
 from jaxdist.mesh import AXES
@@ -68,6 +69,7 @@ def features_of(sections: Mapping[str, Any]) -> dict[str, str]:
     uneven = pipeline and layers and (layers % sizes["stage"] or "layers" in pipeline)
     return {
         "model": name_of(model),
+        "BatchNorm": "yes" if model.get("args", {}).get("batch_norm") else "no",
         "optimizer": sections["optim"]["type"],
         "devices": str(mesh["fake_devices"]),
         "axes": " x ".join(name for name, size in sizes.items() if size > 1) or "none",
@@ -127,13 +129,10 @@ def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> dict[str, 
     }
 
 
-_COMMON = ("data", "loss", "optim", "seed")
-
-
 def _row(outcome: Outcome) -> dict[str, Any]:
     """One outcome; what both configs have is there once."""
     row = asdict(outcome)
-    row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in _COMMON}
+    row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in COMMON}
     return row
 
 
@@ -142,7 +141,7 @@ def from_json(report: Mapping[str, Any]) -> list[Outcome]:
 
     def outcome(row: Mapping[str, Any]) -> Outcome:
         common: Sections = {
-            name: row["sections"][name] for name in _COMMON if name in row["sections"]
+            name: row["sections"][name] for name in COMMON if name in row["sections"]
         }
         found = {name: row[name] and Differences(**row[name]) for name in ("differences", "limit")}
         return Outcome(**{**row, **found, "reader": {**common, **row["reader"]}})

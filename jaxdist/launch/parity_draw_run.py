@@ -17,7 +17,8 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.launch.parity_cells import cuts_of
-from jaxdist.launch.parity_draw import Draw, Sections, alone, draw
+from jaxdist.launch.parity_draw import Draw, alone, draw
+from jaxdist.launch.parity_draw_model import Sections
 from jaxdist.launch.parity_trace import (
     Differences,
     Steps,

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
 from jaxdist.config import plain_yaml
-from jaxdist.errors import RunError
+from jaxdist.errors import ConfigError, RunError
 from jaxdist.launch.parity_children import Ended, answers
 from jaxdist.launch.parity_draw import draw, seeds_of
-from jaxdist.launch.parity_draw_report import HEADER, failure_text, line, to_json, verdict
+from jaxdist.launch.parity_draw_report import (
+    HEADER,
+    failure_text,
+    from_json,
+    line,
+    to_json,
+    verdict,
+)
 from jaxdist.launch.parity_draw_run import Outcome, judge
 from jaxdist.launch.parity_trace import compiled_at
 from jaxdist.metrics.report import write_json
@@ -25,6 +34,7 @@ def parity_draws(
     seed: int = 0,
     jobs: int = 1,
     json_file: Path | None = None,
+    resume: bool = False,
     console: Console,
 ) -> list[Outcome]:
     """Judge so many draws, print each as it is done, those that go wrong with their configs.
@@ -33,19 +43,25 @@ def parity_draws(
       seed: of the first draw; the next has the next.
       jobs: processes that judge, one draw each at a time.
       json_file: where to write the same as JSON, what there is of it after each draw.
+      resume: leave out the draws that `json_file` has already, if it exists.
 
     Raises:
+      ConfigError: a file that cannot be gone on with.
       RunError: a file that cannot be written.
     """
+    if resume and json_file is None:
+        raise ConfigError("--resume goes on with the file of --json: give it as well")
     seeds = seeds_of(count, seed)
+    outcomes = _earlier(json_file, seeds) if resume and json_file else []
+    left = [own for own in seeds if own not in {outcome.seed for outcome in outcomes}]
     console.print(
         f"{count} draws on up to 8 fake devices against one device, float32, relative "
-        f"differences; {compiled_at()}",
+        f"differences; {compiled_at()}"
+        f"{f'; {len(outcomes)} are in {json_file}' if outcomes else ''}",
         soft_wrap=True,
     )
     console.print(HEADER, style="bold")
-    outcomes: list[Outcome] = []
-    for own, answer in zip(seeds, answers(judge, seeds, jobs), strict=True):
+    for own, answer in zip(left, answers(judge, left, jobs), strict=True):
         outcome = _ended(own, answer) if isinstance(answer, Ended) else answer
         outcomes.append(outcome)
         style = None if outcome.good else "bold red"
@@ -58,6 +74,29 @@ def parity_draws(
             write_json(json_file, report, what="draws", indent=1, allow_nan=True)
     console.print(verdict(outcomes), soft_wrap=True)
     return outcomes
+
+
+def _earlier(file: Path, seeds: Sequence[int]) -> list[Outcome]:
+    """What a run that was ended left in its file of these draws.
+
+    Raises:
+      ConfigError: a file that is no report of draws, or of draws as they were another time.
+    """
+    if not file.exists():
+        return []
+    remedy = "give another file to --json, or leave --resume out to write this one anew"
+    try:
+        found = from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot go on with {file}: {error!r}; {remedy}") from error
+    own = [outcome for outcome in found if outcome.seed in seeds]
+    for outcome in own:
+        drawn = draw(outcome.seed)
+        if (outcome.sections, outcome.reader) != (drawn.sections, drawn.reader):
+            raise ConfigError(
+                f"cannot go on with {file}: seed {outcome.seed} draws another config now; {remedy}"
+            )
+    return own
 
 
 def _ended(seed: int, answer: Ended) -> Outcome:

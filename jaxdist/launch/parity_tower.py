@@ -1,4 +1,4 @@
-"""A model such as a user brings: a stack of blocks with biases, in parts that stages can share."""
+"""A model as a user's own: a stack of blocks with biases, which stages can share, and BatchNorm."""
 
 from __future__ import annotations
 
@@ -24,10 +24,21 @@ class Tower(nnx.Module):
     """Images to logits of classes, through so many blocks."""
 
     def __init__(
-        self, rngs: nnx.Rngs, *, features: int, classes: int, layers: int, embed: int, mlp: int
+        self,
+        rngs: nnx.Rngs,
+        *,
+        features: int,
+        classes: int,
+        layers: int,
+        embed: int,
+        mlp: int,
+        batch_norm: bool = False,
     ):
         self.first = Linear((features, embed), ("features", "embed"), rngs)
         self.blocks = stack(lambda rngs: Block(embed, mlp, rngs), layers, rngs)
+        # The fast variance, a difference of two means, is rounded by more than parity allows.
+        norm = nnx.BatchNorm(embed, use_fast_variance=False, rngs=rngs) if batch_norm else None
+        self.norm = norm
         self.last = Linear((embed, classes), ("embed", "classes"), rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
@@ -36,7 +47,9 @@ class Tower(nnx.Module):
 
     def embed(self, image: jax.Array) -> jax.Array:
         """What the first block takes: `[B, embed]`."""
-        return self.first(image.reshape(image.shape[0], -1))
+        x = self.first(image.reshape(image.shape[0], -1))
+        # Of a bias right before a BatchNorm the gradient would be rounding and nothing else.
+        return x if self.norm is None else self.norm(x * jax.numpy.tanh(x))
 
     def trunk(self, x: jax.Array, image: jax.Array) -> jax.Array:
         """All blocks, or those of a pipeline's chunk; the image itself is not read."""

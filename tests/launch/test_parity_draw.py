@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,8 @@ from jaxdist.experiment import ExperimentConfig, load
 from jaxdist.launch import parity_children, parity_draw_run, parity_draws
 from jaxdist.launch.parity_cells import ACTIVATIONS, REDUCTIONS, SCHEDULES
 from jaxdist.launch.parity_children import Ended
-from jaxdist.launch.parity_draw import MODELS, OPTIMIZERS, alone, draw, name_of, seeds_of
+from jaxdist.launch.parity_draw import alone, draw, seeds_of
+from jaxdist.launch.parity_draw_model import MODELS, OPTIMIZERS, name_of
 from jaxdist.launch.parity_draw_report import features_of, from_json, markdown, to_json
 from jaxdist.launch.parity_draw_run import Outcome, judge
 from jaxdist.launch.parity_trace import Differences
@@ -64,7 +66,10 @@ def test_everything_is_drawn():
         and features["uneven layers"] == "yes"
     ]
     assert len(uneven) > 10
-    assert min(found.values()) > 2
+    assert {"residual_seq: tensor", "embed: data", "mlp: null", "heads: null"} <= values[
+        "sharding rules"
+    ]
+    assert values["BatchNorm"] == {"yes", "no"}
 
 
 def run(*args: object):
@@ -119,7 +124,45 @@ def test_a_refusal_is_told_and_no_failure(answered):
     assert "0 equal, 1 refused, 0 differs, 0 failed" in found.output
 
 
-@pytest.mark.parametrize("args", [("c.yaml",), ("--full",), ("--resume",)])
+def test_resumed_it_makes_the_draws_that_are_left(answered):
+    answered(outcome_of(0), outcome_of(1))
+    assert run("--draw", 2, "--json", "d.json").exit_code == 0
+    answered(outcome_of(2))
+    found = run("--draw", 3, "--json", "d.json", "--resume")
+    assert found.exit_code == 0, found.output
+    assert "2 are in d.json" in found.output
+    assert "3 equal, 0 refused" in found.output
+    assert [row["seed"] for row in json.loads(Path("d.json").read_text())["draws"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda report: report.pop("draws"),
+            r"cannot go on with d\.json: KeyError\('draws'\); give",
+        ),
+        (lambda report: report["draws"][0]["sections"].update(seed=1000), "seed 0 draws another"),
+    ],
+)
+def test_a_report_of_other_draws_is_not_gone_on_with(change, said, answered):
+    answered(outcome_of(0))
+    run("--draw", 1, "--json", "d.json")
+    report = json.loads(Path("d.json").read_text())
+    change(report)
+    Path("d.json").write_text(json.dumps(report))
+    refused = run("--draw", 1, "--json", "d.json", "--resume")
+    assert isinstance(refused.exception, ConfigError)
+    assert re.search(said, str(refused.exception))
+    assert json.loads(Path("d.json").read_text()) == report
+
+
+def test_resume_without_a_file_is_told():
+    refused = run("--draw", 1, "--resume")
+    assert "--resume goes on with the file of --json" in str(refused.exception)
+
+
+@pytest.mark.parametrize("args", [("c.yaml",), ("--full",)])
 def test_what_has_no_effect_on_draws_is_refused(args):
     refused = run(*args, "--draw", 1)
     assert isinstance(refused.exception, ConfigError)
