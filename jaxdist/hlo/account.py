@@ -65,6 +65,7 @@ def _both(first: Collective, second: Collective) -> Collective:
         first,
         times_low=first.times_low + second.times_low,
         times_high=first.times_high + second.times_high,
+        bounded=first.bounded and second.bounded,
     )
 
 
@@ -127,7 +128,11 @@ class _Walk:
             return in_sequence([body.times(trips, trips), condition.times(trips + 1, trips + 1)])
         once = in_sequence([body.times(0, 1), condition])
         name = loop.source or loop.name
-        return dataclasses.replace(once, unknown_loops=(name, *once.unknown_loops))
+        return Totals(
+            once.flops,
+            tuple(dataclasses.replace(c, bounded=False) for c in once.collectives),
+            (name, *once.unknown_loops),
+        )
 
     def _conditional(self, frame: Frame, instruction: Instruction) -> Totals:
         names = instruction.called("branch_computations") or (

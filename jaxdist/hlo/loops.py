@@ -1,50 +1,33 @@
 """How often a loop runs: XLA's `known_trip_count`, else read from the loop itself.
 
-XLA:TPU drops the count from the compiled program, so the counter is followed: the scalars that the
-condition reads are evaluated at the start and after one and two turns of the body. Where they
-move by equal steps, the first turn on which the condition fails is found by bisection.
+XLA:TPU drops the count from the compiled program, so the counter is read: the scalars that the
+condition depends on are evaluated as the loop begins. Where the body is seen to move each by equal
+steps, the first turn on which the condition fails is computed; else the turns are followed one by
+one, up to `FOLLOWED` of them.
 """
 
 from __future__ import annotations
 
-import operator
+import math
 import re
 from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from jaxdist.hlo.parse import Computation, Instruction, Module
+from jaxdist.hlo.scalars import Holds, Moved, Path, Value, compute, is_integer, line, wrapped
 
-Path = tuple[int, ...]
-"""Indices into nested tuples; empty for a value that is no tuple."""
-Arguments = Callable[[int, Path], int | None]
+Arguments = Callable[[int, Path], Value | None]
 """Parameter number and path to its value; None where it is not known."""
 
-LONGEST = 2**40
-"""Loops that do not end by then count as unknown."""
+FOLLOWED = 4096
+"""Loops that move otherwise than by equal steps, and go on for longer, count as unknown."""
 
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
-_INTEGER = re.compile(r"[su]\d+\[\]|pred\[\]")
-_SAME = ("copy", "copy-start", "copy-done", "bitcast", "convert", "reshape", "opt-barrier")
-_ARITHMETIC: Mapping[str, Callable[[int, int], int]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "maximum": max,
-    "minimum": min,
-    "and": operator.and_,
-    "or": operator.or_,
-}
-_COMPARE: Mapping[str, Callable[[int, int], bool]] = {
-    "LT": operator.lt,
-    "LE": operator.le,
-    "GT": operator.gt,
-    "GE": operator.ge,
-    "EQ": operator.eq,
-}
+_SAME = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "opt-barrier")
 _CONSTANTS = {"true": 1, "false": 0}
 
 
-def _unknown(number: int, path: Path) -> int | None:
+def _unknown(number: int, path: Path) -> Value | None:
     return None
 
 
@@ -57,9 +40,20 @@ class Frame:
         self.module = module
         self.computation = computation
         self._arguments = arguments
+        self._known: dict[tuple[str, Path], Value | None] = {}
 
-    def value(self, name: str, path: Path = ()) -> int | None:
+    def value(self, name: str, path: Path = ()) -> Value | None:
         """The integer at `path` of what `name` computes; None where it is not known."""
+        if (name, path) not in self._known:
+            self._known[name, path] = self._evaluated(name, path)
+        return self._known[name, path]
+
+    @property
+    def result(self) -> Value | None:
+        """The value of a computation that gives one integer."""
+        return self.value(self.computation.root.name)
+
+    def _evaluated(self, name: str, path: Path) -> Value | None:
         instruction = self.computation.by_name[name]
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "parameter":
@@ -80,22 +74,20 @@ class Frame:
             return callee.value(callee.computation.root.name, path)
         return self._scalar(instruction)
 
-    def _scalar(self, instruction: Instruction) -> int | None:
+    def _scalar(self, instruction: Instruction) -> Value | None:
         # Only scalars are followed: arrays would lead through the whole program.
-        if not _INTEGER.match(instruction.type_text):
+        type_text = instruction.type_text
+        if not is_integer(type_text):
             return None
         if instruction.opcode == "constant":
             word = _CONSTANTS.get(instruction.arguments, instruction.arguments)
-            return int(word)
-        if instruction.opcode == "compare":
-            found = re.search(r"\bdirection=(\w+)", instruction.attributes)
-            apply = _COMPARE.get(found[1]) if found else None
-        else:
-            apply = _ARITHMETIC.get(instruction.opcode)
-        if apply is None:
+            return wrapped(int(word), type_text)
+        values = [self.value(name) for name in instruction.operands]
+        known = [value for value in values if value is not None]
+        if len(known) < len(values):
             return None
-        left, right = (self.value(name) for name in instruction.operands)
-        return None if left is None or right is None else int(apply(left, right))
+        found = re.search(r"\bdirection=(\w+)", instruction.attributes)
+        return compute(instruction.opcode, type_text, found and found[1], known)
 
     def called(self, instruction: Instruction, attribute: str) -> Computation:
         """The computation that an attribute of the instruction names."""
@@ -118,15 +110,15 @@ class Frame:
         )
 
     def enter_loop(
-        self, loop: Instruction, attribute: str, counters: Mapping[Path, int] | None = None
+        self, loop: Instruction, attribute: str, state: Callable[[Path], Value | None] | None = None
     ) -> Frame:
-        """The frame of a loop's body or condition: invariants are known, and the given counters."""
+        """The frame of a loop's body or condition: invariants are known, and what `state` gives."""
         kept = invariants(self.called(loop, "body"))
 
-        def arguments(number: int, path: Path) -> int | None:
-            if counters is not None and path in counters:
-                return counters[path]
-            return self.value(loop.operands[0], path) if path and path[0] in kept else None
+        def arguments(number: int, path: Path) -> Value | None:
+            if path and path[0] in kept:
+                return self.value(loop.operands[0], path)
+            return None if state is None else state(path)
 
         return Frame(self.module, self.called(loop, attribute), arguments)
 
@@ -134,65 +126,73 @@ class Frame:
         """How often the body of a while runs; None where that is not to be seen."""
         if found := _TRIP_COUNT.search(loop.attributes):
             return int(found[1])
-        counters = self._counters(loop)
-        if counters is None:
-            return None
-
-        def goes_on(turn: int) -> int | None:
-            now = {path: start + step * turn for path, (start, step) in counters.items()}
-            condition = self.enter_loop(loop, "condition", now)
-            return condition.value(condition.computation.root.name)
-
-        return _first_failure(goes_on)
-
-    def _counters(self, loop: Instruction) -> dict[Path, tuple[int, int]] | None:
-        """Start and step of each scalar that the condition reads; None if one is not affine."""
-        reads = _scalars_read(self.called(loop, "condition"))
-        source, frame = loop.operands[0], self
-        turns: list[dict[Path, int]] = []
-        for _ in range(3):
-            values = {path: frame.value(source, path) for path in reads}
-            known = {path: value for path, value in values.items() if value is not None}
-            if len(known) < len(reads):
+        moves = self._moves(loop)
+        start: dict[Path, int] = {}
+        for path in moves:
+            first = self.value(loop.operands[0], path)
+            if not isinstance(first, int):
                 return None
-            turns.append(known)
-            frame = self.enter_loop(loop, "body", known)
-            source = frame.computation.root.name
-        first, second, third = turns
-        if any(third[path] - second[path] != second[path] - first[path] for path in reads):
+            start[path] = first
+        turns = self._by_equal_steps(loop, start, moves)
+        return self._followed(loop, start) if turns is None else turns
+
+    def _moves(self, loop: Instruction) -> dict[Path, Value | None]:
+        """What a turn makes of each integer that the condition depends on, if by way of others."""
+        asked: dict[Path, None] = {}
+
+        def state(path: Path) -> Value:
+            asked[path] = None
+            return Moved(path, 0)
+
+        _ = self.enter_loop(loop, "condition", state).result
+        body = self.enter_loop(loop, "body", state)
+        moves: dict[Path, Value | None] = {}
+        while rest := asked.keys() - moves.keys():
+            for path in rest:
+                moves[path] = body.value(body.computation.root.name, path)
+        return moves
+
+    def _by_equal_steps(
+        self, loop: Instruction, start: Mapping[Path, int], moves: Mapping[Path, Value | None]
+    ) -> int | None:
+        """The count of a loop whose counters all move by equal steps; None of any other."""
+        lines: dict[Path, Value] = {}
+        types = _types(self.called(loop, "body"))
+        for path, move in moves.items():
+            if not isinstance(move, Moved) or move.path != path or path not in types:
+                return None
+            lines[path] = line(start[path], move.by, types[path])
+        holds = self.enter_loop(loop, "condition", lines.get).result
+        if not isinstance(holds, Holds) or holds.turn > holds.until or math.isinf(holds.turn):
             return None
-        return {path: (first[path], second[path] - first[path]) for path in reads}
+        return int(holds.turn)
 
-
-def _first_failure(goes_on: Callable[[int], int | None]) -> int | None:
-    """The first turn on which a condition fails that stays failed from there on.
-
-    >>> _first_failure(lambda turn: 3 * turn < 100)
-    34
-    """
-    high = 1
-    if not (start := goes_on(0)):
-        return 0 if start == 0 else None
-    while goes_on(high):
-        high *= 2
-        if high > LONGEST:
-            return None
-    low = high // 2
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if goes_on(middle) else (low, middle)
-    return high
+    def _followed(self, loop: Instruction, start: Mapping[Path, int]) -> int | None:
+        """The count of a loop that ends within `FOLLOWED` turns; None of any other."""
+        now: Mapping[Path, Value | None] = start
+        for turn in range(FOLLOWED + 1):
+            goes_on = self.enter_loop(loop, "condition", now.get).result
+            if not isinstance(goes_on, int):
+                return None
+            if not goes_on:
+                return turn
+            body = self.enter_loop(loop, "body", now.get)
+            root = body.computation.root.name
+            now = {path: body.value(root, path) for path in now}
+        return None
 
 
 @lru_cache(maxsize=4096)
-def _scalars_read(condition: Computation) -> tuple[Path, ...]:
-    """Paths of the integer scalars of the loop's state that its condition takes out."""
-    return tuple(
-        () if instruction.opcode == "parameter" else (instruction.number("index") or 0,)
-        for instruction in condition.instructions
+def _types(body: Computation) -> dict[Path, str]:
+    """The types of the integers in the loop's state that its body takes out."""
+    return {
+        ()
+        if instruction.opcode == "parameter"
+        else (instruction.number("index") or 0,): instruction.type_text
+        for instruction in body.instructions
         if instruction.opcode in ("get-tuple-element", "parameter")
-        and _INTEGER.match(instruction.type_text)
-    )
+        and is_integer(instruction.type_text)
+    }
 
 
 @lru_cache(maxsize=4096)

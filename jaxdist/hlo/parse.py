@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 
 from jaxdist.errors import LedgerError
@@ -24,6 +25,7 @@ _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-]+)")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _PARENTHESIS = re.compile(r"[()]")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BITS = re.compile(r"^[a-z]+(\d+)")
 
 
@@ -197,6 +199,30 @@ def parse_instruction(line: str) -> Instruction | None:
     )
 
 
+def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Lines, with an instruction whose attributes go on over several put onto one."""
+    begun: str | None = None
+    for line in lines:
+        is_new = _INSTRUCTION.match(line) is not None
+        if begun is not None and is_new:
+            yield begun
+        whole = line if begun is None or is_new else f"{begun} {line}"
+        goes_on = (is_new or begun is not None) and _is_open(whole)
+        begun = whole if goes_on else None
+        if not goes_on:
+            yield whole
+    if begun is not None:
+        yield begun
+
+
+def _is_open(line: str) -> bool:
+    """Whether a brace is still to be closed; those in quoted text do not count."""
+    if line.count("{") == line.count("}"):
+        return False
+    bare = _QUOTED.sub("", line)
+    return bare.count("{") > bare.count("}")
+
+
 def parse(text: str) -> Module:
     """A whole program.
 
@@ -210,7 +236,7 @@ def parse(text: str) -> Module:
     entry = name = None
     instructions: list[Instruction] = []
     header, _, body = text.partition("\n")
-    for line in body.splitlines():
+    for line in _whole_lines(body.splitlines()):
         if name is not None and line.startswith("}"):
             computations[name] = Computation(name, tuple(instructions))
             name, instructions = None, []

@@ -37,7 +37,7 @@ class Collective:
     times_low: int
     """Executions per run of the program, at least."""
     times_high: int
-    """Executions per run of the program, at most: more than `times_low` inside a conditional."""
+    """Executions per run, at most where `bounded`: more than `times_low` inside a conditional."""
     sent_bytes: float
     """What the busiest device sends in one execution, by the standard algorithm of `kind`."""
     is_async: bool
@@ -46,6 +46,8 @@ class Collective:
     """Whether compute is scheduled between start and done."""
     source: str
     """The jax operation it came from (`op_name` of the metadata), or empty."""
+    bounded: bool = True
+    """False inside a loop of unknown length, of which `times_high` counts one turn."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,12 +79,14 @@ class Ledger:
     axes: dict[str, int]
     """Mesh axis to size."""
     unknown_loops: tuple[str, ...] = ()
-    """Loops whose length only running tells: what is in them counts from 0 times to once."""
+    """Loops whose length only running tells: what is in them counts from 0 times to once, so that
+    no upper figure is a bound."""
 
     def sent_bytes(self, axis: str | None = None) -> float:
-        """Bytes that one device sends in one run, at most; only over groups within `axis` if given.
+        """Bytes that one device sends in one run; only over groups within `axis` if given.
 
-        A collective over several axes counts in full for each of them.
+        At most, unless there are `unknown_loops`, of which one turn counts. A collective over
+        several axes counts in full for each of them.
         """
         return math.fsum(
             collective.times_high * collective.sent_bytes
@@ -91,7 +95,7 @@ class Ledger:
         )
 
     def count(self, kind: Kind) -> int:
-        """Executions of collectives of `kind` in one run, at most."""
+        """Executions of collectives of `kind` in one run; at most, as `sent_bytes` is."""
         return sum(c.times_high for c in self.collectives if c.kind == kind)
 
     def to_json(self) -> dict[str, Any]:

@@ -100,6 +100,7 @@ def _row_json(row: Row) -> dict[str, Any]:
         "axes": None if row.axes is None else list(row.axes),
         "times_low": row.times_low,
         "times_high": row.times_high,
+        "bounded": row.bounded,
         "dtypes": list(row.dtypes),
         "payload_bytes": row.payload_bytes,
         "sent_bytes": row.sent_bytes,

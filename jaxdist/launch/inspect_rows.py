@@ -17,6 +17,7 @@ class Row:
       axes: mesh axes that the groups span; None when they are no product of axes.
       kind: of the collectives, or "" for all kinds together.
       times_low, times_high: executions; they differ where a conditional decides.
+      bounded: whether there are no more; a loop of unknown length counts as one turn.
       dtypes: on the wire, sorted.
       payload_bytes: whole tensors, summed over the executions.
       sent_bytes: what the busiest device sends.
@@ -27,6 +28,7 @@ class Row:
     kind: str
     times_low: int
     times_high: int
+    bounded: bool
     dtypes: tuple[str, ...]
     payload_bytes: int
     sent_bytes: float
@@ -45,6 +47,8 @@ class Row:
     @property
     def times(self) -> str:
         """Executions as text."""
+        if not self.bounded:
+            return f"{self.times_low:,} or more"
         return show_range(self.times_low, self.times_high)
 
 
@@ -54,6 +58,7 @@ def _sum(axes: tuple[str, ...] | None, kind: str, found: Sequence[Collective]) -
         kind=kind,
         times_low=sum(c.times_low for c in found),
         times_high=sum(c.times_high for c in found),
+        bounded=all(c.bounded for c in found),
         dtypes=tuple(sorted({dtype for c in found for dtype in c.dtypes})),
         payload_bytes=sum(c.times_high * c.payload_bytes for c in found),
         sent_bytes=math.fsum(c.times_high * c.sent_bytes for c in found),

@@ -84,6 +84,10 @@ def _print_collectives(inspection: Inspection, console: Console) -> None:
 
 def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
     notes = []
+    if loops := inspection.ledger.unknown_loops:
+        notes.append(
+            f"Of unknown length, and counted as one turn: {', '.join(loops)}; there may be more."
+        )
     if inspection.gradient_bound_bytes:
         axes = " x ".join(inspection.gradient_axes)
         assumed, *more = inspection.bound_notes

@@ -86,3 +86,20 @@ def test_a_large_program_is_read_in_seconds():
     assert len(text) > 4_500_000
     module = parse(text)
     assert len(module.entry.instructions) == 100_002
+
+
+OVER_LINES = """HloModule over_lines, is_scheduled=true
+
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %y = f32[8]{0} custom-call(%x), frontend_attributes={kernel_metadata={
+"xprof_metadata":"{NOTE"
+}}, metadata={op_name="splash"}
+}
+"""
+
+
+@pytest.mark.parametrize("note", ["", "}", "{{"])
+def test_attributes_over_several_lines_are_one_instruction_s(note):
+    root = parse(OVER_LINES.replace("NOTE", note)).entry.root
+    assert (root.name, root.operands, root.source) == ("y", ("x",), "splash")

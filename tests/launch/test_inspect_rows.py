@@ -126,3 +126,11 @@ def test_show_bytes(value: float, text: str) -> None:
 
 def test_show_number() -> None:
     assert show_number(1234567) == "1.23 M"
+
+
+def test_a_loop_of_unknown_length_bounds_nothing() -> None:
+    found = inspection(collective(axes=("data",), times_low=2, times_high=3, bounded=False))
+    ledger = dataclasses.replace(found.ledger, unknown_loops=("jit(f)/while",))
+    text = printed(dataclasses.replace(found, ledger=ledger))
+    assert "2 or more" in text
+    assert "counted as one turn: jit(f)/while" in text

@@ -1,0 +1,228 @@
+"""Integer scalars of a program: exact, as a line over a loop's turns, or as a step of a counter.
+
+Loops count with these. Ints wrap around as their dtype does. A `Line` and what is compared with it
+say on which turn a condition first fails without following the turns before.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Path = tuple[int, ...]
+"""Indices into nested tuples; empty for a value that is no tuple."""
+
+_DTYPE = re.compile(r"(pred|([su])(\d+))\[\]")
+_SHIFT_LEFT_MOST = 64
+
+
+@dataclass(frozen=True)
+class Line:
+    """`start + step * turn`, where nothing wraps around up to turn `until`."""
+
+    start: int
+    step: int
+    until: float = math.inf
+
+
+@dataclass(frozen=True)
+class Holds:
+    """A condition that first fails on turn `turn`, if that is not beyond `until`."""
+
+    turn: float
+    until: float = math.inf
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What stands at `path` of a loop's state as a turn begins, plus `by`."""
+
+    path: Path
+    by: int
+
+
+Value = int | Line | Holds | Moved
+
+
+def is_integer(type_text: str) -> bool:
+    """Whether a type is that of one integer or bool.
+
+    >>> is_integer("s32[]"), is_integer("pred[]{:T(128)}"), is_integer("f32[]")
+    (True, True, False)
+    """
+    return _DTYPE.match(type_text) is not None
+
+
+def wrapped(value: int, type_text: str) -> int:
+    """An integer as its dtype holds it; bool is whether it is not 0.
+
+    >>> wrapped(130, "s8[]"), wrapped(-1, "u8[]"), wrapped(2, "pred[]")
+    (-126, 255, 1)
+    """
+    low, high = limits(type_text)
+    if (low, high) == (0, 1):
+        return int(value != 0)
+    return (value - low) % (high - low + 1) + low
+
+
+def limits(type_text: str) -> tuple[int, int]:
+    """The least and the greatest value of an integer dtype."""
+    found = _DTYPE.match(type_text)
+    assert found, f"{type_text} is no integer"
+    if found[1] == "pred":
+        return 0, 1
+    bits = int(found[3])
+    return (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if found[2] == "s" else (0, 2**bits - 1)
+
+
+def line(start: int, step: int, type_text: str, until: float = math.inf) -> Line:
+    """A line in a dtype, until it leaves that dtype's range."""
+    low, high = limits(type_text)
+    if not low <= start <= high:
+        return Line(start, step, -1)
+    room = high - start if step > 0 else start - low
+    return Line(start, step, min(until, room // abs(step)) if step else until)
+
+
+def compute(
+    opcode: str, type_text: str, direction: str | None, values: Sequence[Value]
+) -> Value | None:
+    """What an operation makes of its operands; None where it is not known.
+
+    Args:
+      type_text: of the result, one integer or bool.
+      direction: of a comparison.
+
+    >>> compute("add", "s8[]", None, [100, 100]), compute("divide", "s32[]", None, [-7, 2])
+    (-56, -3)
+    >>> compute("compare", "pred[]", "LT", [Line(0, 3), 100])
+    Holds(turn=34, until=inf)
+    """
+    if opcode == "not" and type_text.startswith("pred"):
+        opcode, values = "xor", [*values, 1]
+    ints = [value for value in values if isinstance(value, int)]
+    if len(ints) == len(values):
+        if opcode == "shift-right-logical":
+            low, high = limits(type_text)
+            opcode, ints = "shift-right-arithmetic", [ints[0] % (high - low + 1), ints[1]]
+        table = _COMPARE if opcode == "compare" else _INTEGERS
+        apply = table.get(direction or "" if opcode == "compare" else opcode)
+        found = apply(*ints) if apply else None
+        return None if found is None else wrapped(int(found), type_text)
+    if any(isinstance(value, Moved) for value in values):
+        return _moved(opcode, values)
+    if opcode == "and":
+        return _both(values)
+    lines = [Line(value, 0) if isinstance(value, int) else value for value in values]
+    match opcode, *lines:
+        case "compare", Line() as left, Line() as right:
+            return _first_failure(direction, left, right)
+        case "convert", Line(start, step, until):
+            return line(start, step, type_text, until)
+        case _, Line() as left, Line() as right:
+            return _combined(opcode, type_text, left, right)
+    return None
+
+
+def _divided(left: int, right: int) -> int | None:
+    if right == 0:
+        return None
+    whole = abs(left) // abs(right)
+    return whole if (left < 0) == (right < 0) else -whole
+
+
+def _remainder(left: int, right: int) -> int | None:
+    whole = _divided(left, right)
+    return None if whole is None else left - whole * right
+
+
+def _shifted_left(left: int, right: int) -> int | None:
+    return left << right if 0 <= right < _SHIFT_LEFT_MOST else None
+
+
+_INTEGERS: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "maximum": max,
+    "minimum": min,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+    "not": operator.invert,
+    "negate": operator.neg,
+    "abs": abs,
+    "divide": _divided,
+    "remainder": _remainder,
+    "shift-left": _shifted_left,
+    "shift-right-arithmetic": lambda left, right: left >> right if right >= 0 else None,
+    "sign": lambda value: (value > 0) - (value < 0),
+    "select": lambda which, left, right: left if which else right,
+    "clamp": lambda low, value, high: min(max(value, low), high),
+    "convert": lambda value: value,
+}
+_COMPARE: Mapping[str, Callable[[int, int], bool]] = {
+    "LT": operator.lt,
+    "LE": operator.le,
+    "GT": operator.gt,
+    "GE": operator.ge,
+    "EQ": operator.eq,
+    "NE": operator.ne,
+}
+
+
+def _moved(opcode: str, values: Sequence[Value]) -> Moved | None:
+    match opcode, *values:
+        case "add", Moved(path, by), int(more):
+            return Moved(path, by + more)
+        case "add", int(more), Moved(path, by):
+            return Moved(path, by + more)
+        case "subtract", Moved(path, by), int(less):
+            return Moved(path, by - less)
+    return None
+
+
+def _both(values: Sequence[Value]) -> Value | None:
+    left, right = (
+        Holds(math.inf if value else 0) if isinstance(value, int) else value for value in values
+    )
+    if not isinstance(left, Holds) or not isinstance(right, Holds):
+        return None
+    return Holds(min(left.turn, right.turn), min(left.until, right.until))
+
+
+def _combined(opcode: str, type_text: str, left: Line, right: Line) -> Line | None:
+    until = min(left.until, right.until)
+    match opcode:
+        case "add":
+            return line(left.start + right.start, left.step + right.step, type_text, until)
+        case "subtract":
+            return line(left.start - right.start, left.step - right.step, type_text, until)
+        case "multiply" if left.step == 0 or right.step == 0:
+            step = left.start * right.step + right.start * left.step
+            return line(left.start * right.start, step, type_text, until)
+    return None
+
+
+def _first_failure(direction: str | None, left: Line, right: Line) -> Holds | None:
+    """Of a comparison of two lines: by the sign of their distance, itself a line."""
+    start, step = left.start - right.start, left.step - right.step
+    until = min(left.until, right.until)
+    if direction in ("GT", "GE"):
+        start, step = -start, -step
+    if direction in ("LE", "GE"):
+        start -= 1
+    if direction in ("LT", "LE", "GT", "GE"):
+        turn = 0 if start >= 0 else math.inf if step <= 0 else -(start // step)
+    elif direction == "NE":
+        meets = step != 0 and start % step == 0 and start // step <= 0
+        turn = 0 if start == 0 else -(start // step) if meets else math.inf
+    elif direction == "EQ":
+        turn = 0 if start else 1 if step else math.inf
+    else:
+        return None
+    return Holds(turn, until)
