@@ -18,6 +18,8 @@ from jaxdist.errors import ConfigError, JaxdistError, closest
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+    # An environment may borrow another's packages.
+    *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
     "<",
 )
 
