@@ -3,6 +3,10 @@
 `blocks[i]` is the array of device i; element i of the result is what device i then holds. There
 are no devices here and no algorithm: this is what `operations.py` is tested against.
 
+What is only moved (all_gather, broadcast, all_to_all) arrives to the bit, as what it was sent, bool
+and -0.0 too. A NaN on any device is NaN in a sum, a max and a min. The sign of a sum that is 0, and
+which of 0.0 and -0.0 is the max or min of both, is left to the algorithm.
+
 >>> all_reduce([np.array([1, 2]), np.array([3, 4])])
 [array([4, 6]), array([4, 6])]
 >>> reduce_scatter([np.array([1, 2, 3]), np.array([4, 5, 6])])

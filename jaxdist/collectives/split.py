@@ -133,4 +133,5 @@ def _columns(blocks: jax.Array, rows: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _whole(part: jax.Array, shape: tuple[int, ...], dim: int, length: int) -> jax.Array:
-    return jnp.moveaxis(part.reshape(-1, *shape[1:])[:length], 0, dim)
+    rows = part.reshape(len(part) * shape[0], *shape[1:])
+    return jnp.moveaxis(rows[:length], 0, dim)

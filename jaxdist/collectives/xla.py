@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -13,12 +14,62 @@ from jax import lax
 from jaxdist.collectives.axis import Axis, rank
 from jaxdist.collectives.contract import Algorithm, Combine, Kind, Traffic
 
+
+def _ordered(extremum: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> jax.Array:
+    """`pmax` or `pmin` in which a NaN on any device prevails.
+
+    Some of XLA's backends drop NaN. So floats travel as the integers that are ordered as they are,
+    and NaN lies beyond the infinities.
+    """
+    if x.dtype == jnp.bool_:
+        return extremum(x.astype(jnp.uint8), axis).astype(x.dtype)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        return extremum(x, axis)
+    bits = _bits(x)
+    beyond = jnp.iinfo(bits.dtype).max if extremum is lax.pmax else jnp.iinfo(bits.dtype).min
+    ordered = jnp.where(jnp.isnan(x), beyond, _flipped(bits))
+    return _float(_flipped(extremum(ordered, axis)), x.dtype)
+
+
+def _bits(x: jax.Array) -> jax.Array:
+    """A float's bits as an integer of four bytes or eight, which all backends reduce."""
+    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
+    return lax.bitcast_convert_type(wide, jnp.dtype(f"int{8 * wide.dtype.itemsize}"))
+
+
+def _float(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """The inverse of `_bits`."""
+    return lax.bitcast_convert_type(bits, jnp.dtype(f"float{8 * bits.dtype.itemsize}")).astype(
+        dtype
+    )
+
+
+def _of_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
+    return lax.psum(jnp.where(rank(axis) == root, x, jnp.zeros_like(x)), axis)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _broadcast_float(x: jax.Array, axis: Axis, root: int) -> jax.Array:
+    """By its bits, since -0.0 plus the others' 0.0 is 0.0."""
+    return _float(_of_root(_bits(x), axis, root), x.dtype)
+
+
+@_broadcast_float.defjvp
+def _broadcast_tangent(axis: Axis, root: int, x: Any, tangent: Any) -> tuple[Any, Any]:
+    (value,), (change,) = x, tangent
+    return _broadcast_float(value, axis, root), _of_root(change, axis, root)
+
+
+def _flipped(bits: jax.Array) -> jax.Array:
+    """Of a float's bits an integer ordered as it is, and the inverse: below 0 all but the sign."""
+    return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
+
+
 REDUCTIONS: dict[Combine, Callable[..., jax.Array]] = {
     lax.add: lax.psum,
-    lax.max: lax.pmax,
-    lax.min: lax.pmin,
+    lax.max: partial(_ordered, lax.pmax),
+    lax.min: partial(_ordered, lax.pmin),
 }
-
 
 LANES = 128
 """Elements in a row of a TPU's vector registers."""
@@ -55,7 +106,13 @@ class Xla(Algorithm):
         return lax.all_gather(block, axis)
 
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
-        return lax.psum(jnp.where(rank(axis) == root, flat, jnp.zeros_like(flat)), axis)
+        if jnp.iscomplexobj(flat):
+            parts = (self.broadcast(part, axis, root) for part in (flat.real, flat.imag))
+            return lax.complex(*parts)
+        if jnp.issubdtype(flat.dtype, jnp.floating):
+            return _broadcast_float(flat, axis, root)
+        whole = flat.astype(jnp.uint8) if flat.dtype == jnp.bool_ else flat
+        return _of_root(whole, axis, root).astype(flat.dtype)
 
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
         return self.all_reduce(flat, axis, combine)
@@ -66,7 +123,8 @@ class Xla(Algorithm):
     def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
         """A one-way ring's: the bytes are optimal, the steps are XLA's affair.
 
-        Broadcast and reduce are all-reduces; so is a reduce-scatter of max and min.
+        Broadcast and reduce are all-reduces; so is a reduce-scatter of max and min. In broadcast,
+        max and min floats of two bytes and less travel as four.
         """
         once = kind in ("reduce_scatter", "all_gather", "all_to_all")
         steps = (1 if once else 2) * (size - 1)

@@ -12,7 +12,7 @@ import pytest
 from sharded import FLAT, LEVELS, label, run
 
 from jaxdist import collectives
-from jaxdist.collectives import DoubleTree, Halving, Hierarchical, Ring, Tree, Xla, reference
+from jaxdist.collectives import Auto, DoubleTree, Halving, Hierarchical, Ring, Tree, Xla, reference
 
 SHAPES = {"scalar": (), "empty": (0,), "one": (1,), "odd": (13,), "matrix": (5, 3)}
 OPS = ("sum", "mean", "max", "min")
@@ -47,6 +47,7 @@ def cases(size, gathered):
         "broadcast middle": ("broadcast", {"root": size // 2}, (13,)),
         "broadcast scalar": ("broadcast", {}, ()),
         "broadcast empty": ("broadcast", {}, (0,)),
+        "reduce empty": ("reduce", {}, (3, 0)),
         "reduce middle": ("reduce", {"root": size // 2}, (13,)),
         "all_to_all": ("all_to_all", {}, (2 * size,)),
         "all_to_all dims": ("all_to_all", {"split_dim": 1, "concat_dim": 0}, (3, 2 * size)),
@@ -181,26 +182,78 @@ def test_dtypes(algorithm):
         assert results[dtype, op].dtype == jnp.dtype(dtype)
 
 
-@pytest.mark.parametrize("algorithm", [Xla(), Ring(), Tree(), Halving()], ids=label)
+SPECIAL = (np.nan, np.inf, -np.inf, -0.0, 0.0, 1.0, -3.0)
+
+
+def special(shape, dtype, seed=0):
+    """Of floats the values that are treated apart, of integers the ends of their range too."""
+    rng, dtype = np.random.default_rng(seed), jnp.dtype(dtype)
+    if dtype == "bool":
+        return rng.integers(0, 2, shape).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return rng.choice([jnp.iinfo(dtype).min, 0, 1, jnp.iinfo(dtype).max], shape).astype(dtype)
+    drawn = rng.choice(SPECIAL, shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        drawn = drawn + 1j * rng.choice([-0.0, 1.0], shape)
+    return drawn.astype(dtype)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [Xla(), Auto(), Ring(), Tree(), DoubleTree(), Halving()], ids=label
+)
 def test_what_only_moves_keeps_every_bit_of_every_dtype(algorithm):
-    dtypes = ("float8_e4m3fn", "bfloat16", "bool", "complex64", "int8", "float32")
-    inputs = {dtype: whole_numbers((3, 6), jnp.dtype(dtype)) for dtype in dtypes}
-    inputs["float32"][0, :3] = (np.nan, -0.0, np.inf)
+    dtypes = ("float8_e4m3fn", "bfloat16", "float16", "bool", "complex64", "int8", "float32")
+    with np.errstate(invalid="ignore"):
+        inputs = {dtype: special((3, 6), dtype) for dtype in dtypes}
 
     def every(tree):
         return {
             dtype: (
                 collectives.all_gather(x, "data", algorithm=algorithm),
                 collectives.all_to_all(x, "data", algorithm=algorithm),
+                collectives.broadcast(x, "data", root=1, algorithm=algorithm),
             )
             for dtype, x in tree.items()
         }
 
     results = run(every, inputs, {"data": 3})
     for dtype, x in inputs.items():
-        gathered, exchanged = results[dtype]
+        gathered, exchanged, copied = results[dtype]
         assert gathered.tobytes() == np.stack(reference.all_gather(list(x))).tobytes()
         assert exchanged.tobytes() == np.stack(reference.all_to_all(list(x))).tobytes()
+        assert copied.tobytes() == np.stack(reference.broadcast(list(x), 1)).tobytes(), dtype
+        assert copied.dtype == x.dtype
+
+
+@pytest.mark.parametrize("algorithm", [*FLAT, *LEVELS[:2], Auto()], ids=label)
+def test_special_values_are_combined_by_one_meaning(algorithm):
+    levels = isinstance(algorithm, Hierarchical)
+    sizes = {"a": 2, "b": 2} if levels else {"a": 3}
+    count, axis = (4, ("a", "b")) if levels else (3, "a")
+    cases = [
+        (operation, op, dtype)
+        for dtype in ("float32", "bfloat16", "float8_e4m3fn", "int8", "uint32", "bool")
+        for op in ("max", "min", "sum")[: 3 if dtype in ("float32", "bfloat16") else 2]
+        for operation in ("all_reduce", "reduce", "reduce_scatter")
+    ]
+    inputs = {case: special((count, 40), case[2], seed) for seed, case in enumerate(cases)}
+
+    def every(tree):
+        return {
+            (operation, op, dtype): getattr(collectives, operation)(
+                x, axis, op=op, algorithm=algorithm
+            )
+            for (operation, op, dtype), x in tree.items()
+        }
+
+    results = run(every, inputs, sizes)
+    for case, x in inputs.items():
+        with np.errstate(invalid="ignore"):
+            wanted = np.stack(getattr(reference, case[0])(list(x), op=case[1]))
+        assert results[case].dtype == x.dtype
+        np.testing.assert_array_equal(
+            *(found.astype(np.float64) for found in (results[case], wanted)), err_msg=str(case)
+        )
 
 
 def ring_order(x, d):

@@ -15,6 +15,7 @@ from jaxdist.collectives import (
     Xla,
     gather_leaves,
     reduce_scatter,
+    reduce_tree,
     scatter_leaves,
 )
 from jaxdist.collectives.auto import LinkConfig
@@ -170,3 +171,38 @@ def test_nothing_is_nothing():
         return x
 
     mapped(function, {"data": DEVICES})(np.zeros(DEVICES))
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=label)
+def test_empty_tensors_travel_with_the_others(algorithm):
+    shapes = [(8, 0), (0, 3), (16, 2), (8, 0, 2), (0,)]
+    dims = [0, 0, 0, 2, 0]
+    xs = [np.ones((DEVICES, *shape), np.float32) for shape in shapes]
+
+    def every(xs):
+        whole = gather_leaves(xs, dims, "data", algorithm=algorithm)
+        parts = scatter_leaves(xs, dims, "data", algorithm=algorithm)
+        return whole, parts, reduce_tree(xs, "data", algorithm=algorithm)
+
+    whole, parts, reduced = mapped(every, {"data": DEVICES})(xs)
+    assert [x.shape[1:] for x in whole] == [(64, 0), (0, 3), (128, 2), (8, 0, 16), (0,)]
+    assert [x.shape[1:] for x in parts] == [(1, 0), (0, 3), (2, 2), (8, 0, 1), (0,)]
+    assert [x.shape[1:] for x in reduced] == shapes
+    np.testing.assert_array_equal(parts[2], 8.0)
+    np.testing.assert_array_equal(reduced[2], 8.0)
+
+
+@pytest.mark.parametrize("algorithm", [Ring(), Xla(bucket_bytes=2**20), Auto()], ids=label)
+def test_nothing_but_empty_tensors(algorithm):
+    xs = [np.ones((DEVICES, 0, 3), np.float32), np.ones((DEVICES, 4, 0), np.float32)]
+
+    def every(xs):
+        return (
+            gather_leaves(xs, [0, 0], "data", algorithm=algorithm),
+            scatter_leaves(xs, [0, 1], "data", algorithm=algorithm),
+            reduce_tree(xs, "data", algorithm=algorithm),
+        )
+
+    found = mapped(every, {"data": DEVICES})(xs)
+    shapes = [[x.shape[1:] for x in part] for part in found]
+    assert shapes == [[(0, 3), (32, 0)], [(0, 3), (4, 0)], [(0, 3), (4, 0)]]
