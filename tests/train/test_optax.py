@@ -33,7 +33,7 @@ MESH = {"data": 4, "tensor": 2}
 
 
 class Block(nnx.Module):
-    """A parameter split by tensor and ZeRO in one dim, one filled up and square, a vector."""
+    """A parameter split by tensor and ZeRO, one that is square, and a vector; filled up."""
 
     def __init__(self, rngs):
         self.up = nnx.Param(rngs.normal((13, 24)) / 4, dims=("embed", "mlp"))
@@ -209,9 +209,8 @@ def test_a_factored_statistic_lies_where_its_dims_of_the_parameter_do(devices):
     shapes = program_of(ADAFACTOR, MESH, 1).state_shapes.opt_state
     found = optax.tree.get(shapes, "v_row"), optax.tree.get(shapes, "v_col")
     placed = [{n: (s.shape, s.sharding.spec) for n, s in flatten_with_names(x)} for x in found]
-    both = ("tensor", "data")
-    assert placed[0]["blocks/up"] == ((2, 13), P(None, None))
-    assert placed[1]["blocks/up"] == ((2, 24), P(None, both))
+    assert placed[0]["blocks/up"] == ((2, 16), P(None, "data"))
+    assert placed[1]["blocks/up"] == ((2, 24), P(None, "tensor"))
     # Of a square either dim may be the one that is left.
     assert placed[0]["blocks/square"] == placed[1]["blocks/square"] == ((2, 13), P(None, None))
     assert {placed[0]["first"], placed[1]["first"]} == {((8,), P("data")), ((13,), P(None))}
