@@ -38,7 +38,8 @@ class SeparateChannels:
     def __call__(self, *args: Any) -> Any:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            return self.jitted(*args)
+            # Not itself: under another jit, jax refuses one that has options for the compiler.
+            return self.jitted.__wrapped__(*args)
         kinds = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]
         key = (structure, *kinds)
         if key not in self._compiled:

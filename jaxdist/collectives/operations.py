@@ -112,7 +112,7 @@ def all_gather(
     def run(block: jax.Array) -> jax.Array:
         return differentiate.all_gather(algorithm, axis, block)
 
-    flat = rows if algorithm.native else rows.reshape(-1)
+    flat = rows if algorithm.native else _settled(rows.reshape(-1))
     gathered = run(flat) if flat.size or algorithm.native else flat
     return jnp.moveaxis(gathered.reshape(total, *rows.shape[1:])[:size], 0, dim)
 
@@ -122,7 +122,7 @@ def broadcast(x: jax.Array, axis: Axis, *, root: int = 0, algorithm: Algorithm =
     x, axis, size, algorithm = _arguments("broadcast", x, axis, algorithm)
     root = check.root_of(root, axis, size, "broadcast")
     run = partial(differentiate.broadcast, algorithm, axis, root)
-    return _elementwise(algorithm, run, x)
+    return _elementwise(algorithm, run, x if algorithm.native else _settled(x))
 
 
 def reduce(
@@ -195,6 +195,11 @@ def _arguments(
     check.check_algorithm(algorithm, operation)
     x = varying(check.array(x, operation), axis)
     return x, axis, axis_size(axis), unless_alone(algorithm, axis)
+
+
+def _settled(x: jax.Array) -> jax.Array:
+    """x computed once: XLA may compute what is kept and what is sent apart, to other bits."""
+    return jax.lax.optimization_barrier(x)
 
 
 def _reduced(

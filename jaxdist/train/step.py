@@ -31,6 +31,8 @@ from jaxdist.trees import flatten_with_names
 
 STEP_METRICS = ("grad_norm", "learning_rate")
 SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
+KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+"""Of jax.lax.optimization_barrier, on CPU."""
 
 
 @dataclass(frozen=True)
@@ -323,9 +325,22 @@ class Program:
         shardings = jax.tree.map(lambda s: s.sharding, self.state_shapes)
         return self._on_platform(
             jax.jit(
-                self._train, donate_argnums=0, out_shardings=(shardings, self.layout.replicated)
+                self._train,
+                donate_argnums=0,
+                out_shardings=(shardings, self.layout.replicated),
+                compiler_options=self._compiler_options,
             )
         )
+
+    @property
+    def _compiler_options(self) -> dict[str, str] | None:
+        """XLA:CPU drops barriers before it fuses; ours make replicas of new parameters equal."""
+        gathers = self.zero is not None and self.zero.stage < 3 and self.data_parallel is not None
+        return KEEP_BARRIERS if gathers and self._on_cpu else None
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.layout.mesh.devices.flat[0].platform == "cpu"
 
     @cached_property
     def evaluate(self) -> jax.stages.Wrapped | SeparateChannels:
@@ -338,8 +353,7 @@ class Program:
 
     def _on_platform(self, jitted: jax.stages.Wrapped) -> jax.stages.Wrapped | SeparateChannels:
         ours = self.data_parallel is not None or self.pipeline is not None
-        cpu = self.layout.mesh.devices.flat[0].platform == "cpu"
-        return SeparateChannels(jitted) if ours and cpu else jitted
+        return SeparateChannels(jitted) if ours and self._on_cpu else jitted
 
 
 def _weight(sums: Sums) -> jax.Array:
