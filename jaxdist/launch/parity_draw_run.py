@@ -85,7 +85,7 @@ def compare(drawn: Draw) -> dict[str, Any]:
     try:
         experiment = _built(drawn.sections)
     except JaxdistError as error:
-        return {"verdict": "refused", "reason": " ".join(str(error).split())}
+        return {"verdict": "refused", "reason": _reason(error)}
     steps = Steps(reference)
     initial = steps.begin()
     expected, moved = (steps.run(begun)[0] for begun in (initial, nudged(initial)))
@@ -105,11 +105,26 @@ def compare(drawn: Draw) -> dict[str, Any]:
     try:
         reader = _built(drawn.reader)
     except JaxdistError as error:
-        return {**judged, "checkpoint": "refused", "reason": " ".join(str(error).split())}
+        return {**judged, "checkpoint": "refused", "reason": _reason(error)}
     unlike = _unlike(experiment, state, reader)
     if unlike:
         return {**judged, "verdict": "differs", "checkpoint": "differs", "reason": unlike}
     return {**judged, "checkpoint": "equal"}
+
+
+def _reason(error: JaxdistError) -> str:
+    """Why we refuse a config.
+
+    Raises:
+      BaseException: what made the error, if it is not ours: no refusal, but a defect that is taken
+        for one of the user's code.
+    """
+    cause = error.__cause__
+    while cause is not None:
+        if not isinstance(cause, JaxdistError):
+            raise cause
+        cause = cause.__cause__
+    return " ".join(str(error).split())
 
 
 def _built(sections: Mapping[str, Any]) -> Experiment:

@@ -232,6 +232,20 @@ def test_replicas_that_are_apart_are_found(devices):
     assert parity_draw_run._apart({"a": apart, "b": lost}) == (math.inf, "b")
 
 
+def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
+    def broken(sections):
+        if "fake_devices" in sections["mesh"] and sections["mesh"]["fake_devices"] > 1:
+            try:
+                raise ValueError("odd sharding")
+            except ValueError as error:
+                raise ConfigError("your model raised ValueError") from error
+
+    monkeypatch.setattr(parity_draw_run, "_built", broken)
+    seed = seed_of(("axes", "data"))
+    assert judge(seed).reason == "ValueError: odd sharding"
+    assert judge(seed).verdict == "failed"
+
+
 def test_an_error_that_is_not_ours_is_a_failure(monkeypatch):
     def broken(drawn):
         raise ZeroDivisionError("division by zero\nmore")
