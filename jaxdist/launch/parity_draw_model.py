@@ -16,6 +16,8 @@ from jaxdist.optim.lamb import LambVariant
 from jaxdist.optim.lars import LarsVariant
 
 Sections = dict[str, Any]
+NARROWEST = 6
+"""The least width of a gpt."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,8 @@ def _gpt(random: Random, needs: Needs) -> Sections:
     """Odd widths, grouped heads, uneven layers: whatever the tensor axis does not forbid."""
     groups, head_dim = random.choice((1, 1, 2)), random.choice((2, 4, 6))
     kv_heads = needs.tensor * random.choice((1, 1, 2) if needs.tensor < 4 else (1,))
+    # Of two features a norm leaves little but a sign, and what follows is chaos.
+    head_dim = max(head_dim, 2 * -(-NARROWEST // (2 * kv_heads * groups)))
     layers = random.randint(needs.chunks, needs.chunks + 3)
     model = {
         "type": "gpt",

@@ -167,7 +167,7 @@ def markdown(report: Mapping[str, Any]) -> str:
         f"model on one device, float32, up to 8 fake CPU devices (jax {versions['jax']}, Python "
         f"{versions['python']}); then its state saved, and loaded by a second plan at random.",
         "",
-        *_bullets(verdict(outcomes).splitlines()),
+        *_bullets([*verdict(outcomes).splitlines(), _replicas(outcomes)]),
         "",
         *_refusals(outcomes),
         "How many of each were drawn, with the largest relative difference of gradients:",
@@ -175,6 +175,14 @@ def markdown(report: Mapping[str, Any]) -> str:
         *_covered(outcomes),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _replicas(outcomes: Sequence[Outcome]) -> str:
+    """In how many draws XLA rounded replicas of a tensor otherwise, and by how much."""
+    apart = [outcome.replicas for outcome in outcomes if outcome.replicas]
+    known = sum(outcome.replicas is not None for outcome in outcomes)
+    most = f", by {max(apart):.1e} of the largest element at most" if apart else ""
+    return f"replicas of a tensor rounded otherwise by XLA: in {len(apart)} of {known} draws{most}"
 
 
 def _bullets(texts: Iterable[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Mapping
@@ -40,6 +41,8 @@ class Outcome:
       verdict: "equal"; "differs"; "refused", by an error of ours; or "failed", by anything else.
       reason: why it was refused or failed, or what differs of a checkpoint.
       checkpoint: "equal", "differs", "refused" (the plan that would load) or "" (not tried).
+      replicas: how far those of one tensor are apart after the last step, relative to its largest
+        element; the worst of all. None where nothing was trained.
     """
 
     seed: int
@@ -47,6 +50,7 @@ class Outcome:
     differences: Differences | None = None
     limit: Differences | None = None
     checkpoint: str = ""
+    replicas: float | None = None
     reason: str = ""
     seconds: float = 0.0
     sections: Sections = field(default_factory=dict)
@@ -81,24 +85,46 @@ def compare(drawn: Draw) -> dict[str, Any]:
     try:
         experiment = _built(drawn.sections)
     except JaxdistError as error:
-        return {"verdict": "refused", "reason": " ".join(str(error).split())}
+        return {"verdict": "refused", "reason": _reason(error)}
     steps = Steps(reference)
     initial = steps.begin()
     expected, moved = (steps.run(begun)[0] for begun in (initial, nudged(initial)))
     found, state = Steps(experiment).run(initial)
     limit = limit_of(_cuts(drawn.sections), experiment.units_per_step)
     off = differences(found, expected, norms_at_least(expected, moved, limit))
-    judged = {"verdict": "equal", "differences": off, "limit": limit}
+    apart, name = _apart(state)
+    judged = {"verdict": "equal", "differences": off, "limit": limit, "replicas": apart}
     if not off.within(limit):
         judged["verdict"] = "differs"
+    if not apart <= limit.update:
+        return {
+            **judged,
+            "verdict": "differs",
+            "reason": f"replicas of {name} are {apart:.1e} apart",
+        }
     try:
         reader = _built(drawn.reader)
     except JaxdistError as error:
-        return {**judged, "checkpoint": "refused", "reason": " ".join(str(error).split())}
+        return {**judged, "checkpoint": "refused", "reason": _reason(error)}
     unlike = _unlike(experiment, state, reader)
     if unlike:
         return {**judged, "verdict": "differs", "checkpoint": "differs", "reason": unlike}
     return {**judged, "checkpoint": "equal"}
+
+
+def _reason(error: JaxdistError) -> str:
+    """Why we refuse a config.
+
+    Raises:
+      BaseException: what made the error, if it is not ours: no refusal, but a defect that is taken
+        for one of the user's code.
+    """
+    cause = error.__cause__
+    while cause is not None:
+        if not isinstance(cause, JaxdistError):
+            raise cause
+        cause = cause.__cause__
+    return " ".join(str(error).split())
 
 
 def _built(sections: Mapping[str, Any]) -> Experiment:
@@ -114,9 +140,27 @@ def _cuts(sections: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def _apart(state: Any) -> tuple[float, str]:
+    """How far the replicas of a tensor are apart, relative to its largest element; and which is."""
+    worst = (0.0, "")
+    for name, leaf in flatten_with_names(state):
+        first: dict[str, np.ndarray] = {}
+        for shard in leaf.addressable_shards:
+            own = np.asarray(shard.data, np.float64)
+            other = first.setdefault(str(shard.index), own)
+            if not np.array_equal(own, other):
+                with np.errstate(all="ignore"):
+                    apart = np.abs(own - other).max() / np.abs(other).max()
+                worst = max(worst, (math.inf if np.isnan(apart) else float(apart), name))
+    return worst
+
+
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     """What of a state another plan loads otherwise than it was saved; nothing: empty."""
     saved, target = writer.program, reader.program
+    # Of replicas that XLA rounds otherwise (it may compute one tensor twice), one.
+    shardings = jax.tree.map(lambda shape: shape.sharding, saved.state_shapes)
+    state = jax.device_put(jax.device_get(state), shardings)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoints"
         with CheckpointStore(path, keep=1, keep_best=False, on_event=lambda _: None) as store:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from answering import answer
 from typer.testing import CliRunner
@@ -210,6 +212,38 @@ def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, 
     assert (wrong.verdict, wrong.checkpoint) == ("differs", "differs")
     assert wrong.differences == right.differences
     assert "tensors were not loaded as saved: params/layers" in wrong.reason
+
+
+def test_replicas_that_are_apart_are_found(devices):
+    """Rounding is let pass, as are integers and tensors of which each device has another part."""
+    mesh = jax.make_mesh((2,), ("data",), devices=devices[:2])
+
+    def array(spec, *parts):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        local = [jax.device_put(jnp.asarray(x), d) for x, d in zip(parts, devices, strict=False)]
+        shape = (2 * len(parts[0]),) if spec else (len(parts[0]),)
+        return jax.make_array_from_single_device_arrays(shape, sharding, local)
+
+    split = array(("data",), [1.0, 2.0], [3.0, 4.0])
+    assert parity_draw_run._apart({"split": split, "step": array((), [3], [3])}) == (0.0, "")
+    apart = array((), [1.0, 4.0], [2.0, 4.0])
+    assert parity_draw_run._apart({"a": apart, "b": split}) == (0.25, "a")
+    lost = array((), [1.0], [math.nan])
+    assert parity_draw_run._apart({"a": apart, "b": lost}) == (math.inf, "b")
+
+
+def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
+    def broken(sections):
+        if "fake_devices" in sections["mesh"] and sections["mesh"]["fake_devices"] > 1:
+            try:
+                raise ValueError("odd sharding")
+            except ValueError as error:
+                raise ConfigError("your model raised ValueError") from error
+
+    monkeypatch.setattr(parity_draw_run, "_built", broken)
+    seed = seed_of(("axes", "data"))
+    assert judge(seed).reason == "ValueError: odd sharding"
+    assert judge(seed).verdict == "failed"
 
 
 def test_an_error_that_is_not_ours_is_a_failure(monkeypatch):
