@@ -39,7 +39,7 @@ class SeparateChannels:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
             # Not itself: under another jit, jax refuses one that has options for the compiler.
-            return self.jitted.__wrapped__(*args)
+            return self.jitted.__wrapped__(*args)  # pyright: ignore[reportAttributeAccessIssue]
         kinds = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]
         key = (structure, *kinds)
         if key not in self._compiled:

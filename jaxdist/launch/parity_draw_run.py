@@ -96,7 +96,7 @@ def compare(drawn: Draw) -> dict[str, Any]:
     judged = {"verdict": "equal", "differences": off, "limit": limit, "replicas": apart}
     if not off.within(limit):
         judged["verdict"] = "differs"
-    if not apart <= limit.update:
+    if apart:
         return {
             **judged,
             "verdict": "differs",
