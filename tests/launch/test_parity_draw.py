@@ -30,6 +30,7 @@ from jaxdist.launch.parity_draw_report import features_of, from_json, markdown, 
 from jaxdist.launch.parity_draw_run import Outcome, judge
 from jaxdist.launch.parity_trace import Differences
 
+DOCS = Path(__file__).parents[2] / "docs"
 SEEDS = seeds_of(500, 0)
 DRAWN = [draw(seed) for seed in SEEDS]
 CONFIGS = [config for drawn in DRAWN for config in (drawn.sections, drawn.reader)]
@@ -279,3 +280,12 @@ def test_a_page_counts_what_was_drawn():
     models = Counter(name_of(outcome.sections["model"]) for outcome in outcomes)
     for model, count in models.items():
         assert f"| model | {model} | {count} |" in page
+
+
+def test_the_published_page_is_that_of_its_figures():
+    report = json.loads((DOCS / "parity_draw.json").read_text())
+    assert (DOCS / "parity_draw.md").read_text() == markdown(report), "run what its header says"
+    outcomes = from_json(report)
+    assert len(outcomes) == report["count"] == 300
+    assert all(outcome.good for outcome in outcomes)
+    assert sum(outcome.verdict == outcome.checkpoint == "equal" for outcome in outcomes) > 250
