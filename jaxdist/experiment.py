@@ -357,7 +357,8 @@ def _program(
     with at("loss"):
         loss = _loss(config, batch)
     with at("loss"), own("loss", "model") as imported:
-        if imported:  # built-in models mark their stacks
+        # Built-in models mark their stacks; a model of unlike parts is traced part by part.
+        if imported and not model.in_parts:
             rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
             model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}

@@ -60,6 +60,7 @@ class Functional:
       dims: '/'-joined parameter name to its logical dims, or None where none are named.
       scanned: names of the parameters that `scan_blocks` reads layer by layer.
       stacked: of those whose first dim counts layers, whatever reads them.
+      in_parts: whether the module has `parts()`, a list of unlike parts.
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
@@ -68,6 +69,7 @@ class Functional:
     dims: Mapping[str, Dims | None]
     scanned: frozenset[str]
     stacked: frozenset[str]
+    in_parts: bool
     _graph: Any
     _param_paths: tuple[Path, ...]
     _buffer_paths: tuple[Path, ...]
@@ -224,6 +226,7 @@ def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         dims=dims,
         scanned=scanned,
         stacked=scanned | _counting_layers(dims),
+        in_parts=hasattr(module, "parts"),
         _graph=graph,
         _param_paths=tuple(path for path, _ in flat_params),
         _buffer_paths=tuple(path for path, _ in flat_buffers),

@@ -134,8 +134,11 @@ def master_weights(
 
     After `optax.apply_updates` the narrow parameters are the master weights rounded to nearest, to
     the bit, as long as they were before the step: `init` may be given float32 parameters, whose
-    rounding the model then starts from. The updates are float32, since their sum with the narrow
-    parameters would otherwise round twice. Gradients may be of any floating dtype.
+    rounding the model then starts from. (One exception, off by at most 2**-23 of the old value for
+    one step: a parameter that rounding took up to a power of two, and whose update all but cancels
+    it. No float32 update leads from there to every narrow value.) The updates are float32, since
+    their sum with the narrow parameters would otherwise round twice. Gradients may be of any
+    floating dtype.
 
     Raises:
       ConfigError: a dtype other than bfloat16 and float16; params that are missing or not `dtype`.
@@ -163,8 +166,9 @@ def master_weights(
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         updates, moved = inner.update(wide, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
-        # Exact: narrow values are either near each other or differ by a whole number of the unit in
-        # which the master was added up, so that neither the difference nor the sum rounds.
+        # Exact but for the docstring's exception: narrow values are either near each other or
+        # differ by a whole number of the unit in which the master was added up, so that neither
+        # the difference nor the sum rounds.
         steps = jax.tree.map(
             lambda w, p: _rounded(w, narrow) - p.astype(jnp.float32), master, params
         )
