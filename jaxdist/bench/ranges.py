@@ -29,11 +29,13 @@ class Range:
     Attributes:
       ratios: ours over the reference, of each run.
       goal: that of the newest run; empty where the figure is only shown.
+      timed: whether it moves with the machine; what is read from a program does not.
     """
 
     name: str
     ratios: tuple[float, ...]
     goal: str
+    timed: bool = True
 
     @property
     def median(self) -> float:
@@ -58,7 +60,7 @@ def record(report: Report, directory: Path) -> Path:
         "machine": f"{found['cpus']} x {processor()}",
         "jax": found["jax"],
         "figures": [
-            {"name": f["name"], "ratio": f["ratio"], "goal": f["goal"]}
+            {"name": f["name"], "ratio": f["ratio"], "goal": f["goal"], "timed": f["unit"] == "s"}
             for f in report.as_json()["figures"]
         ],
     }
@@ -112,13 +114,16 @@ def ranges(runs: Sequence[Mapping[str, Any]]) -> list[Range]:
     (2.5, False)
     """
     ratios: dict[str, list[float]] = {}
-    goals: dict[str, str] = {}
+    newest: dict[str, Mapping[str, Any]] = {}
     for run in reversed(runs):
         for figure in run["figures"]:
             if figure["ratio"] is not None:
                 ratios.setdefault(figure["name"], []).append(figure["ratio"])
-                goals.setdefault(figure["name"], figure.get("goal") or "")
-    return [Range(name, tuple(found), goals[name]) for name, found in ratios.items()]
+                newest.setdefault(figure["name"], figure)
+    return [
+        Range(name, tuple(found), newest[name].get("goal") or "", newest[name].get("timed", True))
+        for name, found in ratios.items()
+    ]
 
 
 def markdown(directory: Path) -> str:
@@ -137,7 +142,7 @@ def markdown(directory: Path) -> str:
         "added by",
         "`jaxdist bench NAME --record docs/results`. Ratios are ours over the reference. A goal "
         "holds if the",
-        f"median run holds; figures of fewer than {ENOUGH_RUNS} runs are marked.",
+        f"median run holds; times of fewer than {ENOUGH_RUNS} runs are marked.",
     ]
     for path in paths:
         lines += _section(path.stem, read_runs(path))
@@ -158,7 +163,7 @@ def _section(bench: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
     ]
     verdicts = {True: "yes", False: "**no**", None: ""}
     for found in ranges(runs):
-        few = "" if len(found.ratios) >= ENOUGH_RUNS else " (few)"
+        few = " (few)" if found.timed and len(found.ratios) < ENOUGH_RUNS else ""
         lines.append(
             f"| {found.name} | {found.median:.3g} | {min(found.ratios):.3g} to "
             f"{max(found.ratios):.3g} | {len(found.ratios)}{few} | {found.goal} "
