@@ -158,9 +158,6 @@ def _apart(state: Any) -> tuple[float, str]:
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     """What of a state another plan loads otherwise than it was saved; nothing: empty."""
     saved, target = writer.program, reader.program
-    # Of replicas that XLA rounds otherwise (it may compute one tensor twice), one.
-    shardings = jax.tree.map(lambda shape: shape.sharding, saved.state_shapes)
-    state = jax.device_put(jax.device_get(state), shardings)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoints"
         with CheckpointStore(path, keep=1, keep_best=False, on_event=lambda _: None) as store:
