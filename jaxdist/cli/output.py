@@ -6,6 +6,7 @@ dropped, and said once on standard error where that is still there.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import sys
@@ -18,8 +19,8 @@ from typing import Any, TextIO
 def lasting_output() -> Iterator[None]:
     """Inside, writing to standard output or error never raises.
 
-    A reader that went away (`| head -1`) wanted no more. Where output was lost for any other
-    reason, a command that ends well exits with code 1 all the same.
+    A reader that went away (`| head -1`, a closed terminal) wanted no more. Where output was lost
+    for any other reason, a command that ends well exits with code 1 all the same.
     """
     streams = _Lasting(1), _Lasting(2)
     before = sys.stdout, sys.stderr
@@ -44,6 +45,7 @@ class _Lasting(io.FileIO):
     def __init__(self, descriptor: int) -> None:
         super().__init__(_opened(descriptor), "w", closefd=False)
         self.lost = False
+        self._terminal = self.isatty()
 
     def write(self, data: Any, /) -> int | None:
         """Bytes taken, as `io.RawIOBase.write` has it."""
@@ -53,7 +55,8 @@ class _Lasting(io.FileIO):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self.fileno())
             os.close(nowhere)
-            self.lost = not isinstance(error, BrokenPipeError)
+            closed = self._terminal and error.errno == errno.EIO
+            self.lost = not (closed or isinstance(error, BrokenPipeError))
             if self.fileno() == 1:
                 words = f"standard output: {error.strerror}; the command goes on without it"
                 print(words, file=sys.stderr)

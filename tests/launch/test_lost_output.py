@@ -59,3 +59,13 @@ def test_a_descriptor_that_was_closed_leads_nowhere() -> None:
     assert os.path.samestat(os.fstat(stream.fileno()), os.stat(os.devnull))
     assert (stream.write(b"some"), stream.lost) == (4, False)
     os.close(unused)
+
+
+def test_a_terminal_that_is_gone_is_a_reader_that_went_away() -> None:
+    """Whatever comes first: the hangup, or a write that fails."""
+    screen, terminal = os.openpty()
+    stream = _Lasting(terminal)
+    os.close(screen)
+    assert stream.write(b"a word") == 6
+    assert not stream.lost
+    os.close(terminal)
