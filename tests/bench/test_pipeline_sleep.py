@@ -25,10 +25,10 @@ SLEPT = [
 
 @pytest.mark.parametrize("name", BUILDS)
 def test_a_step_sleeps_its_ticks(name):
-    """No less than in lock step: tasks of a stage wait for one another, and stages at ticks."""
+    """No less than a time line without ticks: a sleep never ends early, and nor do its waits."""
     found = play(name, 2, unit_seconds=8e-3, repeats=1)
-    assert found.wall_seconds > 0.99 * found.lock_step_seconds
-    assert found.lock_step_seconds >= found.time_line_seconds > 0
+    assert found.wall_seconds >= found.time_line_seconds > 0
+    assert found.lock_step_seconds >= found.time_line_seconds
     assert (found.stages, found.microbatches) == (2, 4)
 
 

@@ -1,15 +1,11 @@
 from __future__ import annotations
 
 import shutil
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from runs import Jaxdist
-
-# What pytest was told to ignore (by nohup, say), the processes that tests start would ignore too.
-signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.fixture(scope="session")

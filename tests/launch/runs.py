@@ -79,6 +79,8 @@ class Jaxdist:
         terminal: int | None = None,
     ) -> subprocess.Popen[str]:
         """Begin `jaxdist args...`, in a session of its own where it gets a terminal."""
+        # A child ignores what its parent ignores: nohup does, and libtpu once it is loaded.
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         command = ["-m", "jaxdist.cli", *map(str, args)]
         process = subprocess.Popen(
             [sys.executable, *([] if terminal is None else ["-c", TAKE_TERMINAL]), *command],

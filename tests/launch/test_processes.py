@@ -113,7 +113,7 @@ def test_the_numbers_of_one_process(
     [
         (signal.SIGTERM, [1], 400),
         (signal.SIGINT, [0, 1], 400),
-        (signal.SIGHUP, [1], 400),
+        (signal.SIGHUP, [1], 1),
     ],
 )
 def test_a_signal_stops_all_and_one_process_goes_on(
