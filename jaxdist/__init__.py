@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from jaxdist.checkpoint.store import CheckpointStore as CheckpointStore
     from jaxdist.data.loader import Loader as Loader
-    from jaxdist.environment import prepare as prepare
     from jaxdist.errors import JaxdistError as JaxdistError
     from jaxdist.experiment import Experiment as Experiment
     from jaxdist.experiment import ExperimentConfig as ExperimentConfig
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
     from jaxdist.mesh import build_mesh as build_mesh
     from jaxdist.models.functional import functional as functional
     from jaxdist.models.loss import Mean as Mean
+    from jaxdist.runtime.environment import prepare as prepare
     from jaxdist.sharding import Layout as Layout
     from jaxdist.train.evaluate import evaluate as evaluate
     from jaxdist.train.step import Program as Program
@@ -42,7 +42,7 @@ _HOME = {
     "evaluate": "train.evaluate",
     "functional": "models.functional",
     "load": "experiment",
-    "prepare": "environment",
+    "prepare": "runtime.environment",
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]  (it reads literals only)

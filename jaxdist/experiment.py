@@ -36,9 +36,9 @@ from jaxdist.models.functional import Functional, functional
 from jaxdist.models.layers import no_hint
 from jaxdist.models.loss import Loss, LossConfig, weighted
 from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
-from jaxdist.parallel.pipeline.model import Pipeline, plan_pipeline
-from jaxdist.parallel.pipeline.parted import plan_parted
-from jaxdist.parallel.pipeline.plan import ChunkPlan, plan_chunks, stages_of
+from jaxdist.parallel.pipeline.model.parted import plan_parted
+from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
+from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
 from jaxdist.parallel.plan import ParallelConfig, plan_parallel
 from jaxdist.sharding import (
     Dims,

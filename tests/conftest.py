@@ -8,7 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from jaxdist import environment
+from jaxdist.runtime import environment
 
 # Tests compile much and compute little: each of these halves the time. Processes that tests start
 # do without.
@@ -24,7 +24,7 @@ from jax.experimental.compilation_cache.compilation_cache import (  # noqa: E402
 )
 
 from jaxdist.mesh import Device  # noqa: E402  (the same)
-from jaxdist.topology import topology_devices  # noqa: E402  (the same)
+from jaxdist.runtime.topology import topology_devices  # noqa: E402  (the same)
 
 # Two folders have a conftest; as doctest modules they would have one name.
 collect_ignore_glob = ["*/conftest.py"]

@@ -12,7 +12,7 @@ from jaxdist import doctor
 from jaxdist.doctor import facts as facts_module
 from jaxdist.doctor.checks import COUNT_FLAG, TIMEOUT_FLAGS, Check, checks
 from jaxdist.doctor.facts import COMPANIONS, Backend, Facts, Folder, gather, look_at, probe_backend
-from jaxdist.environment import plan_environment
+from jaxdist.runtime.environment import plan_environment
 
 GIB = 2**30
 PRIVATE = Folder("/cache", exists=True, writable=True, mode=0o700, free_bytes=50 * GIB)

@@ -8,21 +8,21 @@ import os
 from pathlib import Path
 from typing import Any
 
-from jaxdist.bench.harness import Sample, alternate_processes, interleave
-from jaxdist.bench.report import Figure, Report
+from jaxdist.bench.core.harness import Sample, alternate_processes, interleave
+from jaxdist.bench.core.report import Figure, Report
 from jaxdist.errors import JaxdistError, did_you_mean
 
 __all__ = ["BENCHES", "Figure", "Report", "Sample", "alternate_processes", "interleave", "run"]
 
 BENCHES: dict[str, str] = {
-    "collectives": "jaxdist.bench.collectives:bench",
+    "collectives": "jaxdist.bench.collectives.report:bench",
     "compile": "jaxdist.bench.compile:bench",
     "optim": "jaxdist.bench.optim:bench",
     "overhead": "jaxdist.bench.overhead:bench",
-    "pipeline": "jaxdist.bench.pipeline:bench",
+    "pipeline": "jaxdist.bench.pipeline.report:bench",
     "quickstart": "jaxdist.bench.quickstart:bench",
     "startup": "jaxdist.bench.startup:bench",
-    "zero": "jaxdist.bench.zero:bench",
+    "zero": "jaxdist.bench.zero.report:bench",
 }
 """Name to `module:function`, imported when run. Each function returns a `Report`."""
 

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxdist.bench.harness import REPEATS, interleave
-from jaxdist.bench.report import Figure, Report
-from jaxdist.compilation_cache import SETTINGS
+from jaxdist.bench.core.harness import REPEATS, interleave
+from jaxdist.bench.core.report import Figure, Report
 from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.runtime.compilation_cache import SETTINGS
 
 SHALLOW, DEEP = 4, 64
 WARMUP = 1

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxdist.bench import child
-from jaxdist.bench.harness import REPEATS, interleave
-from jaxdist.bench.report import Figure, Report
-from jaxdist.bench.shapes import Shapes, bert_base, resnet50
+from jaxdist.bench.core import child
+from jaxdist.bench.core.harness import REPEATS, interleave
+from jaxdist.bench.core.report import Figure, Report
+from jaxdist.bench.core.shapes import Shapes, bert_base, resnet50
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.optim.lamb import lamb
 from jaxdist.optim.lars import lars

@@ -17,9 +17,9 @@ import numpy as np
 import optax
 from rich.console import Console
 
-from jaxdist.bench.harness import REPEATS, Sample, interleave
-from jaxdist.bench.plain import gpt_loss, mlp_loss, plain_step
-from jaxdist.bench.report import Figure, Report
+from jaxdist.bench.core.harness import REPEATS, Sample, interleave
+from jaxdist.bench.core.plain import gpt_loss, mlp_loss, plain_step
+from jaxdist.bench.core.report import Figure, Report
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.metrics.progress import Progress

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxdist.bench.report import Figure, Report
+from jaxdist.bench.core.report import Figure, Report
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.metrics.writer import read_metrics

@@ -6,8 +6,8 @@ import os
 import subprocess
 import sys
 
-from jaxdist.bench.harness import REPEATS, alternate_processes
-from jaxdist.bench.report import Figure, Report
+from jaxdist.bench.core.harness import REPEATS, alternate_processes
+from jaxdist.bench.core.report import Figure, Report
 
 IMPORT_JAX = (sys.executable, "-c", "import jax")
 IMPORT_JAXDIST = (sys.executable, "-c", "import jaxdist")

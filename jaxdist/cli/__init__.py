@@ -52,7 +52,7 @@ _COMPUTING = ("train", "eval", "generate", "bench", "study")
 def main() -> None:
     """Entry point of the `jaxdist` command."""
     if sys.argv[1:2] and sys.argv[1] in _COMPUTING:
-        from jaxdist.environment import restart_with_huge_pages
+        from jaxdist.runtime.environment import restart_with_huge_pages
 
         restart_with_huge_pages()
     with lasting_output():

@@ -32,10 +32,11 @@ def bench(
     ] = None,
 ) -> None:
     """Measure ours against a reference, interleaved; a missed goal is reported, not failed."""
-    from jaxdist import environment
+    from jaxdist.runtime import environment
 
     environment.prepare(fake_devices=devices)
-    from jaxdist.bench import ranges, run
+    from jaxdist.bench import run
+    from jaxdist.bench.core import ranges
 
     options = {"lab": lab or None, "plot": plot}
     given = {option: value for option, value in options.items() if value is not None}

@@ -34,7 +34,7 @@ def show(
     ] = None,
 ) -> None:
     """Draw SCHEDULE, with its bubble, activations and messages. Nothing is run."""
-    from jaxdist.launch.pipelines import show as look
+    from jaxdist.verbs.pipelines import show as look
 
     look(
         schedule,
@@ -55,7 +55,7 @@ def compare(
     microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
 ) -> None:
     """Print bubble, activations and messages of every schedule. Costs are those of a stage."""
-    from jaxdist.launch.pipelines import compare as judge
+    from jaxdist.verbs.pipelines import compare as judge
 
     judge(settings or [], stages=stages, microbatches=microbatches, console=shared.console())
 
@@ -64,6 +64,6 @@ def check(
     file: Annotated[Path, typer.Argument(help="CSV file: a row for each stage.")],
 ) -> None:
     """Check a schedule of your own; exit code 2 and the first violation if it breaks a rule."""
-    from jaxdist.launch.pipelines import check as judge
+    from jaxdist.verbs.pipelines import check as judge
 
     judge(file, console=shared.console())

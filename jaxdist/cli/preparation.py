@@ -31,14 +31,14 @@ def init(
     to: Annotated[Path, typer.Option(help="The folder to write them into.")] = Path("configs"),
 ) -> None:
     """Write the configurations that come with jaxdist, to run and to change."""
-    from jaxdist.launch.init import init as write
+    from jaxdist.verbs.init import init as write
 
     write(name, to, console=shared.console())
 
 
 def schema() -> None:
     """Print the JSON schema of a configuration, for editors."""
-    from jaxdist import environment
+    from jaxdist.runtime import environment
 
     environment.prepare()
     from jaxdist.config import json_schema
@@ -59,7 +59,7 @@ def tokenize(
     ] = 0.05,
 ) -> None:
     """Train a BPE tokenizer, for `data.tokenizer: {type: bpe, file: OUT}`."""
-    from jaxdist.launch.tokenize import tokenize as learn
+    from jaxdist.verbs.tokenize import tokenize as learn
 
     learn(
         out,

@@ -32,7 +32,7 @@ def inspect(
     changes = diff_set or []
     other = (diff or config, [*extra, *changes])
     shared.set_environment((config, extra), other, topology=topology)
-    from jaxdist.launch.inspect import inspect as look
+    from jaxdist.inspect.report import inspect as look
 
     look(
         config,
@@ -59,8 +59,8 @@ def audit(
     """Check that each knob of CONFIG changes the train step; exit code 1 if one does not."""
     extra = shared.compile_for(devices, topology, overrides or [])
     shared.set_environment((config, extra), topology=topology)
-    from jaxdist.launch.audit import audit as judge
-    from jaxdist.launch.audit import has_no_effect
+    from jaxdist.audit.report import audit as judge
+    from jaxdist.audit.report import has_no_effect
 
     findings = judge(
         config, extra, topology=topology, full=full, json_file=json_file, console=shared.console()
@@ -95,11 +95,11 @@ def parity(
     With --draw: models, meshes, plans, batches and optimizers at random, each against one device,
     and its checkpoint loaded by another plan. What goes wrong is printed with its config.
     """
-    from jaxdist import environment
+    from jaxdist.runtime import environment
 
     environment.prepare(fake_devices=8)
     if draw is not None:
-        from jaxdist.launch.parity_draws import parity_draws
+        from jaxdist.parity.draw.compare import parity_draws
 
         shared.alone("--draw", CONFIG=config, **{"--full": full})
         outcomes = parity_draws(
@@ -111,7 +111,7 @@ def parity(
             console=shared.console(),
         )
         raise typer.Exit(int(not all(outcome.good for outcome in outcomes)))
-    from jaxdist.launch.parity import parity as compare
+    from jaxdist.parity.compare import parity as compare
 
     results = compare(
         config,

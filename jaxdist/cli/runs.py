@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from jaxdist.cli import shared
-from jaxdist.distributed.rendezvous import JOIN_SECONDS
+from jaxdist.runtime.rendezvous import JOIN_SECONDS
 
 
 def train(
@@ -27,9 +27,9 @@ def train(
 ) -> None:
     """Train as CONFIG says."""
     extra = shared.prepare(config, overrides, devices)
-    from jaxdist.distributed.connection import connected
-    from jaxdist.distributed.processes import find_processes
-    from jaxdist.launch.train import run
+    from jaxdist.runtime.connection import connected
+    from jaxdist.runtime.processes import find_processes
+    from jaxdist.verbs.train import run
 
     processes = find_processes(
         os.environ,
@@ -51,7 +51,7 @@ def evaluate(
 ) -> None:
     """Evaluate a run's checkpoint on the whole held-out split."""
     extra = shared.prepare(run / "config.yaml", overrides, devices)
-    from jaxdist.launch.evaluate import evaluate_run
+    from jaxdist.verbs.evaluate import evaluate_run
 
     evaluate_run(run, extra, step=step, console=shared.console())
 
@@ -69,7 +69,7 @@ def generate(
 ) -> None:
     """Continue a prompt with a run's language model."""
     extra = shared.prepare(run / "config.yaml", overrides, devices)
-    from jaxdist.launch.evaluate import generate_from_run
+    from jaxdist.verbs.evaluate import generate_from_run
 
     text = generate_from_run(
         run,

@@ -51,7 +51,7 @@ def prepare(path: Path, overrides: list[str] | None, devices: int | None) -> lis
 
 def set_environment(*programs: tuple[Path, list[str]], topology: str | None = None) -> None:
     """Ask for as many fake devices as any of these configs does, before jax is imported."""
-    from jaxdist import environment
+    from jaxdist.runtime import environment
 
     count = 1 if topology else max(_fake_devices(*program) for program in programs)
     environment.prepare(fake_devices=count or None)

@@ -1,14 +1,17 @@
 """Collectives from first principles: six operations, and several algorithms for each of them."""
 
-from jaxdist.collectives.auto import Auto
+from jaxdist.collectives.algorithms.auto import Auto
+from jaxdist.collectives.algorithms.build import ReduceConfig
+from jaxdist.collectives.algorithms.double_tree import DoubleTree
+from jaxdist.collectives.algorithms.halving import Halving
+from jaxdist.collectives.algorithms.hierarchical import Hierarchical
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.collectives.algorithms.tree import Tree
+from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis
 from jaxdist.collectives.bucket import reduce_tree
-from jaxdist.collectives.build import ReduceConfig
 from jaxdist.collectives.channels import SeparateChannels
 from jaxdist.collectives.contract import Algorithm, Traffic
-from jaxdist.collectives.double_tree import DoubleTree
-from jaxdist.collectives.halving import Halving
-from jaxdist.collectives.hierarchical import Hierarchical
 from jaxdist.collectives.operations import (
     all_gather,
     all_reduce,
@@ -17,10 +20,7 @@ from jaxdist.collectives.operations import (
     reduce,
     reduce_scatter,
 )
-from jaxdist.collectives.ring import Ring
 from jaxdist.collectives.split import gather_leaves, scatter_leaves
-from jaxdist.collectives.tree import Tree
-from jaxdist.collectives.xla import Xla
 from jaxdist.errors import CollectiveError
 
 __all__ = [

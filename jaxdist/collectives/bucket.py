@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.collectives.auto import Auto, here_kind
+from jaxdist.collectives.algorithms.auto import Auto, here_kind
+from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, CollectiveError, checked
 from jaxdist.collectives.contract import Algorithm, Kind
 from jaxdist.collectives.operations import Op, all_reduce
-from jaxdist.collectives.xla import Xla
 from jaxdist.trees import leaf_bytes
 
 BUCKET_BYTES = 32 * 2**20

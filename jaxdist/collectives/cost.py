@@ -11,12 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from jaxdist.collectives.algorithms.halving import Halving
+from jaxdist.collectives.algorithms.hierarchical import Hierarchical
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.contract import Algorithm, Kind, Traffic
-from jaxdist.collectives.halving import Halving
-from jaxdist.collectives.hierarchical import Hierarchical
-from jaxdist.collectives.ring import Ring
-from jaxdist.collectives.xla import Xla
-from jaxdist.hardware import Link
+from jaxdist.runtime.hardware import Link
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives import check, differentiate
-from jaxdist.collectives.alone import unless_alone
+from jaxdist.collectives.algorithms.single_device import unless_alone
+from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, axis_size, checked, varying
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.collectives.xla import Xla
 
 Op = Literal["sum", "mean", "max", "min"]
 XLA = Xla()

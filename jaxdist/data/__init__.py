@@ -7,11 +7,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jaxdist.data.images import ImagesConfig
+from jaxdist.data.images.dataset import ImagesConfig
 from jaxdist.data.imported import ImportConfig
 from jaxdist.data.source import Dataset, Source
 from jaxdist.data.synthetic import SyntheticConfig
-from jaxdist.data.text import TextConfig
+from jaxdist.data.text.dataset import TextConfig
 
 DataConfig = Annotated[
     TextConfig | ImagesConfig | SyntheticConfig | ImportConfig, Field(discriminator="type")

@@ -21,7 +21,7 @@ from jaxdist.data.placement import Placement, Shardings
 from jaxdist.data.source import Source, length, take
 from jaxdist.data.values import Allowed
 from jaxdist.errors import DataError
-from jaxdist.hardware import host_memory_bytes
+from jaxdist.runtime.hardware import host_memory_bytes
 
 DeviceBatch = dict[str, jax.Array]
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from jaxdist.config.importing import describe_exception
-from jaxdist.data.tokenizer import Tokenizer
+from jaxdist.data.text.tokenizer import Tokenizer
 from jaxdist.data.values import Allowed
 from jaxdist.errors import DataError
 

@@ -13,7 +13,7 @@ from jaxdist.data.permutation import mix
 from jaxdist.data.source import Dataset, Example, take_one
 from jaxdist.data.transform import TransformConfig, transformed
 from jaxdist.errors import DataError
-from jaxdist.hardware import host_memory_bytes
+from jaxdist.runtime.hardware import host_memory_bytes
 
 _SUCCESSORS = 4
 _NOISES = 64

@@ -10,7 +10,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from jaxdist.doctor.facts import COMPANIONS, Facts, Folder
-from jaxdist.environment import (
+from jaxdist.runtime.environment import (
     COUNT_FLAG,
     THREADS_PER_FAKE_DEVICE,
     TIMEOUT_FLAGS,

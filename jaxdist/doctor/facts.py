@@ -16,8 +16,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from jaxdist import environment
 from jaxdist.data.cache import cache_directory
+from jaxdist.runtime import environment
 
 COMPANIONS = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "chex", "numpy")
 EXTRAS = ("scikit-learn", "libtpu", "tensorboard")

@@ -10,7 +10,7 @@ from typing import Any
 from jaxdist.errors import RunError
 
 PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
-"""For `jaxdist.environment.versions`."""
+"""For `jaxdist.runtime.environment.versions`."""
 
 
 def write_json(path: str | os.PathLike[str], report: Any, *, what: str, **dumps: Any) -> None:

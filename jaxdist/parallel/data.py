@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxdist.collectives.algorithms.halving import Halving
 from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.collectives.halving import Halving
 from jaxdist.collectives.operations import XLA
-from jaxdist.parallel.deferred import Wire, defer, on_blocks
-from jaxdist.parallel.turns import Layers, by_layers
+from jaxdist.parallel.layer_chunks import Layers, by_layers
+from jaxdist.parallel.unshard import Wire, defer, on_blocks
 from jaxdist.parallel.zero import Zero
 from jaxdist.trees import flatten_with_names, leaf_bytes
 

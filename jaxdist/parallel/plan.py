@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jaxdist.collectives.build import ReduceConfig
+from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.config.schema import Config
 from jaxdist.mesh import axis_names
 from jaxdist.parallel.data import DataParallel
-from jaxdist.parallel.pipeline.plan import AXIS, PipelineConfig
+from jaxdist.parallel.pipeline.planning.plan import AXIS, PipelineConfig
 from jaxdist.parallel.validity import Facts, check, notices
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout

@@ -11,8 +11,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.collectives.xla import Xla
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import ICI, describe
 from jaxdist.parallel.zero import Zero, ZeroConfig
@@ -237,7 +237,7 @@ ROWS: tuple[Row, ...] = (
 def violations(facts: Facts) -> list[str]:
     """What does not combine, a sentence each with its settings, the reason and the remedy.
 
-    >>> from jaxdist.collectives.hierarchical import Hierarchical
+    >>> from jaxdist.collectives.algorithms.hierarchical import Hierarchical
     >>> print(*violations(Facts({"data": 8}, ("data",), Hierarchical(type="hierarchical"))))
     ... # doctest: +ELLIPSIS
     parallel.reduce.type hierarchical with mesh {data: 8}: it sums inside a fast network ...

@@ -13,10 +13,10 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxdist import compilation_cache
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import Experiment, load
+from jaxdist.runtime import compilation_cache
 from jaxdist.study.optimizers import CONTENDERS, check_names
 from jaxdist.study.plan import RULE, TUNING_SEEDS, Cell, Plan, parse_batches, run_plan
 from jaxdist.study.plot import plot_batch_scaling

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from itertools import count, takewhile
 from pathlib import Path
 
-from jaxdist import environment
 from jaxdist.errors import RunError
+from jaxdist.runtime import environment
 from jaxdist.train.lock import FILE_NAME, HeldError, RunLock
 
 PACKAGES = (

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 
 from jaxdist.errors import RunError
-from jaxdist.hardware import host_memory_bytes
 from jaxdist.hlo.refusal import is_too_large
+from jaxdist.runtime.hardware import host_memory_bytes
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 

@@ -22,7 +22,7 @@ from jaxdist.optim.owners import Owner
 from jaxdist.optim.safety import global_norm, global_norm_of_shards, skip_states
 from jaxdist.parallel.data import DataParallel
 from jaxdist.parallel.microbatch import split_rows
-from jaxdist.parallel.pipeline.model import Pipeline
+from jaxdist.parallel.pipeline.model.pipeline import Pipeline
 from jaxdist.parallel.zero import Zero
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.state import TrainState

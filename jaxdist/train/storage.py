@@ -14,7 +14,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.owners import Owner, of_params, owners
-from jaxdist.parallel.pipeline.stack import StageStack
+from jaxdist.parallel.pipeline.model.stack import StageStack
 from jaxdist.parallel.zero import Zero
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names

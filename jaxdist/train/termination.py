@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxdist.distributed.connection import preempted
+from jaxdist.runtime.connection import preempted
 
 
 class Termination:

@@ -8,8 +8,8 @@ import optax
 import pytest
 
 from jaxdist.bench import optim as bench_optim
+from jaxdist.bench.core.shapes import bert_base, resnet50
 from jaxdist.bench.optim import Step, counted, sharded_figures, timed
-from jaxdist.bench.shapes import bert_base, resnet50
 from jaxdist.errors import RunError
 from jaxdist.optim.lamb import lamb
 

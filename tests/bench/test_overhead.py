@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from jaxdist.bench import overhead
-from jaxdist.bench.harness import Sample
+from jaxdist.bench.core.harness import Sample
+from jaxdist.bench.core.plain import gpt_loss, mlp_loss
 from jaxdist.bench.overhead import GPT, MLP, TINY, Loops, Steps, beyond_figure, experiment
-from jaxdist.bench.plain import gpt_loss, mlp_loss
 
 SMALL_GPT = {
     "model": {"type": "gpt", "layers": 2, "embed": 16, "heads": 2},

@@ -26,7 +26,7 @@ CHILD = textwrap.dedent("""
     import os, signal, sys
     from pathlib import Path
 
-    from jaxdist import environment
+    from jaxdist.runtime import environment
     environment.prepare(fake_devices=2)
     import jax, jax.numpy as jnp
     from jaxdist.checkpoint.store import CheckpointStore

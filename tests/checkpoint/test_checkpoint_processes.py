@@ -23,7 +23,7 @@ CHILD = textwrap.dedent("""
     import json, sys
     from pathlib import Path
 
-    from jaxdist import environment
+    from jaxdist.runtime import environment
     environment.prepare(fake_devices=2)
     import jax
     jax.config.update("jax_enable_preemption_service", False)
@@ -177,7 +177,7 @@ RESTORE = textwrap.dedent("""
     import json, sys
     from pathlib import Path
 
-    from jaxdist import environment
+    from jaxdist.runtime import environment
     environment.prepare(fake_devices=2)
     import jax
     jax.config.update("jax_enable_preemption_service", False)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from sharded import label, mapped, mesh_of
 
 from jaxdist.collectives import CollectiveError, Halving, Hierarchical, Ring, Tree, Xla
-from jaxdist.collectives.auto import Auto, LinkConfig
+from jaxdist.collectives.algorithms.auto import Auto, LinkConfig
 from jaxdist.collectives.bucket import (
     BUCKET_BYTES,
     fusion_bytes,

@@ -7,7 +7,7 @@ import pytest
 from jaxdist.collectives import DoubleTree, Halving, Hierarchical, Ring, Tree, Xla
 from jaxdist.collectives.contract import KINDS
 from jaxdist.collectives.cost import Level, predict_seconds, slowest
-from jaxdist.hardware import Link
+from jaxdist.runtime.hardware import Link
 
 SWITCH = Link(1e-5, 1e9)
 TORUS = Link(1e-6, 1e10, "torus")

@@ -18,7 +18,7 @@ from jaxdist.collectives import (
     reduce_tree,
     scatter_leaves,
 )
-from jaxdist.collectives.auto import LinkConfig
+from jaxdist.collectives.algorithms.auto import LinkConfig
 from jaxdist.collectives.bucket import sends_apart
 from jaxdist.hlo import ledger
 

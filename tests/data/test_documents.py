@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.data.documents import TextFile, matching, python_stdlib, split_documents
+from jaxdist.data.text.documents import TextFile, matching, python_stdlib, split_documents
 from jaxdist.errors import DataError
 
 
@@ -96,7 +96,7 @@ def test_a_side_does_not_depend_on_the_other_files(tmp_path: Path) -> None:
 def test_the_split_is_the_same_in_every_process(tmp_path: Path) -> None:
     files = _write(tmp_path, **{f"n{i}": f"{i}" for i in range(20)})
     code = (
-        "from jaxdist.data.documents import *; import sys; print(split_documents("
+        "from jaxdist.data.text.documents import *; import sys; print(split_documents("
         "matching([sys.argv[1]]), heldout_fraction=0.3).heldout)"
     )
     other = subprocess.run(

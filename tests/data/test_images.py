@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from jaxdist.data import fashion_mnist, images
-from jaxdist.data.fashion_mnist import SHA256, candidate_folders, find_folder
-from jaxdist.data.idx import parse_idx, read_idx_content
-from jaxdist.data.images import ImagesConfig
+from jaxdist.data.images import dataset as images
+from jaxdist.data.images import fashion_mnist
+from jaxdist.data.images.dataset import ImagesConfig
+from jaxdist.data.images.fashion_mnist import SHA256, candidate_folders, find_folder
+from jaxdist.data.images.idx import parse_idx, read_idx_content
 from jaxdist.data.source import take
 from jaxdist.errors import DataError
 

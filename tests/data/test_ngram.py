@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdist.data import ngram
-from jaxdist.data.documents import python_stdlib
-from jaxdist.data.ngram import WITTEN_BELL, TrigramModel, count
+from jaxdist.data.text import ngram
+from jaxdist.data.text.documents import python_stdlib
+from jaxdist.data.text.ngram import WITTEN_BELL, TrigramModel, count
 
 
 def _half(size: int) -> np.ndarray:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from jaxdist.data import ngram, text
 from jaxdist.data.source import take
-from jaxdist.data.text import TextConfig
-from jaxdist.data.tokenizer import BpeTokenizerConfig, train_bpe
+from jaxdist.data.text import dataset as text
+from jaxdist.data.text import ngram
+from jaxdist.data.text.dataset import TextConfig
+from jaxdist.data.text.tokenizer import BpeTokenizerConfig, train_bpe
 from jaxdist.errors import DataError
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from jaxdist.data.tokenizer import BpeTokenizer, ByteTokenizer, TokenizerConfig, train_bpe
+from jaxdist.data.text.tokenizer import BpeTokenizer, ByteTokenizer, TokenizerConfig, train_bpe
 from jaxdist.errors import DataError
 
 _TEXT = [b"the cat sat on the mat, the cat sat", "größe, größer, am größten".encode()] * 5

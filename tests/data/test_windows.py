@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.data.windows import WindowSource, join_documents
+from jaxdist.data.text.windows import WindowSource, join_documents
 
 _END = 9
 _documents = st.lists(st.lists(st.integers(0, 8), max_size=12), min_size=1, max_size=8)

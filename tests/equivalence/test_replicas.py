@@ -6,7 +6,7 @@ import pytest
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.launch.parity_trace import Steps, noted
+from jaxdist.parity.trace import Steps, noted
 from jaxdist.trees import flatten_with_names
 
 SECTIONS = {

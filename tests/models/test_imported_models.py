@@ -6,7 +6,6 @@ Tolerances as in `tests/equivalence`.
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,11 +27,6 @@ MODELS = {
     VMAP: {"path": "plain_models:Helped", "args": {"by_vmap": True}},
 }
 PATTERNS = {"*/kernel": ["...", "mlp"], "*": "whole"}
-
-
-@pytest.fixture(autouse=True)
-def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(Path(__file__).parent)
 
 
 def experiment(name: str, mesh: dict[str, int], **sections: Any) -> Experiment:

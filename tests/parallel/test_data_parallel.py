@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.collectives.ring import Ring
+from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig, build

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxdist.collectives.ring import Ring
+from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_parallel

@@ -18,10 +18,10 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError, ShardingError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import ledger
-from jaxdist.launch.inspect_ideal import model_flops
+from jaxdist.inspect.ideal import model_flops
 from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.runtime.topology import topology_devices
 from jaxdist.sharding import ShardingConfig, make_layout
-from jaxdist.topology import topology_devices
 
 LAYERS, BATCH, LENGTH, EMBED, VOCAB, DATA, TENSOR = 2, 32, 64, 64, 4096, 2, 4
 BLOCK_BYTES = BATCH // DATA * LENGTH * EMBED * 4

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
-from jaxdist.collectives.build import ReduceConfig
-from jaxdist.collectives.xla import Xla
+from jaxdist.collectives.algorithms.build import ReduceConfig
+from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_parallel

@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.collectives.ring import Ring
-from jaxdist.collectives.xla import Xla
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.errors import CheckpointError
 from jaxdist.hlo import ledger
 from jaxdist.mesh import MeshConfig, axis_names, build_mesh
@@ -25,8 +25,8 @@ from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.parallel.data import DataParallel
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
+from jaxdist.runtime.topology import topology_devices
 from jaxdist.sharding import ShardingConfig, make_layout
-from jaxdist.topology import topology_devices
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
 from jaxdist.train.memory import bytes_per_device

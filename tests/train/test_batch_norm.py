@@ -9,8 +9,8 @@ import pytest
 from flax import nnx
 from programs import build_program, place
 
-from jaxdist.collectives.ring import Ring
-from jaxdist.collectives.xla import Xla
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.models.layers import scan_blocks, stack
 from jaxdist.models.loss import Mean
 from jaxdist.optim.build import SgdConfig

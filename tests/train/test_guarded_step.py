@@ -13,7 +13,7 @@ from flax import nnx
 from programs import build_program, place
 
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.collectives.ring import Ring
+from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.models.loss import Mean
 from jaxdist.optim.build import AdamWConfig
 from jaxdist.optim.lamb import LambConfig

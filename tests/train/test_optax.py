@@ -14,7 +14,7 @@ from optax import contrib
 from programs import by_rows, place
 
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.collectives.ring import Ring
+from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.functional import functional

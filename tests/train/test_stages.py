@@ -9,9 +9,9 @@ from rich.console import Console
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
-from jaxdist.launch import train as launch
 from jaxdist.metrics.progress import Progress
 from jaxdist.train.state import TrainState
+from jaxdist.verbs import train as launch
 
 RAMP = {"start_batch_size": 16, "increment": 16, "ramp_examples": 64}
 PHASES = [

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from jaxdist.config import Document, validate
-from jaxdist.data.images import ImagesConfig
+from jaxdist.data.images.dataset import ImagesConfig
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import ExperimentConfig, build, explain_config
 from jaxdist.optim.batch_scaling import Stage

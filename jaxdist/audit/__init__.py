@@ -1,0 +1,1 @@
+"""Whether a config's settings reach the compiled program."""

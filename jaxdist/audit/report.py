@@ -1,0 +1,102 @@
+"""`jaxdist audit`: does each knob that a config sets change the train step at all?"""
+
+from __future__ import annotations
+
+import platform
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from jaxdist.audit.knobs import written
+from jaxdist.audit.step import Finding, Step, judge
+from jaxdist.experiment import load
+from jaxdist.inspect.program import open_subject
+from jaxdist.metrics.report import write_json
+from jaxdist.runtime import environment
+from jaxdist.runtime.topology import topology_devices
+from jaxdist.train.directory import PACKAGES
+
+_STYLES = {"ok": "green", "NO EFFECT": "bold red"}
+
+
+def audit(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    topology: str | None = None,
+    full: bool = False,
+    json_file: Path | None = None,
+    console: Console,
+) -> tuple[Finding, ...]:
+    """Build the train step with and without each knob that is set, and print what it changes.
+
+    Equal texts before compilation prove that a knob does nothing. Where they differ, the knobs of
+    `audit_step.LAYOUT` are judged by the compiled program, others by that difference: what the
+    compiler would still optimise away is seen with `full`.
+
+    Args:
+      path: the configuration file, with `overrides` on top.
+      topology: TPUs to compile for, such as `v5e:2x4`; None is the devices that jax has.
+      full: compile the step without each knob, and say what bytes, memory and FLOPs it changes.
+      json_file: where to write the findings as JSON.
+
+    Raises:
+      JaxdistError: anything that the user can mend.
+    """
+    devices = None if topology is None else topology_devices(topology)
+    document, config = load(path, overrides)
+    step = Step(document, config, open_subject(path, overrides, devices))
+    console.print(f"audit of {step.subject.name}", soft_wrap=True, markup=False)
+    findings: list[Finding] = []
+    for knob in written(document.values):
+        finding = judge(step, knob, full=full)
+        if finding is not None:
+            findings.append(finding)
+            _print(finding, console)
+    _print_count(findings, console)
+    if json_file is not None:
+        _write(json_file, step, findings, full=full)
+    return tuple(findings)
+
+
+def has_no_effect(findings: Sequence[Finding]) -> bool:
+    """Whether a knob among them changes nothing."""
+    return any(finding.verdict == "NO EFFECT" for finding in findings)
+
+
+def _print(finding: Finding, console: Console) -> None:
+    """One line, cut at its end where the terminal is too narrow."""
+    line = Text(f"{finding.verdict:<16}", style=_STYLES.get(finding.verdict, "dim"))
+    line.append(f"{finding.knob:<31} ", style="default")
+    line.append(finding.effect, style="default")
+    line.truncate(console.width, overflow="ellipsis")
+    console.print(line, no_wrap=True)
+
+
+def _print_count(findings: Sequence[Finding], console: Console) -> None:
+    counts = Counter(finding.verdict for finding in findings)
+    console.print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()))
+    for finding in findings:
+        if finding.verdict == "NO EFFECT":
+            console.print(
+                f"{finding.knob} = {finding.value!r} ({finding.origin}) changes neither the "
+                "program nor what it sends and holds: remove it, or mend what should read it",
+                soft_wrap=True,
+                markup=False,
+            )
+
+
+def _write(path: Path, step: Step, findings: Sequence[Finding], *, full: bool) -> None:
+    report = {
+        "versions": environment.versions((*PACKAGES, "libtpu")) | {"platform": platform.platform()},
+        "config": step.subject.name,
+        "devices": {"kind": step.subject.device_kind, "count": len(step.subject.devices)},
+        "full": full,
+        "passed": not has_no_effect(findings),
+        "knobs": [asdict(finding) for finding in findings],
+    }
+    write_json(path, report, what="audit")

@@ -1,0 +1,218 @@
+"""Judging one knob: the train step with it, beside the step without it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import signature
+from typing import Any, Literal
+
+import jax
+
+from jaxdist.audit.knobs import (
+    neighbours,
+    reason_not_in_the_step,
+    refusal,
+    value_at,
+    with_value,
+    without,
+)
+from jaxdist.config import Document, KeyPath, dotted, validate
+from jaxdist.config.importing import load_object
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.hlo import program_text
+from jaxdist.inspect.diff import difference
+from jaxdist.inspect.program import Inspection, Subject, inspect_step
+from jaxdist.inspect.rows import show_number
+from jaxdist.inspect.text import digest
+from jaxdist.models.build import default_loss
+
+Verdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
+
+LAYOUT = ("mesh", "parallel", "sharding")
+"""Sections that ask for a layout: the text before compilation repeats what was asked for, and only
+the compiled program shows whether anything came of it."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one knob does.
+
+    Attributes:
+      knob: its dotted path.
+      value: as it was written.
+      origin: where that was.
+      effect: what it changes, or why that was not looked at.
+    """
+
+    knob: str
+    value: Any
+    origin: str
+    verdict: Verdict
+    effect: str
+
+
+class Step:
+    """A train step before and after compilation, each made when it is first asked for."""
+
+    def __init__(self, document: Document, config: ExperimentConfig, subject: Subject) -> None:
+        self.document, self.config, self.subject = document, config, subject
+
+    @cached_property
+    def lowered(self) -> str:
+        """StableHLO of the step, at each batch size that the run has."""
+        stages = {stage.batch_size: stage.program for stage in self.subject.experiment.stages}
+        programs = {self.config.train.batch_size: self.subject.experiment.program} | stages
+        return "\n".join(
+            p.train.lower(p.state_shapes, p.batch).as_text() for p in programs.values()
+        )
+
+    @cached_property
+    def initial(self) -> str:
+        """StableHLO of what makes the first state."""
+        return jax.jit(self.subject.experiment.program.init).lower().as_text()
+
+    @cached_property
+    def inspection(self) -> Inspection:
+        """The compiled step, read."""
+        return inspect_step(self.subject)
+
+    @cached_property
+    def structure(self) -> str:
+        """Of the compiled step, and its large constants, which its own text leaves out."""
+        program = self.subject.experiment.program
+        compiled = program.train.lower(program.state_shapes, program.batch).compile()
+        return digest(program_text(compiled), self.lowered)
+
+    @property
+    def mesh(self) -> dict[str, int]:
+        """Sizes of the axes that split anything."""
+        shape = self.subject.experiment.layout.mesh.shape
+        return {axis: size for axis, size in shape.items() if size > 1}
+
+
+def judge(step: Step, path: KeyPath, *, full: bool) -> Finding | None:
+    """Whether the knob at `path` changes the step; None for a section that is no knob itself.
+
+    Args:
+      full: compile both steps, also where the texts before compilation differ.
+
+    Raises:
+      RunError: the step with the knob is compiled, and too large for the device.
+    """
+
+    def found(verdict: Verdict, effect: str) -> Finding:
+        value, origin = step.document.get(path)[1], str(step.document.origin(path))
+        return Finding(dotted(path), value, origin, verdict, effect)
+
+    section = isinstance(value_at(step.document.values, path), dict)
+    if reason := reason_not_in_the_step(path):
+        return None if section else found("not in the step", reason)
+    try:
+        document = without(step.document, path)
+        config = validate(document, ExperimentConfig)
+        default = value_at(config.model_dump(mode="json"), path)
+        if section and default is not None:
+            return None
+        if _explicit(config) == _explicit(step.config) or _repeats_signature(step.document, path):
+            return found("default", "")
+        other = _step(step, document, config, f"without {dotted(path)}")
+    except ConfigError as error:
+        return None if section else found("required", refusal(error))
+    if other.mesh == step.mesh and _same_but_mesh(config, step.config):
+        return found("default", "")
+    effect = _effect(other, step, compile_both=full or path[0] in LAYOUT)
+    if effect:
+        return found("ok", effect)
+    if default is None and _is_read(step, path):
+        return found("default", "what null stands for here")
+    return found("NO EFFECT", "the same step without it")
+
+
+def _repeats_signature(document: Document, path: KeyPath) -> bool:
+    """Whether a knob is an argument of the user's own function, with that function's default."""
+    if len(path) != 3 or path[1] != "args":
+        return False
+    section, name = document.values[str(path[0])], str(path[2])
+    try:
+        made = load_object(section["path"])
+        # A module's class is called by way of its metaclass, whose signature says nothing.
+        made = made.__init__ if isinstance(made, type) else made
+        parameter = signature(made).parameters.get(name)
+    except (TypeError, ValueError):  # compiled functions may tell no signature
+        return False
+    return parameter is not None and repr(parameter.default) == repr(section["args"][name])
+
+
+def _is_read(step: Step, path: KeyPath) -> bool:
+    """Whether another value of the knob makes another step."""
+    for value in neighbours(value_at(step.document.values, path)):
+        document = with_value(step.document, path, value)
+        try:
+            config = validate(document, ExperimentConfig)
+            other = _step(step, document, config, f"{dotted(path)}={value}")
+        except ConfigError:
+            continue
+        if _effect(other, step, compile_both=path[0] in LAYOUT):
+            return True
+    return False
+
+
+def _explicit(config: ExperimentConfig) -> ExperimentConfig:
+    """The config with the model's own loss written out."""
+    return config.model_copy(update={"loss": config.loss or default_loss(config.model)})
+
+
+def _same_but_mesh(config: ExperimentConfig, other: ExperimentConfig) -> bool:
+    return config.model_copy(update={"mesh": other.mesh}) == other
+
+
+def _step(like: Step, document: Document, config: ExperimentConfig, change: str) -> Step:
+    devices = like.subject.devices
+    experiment = build(config, document, devices=devices)
+    return Step(document, config, Subject(f"{like.subject.name} {change}", experiment, devices))
+
+
+def _effect(before: Step, after: Step, *, compile_both: bool) -> str:
+    """What differs, in words; empty where nothing does."""
+    if before.lowered == after.lowered:
+        return "" if before.initial == after.initial else "initial state"
+    if not compile_both:
+        return "program"
+    new = after.inspection
+    try:
+        old = before.inspection
+    except RunError:
+        return "does not fit without it"
+    if not difference(old, new).changes and before.structure == after.structure:
+        return ""
+    changes = (
+        _change("bytes", _sent_bytes(old), _sent_bytes(new), "B"),
+        _change("memory", old.ledger.memory.peak_bytes, new.ledger.memory.peak_bytes, "B"),
+        _change("FLOPs", old.ledger.flops_high, new.ledger.flops_high),
+        _change("messages", _messages(old), _messages(new)),
+    )
+    return ", ".join(filter(None, changes)) or "program"
+
+
+def _sent_bytes(inspection: Inspection) -> float:
+    return math.fsum(c.times_high * c.sent_bytes for c in inspection.ledger.collectives)
+
+
+def _messages(inspection: Inspection) -> int:
+    return sum(c.times_high for c in inspection.ledger.collectives)
+
+
+def _change(name: str, before: float, after: float, unit: str = "") -> str:
+    """`bytes -50%`; in absolute terms where there were none.
+
+    >>> _change("bytes", 200, 100), _change("bytes", 0, 1500, "B"), _change("bytes", 3, 3)
+    ('bytes -50%', 'bytes +1.5 kB', '')
+    """
+    if before == after:
+        return ""
+    if not before:
+        return f"{name} +{show_number(after, unit)}"
+    return f"{name} {100 * (after / before - 1):+.3g}%"

@@ -1,0 +1,1 @@
+"""Collectives: traffic, time, and beside gloo and torch."""

@@ -1,0 +1,163 @@
+"""Processes that take training steps when told, each on a core of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import selectors
+import statistics
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxdist.errors import RunError
+from jaxdist.runtime.environment import has_idle_libtpu, plan_environment, plan_tunables
+
+PATIENCE_SECONDS = 300.0
+"""For one answer; the first comes after compilation."""
+
+Command = tuple[Sequence[str], Mapping[str, str]]
+"""Of a process: program and arguments, and variables of its environment."""
+
+
+@dataclass(frozen=True)
+class Team:
+    """The processes of one contender; `errors` holds what each prints."""
+
+    name: str
+    processes: tuple[subprocess.Popen[str], ...]
+    errors: tuple[Path, ...]
+
+    def take_steps(self, steps: int) -> tuple[float, float]:
+        """Seconds a step, of the slowest process, and the last loss, their mean.
+
+        Raises:
+          RunError: a process has ended, or says nothing.
+        """
+        for process in self.processes:
+            assert process.stdin is not None
+            with suppress(BrokenPipeError):  # the answer says why
+                print(steps, file=process.stdin, flush=True)
+        found = self.answers()
+        seconds = max(answer["seconds"] for answer in found) / steps
+        return seconds, statistics.mean(answer["loss"] for answer in found)
+
+    def answers(self) -> list[dict[str, Any]]:
+        """One of each process, in order; the first that fails is heard though others wait for it.
+
+        Raises:
+          RunError: a process has ended, or says nothing.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        with selectors.DefaultSelector() as waiting:
+            for rank, process in enumerate(self.processes):
+                assert process.stdout is not None
+                waiting.register(process.stdout, selectors.EVENT_READ, rank)
+            while len(found) < len(self.processes):
+                ready = waiting.select(PATIENCE_SECONDS)
+                if not ready:
+                    raise RunError(
+                        f"{self.name} says nothing for {PATIENCE_SECONDS:g} s: run it on a quieter "
+                        "machine"
+                    )
+                for key, _ in ready:
+                    found[key.data] = self._read(key.data)
+                    waiting.unregister(key.fileobj)
+        return [found[rank] for rank in range(len(self.processes))]
+
+    def _read(self, rank: int) -> dict[str, Any]:
+        process = self.processes[rank]
+        assert process.stdout is not None
+        if line := process.stdout.readline():
+            return json.loads(line)
+        code = process.wait()
+        last = self.errors[rank].read_text(errors="replace").strip().rpartition("\n")[2]
+        raise RunError(f"process {rank} of {self.name} ended with exit code {code}: {last}")
+
+
+@contextmanager
+def start(name: str, commands: Sequence[Command], directory: Path) -> Iterator[Team]:
+    """A team of a process a command, each on a core of its own; killed when the context ends.
+
+    Args:
+      commands: of each process.
+      directory: for what they print.
+    """
+    processes: list[subprocess.Popen[str]] = []
+    errors = [directory / f"{name} {rank}.txt" for rank in range(len(commands))]
+    try:
+        for core, (command, variables), path in zip(cores(), commands, errors, strict=False):
+            with path.open("w") as file, _only(core):
+                processes.append(
+                    subprocess.Popen(
+                        command,
+                        env={**_environ(), **variables},
+                        text=True,
+                        stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE,
+                        stderr=file,
+                    )
+                )
+        yield Team(name, tuple(processes), tuple(errors))
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.communicate()
+
+
+@contextmanager
+def started(
+    contenders: Iterable[tuple[str, Sequence[Command]]], directory: Path
+) -> Iterator[list[Team]]:
+    """Teams by name and commands, one after another, all of them ready; they end with the context.
+
+    Raises:
+      RunError: one does not get ready.
+    """
+    with ExitStack() as stack:
+        found = []
+        for name, commands in contenders:
+            team = stack.enter_context(start(name, commands, directory))
+            hello = team.answers()
+            pinned = [answer["cores"] for answer in hello]
+            assert pinned == [[core] for core in cores()[: len(hello)]], (name, pinned)
+            found.append((team, {answer["params"] for answer in hello}))
+        assert len(set.union(*(params for _, params in found))) == 1, found
+        yield [team for team, _ in found]
+
+
+def one_round(teams: Sequence[Team], steps: int, index: int) -> dict[str, float]:
+    """Seconds a step of everybody; who goes first changes from round to round."""
+    first = index % len(teams)
+    return {team.name: team.take_steps(steps)[0] for team in (*teams[first:], *teams[:first])}
+
+
+def cores() -> list[int]:
+    """Those that this process may run on."""
+    return sorted(os.sched_getaffinity(0))
+
+
+@contextmanager
+def _only(core: int) -> Iterator[None]:
+    """This thread on one core: a process that it starts stays there."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def _environ() -> dict[str, str]:
+    """Of all processes: the CPU backend as jaxdist starts it, and malloc with huge pages."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "NPROC")}
+    planned = plan_environment(kept, fake_devices=None, idle_libtpu=has_idle_libtpu())
+    environ = {**kept, **planned, "JAX_PLATFORMS": "cpu"}
+    environ["JAX_TRACEBACK_FILTERING"] = "off"  # the last line of an error is then the error
+    tunables = plan_tunables(environ, platform.libc_ver()[0])
+    return environ if tunables is None else {**environ, "GLIBC_TUNABLES": tunables}

@@ -1,0 +1,1 @@
+"""Pipelines: memory, formulas, time, and beside torch."""

@@ -1,0 +1,169 @@
+"""A small model through the executor of pipelines, whose passes can tell the host that they run.
+
+Dims: C chunks, N layers of a chunk, M microbatches, R rows, D features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.buffer_callback import buffer_callback
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdist.mesh import MeshConfig, build_mesh
+from jaxdist.parallel.pipeline.executor.execute import run
+from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Visit
+from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
+from jaxdist.parallel.pipeline.model.chunks import to_stages
+from jaxdist.parallel.pipeline.schedules.schedule import Kind
+
+AXIS = "stage"
+PASSES: dict[Activations, int] = {"recompute": 4, "stash": 3}
+"""Forward, gradient of the input, gradient of the weights, and forward once more: as many FLOPs."""
+
+Tell = Callable[[Kind], None]
+"""Called by each pass of a chunk: FORWARD, INPUT or WEIGHT."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of one microbatch, and of one chunk."""
+
+    rows: int
+    features: int
+    layers: int
+
+    def model_flops(self, activations: Activations, microbatches: int) -> float:
+        """FLOPs of the matmuls that one chunk needs.
+
+        >>> Size(rows=2, features=3, layers=1).model_flops("stash", 1)
+        108
+        """
+        product = 2 * self.rows * self.features**2
+        return PASSES[activations] * self.layers * product * microbatches
+
+
+class Arguments(NamedTuple):
+    """What a step is called with.
+
+    Attributes:
+      weights: `[C, N, D, D]`; as `arguments` gives them, chunks are in the model's order.
+      scale: the one parameter of embedding and head, a scalar.
+      rows: the batch, `[M, R, D]`.
+    """
+
+    weights: Any
+    scale: Any
+    rows: Any
+
+
+def arguments(size: Size, chunks: int, microbatches: int) -> Arguments:
+    """Random float32 parameters and rows."""
+    random = np.random.default_rng(0)
+    width = size.features
+
+    def normal(*shape: int) -> np.ndarray:
+        return random.standard_normal(shape, np.float32)
+
+    weights = normal(chunks, size.layers, width, width) / np.float32(width**0.5)
+    return Arguments(weights, np.float32(0.5), normal(microbatches, size.rows, width))
+
+
+def parts(tell: Tell | None = None) -> Parts:
+    """Residual tanh layers; embedding and head without matmuls."""
+
+    def embed(scale: Any, visit: Visit) -> jax.Array:
+        return visit.rows * scale
+
+    def blocks(weights_NDD: jax.Array, x_RD: jax.Array, visit: Visit) -> jax.Array:
+        if tell is not None:
+            weights_NDD, x_RD = _announced(tell, weights_NDD, x_RD)
+        for weights_DD in weights_NDD:
+            x_RD = x_RD + jnp.tanh(x_RD @ weights_DD)
+        return x_RD
+
+    def head(scale: Any, x_RD: jax.Array, visit: Visit) -> tuple[jax.Array, Any]:
+        total = jnp.mean((x_RD * scale) ** 2)
+        return total, total
+
+    return Parts(embed, blocks, head)
+
+
+Both = tuple[jax.Array, jax.Array]
+
+
+def _announced(tell: Tell, weights: jax.Array, x: jax.Array) -> Both:
+    """Both as they are; each pass through what is made of them calls the host on its way."""
+
+    def forward(weights: jax.Array, x: jax.Array) -> Both:
+        return weights, _by_host(tell, Kind.FORWARD, x)
+
+    def backward(_: None, gradients: Both) -> Both:
+        of_weights, of_x = gradients
+        return _by_host(tell, Kind.WEIGHT, of_weights), _by_host(tell, Kind.INPUT, of_x)
+
+    given = jax.custom_vjp(forward)
+    given.defvjp(lambda weights, x: (forward(weights, x), None), backward)
+    return given(weights, x)
+
+
+def _by_host(tell: Tell, kind: Kind, x: jax.Array) -> jax.Array:
+    """x, which the compiler can neither drop nor have before `tell` is done."""
+
+    def callback(*_: Any) -> None:
+        tell(kind)
+
+    shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    # The result is the operand's buffer. `jax.pure_callback` makes arrays of its operands, which
+    # takes 40 times as long, one device after the other.
+    return buffer_callback(callback, shape, input_output_aliases={0: 0})(x)
+
+
+def stage_mesh(stages: int) -> Mesh:
+    """The first devices, as stages."""
+    return build_mesh(MeshConfig(stage=stages), jax.devices()[:stages])
+
+
+class Program(NamedTuple):
+    """A compiled step, and the arguments that it takes, placed."""
+
+    step: jax.stages.Compiled
+    arguments: Arguments
+
+    def __call__(self) -> Found:
+        """Run the step to its end."""
+        return jax.block_until_ready(self.step(*self.arguments))
+
+
+Local = Callable[[Any, Any, Any], Found]
+"""A step on one stage: (its chunks, scale, rows) to loss and gradients."""
+
+
+def executor(ticks: Ticks, model: Parts) -> Local:
+    """The package's own."""
+    return partial(run, ticks, model, axis=AXIS)
+
+
+def compile_step(local: Local, mesh: Mesh, given: Arguments, placement: tuple[int, ...]) -> Program:
+    """A step on all stages."""
+    staged, everywhere = PartitionSpec(AXIS), PartitionSpec()
+    specs = Arguments(staged, everywhere, everywhere)
+    function = jax.shard_map(
+        local,
+        mesh=mesh,
+        in_specs=tuple(specs),
+        out_specs=Found(staged, everywhere, everywhere),
+        check_vma=False,
+    )
+    chunks = to_stages(given.weights, placement)
+    placed = [
+        jax.device_put(value, NamedSharding(mesh, spec))
+        for value, spec in zip(given._replace(weights=chunks), specs, strict=True)
+    ]
+    return Program(jax.jit(function).lower(*placed).compile(), Arguments(*placed))

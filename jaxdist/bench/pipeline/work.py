@@ -1,0 +1,255 @@
+"""What the executor computes, and in how much time, beside the usual SPMD pipeline.
+
+The usual form is one scan over m + p - 1 ticks: in each, every stage runs its layers, on anything
+where it has no microbatch, and `jax.grad` goes back through the scan. `python -m
+jaxdist.bench.pipeline.work` prints the cells as JSON.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxdist.bench.core import child
+from jaxdist.bench.core.harness import Sample, interleave
+from jaxdist.bench.core.report import Figure, Listing
+from jaxdist.bench.pipeline.program import (
+    AXIS,
+    PASSES,
+    Local,
+    Program,
+    Size,
+    Tell,
+    arguments,
+    compile_step,
+    executor,
+    parts,
+    stage_mesh,
+)
+from jaxdist.hlo import Ledger, ledger
+from jaxdist.parallel.pipeline.executor.lower import lower
+from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Visit
+from jaxdist.parallel.pipeline.executor.ticks import NONE, Activations, Ticks
+from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.runtime.environment import plan_environment
+
+STAGES, ROUNDS = 4, (1, 2, 4)
+"""Stages, and microbatches per stage."""
+SIZE = Size(rows=256, features=512, layers=2)
+COUNTED = Size(rows=2, features=4, layers=1)
+"""Of the programs whose passes are counted while they run."""
+PAIRS = 21
+"""Steps of each form that are timed: four devices on fewer cores are easily disturbed."""
+WORK_GOAL, TIME_GOAL = "<= 1.05", "<= 0.667"
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The executor with 1F1B, and the usual form, at one number of microbatches.
+
+    Attributes:
+      flops, scan_flops, model_flops: of the busiest stage; what it computes, and what it must.
+      passes, scan_passes, model_passes: of all stages, as counted while both ran: forward, input's
+        gradient and weights' gradient, which have the same FLOPs.
+      seconds, scan_seconds: of pairs; none where they were not timed.
+    """
+
+    activations: Activations
+    stages: int
+    microbatches: int
+    flops: float
+    scan_flops: float
+    model_flops: float
+    passes: int
+    scan_passes: int
+    model_passes: int
+    seconds: tuple[float, ...] = ()
+    scan_seconds: tuple[float, ...] = ()
+
+
+def usual_scan(model: Parts, stages: int, microbatches: int, activations: Activations) -> Local:
+    """The usual form; layers are computed again in its backward pass where ours are."""
+    last, right = stages - 1, [(s, s + 1) for s in range(stages - 1)]
+    blocks = jax.checkpoint(model.blocks) if activations == "recompute" else model.blocks
+
+    def loss(own: Any, shared: Any, rows: Any) -> tuple[jax.Array, Any]:
+        here = lax.axis_index(AXIS)
+
+        def tick(arrived: Any, number: jax.Array) -> tuple[Any, Any]:
+            visit = Visit(rows[jnp.minimum(number, microbatches - 1)], here, None)
+            x = jnp.where(here == 0, model.embed(shared, visit), arrived)
+            y = blocks(own, x, visit)
+            return lax.ppermute(y, AXIS, right), y
+
+        ticks = jnp.arange(microbatches + last)
+        outputs = lax.scan(tick, jnp.zeros_like(rows[0]), ticks)[1][last:]
+        heads = jax.vmap(lambda y, row: model.head(shared, y, Visit(row, here, None)))
+        total, sums = jax.tree.map(
+            lambda each: jnp.where(here == last, each.sum(), 0), heads(outputs, rows)
+        )
+        return total, sums
+
+    def local(chunks: Any, shared: Any, rows: Any) -> Found:
+        (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(chunks[0], shared, rows)
+        return Found(grads[0][None], *lax.psum((grads[1], sums), AXIS))
+
+    return local
+
+
+def programs(
+    size: Size, stages: int, microbatches: int, activations: Activations, tell: Tell | None = None
+) -> tuple[Ticks, Program, Program]:
+    """1F1B by the executor, and the usual form, on the same arguments."""
+    ticks = lower(one_f_one_b(stages, microbatches), activations=activations)
+    model, given, mesh = parts(tell), arguments(size, stages, microbatches), stage_mesh(stages)
+    forms = (executor(ticks, model), usual_scan(model, stages, microbatches, activations))
+    ours, scan = (compile_step(form, mesh, given, ticks.placement) for form in forms)
+    return ticks, ours, scan
+
+
+def executed_flops(ticks: Ticks, found: Ledger) -> float:
+    """FLOPs of the busiest stage: its tasks, each with those of a branch of the program.
+
+    The program has one conditional for forward and one for backward tasks in each tick.
+    """
+    tasks = [(work.kind != NONE).sum(axis=0).max() for work in (ticks.forward, ticks.backward)]
+    assert tasks[0] == tasks[1], (ticks.name, tasks)
+    assert found.flops_low == 0, "something is computed outside of the conditionals"
+    return found.flops_high / ticks.ticks * float(tasks[0])
+
+
+def cell(stages: int, microbatches: int, activations: Activations, *, timed: bool) -> Cell:
+    """Both forms compiled, counted, and where `timed` raced; their results are the same."""
+    ticks, ours, scan = programs(SIZE, stages, microbatches, activations)
+    mesh = stage_mesh(stages)
+    seconds, scan_seconds = Sample(()), Sample(())
+    if timed:
+        same(ours(), scan())
+        seconds, scan_seconds = interleave(ours, scan, repeats=PAIRS)
+    passes, scan_passes = counted(stages, microbatches, activations)
+    return Cell(
+        activations,
+        stages,
+        microbatches,
+        flops=executed_flops(ticks, ledger(ours.step, mesh)),
+        scan_flops=ledger(scan.step, mesh).flops_high,
+        model_flops=SIZE.model_flops(activations, microbatches),
+        passes=passes,
+        scan_passes=scan_passes,
+        model_passes=PASSES[activations] * stages * microbatches,
+        seconds=seconds.seconds,
+        scan_seconds=scan_seconds.seconds,
+    )
+
+
+def counted(stages: int, microbatches: int, activations: Activations) -> tuple[int, int]:
+    """Passes that ran in a step of each form."""
+    ran: list[Kind] = []
+    _, *forms = programs(COUNTED, stages, microbatches, activations, ran.append)
+    counts = []
+    for form in forms:
+        ran.clear()
+        form()
+        counts.append(len(ran))
+    return counts[0], counts[1]
+
+
+def same(ours: Found, scan: Found) -> None:
+    """Assert equal losses and gradients: what is raced computes one thing."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(scan), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def measure() -> list[Cell]:
+    """Every cell, in a process with a device for each stage.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    environ = dict(os.environ)
+    found = child.records(
+        child.module("jaxdist.bench.pipeline.work"),
+        what="the executor beside the usual scan",
+        environ=environ | plan_environment(environ, fake_devices=STAGES),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    timed = ("seconds", "scan_seconds")
+    return [Cell(**{**values, **{name: tuple(values[name]) for name in timed}}) for values in found]
+
+
+def figures(cells: Sequence[Cell]) -> list[Figure]:
+    """The most work over the model's, by program and by count, and the time beside the scan's."""
+    return [_flops(cells), _passes(cells), *(_time(one) for one in cells if one.seconds)]
+
+
+def _flops(cells: Sequence[Cell]) -> Figure:
+    worst = max(cells, key=lambda one: one.flops / one.model_flops)
+    note = (
+        f"the busiest of {worst.stages} stages, from the compiled program; the worst of "
+        f"{len(cells)} is {worst.microbatches} microbatches, {worst.activations}, where the usual "
+        f"scan has {worst.scan_flops / worst.model_flops:.3f}"
+    )
+    pair = (worst.flops, worst.model_flops)
+    return Figure("executed FLOPs over the model's", *pair, WORK_GOAL, "", note)
+
+
+def _passes(cells: Sequence[Cell]) -> Figure:
+    worst = max(cells, key=lambda one: one.passes / one.model_passes)
+    note = (
+        f"forward, and of both gradients, counted on all {worst.stages} stages while they ran; the "
+        f"worst of {len(cells)} is {worst.microbatches} microbatches, {worst.activations}, where "
+        f"the usual scan runs {worst.scan_passes}"
+    )
+    pair = (worst.passes, worst.model_passes)
+    return Figure("executed passes over the model's", *pair, WORK_GOAL, "", note)
+
+
+def _time(one: Cell) -> Figure:
+    note = (
+        f"{one.microbatches} microbatches, {one.stages} stages that share this machine's cores: "
+        "what is not computed is time saved. On accelerators each stage has a device of its own, "
+        "which in the bubble waits here and computes there: the time is the same"
+    )
+    samples = (Sample(one.seconds), Sample(one.scan_seconds))
+    title = f"step time over the usual scan's, {one.activations}"
+    return Figure.compare(title, *samples, TIME_GOAL, note)
+
+
+def listing(cells: Sequence[Cell]) -> Listing:
+    """Every cell: work over the model's."""
+    columns = ("activations", "m", "FLOPs", "passes", "scan's FLOPs", "its passes", "(m+p-1)/m")
+    rows = []
+    for one in cells:
+        ratios = (
+            one.flops / one.model_flops,
+            one.passes / one.model_passes,
+            one.scan_flops / one.model_flops,
+            one.scan_passes / one.model_passes,
+            (one.microbatches + one.stages - 1) / one.microbatches,
+        )
+        rows.append((one.activations, one.microbatches, *(f"{ratio:.3f}" for ratio in ratios)))
+    title = "executed over model work: the executor with 1F1B, and the usual scan"
+    return Listing(title, dict.fromkeys(columns, ""), rows)
+
+
+def main() -> None:
+    """Print the cells as JSON."""
+    child.show(
+        cell(STAGES, rounds * STAGES, activations, timed=rounds == 1)
+        for activations in get_args(Activations)
+        for rounds in ROUNDS
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""ZeRO: bytes, memory, the published table, and beside torch."""

@@ -1,0 +1,251 @@
+"""The algorithm that `cost.py` predicts to be the fastest, for each call by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import jax
+from pydantic import Field
+
+from jaxdist.collectives.algorithms.double_tree import DoubleTree
+from jaxdist.collectives.algorithms.halving import Halving
+from jaxdist.collectives.algorithms.hierarchical import Hierarchical
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.collectives.algorithms.tree import Tree
+from jaxdist.collectives.algorithms.xla import Xla
+from jaxdist.collectives.axis import Axis, CollectiveError, axis_size, names
+from jaxdist.collectives.contract import Algorithm, Combine, Kind, Size, Traffic
+from jaxdist.collectives.cost import Level, predict_seconds
+from jaxdist.config.schema import Config
+from jaxdist.mesh import DCN
+from jaxdist.runtime.hardware import Link, Topology, find_device
+from jaxdist.trees import leaf_bytes
+
+FLAT: tuple[Algorithm, ...] = (
+    Xla(),
+    Ring(),
+    Ring(directions=2),
+    Tree(),
+    DoubleTree(),
+    Halving(),
+)
+"""The alternatives on any axis; of two that are predicted to be equal, the earlier one."""
+HIERARCHICAL: tuple[Algorithm, ...] = tuple(
+    Hierarchical(inside=inside, across=across)
+    for inside in (Ring(directions=2), Halving())
+    for across in (Ring(directions=2), Halving())
+)
+"""The alternatives that are added on several axes."""
+Positive = Annotated[float, Field(gt=0)]
+
+
+class LinkConfig(Config):
+    """A link of your own network, where the figures of `hardware.py` do not fit it."""
+
+    latency_seconds: Annotated[float, Field(ge=0)]
+    """From the start of a message to its first byte at the neighbour."""
+    bytes_per_second: Positive
+    """One way, through one port."""
+    topology: Topology = "switch"
+    """A switch joins all devices; a torus joins neighbours, and sends both ways at once."""
+
+    def link(self) -> Link:
+        """As `cost.py` takes it."""
+        return Link(self.latency_seconds, self.bytes_per_second, self.topology)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One alternative of a call and its predicted time."""
+
+    algorithm: Algorithm
+    seconds: float
+
+
+class Auto(Algorithm):
+    """The fastest alternative by the alpha-beta model, chosen when the program is traced.
+
+    What it chooses depends on the operation, the bytes, the sizes of the axes and their links, and
+    on nothing measured, so that all processes choose alike. `explain` says why. The order of
+    summation is that of the algorithm chosen.
+    """
+
+    type: Literal["auto"] = "auto"
+    """Selects this algorithm."""
+    device: str | None = None
+    """Figures of this device (v5e, h100, ...); null: the one that the program is compiled for."""
+    fast: LinkConfig | None = None
+    """The link of fast axes; null: the device's."""
+    slow: LinkConfig | None = None
+    """The link of slow axes; null: the device's."""
+    slow_axes: tuple[str, ...] | None = None
+    """Axes between slices or hosts; null: those whose name ends in `_dcn`."""
+    xla: bool = True
+    """Whether the compiler's own collectives are among the alternatives."""
+
+    def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        return self._chosen("all_reduce", flat, axis).all_reduce(flat, axis, combine)
+
+    def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        return self._chosen("reduce_scatter", blocks, axis).reduce_scatter(blocks, axis, combine)
+
+    def all_gather(self, block: jax.Array, axis: Axis) -> jax.Array:
+        chosen = self.choose_here("all_gather", leaf_bytes(block) * axis_size(axis), axis)
+        return chosen.all_gather(block, axis)
+
+    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
+        return self._chosen("broadcast", flat, axis).broadcast(flat, axis, root)
+
+    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
+        return self._chosen("reduce", flat, axis).reduce(flat, axis, root, combine)
+
+    def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
+        return self._chosen("all_to_all", blocks, axis).all_to_all(blocks, axis)
+
+    def choose(self, kind: Kind, payload_bytes: float, levels: Sequence[Level]) -> Algorithm:
+        """The alternative with the least predicted time; of equal ones the first."""
+        return min(self.candidates(kind, payload_bytes, levels), key=_seconds).algorithm
+
+    def candidates(
+        self, kind: Kind, payload_bytes: float, levels: Sequence[Level]
+    ) -> list[Candidate]:
+        """Every alternative with its prediction, in the order in which equals are preferred."""
+        several = sum(level.size > 1 for level in levels) > 1
+        return [
+            Candidate(algorithm, predict_seconds(algorithm, kind, payload_bytes, levels))
+            for algorithm in (*FLAT, *(HIERARCHICAL if several else ()))
+            if self.xla or not isinstance(algorithm, Xla)
+        ]
+
+    def choose_here(self, kind: Kind, payload_bytes: float, axis: Axis) -> Algorithm:
+        """`choose` inside shard_map, on the axes and the device of its mesh."""
+        sizes = {name: axis_size(name) for name in names(axis)}
+        return self.choose(kind, payload_bytes, self.levels(sizes, here_kind()))
+
+    def levels(self, sizes: Mapping[str, int], kind: str) -> tuple[Level, ...]:
+        """Size and link of each axis.
+
+        Args:
+          sizes: axis name to size, slowest first.
+          kind: the device, a short name or a `device_kind`; `device` goes before it.
+
+        Raises:
+          CollectiveError: a link that is needed is neither configured nor known for the device.
+        """
+        return tuple(Level(size, self._link(name, kind)) for name, size in sizes.items())
+
+    def explain(self, kind: Kind, payload_bytes: float, sizes: Mapping[str, int], on: str) -> str:
+        """The alternatives of one call as a table, the fastest first, and what they are judged by.
+
+        Args:
+          kind, payload_bytes: of the call.
+          sizes: axis name to size, slowest first.
+          on: the device, as for `levels`.
+
+        >>> link = LinkConfig(latency_seconds=1e-5, bytes_per_second=1e9)
+        >>> print(Auto(fast=link).explain("all_reduce", 4096, {"data": 8}, on="cpu"))
+        ... # doctest: +ELLIPSIS
+        all_reduce of 4096 bytes on {data: 8}
+          data: 10 us latency, 1 GB/s, switch
+        ...
+        """
+        levels = self.levels(sizes, on)
+        found = sorted(self.candidates(kind, payload_bytes, levels), key=_seconds)
+        shown = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+        lines = [f"{kind} of {payload_bytes:.0f} bytes on {{{shown}}}"]
+        for name, level in zip(sizes, levels, strict=True):
+            link = level.link
+            lines.append(
+                f"  {name}: {link.latency_seconds * 1e6:g} us latency, "
+                f"{link.bytes_per_second / 1e9:g} GB/s, {link.topology}"
+            )
+        rows = [
+            _row(candidate, found[0], kind, payload_bytes, [*sizes.values()]) for candidate in found
+        ]
+        header = ("predicted", "of best", "steps", "sent bytes", "algorithm")
+        return "\n".join([*lines, *_aligned([header, *rows])])
+
+    def _chosen(self, kind: Kind, x: jax.Array, axis: Axis) -> Algorithm:
+        return self.choose_here(kind, leaf_bytes(x), axis)
+
+    def _link(self, axis: str, kind: str) -> Link:
+        slow = axis.endswith(DCN) if self.slow_axes is None else axis in self.slow_axes
+        configured = self.slow if slow else self.fast
+        if configured is not None:
+            return configured.link()
+        figures = find_device(self.device or kind)
+        if figures is None:
+            field = "slow" if slow else "fast"
+            raise CollectiveError(
+                f"algorithm auto has no figures of the device {self.device or kind!r} for axis "
+                f"{axis!r}: set `device` to one it knows (v5e, h100, cpu, ...) or give the link "
+                f"as `{field}: {{latency_seconds: ..., bytes_per_second: ...}}`"
+            )
+        return figures.slow if slow else figures.fast
+
+    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+        return self.traffic(kind, payload_bytes, (size,))
+
+    def traffic(self, kind: Kind, payload_bytes: float, size: Size) -> Traffic:
+        """Of the alternative chosen where the last axis is fast and the axes before it are slow.
+
+        Without `device` the links are those of the first device that jax has.
+        """
+        *slow, fast = size if isinstance(size, tuple) else (size,)
+        sizes = {f"{index}{DCN}": count for index, count in enumerate(slow)} | {"fast": fast}
+        levels = self.levels(sizes, jax.devices()[0].device_kind)
+        return self.choose(kind, payload_bytes, levels).traffic(kind, payload_bytes, size)
+
+
+def _seconds(candidate: Candidate) -> float:
+    return candidate.seconds
+
+
+def here_kind() -> str:
+    """The kind of device that the program being traced is for."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+def label(algorithm: Algorithm) -> str:
+    """The algorithm as a config writes it, without what is at its default.
+
+    >>> label(Ring(directions=2)), label(Xla())
+    ('{type: ring, directions: 2}', '{type: xla}')
+    """
+    shown = []
+    for name, field in type(algorithm).model_fields.items():
+        value = getattr(algorithm, name)
+        if name == "type":
+            shown.insert(0, f"type: {value}")
+        elif value != field.get_default(call_default_factory=True):
+            text = label(value) if isinstance(value, Algorithm) else value
+            shown.append(f"{name}: {'null' if text is None else text}")
+    return "{" + ", ".join(shown) + "}"
+
+
+def _row(
+    candidate: Candidate, best: Candidate, kind: Kind, payload_bytes: float, sizes: Sequence[int]
+) -> tuple[str, ...]:
+    traffic = candidate.algorithm.traffic(kind, payload_bytes, tuple(sizes))
+    own = isinstance(candidate.algorithm, Xla)
+    over = candidate.seconds / best.seconds if best.seconds else 1.0
+    return (
+        f"{candidate.seconds * 1e6:.1f} us",
+        f"{over:.2f}x",
+        "" if own else f"{traffic.steps}",
+        f"{traffic.sent_bytes:.0f}",
+        label(candidate.algorithm),
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns to the right, the last one to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=True))][:-1])
+        + f"  {row[-1]}"
+        for row in rows
+    ]

@@ -1,0 +1,76 @@
+"""Two trees with half of the data each, so that no device sends everything.
+
+Sanders, Speck, Träff, "Two-tree algorithms for full bandwidth broadcast, reduction and scan", 2009.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.collectives.algorithms import binomial, circulant
+from jaxdist.collectives.algorithms.binomial import Places
+from jaxdist.collectives.axis import Axis, axis_size
+from jaxdist.collectives.contract import Combine, Kind, Traffic
+
+
+class DoubleTree(circulant.Circulant):
+    """Two binomial trees at once: the inner devices of one are leaves of the other.
+
+    All-reduce: 2 L steps of S/2 bytes in each tree, L = ceil(log2 N): half the bytes of `Tree` in
+    as many steps; no device sends more than (L+2)/2 S. The trees are not pipelined. What has no
+    root is that of `Halving`.
+
+    Order of summation: as in `Tree`, the first half of the elements from device 0 on, the second
+    from device N-1 on (N-1, 0, 1, ...).
+    """
+
+    type: Literal["double_tree"] = "double_tree"
+    """Selects this algorithm."""
+
+    def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        def run(half: jax.Array, places: Places) -> jax.Array:
+            return binomial.broadcast(binomial.reduce(half, axis, places, combine), axis, places)
+
+        return _halves(run, flat, _two_roots(axis_size(axis)))
+
+    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
+        def run(half: jax.Array, places: Places) -> jax.Array:
+            return binomial.broadcast(half, axis, places)
+
+        return _halves(run, flat, _one_root(root, axis_size(axis)))
+
+    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
+        def run(half: jax.Array, places: Places) -> jax.Array:
+            return binomial.reduce(half, axis, places, combine)
+
+        return _halves(run, flat, _one_root(root, axis_size(axis)))
+
+    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+        if kind == "all_reduce":
+            return binomial.traffic(kind, payload_bytes, _two_roots(size))
+        if kind in ("broadcast", "reduce"):
+            return binomial.traffic(kind, payload_bytes, _one_root(0, size))
+        return circulant.traffic(kind, payload_bytes, size)
+
+
+def _halves(
+    run: Callable[[jax.Array, Places], jax.Array], flat: jax.Array, trees: list[Places]
+) -> jax.Array:
+    middle = -(-flat.size // 2)
+    halves = zip((flat[:middle], flat[middle:]), trees, strict=True)
+    return jnp.concatenate([run(half, places) for half, places in halves if half.size])
+
+
+def _two_roots(size: int) -> list[Places]:
+    """Odd places, the leaves, are odd devices in the one and even devices in the other."""
+    return [binomial.rooted(0, size), binomial.rooted(size - 1, size)]
+
+
+def _one_root(root: int, size: int) -> list[Places]:
+    """The same root; all others move on by one place."""
+    first = binomial.rooted(root, size)
+    return [first, (first[0], *first[2:], first[1])]

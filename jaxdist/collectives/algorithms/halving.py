@@ -1,0 +1,48 @@
+"""Recursive halving and doubling: the fewest bytes in few steps."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+
+from jaxdist.collectives.algorithms import binomial, circulant
+from jaxdist.collectives.axis import Axis, axis_size, shift
+from jaxdist.collectives.contract import Combine, Kind, Traffic, split
+
+
+class Halving(circulant.Circulant):
+    """Reduce-scatter and all-gather in L = ceil(log2 N) steps and (N-1)/N S bytes each.
+
+    All-reduce: 2 L steps (2 less for N = 3, 5 and 6), 2 (N-1)/N S bytes; N need not be a power of
+    two (`circulant.py`). Two devices exchange all that they have in one step: as many bytes.
+    All-to-all: L steps; S/2 bytes in each where N is a power of two. Broadcast and reduce are those
+    of `Tree`.
+
+    Order of summation of the block of device d: a balanced tree of depth L over x[d], x[d-1], ...,
+    indices modulo N; with N = 4, (x[d] + x[d-2]) + (x[d-1] + x[d-3]).
+    """
+
+    type: Literal["halving"] = "halving"
+    """Selects this algorithm."""
+
+    def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        if axis_size(axis) == 2:
+            return combine(flat, shift(flat, axis, 1))
+        blocks = split(flat, axis_size(axis))
+        mine = circulant.reduce_scatter(blocks, axis, combine)
+        # The input is not needed any more: where nobody else does, the result takes its memory.
+        return circulant.all_gather(mine, axis, blocks.reshape(-1))[: flat.size]
+
+    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
+        return binomial.broadcast(flat, axis, binomial.rooted(root, axis_size(axis)))
+
+    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
+        return binomial.reduce(flat, axis, binomial.rooted(root, axis_size(axis)), combine)
+
+    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+        if kind in ("broadcast", "reduce"):
+            return binomial.traffic(kind, payload_bytes, [binomial.rooted(0, size)])
+        if kind == "all_reduce" and size == 2:
+            return Traffic(1, payload_bytes, payload_bytes, 1)
+        return circulant.traffic(kind, payload_bytes, size)

@@ -1,0 +1,167 @@
+"""Two networks: most bytes stay inside the fast one, 1/g of them cross the slow one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import jax
+from jax import lax
+from pydantic import Field, field_validator
+
+from jaxdist.collectives.algorithms.double_tree import DoubleTree
+from jaxdist.collectives.algorithms.halving import Halving
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.collectives.algorithms.single_device import unless_alone
+from jaxdist.collectives.algorithms.tree import Tree
+from jaxdist.collectives.algorithms.xla import Xla
+from jaxdist.collectives.axis import Axis, CollectiveError, axis_size, names, rank
+from jaxdist.collectives.contract import (
+    NOTHING,
+    Algorithm,
+    Combine,
+    Kind,
+    Size,
+    Traffic,
+    split,
+)
+
+Flat = Annotated[Xla | Ring | Tree | DoubleTree | Halving, Field(discriminator="type")]
+Level = Literal["inside", "across"]
+
+
+class Hierarchical(Algorithm):
+    """Over a tuple of axes: `inside` runs on the last one, the fast; `across` on all before it.
+
+    With g devices inside and S bytes on each: an all-reduce is a reduce-scatter of S inside, an
+    all-reduce of S/g across, an all-gather of S inside. The slow network carries S/g; steps and
+    bytes are the sums of the levels' (`phases`).
+
+    Order of summation: that of `inside` over the fast axis, then that of `across` over the sums.
+    """
+
+    type: Literal["hierarchical"] = "hierarchical"
+    """Selects this algorithm."""
+    inside: Flat = Ring()
+    """Within the fast network, the last axis of the tuple."""
+    across: Flat = Ring()
+    """Between fast networks, the other axes."""
+
+    @field_validator("inside", "across")
+    @classmethod
+    def _plain_level(cls, level: Algorithm) -> Algorithm:
+        for name in ("accumulate", "bucket_bytes"):
+            if getattr(level, name) != Algorithm.model_fields[name].default:
+                raise ValueError(f"{name} has no effect here: set it on hierarchical itself")
+        return level
+
+    def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        slow, fast, across, inside = self._levels(axis)
+        mine = inside.reduce_scatter(split(flat, axis_size(fast)), fast, combine)
+        total = across.all_reduce(mine, slow, combine)
+        return inside.all_gather(total, fast).reshape(-1)[: flat.size]
+
+    def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        slow, fast, across, inside = self._levels(axis)
+        by_fast = _transposed(blocks, axis_size(slow), axis_size(fast))
+        mine = inside.reduce_scatter(by_fast.reshape(axis_size(fast), -1), fast, combine)
+        return across.reduce_scatter(mine.reshape(axis_size(slow), -1), slow, combine)
+
+    def all_gather(self, block: jax.Array, axis: Axis) -> jax.Array:
+        slow, fast, across, inside = self._levels(axis)
+        column = across.all_gather(block, slow).reshape(-1)
+        table = inside.all_gather(column, fast)
+        return _transposed(table, axis_size(fast), axis_size(slow))
+
+    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
+        slow, fast, across, inside = self._levels(axis)
+        outer, inner = divmod(root, axis_size(fast))
+        blocks = split(inside.broadcast(flat, fast, inner), axis_size(fast))
+        mine = lax.dynamic_index_in_dim(blocks, rank(fast), keepdims=False)
+        mine = across.broadcast(mine, slow, outer)
+        return inside.all_gather(mine, fast).reshape(-1)[: flat.size]
+
+    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
+        slow, fast, across, inside = self._levels(axis)
+        mine = inside.reduce_scatter(split(flat, axis_size(fast)), fast, combine)
+        mine = across.reduce(mine, slow, root // axis_size(fast), combine)
+        return inside.all_gather(mine, fast).reshape(-1)[: flat.size]
+
+    def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
+        slow, fast, across, inside = self._levels(axis)
+        outer, inner = axis_size(slow), axis_size(fast)
+        by_fast = _transposed(blocks, outer, inner).reshape(inner, -1)
+        # [sender inside, receiver across, c] -> [receiver across, sender inside, c]
+        arrived = _transposed(inside.all_to_all(by_fast, fast), inner, outer)
+        return across.all_to_all(arrived.reshape(outer, -1), slow).reshape(blocks.shape)
+
+    def phases(
+        self, kind: Kind, payload_bytes: float, size: Size
+    ) -> tuple[tuple[Level, Traffic], ...]:
+        """What runs one after the other, each on the network of its level.
+
+        Args:
+          kind, payload_bytes: as for `traffic`.
+          size: devices on each axis, slowest first; the last one is inside.
+
+        Raises:
+          CollectiveError: `size` is of one axis.
+
+        >>> [level for level, _ in Hierarchical().phases("all_reduce", 1024, (2, 4))]
+        ['inside', 'across', 'inside']
+        """
+        if not isinstance(size, tuple) or len(size) < 2:
+            raise CollectiveError(
+                f"hierarchical needs the sizes of two axes or more, slowest first, not {size!r}: "
+                "give a tuple such as (2, 4)"
+            )
+        whole, part = payload_bytes, payload_bytes / size[-1]
+        plan: dict[Kind, list[tuple[Level, Kind, float]]] = {
+            "all_reduce": [
+                ("inside", "reduce_scatter", whole),
+                ("across", "all_reduce", part),
+                ("inside", "all_gather", whole),
+            ],
+            "reduce_scatter": [
+                ("inside", "reduce_scatter", whole),
+                ("across", "reduce_scatter", part),
+            ],
+            "all_gather": [("across", "all_gather", part), ("inside", "all_gather", whole)],
+            "broadcast": [
+                ("inside", "broadcast", whole),
+                ("across", "broadcast", part),
+                ("inside", "all_gather", whole),
+            ],
+            "reduce": [
+                ("inside", "reduce_scatter", whole),
+                ("across", "reduce", part),
+                ("inside", "all_gather", whole),
+            ],
+            "all_to_all": [("inside", "all_to_all", whole), ("across", "all_to_all", whole)],
+        }
+        sizes = {"inside": size[-1:], "across": size[:-1]}
+        return tuple(
+            (level, getattr(self, level).traffic(step, amount, sizes[level]))
+            for level, step, amount in plan[kind]
+        )
+
+    def traffic(self, kind: Kind, payload_bytes: float, size: Size) -> Traffic:
+        return sum((traffic for _, traffic in self.phases(kind, payload_bytes, size)), NOTHING)
+
+    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+        raise AssertionError("traffic sums the phases")
+
+    def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:
+        """The slow axis, the fast one, and what runs on each."""
+        *outer, fast = names(axis)
+        if not outer:
+            raise CollectiveError(
+                f"hierarchical over {axis!r} ({axis_size(axis)} devices) needs two axes, the slow "
+                "one first: give a tuple such as ('data_dcn', 'data_ici'), or use Ring()"
+            )
+        slow = outer[0] if len(outer) == 1 else tuple(outer)
+        return slow, fast, unless_alone(self.across, slow), unless_alone(self.inside, fast)
+
+
+def _transposed(blocks: jax.Array, rows: int, columns: int) -> jax.Array:
+    """[rows * columns, c] -> [columns * rows, c]."""
+    return blocks.reshape(rows, columns, -1).swapaxes(0, 1).reshape(rows * columns, -1)

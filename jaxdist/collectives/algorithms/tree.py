@@ -1,0 +1,40 @@
+"""A tree: the fewest steps, for arrays so small that latency is all they cost."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+
+from jaxdist.collectives.algorithms import binomial, circulant
+from jaxdist.collectives.axis import Axis, axis_size
+from jaxdist.collectives.contract import Combine, Kind, Traffic
+
+
+class Tree(circulant.Circulant):
+    """Reduce to one device and broadcast along a binomial tree, L = ceil(log2 N) steps each.
+
+    All-reduce: 2 L steps of S bytes; the root sends L S bytes, as it has L children. What has no
+    root (reduce-scatter, all-gather, all-to-all) is that of `Halving`, with L steps as well.
+
+    Order of summation: balanced from device 0 on, ((x[0] + x[1]) + (x[2] + x[3])) + ...; of a
+    reduce, from the root on.
+    """
+
+    type: Literal["tree"] = "tree"
+    """Selects this algorithm."""
+
+    def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
+        places = binomial.rooted(0, axis_size(axis))
+        return binomial.broadcast(binomial.reduce(flat, axis, places, combine), axis, places)
+
+    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
+        return binomial.broadcast(flat, axis, binomial.rooted(root, axis_size(axis)))
+
+    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
+        return binomial.reduce(flat, axis, binomial.rooted(root, axis_size(axis)), combine)
+
+    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+        if kind in ("all_reduce", "broadcast", "reduce"):
+            return binomial.traffic(kind, payload_bytes, [binomial.rooted(0, size)])
+        return circulant.traffic(kind, payload_bytes, size)

@@ -1,0 +1,1 @@
+"""What a computation costs, counted in what jax traces."""

@@ -1,0 +1,93 @@
+"""FLOPs of what jax traces: the only place that counts them before XLA compiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+
+def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False) -> float:
+    """FLOPs of all `dot_general` and `conv_general_dilated` in a jaxpr, 2 per multiply-add.
+
+    A scan counts times its length, a `cond` as its dearest branch.
+
+    Args:
+      elementwise: whether each element that another operation gives counts as 1.
+
+    >>> import jax
+    >>> jaxpr_flops(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4))] * 2))
+    128.0
+    """
+    equations = getattr(jaxpr, "jaxpr", jaxpr).eqns
+    return sum(_flops(equation, elementwise) for equation in equations)
+
+
+def _flops(equation: Any, elementwise: bool) -> float:
+    inner = [jaxpr_flops(part, elementwise=elementwise) for part in _inner(equation.params)]
+    name = equation.primitive.name
+    if name == "dot_general":
+        return _dot_flops(equation)
+    if name == "conv_general_dilated":
+        return _convolution_flops(equation)
+    if name == "scan":
+        return equation.params["length"] * sum(inner)
+    if name == "cond":
+        return max(inner)
+    if inner or not elementwise or name == "sharding_constraint":
+        return sum(inner)
+    return float(sum(math.prod(var.aval.shape) for var in equation.outvars))
+
+
+def _inner(params: dict[str, Any]) -> Iterator[Any]:
+    for value in params.values():
+        for part in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(part, "eqns"):
+                yield part
+
+
+def _dot_flops(equation: Any) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    out = equation.outvars[0].aval.shape
+    return 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted)
+
+
+def _convolution_flops(equation: Any) -> float:
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    left, kernel = (variable.aval.shape for variable in equation.invars)
+    out = equation.outvars[0].aval.shape
+    pairs = [
+        _window_pairs(
+            left[numbers.lhs_spec[2 + i]],
+            kernel[numbers.rhs_spec[2 + i]],
+            out[numbers.out_spec[2 + i]],
+            stride=params["window_strides"][i],
+            low=params["padding"][i][0],
+            left_dilation=params["lhs_dilation"][i],
+            kernel_dilation=params["rhs_dilation"][i],
+        )
+        for i in range(len(out) - 2)
+    ]
+    batch, features = (out[numbers.out_spec[i]] for i in (0, 1))
+    per_position = batch * features * kernel[numbers.rhs_spec[1]]
+    return 2.0 * per_position * math.prod(pairs)
+
+
+def _window_pairs(
+    left: int,
+    kernel: int,
+    out: int,
+    *,
+    stride: int,
+    low: int,
+    left_dilation: int,
+    kernel_dilation: int,
+) -> int:
+    """Pairs (output, kernel position) that meet a real input: neither padding nor dilation."""
+    position = np.arange(out)[:, None] * stride + np.arange(kernel)[None, :] * kernel_dilation - low
+    inside = (position >= 0) & (position <= (left - 1) * left_dilation)
+    return int(np.count_nonzero(inside & (position % left_dilation == 0)))

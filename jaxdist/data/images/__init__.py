@@ -1,0 +1,1 @@
+"""Images: their formats and splits."""

@@ -1,0 +1,99 @@
+"""Fashion-MNIST: found on the machine, or downloaded once; its content is always checked."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+import os
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from jaxdist.data.cache import cache_directory, write_file
+from jaxdist.data.images.idx import read_idx_content, unpack
+from jaxdist.errors import DataError
+
+HOME = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
+TIMEOUT_SECONDS = 30
+
+# Of the unpacked content, so that it does not matter who packed it.
+SHA256 = {
+    "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
+    "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
+    "t10k-images-idx3-ubyte": "5b4141f0afbad91edebe8549f8fcffe087ea10ca49f1dbef5c9a5cd8815ce37b",
+    "t10k-labels-idx1-ubyte": "0402a96d92fd2663957122ceb108a494c5af83dab82d92729df917d7dec38c34",
+}
+
+
+def fashion_mnist() -> dict[str, bytes]:
+    """The four IDX files, unpacked, by name.
+
+    Looked for under share/datasets (where Debian's dataset-fashion-mnist puts them) and in the
+    cache directory, else downloaded into the cache directory.
+
+    Raises:
+      DataError: neither found nor downloaded, or a content that is not the published one.
+    """
+    folder = find_folder(candidate_folders(os.environ))
+    if folder is None:
+        folder = cache_directory() / "fashion-mnist"
+        _download(folder)
+    paths = {name: _file(folder, name) for name in SHA256}
+    return {name: _check(read_idx_content(path), name, str(path)) for name, path in paths.items()}
+
+
+def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
+    """Where the files may be, the likeliest first."""
+    shares = [Path(sys.prefix, "share"), Path("/usr/local/share"), Path("/usr/share")]
+    if home := environ.get("XDG_DATA_HOME"):
+        shares.append(Path(home))
+    shares += [Path(part) for part in environ.get("XDG_DATA_DIRS", "").split(":") if part]
+    for share in shares:
+        yield share / "datasets" / "fashion-mnist"
+    yield cache_directory(environ) / "fashion-mnist"
+
+
+def find_folder(folders: Iterator[Path]) -> Path | None:
+    """The first folder that holds all four files, packed or not."""
+    for folder in folders:
+        if all(_file(folder, name).is_file() for name in SHA256):
+            return folder
+    return None
+
+
+def _file(folder: Path, name: str) -> Path:
+    packed = folder / f"{name}.gz"
+    return packed if packed.exists() else folder / name
+
+
+def _check(content: bytes, name: str, where: str) -> bytes:
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != SHA256[name]:
+        raise DataError(
+            f"data: {where} is not the published {name}: sha256 of its content is {digest}, "
+            f"expected {SHA256[name]}; remove the file and fetch it again"
+        )
+    return content
+
+
+def _download(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in SHA256:
+            if not _file(folder, name).exists():
+                _fetch(name, folder / f"{name}.gz")
+    except (OSError, http.client.HTTPException) as error:
+        raise DataError(
+            f"data: Fashion-MNIST is not on this machine and cannot be fetched from {HOME}: "
+            f"{error}. Install Debian's package dataset-fashion-mnist, or put "
+            f"{', '.join(f'{name}.gz' for name in SHA256)} into {folder}, or use source: digits "
+            "(small, from scikit-learn)"
+        ) from error
+
+
+def _fetch(name: str, target: Path) -> None:
+    with urllib.request.urlopen(f"{HOME}{target.name}", timeout=TIMEOUT_SECONDS) as response:
+        packed = response.read()
+    _check(unpack(packed, f"{HOME}{target.name}"), name, f"{HOME}{target.name}")
+    write_file(target, packed)

@@ -1,0 +1,1 @@
+"""Text: documents, tokenizers, windows, and a baseline."""

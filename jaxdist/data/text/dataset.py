@@ -1,0 +1,224 @@
+"""Local text, or the interpreter's own library, as windows of tokens. Nothing is downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import LARGEST, Config
+from jaxdist.data.cache import cache_directory, publish, write_file
+from jaxdist.data.source import Dataset
+from jaxdist.data.text import ngram
+from jaxdist.data.text.documents import TextFile, matching, python_stdlib, split_documents
+from jaxdist.data.text.tokenizer import (
+    ByteTokenizer,
+    ByteTokenizerConfig,
+    Tokenizer,
+    TokenizerConfig,
+)
+from jaxdist.data.text.windows import WindowSource, join_documents
+from jaxdist.errors import DataError
+
+_FORMAT = 1
+_log = logging.getLogger(__name__)
+
+
+class TextConfig(Config):
+    """Text files (.txt, .md, .py, .jsonl) as windows of tokens."""
+
+    type: Literal["text"] = "text"
+    """Text, packed into windows."""
+    source: Literal["python-stdlib", "files"] = "python-stdlib"
+    """The Python files of the running interpreter's standard library, or `files`."""
+    files: list[str] = Field(default=[])
+    """Globs such as `books/**/*.txt`, relative to the current directory."""
+    jsonl_field: str = "text"
+    """The key that holds the text in each line of a .jsonl file."""
+    tokenizer: TokenizerConfig = ByteTokenizerConfig()
+    """How text becomes tokens."""
+    window: int = Field(default=256, ge=2, le=LARGEST)
+    """Tokens in an example: the context length."""
+    heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
+    """The share of files held out for evaluation, chosen by their names; 0 holds none out."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _files_imply_their_source(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("files"):
+            files = values["files"]
+            values = {
+                "source": "files",
+                **values,
+                "files": [files] if isinstance(files, str) else files,
+            }
+        return values
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TextConfig:
+        if self.source == "files" and not self.files:
+            raise ValueError("source 'files' needs files: a glob such as 'books/**/*.txt'")
+        if self.source != "files" and self.files:
+            raise ValueError(f"files {self.files} are not read with source {self.source!r}: drop "
+                             "one of the two, or set source to 'files'")  # fmt: skip
+        return self
+
+    def build(self) -> Dataset:
+        """Read, split and encode the text, or take what an earlier run has encoded.
+
+        Raises:
+          DataError: missing, unreadable, malformed or too little text.
+        """
+        tokenizer = self.tokenizer.build()
+        files = matching(self.files) if self.source == "files" else python_stdlib()
+        streams = load_streams(self, files, tokenizer)
+        facts = dict(streams.facts)
+        train = self._windows(streams.train, tokenizer, f"training split of {self._name()}")
+        heldout = None
+        if self.heldout_fraction:
+            heldout = self._windows(streams.heldout, tokenizer, "held-out split")
+        facts |= {"train_examples": len(train), "heldout_examples": len(heldout or ())}
+        return Dataset(
+            train=train,
+            heldout=heldout,
+            vocab_size=tokenizer.vocab_size,
+            classes=None,
+            description=self._describe(facts),
+            facts=facts,
+            tokenizer=tokenizer,
+            baselines=partial(_baselines, streams, tokenizer.vocab_size) if heldout else dict,
+        )
+
+    def _windows(self, stream: np.ndarray, tokenizer: Tokenizer, what: str) -> WindowSource:
+        if len(stream) <= self.window:
+            raise DataError(
+                f"data: the {what} has {len(stream)} tokens, one window needs {self.window + 1}: "
+                "give more text, lower data.window, or change data.heldout_fraction "
+                f"({self.heldout_fraction}; 0 holds nothing out)"
+            )
+        return WindowSource(stream, window=self.window, end_of_document=tokenizer.end_of_document)
+
+    def _name(self) -> str:
+        if self.source == "files":
+            return ", ".join(self.files)
+        return f"the standard library of Python {platform.python_version()}"
+
+    def _describe(self, facts: Mapping[str, int]) -> str:
+        how = "the last part of one file" if facts["files"] == 1 else "by file"
+        held = f", {facts['heldout_bytes'] / 1e6:.1f} MB held out ({how})"
+        return (
+            f"text: {self._name()}: {facts['files']:,} files, "
+            f"{facts['train_bytes'] / 1e6:.1f} MB to train on"
+            + (held if self.heldout_fraction else ", nothing held out")
+        )
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The token streams (uint16 or uint32 [N]) of both splits, and the folder that caches them."""
+
+    train: np.ndarray
+    heldout: np.ndarray
+    facts: Mapping[str, int]
+    folder: Path | None
+
+
+def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> Streams:
+    """The encoded text, from the cache when nothing that it depends on has changed.
+
+    Raises:
+      DataError: a file that cannot be read or decoded.
+    """
+    folder = cache_directory() / "tokens" / _key(config, files, tokenizer)
+    cached = _read_streams(folder)
+    if cached is not None:
+        return cached
+    streams = _encode(config, files, tokenizer)
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+        publish(folder, partial(_write_streams, streams))
+    except OSError as error:
+        _log.warning("the tokens are kept in memory: no cache in %s: %s", folder.parent, error)
+    return _read_streams(folder) or streams
+
+
+def _encode(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> Streams:
+    if config.source == "python-stdlib":
+        not_utf8 = "skip"
+    else:
+        not_utf8 = "keep" if isinstance(tokenizer, ByteTokenizer) else "raise"
+    split = split_documents(
+        files,
+        heldout_fraction=config.heldout_fraction,
+        jsonl_field=config.jsonl_field,
+        not_utf8=not_utf8,
+    )
+    train, heldout = (
+        join_documents(
+            tokenizer.encode(documents),
+            end_of_document=tokenizer.end_of_document,
+            vocab_size=tokenizer.vocab_size,
+        )
+        for documents in (split.train, split.heldout)
+    )
+    facts = split.facts | {"train_tokens": len(train), "heldout_tokens": len(heldout)}
+    return Streams(train, heldout, facts, None)
+
+
+def _key(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
+    """A digest of what the streams depend on; a file counts by its name, size and time."""
+    stats = [(str(file.path), file.name, file.path.stat()) for file in files]
+    parts = [
+        _FORMAT,
+        config.source,
+        tokenizer.digest,
+        config.heldout_fraction,
+        config.jsonl_field,
+        [(path, name, stat.st_size, stat.st_mtime_ns) for path, name, stat in stats],
+    ]
+    return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+
+
+def _write_streams(streams: Streams, folder: Path) -> None:
+    np.save(folder / "train.npy", streams.train)
+    np.save(folder / "heldout.npy", streams.heldout)
+    (folder / "facts.json").write_text(json.dumps(dict(streams.facts)), encoding="utf-8")
+
+
+def _read_streams(folder: Path) -> Streams | None:
+    """What is cached, or None where it is absent or damaged."""
+    try:
+        facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+        train = np.load(folder / "train.npy", mmap_mode="r")
+        heldout = np.load(folder / "heldout.npy", mmap_mode="r")
+    except (OSError, ValueError):
+        return None
+    return Streams(train, heldout, facts, folder)
+
+
+def _baselines(streams: Streams, vocab_size: int) -> dict[str, float]:
+    """The held-out loss of a trigram model; it is kept beside the tokens, for it takes seconds."""
+    kept = streams.folder / "trigram.json" if streams.folder else None
+    if kept:
+        try:
+            return {"trigram": float(json.loads(kept.read_text(encoding="utf-8")))}
+        except (OSError, ValueError, TypeError):
+            pass
+    model = ngram.TrigramModel.fit(streams.train, vocab_size)
+    loss = model.loss(streams.heldout)
+    if kept:
+        try:
+            write_file(kept, json.dumps(loss).encode())
+        except OSError as error:
+            _log.warning("the trigram loss is not kept: %s", error)
+    return {"trigram": loss}

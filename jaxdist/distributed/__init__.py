@@ -1,1 +1,0 @@
-"""Several processes as one program: who they are, how they meet, agree to stop, and end."""

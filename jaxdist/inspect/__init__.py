@@ -1,0 +1,1 @@
+"""What a config would cost, read from its compiled program."""

@@ -1,0 +1,129 @@
+"""What differs between two compiled train steps: numbers, and whether they are one program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rich.console import Console
+
+from jaxdist.inspect.program import Inspection
+from jaxdist.inspect.rows import by_kind, show_bytes, show_number
+from jaxdist.inspect.tables import table
+from jaxdist.mesh import describe
+
+Verdict = Literal["same program", "same numbers", "different"]
+Value = float | str | None
+
+
+@dataclass(frozen=True)
+class Change:
+    """One number that differs.
+
+    Attributes:
+      of: what the number is of: mesh axes and a kind of collective, "FLOPs" or "memory".
+      what: which number, with its unit, such as "sent_bytes".
+      before, after: None where one program has no such thing.
+    """
+
+    of: str
+    what: str
+    before: Value
+    after: Value
+
+
+@dataclass(frozen=True)
+class Difference:
+    """All changes from one inspection to another."""
+
+    before: Inspection
+    after: Inspection
+    changes: tuple[Change, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether the two are one program, or two with the same numbers, or neither."""
+        if self.changes:
+            return "different"
+        same = self.before.program_sha256 == self.after.program_sha256
+        return "same program" if same else "same numbers"
+
+    def to_json(self) -> dict[str, Any]:
+        """The verdict and the changes as plain data."""
+        changes = [
+            {"of": c.of, "what": c.what, "before": c.before, "after": c.after} for c in self.changes
+        ]
+        return {"verdict": self.verdict, "changes": changes}
+
+
+def difference(before: Inspection, after: Inspection) -> Difference:
+    """Compare two inspections number by number."""
+    old, new = _numbers(before), _numbers(after)
+    changes = (Change(*key, old.get(key), new.get(key)) for key in {**old, **new})
+    return Difference(before, after, tuple(c for c in changes if c.before != c.after))
+
+
+def _numbers(inspection: Inspection) -> dict[tuple[str, str], Value]:
+    ledger = inspection.ledger
+    found: dict[tuple[str, str], Value] = {
+        ("mesh", "axes"): describe(ledger.axes),
+        ("mesh", "device"): f"{ledger.devices} x {inspection.device_kind}",
+        ("FLOPs", "program"): ledger.flops_high,
+        ("FLOPs", "ideal"): inspection.ideal_flops,
+    }
+    if ledger.flops_low != ledger.flops_high:
+        found["FLOPs", "at least"] = ledger.flops_low
+    for name, size in inspection.arguments.items():
+        found["memory", f"{name.replace(' ', '_')}_bytes"] = size
+    for name in ("temp_bytes", "output_bytes", "alias_bytes", "code_bytes", "peak_bytes"):
+        found["memory", name] = getattr(ledger.memory, name)
+    for row in by_kind(ledger):
+        of = f"{row.label}: {row.kind}"
+        found[of, "times"] = row.times
+        found[of, "dtype"] = " ".join(row.dtypes)
+        for what in ("payload_bytes", "sent_bytes", "overlapped_bytes"):
+            found[of, what] = getattr(row, what)
+    return found
+
+
+def print_difference(difference: Difference, console: Console) -> None:
+    """Print what changed, or that nothing did."""
+    console.print(f"before {difference.before.config}", soft_wrap=True, markup=False)
+    console.print(f"after  {difference.after.config}", soft_wrap=True, markup=False)
+    console.print()
+    if difference.changes:
+        made = table("What changed, on each device in one step", "", "what", "before", "after", "x")
+        previous = None
+        for change in difference.changes:
+            label = "" if change.of == previous else change.of
+            previous = change.of
+            what = change.what.removesuffix("_bytes").replace("_", " ")
+            cells = (_show(change.what, value) for value in (change.before, change.after))
+            made.add_row(label, what, *cells, _factor(change))
+        console.print(made)
+        return
+    verdicts = {
+        "same program": "This setting changed nothing: both train steps compile to the same "
+        "program.",
+        "same numbers": "The numbers are the same, but the programs are not: collectives, bytes, "
+        "FLOPs and memory agree, the instructions or their constants differ.",
+    }
+    console.print(verdicts[difference.verdict])
+
+
+def _show(what: str, value: Value) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, str):
+        return value
+    return show_bytes(value) if what.endswith("_bytes") else show_number(value)
+
+
+def _factor(change: Change) -> str:
+    numbers = (change.before, change.after)
+    if any(isinstance(value, str) or not value for value in numbers):
+        return ""
+    before, after = numbers
+    assert isinstance(before, int | float)
+    assert isinstance(after, int | float)
+    return f"{after / before:.3f}"

@@ -1,0 +1,84 @@
+"""What a train step would cost at best: the model's own FLOPs, and the least bytes on the wire."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.cost.flops import jaxpr_flops
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.mesh import Device, MeshConfig, axis_names, entry_names
+from jaxdist.parallel.plan import ParallelConfig
+from jaxdist.sharding import param_shardings
+
+
+def model_flops(config: ExperimentConfig, device: Device) -> float:
+    """FLOPs of the matrix products and convolutions of one train step, over all devices.
+
+    They are counted in the step as jax traces it for one device, without the model's remat:
+    nothing is computed twice and nothing on two devices. What a model of the user's own recomputes
+    by itself is counted. A loop whose length is data counts once.
+    """
+    model: Any = config.model
+    if "remat" in type(model).model_fields:
+        model = model.model_copy(update={"remat": "none"})
+    alone = config.model_copy(
+        update={
+            "model": model,
+            "mesh": MeshConfig.model_validate({"data": 1}),
+            "parallel": ParallelConfig(),
+            "train": config.train.model_copy(update={"microbatches": 1}),
+        }
+    )
+    program = build(alone, devices=[device]).program
+    return jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)
+
+
+def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | None:
+    """The mesh axes that share the batch, and the least bytes a device must send over them.
+
+    All-reducing S bytes over N devices takes 2(N-1)/N S from each, by any algorithm; S is the
+    gradient of what one device holds of the parameters, in the model's compute dtype. Parameters
+    that are themselves split over these axes count whole, since gathering and reduce-scattering
+    them takes as much. None when no axis shares the batch.
+    """
+    layout = experiment.layout
+    axis = layout.axis_of("batch")
+    names = axis_names(layout.mesh, axis) if axis else ()
+    if not names:
+        return None
+    program = experiment.program
+    compute_dtype = getattr(experiment.config.model, "compute_dtype", None)
+    shardings = param_shardings(layout, program.model.params, program.dims)
+    size_bytes = 0
+    for leaf, sharding in zip(
+        jax.tree.leaves(program.model.params), jax.tree.leaves(shardings), strict=True
+    ):
+        split = [
+            name for entry in sharding.spec for name in entry_names(entry) if name not in names
+        ]
+        parts = math.prod(layout.mesh.shape[name] for name in split)
+        dtype = np.dtype(compute_dtype or leaf.dtype)
+        size_bytes += leaf.size // parts * min(dtype.itemsize, leaf.dtype.itemsize)
+    count = math.prod(layout.mesh.shape[name] for name in names)
+    return names, 2 * (count - 1) / count * size_bytes
+
+
+def bound_notes(experiment: Experiment) -> tuple[str, ...]:
+    """What `gradient_bound` assumes, and which settings make a step send more, a phrase each."""
+    parallel, program = experiment.config.parallel, experiment.program
+    computed = getattr(experiment.config.model, "compute_dtype", None)
+    dtype = f"in {computed}, the model's compute dtype" if computed else "in the parameters' dtype"
+    stage, count = parallel.zero.stage, program.microbatches
+    notes = [f"one all-reduce of the gradients {dtype}"]
+    stored = {str(leaf.dtype) for leaf in jax.tree.leaves(program.state_shapes.params)}
+    if computed and stored != {computed}:
+        notes.append(f"parameters and their gradients are {', '.join(sorted(stored))}")
+    if stage == 3:
+        notes.append("parallel.zero.stage 3 gathers parameters for both passes")
+    if stage >= 2 and count > 1:
+        notes.append(f"each of train.microbatches {count} sends its own")
+    return tuple(notes)

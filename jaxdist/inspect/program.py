@@ -1,0 +1,173 @@
+"""One experiment's train step, compiled ahead of time: what it costs and what it might."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+
+from jaxdist.errors import RunError
+from jaxdist.experiment import Experiment, build, load
+from jaxdist.hlo import (
+    Ledger,
+    compile_with_text,
+    is_too_large,
+    ledger,
+    program_text,
+    refused_bytes,
+)
+from jaxdist.inspect.ideal import bound_notes, gradient_bound, model_flops
+from jaxdist.inspect.rows import show_bytes
+from jaxdist.inspect.text import digest
+from jaxdist.mesh import Device
+from jaxdist.runtime.hardware import find_device
+from jaxdist.train.memory import bytes_per_device, device_memory_bytes
+from jaxdist.train.state import TrainState
+from jaxdist.trees import tree_size
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of one train step before it runs; bytes and FLOPs are of one device.
+
+    Attributes:
+      config: the file, and the settings on top of it.
+      model: type and number of parameters; each counts once, a head that is the embedding with it.
+      step: what one step trains on.
+      device_kind: what it is compiled for.
+      ledger: what the compiled program does.
+      program_sha256: of the program without names and order; equal programs have equal ones.
+      model_flops: of the whole step, without recomputing: see `inspect_ideal.model_flops`.
+      gradient_axes: mesh axes that share the batch.
+      gradient_bound_bytes: the least that a device must send over them.
+      bound_notes: what that assumes, and what of this step it leaves out.
+      arguments: bytes of each kind of argument.
+      memory_bytes: of the device; None when it is not known.
+      compile_seconds: XLA's time, without tracing.
+    """
+
+    config: str
+    model: str
+    step: str
+    device_kind: str
+    ledger: Ledger
+    program_sha256: str
+    model_flops: float
+    gradient_axes: tuple[str, ...]
+    gradient_bound_bytes: float
+    arguments: Mapping[str, int]
+    memory_bytes: int | None
+    compile_seconds: float
+    bound_notes: tuple[str, ...]
+
+    @property
+    def ideal_flops(self) -> float:
+        """The model's FLOPs over the devices."""
+        return self.model_flops / self.ledger.devices
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An experiment to inspect: checked and traced to shapes, not yet compiled.
+
+    Attributes:
+      name: the file, and the settings on top of it.
+      devices: what to compile for.
+    """
+
+    name: str
+    experiment: Experiment
+    devices: Sequence[Device]
+
+    @property
+    def device_kind(self) -> str:
+        """What jax calls the devices."""
+        return self.devices[0].device_kind
+
+
+def open_subject(path: Path, overrides: Sequence[str], devices: Sequence[Device] | None) -> Subject:
+    """Build an experiment for `devices`; None is the config's fake devices, else all real ones.
+
+    Raises:
+      JaxdistError: a configuration that cannot be read, or that does not fit the devices.
+    """
+    document, config = load(path, overrides)
+    chosen = list(jax.devices()[: config.mesh.fake_devices] if devices is None else devices)
+    name = " ".join([str(path), *overrides])
+    return Subject(name, build(config, document, devices=chosen), chosen)
+
+
+def inspect_step(subject: Subject) -> Inspection:
+    """Compile the train step of an experiment, without a state or a device to run on.
+
+    Raises:
+      RunError: a program that is too large for the device.
+    """
+    experiment, config = subject.experiment, subject.experiment.config
+    program = experiment.program
+    arguments = _argument_bytes(program.state_shapes, program.batch)
+    lowered = program.train.lower(program.state_shapes, program.batch)
+    begun = time.perf_counter()
+    try:
+        if subject.devices[0].platform == "tpu":
+            compiled, text = compile_with_text(lowered)
+        else:
+            compiled = lowered.compile()
+            text = program_text(compiled)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_too_large(str(error)):
+            raise
+        raise _refusal(subject, arguments, str(error)) from error
+    seconds = time.perf_counter() - begun
+    axes, bound_bytes = gradient_bound(experiment) or ((), 0.0)
+    return Inspection(
+        config=subject.name,
+        model=f"{config.model.type}, {tree_size(program.model.params):,} parameters",
+        step=f"{experiment.units_per_step:,} {experiment.unit}",
+        device_kind=subject.device_kind,
+        ledger=ledger(compiled, experiment.layout.mesh, text),
+        program_sha256=digest(text, lowered.as_text()),
+        model_flops=model_flops(config, subject.devices[0]),
+        gradient_axes=axes,
+        gradient_bound_bytes=bound_bytes,
+        arguments=arguments,
+        memory_bytes=_memory_bytes(subject.devices),
+        compile_seconds=seconds,
+        bound_notes=bound_notes(experiment),
+    )
+
+
+def _argument_bytes(state: TrainState, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:
+    return {
+        "parameters": bytes_per_device(state.params),
+        "optimizer state": bytes_per_device(state.opt_state),
+        "buffers": bytes_per_device(state.buffers),
+        "batch": bytes_per_device(batch),
+    }
+
+
+def _memory_bytes(devices: Sequence[Device]) -> int | None:
+    device = devices[0]
+    if device.platform == "tpu":
+        known = find_device(device.device_kind)
+        return known.memory_bytes if known else None
+    return device_memory_bytes(device, len(devices))
+
+
+def _refusal(subject: Subject, arguments: Mapping[str, int], text: str) -> RunError:
+    """What to tell a user whose program XLA finds too large for the device."""
+    name, kind = subject.name, subject.device_kind
+    sizes = refused_bytes(text)
+    if sizes is None:
+        return RunError(f"{name}: the train step does not fit the memory of a {kind}: {text}")
+    needed, limit = map(show_bytes, sizes)
+    parts = ", ".join(f"{part} {show_bytes(size)}" for part, size in arguments.items() if size)
+    return RunError(
+        f"{name}: the train step needs {needed} on each device, but a {kind} has {limit} for a "
+        f"program; it holds {parts}, and besides activations and gradients: use more "
+        "train.microbatches, a smaller train.batch_size, model.remat: full where the model has it, "
+        "or split the model over more devices along mesh axis tensor"
+    )

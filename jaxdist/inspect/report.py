@@ -1,0 +1,120 @@
+"""`jaxdist inspect`: what a train step will cost, read from the compiled program before launch."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+from jaxdist.inspect.diff import Difference, difference, print_difference
+from jaxdist.inspect.program import Inspection, inspect_step, open_subject
+from jaxdist.inspect.rows import Row, by_axes, by_kind
+from jaxdist.inspect.tables import bound_bytes, print_inspection
+from jaxdist.metrics.report import PACKAGES, write_json
+from jaxdist.runtime import environment
+from jaxdist.runtime.topology import topology_devices
+
+
+def inspect(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    topology: str | None = None,
+    other: Path | None = None,
+    changes: Sequence[str] = (),
+    json_file: Path | None = None,
+    console: Console,
+) -> Inspection | Difference:
+    """Compile an experiment's train step and print what it costs; with a second, what differs.
+
+    Args:
+      path: the configuration file, with `overrides` on top.
+      topology: TPUs to compile for, such as `v5e:2x4`; None is the devices that jax has.
+      other: a second file (None: the same), with `overrides` and then `changes` on top.
+      changes: settings of the second program; none and no `other` compares nothing.
+      json_file: where to write the same as JSON.
+
+    Raises:
+      JaxdistError: anything that the user can mend.
+    """
+    devices = None if topology is None else topology_devices(topology)
+    first = open_subject(path, overrides, devices)
+    for text in first.experiment.explained:
+        console.print(f"plan   {escape(text)}", soft_wrap=True)
+    for notice in first.experiment.notices:
+        console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
+    if other is None and not changes:
+        result: Inspection | Difference = inspect_step(first)
+        print_inspection(result, console)
+        report = inspection_json(result)
+    else:
+        # Both are checked before either is compiled, which may take minutes.
+        second = open_subject(other or path, [*overrides, *changes], devices)
+        result = difference(inspect_step(first), inspect_step(second))
+        print_difference(result, console)
+        report = {
+            "before": inspection_json(result.before),
+            "after": inspection_json(result.after),
+            "diff": result.to_json(),
+        }
+    if json_file is not None:
+        versions = environment.versions((*PACKAGES, "libtpu")) | {"platform": platform.platform()}
+        write_json(json_file, {"versions": versions, **report}, what="inspection")
+    return result
+
+
+def inspection_json(inspection: Inspection) -> dict[str, Any]:
+    """Everything that the tables show, and the ledger they were summed from, as plain data."""
+    ledger = inspection.ledger
+    ideal = inspection.ideal_flops
+    return {
+        "config": inspection.config,
+        "model": inspection.model,
+        "step": inspection.step,
+        "devices": {"kind": inspection.device_kind, "count": ledger.devices, "axes": ledger.axes},
+        "compile_seconds": inspection.compile_seconds,
+        "program_sha256": inspection.program_sha256,
+        "axes": [_axes_json(inspection, row) for row in by_axes(ledger, inspection.gradient_axes)],
+        "collectives": [_row_json(row) | {"kind": row.kind} for row in by_kind(ledger)],
+        "flops": {
+            "low": ledger.flops_low,
+            "high": ledger.flops_high,
+            "ideal": ideal,
+            "ratio": ledger.flops_high / ideal if ideal else None,
+        },
+        "memory": {
+            "device_bytes": inspection.memory_bytes,
+            "arguments": _snake(inspection.arguments),
+            **ledger.to_json()["memory"],
+        },
+        "ledger": ledger.to_json(),
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "axes": None if row.axes is None else list(row.axes),
+        "times_low": row.times_low,
+        "times_high": row.times_high,
+        "bounded": row.bounded,
+        "dtypes": list(row.dtypes),
+        "payload_bytes": row.payload_bytes,
+        "sent_bytes": row.sent_bytes,
+        "overlapped_bytes": row.overlapped_bytes,
+        "exposed_bytes": row.exposed_bytes,
+    }
+
+
+def _axes_json(inspection: Inspection, row: Row) -> dict[str, Any]:
+    bound = bound_bytes(inspection, row)
+    ratio = row.sent_bytes / bound if bound else None
+    notes = list(inspection.bound_notes) if bound else []
+    return _row_json(row) | {"lower_bound_bytes": bound, "ratio": ratio, "bound_notes": notes}
+
+
+def _snake(sizes: Mapping[str, int]) -> dict[str, int]:
+    return {f"{name.replace(' ', '_')}_bytes": size for name, size in sizes.items()}

@@ -1,0 +1,136 @@
+"""An inspection as tables that fit 80 columns."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxdist.inspect.program import Inspection
+from jaxdist.inspect.rows import (
+    Row,
+    by_axes,
+    by_kind,
+    show_bytes,
+    show_number,
+    show_ratio,
+)
+from jaxdist.mesh import describe
+
+
+def print_inspection(inspection: Inspection, console: Console) -> None:
+    """Print everything: collectives, bytes against their bound, FLOPs, memory."""
+    _print_head(inspection, console)
+    _print_collectives(inspection, console)
+    _print_flops(inspection, console)
+    _print_memory(inspection, console)
+
+
+def table(title: str, *columns: str) -> Table:
+    """An empty table: the first column on the left, numbers on the right."""
+    made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
+    made.add_column(columns[0], overflow="fold")
+    for column in columns[1:]:
+        left = column in ("kind", "dtype", "what")
+        made.add_column(column, justify="left" if left else "right", overflow="fold")
+    return made
+
+
+def _print_head(inspection: Inspection, console: Console) -> None:
+    ledger = inspection.ledger
+    for name, text in (
+        ("config", inspection.config),
+        ("model", inspection.model),
+        ("mesh", f"{describe(ledger.axes)} on {ledger.devices} x {inspection.device_kind}"),
+        ("step", f"{inspection.step}; compiled in {inspection.compile_seconds:.1f} s"),
+    ):
+        console.print(f"{name:<7}{text}", soft_wrap=True, markup=False)
+
+
+def _print_collectives(inspection: Inspection, console: Console) -> None:
+    rows = by_kind(inspection.ledger)
+    console.print()
+    if not rows:
+        console.print("No collectives: the devices send each other nothing.")
+        return
+    kinds = table(
+        "Collectives, on each device in one step", "axis", "kind", "dtype", "times", "payload",
+        "sent",
+    )  # fmt: skip
+    for row in rows:
+        kinds.add_row(
+            row.label, row.kind, " ".join(row.dtypes), row.times,
+            show_bytes(row.payload_bytes), show_bytes(row.sent_bytes),
+        )  # fmt: skip
+    console.print(kinds)
+    console.print()
+    totals = table(
+        "Bytes sent, against the lower bound", "axis", "sent", "bound", "of bound",
+        "overlapped", "exposed",
+    )  # fmt: skip
+    unbounded = []
+    for row in by_axes(inspection.ledger, inspection.gradient_axes):
+        bound = bound_bytes(inspection, row)
+        if bound is None:
+            unbounded.append(row.label)
+        totals.add_row(
+            row.label, show_bytes(row.sent_bytes),
+            "-" if bound is None else show_bytes(bound), show_ratio(row.sent_bytes, bound),
+            show_bytes(row.overlapped_bytes), show_bytes(row.exposed_bytes),
+        )  # fmt: skip
+    console.print(totals)
+    for line in _bound_notes(inspection, unbounded):
+        console.print(line, style="dim")
+
+
+def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
+    notes = []
+    if loops := inspection.ledger.unknown_loops:
+        notes.append(
+            f"Of unknown length, and counted as one turn: {', '.join(loops)}; there may be more."
+        )
+    if inspection.gradient_bound_bytes:
+        axes = " x ".join(inspection.gradient_axes)
+        assumed, *more = inspection.bound_notes
+        notes.append(f"Bound of {axes}: {assumed}.")
+        if more:
+            notes.append(f"It leaves out that {', that '.join(more)}.")
+    if unbounded:
+        notes.append(f"No bound is known for {', '.join(unbounded)}.")
+    return notes
+
+
+def bound_bytes(inspection: Inspection, row: Row) -> float | None:
+    """The least that a device must send over the axes of a row; None where none is known."""
+    if row.axes == inspection.gradient_axes and inspection.gradient_bound_bytes:
+        return inspection.gradient_bound_bytes
+    return None
+
+
+def _print_flops(inspection: Inspection, console: Console) -> None:
+    ledger, ideal = inspection.ledger, inspection.ideal_flops
+    flops = table("FLOPs of each device in one step", "", "program", "ideal", "of ideal")
+    shown = show_number(ledger.flops_high)
+    if ledger.flops_low != ledger.flops_high:
+        shown = f"{show_number(ledger.flops_low)}-{shown}"
+    flops.add_row("matmul, conv", shown, show_number(ideal), show_ratio(ledger.flops_high, ideal))
+    console.print()
+    console.print(flops)
+    console.print("Ideal: the model's, without recomputing, divided by the devices.", style="dim")
+
+
+def _print_memory(inspection: Inspection, console: Console) -> None:
+    memory, limit = inspection.ledger.memory, inspection.memory_bytes
+    whole = "device" if limit is None else f"of {show_bytes(limit)}"
+    made = table(f"Memory of each device ({inspection.device_kind})", "", "bytes", whole)
+    parts = {
+        **inspection.arguments,
+        "temporaries": memory.temp_bytes,
+        "outputs, new": memory.output_bytes - memory.alias_bytes,
+        "code": memory.code_bytes,
+        "peak": memory.peak_bytes,
+    }
+    for name, size in parts.items():
+        if size:
+            made.add_row(name, show_bytes(size), f"{size / limit:.2%}" if limit else "-")
+    console.print()
+    console.print(made)

@@ -1,0 +1,1 @@
+"""Time lines as text, pictures and traces."""

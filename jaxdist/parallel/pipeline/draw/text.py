@@ -1,0 +1,109 @@
+"""A time line as text, to look at in a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import reduce
+from math import gcd
+
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Task
+from jaxdist.parallel.pipeline.schedules.simulate import Span, Timeline
+
+_COLOURS = {Kind.FORWARD: "44", Kind.FULL: "42", Kind.INPUT: "46", Kind.WEIGHT: "45"}
+"""Background colours of a terminal, by kind."""
+
+
+def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) -> str:
+    """Stages downwards, time to the right; then what the picture shows, and the figures.
+
+    As much as fits: kind and microbatch of every task (and chunk, where stages have several); else
+    one character for a unit of time, F, B, I or W, a dot where the stage waits. What goes beyond
+    the columns is cut off, and the line below the picture says so. Times that have no common unit
+    are drawn to scale: a character shows what is done in its middle.
+
+    Args:
+      columns: of the terminal, at least 40.
+      colour: backgrounds by kind, in ANSI escapes.
+
+    >>> from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
+    >>> from jaxdist.parallel.pipeline.schedules.simulate import simulate
+    >>> print(draw_text(simulate(gpipe(stages=2, microbatches=2))))
+    stage 0 |F0 F1 .  .  .  B0    B1    |
+    stage 1 |.  F0 F1 B0    B1    .  .  |
+    3 characters are 1 of 9 units of time
+    gpipe: 2 stages, 2 microbatches; bubble 3 of 9 (33.3%); at most 2 activations; 4 messages
+    """
+    margin = len(f"stage {len(timeline.spans) - 1} ||")
+    room = max(columns, 40) - margin
+    unit = _unit(timeline)
+    cells = round(timeline.makespan / unit) if unit else room
+    label = _labels(timeline)
+    wide = 1 + max((len(label(span.task)) for row in timeline.spans for span in row), default=0)
+    if not unit or cells * wide > room:
+        label, wide = _letter, 1
+    unit = unit or timeline.makespan / room
+    shown = min(cells, room)
+    lines = [
+        f"{f'stage {stage}':<{margin - 2}}|{_line(row, shown, unit, wide, label, colour)}|"
+        for stage, row in enumerate(timeline.spans)
+    ]
+    one = "1 character is" if wide == 1 else f"{wide} characters are"
+    note = f"{one} {unit:.4g} of {timeline.makespan:.4g} units of time"
+    if shown < cells:
+        note += f"; cut off at {shown * unit:.4g}: {cells + margin} columns would show all of it"
+    return "\n".join([*lines, note, summary(timeline)])
+
+
+def summary(timeline: Timeline) -> str:
+    """The figures of a time line in one line."""
+    schedule = timeline.schedule
+    chunks = "" if schedule.chunks == schedule.stages else f", {schedule.chunks} chunks"
+    return (
+        f"{schedule.name}: {schedule.stages} stages{chunks}, {schedule.microbatches} microbatches; "
+        f"bubble {timeline.bubble:.4g} of {timeline.period:.4g} ({timeline.bubble_fraction:.1%}); "
+        f"at most {timeline.peak:.4g} activations; {timeline.messages} messages"
+    )
+
+
+def _unit(timeline: Timeline) -> float:
+    """The largest time that divides all starts and ends; 0 where they are not whole numbers."""
+    times = {time for row in timeline.spans for span in row for time in span[:2]}
+    if any(time != int(time) for time in times):
+        return 0.0
+    return float(reduce(gcd, map(int, times), 0))
+
+
+def _labels(timeline: Timeline) -> Callable[[Task], str]:
+    if timeline.schedule.chunks == timeline.schedule.stages:
+        return lambda task: f"{task.kind}{task.microbatch}"
+    return str
+
+
+def _letter(task: Task) -> str:
+    return str(task.kind)
+
+
+def _line(
+    row: tuple[Span, ...],
+    cells: int,
+    unit: float,
+    wide: int,
+    label: Callable[[Task], str],
+    colour: bool,
+) -> str:
+    """One stage: in every cell the task that runs in its middle; its label where it begins."""
+    parts: list[str] = []
+    spans = iter(row)
+    span, shown = next(spans, None), None
+    for cell in range(cells):
+        middle = (cell + 0.5) * unit
+        while span is not None and span.end <= middle:
+            span = next(spans, None)
+        if span is None or span.start > middle:
+            parts.append(".".ljust(wide))
+            continue
+        text = label(span.task) if wide == 1 or span is not shown else ""
+        shown = span
+        filled = text.ljust(wide)
+        parts.append(f"\x1b[{_COLOURS[span.task.kind]}m{filled}\x1b[0m" if colour else filled)
+    return "".join(parts)

@@ -1,0 +1,61 @@
+"""A time line as a Chrome trace, which ui.perfetto.dev and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.simulate import Timeline
+
+_NAMES = {
+    Kind.FORWARD: "forward",
+    Kind.FULL: "backward",
+    Kind.INPUT: "backward: input",
+    Kind.WEIGHT: "backward: weight",
+}
+
+
+def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
+    """One thread for each stage, one event for each task.
+
+    Args:
+      unit_seconds: one unit of the time line's costs; the trace is in microseconds.
+
+    >>> from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
+    >>> from jaxdist.parallel.pipeline.schedules.simulate import simulate
+    >>> trace = chrome_trace(simulate(gpipe(stages=1, microbatches=1)))
+    >>> [(event["name"], event["ts"], event["dur"]) for event in trace["traceEvents"][2:]]
+    [('0F0', 0.0, 1000.0), ('0B0', 1000.0, 2000.0)]
+    """
+    schedule = timeline.schedule
+    events: list[dict[str, Any]] = [_named("process_name", 0, f"pipeline {schedule.name}")]
+    for stage, row in enumerate(timeline.spans):
+        events.append(_named("thread_name", stage, f"stage {stage}"))
+        for span in row:
+            events.append(
+                {
+                    "name": str(span.task),
+                    "cat": _NAMES[span.task.kind],
+                    "ph": "X",
+                    "pid": 0,
+                    "tid": stage,
+                    "ts": span.start * unit_seconds * 1e6,
+                    "dur": (span.end - span.start) * unit_seconds * 1e6,
+                    "args": {"chunk": span.task.chunk, "microbatch": span.task.microbatch},
+                }
+            )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def write_trace(
+    timeline: Timeline, path: str | os.PathLike[str], unit_seconds: float = 1e-3
+) -> None:
+    """Writes `chrome_trace` as JSON."""
+    Path(path).write_text(json.dumps(chrome_trace(timeline, unit_seconds)), encoding="utf-8")
+
+
+def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}

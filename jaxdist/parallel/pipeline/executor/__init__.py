@@ -1,0 +1,1 @@
+"""What runs a schedule inside one compiled program."""

@@ -1,0 +1,235 @@
+"""From a schedule to lock-step ticks: when each task runs, and in which slot each value waits.
+
+Tasks run as early as the order of their stage allows, which makes the ticks as few as they can be
+for that order: with every task as early as it can be, no other can be earlier.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import defaultdict, deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.executor.ticks import (
+    KINDS,
+    NONE,
+    Activations,
+    Lane,
+    Slots,
+    Ticks,
+    Work,
+)
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, needs
+
+Clock = Mapping[Task, int]
+"""The tick in which each task runs."""
+Visit = tuple[int, int]
+"""A chunk and a microbatch."""
+
+
+def lower(
+    schedule: Schedule, *, activations: Activations = "recompute", paired: bool | None = None
+) -> Ticks:
+    """The ticks of a schedule.
+
+    Args:
+      activations: what the backward pass starts from, which decides how long values are kept.
+      paired: whether a stage may run a forward and a backward task in one tick; None is whichever
+        takes less time if backward takes twice as long as forward, in halves as long each.
+
+    Raises:
+      ConfigError: a stage waits for a task that never runs.
+    """
+    if paired is not None:
+        return _lower(schedule, activations, _clock(schedule, paired=paired))
+    seconds = typical_seconds(activations)
+    found = [_lower(schedule, activations, _clock(schedule, paired=way)) for way in (False, True)]
+    return min(found, key=lambda ticks: (ticks.seconds(seconds), ticks.ticks))
+
+
+def typical_seconds(activations: Activations) -> dict[Kind, float]:
+    """Time of each task where that of forward is 1.
+
+    >>> typical_seconds("recompute")[Kind.FULL]
+    3.0
+    """
+    again = 1.0 if activations == "recompute" else 0.0
+    return {Kind.FORWARD: 1.0, Kind.FULL: 2.0 + again, Kind.INPUT: 1.0 + again, Kind.WEIGHT: 1.0}
+
+
+def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
+    rows = [deque(schedule.tasks(stage)) for stage in range(schedule.stages)]
+    present = {task for row in rows for task in row}
+    clock: dict[Task, int] = {}
+
+    def ready(task: Task, tick: int, before: Task | None) -> bool:
+        wanted = (need for need in needs(task, schedule.chunks) if need in present)
+        return all(clock.get(need, tick) < tick or need == before for need in wanted)
+
+    tick = 0
+    while any(rows):
+        started = False
+        for row in rows:
+            if not row or not ready(row[0], tick, None):
+                continue
+            started, first = True, row.popleft()
+            clock[first] = tick
+            second = row[0] if row and paired and first.kind is Kind.FORWARD else None
+            if second and second.kind is not Kind.FORWARD and ready(second, tick, first):
+                clock[row.popleft()] = tick
+        if not started:
+            raise ConfigError(_stuck(schedule, rows, present, clock))
+        tick += 1
+    return clock
+
+
+def _stuck(
+    schedule: Schedule, rows: list[deque[Task]], present: set[Task], clock: Mapping[Task, int]
+) -> str:
+    waits = [
+        f"stage {stage} waits before {row[0]} for "
+        + ", ".join(
+            str(need)
+            for need in needs(row[0], schedule.chunks)
+            if need in present and need not in clock
+        )
+        for stage, row in enumerate(rows)
+        if row
+    ]
+    return (
+        f"schedule {schedule.name} stops after {len(clock)} of {len(present)} tasks: "
+        f"{'; '.join(waits)}. Put the tasks of these stages into an order that can be kept"
+    )
+
+
+# Moments within a tick, three to each: forward tasks run, then backward tasks, then values arrive.
+def _in_forward(tick: int) -> int:
+    return 3 * tick
+
+
+def _in_backward(tick: int) -> int:
+    return 3 * tick + 1
+
+
+def _arriving(tick: int) -> int:
+    return 3 * tick + 2
+
+
+@dataclass
+class _Lives:
+    """When values are written and last read, by stage; becomes their slots."""
+
+    placement: tuple[int, ...]
+    found: dict[Visit, tuple[int, int]]
+
+    def slots(self) -> tuple[dict[Visit, int], int]:
+        """A slot for each value and the number of slots: interval colouring, so no fewer do."""
+        taken: dict[Visit, int] = {}
+        free: dict[int, list[int]] = defaultdict(list)
+        busy: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        count: dict[int, int] = defaultdict(int)
+        for visit, (written, read) in sorted(self.found.items(), key=lambda item: item[1]):
+            stage = self.placement[visit[0]]
+            while busy[stage] and busy[stage][0][0] < written:
+                heapq.heappush(free[stage], heapq.heappop(busy[stage])[1])
+            if not free[stage]:
+                free[stage].append(count[stage])
+                count[stage] += 1
+            taken[visit] = heapq.heappop(free[stage])
+            heapq.heappush(busy[stage], (read, taken[visit]))
+        return taken, max(count.values(), default=0)
+
+
+def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[_Lives, ...]:
+    """Of inputs, gradients, residuals and what is kept between the halves of a backward pass."""
+    inputs, gradients, residuals, kept = ({} for _ in range(4))
+    last, stash = schedule.chunks - 1, activations == "stash"
+    at = {(task.kind, task.chunk, task.microbatch): tick for task, tick in clock.items()}
+    for (kind, chunk, microbatch), tick in at.items():
+        visit = (chunk, microbatch)
+        if kind is Kind.FORWARD:
+            back = at.get((Kind.FULL, *visit), at.get((Kind.INPUT, *visit)))
+            needed_back = back is not None and (not stash or chunk == last)
+            until = _in_backward(back) if back is not None and needed_back else _in_forward(tick)
+            if chunk > 0:
+                inputs[visit] = (_arriving(at[kind, chunk - 1, microbatch]), until)
+            elif stash and needed_back:
+                inputs[visit] = (_in_forward(tick), until)
+            if stash and back is not None:
+                residuals[visit] = (_in_forward(tick), _in_backward(back))
+            continue
+        if kind is Kind.WEIGHT:
+            made = at[Kind.INPUT, chunk, microbatch]
+            kept[visit] = (_in_backward(made), _in_backward(tick))
+        elif chunk < last:
+            sent = at.get((Kind.FULL, chunk + 1, microbatch))
+            sent = at[Kind.INPUT, chunk + 1, microbatch] if sent is None else sent
+            gradients[visit] = (_arriving(sent), _in_backward(tick))
+    return tuple(
+        _Lives(schedule.placement, found) for found in (inputs, gradients, residuals, kept)
+    )
+
+
+def _lower(schedule: Schedule, activations: Activations, clock: Clock) -> Ticks:
+    coloured = [lives.slots() for lives in _lives(schedule, clock, activations)]
+    slots = [found for found, _ in coloured]
+    size = (max(clock.values(), default=-1) + 1, schedule.stages)
+    forward, backward = _works(schedule, clock, slots, size)
+    return Ticks(
+        name=schedule.name,
+        microbatches=schedule.microbatches,
+        stages=schedule.stages,
+        placement=schedule.placement,
+        forward=forward,
+        backward=backward,
+        outputs=_lanes(schedule, clock, slots[0], size, (Kind.FORWARD,), 1),
+        cotangents=_lanes(schedule, clock, slots[1], size, (Kind.FULL, Kind.INPUT), -1),
+        slots=Slots(*(count for _, count in coloured)),
+        activations=activations,
+    )
+
+
+def _works(
+    schedule: Schedule, clock: Clock, slots: list[dict[Visit, int]], size: tuple[int, int]
+) -> tuple[Work, Work]:
+    forward, backward = (
+        Work(*(np.full(size, NONE, np.int32) for _ in Work._fields)) for _ in range(2)
+    )
+    placement = schedule.placement
+    for task, tick in clock.items():
+        stage, visit = placement[task.chunk], (task.chunk, task.microbatch)
+        work = forward if task.kind is Kind.FORWARD else backward
+        assert work.kind[tick, stage] == NONE, (task, tick)
+        local = placement[: task.chunk].count(stage)
+        where = (found.get(visit, NONE) for found in slots)
+        row = (KINDS.index(task.kind), task.microbatch, task.chunk, local, *where)
+        for table, value in zip(work, row, strict=True):
+            table[tick, stage] = value
+    return forward, backward
+
+
+def _lanes(
+    schedule: Schedule,
+    clock: Clock,
+    slots: Mapping[Visit, int],
+    size: tuple[int, int],
+    kinds: tuple[Kind, ...],
+    towards: int,
+) -> tuple[Lane, ...]:
+    """The lanes from each chunk to the next (`towards` 1), or to the one before it (-1)."""
+    tables: dict[int, np.ndarray] = {}
+    for task, tick in clock.items():
+        chunk = task.chunk + towards
+        if task.kind not in kinds or not 0 <= chunk < schedule.chunks:
+            continue
+        stage = schedule.placement[chunk]
+        # The shorter way round, so that the left neighbour is -1 rather than stages - 1.
+        offset = (stage - schedule.placement[task.chunk]) % schedule.stages
+        offset -= schedule.stages * (2 * offset > schedule.stages)
+        table = tables.setdefault(offset, np.full(size, NONE, np.int32))
+        table[tick, stage] = slots[chunk, task.microbatch]
+    return tuple(Lane(offset, tables[offset]) for offset in sorted(tables))

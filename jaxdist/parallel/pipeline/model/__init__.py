@@ -1,0 +1,1 @@
+"""From a model to stages, chunks and a step."""

@@ -1,0 +1,139 @@
+"""Models whose stages differ in shape: parameters as vectors, activations as padded rows.
+
+All stages run one program on arrays of one shape. So a chunk's parameters become a vector as long
+as the largest chunk's, an activation `[rows, ...]` becomes `[rows, features]` with the features of
+the largest boundary, and `lax.switch` runs the chunk that the stage holds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.executor.parts import Parts, Visit
+
+Chunk = Callable[[Any, jax.Array, Visit], jax.Array]
+"""(its parameters, x `[rows, ...]`, visit) to the next x, of any other shape `[rows, ...]`."""
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A model of different chunks as `Parts`.
+
+    Attributes:
+      params: shapes of the parameters of each chunk.
+      boundaries: shapes of the input of each chunk, and of the last one's output.
+    """
+
+    embed: Callable[[Any, Visit], jax.Array]
+    chunks: tuple[Chunk, ...]
+    head: Callable[[Any, jax.Array, Visit], tuple[jax.Array, Any]]
+    params: tuple[Any, ...]
+    boundaries: tuple[jax.ShapeDtypeStruct, ...]
+
+    @property
+    def parts(self) -> Parts:
+        """The model for the executor; parameters of a chunk are a vector."""
+        return Parts(
+            lambda shared, visit: self._padded(self.embed(shared, visit)),
+            self._blocks,
+            lambda shared, x, visit: self.head(shared, self._cut(x, -1), visit),
+        )
+
+    @property
+    def length(self) -> int:
+        """Elements of the largest chunk's parameters."""
+        return max(map(_size, self.params))
+
+    @property
+    def features(self) -> int:
+        """Elements of a row of the largest boundary."""
+        return max(math.prod(shape.shape[1:]) for shape in self.boundaries)
+
+    def pack(self, params: Sequence[Any]) -> jax.Array:
+        """Parameters of all chunks as `[chunks, length]`."""
+        return jnp.stack([self._vector(own) for own in params])
+
+    def unpack(self, vectors: jax.Array) -> list[Any]:
+        """The inverse of `pack`."""
+        return [self._tree(vector, chunk) for chunk, vector in enumerate(vectors)]
+
+    def _vector(self, tree: Any) -> jax.Array:
+        flat = [leaf.ravel() for leaf in jax.tree.leaves(tree)]
+        whole = jnp.concatenate(flat) if flat else jnp.zeros(0, _dtype(self.params))
+        return jnp.pad(whole, (0, self.length - whole.size))
+
+    def _tree(self, vector: jax.Array, chunk: int) -> Any:
+        shapes, structure = jax.tree.flatten(self.params[chunk])
+        ends = accumulate(math.prod(shape.shape) for shape in shapes)
+        return structure.unflatten(
+            vector[end - math.prod(shape.shape) : end].reshape(shape.shape)
+            for shape, end in zip(shapes, ends, strict=True)
+        )
+
+    def _padded(self, x: jax.Array) -> jax.Array:
+        rows = x.reshape(len(x), -1)
+        return jnp.pad(rows, ((0, 0), (0, self.features - rows.shape[1])))
+
+    def _cut(self, x: jax.Array, boundary: int) -> jax.Array:
+        shape = self.boundaries[boundary].shape[1:]
+        return x[:, : math.prod(shape)].reshape(len(x), *shape)
+
+    def _blocks(self, vector: jax.Array, x: jax.Array, visit: Visit) -> jax.Array:
+        def branch(chunk: int) -> Callable[[], jax.Array]:
+            def taken() -> jax.Array:
+                params = self._tree(vector, chunk)
+                return self._padded(self.chunks[chunk](params, self._cut(x, chunk), visit))
+
+            return taken
+
+        return lax.switch(visit.chunk, [branch(chunk) for chunk in range(len(self.chunks))])
+
+
+def pack_model(
+    embed: Callable[[Any, Visit], jax.Array],
+    chunks: Sequence[Chunk],
+    head: Callable[[Any, jax.Array, Visit], tuple[jax.Array, Any]],
+    params: Sequence[Any],
+    shared: Any,
+    visit: Visit,
+) -> Packed:
+    """A model of chunks that differ, its boundaries found by tracing.
+
+    Args:
+      params: of each chunk, or their shapes.
+      shared: parameters of embedding and head, or their shapes.
+      visit: of one microbatch, or its shapes.
+
+    Raises:
+      ConfigError: parameters of several dtypes, which one vector cannot hold; activations of
+        several dtypes.
+    """
+    shapes = tuple(jax.eval_shape(lambda tree: tree, own) for own in params)
+    boundaries = [jax.eval_shape(embed, shared, visit)]
+    for chunk, own in zip(chunks, shapes, strict=True):
+        boundaries.append(jax.eval_shape(chunk, own, boundaries[-1], visit))
+    for what, found in (("parameters", shapes), ("activations between chunks", boundaries)):
+        dtypes = sorted({str(leaf.dtype) for leaf in jax.tree.leaves(found)})
+        if len(dtypes) > 1:
+            raise ConfigError(
+                f"a pipeline of different chunks packs {what} into one array, but they are "
+                f"{' and '.join(dtypes)}: give them one dtype"
+            )
+    return Packed(embed, tuple(chunks), head, shapes, tuple(boundaries))
+
+
+def _size(tree: Any) -> int:
+    return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
+
+
+def _dtype(trees: Any) -> Any:
+    return jax.tree.leaves(trees)[0].dtype

@@ -1,0 +1,214 @@
+"""A model of unlike parts in stages: each chunk runs some of them, its parameters one vector."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import axis_names
+from jaxdist.models.functional import Functional
+from jaxdist.models.layers import carried, whole
+from jaxdist.models.loss import Batch, Loss, Sums, weighted
+from jaxdist.parallel.pipeline.executor.parts import Parts, Specs, Visit
+from jaxdist.parallel.pipeline.model.called import inputs_of
+from jaxdist.parallel.pipeline.model.chunks import Cut
+from jaxdist.parallel.pipeline.model.packed import Packed, pack_model
+from jaxdist.parallel.pipeline.model.pipeline import Pipeline, lowered, minimised
+from jaxdist.parallel.pipeline.model.stack import StageStack
+from jaxdist.parallel.pipeline.planning.estimate import shapes_of
+from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
+from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
+from jaxdist.sharding import Dims, Layout
+
+WHOLE = PartitionSpec()
+
+
+class Parted(Protocol):
+    """A module that is a row of functions; called, it is each of them of what the last one gave.
+
+    The first takes what the module does; each gives one array `[rows, ...]`.
+    """
+
+    def parts(self) -> Sequence[Callable[..., jax.Array]]: ...
+
+
+def plan_parted(
+    config: PipelineConfig,
+    plan: ChunkPlan,
+    model: Functional,
+    loss: Loss,
+    layout: Layout,
+    dims: Mapping[str, Dims],
+    batch: Mapping[str, Any],
+) -> PartedPipeline:
+    """The pipeline of a model of parts, on a mesh with stages.
+
+    Args:
+      plan: of the same config and model, by `plan_chunks`.
+      batch: its shapes, of any number of rows.
+
+    Raises:
+      ConfigError: a mesh with other axes than data and stage; parameters, or what parts give, of
+        several dtypes.
+    """
+    batch_axis = layout.axis_of("batch")
+    axes = {AXIS, *(axis_names(layout.mesh, batch_axis) if batch_axis else ())}
+    others = {name: size for name, size in layout.mesh.shape.items() if name not in axes}
+    if any(size > 1 for size in others.values()):
+        raise ConfigError(
+            f"{', '.join(f'mesh.{name} {size}' for name, size in others.items())} with mesh.stage: "
+            "a model of parts has its parameters in one vector for each chunk, which no other axis "
+            "splits: use those devices for mesh.data, or take mesh.stage away"
+        )
+    ticks, forward = lowered(config, plan.schedule)
+    vectors = Cut((1,) * len(plan.layers))
+    found = PartedPipeline(
+        model, loss, layout, dims, ticks, forward, vectors, plan.layers, shapes_of(batch)
+    )
+    _ = found._packed  # What cannot be packed is told here.
+    return found
+
+
+@dataclass(frozen=True)
+class PartedPipeline(Pipeline):
+    """A pipeline of unlike parts: what the base takes for layers are one vector for each chunk.
+
+    Attributes:
+      counts: parts of each chunk.
+      batch: shapes, of any number of rows.
+    """
+
+    counts: tuple[int, ...]
+    batch: Mapping[str, jax.ShapeDtypeStruct]
+
+    def gradients(
+        self,
+        params: Any,
+        buffers: Any,
+        batch: Batch,
+        key: jax.Array,
+        *,
+        scale: jax.Array | None = None,
+    ) -> tuple[Any, Sums, Any]:
+        """As the base's."""
+        # Gradients are wider than narrow parameters, and so is what they are taken apart by.
+        wide = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), params)
+        found, sums, buffers = super().gradients(
+            self._pack(params), buffers, batch, key, scale=scale
+        )
+        return carried(jax.vjp(self._pack, wide)[1](found)[0]), sums, buffers
+
+    @cached_property
+    def stack(self) -> StageStack | None:
+        """None: each step packs parameters, wherever they lie."""
+        return None
+
+    def evaluate(self, params: Any, batch: Batch) -> Sums:
+        """As the base's."""
+        return super().evaluate(self._pack(params), batch)
+
+    def _pack(self, params: Any) -> list[jax.Array]:
+        """Parameters as vectors `[chunks, length]`, in a list; one of two chunks is in both."""
+        leaves = jax.tree.leaves(whole(params))
+        vectors = self._packed.pack([[leaves[i] for i in own] for own in self._used])
+        # Left to XLA, stages would send one another pieces of what all of them have.
+        return [self._gathered(vectors, PartitionSpec(None))]
+
+    def _apart(self, tree: Any) -> tuple[list[Any], list[Any]]:
+        return tree, []
+
+    def _together(self, layers: list[Any], shared: list[Any]) -> Any:
+        assert not shared, shared
+        return layers
+
+    @cached_property
+    def _specs(self) -> Specs:
+        return Specs([PartitionSpec(None)], [], WHOLE)
+
+    def _parts(self, *, training: bool, factor: jax.Array | None = None) -> Parts:
+        chunks = tuple(
+            partial(self._chunk, number, training=training) for number in range(len(self.counts))
+        )
+
+        def head(shared: Any, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
+            return minimised(self.loss, lambda *_: x, visit, factor)
+
+        parts = replace(self._packed, chunks=chunks, head=head).parts
+
+        def blocks(vectors: list[jax.Array], x: jax.Array, visit: Visit) -> jax.Array:
+            return parts.blocks(vectors[0][0], x, visit)
+
+        return Parts(parts.embed, blocks, parts.head)
+
+    def _chunk(
+        self, number: int, own: list[jax.Array], x: jax.Array, visit: Visit, *, training: bool
+    ) -> jax.Array:
+        """The parts of a chunk, of the parameters that it uses."""
+        shapes, structure = jax.tree.flatten(self.model.params)
+        leaves = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
+        for index, leaf in zip(self._used[number], own, strict=True):
+            leaves[index] = leaf
+        return self._run(number, structure.unflatten(leaves), x, visit, training=training)
+
+    def _run(
+        self, number: int, params: Any, x: jax.Array, visit: Visit, *, training: bool
+    ) -> jax.Array:
+        module: Any = self.model.bind(params, {}, visit.key)
+        module.train() if training else module.eval()
+        low, high = (*pairwise((0, *accumulate(self.counts))),)[number]
+        given = (x,) if number else inputs_of(self.loss, weighted(visit.rows))
+        for part in module.parts()[low:high]:
+            given = (part(*given),)
+        return given[0]
+
+    @cached_property
+    def _used(self) -> tuple[tuple[int, ...], ...]:
+        """Of each chunk, which leaves of the parameters it uses."""
+        leaves, structure = jax.tree.flatten(self.model.params)
+        x, found = None, []
+        for number in range(len(self.counts)):
+
+            def run(leaves: Any, x: Any, visit: Any, number: int = number) -> jax.Array:
+                return self._run(number, structure.unflatten(leaves), x, visit, training=True)
+
+            trace = jax.make_jaxpr(run, return_shape=True)
+            jaxpr, x = trace(leaves, x, self._visit)
+            inputs = range(len(jaxpr.in_avals))
+            found.append(
+                tuple(
+                    leaf
+                    for leaf in range(len(leaves))
+                    if any(depends_on(jaxpr.jaxpr, [at == leaf for at in inputs]))
+                )
+            )
+        return tuple(found)
+
+    @property
+    def _visit(self) -> Visit:
+        return jax.eval_shape(lambda rows: Visit(rows, jnp.int32(0), None), self.batch)
+
+    @cached_property
+    def _packed(self) -> Packed:
+        """Shapes of the chunks' parameters, and of what goes from chunk to chunk."""
+        leaves = jax.tree.leaves(self.model.params)
+        chunks = [partial(self._chunk, number, training=True) for number in range(len(self.counts))]
+        params = [[leaves[i] for i in own] for own in self._used]
+        first = jax.eval_shape(chunks[0], params[0], None, self._visit)
+
+        def embed(shared: Any, visit: Visit) -> jax.Array:
+            # The first chunk reads the rows themselves, which every stage has.
+            rows = len(jax.tree.leaves(visit.rows)[0])
+            return jnp.zeros((rows, 1), first.dtype)
+
+        def head(shared: Any, x: jax.Array, visit: Visit) -> tuple[jax.Array, Any]:
+            raise AssertionError("shapes only")
+
+        return pack_model(embed, chunks, head, params, [], self._visit)

@@ -1,0 +1,304 @@
+"""A model in stages: from a module with blocks and a schedule to gradients, as any other step's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import axis_names, axis_size, entry_names
+from jaxdist.models.functional import Functional
+from jaxdist.models.layers import RESIDUAL
+from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
+from jaxdist.parallel.microbatch import split_rows
+from jaxdist.parallel.pipeline.executor.execute import evaluate, run
+from jaxdist.parallel.pipeline.executor.lower import lower
+from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Specs, Visit
+from jaxdist.parallel.pipeline.executor.ticks import Ticks
+from jaxdist.parallel.pipeline.model.called import inputs_of
+from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, on_stages, to_stages
+from jaxdist.parallel.pipeline.model.stack import StageStack, is_in_order
+from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
+from jaxdist.parallel.pipeline.schedules.derived import eager, forward_only
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+from jaxdist.sharding import Dims, Layout
+from jaxdist.trees import flatten_with_names
+
+
+class Stackable(Protocol):
+    """A module that a pipeline can cut; called, it is head(trunk(embed(*inputs), *inputs))."""
+
+    def embed(self, *inputs: Any) -> jax.Array: ...
+    def trunk(self, x: jax.Array, *inputs: Any) -> jax.Array: ...
+    def head(self, x: jax.Array) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """What the training and the evaluation step do where layers lie on several stages.
+
+    Attributes:
+      dims: logical dims of each parameter, by name.
+      ticks: of training, `forward` of evaluation.
+      cut: how many layers each chunk has.
+
+    Parameters come as `stack` has them stored.
+    """
+
+    model: Functional
+    loss: Loss
+    layout: Layout
+    dims: Mapping[str, Dims]
+    ticks: Ticks
+    forward: Ticks
+    cut: Cut
+
+    def gradients(
+        self,
+        params: Any,
+        buffers: Any,
+        batch: Batch,
+        key: jax.Array,
+        *,
+        scale: jax.Array | None = None,
+    ) -> tuple[Any, Sums, Any]:
+        """Gradients of the total loss of a batch, all sums, and the buffers, which are none.
+
+        Args:
+          params: as `stack` stores them, and so are their gradients; any may be a `Deferred`, of
+            which the gradient is what it carries.
+          scale: of the loss; cotangents are those of a microbatch's mean loss times this.
+        """
+        layers, shared = self._apart(params)
+        rows = split_rows(dict(batch), self.ticks.microbatches, self.layout)
+        factor = None if scale is None else scale / self._weight(shared, rows)
+        everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
+
+        def local(chunks: Any, shared: Any, rows: Any, key: Any, factor: Any) -> Found:
+            parts, specs = self._parts(training=True, factor=factor), self._specs
+            return run(self.ticks, parts, chunks, shared, rows, axis=AXIS, key=key, specs=specs)
+
+        inside = (here, everywhere, everywhere, everywhere, everywhere)
+        on_stages = self._on_stages(local, inside, Found(here, everywhere, everywhere))
+        found = on_stages(self._to_stages(layers), shared, rows, key, factor)
+        grads = self._together(self._from_stages(found.chunk_grads), found.shared_grads)
+        if factor is not None:
+            grads = jax.tree.map(lambda g: g / factor, grads)
+        return grads, found.sums, buffers
+
+    def _weight(self, shared: Any, rows: Any) -> jax.Array:
+        """What a microbatch's loss weighs, on average over microbatches and devices; not 0."""
+        visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None)
+        parts = self._parts(training=False)
+        x = jax.eval_shape(parts.embed, shared, visit)
+
+        def weight(rows: Any) -> jax.Array:
+            zeros = jnp.zeros(x.shape, x.dtype)
+            return parts.head(shared, zeros, visit._replace(rows=rows))[1]["loss"].weight
+
+        mean = jax.lax.stop_gradient(jax.lax.map(weight, rows).mean())
+        axes = self._axes_of("batch")
+        mean = jax.lax.pmean(mean, axes) if axes else mean
+        return jnp.where(mean == 0, 1, mean)
+
+    def evaluate(self, params: Any, batch: Batch) -> Sums:
+        """The sums of a batch, in evaluation mode."""
+        layers, shared = self._apart(params)
+        rows = split_rows(dict(batch), self.forward.microbatches, self.layout)
+        everywhere, data = PartitionSpec(), self._axes_of("batch")
+
+        def local(chunks: Any, shared: Any, rows: Any) -> Sums:
+            parts, specs = self._parts(training=False), self._specs
+            found = evaluate(self.forward, parts, chunks, shared, rows, axis=AXIS, specs=specs)
+            return jax.lax.psum(found, data)
+
+        inside = (PartitionSpec(AXIS), everywhere, PartitionSpec(None, data))
+        on_stages = self._on_stages(local, inside, everywhere, *data)
+        return on_stages(self._to_stages(layers), shared, rows)
+
+    def _on_stages(
+        self, local: Callable[..., Any], inside: Any, outside: Any, *more: str
+    ) -> Callable[..., Any]:
+        """`local` on each stage, manual on `more` axes too; it may be in a `jax.shard_map`."""
+        nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
+        return jax.shard_map(
+            local,
+            mesh=None if nested else self.layout.mesh,
+            axis_names={AXIS, *more},
+            in_specs=inside,
+            out_specs=outside,
+            check_vma=False,
+        )
+
+    def _parts(self, *, training: bool, factor: jax.Array | None = None) -> Parts:
+        layers, shared = self._apart(self.model.params)
+
+        def bind(layers: Any, shared: Any, visit: Visit) -> Any:
+            module = self.model.bind(self._together(layers, shared), {}, visit.key)
+            module.train() if training else module.eval()
+            return module
+
+        def inputs(visit: Visit) -> tuple[Any, ...]:
+            return inputs_of(self.loss, weighted(visit.rows))
+
+        def embed(shared: Any, visit: Visit) -> jax.Array:
+            return bind(_absent(layers), shared, visit).embed(*inputs(visit))
+
+        def trunk(layers: Any, x: jax.Array, visit: Visit) -> jax.Array:
+            return bind(layers, _absent(shared), visit).trunk(x, *inputs(visit))
+
+        def blocks(layers: Any, x: jax.Array, visit: Visit) -> jax.Array:
+            if self.cut.even:
+                return trunk(layers, x, visit)
+            key = visit.key
+            keys = None if key is None else jax.random.split(key, self.cut.most)
+
+            def layer(own: Any, x: jax.Array) -> jax.Array:
+                alone, key = own
+                one = jax.tree.map(lambda leaf: leaf[None], alone)
+                return trunk(one, x, visit._replace(key=key))
+
+            return self.cut.scan(layer, (layers, keys), x, visit.chunk)
+
+        def head(shared: Any, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
+            module = bind(_absent(layers), shared, visit)
+            return minimised(self.loss, lambda *_: module.head(x), visit, factor)
+
+        return Parts(embed, blocks, head)
+
+    @cached_property
+    def _specs(self) -> Specs:
+        """How axes that are left to XLA split what a stage holds."""
+        manual = {AXIS, *self._axes_of("batch")}
+
+        def spec(dims: Dims) -> PartitionSpec:
+            entries = (self.layout.spec((dim,))[0] if dim != "layers" else None for dim in dims)
+            return PartitionSpec(*(None if manual & {*entry_names(e)} else e for e in entries))
+
+        structure = jax.tree.structure(self.model.params)
+        names = [name for name, _ in flatten_with_names(self.model.params)]
+        chunk, shared = self._apart(structure.unflatten([spec(self.dims[name]) for name in names]))
+        return Specs(chunk, shared, spec(RESIDUAL))
+
+    def _axes_of(self, dim: str) -> tuple[str, ...]:
+        axis = self.layout.axis_of(dim)
+        return axis_names(self.layout.mesh, axis) if axis else ()
+
+    def _apart(self, tree: Any) -> tuple[list[Any], list[Any]]:
+        """Of a tree like the parameters: the leaves of stacked layers, and the others."""
+        apart: tuple[list[Any], list[Any]] = ([], [])
+        leaves = jax.tree.structure(self.model.params).flatten_up_to(tree)
+        for (name, _), leaf in zip(flatten_with_names(self.model.params), leaves, strict=True):
+            apart[name not in self.model.stacked].append(leaf)
+        return apart
+
+    def _together(self, layers: list[Any], shared: list[Any]) -> Any:
+        """The inverse of `_apart`."""
+        left = {True: iter(layers), False: iter(shared)}
+        names = [name for name, _ in flatten_with_names(self.model.params)]
+        leaves = [next(left[name in self.model.stacked]) for name in names]
+        return jax.tree.structure(self.model.params).unflatten(leaves)
+
+    def _to_stages(self, layers: list[Any]) -> list[Any]:
+        """`[layers, ...]` as `[places, most layers, ...]`, a stage's chunks side by side."""
+        placement = self.ticks.placement
+        if not self.cut.even:
+            # Of layers that are whole on every stage, each looks up its own. XLA's partitioner dies
+            # of one lookup for all stages, where data and tensor axes split the leaf too.
+            index = jnp.asarray(to_stages(self.cut.index, placement))
+            everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
+            return self._on_stages(_looked_up, (everywhere, here), here)(layers, index)
+        chunks = self.cut.to_chunks(layers)
+        return chunks if self._arranged else to_stages(chunks, placement)
+
+    def _from_stages(self, chunks: list[Any]) -> list[Any]:
+        if not self.cut.even:
+            # Gathered before layers are picked out, which XLA would send one by one.
+            chunks = [self._gathered(*pair) for pair in zip(chunks, self._specs.chunk, strict=True)]
+        ordered = chunks if self._arranged else from_stages(chunks, self.ticks.placement)
+        return self.cut.from_chunks(ordered)
+
+    def _gathered(self, chunks: Any, spec: PartitionSpec) -> Any:
+        """All places on every stage; `spec` is that of one place."""
+        inside = jax.sharding.get_abstract_mesh()
+        mesh = inside if inside.manual_axes else self.layout.mesh
+        whole = NamedSharding(mesh, PartitionSpec(None, *spec))
+        return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, whole), chunks)
+
+    @property
+    def _arranged(self) -> bool:
+        """Whether parameters come in the order of the stages."""
+        return self.stack is not None or is_in_order(self.ticks.placement)
+
+    @cached_property
+    def stack(self) -> StageStack | None:
+        """How stacked layers are stored; None where they stand in the model's order."""
+        placement, split = self.ticks.placement, self.layout.axis_of("layers") == AXIS
+        if not split or not self.cut.even or is_in_order(placement) or -1 in on_stages(placement):
+            return None
+        return StageStack(self.layout.mesh, AXIS, placement)
+
+
+def plan_pipeline(
+    config: PipelineConfig,
+    plan: ChunkPlan,
+    model: Functional,
+    loss: Loss,
+    layout: Layout,
+    dims: Mapping[str, Dims],
+) -> Pipeline:
+    """The pipeline of a mesh with stages.
+
+    Args:
+      plan: of the same config and model, by `plan_chunks`.
+      layout: of the training state (`plan.stored`).
+
+    Raises:
+      ConfigError: sequence parallelism on CPU.
+    """
+    axis = layout.axis_of(RESIDUAL[1])
+    if axis and axis_size(layout.mesh, axis) > 1 and layout.mesh.devices.flat[0].platform == "cpu":
+        raise ConfigError(
+            f"sharding.rules.{RESIDUAL[1]} {axis} with mesh.stage would wait for ever on CPU: XLA "
+            "permutes sequences within a stage's task, and here a permute waits for the devices of "
+            f"all stages; set sharding.rules.{RESIDUAL[1]}: null (TPU programs may have it)"
+        )
+    ticks, forward = lowered(config, plan.schedule)
+    return Pipeline(model, loss, layout, dims, ticks, forward, Cut(plan.layers))
+
+
+def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
+    """The schedule as it is run, and that of evaluation."""
+    trained = eager(schedule) if config.ahead else schedule
+    evaluated = forward_only(schedule.placement, schedule.microbatches)
+    ticks, forward = (lower(s, activations=config.activations) for s in (trained, evaluated))
+    return ticks, forward
+
+
+def minimised(
+    loss: Loss, outputs: Callable[..., Any], visit: Visit, factor: jax.Array | None
+) -> tuple[jax.Array, Sums]:
+    """The total loss of a microbatch times the factor, and all sums.
+
+    Args:
+      outputs: in the place of the model, what the loss is taken of.
+    """
+    batch = weighted(visit.rows)
+    sums = as_sums(loss(outputs, batch), batch)
+    total = sums["loss"].total
+    return total if factor is None else total * factor, sums
+
+
+def _looked_up(layers: list[Any], index: jax.Array) -> list[Any]:
+    return jax.tree.map(lambda leaf: leaf[index], layers)
+
+
+def _absent(leaves: list[Any]) -> list[jax.Array]:
+    """Zeros in the place of parameters that a part of the model does not use."""
+    return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -1,0 +1,107 @@
+"""What the tasks of a schedule take: the input of simulation and of automatic schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxdist.config.schema import Config
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.schedules.schedule import Kind
+
+Times = float | Sequence[float]
+"""A number for every chunk, or one number for each."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the tasks of a chunk take, in any one unit; a number, or one for each chunk.
+
+    Attributes:
+      forward: time of a FORWARD task.
+      backward_input: time of an INPUT task.
+      backward_weight: time of a WEIGHT task.
+      full: time of a FULL task; None: that of its two halves together.
+      transfer: time of a message between chunk c and chunk c + 1, in either direction, where they
+        lie on different stages. The last chunk's is not used. Messages travel while stages work,
+        and do not wait for one another.
+      activation: what a microbatch's forward pass leaves behind for its backward pass.
+      kept: the part of it that an INPUT task leaves for the WEIGHT task.
+    """
+
+    forward: Times = 1.0
+    backward_input: Times = 1.0
+    backward_weight: Times = 1.0
+    full: Times | None = None
+    transfer: Times = 0.0
+    activation: Times = 1.0
+    kept: float = 1.0
+
+    def durations(self, chunks: int) -> dict[Kind, tuple[float, ...]]:
+        """The time of each kind of task by chunk.
+
+        Raises:
+          ConfigError: a list that is not as long as the chunks are many, or a negative time.
+
+        >>> Costs(forward=[1, 2]).durations(2)[Kind.FORWARD]
+        (1, 2)
+        """
+        first = _by_chunk(self.backward_input, chunks, "backward_input")
+        second = _by_chunk(self.backward_weight, chunks, "backward_weight")
+        both = tuple(a + b for a, b in zip(first, second, strict=True))
+        return {
+            Kind.FORWARD: _by_chunk(self.forward, chunks, "forward"),
+            Kind.INPUT: first,
+            Kind.WEIGHT: second,
+            Kind.FULL: both if self.full is None else _by_chunk(self.full, chunks, "full"),
+        }
+
+    def transfers(self, chunks: int) -> tuple[float, ...]:
+        """The time of a message between each chunk and the next one."""
+        return _by_chunk(self.transfer, chunks, "transfer")
+
+    def activations(self, chunks: int) -> tuple[float, ...]:
+        """The size of a microbatch's activations by chunk."""
+        return _by_chunk(self.activation, chunks, "activation")
+
+
+def _by_chunk(times: Times, chunks: int, name: str) -> tuple[float, ...]:
+    found = tuple(times) if isinstance(times, Sequence) else (times,) * chunks
+    if len(found) != chunks:
+        raise ConfigError(
+            f"costs: {name} has {len(found)} times for {chunks} chunks: give one number, or one "
+            "for each chunk"
+        )
+    for chunk, time in enumerate(found):
+        if not 0 <= time < float("inf"):
+            raise ConfigError(
+                f"costs: {name} of chunk {chunk} is {time}: times and sizes are finite and not "
+                "negative"
+            )
+    return found
+
+
+Time = Annotated[float, Field(ge=0, le=1e12)]
+
+
+class CostsConfig(Config):
+    """`Costs` in a configuration: each entry a number, or a list with one for each chunk."""
+
+    forward: Time | tuple[Time, ...] = 1.0
+    """Time of a forward task, in any unit."""
+    backward_input: Time | tuple[Time, ...] = 1.0
+    """Time of the input half of a backward task."""
+    backward_weight: Time | tuple[Time, ...] = 1.0
+    """Time of its weight half."""
+    transfer: Time | tuple[Time, ...] = 0.0
+    """Time of a message from a chunk to the next one, or back."""
+    activation: Time | tuple[Time, ...] = 1.0
+    """What a forward task leaves for its backward task, in any unit."""
+    kept: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """The part of it that the input half leaves for the weight half."""
+
+    def costs(self) -> Costs:
+        return Costs(**dict(self))

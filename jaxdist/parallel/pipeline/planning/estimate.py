@@ -1,0 +1,102 @@
+"""What the layers of a model cost, estimated from its shapes: traced, and nothing computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxdist.cost.flops import jaxpr_flops
+from jaxdist.errors import ConfigError
+from jaxdist.models.functional import Functional
+from jaxdist.models.loss import Loss, weighted
+from jaxdist.parallel.pipeline.model.called import inputs_of
+from jaxdist.parallel.pipeline.planning.partition import Layers
+from jaxdist.trees import flatten_with_names
+
+
+def block_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], layers: int) -> Layers:
+    """Costs of a model with a stack of blocks, in percent of the whole.
+
+    Args:
+      batch: arrays or their shapes; only the ratios of costs are used, so any number of rows.
+      layers: how many blocks there are, all alike.
+    """
+
+    def bound(params: Any, rows: Any) -> tuple[Any, tuple[Any, ...]]:
+        return model.bind(params, {}), inputs_of(loss, weighted(rows))
+
+    def embed(params: Any, rows: Any) -> jax.Array:
+        module, inputs = bound(params, rows)
+        return module.embed(*inputs)
+
+    def layer(params: Any, rows: Any, x: jax.Array) -> jax.Array:
+        module, inputs = bound(params, rows)
+        return module.trunk(x, *inputs)
+
+    def head(params: Any, rows: Any, x: jax.Array) -> Any:
+        module, _ = bound(params, rows)
+        return loss(lambda *_: module.head(x), weighted(rows))
+
+    given = _with_one_layer(model), shapes_of(batch)
+    x = jax.eval_shape(embed, *given)
+    first, one, last = (
+        jaxpr_flops(jax.make_jaxpr(part)(*given, *more), elementwise=True)
+        for part, more in ((embed, ()), (layer, (x,)), (head, (x,)))
+    )
+    unit = 100 / (first + layers * one + last)
+    return Layers([unit * one] * layers, first_seconds=unit * first, last_seconds=unit * last)
+
+
+def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], parts: int) -> Layers:
+    """Costs of a model of unlike parts, in percent of the whole.
+
+    Args:
+      batch: arrays or their shapes; only the ratios of costs are used, so any number of rows.
+      parts: how many the model has.
+
+    Raises:
+      ConfigError: a part that does not give one array with a row for each example.
+    """
+
+    def part(number: int, params: Any, rows: Any, x: Any) -> Any:
+        given = (x,) if number else inputs_of(loss, weighted(rows))
+        module: Any = model.bind(params, {})
+        return module.parts()[number](*given)
+
+    x, rows = None, shapes_of(batch)
+    found = []
+    for number in range(parts):
+        trace = jax.make_jaxpr(partial(part, number), return_shape=True)
+        jaxpr, x = trace(model.params, rows, x)
+        _check_output(number, x, rows)
+        found.append(jaxpr_flops(jaxpr, elementwise=True))
+    head = jax.make_jaxpr(lambda rows, x: loss(lambda *_: x, weighted(rows)))
+    last = jaxpr_flops(head(rows, x), elementwise=True)
+    unit = 100 / (sum(found) + last)
+    return Layers([unit * cost for cost in found], last_seconds=unit * last)
+
+
+def shapes_of(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of a batch, wherever it lies."""
+    return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
+
+
+def _check_output(part: int, x: Any, rows: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+    count = next(iter(rows.values())).shape[0]
+    shape = getattr(x, "shape", ())
+    if shape[:1] != (count,):
+        raise ConfigError(
+            f"part {part} of the model gave {type(x).__name__} {[*shape]} for {count} examples: a "
+            "part gives one array with a row for each of them"
+        )
+
+
+def _with_one_layer(model: Functional) -> Any:
+    leaves = [
+        jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) if name in model.stacked else leaf
+        for name, leaf in flatten_with_names(model.params)
+    ]
+    return jax.tree.structure(model.params).unflatten(leaves)

@@ -1,0 +1,341 @@
+"""Layers to chunks: the cut whose slowest chunk is fastest, within each stage's memory.
+
+Dynamic programming over (chunks so far, layers so far), exact; chunks hold runs of layers, as many
+as it takes: an embedding or a head makes its chunk's run shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.schedules.check import live_microbatches
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+
+ROUNDING = 1e-9
+"""Sums of times and bytes that differ by no more, relative to their size, are equal."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """What the layers of a model cost, measured or estimated.
+
+    Attributes:
+      seconds: by layer, forward and backward of one microbatch; any unit will do.
+      state_bytes: by layer, weights with their gradients and optimizer state; None: all 0.
+      activation_bytes: by layer, what one microbatch leaves for the backward pass; None: all 0.
+      first_seconds: what the first chunk does besides its layers (the embedding), per microbatch.
+      last_seconds: what the last chunk does besides (the head and the loss).
+      first_bytes: memory of the embedding, with gradients and optimizer state.
+      last_bytes: memory of the head and the loss.
+    """
+
+    seconds: Sequence[float]
+    state_bytes: Sequence[float] | None = None
+    activation_bytes: Sequence[float] | None = None
+    first_seconds: float = 0.0
+    last_seconds: float = 0.0
+    first_bytes: float = 0.0
+    last_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A cut of a model.
+
+    Attributes:
+      placement: the stage of each chunk.
+      counts: by chunk, its layers.
+      seconds: by chunk, its time per microbatch.
+      stage_bytes: by stage, its memory.
+      cap_bytes: by stage, the memory there is; None: not limited.
+      even_seconds: the slowest chunk's time had all chunks the same number of layers, or as near as
+        can be.
+      exact: is no cut within the memory faster? Not known where chunks that share a stage had to be
+        given even shares of its memory. None: the cut was given, not found.
+    """
+
+    placement: tuple[int, ...]
+    counts: tuple[int, ...]
+    seconds: tuple[float, ...]
+    stage_bytes: tuple[float, ...]
+    cap_bytes: tuple[float, ...] | None
+    even_seconds: float
+    exact: bool | None
+
+    @property
+    def bounds(self) -> tuple[int, ...]:
+        """Chunk c holds layers bounds[c] to bounds[c + 1] - 1."""
+        return (0, *accumulate(self.counts))
+
+    def explain(self) -> str:
+        """The cut as a table, and in words why it is this one.
+
+        >>> print(partition(Layers([1.0] * 6, last_seconds=2.0), placement=(0, 1)).explain())
+        chunk  stage  layers        time
+            0      0  0-3 (4)       4
+            1      1  4-5 (2)       4
+        slowest: chunk 0, 4; mean 4; even counts would give 5
+        no other cut has a faster slowest chunk
+        """
+        return "\n".join([*self._table(), *self._reasons()])
+
+    def _table(self) -> list[str]:
+        lines = [f"{'chunk':>5}  {'stage':>5}  {'layers':<12}  time"]
+        for chunk, (low, high) in enumerate(pairwise(self.bounds)):
+            layers = f"{low}-{high - 1} ({high - low})"
+            where = f"{chunk:>5}  {self.placement[chunk]:>5}"
+            lines.append(f"{where}  {layers:<12}  {self.seconds[chunk]:.4g}")
+        return lines
+
+    def _reasons(self) -> list[str]:
+        near = max(self.seconds) * (1 - ROUNDING)
+        slowest = next(chunk for chunk, time in enumerate(self.seconds) if time >= near)
+        mean = sum(self.seconds) / len(self.seconds)
+        lines = [
+            f"slowest: chunk {slowest}, {self.seconds[slowest]:.4g}; mean {mean:.4g}; even counts "
+            f"would give {self.even_seconds:.4g}"
+        ]
+        if self.cap_bytes is not None:
+            least, taken, cap, stage = min(
+                (cap - taken, taken, cap, stage)
+                for stage, (taken, cap) in enumerate(
+                    zip(self.stage_bytes, self.cap_bytes, strict=True)
+                )
+            )
+            lines.append(
+                f"least room: stage {stage}, {least / 1e9:.4g} GB ({taken / 1e9:.4g} of "
+                f"{cap / 1e9:.4g} GB taken)"
+            )
+        if self.exact is None:
+            return lines
+        within = "" if self.cap_bytes is None else " within the memory"
+        lines.append(
+            f"no other cut{within} has a faster slowest chunk"
+            if self.exact
+            else "chunks of one stage share its memory evenly: a faster cut may exist"
+        )
+        return lines
+
+
+def partition(
+    layers: Layers,
+    placement: Sequence[int],
+    *,
+    cap_bytes: float | Sequence[float] | None = None,
+    live: Sequence[float] | None = None,
+) -> Partition:
+    """The cut of a model into chunks whose slowest chunk is fastest, then the most even such cut.
+
+    Args:
+      placement: the stage of each chunk, as a schedule has it.
+      cap_bytes: the memory of a stage, one number or one for each stage; None: not limited.
+      live: by chunk, the microbatches whose activations live at once; see `live_counts`. None: one.
+
+    Raises:
+      ConfigError: fewer layers than chunks, costs of different lengths or negative, or no cut that
+        fits the memory.
+
+    >>> partition(Layers([1.0] * 5 + [3.0]), placement=(0, 1)).counts
+    (4, 2)
+    """
+    problem = _Problem(layers, tuple(placement), live)
+    caps = problem.caps(cap_bytes)
+    counts = problem.cut(None)
+    exact = True
+    if caps is not None and not problem.fits(counts, caps):
+        shared = np.bincount(placement)
+        room = np.array([caps[s] / shared[s] for s in placement])
+        counts, exact = problem.cut(room), bool((shared == 1).all())
+        if counts is None:
+            raise ConfigError(problem.no_room(caps))
+    assert counts is not None, "without a cap there is always a cut"
+    return problem.result(counts, caps, exact)
+
+
+def weigh(layers: Layers, placement: Sequence[int], counts: Sequence[int]) -> Partition:
+    """A cut that is given, with what its chunks cost.
+
+    Args:
+      placement: the stage of each chunk, as a schedule has it.
+      counts: layers by chunk, which add up to all of them.
+
+    >>> weigh(Layers([1.0] * 5 + [3.0]), placement=(0, 1), counts=(3, 3)).seconds
+    (3.0, 5.0)
+    """
+    assert sum(counts) == len(layers.seconds), (counts, len(layers.seconds))
+    return _Problem(layers, tuple(placement), None).result(tuple(counts), None, None)
+
+
+def live_counts(schedule: Schedule) -> tuple[int, ...]:
+    """By chunk, the most microbatches whose activations live at once.
+
+    >>> from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+    >>> live_counts(one_f_one_b(stages=3, microbatches=8))
+    (3, 2, 1)
+    """
+    return tuple(
+        max((len(live) for _, live in live_microbatches(schedule, chunk)), default=1)
+        for chunk in range(schedule.chunks)
+    )
+
+
+class _Problem:
+    """Sums over runs of layers: `times[a, b]` is layers a to b - 1."""
+
+    def __init__(
+        self, layers: Layers, placement: tuple[int, ...], live: Sequence[float] | None
+    ) -> None:
+        self.layers, self.placement = layers, placement
+        self.size, self.chunks = len(layers.seconds), len(placement)
+        self.live = np.ones(self.chunks) if live is None else np.asarray(live, float)
+        _check_input(layers, placement, self.live)
+        zeros = [0.0] * self.size
+        self.seconds = _sums(layers.seconds)
+        self.state = _sums(zeros if layers.state_bytes is None else layers.state_bytes)
+        self.activations = _sums(
+            zeros if layers.activation_bytes is None else layers.activation_bytes
+        )
+
+    def caps(self, cap_bytes: float | Sequence[float] | None) -> tuple[float, ...] | None:
+        stages = max(self.placement) + 1
+        if cap_bytes is None:
+            return None
+        caps = tuple(cap_bytes) if isinstance(cap_bytes, Sequence) else (cap_bytes,) * stages
+        if len(caps) != stages:
+            raise ConfigError(
+                f"partition: {len(caps)} memory caps for {stages} stages: give one number, or one "
+                "for each stage"
+            )
+        return caps
+
+    def chunk_seconds(self, chunk: int, low: np.ndarray, high: int) -> np.ndarray:
+        """Times of a chunk that begins at each layer of `low` and ends before `high`."""
+        extra = self.layers.first_seconds * (chunk == 0)
+        extra += self.layers.last_seconds * (chunk == self.chunks - 1)
+        return self.seconds[high] - self.seconds[low] + extra
+
+    def chunk_bytes(self, chunk: int, low: np.ndarray, high: int) -> np.ndarray:
+        extra = self.layers.first_bytes * (chunk == 0)
+        extra += self.layers.last_bytes * (chunk == self.chunks - 1)
+        kept = self.activations[high] - self.activations[low]
+        return self.state[high] - self.state[low] + self.live[chunk] * kept + extra
+
+    def cut(self, room: np.ndarray | None) -> tuple[int, ...] | None:
+        """Layers by chunk of the best cut; None where nothing fits the chunks' room."""
+        slowest = self._search(room, float("inf"), np.maximum, lambda time: time)
+        if slowest is None:
+            return None
+        limit = slowest[1] * (1 + ROUNDING)
+        # Among the cuts as fast as can be: the least sum of squares, which is the most even one.
+        evenest = self._search(room, limit, np.add, np.square)
+        assert evenest is not None, "the fastest cut is one of them"
+        return evenest[0]
+
+    def _search(self, room, limit, combine, value) -> tuple[tuple[int, ...], float] | None:
+        best = np.full(self.size + 1, np.inf)
+        best[0] = 0.0
+        starts = np.zeros((self.chunks, self.size + 1), int)
+        for chunk in range(self.chunks):
+            found = np.full(self.size + 1, np.inf)
+            left = self.chunks - 1 - chunk
+            for high in range(chunk + 1, self.size - left + 1):
+                low = np.arange(chunk, high)
+                times = self.chunk_seconds(chunk, low, high)
+                total = combine(best[low], value(times))
+                total[times > limit] = np.inf
+                if room is not None:
+                    taken = self.chunk_bytes(chunk, low, high)
+                    total[taken > room[chunk] * (1 + ROUNDING)] = np.inf
+                at = int(np.argmin(total))
+                found[high], starts[chunk, high] = total[at], low[at]
+            best = found
+        if not np.isfinite(best[-1]):
+            return None
+        bounds = [self.size]
+        for chunk in reversed(range(self.chunks)):
+            bounds.append(int(starts[chunk, bounds[-1]]))
+        return tuple(high - low for low, high in pairwise(reversed(bounds))), float(best[-1])
+
+    def stage_bytes(self, counts: Sequence[int]) -> tuple[float, ...]:
+        found = [0.0] * (max(self.placement) + 1)
+        for chunk, (low, high) in enumerate(pairwise((0, *accumulate(counts)))):
+            found[self.placement[chunk]] += float(self.chunk_bytes(chunk, np.array(low), high))
+        return tuple(found)
+
+    def fits(self, counts: Sequence[int] | None, caps: Sequence[float]) -> bool:
+        assert counts is not None, "without a cap there is always a cut"
+        taken = self.stage_bytes(counts)
+        return all(have <= cap * (1 + ROUNDING) for have, cap in zip(taken, caps, strict=True))
+
+    def slowest(self, counts: Sequence[int]) -> tuple[float, ...]:
+        bounds = pairwise((0, *accumulate(counts)))
+        return tuple(
+            float(self.chunk_seconds(chunk, np.array(low), high))
+            for chunk, (low, high) in enumerate(bounds)
+        )
+
+    def result(
+        self, counts: tuple[int, ...], caps: tuple[float, ...] | None, exact: bool | None
+    ) -> Partition:
+        more = self.size % self.chunks
+        even = [self.size // self.chunks + (chunk < more) for chunk in range(self.chunks)]
+        return Partition(
+            placement=self.placement,
+            counts=counts,
+            seconds=self.slowest(counts),
+            stage_bytes=self.stage_bytes(counts),
+            cap_bytes=caps,
+            even_seconds=max(self.slowest(even)),
+            exact=exact,
+        )
+
+    def no_room(self, caps: Sequence[float]) -> str:
+        everything = self.state[-1] + self.layers.first_bytes + self.layers.last_bytes
+        return (
+            f"partition: no cut of {self.size} layers into {self.chunks} chunks fits the memory: "
+            f"states alone take {everything / 1e9:.4g} GB, {len(caps)} stages have "
+            f"{sum(caps) / 1e9:.4g} GB (the smallest {min(caps) / 1e9:.4g} GB), and up to "
+            f"{max(self.live):g} microbatches keep {self.activations[-1] / 1e9:.4g} GB of "
+            "activations each over all layers: use more stages, recomputation, a schedule that "
+            "keeps fewer activations, or smaller microbatches"
+        )
+
+
+def _sums(values: Sequence[float]) -> np.ndarray:
+    return np.concatenate([[0.0], np.cumsum(np.asarray(values, float))])
+
+
+def _check_input(layers: Layers, placement: tuple[int, ...], live: np.ndarray) -> None:
+    size, chunks = len(layers.seconds), len(placement)
+    if chunks < 1 or size < chunks:
+        raise ConfigError(
+            f"partition: {size} layers cannot fill {chunks} chunks: use at most {size} chunks "
+            "(fewer stages, or fewer chunks per stage), or a deeper model"
+        )
+    for name in ("seconds", "state_bytes", "activation_bytes"):
+        values = getattr(layers, name)
+        if values is None:
+            continue
+        if len(values) != size:
+            raise ConfigError(
+                f"partition: {name} has {len(values)} numbers for {size} layers: give one each"
+            )
+        for layer, value in enumerate(values):
+            if not 0 <= value < float("inf"):
+                raise ConfigError(
+                    f"partition: {name} of layer {layer} is {value}: costs are finite and not "
+                    "negative"
+                )
+    for name in ("first_seconds", "last_seconds", "first_bytes", "last_bytes"):
+        value = getattr(layers, name)
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"partition: {name} is {value}: costs are finite and not negative")
+    if len(live) != chunks:
+        raise ConfigError(
+            f"partition: live has {len(live)} numbers for {chunks} chunks: give one each"
+        )

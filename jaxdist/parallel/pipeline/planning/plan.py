@@ -1,0 +1,210 @@
+"""Which layers each chunk of a pipeline has, from a config and the shapes of a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+from pydantic import Field
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import axis_size
+from jaxdist.models.functional import Functional
+from jaxdist.models.loss import Loss
+from jaxdist.parallel.pipeline.executor.ticks import Activations
+from jaxdist.parallel.pipeline.planning.estimate import block_costs, part_costs
+from jaxdist.parallel.pipeline.planning.partition import (
+    ROUNDING,
+    Layers,
+    Partition,
+    partition,
+    weigh,
+)
+from jaxdist.parallel.pipeline.schedules.build import ScheduleConfig
+from jaxdist.parallel.pipeline.schedules.check import check
+from jaxdist.parallel.pipeline.schedules.one_f_one_b import OneFOneB
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+from jaxdist.sharding import Dims, Layout
+from jaxdist.trees import flatten_with_names
+
+AXIS = "stage"
+
+
+class PipelineConfig(Config):
+    """How the stages of mesh axis `stage` share the work, where the mesh has that axis."""
+
+    schedule: ScheduleConfig = OneFOneB()
+    """Which stage does what when; `jaxdist pipeline compare` shows what each costs."""
+    activations: Activations = "recompute"
+    """What the backward pass starts from: a chunk's input, or all that its forward pass left."""
+    ahead: bool = False
+    """Forward passes run further ahead: less waiting, for up to twice the activations."""
+    layers: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
+    """Layers, or parts, of each chunk; null: even where layers divide, else by estimated cost."""
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """Which layers each chunk has, and the schedule that runs them.
+
+    Attributes:
+      layers: by chunk.
+      parted: whether they are unlike parts, and no stack of blocks.
+      explained: how they were shared out, a line each.
+    """
+
+    schedule: Schedule
+    layers: tuple[int, ...]
+    parted: bool
+    explained: tuple[str, ...]
+
+    def stored(self, layout: Layout) -> Layout:
+        """The layout of the training state: layers that stages do not divide lie whole on each."""
+        if layout.axis_of("layers") != AXIS or sum(self.layers) % stages_of(layout.mesh) == 0:
+            return layout
+        rules = ((dim, None if dim == "layers" else axis) for dim, axis in layout.rules)
+        return replace(layout, rules=tuple(rules))
+
+    def notices(
+        self, layout: Layout, model: Functional, dims: Mapping[str, Dims]
+    ) -> tuple[str, ...]:
+        """What the cut costs besides time, a sentence each.
+
+        Args:
+          layout: of the training state.
+          dims: logical dims of each parameter, by name.
+        """
+        layers, stages = sum(self.layers), stages_of(layout.mesh)
+        if not self.parted and layers % stages == 0:
+            return ()
+        held = sum(
+            math.prod(layout.sharding(dims[name]).shard_shape(leaf.shape)) * leaf.dtype.itemsize
+            for name, leaf in flatten_with_names(model.params)
+            if self.parted or name in model.stacked
+        )
+        if self.parted:
+            return (
+                f"parts of unlike shapes lie on the stages: each stage stores all parameters "
+                f"({held / 1e6:.4g} MB on a device, and their optimizer state, which ZeRO splits), "
+                "and a step packs those that each chunk needs, which its stage alone computes with",
+            )
+        return (
+            f"{layers} layers do not divide by {stages} stages, so that each stage stores all of "
+            f"them: {held / 1e6:.4g} MB of parameters on a device, of which it computes with about "
+            f"{held / stages / 1e6:.4g}, as many gradients, and their optimizer state (ZeRO splits "
+            f"that); layers in a multiple of {stages} are stored where they are computed",
+        )
+
+
+def plan_chunks(
+    config: PipelineConfig,
+    model: Functional,
+    loss: Loss,
+    batch: Mapping[str, Any],
+    *,
+    stages: int,
+    microbatches: int,
+) -> ChunkPlan | None:
+    """The layers of each chunk; None where there is one stage only.
+
+    Args:
+      batch: its shapes, of any number of rows.
+
+    Raises:
+      ConfigError: a model without blocks or parts, or with buffers; too few of them for the
+        chunks; microbatches that do not fit the schedule.
+    """
+    if stages == 1:
+        return None
+    layers, parted = _layers(model, stages)
+    what = "parts" if parted else "layers"
+    schedule = config.schedule.build(stages, microbatches)
+    check(schedule)
+    _check_counts(config.layers, layers, what, schedule)
+    shown = f"pipeline {schedule.name}: {layers} {what} in {schedule.chunks} chunks"
+    if config.layers is None and layers % schedule.chunks == 0 and not parted:
+        each = layers // schedule.chunks
+        return ChunkPlan(schedule, (each,) * schedule.chunks, parted, (f"{shown}, {each} in each",))
+    costs = (part_costs if parted else block_costs)(model, loss, batch, layers)
+    found, how = _cut(config, costs, schedule)
+    lines = (
+        f"{shown}, {how} (time: % of all, estimated from operations)",
+        *found.explain().splitlines(),
+    )
+    return ChunkPlan(schedule, found.counts, parted, lines)
+
+
+def stages_of(mesh: Mesh) -> int:
+    """The number of stages of a mesh; 1 where it has no such axis.
+
+    Raises:
+      ConfigError: the axis lies over two networks.
+    """
+    if axis_size(mesh, AXIS) > 1 and AXIS not in mesh.shape:
+        raise ConfigError("mesh.stage lies over two networks, and stages are one axis: give a size")
+    return axis_size(mesh, AXIS)
+
+
+def _cut(config: PipelineConfig, costs: Layers, schedule: Schedule) -> tuple[Partition, str]:
+    """Layers by chunk, with what they cost, and how that came about."""
+    best = partition(costs, schedule.placement)
+    if config.layers is None:
+        return best, "balanced"
+    given = weigh(costs, schedule.placement, config.layers)
+    if max(given.seconds) <= max(best.seconds) * (1 + ROUNDING):
+        return given, "as given"
+    shown = ", ".join(map(str, best.counts))
+    return given, f"as given; balanced they would be {shown}, the slowest {max(best.seconds):.4g}"
+
+
+def _check_counts(
+    given: tuple[int, ...] | None, layers: int, what: str, schedule: Schedule
+) -> None:
+    """Raises ConfigError unless each chunk has a layer, and the counts given are of all layers."""
+    chunks, stages = schedule.chunks, schedule.stages
+    where = f"{chunks} chunks (schedule {schedule.name} on {stages} stages)"
+    if layers < chunks:
+        fewer = "a smaller mesh.stage"
+        if chunks > stages:
+            fewer += f", or fewer chunks a stage ({chunks // stages} now)"
+        raise ConfigError(
+            f"{layers} {what} cannot fill {where}, each of which needs one: use {chunks} {what} or "
+            f"more, or {fewer}"
+        )
+    if given is not None and (len(given) != chunks or sum(given) != layers):
+        raise ConfigError(
+            f"layers {[*given]} are {len(given)} counts that add up to {sum(given)}, for {where} "
+            f"and {layers} {what}: give {chunks} counts that add up to {layers}, or null"
+        )
+
+
+def _layers(model: Functional, stages: int) -> tuple[int, bool]:
+    """How many layers the blocks of a model have, or how many parts it is; and whether parts."""
+    made: Any = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
+    where = f"mesh.stage {stages}: {type(made).__name__}"
+    if jax.tree.leaves(model.buffers):
+        raise ConfigError(
+            f"{where} keeps buffers (such as batch statistics), which no stage could update for "
+            "the others; take mesh.stage away"
+        )
+    missing = [name for name in ("embed", "trunk", "head") if not hasattr(made, name)]
+    counts = {
+        leaf.shape[0] for name, leaf in flatten_with_names(model.params) if name in model.stacked
+    }
+    if not missing and len(counts) == 1:
+        return counts.pop(), False
+    if hasattr(made, "parts"):
+        return len(made.parts()), True
+    raise ConfigError(
+        f"{where} has no blocks to share out over stages: it needs one stack of layers (made by "
+        "jaxdist.models.layers.stack or nnx.vmap, run by one scan), and methods embed, trunk and "
+        "head, as a jaxdist.models.layers.Stacked has them (missing: "
+        f"{', '.join(missing) or f'it has {len(counts)} such stacks'}); or a method parts, which "
+        "returns the functions that it is, one after another; or take mesh.stage away"
+    )

@@ -1,0 +1,244 @@
+"""The laws of a schedule; the first one broken is named with its task, stage and place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.schedules.order import Key, Walk, places
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task
+
+_SAME_WORK = {
+    Kind.FORWARD: (),
+    Kind.FULL: (Kind.INPUT, Kind.WEIGHT),
+    Kind.INPUT: (Kind.FULL,),
+    Kind.WEIGHT: (Kind.FULL,),
+}
+
+
+def check(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
+    """Nothing, if the schedule can be run.
+
+    In this order: every chunk lies on a stage; every task is known, stands once and on its chunk's
+    stage; none is missing (a schedule with no backward task at all is one for evaluation); every
+    stage's order can be kept, so that no stage waits for ever; nothing is overwritten.
+
+    Args:
+      slots: the size of the ring buffer that holds a chunk's activations, one number or one for
+        each chunk: microbatch b lies in slot b mod size, from its FORWARD task to the end of its
+        FULL or WEIGHT task. None: not checked.
+
+    Raises:
+      ConfigError: the first violation.
+
+    >>> check(Schedule("half", microbatches=1, placement=(0,), rows=((Task(Kind.FULL, 0, 0),),)))
+    Traceback (most recent call last):
+    jaxdist.errors.ConfigError: schedule half: task 0F0 is missing: stage 0 must do it for ...
+    """
+    _check_shape(schedule)
+    for stage in range(schedule.stages):
+        _check_row(schedule, stage)
+    _check_complete(schedule)
+    _check_order(schedule)
+    if slots is not None:
+        _check_slots(schedule, slots)
+
+
+def _check_shape(schedule: Schedule) -> None:
+    name, stages = schedule.name, schedule.stages
+    if not stages or not schedule.chunks or schedule.microbatches < 1:
+        raise ConfigError(
+            f"schedule {name}: {stages} stages, {schedule.chunks} chunks, "
+            f"{schedule.microbatches} microbatches: there must be at least one of each"
+        )
+    for chunk, stage in enumerate(schedule.placement):
+        if not 0 <= stage < stages:
+            raise ConfigError(
+                f"schedule {name}: chunk {chunk} lies on stage {stage}, but the stages are 0 to "
+                f"{stages - 1}"
+            )
+    for stage in range(stages):
+        if stage not in schedule.placement:
+            raise ConfigError(
+                f"schedule {name}: stage {stage} of {stages} holds no chunk: use fewer stages, or "
+                "more chunks"
+            )
+
+
+def _check_row(schedule: Schedule, stage: int) -> None:
+    """Of a row's tasks none is unknown, on the wrong stage, or there twice."""
+    found: dict[Task, int] = {}
+    for place, task in enumerate(schedule.rows[stage]):
+        if task is None:
+            continue
+        where = f"schedule {schedule.name}: stage {stage}, place {place}: {task}"
+        if not (0 <= task.chunk < schedule.chunks and 0 <= task.microbatch < schedule.microbatches):
+            raise ConfigError(
+                f"{where} is unknown: chunks are 0 to {schedule.chunks - 1}, microbatches 0 to "
+                f"{schedule.microbatches - 1}"
+            )
+        home = schedule.placement[task.chunk]
+        if home != stage:
+            raise ConfigError(f"{where} belongs on stage {home}, which holds chunk {task.chunk}")
+        for other in _same_work(task):
+            if other in found:
+                raise ConfigError(
+                    f"{where} repeats {other} of place {found[other]}: a microbatch goes forward "
+                    "once through a chunk, and back once (B, or I and W)"
+                )
+        found[task] = place
+
+
+def _same_work(task: Task) -> list[Task]:
+    """The tasks that would do again what this one does, itself first."""
+    others = _SAME_WORK[task.kind]
+    return [task, *(Task(kind, task.chunk, task.microbatch) for kind in others)]
+
+
+def _check_complete(schedule: Schedule) -> None:
+    missing = missing_task(schedule)
+    if missing:
+        stage, task, microbatch = missing
+        raise ConfigError(
+            f"schedule {schedule.name}: task {task} is missing: stage {stage} must do it for "
+            f"microbatch {microbatch} of {schedule.microbatches}"
+        )
+
+
+def missing_task(schedule: Schedule) -> tuple[int, str, int] | None:
+    """The first task that is not there: its stage, its name, its microbatch."""
+    found = [frozenset(schedule.tasks(stage)) for stage in range(schedule.stages)]
+    trained = any(task.kind is not Kind.FORWARD for row in found for task in row)
+    for chunk, stage in enumerate(schedule.placement):
+        for microbatch in range(schedule.microbatches):
+            task = _absent(found[stage], chunk, microbatch, trained)
+            if task:
+                return stage, task, microbatch
+    return None
+
+
+def _absent(row: frozenset[Task], chunk: int, microbatch: int, trained: bool) -> str:
+    def there(kind: Kind) -> bool:
+        return Task(kind, chunk, microbatch) in row
+
+    if not there(Kind.FORWARD):
+        return str(Task(Kind.FORWARD, chunk, microbatch))
+    if not trained or there(Kind.FULL):
+        return ""
+    halves = [Task(kind, chunk, microbatch) for kind in (Kind.INPUT, Kind.WEIGHT)]
+    lacking = [str(task) for task in halves if task not in row]
+    if len(lacking) == 2:
+        return f"{Task(Kind.FULL, chunk, microbatch)} (or {lacking[0]} and {lacking[1]})"
+    return lacking[0] if lacking else ""
+
+
+def _check_order(schedule: Schedule) -> None:
+    walk = Walk(schedule)
+    for _ in walk:
+        pass
+    if not walk.blocked:
+        return
+    circle = _circle(schedule, walk.blocked)
+    stage = circle[0]
+    place, missing = walk.blocked[stage]
+    task = schedule.rows[stage][place]
+    later, home = _find(schedule, missing)
+    if home == stage:
+        reason = f"comes after it, at place {places(schedule.rows[stage])[later]}: swap them"
+    else:
+        reason = f"is never done: {_chain(schedule, walk.blocked, circle)}"
+    raise ConfigError(
+        f"schedule {schedule.name}: stage {stage}, place {place}: {task} needs {later}, which "
+        f"{reason}"
+    )
+
+
+def _find(schedule: Schedule, missing: Key) -> tuple[Task, int]:
+    """The task of this schedule that does what is missing, and its stage."""
+    backward, chunk, microbatch = missing
+    stage = schedule.placement[chunk]
+    row = set(schedule.tasks(stage))
+    kinds = (Kind.FULL, Kind.INPUT) if backward else (Kind.FORWARD,)
+    task = next(t for t in (Task(kind, chunk, microbatch) for kind in kinds) if t in row)
+    return task, stage
+
+
+def _circle(schedule: Schedule, blocked: dict[int, tuple[int, Key]]) -> list[int]:
+    """Stages of which each waits for the next one, and the last for the first."""
+    trail = [min(blocked)]
+    while True:
+        missing = blocked[trail[-1]][1]
+        stage = schedule.placement[missing[1]]
+        if stage in trail:
+            return trail[trail.index(stage) :]
+        trail.append(stage)
+
+
+def _chain(schedule: Schedule, blocked: dict[int, tuple[int, Key]], circle: list[int]) -> str:
+    links = []
+    for stage in circle:
+        place, missing = blocked[stage]
+        task, home = _find(schedule, missing)
+        links.append(
+            f"stage {stage} waits at place {place} ({schedule.rows[stage][place]}) for {task}, "
+            f"at place {places(schedule.rows[home])[task]} of stage {home}"
+        )
+    return "; ".join(links)
+
+
+def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozenset[int]]]:
+    """After each task of a chunk, in order: the microbatches whose activations live then.
+
+    Empty for a schedule without backward tasks, which keeps none.
+    """
+    tasks = [t for t in schedule.tasks(schedule.placement[chunk]) if t.chunk == chunk]
+    if all(task.kind is Kind.FORWARD for task in tasks):
+        return []
+    live: set[int] = set()
+    found = []
+    for task in tasks:
+        if task.kind is Kind.FORWARD:
+            live.add(task.microbatch)
+        elif task.kind is not Kind.INPUT:
+            live.discard(task.microbatch)
+        found.append((task, frozenset(live)))
+    return found
+
+
+def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
+    """By chunk, the fewest slots of a ring buffer with which nothing is overwritten (see `check`).
+
+    >>> from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+    >>> ring_sizes(one_f_one_b(stages=4, microbatches=8))
+    (4, 3, 2, 1)
+    """
+    sizes = []
+    for chunk in range(schedule.chunks):
+        together = {live for _, live in live_microbatches(schedule, chunk)}
+        size = max((len(live) for live in together), default=1) or 1
+        while any(len({b % size for b in live}) < len(live) for live in together):
+            size += 1
+        sizes.append(size)
+    return tuple(sizes)
+
+
+def _check_slots(schedule: Schedule, slots: int | Sequence[int]) -> None:
+    sizes = [slots] * schedule.chunks if isinstance(slots, int) else list(slots)
+    if len(sizes) != schedule.chunks or min(sizes) < 1:
+        raise ConfigError(
+            f"schedule {schedule.name}: slots are {sizes} for {schedule.chunks} chunks: give one "
+            "number of at least 1, or one for each chunk"
+        )
+    for chunk, size in enumerate(sizes):
+        for task, live in live_microbatches(schedule, chunk):
+            if task.kind is not Kind.FORWARD:
+                continue
+            lost = [b for b in live if b != task.microbatch and (b - task.microbatch) % size == 0]
+            if lost:
+                stage = schedule.placement[chunk]
+                raise ConfigError(
+                    f"schedule {schedule.name}: stage {stage}, place "
+                    f"{places(schedule.rows[stage])[task]}: {task} overwrites microbatch {lost[0]} "
+                    f"of chunk {chunk}, still needed, in slot {task.microbatch % size} of {size}: "
+                    f"chunk {chunk} needs {ring_sizes(schedule)[chunk]} slots"
+                )

@@ -1,0 +1,211 @@
+"""The CSV form of torch.distributed.pipelining: one row per stage, one cell per task.
+
+A cell is chunk, kind, microbatch, as `0F0`, `1I3`, `1W3` or `2B5` (FORWARD, INPUT, WEIGHT, FULL);
+an empty one is a unit of waiting. `(0F4;7B1)OVERLAP_F_B`, which stands for two tasks done together,
+is read as the two, one after the other. Cells for communication (`1SEND_F0`, `1RECV_B0`,
+`0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, and `WAIT_` before any of these) are passed over: what is
+sent follows from the tasks. torch's own order of 1F1B numbers the forwards of its last stage from 1
+and its backwards from 0; a chunk for which that is so is read as if both began at 0.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from jaxdist.config.files import read_regular
+from jaxdist.config.schema import Config
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.schedules.check import check, missing_task
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Slot, Task
+
+_TASK = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
+_TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_COMMUNICATION = re.compile(
+    r"\d+(WAIT_)?(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*"
+)
+
+
+class Csv(Config):
+    """A schedule of the user's own, in a file: `read_csv`."""
+
+    type: Literal["csv"] = "csv"
+    """Selects this schedule."""
+    path: Annotated[str, Field(min_length=1)]
+    """The CSV file: one row per stage."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        schedule = read_csv(self.path)
+        for what, wanted, have in (
+            ("stages", stages, schedule.stages),
+            ("microbatches", microbatches, schedule.microbatches),
+        ):
+            if wanted != have:
+                raise ConfigError(
+                    f"schedule {self.path}: it is for {have} {what}, the run has {wanted}: change "
+                    "the file or the run"
+                )
+        return schedule
+
+
+def read_csv(path: str | os.PathLike[str]) -> Schedule:
+    """The schedule of a file; numbers of stages, chunks and microbatches are those found in it.
+
+    Raises:
+      ConfigError: the file cannot be read, a cell is not a task, a task is missing, is there twice
+        or lies on two stages (with row, column and value), or the order cannot be kept.
+    """
+    try:
+        text = read_regular(path).decode("utf-8-sig")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"schedule {path}: cannot be read ({error}): name a CSV file with one row per stage"
+        ) from None
+    return parse_csv(text, name=os.fspath(path))
+
+
+def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
+    """Writes a schedule so that `read_csv`, and torch, give it back."""
+    Path(path).write_text(format_csv(schedule), encoding="utf-8")
+
+
+def format_csv(schedule: Schedule) -> str:
+    r"""A schedule as CSV text.
+
+    >>> from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
+    >>> format_csv(gpipe(stages=2, microbatches=1))
+    '0F0,0B0\n1F0,1B0\n'
+    """
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for row in schedule.rows:
+        writer.writerow("" if task is None else str(task) for task in row)
+    return text.getvalue()
+
+
+class _Cell(NamedTuple):
+    """A task where it was found, rows and columns counted from 1."""
+
+    row: int
+    column: int
+    task: Slot
+
+    @property
+    def where(self) -> str:
+        return f"row {self.row}, column {self.column}"
+
+
+def parse_csv(text: str, name: str = "csv") -> Schedule:
+    r"""The schedule that a CSV text holds; see `read_csv`.
+
+    >>> schedule = parse_csv("0F0,,,0B0\n,1F0,1B0\n")
+    >>> schedule.stages, schedule.microbatches, str(schedule.rows[1][1])
+    (2, 1, '1F0')
+    """
+    lines = [row for row in csv.reader(io.StringIO(text)) if row]
+    cells = _counted_from_0(
+        [_cells(name, number, line) for number, line in enumerate(lines, start=1)]
+    )
+    tasks = [cell.task for row in cells for cell in row if cell.task is not None]
+    if not tasks:
+        raise ConfigError(f"schedule {name}: no tasks: give one row per stage, with cells like 0F0")
+    placement = _placement(name, cells, max(task.chunk for task in tasks) + 1)
+    _refuse_repeated(name, cells)
+    schedule = Schedule(
+        name=name,
+        microbatches=max(task.microbatch for task in tasks) + 1,
+        placement=placement,
+        rows=tuple(tuple(cell.task for cell in row) for row in cells),
+    )
+    missing = missing_task(schedule)
+    if missing:
+        stage, task, microbatch = missing
+        raise ConfigError(
+            f"schedule {name}: row {stage + 1} lacks {task}: microbatches 0 to "
+            f"{schedule.microbatches - 1} are used, so each chunk needs all of them: add {task}, "
+            f"or take microbatch {microbatch} out everywhere"
+        )
+    check(schedule)
+    return schedule
+
+
+def _cells(name: str, row: int, line: list[str]) -> list[_Cell]:
+    found = []
+    for column, value in enumerate(line, start=1):
+        text = value.strip()
+        together = _TOGETHER.fullmatch(text)
+        parts = together.group(1).split(";") if together else [text]
+        for part in parts:
+            if _COMMUNICATION.fullmatch(part.strip()):
+                continue
+            match = _TASK.fullmatch(part.strip())
+            if part.strip() and not match:
+                raise ConfigError(
+                    f"schedule {name}: row {row}, column {column}: {value!r} is not a task: write "
+                    "chunk, one of F, B, I, W, and microbatch, as 0F0, or leave the cell empty"
+                )
+            task = Task(Kind(match[2]), int(match[1]), int(match[3])) if match else None
+            found.append(_Cell(row, column, task))
+    return found
+
+
+def _counted_from_0(cells: list[list[_Cell]]) -> list[list[_Cell]]:
+    """Forwards of a chunk that are numbered 1 to m beside backwards 0 to m - 1, from 0."""
+    forward: dict[int, set[int]] = {}
+    backward: dict[int, set[int]] = {}
+    for task in (cell.task for row in cells for cell in row if cell.task is not None):
+        numbers = forward if task.kind is Kind.FORWARD else backward
+        numbers.setdefault(task.chunk, set()).add(task.microbatch)
+
+    def lowered(task: Slot) -> Slot:
+        if task is None or task.kind is not Kind.FORWARD:
+            return task
+        shifted = {number + 1 for number in backward.get(task.chunk, ())}
+        if forward[task.chunk] != shifted:
+            return task
+        return replace(task, microbatch=task.microbatch - 1)
+
+    return [[cell._replace(task=lowered(cell.task)) for cell in row] for row in cells]
+
+
+def _placement(name: str, cells: list[list[_Cell]], chunks: int) -> tuple[int, ...]:
+    """The row of each chunk."""
+    first: dict[int, _Cell] = {}
+    for row in cells:
+        for cell in row:
+            if cell.task is None:
+                continue
+            home = first.setdefault(cell.task.chunk, cell)
+            if home.row != cell.row:
+                raise ConfigError(
+                    f"schedule {name}: {cell.where}: {cell.task}: chunk {cell.task.chunk} lies on "
+                    f"row {home.row} ({home.task} in column {home.column}), and a chunk has one "
+                    f"stage: move it to row {home.row}"
+                )
+    for chunk in range(chunks):
+        if chunk not in first:
+            raise ConfigError(
+                f"schedule {name}: chunk {chunk} has no task, but chunk {chunks - 1} has: number "
+                f"the chunks 0 to {len(first) - 1}, in the order that activations take"
+            )
+    return tuple(first[chunk].row - 1 for chunk in range(chunks))
+
+
+def _refuse_repeated(name: str, cells: list[list[_Cell]]) -> None:
+    seen: dict[Task, _Cell] = {}
+    for cell in (cell for row in cells for cell in row):
+        if cell.task is None:
+            continue
+        before = seen.setdefault(cell.task, cell)
+        if before is not cell:
+            raise ConfigError(
+                f"schedule {name}: {cell.where}: {cell.task} is there already, in {before.where}: "
+                "take one of them out"
+            )

@@ -1,0 +1,79 @@
+"""Schedules made of others: forward passes that run ahead, and forward passes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from jaxdist.parallel.pipeline.schedules.order import refuse_small
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Slot, Task
+
+
+def eager(schedule: Schedule) -> Schedule:
+    """The same tasks, each forward moved before one more backward for each chunk after its own.
+
+    A microbatch that goes to the last chunk and back takes one tick per hop each way. With a
+    forward and a backward in each tick, twice as many must be under way as where the two take
+    turns: with it, 1F1B takes (m + p - 1) times forward and backward in lock step, and stage s
+    holds 2 (p - s) - 1 microbatches instead of p - s. (Interleaved 1F1B as published is so already:
+    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.)
+
+    >>> from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task
+    >>> F, B = ((lambda k, kind=kind: Task(kind, 0, k)) for kind in (Kind.FORWARD, Kind.FULL))
+    >>> row = (F(0), F(1), B(0), F(2), B(1), B(2))
+    >>> last = tuple(Task(kind, 1, k) for k in range(3) for kind in (Kind.FORWARD, Kind.FULL))
+    >>> print(*eager(Schedule("1f1b", 3, (0, 1), (row, last))).rows[0])
+    0F0 0F1 0F2 0B0 0B1 0B2
+    """
+    rows = tuple(_ahead(schedule.tasks(stage), schedule.chunks) for stage in range(schedule.stages))
+    return replace(schedule, name=f"{schedule.name}-eager", rows=rows)
+
+
+def _ahead(tasks: tuple[Task, ...], chunks: int) -> tuple[Task, ...]:
+    forwards: list[tuple[int, Task]] = []
+    backwards: list[Task] = []
+    least = 0
+    for task in tasks:
+        if task.kind is Kind.FORWARD:
+            # No earlier than the forward before it: the order among forwards stays.
+            least = max(least, len(backwards) - (chunks - 1 - task.chunk))
+            forwards.append((least, task))
+        else:
+            backwards.append(task)
+    row: list[Task] = []
+    for done, backward in enumerate(backwards):
+        while forwards and forwards[0][0] <= done:
+            row.append(forwards.pop(0)[1])
+        row.append(backward)
+    return (*row, *(task for _, task in forwards))
+
+
+def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
+    """Every microbatch once through all chunks; a stage takes what is furthest on its way first.
+
+    Args:
+      placement: the stage of each chunk: that of the schedule the model is trained with.
+
+    With one chunk per stage the bubble is (stages - 1) F.
+
+    Raises:
+      ConfigError: no chunk, or no microbatch.
+
+    >>> [str(task) for task in forward_only((0, 1, 1, 0), microbatches=2).tasks(0)]
+    ['0F0', '0F1', '3F0', '3F1']
+    """
+    stages = max(placement, default=-1) + 1
+    refuse_small("forward_only", stages, microbatches)
+    chunks = len(placement)
+    mine = [[c for c in reversed(range(chunks)) if placement[c] == s] for s in range(stages)]
+    done = [0] * chunks
+    rows: list[list[Slot]] = [[] for _ in range(stages)]
+    while done[-1] < microbatches:
+        # All stages see the same moment: what is done in this tick arrives with the next one.
+        before = [microbatches, *done]
+        for stage, held in enumerate(mine):
+            chunk = next((c for c in held if done[c] < before[c]), None)
+            if chunk is not None:
+                rows[stage].append(Task(Kind.FORWARD, chunk, done[chunk]))
+                done[chunk] += 1
+    return Schedule("forward_only", microbatches, tuple(placement), tuple(map(tuple, rows)))

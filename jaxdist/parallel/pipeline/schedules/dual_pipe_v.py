@@ -1,0 +1,102 @@
+"""DualPipeV: chunks as a V; forward of one microbatch beside backward of another, in pairs."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+from jaxdist.config.schema import Config
+from jaxdist.parallel.pipeline.schedules.order import refuse_fewer
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, v_shape
+
+
+class DualPipeV(Config):
+    """Forward beside backward, chunks as a V: `dual_pipe_v`."""
+
+    type: Literal["dual_pipe_v"] = "dual_pipe_v"
+    """Selects this schedule."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return dual_pipe_v(stages, microbatches)
+
+
+def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
+    """The V-shaped half of DualPipe: its parameters lie on each stage once.
+
+    In the middle every FORWARD task stands directly before a FULL one of the other direction, so
+    that the messages of one can travel under the work of the other. If F, I and W take equally
+    long: bubble (stages - 1) (F&B + B - 3 W) where such a pair is one task of time F&B, at whose
+    end both results leave; (stages - 1) W where the forward one leaves as soon as it is done, as in
+    `simulate`. Every stage keeps 2 stages + 1 activations of a chunk.
+    DeepSeek-V3, arXiv 2412.19437 section 3.2.1, and its V form (github.com/deepseek-ai/DualPipe).
+
+    Raises:
+      ConfigError: fewer than 2 stages microbatches.
+
+    >>> [str(task) for task in dual_pipe_v(stages=1, microbatches=2).tasks(0)]
+    ['0F0', '1F0', '0F1', '1B0', '1F1', '0B0', '1B1', '0I1', '0W1']
+    """
+    refuse_fewer("dual_pipe_v", stages, microbatches, 2 * stages, "v_half")
+    rows = tuple(_Writer(stage, stages).row(microbatches) for stage in range(stages))
+    return Schedule("dual_pipe_v", microbatches, v_shape(stages), rows)
+
+
+class _Writer:
+    """Writes the row of one stage; weight tasks wait in a queue for their turn."""
+
+    def __init__(self, stage: int, stages: int) -> None:
+        self.stage, self.stages = stage, stages
+        self.down, self.up = stage, 2 * stages - 1 - stage
+        self.tasks: list[Task] = []
+        self.owed: deque[Task] = deque()
+        self.count = {(way, chunk): 0 for way in (False, True) for chunk in (self.down, self.up)}
+
+    def row(self, microbatches: int) -> tuple[Task, ...]:
+        after = self.stages - 1 - self.stage
+        for _ in range(2 * after):
+            self._forward(self.down)
+        for _ in range(self.stage + 1):
+            self._forward(self.down)
+            self._forward(self.up)
+        for _ in range(after):
+            self._back(self.up, split=True)
+            self._weight()
+            self._forward(self.up)
+        for _ in range(microbatches - 2 * self.stages + self.stage + 1):
+            self._forward(self.down)
+            self._back(self.up)
+            self._forward(self.up)
+            self._back(self.down)
+        for _ in range(after):
+            self._back(self.up)
+            self._forward(self.up)
+            self._back(self.down)
+        self._drain(after)
+        return tuple(self.tasks)
+
+    def _drain(self, after: int) -> None:
+        """The way back of the last microbatches; the latter half of it is split."""
+        left = 2 * (self.stage + 1)
+        for number in range(left):
+            self._back(self.down if number % 2 else self.up, split=number > self.stage)
+        for _ in range(after):
+            self._weight()
+            self._back(self.down, split=True)
+        while self.owed:
+            self._weight()
+
+    def _next(self, back: bool, chunk: int) -> int:
+        self.count[back, chunk] += 1
+        return self.count[back, chunk] - 1
+
+    def _forward(self, chunk: int) -> None:
+        self.tasks.append(Task(Kind.FORWARD, chunk, self._next(False, chunk)))
+
+    def _back(self, chunk: int, *, split: bool = False) -> None:
+        microbatch = self._next(True, chunk)
+        self.tasks.append(Task(Kind.INPUT if split else Kind.FULL, chunk, microbatch))
+        if split:
+            self.owed.append(Task(Kind.WEIGHT, chunk, microbatch))
+
+    def _weight(self) -> None:
+        self.tasks.append(self.owed.popleft())

@@ -1,0 +1,126 @@
+"""Weight halves into the gaps: forward and input tasks keep their order, weight tasks find a place.
+
+A weight task may run any time after its input task. It is put where its stage would wait anyway,
+or where the activations that it frees are needed; the rest comes last.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+
+from jaxdist.parallel.pipeline.planning.costs import Costs
+from jaxdist.parallel.pipeline.schedules.order import Key, key, needed
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Task
+
+_SLACK = 1e-9
+"""Relative room for the rounding of sums of activations and times."""
+_UNKNOWN = float("inf")
+"""The arrival of what has not begun elsewhere: a weight task is taken to fit in before it."""
+
+
+class Fill:
+    """One run of the greedy placement; `rows` is what it gives.
+
+    Time goes forward over all stages at once. A stage that is free does its next forward or input
+    task where that is possible at once. Else it does its oldest weight task, if the memory is full,
+    or if at least `patience` of the weight task's time is left until the next task can begin.
+
+    Attributes:
+      rows: by stage, its tasks; None where the order cannot be kept within the limit.
+      spent: by stage, the time between its first start and its last end.
+    """
+
+    def __init__(
+        self,
+        placement: Sequence[int],
+        orders: Sequence[Sequence[Task]],
+        costs: Costs,
+        limit: float,
+        patience: float,
+    ) -> None:
+        """
+        Args:
+          orders: by stage, FORWARD and INPUT tasks; each INPUT task brings its WEIGHT task.
+          limit: the most activations that may live at once on a stage, in the unit of `costs`.
+          patience: 0: a weight task goes into any gap, 1: only where it delays nothing.
+        """
+        chunks = len(placement)
+        self.placement, self.orders, self.limit, self.patience = placement, orders, limit, patience
+        self.durations, self.transfers = costs.durations(chunks), costs.transfers(chunks)
+        self.sizes, self.kept = costs.activations(chunks), costs.kept
+        self.ends: dict[Key, float] = {}
+        self.place = [0] * len(orders)
+        self.live = [0.0] * len(orders)
+        self.owed: list[deque[Task]] = [deque() for _ in orders]
+        self.done: list[list[Task]] = [[] for _ in orders]
+        self.first: list[float | None] = [None] * len(orders)
+        self.last = [0.0] * len(orders)
+        self.waiting: dict[Key, int] = {}
+        self.events: list[tuple[float, int]] = [(0.0, stage) for stage in range(len(orders))]
+        while self.events:
+            self._act(*heapq.heappop(self.events))
+        whole = all(at == len(order) for at, order in zip(self.place, orders, strict=True))
+        self.rows = tuple(tuple(row) for row in self.done) if whole else None
+
+    @property
+    def spent(self) -> list[float]:
+        return [end - (start or 0) for start, end in zip(self.first, self.last, strict=True)]
+
+    def _act(self, now: float, stage: int) -> None:
+        """What a stage does that is free now."""
+        owed = self.owed[stage]
+        if self.place[stage] == len(self.orders[stage]):
+            if owed:
+                self._run(owed.popleft(), now, stage)
+            return
+        task = self.orders[stage][self.place[stage]]
+        needs = needed(task, len(self.placement))
+        missing = next((need for need in needs if need not in self.ends), None)
+        arrival = self._arrival(task, needs) if missing is None else _UNKNOWN
+        fits = task.kind is not Kind.FORWARD or (
+            self.live[stage] + self.sizes[task.chunk] <= self.limit * (1 + _SLACK) + _SLACK
+        )
+        gap = self.durations[Kind.WEIGHT][owed[0].chunk] * self.patience if owed else 0.0
+        if arrival <= now and fits:
+            self.place[stage] += 1
+            self._run(task, now, stage)
+        elif owed and (not fits or arrival - now >= gap * (1 - _SLACK)):
+            self._run(owed.popleft(), now, stage)
+        elif missing is not None:
+            self.waiting[missing] = stage
+        elif fits:
+            heapq.heappush(self.events, (arrival, stage))
+
+    def _arrival(self, task: Task, needs: Sequence[Key]) -> float:
+        """When all that a task needs is there."""
+        latest = 0.0
+        for need in needs:
+            away = self.placement[need[1]] != self.placement[task.chunk]
+            travel = self.transfers[min(need[1], task.chunk)] if away else 0.0
+            latest = max(latest, self.ends[need] + travel)
+        return latest
+
+    def _run(self, task: Task, now: float, stage: int) -> None:
+        end = now + self.durations[task.kind][task.chunk]
+        size = self.sizes[task.chunk]
+        self.done[stage].append(task)
+        if self.first[stage] is None:
+            self.first[stage] = now
+        self.last[stage] = end
+        if task.kind is Kind.WEIGHT:
+            self.live[stage] -= size * self.kept
+        else:
+            self._hand_on(task, now, end)
+            self.live[stage] += size if task.kind is Kind.FORWARD else size * (self.kept - 1)
+        if task.kind is Kind.INPUT:
+            self.owed[stage].append(Task(Kind.WEIGHT, task.chunk, task.microbatch))
+        heapq.heappush(self.events, (end, stage))
+
+    def _hand_on(self, task: Task, now: float, end: float) -> None:
+        """Notes when a task will end; the stage that waits for it now knows."""
+        self.ends[key(task)] = end
+        waiter = self.waiting.pop(key(task), None)
+        if waiter is not None:
+            heapq.heappush(self.events, (max(now, self.last[waiter]), waiter))

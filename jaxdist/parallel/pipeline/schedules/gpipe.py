@@ -1,0 +1,41 @@
+"""GPipe: all microbatches forward, then all back."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxdist.config.schema import Config
+from jaxdist.parallel.pipeline.schedules.order import Row, refuse_small
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule
+
+
+class GPipe(Config):
+    """All microbatches forward, then all back: `gpipe`."""
+
+    type: Literal["gpipe"] = "gpipe"
+    """Selects this schedule."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return gpipe(stages, microbatches)
+
+
+def gpipe(stages: int, microbatches: int) -> Schedule:
+    """All forward passes, then all backward ones.
+
+    Bubble (stages - 1) (F + B); every stage keeps the activations of all microbatches.
+    Huang et al., arXiv 1811.06965.
+
+    Raises:
+      ConfigError: no stage, or no microbatch.
+
+    >>> [str(task) for task in gpipe(stages=2, microbatches=2).tasks(0)]
+    ['0F0', '0F1', '0B0', '0B1']
+    """
+    refuse_small("gpipe", stages, microbatches)
+    rows = []
+    for stage in range(stages):
+        row = Row()
+        row.add((Kind.FORWARD, stage), times=microbatches)
+        row.add((Kind.FULL, stage), times=microbatches)
+        rows.append(tuple(row.tasks))
+    return Schedule("gpipe", microbatches, tuple(range(stages)), tuple(rows))

@@ -1,0 +1,121 @@
+"""Several chunks on a stage, round after round: a bubble shorter by the number of chunks.
+
+Both pay with messages: a microbatch passes every stage once for each of its chunks.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxdist.config.schema import Config
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.schedules.order import Row, refuse_fewer
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, loop
+
+
+class Interleaved(Config):
+    """1F1B over several chunks per stage: `interleaved`."""
+
+    type: Literal["interleaved"] = "interleaved"
+    """Selects this schedule."""
+    chunks: Annotated[int, Field(ge=2, le=1024)]
+    """Chunks of the model on each stage."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return interleaved(stages, microbatches, self.chunks)
+
+
+def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """1F1B over `chunks` chunks per stage, `stages` microbatches at a time (depth first).
+
+    With F and B the times of a stage: bubble (stages - 1) (F + B) / chunks; the first stage keeps
+    stages (1 + (stages - 1) / (stages chunks)) activations, or all where there are fewer.
+    Narayanan et al., arXiv 2104.04473 section 2.2.
+
+    Raises:
+      ConfigError: fewer than 2 chunks, or microbatches that are not a multiple of the stages.
+
+    >>> schedule = interleaved(stages=2, microbatches=2, chunks=2)
+    >>> [str(task) for task in schedule.tasks(1)]
+    ['1F0', '1F1', '3F0', '3B0', '3F1', '3B1', '1B0', '1B1']
+    """
+    _refuse_few_chunks("interleaved", chunks)
+    refuse_fewer("interleaved", stages, microbatches, stages, "1f1b")
+    if microbatches % stages:
+        below = microbatches - microbatches % stages
+        raise ConfigError(
+            f"schedule interleaved: {microbatches} microbatches are not a multiple of {stages} "
+            f"stages: use {below} or {below + stages}, or breadth_first"
+        )
+    rows = []
+    for stage in range(stages):
+        forward = _rounds(Kind.FORWARD, stage, stages, microbatches, chunks)
+        backward = _rounds(Kind.FULL, stage, stages, microbatches, chunks)
+        ahead = min((chunks - 1) * stages + 2 * (stages - stage - 1), len(forward))
+        row = forward[:ahead]
+        for pair in zip(forward[ahead:], backward, strict=False):
+            row.extend(pair)
+        rows.append((*row, *backward[len(forward) - ahead :]))
+    return Schedule("interleaved", microbatches, loop(stages, stages * chunks), tuple(rows))
+
+
+def _rounds(kind: Kind, stage: int, stages: int, microbatches: int, chunks: int) -> list[Task]:
+    """All of a stage's tasks of one kind: round by round, in each chunk by chunk."""
+    turns = range(chunks) if kind is Kind.FORWARD else reversed(range(chunks))
+    order = [turn * stages + stage for turn in turns]
+    return [
+        Task(kind, chunk, microbatch)
+        for first in range(0, microbatches, stages)
+        for chunk in order
+        for microbatch in range(first, first + stages)
+    ]
+
+
+class BreadthFirst(Config):
+    """GPipe over several chunks per stage: `breadth_first`."""
+
+    type: Literal["breadth_first"] = "breadth_first"
+    """Selects this schedule."""
+    chunks: Annotated[int, Field(ge=2, le=1024)]
+    """Chunks of the model on each stage."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return breadth_first(stages, microbatches, self.chunks)
+
+
+def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
+    """All microbatches through one chunk before the next: GPipe over `chunks` chunks per stage.
+
+    Bubble as `interleaved`; every stage keeps all activations, but each chunk's weights are used in
+    one go, so that they can be gathered, and their gradients reduced, once a step.
+    Lamy-Poirier, arXiv 2211.05953.
+
+    Raises:
+      ConfigError: fewer than 2 chunks, or fewer microbatches than stages.
+
+    >>> schedule = breadth_first(stages=2, microbatches=2, chunks=2)
+    >>> [str(task) for task in schedule.tasks(1)]
+    ['1F0', '1F1', '3F0', '3F1', '3B0', '3B1', '1B0', '1B1']
+    """
+    _refuse_few_chunks("breadth_first", chunks)
+    refuse_fewer("breadth_first", stages, microbatches, stages, "gpipe")
+    rows = []
+    for stage in range(stages):
+        row = Row()
+        order = [turn * stages + stage for turn in range(chunks)]
+        for chunk in order:
+            row.add((Kind.FORWARD, chunk), times=microbatches)
+        for chunk in reversed(order):
+            row.add((Kind.FULL, chunk), times=microbatches)
+        rows.append(tuple(row.tasks))
+    return Schedule("breadth_first", microbatches, loop(stages, stages * chunks), tuple(rows))
+
+
+def _refuse_few_chunks(name: str, chunks: int) -> None:
+    if chunks < 2:
+        raise ConfigError(
+            f"schedule {name}: {chunks} chunks per stage: give at least 2, or use "
+            f"{'1f1b' if name == 'interleaved' else 'gpipe'}, which has one"
+        )

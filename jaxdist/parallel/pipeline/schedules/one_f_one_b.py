@@ -1,0 +1,43 @@
+"""1F1B: forward passes only until the first gradient comes, then one of each in turn."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxdist.config.schema import Config
+from jaxdist.parallel.pipeline.schedules.order import Row, refuse_small
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule
+
+
+class OneFOneB(Config):
+    """One forward, one backward: `one_f_one_b`."""
+
+    type: Literal["1f1b"] = "1f1b"
+    """Selects this schedule."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return one_f_one_b(stages, microbatches)
+
+
+def one_f_one_b(stages: int, microbatches: int) -> Schedule:
+    """One forward, one backward.
+
+    Bubble (stages - 1) (F + B), as GPipe; stage i keeps the activations of
+    min(microbatches, stages - i) microbatches. Narayanan et al., arXiv 2006.09503.
+
+    Raises:
+      ConfigError: no stage, or no microbatch.
+
+    >>> [str(task) for task in one_f_one_b(stages=2, microbatches=3).tasks(0)]
+    ['0F0', '0F1', '0B0', '0F2', '0B1', '0B2']
+    """
+    refuse_small("1f1b", stages, microbatches)
+    rows = []
+    for stage in range(stages):
+        ahead = min(microbatches, stages - stage - 1)
+        row = Row()
+        row.add((Kind.FORWARD, stage), times=ahead)
+        row.add((Kind.FORWARD, stage), (Kind.FULL, stage), times=microbatches - ahead)
+        row.add((Kind.FULL, stage), times=ahead)
+        rows.append(tuple(row.tasks))
+    return Schedule("1f1b", microbatches, tuple(range(stages)), tuple(rows))

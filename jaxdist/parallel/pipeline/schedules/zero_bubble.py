@@ -1,0 +1,87 @@
+"""Zero bubble by hand: the weight half of the backward pass fills what would be waiting.
+
+Qi et al., arXiv 2401.10241 section 2. F, I and W are the times of the forward pass and of the two
+halves of the backward pass of a stage.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxdist.config.schema import Config
+from jaxdist.parallel.pipeline.schedules.order import Row, refuse_fewer
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule
+
+
+class ZBH1(Config):
+    """Zero bubble in the memory of 1F1B: `zb_h1`."""
+
+    type: Literal["zb_h1"] = "zb_h1"
+    """Selects this schedule."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return zb_h1(stages, microbatches)
+
+
+def zb_h1(stages: int, microbatches: int) -> Schedule:
+    """1F1B whose weight halves come later, the later the nearer the stage is to the end.
+
+    Bubble (stages - 1) (F + I - W), a third of 1F1B's where the three are equal; every stage keeps
+    `stages` activations, as 1F1B's first one does.
+
+    Raises:
+      ConfigError: fewer microbatches than stages.
+
+    >>> [str(task) for task in zb_h1(stages=2, microbatches=2).tasks(1)]
+    ['1F0', '1I0', '1F1', '1I1', '1W0', '1W1']
+    """
+    refuse_fewer("zb_h1", stages, microbatches, stages, "1f1b")
+    return _delayed("zb_h1", stages, microbatches, reach=1)
+
+
+class ZBH2(Config):
+    """Zero bubble in twice that memory: `zb_h2`."""
+
+    type: Literal["zb_h2"] = "zb_h2"
+    """Selects this schedule."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return zb_h2(stages, microbatches)
+
+
+def zb_h2(stages: int, microbatches: int) -> Schedule:
+    """Forward passes are begun so early that no stage ever waits, once it has begun.
+
+    Bubble (stages - 1) (F + I - 2 W), none where the three are equal; every stage keeps
+    2 stages - 1 activations. Stage i begins and ends a step i forward passes after the first one:
+    see `Timeline.period`.
+
+    Raises:
+      ConfigError: fewer than 2 stages - 1 microbatches.
+
+    >>> [str(task) for task in zb_h2(stages=2, microbatches=3).tasks(1)]
+    ['1F0', '1I0', '1F1', '1I1', '1F2', '1I2', '1W0', '1W1', '1W2']
+    """
+    refuse_fewer("zb_h2", stages, microbatches, 2 * stages - 1, "zb_h1")
+    return _delayed("zb_h2", stages, microbatches, reach=2)
+
+
+def _delayed(name: str, stages: int, microbatches: int, reach: int) -> Schedule:
+    """Stage i begins with reach (stages - 1 - i) + 1 forwards and keeps reach i weight halves back.
+
+    The two sum to the same number of activations on every stage.
+    """
+    rows = []
+    for stage in range(stages):
+        forward, weight = (Kind.FORWARD, stage), (Kind.WEIGHT, stage)
+        row = Row()
+        row.add(forward, times=reach * (stages - 1 - stage) + 1)
+        for microbatch in range(microbatches):
+            row.add((Kind.INPUT, stage))
+            if microbatch >= reach * stage:
+                row.add(weight)
+            if row.count[forward] < microbatches:
+                row.add(forward)
+        row.add(weight, times=microbatches - row.count[weight])
+        rows.append(tuple(row.tasks))
+    return Schedule(name, microbatches, tuple(range(stages)), tuple(rows))

@@ -1,0 +1,202 @@
+"""Zero bubble for given times and a given memory: a heuristic with a search around it.
+
+Qi et al., arXiv 2401.10241 section 3.1. Theirs is followed in its parts: as many forward passes as
+fit before the first gradient comes, then one forward and one backward in turn, weight halves in the
+gaps and where memory is short, and a grid over what is left open. In place of their integer program
+a local search moves the numbers of first forward passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from jaxdist.config.schema import Config
+from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.planning.costs import Costs, CostsConfig
+from jaxdist.parallel.pipeline.schedules.fill import Fill
+from jaxdist.parallel.pipeline.schedules.order import Row, refuse_small
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task
+
+_OVERRUNS = (0.0, 0.5, 1.0)
+"""How far the first forward passes may reach past the first gradient, in forward passes."""
+_PATIENCES = (1.0, 0.5, 0.0)
+_ROOM = 1e-9
+
+
+class ZBAuto(Config):
+    """Zero bubble for given times and memory: `zb_auto`."""
+
+    type: Literal["zb_auto"] = "zb_auto"
+    """Selects this schedule."""
+    memory_limit: Annotated[float, Field(gt=0, le=1000)] = 2.0
+    """The most activations on any stage, in units of 1F1B's most."""
+    costs: CostsConfig = CostsConfig()
+    """Times of the tasks, and what they keep, by stage."""
+    search: Annotated[int, Field(ge=0, le=100_000)] = 30
+    """Schedules that are tried after the first grid; each takes some 10 us per task."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return zb_auto(
+            stages,
+            microbatches,
+            self.costs.costs(),
+            memory_limit=self.memory_limit,
+            search=self.search,
+        )
+
+
+def zb_auto(
+    stages: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    *,
+    memory_limit: float = 2.0,
+    search: int = 30,
+) -> Schedule:
+    """The schedule with the shortest period that was found within the memory.
+
+    With equal times it has no bubble in twice 1F1B's memory, from 2 stages - 1 microbatches on, and
+    that of ZB-H1 in once that memory. Where W is shorter than F and I, more memory shortens it
+    further the less of the activations `costs.kept` says W needs.
+
+    Args:
+      costs: times and activations of the stages, one chunk each; by default all times are equal.
+      memory_limit: the most activations on any stage, in units of 1F1B's most: `stages`
+        activations, or the largest of (stages - i) times stage i's where they differ.
+      search: how many schedules are tried after the grid of a dozen; each takes some 10 us per
+        task.
+
+    Raises:
+      ConfigError: no stage or microbatch, costs that do not fit, or less memory than a single
+        microbatch takes.
+
+    >>> from jaxdist.parallel.pipeline.schedules.simulate import simulate
+    >>> simulate(zb_auto(stages=4, microbatches=8)).bubble
+    0.0
+    """
+    refuse_small("zb_auto", stages, microbatches)
+    problem = _Problem(stages, microbatches, costs or Costs(), memory_limit)
+    starts = dict.fromkeys(problem.starts())
+    grid = [problem.fill(first, patience) for first in starts for patience in _PATIENCES]
+    best = min(grid, key=lambda found: found.period)
+    best = _descend(problem, best, search)
+    assert best.rows is not None, "one forward pass on every stage is always within the memory"
+    return Schedule("zb_auto", microbatches, tuple(range(stages)), best.rows)
+
+
+class _Found(NamedTuple):
+    """A schedule that was tried: its period, its choices, its rows (None: beyond the memory)."""
+
+    period: float
+    first: tuple[int, ...]
+    patience: float
+    rows: tuple[tuple[Task, ...], ...] | None
+
+
+class _Problem:
+    """Stages, times and memory, and what can be done within them."""
+
+    def __init__(self, stages: int, microbatches: int, costs: Costs, memory_limit: float) -> None:
+        self.stages, self.microbatches, self.costs = stages, microbatches, costs
+        durations = costs.durations(stages)
+        self.forward, self.back = durations[Kind.FORWARD], durations[Kind.INPUT]
+        self.transfer = costs.transfers(stages)
+        self.sizes = costs.activations(stages)
+        self.unit = max((stages - stage) * size for stage, size in enumerate(self.sizes))
+        self.limit = memory_limit * self.unit
+        self.most = [self._most(stage, memory_limit) for stage in range(stages)]
+
+    def _most(self, stage: int, memory_limit: float) -> int:
+        """The most forward passes a stage may begin with."""
+        size = self.sizes[stage]
+        room = int(self.limit / size + _ROOM) if size else self.microbatches
+        if room < 1:
+            raise ConfigError(
+                f"schedule zb_auto: memory_limit {memory_limit:g} is {self.limit:g} activations on "
+                f"{self.stages} stages, and a single microbatch leaves {size:g} on stage {stage}: "
+                f"allow at least {size / self.unit:g}"
+            )
+        return min(room, self.microbatches)
+
+    def starts(self) -> Iterator[tuple[int, ...]]:
+        """Numbers of first forward passes, by stage, that fill the time to the first gradient."""
+        yield self._within(range(self.stages, 0, -1))
+        ends = self._eager_ends()
+        for overrun in _OVERRUNS:
+            first = [1] * self.stages
+            gradient = ends[-1][0] + self.back[-1]
+            for stage in reversed(range(self.stages - 1)):
+                gradient += self.transfer[stage]
+                latest = (gradient + overrun * self.forward[stage]) * (1 + _ROOM)
+                fit = sum(end <= latest for end in ends[stage])
+                first[stage] = max(fit, first[stage + 1] + 1)
+                own = ends[stage][min(first[stage], self.microbatches) - 1]
+                gradient = max(gradient, own) + self.back[stage]
+            yield self._within(first)
+
+    def _within(self, first: Iterable[int]) -> tuple[int, ...]:
+        """The memory kept, and one forward pass less than on the stage before, where that can be.
+
+        A stage that begins with as many as the one before would wait for the last of them while
+        gradients stand by. Not where all microbatches come first: there is no more to wait for.
+        """
+        found: list[int] = []
+        for wanted, most in zip(first, self.most, strict=True):
+            before = found[-1] if found else self.microbatches
+            less = before if before == self.microbatches else max(before - 1, 1)
+            found.append(min(wanted, most, less))
+        return tuple(found)
+
+    def _eager_ends(self) -> list[list[float]]:
+        """By stage and microbatch, when forward passes end where nothing else is done."""
+        arrivals = [0.0] * self.microbatches
+        found = []
+        for time, transfer in zip(self.forward, self.transfer, strict=True):
+            free, ends = 0.0, []
+            for arrival in arrivals:
+                free = max(free, arrival) + time
+                ends.append(free)
+            arrivals = [end + transfer for end in ends]
+            found.append(ends)
+        return found
+
+    def fill(self, first: tuple[int, ...], patience: float) -> _Found:
+        """First forward passes, then one input and one forward task in turn; weights between."""
+        orders = []
+        for stage, ahead in enumerate(first):
+            row = Row()
+            forward, back = (Kind.FORWARD, stage), (Kind.INPUT, stage)
+            row.add(forward, times=ahead)
+            row.add(back, forward, times=self.microbatches - ahead)
+            row.add(back, times=ahead)
+            orders.append(row.tasks)
+        run = Fill(range(self.stages), orders, self.costs, self.limit, patience)
+        period = max(run.spent) if run.rows is not None else float("inf")
+        return _Found(period, first, patience, run.rows)
+
+    def around(self, found: _Found) -> Iterator[_Found]:
+        """Schedules next to one: a forward pass more or less on the first stages, up to any."""
+        for change in (1, -1):
+            for last in range(self.stages):
+                moved = [n + change if s <= last else n for s, n in enumerate(found.first)]
+                first = self._within(max(n, 1) for n in moved)
+                if first != found.first:
+                    yield self.fill(first, found.patience)
+        for patience in (found.patience - 0.25, found.patience + 0.25):
+            if 0 <= patience <= 1:
+                yield self.fill(found.first, patience)
+
+
+def _descend(problem: _Problem, found: _Found, tries: int) -> _Found:
+    """Goes to the first better neighbour, again and again, until none is or the tries are spent."""
+    neighbours = problem.around(found)
+    for _ in range(tries):
+        tried = next(neighbours, None)
+        if tried is None:
+            break
+        if tried.period < found.period:
+            found, neighbours = tried, problem.around(tried)
+    return found

@@ -1,0 +1,185 @@
+"""Zero bubble with the chunks laid out as a V: first and last chunk lie on the first stage.
+
+Qi et al., "Pipeline parallelism with controllable memory", arXiv 2405.15362. Every microbatch does
+the same thing six units of time after the one before, one unit for each of its six tasks on a
+stage; how far apart these tasks lie decides how much memory the schedule takes. Bubbles are in
+units of one task of one chunk, all taking equally long; memory is in microbatches through a whole
+stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
+
+from jaxdist.config.schema import Config
+from jaxdist.parallel.pipeline.planning.costs import Costs
+from jaxdist.parallel.pipeline.schedules.fill import Fill
+from jaxdist.parallel.pipeline.schedules.order import Row, refuse_fewer, refuse_small
+from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, v_shape
+
+_UNITS = 6
+"""Tasks of one microbatch on one stage: F, I and W of two chunks."""
+
+
+class ZBV(Config):
+    """Zero bubble with chunks as a V: `zb_v`."""
+
+    type: Literal["zb_v"] = "zb_v"
+    """Selects this schedule."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return zb_v(stages, microbatches)
+
+
+def zb_v(stages: int, microbatches: int) -> Schedule:
+    """No bubble at all if all tasks take equally long, in the memory of 1F1B, on every stage.
+
+    Every stage keeps `stages` activations. Twice the messages of 1F1B.
+
+    Raises:
+      ConfigError: fewer than 2 stages - 1 microbatches.
+
+    >>> [str(task) for task in zb_v(stages=1, microbatches=2).tasks(0)]
+    ['0F0', '1F0', '1I0', '1W0', '0F1', '0I0', '0W0', '1F1', '1I1', '1W1', '0I1', '0W1']
+    """
+    refuse_fewer("zb_v", stages, microbatches, 2 * stages - 1, "v_half")
+    rows = tuple(_zb_v_row(stage, stages, microbatches) for stage in range(stages))
+    return Schedule("zb_v", microbatches, v_shape(stages), rows)
+
+
+def _zb_v_row(stage: int, stages: int, microbatches: int) -> tuple[Task, ...]:
+    down, up = stage, 2 * stages - 1 - stage
+    forward, back = (Kind.FORWARD, down), [(Kind.INPUT, down), (Kind.WEIGHT, down)]
+    turn = [(Kind.FORWARD, up), (Kind.INPUT, up), (Kind.WEIGHT, up)]
+    row = Row()
+    row.add(forward, times=2 * (stages - stage) - 1)
+    row.add(turn[0], forward, times=stage)
+    row.add(*turn, times=stages - stage)
+    row.add(forward, *back, *turn, times=microbatches - 2 * stages + stage + 1)
+    row.add(*back, *turn, times=stages - 1 - stage)
+    # The rest of the way back: weight tasks wait until no other stage waits for an input task.
+    row.add(back[0], turn[1], times=stage)
+    row.add(*back, times=stages - stage)
+    row.add(turn[2], times=microbatches - row.count[turn[2]])
+    row.add(back[1], times=microbatches - row.count[back[1]])
+    return tuple(row.tasks)
+
+
+class _Block(NamedTuple):
+    """The building block: units of time from task to task of one microbatch.
+
+    Attributes:
+      hops: from stage to stage, in F of the first chunk, F of the second, I of the second, of the
+        first.
+      turns: on one stage, between these four.
+    """
+
+    hops: tuple[int, int, int, int]
+    turns: tuple[int, int, int]
+
+    def times(self, stages: int, stage: int) -> tuple[int, int, int, int]:
+        """When the four tasks of microbatch 0 start on a stage; of microbatch b, 6 b later."""
+        last = stages - 1
+        found: list[int] = []
+        corner = 0
+        for way, hop in enumerate(self.hops):
+            far = stage if way % 2 == 0 else last - stage
+            found.append(corner + hop * far)
+            corner += hop * last + (*self.turns, 0)[way]
+        first, second, third, fourth = found
+        return first, second, third, fourth
+
+
+class VHalf(Config):
+    """Half of the memory of 1F1B: `v_half`."""
+
+    type: Literal["v_half"] = "v_half"
+    """Selects this schedule."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return v_half(stages, microbatches)
+
+
+def v_half(stages: int, microbatches: int) -> Schedule:
+    """Half of 1F1B's memory, and no more than half of its bubble.
+
+    At most (stages + 1) / 2 activations for an odd number of stages, stages / 2 + 1 for an even
+    one. Bubble 3 stages - 4 or 3 stages - 5 units, 2 for two stages (1F1B: 6 (stages - 1)); these
+    hold from 2 stages microbatches on.
+
+    Raises:
+      ConfigError: no stage, or no microbatch.
+    """
+    block = _Block((1, 2, 1, 2), (1, 1, 2) if stages % 2 else (4, 1, 5))
+    return _repeat("v_half", stages, microbatches, block)
+
+
+class VMin(Config):
+    """A third of the memory of 1F1B: `v_min`."""
+
+    type: Literal["v_min"] = "v_min"
+    """Selects this schedule."""
+
+    def build(self, stages: int, microbatches: int) -> Schedule:
+        return v_min(stages, microbatches)
+
+
+def v_min(stages: int, microbatches: int) -> Schedule:
+    """A third of 1F1B's memory, and two thirds of its bubble.
+
+    At most stages / 3 + 4 / 3 activations. Bubble 4 stages - 5 units (1F1B: 6 (stages - 1)) from
+    2 stages microbatches on.
+
+    Raises:
+      ConfigError: no stage, or no microbatch.
+    """
+    block = _Block((1, 1, 1, 1), (1, 1, 1) if stages % 3 else (3, 1, 3))
+    return _repeat("v_min", stages, microbatches, block)
+
+
+def _repeat(name: str, stages: int, microbatches: int, block: _Block) -> Schedule:
+    """The block, again and again, and squeezed: no stage waits for a time that is only written."""
+    refuse_small(name, stages, microbatches)
+    times = [block.times(stages, stage) for stage in range(stages)]
+    orders = [_order(stage, stages, microbatches, times[stage]) for stage in range(stages)]
+    limit = max(_peak(row, microbatches) for row in times)
+    placement = v_shape(stages)
+    runs = (Fill(placement, orders, Costs(), limit, patience) for patience in (1.0, 0.0))
+    best = min((run for run in runs if run.rows is not None), key=lambda run: max(run.spent))
+    assert best.rows is not None, "what the blocks keep at once is enough to go through them"
+    return Schedule(name, microbatches, placement, best.rows)
+
+
+def _order(stage: int, stages: int, microbatches: int, times: Iterable[int]) -> list[Task]:
+    down, up = stage, 2 * stages - 1 - stage
+    ways = ((Kind.FORWARD, down), (Kind.FORWARD, up), (Kind.INPUT, up), (Kind.INPUT, down))
+    timed = [
+        (_UNITS * microbatch + time, Task(kind, chunk, microbatch))
+        for microbatch in range(microbatches)
+        for time, (kind, chunk) in zip(times, ways, strict=True)
+    ]
+    assert len({time for time, _ in timed}) == len(timed), "two tasks of a stage at one time"
+    return [task for _, task in sorted(timed)]
+
+
+def _peak(times: tuple[int, int, int, int], microbatches: int) -> int:
+    """The most activations that live at once on a stage while the block repeats.
+
+    A weight task takes the first unit after its input task that is free in every block.
+    """
+    taken = {time % _UNITS for time in times}
+    changes = [(time, 1) for time in times[:2]]
+    for time in times[2:]:
+        weight = next(t for t in range(time + 1, time + 1 + _UNITS) if t % _UNITS not in taken)
+        taken.add(weight % _UNITS)
+        changes.append((weight + 1, -1))
+    live = most = 0
+    for _, change in sorted(
+        (time + _UNITS * microbatch, change)
+        for microbatch in range(microbatches)
+        for time, change in changes
+    ):
+        live += change
+        most = max(most, live)
+    return most

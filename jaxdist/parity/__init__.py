@@ -1,0 +1,1 @@
+"""Every plan against one device."""

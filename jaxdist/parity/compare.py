@@ -1,0 +1,161 @@
+"""`jaxdist parity`: every exact way to train gives the numbers of one device, or says where not."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.experiment import load
+from jaxdist.metrics.report import write_json
+from jaxdist.parity.cells import Cell, cover, possible_cells, valid_cells
+from jaxdist.parity.report import HEADER, from_json, line, to_json
+from jaxdist.parity.run import (
+    BUILT_IN,
+    Result,
+    Subject,
+    compare,
+    open_subject,
+    remats_of,
+    sections_of,
+)
+from jaxdist.parity.trace import compiled_at
+
+BUILT_IN_NAME = "A gpt of 8 layers of width 32"
+
+
+def parity(
+    path: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    full: bool = False,
+    jobs: int = 1,
+    json_file: Path | None = None,
+    resume: bool = False,
+    console: Console,
+) -> list[Result]:
+    """Compare combinations with one device, print a line each as it is done, and the verdict.
+
+    Args:
+      path: a config, whose model and data are compared; None is a small language model.
+      full: every combination, not only enough of them to have every two settings.
+      jobs: processes that compare, one combination each at a time.
+      json_file: where to write the same as JSON, what there is of it after each combination.
+      resume: leave out what `json_file` has already, if it exists.
+
+    Raises:
+      JaxdistError: a config that cannot be read, or not be built on one device; a file that
+        cannot be gone on with; a process that ended.
+    """
+    sections, name = BUILT_IN, BUILT_IN_NAME
+    if path is not None:
+        sections, name = sections_of(*load(path, overrides)), " ".join([str(path), *overrides])
+    if resume and json_file is None:
+        raise ConfigError("--resume goes on with the file of --json: give it as well")
+    subject = open_subject(sections)
+    remats = remats_of(sections)
+    cells = valid_cells(remats) if full else cover([*possible_cells(remats)])
+    report = partial(to_json, name, planned=len(cells), full=full, losses=subject.reference.losses)
+    results = _earlier(json_file, report([])) if resume and json_file else []
+    done = {result.cell for result in results}
+    console.print(
+        f"{name}: {len(cells)} combinations on 8 fake devices against one device,\n"
+        f"float32, relative differences; {compiled_at()}"
+        f"{f'; {len(results)} are in {json_file}' if results else ''}",
+        soft_wrap=True,
+    )
+    console.print(HEADER, style="bold")
+
+    def note() -> None:
+        if json_file is not None:
+            write_json(json_file, report(results), what="comparison", indent=1, allow_nan=True)
+
+    note()
+    told: dict[str, int] = {}
+    for result in _compared(subject, [cell for cell in cells if cell not in done], jobs):
+        style = "bold red" if result.verdict == "differs" else None
+        console.print(line(result, told), style=style, soft_wrap=True, markup=False)
+        results.append(result)
+        note()
+    console.print(verdict(results))
+    return results
+
+
+def _earlier(file: Path, empty: Mapping[str, Any]) -> list[Result]:
+    """What a run that was ended left in its file.
+
+    Args:
+      empty: the report of this run before its first result.
+
+    Raises:
+      ConfigError: the report of another run, or none: the losses on one device tell another model
+        or batch, whatever its name.
+    """
+    if not file.exists():
+        return []
+    remedy = "give another file to --json, or leave --resume out to write this one anew"
+    try:
+        report = json.loads(file.read_text(encoding="utf-8"))
+        results = from_json(report)
+        other = [name for name in empty if name != "results" and report[name] != empty[name]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot go on with {file}: {error!r}; {remedy}") from error
+    if other:
+        pairs = ", ".join(f"{name} {report[name]} there, {empty[name]} here" for name in other)
+        raise ConfigError(f"cannot go on with {file}, of another run: {pairs}; {remedy}")
+    return results
+
+
+def _compared(subject: Subject, cells: Sequence[Cell], jobs: int) -> Iterator[Result]:
+    """Results in the order of `cells`, by as many processes as `jobs`."""
+    if jobs == 1:
+        yield from (compare(subject, cell) for cell in cells)
+        return
+    # Started anew: a copy of this process would have its device threads half.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(jobs, context, initializer=_take, initargs=(subject,))
+    # `pool.map` takes back what waits when a process ends, as the pool's own thread does: they
+    # meet, and the thread dies of it.
+    try:
+        waiting = [pool.submit(_compare_taken, cell) for cell in cells]
+        yield from (future.result() for future in waiting)
+    except BrokenProcessPool as error:
+        raise RunError(
+            f"one of {jobs} processes that compare has ended, for lack of memory perhaps: "
+            "give fewer --jobs, and --resume to go on with --json's file"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_taken: list[Subject] = []
+
+
+def _take(subject: Subject) -> None:
+    """Begin a process of `_compared`."""
+    _taken[:] = [subject]
+
+
+def _compare_taken(cell: Cell) -> Result:
+    return compare(_taken[0], cell)
+
+
+def verdict(results: Sequence[Result]) -> str:
+    """How many are equal, differ, were skipped.
+
+    >>> verdict([Result(cell, "skipped") for cell in valid_cells()[:2]])
+    '0 equal, 0 differ, 2 skipped'
+    """
+    counts = [
+        sum(result.verdict == kind for result in results)
+        for kind in ("equal", "differs", "skipped")
+    ]
+    return "{} equal, {} differ, {} skipped".format(*counts)

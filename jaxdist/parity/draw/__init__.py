@@ -1,0 +1,1 @@
+"""Plans drawn at random, each against one device."""

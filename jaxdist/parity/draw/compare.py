@@ -1,0 +1,121 @@
+"""`jaxdist parity --draw`: configs at random against one device, each in a child process."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxdist.config import plain_yaml
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.metrics.report import write_json
+from jaxdist.parity.children import Ended, answers
+from jaxdist.parity.draw.draw import draw, seeds_of
+from jaxdist.parity.draw.report import (
+    HEADER,
+    failure_text,
+    from_json,
+    line,
+    to_json,
+    verdict,
+)
+from jaxdist.parity.draw.run import Outcome, judge
+from jaxdist.parity.trace import compiled_at
+
+WRONG = Path("runs/parity")
+"""Where the configs of draws that go wrong are written."""
+
+
+def parity_draws(
+    count: int,
+    *,
+    seed: int = 0,
+    jobs: int = 1,
+    json_file: Path | None = None,
+    resume: bool = False,
+    console: Console,
+) -> list[Outcome]:
+    """Judge so many draws, print each as it is done, those that go wrong with their configs.
+
+    Args:
+      seed: of the first draw; the next has the next.
+      jobs: processes that judge, one draw each at a time.
+      json_file: where to write the same as JSON, what there is of it after each draw.
+      resume: leave out the draws that `json_file` has already, if it exists.
+
+    Raises:
+      ConfigError: a file that cannot be gone on with.
+      RunError: a file that cannot be written.
+    """
+    if resume and json_file is None:
+        raise ConfigError("--resume goes on with the file of --json: give it as well")
+    seeds = seeds_of(count, seed)
+    outcomes = _earlier(json_file, seeds) if resume and json_file else []
+    left = [own for own in seeds if own not in {outcome.seed for outcome in outcomes}]
+    console.print(
+        f"{count} draws on up to 8 fake devices against one device, float32, relative "
+        f"differences; {compiled_at()}"
+        f"{f'; {len(outcomes)} are in {json_file}' if outcomes else ''}",
+        soft_wrap=True,
+    )
+    console.print(HEADER, style="bold")
+    for own, answer in zip(left, answers(judge, left, jobs), strict=True):
+        outcome = _ended(own, answer) if isinstance(answer, Ended) else answer
+        outcomes.append(outcome)
+        style = None if outcome.good else "bold red"
+        console.print(line(outcome), style=style, soft_wrap=True, markup=False)
+        if not outcome.good:
+            text = failure_text(outcome, _written(outcome))
+            console.print(text, soft_wrap=True, markup=False)
+        if json_file is not None:
+            report = to_json(outcomes, count=count, seed=seed)
+            write_json(json_file, report, what="draws", indent=1, allow_nan=True)
+    console.print(verdict(outcomes), soft_wrap=True)
+    return outcomes
+
+
+def _earlier(file: Path, seeds: Sequence[int]) -> list[Outcome]:
+    """What a run that was ended left in its file of these draws.
+
+    Raises:
+      ConfigError: a file that is no report of draws, or of draws as they were another time.
+    """
+    if not file.exists():
+        return []
+    remedy = "give another file to --json, or leave --resume out to write this one anew"
+    try:
+        found = from_json(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot go on with {file}: {error!r}; {remedy}") from error
+    own = [outcome for outcome in found if outcome.seed in seeds]
+    for outcome in own:
+        drawn = draw(outcome.seed)
+        if (outcome.sections, outcome.reader) != (drawn.sections, drawn.reader):
+            raise ConfigError(
+                f"cannot go on with {file}: seed {outcome.seed} draws another config now; {remedy}"
+            )
+    return own
+
+
+def _ended(seed: int, answer: Ended) -> Outcome:
+    drawn = draw(seed)
+    return Outcome(
+        seed, "failed", reason=answer.reason, sections=drawn.sections, reader=drawn.reader
+    )
+
+
+def _written(outcome: Outcome) -> Path:
+    """The file with the config of a draw.
+
+    Raises:
+      RunError: it cannot be written.
+    """
+    path = WRONG / f"draw-{outcome.seed}.yaml"
+    try:
+        WRONG.mkdir(parents=True, exist_ok=True)
+        path.write_text(plain_yaml(outcome.sections), encoding="utf-8")
+    except OSError as error:
+        raise RunError(f"cannot write the config of a draw to {path}: {error.strerror}") from error
+    return path

@@ -1,0 +1,302 @@
+"""Configs at random: a model, how it is optimized, and two of the plans that it can be trained on.
+
+A draw is a function of its seed alone, and plain data: sections as they stand in a config file.
+Every dim is drawn so that the axes that split it divide it, and nothing that the table of validity
+refuses is drawn; what is refused all the same has a reason that only the whole config shows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from random import Random
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from jaxdist.collectives.algorithms.build import ReduceConfig
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import DCN, ICI
+from jaxdist.parallel.validity import Facts, violations
+from jaxdist.parallel.zero import ZeroConfig
+from jaxdist.parity.cells import (
+    ACTIVATIONS,
+    REDUCTIONS,
+    REMATS,
+    SCHEDULES,
+    SCOPES,
+)
+from jaxdist.parity.draw.model import (
+    MODELS,
+    Needs,
+    Sections,
+    embeds_of,
+    layers_of,
+    optimizer,
+)
+from jaxdist.parity.trace import STEPS
+
+DEVICES = 8
+STAGES = 4
+"""The most: a program for more takes long to compile, and has nothing new."""
+WIDEST = 8
+"""Into how many parts the tensor axes of a draw's two meshes split a dim between them."""
+ALONE: Mapping[str, Any] = {"data": 1, "fake_devices": 1}
+COMMON = ("data", "loss", "optim", "seed")
+"""Sections that both plans of a draw have alike."""
+_REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is trained: what of a config is not the model, its data and its optimizer.
+
+    Attributes:
+      mesh: the section; an axis may be split over two networks.
+      tensor, stages: sizes of these axes, 1 where there is none.
+      chunks: of the pipeline; 1 without.
+    """
+
+    mesh: Mapping[str, Any]
+    data: int
+    tensor: int
+    stages: int
+    chunks: int
+    parallel: Mapping[str, Any]
+    microbatches: int
+
+
+@dataclass(frozen=True)
+class Draw:
+    """A config, and the same model and optimizer under a second plan.
+
+    Attributes:
+      seed: `draw` of it is this.
+      sections: the config that is trained and compared with one device.
+      reader: the config that loads what the first one saves.
+    """
+
+    seed: int
+    sections: Sections
+    reader: Sections
+
+
+def draw(seed: int) -> Draw:
+    """Two configs at random, equal for equal seeds.
+
+    >>> draw(7) == draw(7), draw(7).sections == draw(8).sections
+    (True, False)
+    """
+    random = Random(seed)
+    # The one with the most settings, twice as often.
+    kind = random.choice(["gpt", *MODELS])
+    first = second = _plan(random, kind)
+    while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
+        second = _plan(random, kind)
+    needs = Needs(
+        tensor=math.lcm(first.tensor, second.tensor),
+        chunks=max(first.chunks, second.chunks),
+        whole=first.stages == second.stages == first.microbatches == 1,
+    )
+    common = MODELS[kind](random, needs)
+    common |= {"optim": optimizer(random), "seed": random.randrange(100)}
+    return Draw(seed, *(_config(random, common, plan) for plan in (first, second)))
+
+
+def alone(sections: Mapping[str, Any]) -> Sections:
+    """The same training on one device: the reference of a draw."""
+    plain = {name: sections[name] for name in COMMON if name in sections}
+    model = {name: value for name, value in sections["model"].items() if name != "remat"}
+    train = {**sections["train"], "microbatches": 1}
+    sharding = {**sections["sharding"], "rules": {}}
+    return {**plain, "model": model, "train": train, "mesh": dict(ALONE), "sharding": sharding}
+
+
+def _config(random: Random, common: Sections, plan: Plan) -> Sections:
+    """The whole config of a plan: what it chooses for the model's sizes comes last."""
+    model, parallel = dict(common["model"]), dict(plan.parallel)
+    layers = layers_of(model)
+    if model["type"] == "gpt":
+        # What is gathered ahead keeps the inputs of layers alone.
+        policies = ["full"] if parallel["zero"].get("prefetch") else [*REMATS]
+        model["remat"] = REMATS[random.choice(policies)]
+        if isinstance(model["remat"], tuple):
+            model["remat"] = [*model["remat"]][:layers]
+    if plan.chunks > 1 and random.random() < 0.3:
+        counts = _composition(random, layers, plan.chunks)
+        parallel["pipeline"] = {**parallel["pipeline"], "layers": counts}
+    rows = random.choice((1, 1, 2, 3)) * plan.data * plan.microbatches
+    if model.get("args", {}).get("batch_norm"):
+        rows *= 8  # Of two rows, batch statistics leave rounding and little else.
+    return {
+        **common,
+        "model": model,
+        "train": {"steps": STEPS, "batch_size": rows, "microbatches": plan.microbatches},
+        "mesh": plan.mesh,
+        "sharding": {**common.get("sharding", {}), "rules": _rules(random, common, plan)},
+        "parallel": parallel,
+    }
+
+
+def axis_sizes(mesh: Mapping[str, Any]) -> dict[str, int]:
+    """Sizes of the axes of a mesh section, 1 where there is none.
+
+    >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
+    {'data': 6, 'stage': 1, 'tensor': 2}
+    """
+    sizes = ((name, mesh.get(name, 1)) for name in ("data", "stage", "tensor"))
+    return {n: size if isinstance(size, int) else math.prod(size.values()) for n, size in sizes}
+
+
+def _composition(random: Random, total: int, parts: int) -> list[int]:
+    """So many counts of 1 or more that add up to a total."""
+    cuts = sorted(random.sample(range(1, total), parts - 1))
+    return [high - low for low, high in zip([0, *cuts], [*cuts, total], strict=True)]
+
+
+@cache
+def meshes() -> tuple[tuple[int, int, int], ...]:
+    """Sizes of data, stage and tensor on 1 to 8 devices."""
+    sizes = range(1, DEVICES + 1)
+    return tuple(
+        (data, stage, tensor)
+        for data in sizes
+        for stage in range(1, STAGES + 1)
+        for tensor in sizes
+        if data * stage * tensor <= DEVICES
+    )
+
+
+def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
+    """Whether a pipeline of this model may have these axes: mlp has none, cnn no tensor axis."""
+    return stage == 1 or kind in ("gpt", "tower") or (kind == "cnn" and tensor == 1)
+
+
+def _plan(random: Random, kind: str) -> Plan:
+    """A mesh, what runs on it, and in how many microbatches."""
+    fitting = [sizes for sizes in meshes() if _fits(kind, *sizes)]
+    weights = [_weight(*sizes) for sizes in fitting]
+    ((data, stages, tensor),) = random.choices(fitting, weights)
+    mesh = _mesh(random, {"data": data, "stage": stages, "tensor": tensor})
+    reduce, zero = _zero_and_reduce(random, mesh)
+    parallel: Sections = {"reduce": reduce, "zero": zero}
+    if stages == 1:
+        microbatches = random.choice((1, 1, 2, 3, 4))
+        return Plan(mesh, data, tensor, stages, 1, parallel, microbatches)
+    schedule, microbatches, chunks = _schedule(random, stages)
+    parallel["pipeline"] = {
+        "schedule": schedule,
+        "activations": random.choice(ACTIVATIONS),
+        "ahead": random.random() < 0.2,
+    }
+    return Plan(mesh, data, tensor, stages, chunks, parallel, microbatches)
+
+
+def _weight(data: int, stage: int, tensor: int) -> float:
+    """How often a mesh is drawn: there are few with many axes, and most settings need data."""
+    axes = sum(size > 1 for size in (data, stage, tensor))
+    return (0.5, 1, 3, 9)[axes] * (2 if data > 1 else 1)
+
+
+def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
+    """Axes in any order; some of size 1 are named, and data may lie over two networks."""
+    names = [name for name, size in sizes.items() if size > 1 or random.random() < 0.1]
+    random.shuffle(names)
+    mesh: Sections = {name: sizes[name] for name in names}
+    data = sizes["data"]
+    if data > 1 and random.random() < 0.4:
+        dcn = random.choice([size for size in range(1, data + 1) if data % size == 0])
+        mesh["data"] = {"dcn": dcn, "ici": data // dcn}
+    return {**(mesh or {"data": 1}), "fake_devices": math.prod(sizes.values())}
+
+
+def _zero_and_reduce(random: Random, mesh: Mapping[str, Any]) -> tuple[Sections | None, Sections]:
+    """A reduction and a stage of ZeRO that the table of validity allows on a mesh."""
+    while True:
+        kind, stage = random.choice(REDUCTIONS), random.choice((0, 1, 2, 2, 3, 3))
+        reduce = None if kind is None else {"type": kind, **_options(random, kind)}
+        scope = random.choice(SCOPES) if stage else "all"
+        config = ZeroConfig(stage=stage, scope=scope)
+        if violations(_facts(mesh, reduce, config)):
+            continue
+        zero: Sections = {"stage": stage, "scope": scope}
+        zero["whole_below"] = random.choice((0, 0, 16, 64, ZeroConfig().whole_below))
+        if stage == 3 and reduce is not None:
+            zero["prefetch"] = random.random() < 0.3
+        return reduce, zero
+
+
+def _options(random: Random, kind: str) -> Sections:
+    """Settings of an algorithm that change no number but the order of its sums."""
+    found: Sections = {}
+    if random.random() < 0.4:
+        found["bucket_bytes"] = random.choice((64, 1000, 4096))
+    if kind == "ring" and random.random() < 0.5:
+        found |= {"directions": random.choice((1, 2)), "chunks": random.choice((1, 2, 3))}
+    if kind == "hierarchical" and random.random() < 0.5:
+        flat = [name for name in REDUCTIONS if name not in (None, "hierarchical", "auto")]
+        found |= {level: {"type": random.choice(flat)} for level in ("inside", "across")}
+    return found
+
+
+def _facts(mesh: Mapping[str, Any], reduce: Sections | None, zero: ZeroConfig) -> Facts:
+    """What the table of validity asks of a plan."""
+    sizes: dict[str, int] = {}
+    for axis, size in mesh.items():
+        if axis != "fake_devices":
+            parts = {axis: size} if isinstance(size, int) else {
+                axis + DCN: size["dcn"], axis + ICI: size["ici"],
+            }  # fmt: skip
+            sizes |= parts
+    return Facts(
+        mesh=sizes,
+        batch_axes=tuple(name for name in sizes if name.startswith("data")),
+        reduce=None if reduce is None else _REDUCE.validate_python(reduce),
+        zero=zero,
+    )
+
+
+def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
+    """A schedule, microbatches that it takes, and its chunks."""
+    kind = random.choice([*SCHEDULES])
+    settings: Sections = {"type": kind}
+    if "chunks" in SCHEDULES[kind].model_fields:
+        settings["chunks"] = random.choice((2, 3)) if stages == 2 else 2
+    while True:
+        microbatches = random.randint(1, 3 * stages)
+        try:
+            found = SCHEDULES[kind](**settings).build(stages, microbatches)
+        except ConfigError:
+            continue
+        return settings, microbatches, found.chunks
+
+
+def _rules(random: Random, common: Sections, plan: Plan) -> Sections:
+    """Sharding rules beside the defaults."""
+    model, found = common["model"], {}
+    if plan.tensor > 1 and random.random() < 0.5:
+        found = _tensor_rules(random, model, common["data"], plan)
+    embeds, zero = embeds_of(model), plan.parallel["zero"]["stage"]
+    alone = plan.stages == 1 and plan.parallel["reduce"] is None and not zero
+    fits = bool(embeds) and all(embed % plan.data == 0 for embed in embeds)
+    if alone and fits and plan.data > 1 and random.random() < 0.5:
+        found["embed"] = "data"
+    return found
+
+
+def _tensor_rules(
+    random: Random, model: Mapping[str, Any], data: Mapping[str, Any], plan: Plan
+) -> Sections:
+    """A dim that stays whole, or a sequence that is split."""
+    if model["type"] != "gpt":
+        return {"mlp": None}
+    if plan.stages == 1 and data["window"] % plan.tensor == 0 and random.random() < 0.5:
+        return {"residual_seq": "tensor"}
+    return {random.choice(("mlp", "vocab", "heads", "kv_heads")): None}
+
+
+def seeds_of(count: int, seed: int) -> Sequence[int]:
+    """Of so many draws: each has its own, so that a draw is the same among however many."""
+    return range(seed, seed + count)

@@ -1,0 +1,210 @@
+"""Models at random with their data, and optimizers: sections of a config, of a generator's numbers.
+
+Learning rates move parameters by far more than their last digits, and what divides by the size of a
+gradient adds a large `eps`, as `parity_run` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, get_args
+
+from jaxdist.optim.lamb import LambVariant
+from jaxdist.optim.lars import LarsVariant
+from jaxdist.parity.tower import Tower
+
+Sections = dict[str, Any]
+NARROWEST = 6
+"""The least width of a gpt."""
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What two plans ask of their model.
+
+    Attributes:
+      tensor: into how many parts a tensor axis splits dims.
+      chunks: of a pipeline, each of which has a layer; 1 without one.
+      whole: whether all rows of a batch are computed together.
+    """
+
+    tensor: int
+    chunks: int
+    whole: bool
+
+
+def name_of(model: Mapping[str, Any]) -> str:
+    """The key of `MODELS` that a model's section was drawn by."""
+    return "tower" if model["type"] == "import" else model["type"]
+
+
+def layers_of(model: Mapping[str, Any]) -> int:
+    """Layers, or parts, that a pipeline may share out.
+
+    >>> layers_of({"type": "cnn", "channels": [4, 4]}), layers_of({"type": "gpt", "layers": 3})
+    (4, 3)
+    """
+    if model["type"] == "cnn":
+        return len(model["channels"]) + 2
+    return len(model["hidden"]) if model["type"] == "mlp" else model.get("args", model)["layers"]
+
+
+def embeds_of(model: Mapping[str, Any]) -> list[int]:
+    """Lengths of its dims "embed", which no rule splits if it is not told to.
+
+    >>> embeds_of({"type": "mlp", "hidden": [4, 3, 2, 5]})
+    [3, 5]
+    """
+    if model["type"] == "mlp":
+        return model["hidden"][1::2]
+    return [] if model["type"] == "cnn" else [model.get("args", model)["embed"]]
+
+
+def _gpt(random: Random, needs: Needs) -> Sections:
+    """Odd widths, grouped heads, uneven layers: whatever the tensor axis does not forbid."""
+    groups, head_dim = random.choice((1, 1, 2)), random.choice((2, 4, 6))
+    kv_heads = needs.tensor * random.choice((1, 1, 2) if needs.tensor < 4 else (1,))
+    # Of two features a norm leaves little but a sign, and what follows is chaos.
+    head_dim = max(head_dim, 2 * -(-NARROWEST // (2 * kv_heads * groups)))
+    layers = random.randint(needs.chunks, needs.chunks + 3)
+    model = {
+        "type": "gpt",
+        "layers": layers,
+        "embed": kv_heads * groups * head_dim,
+        "heads": kv_heads * groups,
+        "kv_heads": kv_heads,
+        "mlp": needs.tensor * random.choice((1, 3, 5, 8)),
+        "vocab_multiple": needs.tensor * random.choice((1, 2, 3)),
+        "tied_head": random.random() < 0.5,
+        "isolate_documents": random.random() < 0.3,
+        "attention": "xla",
+        "scan_unroll": random.choice((1, 1, 1, min(2, layers))),
+    }
+    data = {
+        "kind": "tokens",
+        "window": random.choice((4, 5, 8, 12)),
+        "vocab_size": random.randint(3, 40),
+    }
+    return {"model": model, "data": _synthetic(random, data)}
+
+
+def _mlp(random: Random, needs: Needs) -> Sections:
+    """Every other width is split."""
+    widths = [
+        (needs.tensor, 1)[i % 2] * random.choice((2, 3, 5, 8)) for i in range(random.randint(1, 4))
+    ]
+    return {"model": {"type": "mlp", "hidden": widths}, "data": _images(random)}
+
+
+def _cnn(random: Random, needs: Needs) -> Sections:
+    """Each convolution is a part of a pipeline, and two layers more."""
+    count = max(random.randint(1, 3), needs.chunks - 2)
+    model = {
+        "type": "cnn",
+        "channels": [needs.tensor * random.choice((1, 2, 3)) for _ in range(count)],
+        "hidden": needs.tensor * random.choice((2, 3, 5, 8)),
+    }
+    return {"model": model, "data": _images(random)}
+
+
+def _tower(random: Random, needs: Needs) -> Sections:
+    """A model as a user's own, with blocks and biases, and batch statistics where it may."""
+    data = _images(random)
+    norm = needs.whole and random.random() < 0.8
+    args = {
+        "features": data["height"] * data["width"] * data["channels"],
+        "classes": data["classes"],
+        "layers": random.randint(needs.chunks, needs.chunks + 3),
+        "embed": random.choice((3, 6, 7, 10)),
+        "mlp": needs.tensor * random.choice((1, 3, 5)),
+        "batch_norm": norm,
+    }
+    return {
+        "model": {"type": "import", "path": f"{Tower.__module__}:Tower", "args": args},
+        "data": data,
+        "loss": {"type": "classification"},
+        **({"sharding": {"params": {"norm/*": [None]}}} if norm else {}),
+    }
+
+
+def _images(random: Random) -> Sections:
+    data = {
+        "kind": "images",
+        "height": random.randint(3, 7),
+        "width": random.randint(3, 7),
+        "channels": random.randint(1, 3),
+        "classes": random.randint(2, 11),
+    }
+    return _synthetic(random, data)
+
+
+def _synthetic(random: Random, data: Sections) -> Sections:
+    more = {"examples": 4096, "heldout_examples": 0, "seed": random.randrange(9)}
+    return {"type": "synthetic", **data, **more}
+
+
+MODELS: Mapping[str, Callable[[Random, Needs], Sections]] = {
+    "gpt": _gpt,
+    "cnn": _cnn,
+    "mlp": _mlp,
+    "tower": _tower,
+}
+"""The sections `model` and `data`, and what else the model wants."""
+
+
+def optimizer(random: Random) -> Sections:
+    """Any optimizer with what is around it: clipping, skips, a loss scale, a schedule."""
+    kind = random.choice([*OPTIMIZERS])
+    found = {"type": kind, **OPTIMIZERS[kind](random)}
+    if random.random() < 0.5:
+        found["clip_norm"] = random.choice((0.1, 1.0))
+    if random.random() < 0.2:
+        found["loss_scale"] = {"type": "dynamic", "init_scale": 64.0, "growth_steps": 2}
+    elif random.random() < 0.2:
+        found["skip_nonfinite"] = True
+    schedule: Sections = {"type": random.choice(("constant", "cosine", "linear"))}
+    schedule["warmup_steps"] = random.choice((0, 2))
+    return {**found, "schedule": schedule}
+
+
+def _adamw(random: Random) -> Sections:
+    decay = random.choice((0.0, 0.1))
+    return {"learning_rate": 1e-2, "weight_decay": decay, "eps": 1e-3}
+
+
+def _sgd(random: Random) -> Sections:
+    return {
+        "learning_rate": 0.1,
+        "momentum": random.choice((0.0, 0.9)),
+        "nesterov": random.random() < 0.5,
+        "weight_decay": random.choice((0.0, 0.01)),
+    }
+
+
+def _lamb(random: Random) -> Sections:
+    found = {"learning_rate": 1e-2, "variant": random.choice(get_args(LambVariant)), "eps": 1e-3}
+    return {**found, **_layerwise(random)}
+
+
+def _lars(random: Random) -> Sections:
+    found = {"learning_rate": 0.3, "variant": random.choice(get_args(LarsVariant))}
+    return {**found, "trust_coefficient": 0.1, **_layerwise(random)}
+
+
+def _layerwise(random: Random) -> Sections:
+    found: Sections = {"weight_decay": random.choice((0.0, 0.01))}
+    if random.random() < 0.5:
+        found["exclude_vectors"] = random.random() < 0.5
+    if random.random() < 0.2:
+        found["layer_dims"] = []
+    return found
+
+
+OPTIMIZERS: Mapping[str, Callable[[Random], Sections]] = {
+    "adamw": _adamw,
+    "sgd": _sgd,
+    "lamb": _lamb,
+    "lars": _lars,
+}

@@ -1,0 +1,218 @@
+"""The outcomes of draws as lines for a console, as JSON, and as the page in the docs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import plain_yaml
+from jaxdist.mesh import AXES
+from jaxdist.metrics.report import PACKAGES
+from jaxdist.parity.draw.draw import COMMON, axis_sizes
+from jaxdist.parity.draw.model import Sections, name_of
+from jaxdist.parity.draw.run import Outcome
+from jaxdist.parity.trace import STEPS, Differences
+from jaxdist.runtime import environment
+
+HEADER = f"{'seed':>6} {'verdict':<9}{'loss':>8}{'grad':>8}{'update':>8}  {'loaded':<8} what"
+"""Above `line`."""
+
+
+def line(outcome: Outcome) -> str:
+    """One draw in lines of 80 columns, but for reasons."""
+    sections, found = outcome.sections, outcome.differences
+    values = asdict(found).values() if found else ()
+    numbers = "".join(f"{value:>8.1e}" for value in values) or " " * 24
+    what = f"{name_of(sections['model'])} {sections['optim']['type']}"
+    text = f"{outcome.seed:>6} {outcome.verdict:<9}{numbers}  {outcome.checkpoint:<8} {what}"
+    own = [text.rstrip(), plan_text(sections), f"loaded by {plan_text(outcome.reader)}"]
+    return "\n       ".join([*own, *([outcome.reason] if outcome.reason else [])])
+
+
+def mesh_text(mesh: Mapping[str, Any]) -> str:
+    """Axes and sizes in their order.
+
+    >>> mesh_text({"tensor": 2, "data": {"dcn": 2, "ici": 1}, "fake_devices": 4})
+    'tensor 2, data 2 dcn x 1 ici'
+    """
+    sizes = {name: size for name, size in mesh.items() if name in AXES}
+    return ", ".join(
+        f"{name} {size}"
+        if isinstance(size, int)
+        else f"{name} {size['dcn']} dcn x {size['ici']} ici"
+        for name, size in sizes.items()
+    )
+
+
+def plan_text(sections: Mapping[str, Any]) -> str:
+    """The mesh, and what is not at its default on it."""
+    features = features_of(sections)
+    shown = ("ZeRO", "reduce", "microbatches", "schedule")
+    plan = [f"{name} {features[name]}" for name in shown if features[name] not in ("none", "1")]
+    return "; ".join([mesh_text(sections["mesh"]), *plan])
+
+
+def features_of(sections: Mapping[str, Any]) -> dict[str, str]:
+    """What the page counts of a config: by name, what it has."""
+    parallel, mesh = sections["parallel"], sections["mesh"]
+    zero, pipeline = parallel["zero"], parallel.get("pipeline")
+    scope = ", ici" if zero["scope"] == "ici" else ""
+    model = sections["model"]
+    remat = model.get("remat", "none")
+    sizes = axis_sizes(mesh)
+    layers = model.get("args", model).get("layers")
+    uneven = pipeline and layers and (layers % sizes["stage"] or "layers" in pipeline)
+    return {
+        "model": name_of(model),
+        "BatchNorm": "yes" if model.get("args", {}).get("batch_norm") else "no",
+        "optimizer": sections["optim"]["type"],
+        "devices": str(mesh["fake_devices"]),
+        "axes": " x ".join(name for name, size in sizes.items() if size > 1) or "none",
+        "data over two networks": "yes" if isinstance(mesh.get("data"), dict) else "no",
+        "ZeRO": f"{zero['stage']}{scope}" if zero["stage"] else "none",
+        "whole_below": str(zero["whole_below"]) if zero["stage"] else "none",
+        "reduce": parallel["reduce"]["type"] if parallel["reduce"] else "none",
+        "microbatches": str(sections["train"]["microbatches"]),
+        "remat": remat if isinstance(remat, str) else "some",
+        "sharding rules": ", ".join(
+            f"{dim}: {axis or 'null'}" for dim, axis in sections["sharding"]["rules"].items()
+        ) or "none",
+        "schedule": pipeline["schedule"]["type"] if pipeline else "none",
+        "activations": pipeline["activations"] if pipeline else "none",
+        "uneven layers": "yes" if uneven else "no",
+    }  # fmt: skip
+
+
+def failure_text(outcome: Outcome, file: Path) -> str:
+    """How to see again what is wrong: commands, and the configs.
+
+    Args:
+      file: where the config is written.
+    """
+    again = [f"jaxdist parity --draw 1 --seed {outcome.seed}", f"jaxdist train {file}"]
+    text = [*(f"  {command}" for command in again), "", plain_yaml(outcome.sections)]
+    if outcome.checkpoint == "differs":
+        text += ["# what it saves, this loads:", plain_yaml(outcome.reader)]
+    return "\n".join(text)
+
+
+def verdict(outcomes: Sequence[Outcome]) -> str:
+    """How many are equal, were refused, went wrong; each reason of a refusal once."""
+    counts = Counter(outcome.verdict for outcome in outcomes)
+    kinds = ("equal", "refused", "differs", "failed")
+    loaded = Counter(outcome.checkpoint for outcome in outcomes)
+    lines = [
+        ", ".join(f"{counts[kind]} {kind}" for kind in kinds),
+        f"checkpoints loaded by another plan: {loaded['equal']} equal to the bit, "
+        f"{loaded['refused']} refused, {loaded['differs']} differ",
+    ]
+    return "\n".join(lines)
+
+
+def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> dict[str, Any]:
+    """Everything that was found, as plain data.
+
+    Args:
+      count, seed: of the draws that are to be made, of which there may be fewer yet.
+    """
+    return {
+        "count": count,
+        "seed": seed,
+        "steps": STEPS,
+        "versions": environment.versions(PACKAGES),
+        "draws": [_row(outcome) for outcome in outcomes],
+    }
+
+
+def _row(outcome: Outcome) -> dict[str, Any]:
+    """One outcome; what both configs have is there once."""
+    row = asdict(outcome)
+    row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in COMMON}
+    return row
+
+
+def from_json(report: Mapping[str, Any]) -> list[Outcome]:
+    """The outcomes of `to_json`."""
+
+    def outcome(row: Mapping[str, Any]) -> Outcome:
+        common: Sections = {
+            name: row["sections"][name] for name in COMMON if name in row["sections"]
+        }
+        found = {name: row[name] and Differences(**row[name]) for name in ("differences", "limit")}
+        return Outcome(**{**row, **found, "reader": {**common, **row["reader"]}})
+
+    return [outcome(row) for row in report["draws"]]
+
+
+COMMAND = "jaxdist parity --json docs/parity_draw.json"
+PAGE = "python -m jaxdist.parity.draw.report docs/parity_draw.json > docs/parity_draw.md"
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """A run as a page: the verdicts, by everything that was drawn."""
+    outcomes = from_json(report)
+    count, seed, versions = report["count"], report["seed"], report["versions"]
+    lines = [
+        "# The same numbers on plans drawn at random",
+        "",
+        f"Generated by `{COMMAND} --draw {count} --seed {seed}` and",
+        f"`{PAGE}`.",
+        "",
+        f"{len(outcomes)} configs at random, each over {report['steps']} steps against the same "
+        f"model on one device, float32, up to 8 fake CPU devices (jax {versions['jax']}, Python "
+        f"{versions['python']}); then its state saved, and loaded by a second plan at random.",
+        "",
+        *_bullets([*verdict(outcomes).splitlines(), _replicas(outcomes)]),
+        "",
+        *_refusals(outcomes),
+        "How many of each were drawn, with the largest relative difference of gradients:",
+        "",
+        *_covered(outcomes),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _replicas(outcomes: Sequence[Outcome]) -> str:
+    """In how many draws XLA rounded replicas of a tensor otherwise, and by how much."""
+    apart = [outcome.replicas for outcome in outcomes if outcome.replicas]
+    known = sum(outcome.replicas is not None for outcome in outcomes)
+    most = f", by {max(apart):.1e} of the largest element at most" if apart else ""
+    return f"replicas of a tensor rounded otherwise by XLA: in {len(apart)} of {known} draws{most}"
+
+
+def _bullets(texts: Iterable[str]) -> list[str]:
+    return [f"- {text}" for text in texts]
+
+
+def _refusals(outcomes: Sequence[Outcome]) -> list[str]:
+    refused = [o for o in outcomes if "refused" in (o.verdict, o.checkpoint)]
+    if not refused:
+        return []
+    rows = [f"seed {o.seed}: {o.reason}" for o in refused]
+    return ["Refused, with the reason:", "", *_bullets(rows), ""]
+
+
+def _covered(outcomes: Sequence[Outcome]) -> list[str]:
+    found = [(outcome, features_of(outcome.sections)) for outcome in outcomes]
+    rows = ["| setting | value | draws | equal | largest difference |", "|---|---|---|---|---|"]
+    for name in features_of(outcomes[0].sections) if outcomes else ():
+        for value in sorted({features[name] for _, features in found}, key=_order):
+            own = [outcome for outcome, features in found if features[name] == value]
+            equal = sum(outcome.verdict == "equal" for outcome in own)
+            worst = max((o.differences.gradient for o in own if o.differences), default=None)
+            shown = "" if worst is None else f"{worst:.1e}"
+            rows.append(f"| {name} | {value} | {len(own)} | {equal} | {shown} |")
+    return rows
+
+
+def _order(value: str) -> tuple[int, str]:
+    return (int(value), "") if value.isdigit() else (-1, value)
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")

@@ -1,0 +1,185 @@
+"""A draw against one device, and what it saves as another plan loads it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.config import Document, validate
+from jaxdist.errors import JaxdistError
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.parity.cells import cuts_of
+from jaxdist.parity.draw.draw import Draw, alone, draw
+from jaxdist.parity.draw.model import Sections
+from jaxdist.parity.trace import (
+    Differences,
+    Steps,
+    differences,
+    limit_of,
+    norms_at_least,
+    noted,
+    nudged,
+)
+from jaxdist.train.state import TrainState
+from jaxdist.trees import flatten_with_names
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a draw went.
+
+    Attributes:
+      verdict: "equal"; "differs"; "refused", by an error of ours; or "failed", by anything else.
+      reason: why it was refused or failed, or what differs of a checkpoint.
+      checkpoint: "equal", "differs", "refused" (the plan that would load) or "" (not tried).
+      replicas: how far those of one tensor are apart after the last step, relative to its largest
+        element; the worst of all. None where nothing was trained.
+    """
+
+    seed: int
+    verdict: str
+    differences: Differences | None = None
+    limit: Differences | None = None
+    checkpoint: str = ""
+    replicas: float | None = None
+    reason: str = ""
+    seconds: float = 0.0
+    sections: Sections = field(default_factory=dict)
+    reader: Sections = field(default_factory=dict)
+
+    @property
+    def good(self) -> bool:
+        """Whether nothing is wrong."""
+        return self.verdict in ("equal", "refused")
+
+
+def judge(seed: int) -> Outcome:
+    """Train a draw and its reference, save and load; whatever goes wrong is in what is returned."""
+    drawn, begun = draw(seed), time.perf_counter()
+    found: dict[str, Any] = {}
+    try:
+        found = compare(drawn)
+    except Exception as error:
+        found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
+    jax.clear_caches()  # Of programs that no other draw has.
+    seconds = round(time.perf_counter() - begun, 1)
+    return Outcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
+
+
+def compare(drawn: Draw) -> dict[str, Any]:
+    """The fields of an `Outcome` that running a draw decides.
+
+    Raises:
+      Exception: whatever the draw meets but a refusal of ours.
+    """
+    reference = _built(alone(drawn.sections))
+    try:
+        experiment = _built(drawn.sections)
+    except JaxdistError as error:
+        return {"verdict": "refused", "reason": _reason(error)}
+    steps = Steps(reference)
+    initial = steps.begin()
+    expected, moved = (steps.run(begun)[0] for begun in (initial, nudged(initial)))
+    found, state = Steps(experiment).run(initial)
+    limit = limit_of(_cuts(drawn.sections), experiment.units_per_step)
+    off = differences(found, expected, norms_at_least(expected, moved, limit))
+    apart, name = _apart(state)
+    judged = {"verdict": "equal", "differences": off, "limit": limit, "replicas": apart}
+    if not off.within(limit):
+        judged["verdict"] = "differs"
+    if apart:
+        return {
+            **judged,
+            "verdict": "differs",
+            "reason": f"replicas of {name} are {apart:.1e} apart",
+        }
+    try:
+        reader = _built(drawn.reader)
+    except JaxdistError as error:
+        return {**judged, "checkpoint": "refused", "reason": _reason(error)}
+    unlike = _unlike(experiment, state, reader)
+    if unlike:
+        return {**judged, "verdict": "differs", "checkpoint": "differs", "reason": unlike}
+    return {**judged, "checkpoint": "equal"}
+
+
+def _reason(error: JaxdistError) -> str:
+    """Why we refuse a config.
+
+    Raises:
+      BaseException: what made the error, if it is not ours: no refusal, but a defect that is taken
+        for one of the user's code.
+    """
+    cause = error.__cause__
+    while cause is not None:
+        if not isinstance(cause, JaxdistError):
+            raise cause
+        cause = cause.__cause__
+    return " ".join(str(error).split())
+
+
+def _built(sections: Mapping[str, Any]) -> Experiment:
+    config = validate(Document(dict(sections)), ExperimentConfig)
+    return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
+
+
+def _cuts(sections: Mapping[str, Any]) -> tuple[str, ...]:
+    return cuts_of(
+        tensor=sections["mesh"].get("tensor", 1) > 1,
+        sequence="residual_seq" in sections["sharding"]["rules"],
+        microbatches=sections["train"]["microbatches"] > 1,
+    )
+
+
+def _apart(state: Any) -> tuple[float, str]:
+    """How far the replicas of a tensor are apart, relative to its largest element; and which is."""
+    worst = (0.0, "")
+    for name, leaf in flatten_with_names(state):
+        first: dict[str, np.ndarray] = {}
+        for shard in leaf.addressable_shards:
+            own = np.asarray(shard.data, np.float64)
+            other = first.setdefault(str(shard.index), own)
+            if not np.array_equal(own, other):
+                with np.errstate(all="ignore"):
+                    apart = np.abs(own - other).max() / np.abs(other).max()
+                worst = max(worst, (math.inf if np.isnan(apart) else float(apart), name))
+    return worst
+
+
+def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
+    """What of a state another plan loads otherwise than it was saved; nothing: empty."""
+    saved, target = writer.program, reader.program
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "checkpoints"
+        with CheckpointStore(path, keep=1, keep_best=False, on_event=lambda _: None) as store:
+            ordered = saved.storage.in_model_order(state)
+            store.save(1, ordered, metadata={}, shapes=saved.own_shapes)
+            store.wait()
+            loaded = store.restore(target.state_shapes, shapes=target.own_shapes).state
+    pairs = zip(
+        flatten_with_names(target.storage.cut(loaded)),
+        jax.tree.leaves(saved.storage.used(state)),
+        strict=True,
+    )
+    unlike = [name for (name, ours), theirs in pairs if not _same(ours, theirs)]
+    return f"{len(unlike)} tensors were not loaded as saved: {', '.join(unlike)}" if unlike else ""
+
+
+def _same(ours: Any, theirs: Any) -> bool:
+    one, other = np.asarray(ours), np.asarray(theirs)
+    return (
+        one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), "")

@@ -1,0 +1,261 @@
+"""The results of a parity run as lines for a console, as JSON, and as the page in the docs."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from jaxdist.metrics.report import PACKAGES
+from jaxdist.parity.cells import (
+    ACTIVATIONS,
+    MESHES,
+    REDUCTIONS,
+    SCHEDULES,
+    SEQUENCES,
+    Cell,
+    possible_cells,
+)
+from jaxdist.parity.run import Result
+from jaxdist.parity.trace import STEPS, Differences
+from jaxdist.runtime import environment
+
+HEADER = (
+    f"{'mesh':<26}{'zero':<6}{'reduce':<13}{'parts':<6}{'remat':<5}"
+    f"{'loss':>8}{'grad':>8}{'update':>8}"
+)
+"""Above `line`."""
+
+
+def line(result: Result, told: dict[str, int] | None = None) -> str:
+    """One combination in 80 columns, in more lines where there is a pipeline or a reason to give.
+
+    Args:
+      told: numbers of the reasons that lines before this one have given, of which this gives the
+        number alone; a new one is put in.
+
+    >>> print(line(Result(Cell("data 8", 2, "all", None, 1, "full"), "equal",
+    ...                   Differences(0, 1e-6, 2e-6))))
+    data 8                    2     null         1     full  0.0e+00 1.0e-06 2.0e-06
+    >>> cell = Cell("stage 4, tensor 2", 0, "all", None, 8, "none", "whole", "zb_v", "stash")
+    >>> print(line(Result(cell, "skipped", reason="3 heads")))
+    stage 4, tensor 2         0     null         8     none  skipped (1)
+        zb_v, stash
+        (1) 3 heads
+    """
+    told = {} if told is None else told
+    cell, found = result.cell, result.differences
+    scope = " ici" if cell.scope == "ici" else ""
+    text = (
+        f"{cell.mesh:<26}{f'{cell.stage}{scope}':<6}{cell.reduce or 'null':<13}"
+        f"{cell.microbatches:<6}{cell.remat[:4]:<5}"
+    )
+    verdict, more = result.verdict, [result.reason] if result.reason else []
+    if verdict == "skipped" and more:
+        known = result.reason in told
+        number = told.setdefault(result.reason, len(told) + 1)
+        verdict, more = f"skipped ({number})", [] if known else [f"({number}) {result.reason}"]
+    if found is None:
+        text += f" {verdict}"
+    else:
+        text += f"{found.loss:>8.1e}{found.gradient:>8.1e}{found.update:>8.1e}"
+        more += [] if result.verdict == "equal" else [f"DIFFERS: {_excess(result)}"]
+    pipeline = [cell.schedule, str(cell.activations)] if cell.schedule else []
+    settings = [*pipeline, *(["sequence split"] if cell.sequence == "split" else [])]
+    return "\n    ".join([text, *([", ".join(settings)] if settings else []), *more])
+
+
+def _excess(result: Result) -> str:
+    found, limit = result.differences, result.limit
+    assert found is not None
+    assert limit is not None
+    return ", ".join(
+        f"{name} {value:.1e} exceeds {asdict(limit)[name]:.1e}"
+        for name, value in asdict(found).items()
+        if not value <= asdict(limit)[name]
+    )
+
+
+def to_json(
+    subject: str,
+    results: Sequence[Result],
+    *,
+    planned: int,
+    full: bool,
+    losses: Iterable[float] = (),
+) -> dict[str, Any]:
+    """Everything that was found, as plain data.
+
+    Args:
+      planned: how many combinations are to be compared, of which there may be fewer yet.
+      losses: of each step on one device.
+    """
+    return {
+        "subject": subject,
+        "cells": "all" if full else "every two settings",
+        "planned": planned,
+        "steps": STEPS,
+        "losses": [float(loss) for loss in losses],
+        "versions": environment.versions(PACKAGES),
+        "results": [
+            {
+                **asdict(result.cell),
+                "verdict": result.verdict,
+                "differences": result.differences and asdict(result.differences),
+                "limit": result.limit and asdict(result.limit),
+                "reason": result.reason,
+            }
+            for result in results
+        ],
+    }
+
+
+def from_json(report: Mapping[str, Any]) -> list[Result]:
+    """The results of `to_json`."""
+    return [
+        Result(
+            Cell(**{name: row[name] for name in Cell.__dataclass_fields__}),
+            row["verdict"],
+            row["differences"] and Differences(**row["differences"]),
+            row["limit"] and Differences(**row["limit"]),
+            row["reason"],
+        )
+        for row in report["results"]
+    ]
+
+
+COMMAND = "jaxdist parity --json docs/parity.json"
+PAGE = "python -m jaxdist.parity.report docs/parity.json > docs/parity.md"
+
+EXTENTS = {
+    "all": "everything without stages and with a whole sequence; of pipelines each schedule, mesh, "
+    "activations and ZeRO stage; of the rest every two settings",
+    "every two settings": "every two settings",
+}
+"""What a run compares, by what its report says of it."""
+
+
+def markdown(report: Mapping[str, Any]) -> str:
+    """A run as a page: what was compared, the worst by its settings, and the limits."""
+    results = from_json(report)
+    versions = report["versions"]
+    full = " --full" if report["cells"] == "all" else ""
+    equal = sum(result.verdict == "equal" for result in results)
+    left = report["planned"] - len(results)
+    lines = [
+        "# The same numbers on every plan",
+        "",
+        f"Generated by `{COMMAND}{full}` and",
+        f"`{PAGE}`.",
+        "",
+        f"{report['subject']}: {equal} of {len(results)} combinations equal one device over "
+        f"{report['steps']} steps, float32, 8 fake CPU devices (jax {versions['jax']}, Python "
+        f"{versions['python']}). Of what [the table of validity](validity.md) allows: "
+        f"{EXTENTS[report['cells']]}{f'; {left} more were not run' if left else ''}.",
+        "",
+        "Each number is the largest relative difference of the gradients that the optimizer",
+        "receives, over all combinations that were run with the settings of its row and column;",
+        "how many is in brackets. `-` does not combine; empty was not run.",
+        "",
+        *_reductions(results),
+        "",
+        "Schedules of pipelines, by what their backward pass starts from:",
+        "",
+        *_schedules(results),
+        "",
+        "The sequence between layers, on every device or split over `tensor`:",
+        "",
+        *_sequences(results),
+        "",
+        *_limits(results),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _reductions(results: Sequence[Result]) -> list[str]:
+    valid = {_place(cell) for cell in possible_cells()}
+    rows = []
+    for mesh, stage, scope in sorted({place[:3] for place in valid}, key=_order):
+        cells = [
+            _summary([r for r in results if _place(r.cell) == (mesh, stage, scope, kind)])
+            if (mesh, stage, scope, kind) in valid
+            else "-"
+            for kind in REDUCTIONS
+        ]
+        rows.append([mesh, f"{stage}, ici" if scope == "ici" else str(stage), *cells])
+    return _table(["mesh", "ZeRO", *(kind or "null (XLA)" for kind in REDUCTIONS)], rows)
+
+
+def _schedules(results: Sequence[Result]) -> list[str]:
+    meshes = [mesh for mesh in MESHES if "stage" in mesh]
+    rows = []
+    for schedule, activations in itertools.product(SCHEDULES, ACTIVATIONS):
+        own = [
+            r for r in results if (r.cell.schedule, r.cell.activations) == (schedule, activations)
+        ]
+        cells = [_summary([r for r in own if r.cell.mesh == mesh]) for mesh in meshes]
+        rows.append([schedule, activations, *cells])
+    return _table(["schedule", "activations", *meshes], rows)
+
+
+def _sequences(results: Sequence[Result]) -> list[str]:
+    rows = []
+    for mesh in (mesh for mesh in MESHES if "tensor" in mesh and "stage" not in mesh):
+        own = [r for r in results if r.cell.mesh == mesh]
+        cells = [_summary([r for r in own if r.cell.sequence == kind]) for kind in SEQUENCES]
+        rows.append([mesh, *cells])
+    return _table(["mesh", *SEQUENCES], rows)
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = (f"| {' | '.join(row)} |" for row in rows)
+    return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *lines]
+
+
+def _place(cell: Cell) -> tuple[str, int, str, str | None]:
+    return cell.mesh, cell.stage, cell.scope, cell.reduce
+
+
+def _order(place: tuple[str, int, str]) -> tuple[int, str, int]:
+    mesh, stage, scope = place
+    return list(MESHES).index(mesh), scope, stage
+
+
+def _summary(results: Sequence[Result]) -> str:
+    unequal = [result.verdict for result in results if result.verdict != "equal"]
+    if unequal:
+        return f"**{', '.join(unequal)}**"
+    found = [result.differences.gradient for result in results if result.differences]
+    return f"{max(found):.1e} ({len(found)})" if found else ""
+
+
+def _limits(results: Sequence[Result]) -> list[str]:
+    """The largest differences beside their limits."""
+    judged = [result for result in results if result.differences and result.limit]
+    lines = [
+        "What differs is the order in which floats are summed. The limits are k times",
+        "2 sqrt(n) 2**-24 for a batch of n tokens and k ways of cutting its sums, ten times that",
+        "for the update (`limit_of` in `jaxdist/parity/trace.py` says why):",
+        "",
+    ]
+    rows = []
+    for cuts in sorted({r.cell.cuts for r in judged}, key=lambda cuts: (len(cuts), cuts)):
+        members = [result for result in judged if result.cell.cuts == cuts]
+        limit = members[0].limit
+        assert limit is not None
+        worst = [
+            f"{max(asdict(r.differences)[field] for r in members if r.differences):.1e}"
+            for field in ("loss", "gradient", "update")
+        ]
+        bounds = [f"{value:.0e}" for value in asdict(limit).values()]
+        rows.append([", ".join(cuts), *bounds, ", ".join(worst)])
+    header = ("sums that are cut otherwise", "limit of loss", "gradient", "update", "largest found")
+    return lines + _table(header, rows)
+
+
+if __name__ == "__main__":
+    print(markdown(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))), end="")

@@ -1,0 +1,179 @@
+"""Combinations against one device: what is trained, and what becomes of each.
+
+The optimizer is AdamW with weight decay and clipping, so that every tensor and the global norm
+across shards matter. Its `eps` is large: Adam divides by the size of a gradient, so that an element
+that is rounding noise would step at full length in a random direction; with eps far above the noise
+the update is a smooth function of the gradient, and bounded like it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxdist.config import Document, validate
+from jaxdist.errors import JaxdistError
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.models.functional import Functional, batch_norms
+from jaxdist.parity.cells import DEVICES, MESHES, REMATS, Cell
+from jaxdist.parity.trace import (
+    STEPS,
+    Differences,
+    Trace,
+    differences,
+    limit_of,
+    noted,
+    trace,
+)
+
+BUILT_IN: Mapping[str, Any] = {
+    "model": {
+        "type": "gpt", "layers": 8, "embed": 32, "heads": 4, "vocab_multiple": 8, "remat": "none",
+    },
+    "data": {
+        "type": "synthetic", "kind": "tokens", "window": 16, "vocab_size": 64,
+        "heldout_examples": 0,
+    },
+    "train": {"batch_size": 32},
+}  # fmt: skip
+"""Sections of the small language model that is compared where no config is given."""
+OPTIM: Mapping[str, Any] = {
+    "type": "adamw",
+    "learning_rate": 1e-3,
+    "weight_decay": 0.1,
+    "clip_norm": 1.0,
+    "eps": 1e-4,
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One combination and how it went: "equal", "differs", or "skipped" with the reason.
+
+    What XLA does not compile differs too: it has a reason and no differences.
+    """
+
+    cell: Cell
+    verdict: str
+    differences: Differences | None = None
+    limit: Differences | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is trained: the sections of a config that no combination changes.
+
+    Attributes:
+      sections: as in a config file.
+      reference: three steps on one device.
+      terms: tokens or examples in a batch.
+    """
+
+    sections: Mapping[str, Any]
+    reference: Trace
+    terms: int
+
+
+def open_subject(sections: Mapping[str, Any]) -> Subject:
+    """Train on one device, which all combinations are compared with.
+
+    Raises:
+      JaxdistError: the config cannot be built on one device.
+    """
+    experiment = _experiment(sections, {"data": 1}, remat="none")
+    return Subject(sections, trace(experiment), experiment.units_per_step)
+
+
+def sections_of(document: Document, config: ExperimentConfig) -> dict[str, Any]:
+    """A user's config, float32 throughout, without what the combinations set themselves."""
+    kept = ("data", "loss", "sharding", "seed")
+    values = {name: document.values[name] for name in kept if name in document.values}
+    fields = type(config.model).model_fields
+    float32 = {"compute_dtype": "float32", "attention": "xla", "remat": "none"}
+    model = {name: value for name, value in float32.items() if name in fields}
+    return {
+        **values,
+        "model": {**document.values["model"], **model},
+        "train": {"batch_size": config.train.batch_size},
+    }
+
+
+def remats_of(sections: Mapping[str, Any]) -> tuple[str, ...]:
+    """What the backward pass of the model can recompute; nothing where it has no such choice."""
+    return tuple(REMATS) if "remat" in sections["model"] else ("none",)
+
+
+def _experiment(
+    sections: Mapping[str, Any], mesh: Mapping[str, Any], remat: str, **others: Any
+) -> Experiment:
+    """Builds what `sections` describe; `others` are sections too, or replace fields of them."""
+    model, train = sections["model"], {**sections["train"], "steps": STEPS}
+    if len(remats_of(sections)) > 1:
+        model = {**model, "remat": REMATS[remat]}
+    whole = {**sections, "model": model, "train": train, "optim": OPTIM, "mesh": mesh}
+    for name, section in others.items():
+        whole[name] = {**whole.get(name, {}), **section}
+    config = validate(Document(whole), ExperimentConfig)
+    count = 1 if mesh == {"data": 1} else DEVICES
+    return noted(build(config, devices=jax.devices()[:count]))
+
+
+def experiment_of(sections: Mapping[str, Any], cell: Cell) -> Experiment:
+    """Build the sections of a config as a combination has them; nothing is compiled.
+
+    Raises:
+      JaxdistError: the model or the batch does not go with the combination.
+    """
+    sharding = sections.get("sharding", {})
+    return _experiment(
+        sections,
+        MESHES[cell.mesh],
+        cell.remat,
+        parallel=cell.parallel,
+        sharding={"rules": {**sharding.get("rules", {}), **cell.rules}},
+        train={"microbatches": cell.microbatches},
+    )
+
+
+def inexact(model: Functional, cell: Cell) -> str:
+    """Why a combination is another computation than one device's; empty where it is the same."""
+    if cell.reduce is None and cell.microbatches == 1:
+        return ""
+    module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
+    if jax.tree.leaves(nnx.state(module, nnx.RngState)):
+        return "random layers draw anew for each part of the batch"
+    if cell.microbatches > 1 and batch_norms(module):
+        return "batch statistics are those of a microbatch"
+    others = nnx.state(module, nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat)))
+    if any(jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in jax.tree.leaves(others)):
+        return "state that the model keeps may depend on how the batch is split"
+    return ""
+
+
+def compare(subject: Subject, cell: Cell) -> Result:
+    """Train one combination and judge it.
+
+    A combination that the model cannot be built for (its heads do not divide over the mesh, say),
+    or that makes its layers compute something else, is skipped with the reason. One that XLA
+    refuses differs, with the first line of what it says.
+    """
+    try:
+        experiment = experiment_of(subject.sections, cell)
+    except JaxdistError as error:
+        return Result(cell, "skipped", reason=" ".join(str(error).split()))
+    reason = inexact(experiment.program.model, cell)
+    if reason:
+        return Result(cell, "skipped", reason=reason)
+    begun = subject.reference.initial
+    try:
+        found = differences(trace(experiment, begun), subject.reference)
+    except jax.errors.JaxRuntimeError as error:
+        return Result(cell, "differs", reason=str(error).splitlines()[0])
+    limit = limit_of(cell.cuts, subject.terms)
+    return Result(cell, "equal" if found.within(limit) else "differs", found, limit)

@@ -1,0 +1,106 @@
+"""Joining the other processes, agreeing with them to stop, and ending when one is lost."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import jax
+from jax.experimental import multihost_utils
+
+from jaxdist.errors import RunError
+from jaxdist.runtime.last_words import REMEDY, StandardError
+from jaxdist.runtime.processes import Processes
+from jaxdist.runtime.rendezvous import JOIN_SECONDS, meet
+
+
+def _bind_address(coordinator: str) -> str | None:
+    """Listen on loopback only when the coordinator's address is loopback (jax listens on all)."""
+    host, _, port = coordinator.rpartition(":")
+    try:
+        local = ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        local = host == "localhost"
+    return f"{'127.0.0.1' if host == 'localhost' else host}:{port}" if local else None
+
+
+@contextmanager
+def connected(
+    processes: Processes | None,
+    report: Callable[[BaseException], int],
+    *,
+    seconds: int = JOIN_SECONDS,
+    say: Callable[[str], None] | None = None,
+) -> Iterator[None]:
+    """Join the peers; does nothing for a process that is alone.
+
+    Inside jax takes SIGTERM for its preemption notice: ask `preempted` at each step. An error ends
+    the process at once, because jax would wait for peers that are lost, or that wait for us.
+
+    Args:
+      report: says what went wrong and returns the exit code.
+      seconds: how long to wait for the others.
+      say: called with a line now and then while some are missing; None prints it.
+
+    Raises:
+      RunError: the peers cannot be joined: who is missing, or jax's reason.
+    """
+    if processes is None:
+        yield
+        return
+    coordinator = processes.coordinator or "found by jax"
+    words = StandardError(_who(processes.index, processes.count), coordinator)
+    try:
+        _connect(processes, seconds, say or _print)
+        yield
+    except BaseException as error:
+        if isinstance(error, jax.errors.JaxRuntimeError):
+            error = _lost(error)
+        code = report(error)
+        sys.stdout.flush()
+        words.close()
+        os._exit(code)
+
+
+def _print(line: str) -> None:
+    print(line, flush=True)
+
+
+def _who(index: int | None, count: int | None) -> str:
+    return "this process" if index is None else f"process {index} of {count}"
+
+
+def _lost(error: BaseException) -> RunError:
+    who = _who(jax.process_index(), jax.process_count())
+    return RunError(f"{who} cannot go on: {str(error).splitlines()[0]}. {REMEDY}")
+
+
+def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> None:
+    coordinator, count, index = processes.coordinator, processes.count, processes.index
+    try:
+        if coordinator is None or count is None or index is None:
+            jax.distributed.initialize(initialization_timeout=seconds)
+            return
+        bind = _bind_address(coordinator)
+        everywhere = f"[::]:{coordinator.rpartition(':')[2]}"
+        listen = bind or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere)
+        meet(coordinator, count, index, bind=listen, seconds=seconds, say=say)
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            index,
+            coordinator_bind_address=bind,
+            initialization_timeout=seconds,
+        )
+    except RunError:
+        raise
+    except (ValueError, RuntimeError) as error:
+        raise RunError(f"cannot join the other processes: {error}") from error
+
+
+def preempted(step: int) -> bool:
+    """Whether to stop after `step`, decided alike by all processes once one got a SIGTERM."""
+    return multihost_utils.reached_preemption_sync_point(step)

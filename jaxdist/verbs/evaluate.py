@@ -1,0 +1,102 @@
+"""`jaxdist eval` and `jaxdist generate`: use a run directory, on any mesh."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from jaxdist.checkpoint.restore import Restored, restore
+from jaxdist.errors import RunError
+from jaxdist.experiment import Experiment, build, load
+from jaxdist.train.directory import RunDirectory
+from jaxdist.train.evaluate import evaluate
+from jaxdist.train.generate import generate
+from jaxdist.train.misordered import check_order
+from jaxdist.verbs.results import print_results
+
+
+def open_run(
+    run: Path, overrides: Sequence[str], *, step: int | None, console: Console
+) -> tuple[Experiment, Restored]:
+    """The experiment of a run directory and its newest whole checkpoint (or that of `step`).
+
+    Raises:
+      RunError: there is no run in the directory.
+      CheckpointError: no checkpoint, or none that fits.
+    """
+    directory = RunDirectory(run)
+    if not directory.occupied:
+        raise RunError(f"{run} is no run directory: it has no {directory.config.name}")
+    document, config = load(directory.config, overrides)
+    experiment = build(config, document)
+    restored = restore(
+        directory.checkpoints,
+        experiment.program.state_shapes,
+        shapes=experiment.program.own_shapes,
+        step=step,
+        on_event=lambda text: console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True),
+    )
+    check_order(directory, restored.step)
+    state = experiment.program.storage.in_stage_order(restored.state)
+    return experiment, replace(restored, state=state)
+
+
+def evaluate_run(
+    run: Path, overrides: Sequence[str] = (), *, step: int | None = None, console: Console
+) -> dict[str, float]:
+    """Means over the whole held-out split, printed and returned.
+
+    Raises:
+      RunError: no run, or data without a held-out split.
+    """
+    experiment, restored = open_run(run, overrides, step=step, console=console)
+    if experiment.heldout is None:
+        raise RunError("the data of this run has no held-out split to evaluate on")
+    state: Any = restored.state
+    with experiment.heldout.evaluation_batches() as batches:
+        means = evaluate(experiment.program, state.params, state.buffers, batches)
+    console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
+    console.print(f"step   {restored.step}")
+    print_results(means, experiment.dataset.baselines(), unit=experiment.unit, console=console)
+    return means
+
+
+def generate_from_run(
+    run: Path,
+    overrides: Sequence[str] = (),
+    *,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    seed: int,
+    step: int | None = None,
+    console: Console,
+) -> str:
+    """Continue a prompt with the run's model; returns prompt and continuation.
+
+    Raises:
+      RunError: the run's model does not produce text.
+    """
+    experiment, restored = open_run(run, overrides, step=step, console=console)
+    tokenizer = experiment.dataset.tokenizer
+    if tokenizer is None:
+        raise RunError("the model of this run was not trained on text, so it generates none")
+    state: Any = restored.state
+    out = generate(
+        experiment.program,
+        state.params,
+        state.buffers,
+        # The stream has the separator before every document, so a prompt begins with it too.
+        prompt=[tokenizer.end_of_document, *tokenizer.encode([os.fsencode(prompt)])[0].tolist()],
+        window=experiment.program.batch["tokens"].shape[1] - 1,
+        vocab_size=experiment.dataset.vocab_size or 0,
+        count=tokens,
+        temperature=temperature,
+        seed=seed,
+    )
+    return tokenizer.decode(out)

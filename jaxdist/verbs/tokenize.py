@@ -1,0 +1,43 @@
+"""`jaxdist data tokenize`: learn a tokenizer from the text that a run would train on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxdist.data.text.documents import matching, python_stdlib, split_documents
+from jaxdist.data.text.tokenizer import train_bpe
+
+
+def tokenize(
+    out: Path,
+    files: Sequence[str],
+    *,
+    vocab_size: int,
+    heldout_fraction: float,
+    console: Console,
+) -> None:
+    """Train a byte-level BPE on the training split alone and write it as a tokenizer.json.
+
+    Args:
+      files: globs; none is the standard library of the running Python.
+      heldout_fraction: as in the run's `data.heldout_fraction`, so that nothing held out is seen.
+
+    Raises:
+      DataError: files that cannot be read, too small a vocabulary, or `out` cannot be written.
+    """
+    found = matching(files) if files else python_stdlib()
+    split = split_documents(
+        found, heldout_fraction=heldout_fraction, not_utf8="raise" if files else "skip"
+    )
+    text_bytes = sum(len(document) for document in split.train)
+    tokenizer = train_bpe(split.train, vocab_size, out)
+    sample = split.train[0][:100_000]
+    tokens = len(tokenizer.encode([sample])[0])
+    console.print(
+        f"{out}: {tokenizer.vocab_size:,} tokens learned from {text_bytes / 1e6:.1f} MB "
+        f"in {len(split.train):,} documents, {len(sample) / max(tokens, 1):.2f} bytes a token",
+        soft_wrap=True,
+    )

@@ -1,0 +1,93 @@
+"""The executor whose tasks sleep: every pass sleeps once, and no two of a stage at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from collections import Counter
+
+import pytest
+from rich.console import Console
+
+from jaxdist.bench.pipeline import sleep as pipeline_sleep
+from jaxdist.bench.pipeline.sleep import BUILDS, UNITS, Slept, play, sleeping
+from jaxdist.errors import RunError
+from jaxdist.parallel.pipeline.executor.lower import lower
+from jaxdist.parallel.pipeline.schedules.schedule import Kind
+
+SLEPT = [
+    Slept("1f1b", 4, 8, 22, 1.02, 1.0, 0.8),
+    Slept("zb_h1", 4, 8, 27, 0.9, 1.0, 0.8),
+    Slept("zb_h1", 8, 16, 55, 2.08, 2.0, 1.9),
+]
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_a_step_sleeps_its_ticks(name):
+    """No less than a time line without ticks: a sleep never ends early, and nor do its waits."""
+    found = play(name, 2, unit_seconds=8e-3, repeats=1)
+    assert found.wall_seconds >= found.time_line_seconds > 0
+    assert found.lock_step_seconds >= found.time_line_seconds
+    assert (found.stages, found.microbatches) == (2, 4)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_every_pass_sleeps_once(monkeypatch, name):
+    slept = []
+    monkeypatch.setattr(pipeline_sleep.time, "sleep", slept.append)
+    ticks = lower(BUILDS[name](2, 4), activations="stash")
+    program = sleeping(ticks, 2.0)
+    slept.clear()
+    program()
+    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    assert Counter(slept) == {2 * UNITS[kind]: 4 * ticks.chunks for kind in kinds}
+
+
+def test_a_whole_backward_task_sleeps_for_both_halves():
+    assert UNITS[Kind.FULL] == UNITS[Kind.INPUT] + UNITS[Kind.WEIGHT]
+
+
+def test_too_fast_is_as_far_apart_as_too_slow():
+    four, eight = pipeline_sleep.figures(SLEPT)
+    assert four.ratio == pytest.approx(1 / 0.9)
+    assert four.holds is False
+    assert four.note.endswith("the worst of 2 schedules is zb_h1")
+    assert (eight.ratio, eight.holds) == (1.04, True)
+
+
+def test_the_listing_fits_80_columns():
+    listing = pipeline_sleep.listing([dataclasses.replace(SLEPT[0], name="1f1b, ahead"), *SLEPT])
+    assert listing.rows[1] == ("1f1b", 4, 8, 22, 1.02, 1.0, "1.020", 0.8)
+    assert Console(width=80).measure(listing.table()).maximum <= 80
+
+
+def test_each_number_of_stages_has_a_process(monkeypatch):
+    seen = []
+
+    def run(command, env, timeout, **_):
+        seen.append((command[1:], env["XLA_FLAGS"].rpartition("device_count=")[2], timeout))
+        count = int(command[-1])
+        text = json.dumps([dataclasses.asdict(one) for one in SLEPT if one.stages == count])
+        return subprocess.CompletedProcess(command, 0, text, "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    assert pipeline_sleep.measure() == SLEPT
+    assert seen == [
+        (["-m", "jaxdist.bench.pipeline.sleep", count], count, pipeline_sleep.TIMEOUT_SECONDS)
+        for count in ("4", "8")
+    ]
+
+
+def test_it_always_ends(monkeypatch):
+    monkeypatch.setattr(pipeline_sleep, "TIMEOUT_SECONDS", 0.01)
+    with pytest.raises(RunError, match=r"a pipeline of 4 stages that sleep is not done after 0.01"):
+        pipeline_sleep.measure((4,))
+
+
+def test_what_is_printed_is_what_is_read(monkeypatch, capsys):
+    monkeypatch.setattr(pipeline_sleep, "play", lambda name, stages: SLEPT[0])
+    monkeypatch.setattr(pipeline_sleep.sys, "argv", ["pipeline_sleep", "4"])
+    pipeline_sleep.main()
+    found = [Slept(**values) for values in json.loads(capsys.readouterr().out)]
+    assert found == [SLEPT[0]] * len(BUILDS)

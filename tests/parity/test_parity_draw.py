@@ -1,0 +1,293 @@
+"""Draws: a function of the seed, of everything there is; and what goes wrong is told with it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from answering import answer
+from typer.testing import CliRunner
+
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.cli import app
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.config import Document, validate
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import ExperimentConfig, load
+from jaxdist.parity import children as parity_children
+from jaxdist.parity.cells import ACTIVATIONS, REDUCTIONS, SCHEDULES
+from jaxdist.parity.children import Ended
+from jaxdist.parity.draw import compare as parity_draws
+from jaxdist.parity.draw import run as parity_draw_run
+from jaxdist.parity.draw.draw import alone, draw, seeds_of
+from jaxdist.parity.draw.model import MODELS, OPTIMIZERS, name_of
+from jaxdist.parity.draw.report import features_of, from_json, markdown, to_json
+from jaxdist.parity.draw.run import Outcome, judge
+from jaxdist.parity.trace import Differences
+
+DOCS = Path(__file__).parents[2] / "docs"
+SEEDS = seeds_of(500, 0)
+DRAWN = [draw(seed) for seed in SEEDS]
+CONFIGS = [config for drawn in DRAWN for config in (drawn.sections, drawn.reader)]
+
+
+def test_a_draw_is_a_function_of_its_seed_among_however_many():
+    assert [draw(seed) for seed in SEEDS[:20]] == DRAWN[:20]
+    assert [*seeds_of(3, 7)] == [7, 8, 9]
+    assert draw(seeds_of(300, 5)[4]) == draw(seeds_of(1, 9)[0]) == DRAWN[9]
+    assert len({json.dumps(drawn.sections) for drawn in DRAWN}) == len(DRAWN)
+
+
+def test_every_draw_is_plain_data_that_the_schema_takes():
+    for config in (*CONFIGS, *(alone(drawn.sections) for drawn in DRAWN)):
+        assert json.loads(json.dumps(config)) == config
+        validate(Document(config), ExperimentConfig)
+
+
+def test_everything_is_drawn():
+    found = Counter(item for config in CONFIGS for item in features_of(config).items())
+    values = {name: {value for other, value in found if other == name} for name, _ in found}
+    assert values["model"] == {*MODELS}
+    assert values["optimizer"] == {*OPTIMIZERS}
+    assert values["devices"] == set("12345678")
+    assert values["schedule"] == {"none", *SCHEDULES}
+    assert values["activations"] == {"none", *ACTIVATIONS}
+    assert values["reduce"] == {name or "none" for name in REDUCTIONS}
+    assert values["ZeRO"] == {"none", "1", "2", "3", "1, ici", "2, ici", "3, ici"}
+    assert {"0", "16", "64", "2048"} <= values["whole_below"]
+    assert values["remat"] == {"none", "elementwise", "dots", "full", "some"}
+    assert len(values["axes"]) == 8
+    uneven = [
+        config
+        for config in CONFIGS
+        if (features := features_of(config))["axes"] == "data x stage x tensor"
+        and features["uneven layers"] == "yes"
+    ]
+    assert len(uneven) > 10
+    assert {"residual_seq: tensor", "embed: data", "mlp: null", "heads: null"} <= values[
+        "sharding rules"
+    ]
+    assert values["BatchNorm"] == {"yes", "no"}
+
+
+def run(*args: object):
+    return CliRunner().invoke(app, ["parity", *map(str, args)])
+
+
+def outcome_of(seed: int, verdict: str = "equal", **changes) -> Outcome:
+    drawn, found = draw(seed), Differences(1e-7, 1e-6, 1e-5)
+    given = {"differences": found, "limit": found, "checkpoint": "equal", **changes}
+    return Outcome(seed, verdict, **given, sections=drawn.sections, reader=drawn.reader)
+
+
+@pytest.fixture
+def answered(monkeypatch, tmp_path):
+    """Answers that nobody computed, for the seeds from 0."""
+
+    def answer(*found):
+        monkeypatch.setattr(parity_draws, "answers", lambda function, seeds, jobs: iter(found))
+
+    monkeypatch.chdir(tmp_path)
+    return answer
+
+
+def test_what_goes_wrong_is_told_with_its_config_and_the_rest_goes_on(answered, tmp_path):
+    ended = Ended("the process ended with SIGABRT: x.cc:497] Check failed: 1 == 2")
+    answered(outcome_of(0), ended, outcome_of(2, "differs"), outcome_of(3))
+    found = run("--draw", 4, "--json", "d.json")
+    assert found.exit_code == 1, found.output
+    assert "2 equal, 0 refused, 1 differs, 1 failed" in found.output
+    assert "x.cc:497] Check failed" in found.output
+    for seed in (1, 2):
+        assert f"jaxdist parity --draw 1 --seed {seed}\n" in found.output
+        file = f"runs/parity/draw-{seed}.yaml"
+        assert f"jaxdist train {file}\n" in found.output
+        document, _ = load(file)
+        assert document.values == draw(seed).sections
+        assert Path(file).read_text() in found.output
+    report = json.loads(Path("d.json").read_text())
+    assert (report["count"], report["seed"]) == (4, 0)
+    outcomes = from_json(report)
+    assert outcomes[0] == outcome_of(0)
+    assert (outcomes[1].verdict, outcomes[1].reason) == ("failed", ended.reason)
+    assert outcomes[1].sections == draw(1).sections
+    assert to_json(outcomes, count=4, seed=0) == report
+
+
+def test_a_refusal_is_told_and_no_failure(answered):
+    answered(outcome_of(0, "refused", differences=None, reason="3 heads"))
+    found = run("--draw", 1)
+    assert found.exit_code == 0, found.output
+    assert "3 heads" in found.output
+    assert "0 equal, 1 refused, 0 differs, 0 failed" in found.output
+
+
+def test_resumed_it_makes_the_draws_that_are_left(answered):
+    answered(outcome_of(0), outcome_of(1))
+    assert run("--draw", 2, "--json", "d.json").exit_code == 0
+    answered(outcome_of(2))
+    found = run("--draw", 3, "--json", "d.json", "--resume")
+    assert found.exit_code == 0, found.output
+    assert "2 are in d.json" in found.output
+    assert "3 equal, 0 refused" in found.output
+    assert [row["seed"] for row in json.loads(Path("d.json").read_text())["draws"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda report: report.pop("draws"),
+            r"cannot go on with d\.json: KeyError\('draws'\); give",
+        ),
+        (lambda report: report["draws"][0]["sections"].update(seed=1000), "seed 0 draws another"),
+    ],
+)
+def test_a_report_of_other_draws_is_not_gone_on_with(change, said, answered):
+    answered(outcome_of(0))
+    run("--draw", 1, "--json", "d.json")
+    report = json.loads(Path("d.json").read_text())
+    change(report)
+    Path("d.json").write_text(json.dumps(report))
+    refused = run("--draw", 1, "--json", "d.json", "--resume")
+    assert isinstance(refused.exception, ConfigError)
+    assert re.search(said, str(refused.exception))
+    assert json.loads(Path("d.json").read_text()) == report
+
+
+def test_resume_without_a_file_is_told():
+    refused = run("--draw", 1, "--resume")
+    assert "--resume goes on with the file of --json" in str(refused.exception)
+
+
+@pytest.mark.parametrize("args", [("c.yaml",), ("--full",)])
+def test_what_has_no_effect_on_draws_is_refused(args):
+    refused = run(*args, "--draw", 1)
+    assert isinstance(refused.exception, ConfigError)
+    assert f"{args[0].replace('c.yaml', 'CONFIG')} has no effect with --draw" in str(
+        refused.exception
+    )
+
+
+def seed_of(*needed: tuple[str, str]) -> int:
+    """Of the first draw that has all this and is quick to compile."""
+    return next(
+        seed
+        for seed, drawn in zip(SEEDS, DRAWN, strict=True)
+        if {("model", "mlp"), *needed} <= {*features_of(drawn.sections).items()}
+    )
+
+
+def test_a_reduction_that_loses_a_part_is_found(monkeypatch, devices):
+    seed = seed_of(("reduce", "ring"), ("ZeRO", "none"), ("axes", "data"))
+    whole = Ring.all_reduce
+
+    def losing(self, flat, axis, combine):
+        return whole(self, flat, axis, combine) - flat
+
+    monkeypatch.setattr(Ring, "all_reduce", losing)
+    wrong = judge(seed)
+    assert wrong.verdict == "differs"
+    assert wrong.differences is not None
+    assert wrong.limit is not None
+    assert wrong.differences.gradient > 100 * wrong.limit.gradient
+
+
+def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, devices):
+    seed = seed_of(("ZeRO", "3"), ("axes", "data"), ("whole_below", "0"))
+    right = judge(seed)
+    assert (right.verdict, right.checkpoint) == ("equal", "equal"), right.reason
+    restore = CheckpointStore.restore
+
+    def other(self, *args, **kwargs):
+        found = restore(self, *args, **kwargs)
+        return replace(found, state=jax.tree.map(lambda x: x[::-1] if x.ndim else x, found.state))
+
+    monkeypatch.setattr(CheckpointStore, "restore", other)
+    wrong = judge(seed)
+    assert (wrong.verdict, wrong.checkpoint) == ("differs", "differs")
+    assert wrong.differences == right.differences
+    assert "tensors were not loaded as saved: params/layers" in wrong.reason
+
+
+def test_replicas_that_are_apart_are_found(devices):
+    """Rounding is let pass, as are integers and tensors of which each device has another part."""
+    mesh = jax.make_mesh((2,), ("data",), devices=devices[:2])
+
+    def array(spec, *parts):
+        sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*spec))
+        local = [jax.device_put(jnp.asarray(x), d) for x, d in zip(parts, devices, strict=False)]
+        shape = (2 * len(parts[0]),) if spec else (len(parts[0]),)
+        return jax.make_array_from_single_device_arrays(shape, sharding, local)
+
+    split = array(("data",), [1.0, 2.0], [3.0, 4.0])
+    assert parity_draw_run._apart({"split": split, "step": array((), [3], [3])}) == (0.0, "")
+    apart = array((), [1.0, 4.0], [2.0, 4.0])
+    assert parity_draw_run._apart({"a": apart, "b": split}) == (0.25, "a")
+    lost = array((), [1.0], [math.nan])
+    assert parity_draw_run._apart({"a": apart, "b": lost}) == (math.inf, "b")
+
+
+def test_a_crash_that_is_told_as_the_users_is_no_refusal(monkeypatch, devices):
+    def broken(sections):
+        if "fake_devices" in sections["mesh"] and sections["mesh"]["fake_devices"] > 1:
+            try:
+                raise ValueError("odd sharding")
+            except ValueError as error:
+                raise ConfigError("your model raised ValueError") from error
+
+    monkeypatch.setattr(parity_draw_run, "_built", broken)
+    seed = seed_of(("axes", "data"))
+    assert judge(seed).reason == "ValueError: odd sharding"
+    assert judge(seed).verdict == "failed"
+
+
+def test_an_error_that_is_not_ours_is_a_failure(monkeypatch):
+    def broken(drawn):
+        raise ZeroDivisionError("division by zero\nmore")
+
+    monkeypatch.setattr(parity_draw_run, "compare", broken)
+    found = judge(0)
+    assert (found.verdict, found.good) == ("failed", False)
+    assert found.reason == "ZeroDivisionError: division by zero"
+    assert found.sections == draw(0).sections
+
+
+def test_what_ends_a_process_is_an_answer_and_the_others_go_on():
+    found = [*parity_children.answers(answer, [2, 13, 3, 13, 4], jobs=2)]
+    assert found[::2] == [4, 9, 16]
+    for ended in found[1::2]:
+        assert ended.reason.startswith("the process ended with SIGABRT: ")
+        assert ended.reason.endswith("x.cc:497] Check failed: 1 == 2")
+
+
+def test_a_process_that_does_not_answer_is_ended():
+    found = [*parity_children.answers(answer, [14], jobs=1, limit_seconds=1.0)]
+    assert [ended.reason for ended in found] == ["no answer in 1 s"]
+
+
+def test_a_page_counts_what_was_drawn():
+    outcomes = [outcome_of(0), outcome_of(1, "differs"), outcome_of(2, "refused", reason="odd")]
+    page = markdown(to_json(outcomes, count=3, seed=0))
+    assert "- 1 equal, 1 refused, 1 differs, 0 failed" in page
+    assert "- seed 2: odd" in page
+    assert "jaxdist parity --json docs/parity_draw.json --draw 3 --seed 0`" in page
+    models = Counter(name_of(outcome.sections["model"]) for outcome in outcomes)
+    for model, count in models.items():
+        assert f"| model | {model} | {count} |" in page
+
+
+def test_the_published_page_is_that_of_its_figures():
+    report = json.loads((DOCS / "parity_draw.json").read_text())
+    assert (DOCS / "parity_draw.md").read_text() == markdown(report), "run what its header says"
+    outcomes = from_json(report)
+    assert len(outcomes) == report["count"] == 300
+    assert all(outcome.good for outcome in outcomes)
+    assert sum(outcome.verdict == outcome.checkpoint == "equal" for outcome in outcomes) > 250

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import jax
+import pytest
+
+from jaxdist.errors import MeshError
+from jaxdist.runtime.topology import FAMILIES, Topology, parse_topology, topology_devices
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("v5e:2x4", Topology("v5e", (2, 4))),
+        ("v5p:4x4x4", Topology("v5p", (4, 4, 4))),
+        ("v5e:16x16", Topology("v5e", (16, 16))),
+        ("tpu7x:2x2x1", Topology("tpu7x", (2, 2, 1))),
+    ],
+)
+def test_parse(text: str, expected: Topology) -> None:
+    assert parse_topology(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("v5e", ["topology 'v5e' cannot be read", "family:AxB", "v5e:2x4"]),
+        ("v5e:2x", ["'v5e:2x' cannot be read", "v5p:4x4x4"]),
+        ("v5e:2x-4", ["'v5e:2x-4' cannot be read"]),
+        ("v5e:2x4*2", ["'v5e:2x4*2' cannot be read"]),
+        ("v5f:2x4", ["no TPU family 'v5f'", "did you mean", "tpu7x"]),
+        ("v5e:2x2x2", ["'v5e:2x2x2' has 3 dims, v5e has 2, as in v5e:2x4"]),
+        ("v5p:4x4", ["'v5p:4x4' has 2 dims, v5p has 3, as in v5p:4x4x4"]),
+        ("v5e:0x4", ["'v5e:0x4' has 0 chips: a slice of v5e has 1 to 256"]),
+        ("v5e:32x32", ["'v5e:32x32' has 1,024 chips", "1 to 256"]),
+    ],
+)
+def test_what_is_no_topology(text: str, parts: list[str]) -> None:
+    with pytest.raises(MeshError) as raised:
+        parse_topology(text)
+    for part in parts:
+        assert part in str(raised.value)
+
+
+def test_without_libtpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MeshError, match=r"'v5e:2x4' .* pip install 'jaxdist\[tpu\]'"):
+        topology_devices("v5e:2x4")
+
+
+@pytest.mark.needs_libtpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family(name: str) -> None:
+    devices = topology_devices(FAMILIES[name].example)
+    assert {device.platform for device in devices} == {"tpu"}
+    chips = len({tuple(device.coords) for device in devices})
+    assert chips * (2 if name in ("v2", "v3", "tpu7x") else 1) == len(devices)
+
+
+@pytest.mark.needs_libtpu
+def test_a_shape_that_libtpu_refuses() -> None:
+    with pytest.raises(MeshError, match=r"topology 'v5e:3x3' is none that libtpu knows: .*2x2x1"):
+        topology_devices("v5e:3x3")
+
+
+@pytest.mark.needs_libtpu
+def test_what_the_user_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "elsewhere")
+    monkeypatch.delenv("TPU_WORKER_ID", raising=False)
+    topology_devices("v5e:2x2")
+    assert (os.environ["TPU_WORKER_HOSTNAMES"], os.environ["TPU_WORKER_ID"]) == ("elsewhere", "0")
+
+
+@pytest.mark.needs_libtpu
+def test_compiles_beside_the_cpu_backend() -> None:
+    device = topology_devices("v5e:2x2")[0]
+    x = jax.ShapeDtypeStruct((8,), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    assert "HloModule" in str(jax.jit(lambda x: x + 1).lower(x).compile().as_text())
+    assert jax.devices()[0].platform == "cpu"

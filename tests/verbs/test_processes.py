@@ -1,0 +1,220 @@
+"""Two processes of two devices each: the run that one process of four devices makes."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from runs import Finished, Jaxdist, checkpoint, finish, metrics, steps, wait_for_step
+
+from jaxdist.runtime.environment import TIMEOUT_FLAGS
+
+# Sums over devices associate otherwise between processes than within one; 24 steps of Adam at a
+# learning rate of 1e-3 let float32 rounding (6e-8) grow to a few 1e-6.
+TOLERANCE = 2e-5
+
+# The shipped timeout is 120 s; a device that waits for another of its own process needs it.
+IMPATIENT = " ".join(f"{flag}=5" for flag in TIMEOUT_FLAGS)
+
+FAILING = """
+import jax, numpy as np
+
+class Digits:
+    def __len__(self):
+        return 1000
+
+    def __getitem__(self, index):
+        if index == 700 and jax.process_index() == 1:
+            raise OSError("a broken sector")
+        return {"image": np.zeros((8, 8, 1), np.float32), "label": np.int32(index % 10)}
+"""
+
+# What gloo's threads print while they connect: each piece is whole, lines are not.
+PIECE = (
+    r"(?:\[Gloo\] Rank|is connected to|peer ranks\.|Expected number of connected peer ranks is :)"
+)
+GLOO = re.compile(rf"^(?:{PIECE}|\d|\s)*{PIECE}(?:{PIECE}|\d|\s)*", re.MULTILINE)
+
+# What a process says whose peers are slow to start.
+WAITING = re.compile(r"^waiting for 127\.0\.0\.1:\d+ \(.*\n", re.MULTILINE)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[subprocess.Popen[str]]:
+    """`jaxdist train config.yaml args...` as two processes of two devices."""
+    peers = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", 2, "--devices", 2]
+    return [
+        jaxdist.start("train", "config.yaml", *args, *peers, "--process-id", index, **options)
+        for index in range(2)
+    ]
+
+
+def finish_all(processes: list[subprocess.Popen[str]]) -> list[Finished]:
+    """What each printed, without what gloo prints: its threads may mix the parts of their lines."""
+    ended = [finish(process) for process in processes]
+    return [end._replace(out=WAITING.sub("", GLOO.sub("", end.out))) for end in ended]
+
+
+def test_mixed_lines_of_gloo_are_left_out() -> None:
+    line = (
+        "[Gloo] Rank {} is connected to 3 peer ranks. "
+        "Expected number of connected peer ranks is : 3"
+    )
+    mixed = "[Gloo] Rank 2[Gloo] Rank  is connected to 3 is connected to 3 peer ranks. "
+    assert not GLOO.sub("", "\n" + line.format(1) + "\n\n")
+    assert not GLOO.sub("", mixed + line.format(2).split("ranks. ")[1] + "\n1 peer ranks. ")
+    assert GLOO.sub("", line.format(0) + "\ndone step 24\n7\n") == "done step 24\n7\n"
+
+
+@pytest.mark.parametrize(
+    ("mesh", "parallel"),
+    [
+        ({"data": 4}, {}),
+        ({"data": 2, "tensor": 2}, {}),
+        ({"data": 4}, {"reduce": {"type": "xla"}}),
+        ({"data": 4}, {"reduce": {"type": "halving"}, "zero": {"stage": 1, "whole_below": 9}}),
+        ({"data": 4}, {"reduce": {"type": "auto"}, "zero": {"stage": 3, "whole_below": 9}}),
+    ],
+    ids=str,
+)
+def test_the_numbers_of_one_process(
+    jaxdist: Jaxdist, mesh: dict[str, int], parallel: dict[str, Any]
+) -> None:
+    """Reductions of ours pack what gloo would send one by one."""
+    jaxdist.config(mesh=mesh, parallel=parallel)
+    first, second = finish_all(pair(jaxdist))
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert "done   step 24" in first.out
+    assert second.out == second.err == first.err == ""
+    one = jaxdist.train("run.directory=runs/one", "--devices", 4)
+    assert one.code == 0, one
+    found, expected = metrics(jaxdist.run), metrics(jaxdist.folder / "runs/one")
+    assert [record.keys() for record in found] == [record.keys() for record in expected]
+    for a, b in zip(found, expected, strict=True):
+        assert (a["step"], a["split"]) == (b["step"], b["split"])
+        numbers = [[r[k] for k in r if k not in ("step", "split")] for r in (a, b)]
+        np.testing.assert_allclose(*numbers, rtol=TOLERANCE)
+    assert steps(jaxdist.run) == steps(jaxdist.folder / "runs/one")
+
+
+@pytest.mark.parametrize(
+    ("number", "to", "every"),
+    [
+        (signal.SIGTERM, [1], 400),
+        (signal.SIGINT, [0, 1], 400),
+        (signal.SIGHUP, [1], 1),
+    ],
+)
+def test_a_signal_stops_all_and_one_process_goes_on(
+    jaxdist: Jaxdist, number: signal.Signals, to: list[int], every: int
+) -> None:
+    total = 2000
+    jaxdist.config(train={"steps": total}, eval={"every": 1000}, checkpoint={"every": every})
+    processes = pair(jaxdist)
+    wait_for_step(processes[0], jaxdist.run, 60)
+    for index in to:
+        processes[index].send_signal(number)
+    first, second = finish_all(processes)
+    assert (first.code, second.code) == (0, 0), (first, second)
+    last = metrics(jaxdist.run)[-1]["step"]
+    assert 60 <= last < total
+    assert steps(jaxdist.run)[-1] == last
+    told = number.name if 0 in to else "SIGTERM"
+    assert f"{told}: the run stops after " in first.out
+    assert f"{told}: stopped after step {last} of {total} and saved" in first.out
+    assert second.out == ""
+    end = last + 10
+    resumed = jaxdist.train("--resume", f"train.steps={end}", "--devices", 4)
+    assert resumed.code == 0, resumed
+    assert f"resume from step {last} of {end}" in resumed.out
+    assert f"changed since this run began: train.steps: {total} -> {end}" in resumed.out
+    assert [r["step"] for r in metrics(jaxdist.run) if r["split"] == "train"] == [
+        *range(1, end + 1)
+    ]
+    assert checkpoint(jaxdist.run, end)["step"] == end
+
+
+def assert_told(survivor: Finished, index: int) -> None:
+    """One line, whether Python came to say it or jax or gloo ended the process from C++."""
+    assert survivor.code in (3, -signal.SIGABRT), survivor
+    assert survivor.err.count("\n") == 1, survivor
+    assert survivor.err.startswith(f"error: process {index} of 2 cannot go on: ")
+    assert "start all of them again with --resume" in survivor.err
+
+
+def test_a_coordinator_lost_before_the_first_record(jaxdist: Jaxdist) -> None:
+    jaxdist.config(train={"steps": 100_000})
+    processes = pair(jaxdist, xla_flags=IMPATIENT)
+    while not (jaxdist.run / "run.lock").exists():
+        assert processes[0].poll() is None, finish(processes[0])
+        time.sleep(0.01)
+    processes[0].kill()
+    assert_told(finish(processes[1]), 1)
+
+
+def test_who_waits_in_vain_says_for_whom(jaxdist: Jaxdist) -> None:
+    jaxdist.config()
+    address = f"127.0.0.1:{free_port()}"
+    alone = ["--coordinator", address, "--num-processes", 3, "--process-id", 0]
+    ended = jaxdist.train(*alone, "--join-timeout", 1)
+    assert (ended.code, ended.out, ended.err.count("\n")) == (3, "", 1), ended
+    told = f"error: 1 of 3 processes came to {address} within 1 s; missing: 1, 2. "
+    assert ended.err.startswith(told)
+    assert "or wait longer with --join-timeout SECONDS" in ended.err
+    assert not (jaxdist.folder / "runs").exists()
+
+
+def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
+    """In a step or in a save; who comes second may find the other gone."""
+    jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 1})
+    processes = pair(jaxdist, xla_flags=IMPATIENT)
+    wait_for_step(processes[0], jaxdist.run, 20)
+    for _ in range(2):
+        for process in processes:
+            process.send_signal(signal.SIGINT)
+        time.sleep(0.1)
+    ended = finish_all(processes)
+    assert 130 in [end.code for end in ended], ended
+    for index, end in enumerate(ended):
+        if end.code == 130:
+            assert end.err == "interrupted\n"
+        else:
+            assert_told(end, index)
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
+    """By the broken connection, or else by the collective timeout; `finish` waits no longer."""
+    jaxdist.config(train={"steps": 100_000}, eval={"every": 50_000})
+    processes = pair(jaxdist, xla_flags=IMPATIENT)
+    wait_for_step(processes[0], jaxdist.run, 20)
+    processes[lost].kill()
+    survivor = finish(processes[1 - lost])
+    assert_told(survivor, 1 - lost)
+    last = steps(jaxdist.run)[-1]
+    resumed = jaxdist.train("--resume", f"train.steps={last + 1}", "--devices", 4)
+    assert resumed.code == 0, resumed
+    assert f"resume from step {last} of" in resumed.out
+
+
+def test_the_error_of_one_ends_the_other(jaxdist: Jaxdist) -> None:
+    (jaxdist.folder / "mine.py").write_text(FAILING)
+    jaxdist.config(
+        data={"type": "import", "path": "mine:Digits", "classes": 10}, train={"steps": 100_000}
+    )
+    first, second = finish_all(pair(jaxdist, xla_flags=IMPATIENT))
+    assert first.code in (3, -signal.SIGABRT), first
+    assert second.code == 2
+    assert f"example 700 raised OSError: a broken sector ({jaxdist.folder}" in second.message
+    assert "mine.py:10)" in second.message
