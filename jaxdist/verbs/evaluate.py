@@ -42,7 +42,7 @@ def open_run(
         on_event=lambda text: console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True),
     )
     check_order(directory, restored.step)
-    state = experiment.program.storage.in_stage_order(restored.state)
+    state = experiment.program.home.from_files(restored.state)
     return experiment, replace(restored, state=state)
 
 

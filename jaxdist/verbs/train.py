@@ -202,7 +202,7 @@ def _begin(
         restored = store.restore(program.state_shapes, shapes=program.own_shapes)
         check_order(directory, restored.step)
         console.print(f"resume from step {restored.step} of {experiment.total_steps}")
-        return program.storage.in_stage_order(restored.state), restored.metadata
+        return program.home.from_files(restored.state), restored.metadata
     if resume:
         console.print("resume: there is no checkpoint yet, so this run begins at step 0")
     return program.init(), {}
@@ -239,7 +239,7 @@ def _hooks(
         best=metadata.get("best"),
         max_skipped=program.optimizer.max_skipped,
         shapes=program.own_shapes,
-        saved=program.storage.in_model_order,
+        saved=program.home.to_files,
     )
 
 

@@ -168,7 +168,7 @@ def train(name, mesh, reduce=None, zero=None, optim=ADAMW, pipeline=None, **chan
         for batch in itertools.islice(batches, STEPS):
             state, metrics = experiment.program.train(state, batch)
             losses.append(float(metrics[0]))
-    return np.array(losses), jax.tree.map(np.asarray, experiment.program.storage.used(state).params)
+    return np.array(losses), jax.tree.map(np.asarray, experiment.program.home.used(state).params)
 
 
 def same(ours, theirs):

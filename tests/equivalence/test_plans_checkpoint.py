@@ -54,7 +54,7 @@ def trained(tmp_path_factory, devices):
         with made.loader.batches() as batches:
             for batch in itertools.islice(batches, 2):
                 state, _ = made.program.train(state, batch)
-        state = made.program.storage.in_model_order(state)
+        state = made.program.home.to_files(state)
         with CheckpointStore(path, keep=1, keep_best=False, on_event=print) as store:
             store.save(2, state, metadata={})
             store.wait()
@@ -73,7 +73,7 @@ def test_what_one_plan_saved_another_loads(writer, reader, trained):
         np.testing.assert_array_equal(np.asarray(ours), theirs, err_msg=name)
     shardings = jax.tree.map(lambda struct: struct.sharding, made.program.state_shapes)
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, state, shardings))
-    state = made.program.storage.in_stage_order(state)
+    state = made.program.home.from_files(state)
     with made.loader.batches(2) as batches:
         after, metrics = made.program.train(state, next(batches))
     assert int(after.step) == 3
