@@ -163,6 +163,18 @@ class Home:
         """`to_step` of a state's parameters alone."""
         return self._params(self._not_in_steps, params)
 
+    def grads_to_step(self, grads: Any) -> Any:
+        """Gradients in shards, as devices hold them, as the optimizer takes them."""
+        for view in reversed(self._not_in_steps):
+            grads = self._each(view.use, grads)
+        return grads
+
+    def grads_from_step(self, grads: Any) -> Any:
+        """The inverse of `grads_to_step`."""
+        for view in self._not_in_steps:
+            grads = self._each(view.store, grads)
+        return grads
+
     def to_files(self, state: TrainState) -> TrainState:
         """From devices to what checkpoints have."""
         return self._use(self._not_in_files, state)

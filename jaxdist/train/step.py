@@ -41,7 +41,8 @@ class Found(NamedTuple):
     """What `Program.gradients` gives and `Program.update` takes.
 
     Attributes:
-      grads: of the mean loss, a tree like the parameters, as the optimizer takes them.
+      grads: of the mean loss, a tree like the parameters; with ZeRO in shards, filled up where they
+        do not divide.
       sums: everything that the loss measures, with its weights.
       buffers: the model's, after the batch.
       exchange: what the exchange carries to the next step.
@@ -229,17 +230,22 @@ class Program:
 
         def gradients(stored: TrainState, batch: Batch) -> Found:
             found = self._gradients(stored, self.home.to_step(stored), batch)
-            shares, _ = self.exchange.shares(found.grads, stored.params)
-            return found._replace(grads=shares)
+            return found._replace(grads=self.home.grads_from_step(found.grads))
 
-        return self._on_platform(jax.jit(gradients))
+        shapes = jax.eval_shape(gradients, self.state_shapes, self.batch)
+        replicated = self.layout.replicated
+        sums, buffers = jax.tree.map(lambda _: replicated, (shapes.sums, shapes.buffers))
+        carried = self.exchange.state_shardings(shapes.exchange)
+        lie = Found(self.exchange.placements.shares, sums, buffers, carried)
+        return self._on_platform(jax.jit(gradients, out_shardings=lie))
 
     @cached_property
     def update(self) -> Compiled:
         """(state, `Found`) to (state, metrics), as of `train`; the state is donated."""
 
         def update(stored: TrainState, found: Found) -> tuple[TrainState, jax.Array]:
-            return self._update(self.home.to_step(stored), found)
+            own = found._replace(grads=self.home.grads_to_step(found.grads))
+            return self._update(self.home.to_step(stored), own)
 
         return self._updating(update)
 
