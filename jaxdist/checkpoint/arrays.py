@@ -122,8 +122,9 @@ class ArrayWriter:
 def load_arrays(path: Path, saved: dict[str, LeafRecord], target: Any) -> Any:
     """The tree at `path` with the structure and shardings of `target`; every process calls it.
 
-    `saved` gives the numbers of the names; what `target` has not is left. Shapes and dtypes must have been compared before; what
-    goes beyond them, on disk or in `target`, are zeros that fill up shards.
+    `saved` gives the numbers of the names; what `target` has not is left. Shapes and dtypes must
+    have been compared before; what goes beyond them, on disk or in `target`, are zeros that fill up
+    shards.
     """
     ocp = _orbax()
     numbers = {name: _number(index) for index, name in enumerate(saved)}

@@ -12,6 +12,7 @@ from jaxdist.parallel.plan import explicit_exchange
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
 from jaxdist.sharding import ShardingConfig, make_layout, param_shardings
 from jaxdist.train.assemble import assemble
+from jaxdist.trees import flatten_with_names
 
 
 def build_program(
@@ -21,6 +22,8 @@ def build_program(
     devices = jax.devices()[: math.prod(mesh.values())]
     layout = make_layout(ShardingConfig(), build_mesh(MeshConfig.model_validate(mesh), devices))
     model = functional(module)
+    shapes = dict(flatten_with_names(model.params))
+    model = model.with_dims({n: dims or (None,) * shapes[n].ndim for n, dims in model.dims.items()})
     split = plan_zero(ZeroConfig(stage=zero, whole_below=0), layout, model.params, model.dims)
     return assemble(
         model,
