@@ -19,10 +19,15 @@ if TYPE_CHECKING:
     from jaxdist.mesh import MeshAxis as MeshAxis
     from jaxdist.mesh import MeshConfig as MeshConfig
     from jaxdist.mesh import build_mesh as build_mesh
+    from jaxdist.models.adapters import from_equinox as from_equinox
+    from jaxdist.models.adapters import from_functions as from_functions
+    from jaxdist.models.adapters import from_linen as from_linen
     from jaxdist.models.functional import functional as functional
     from jaxdist.models.loss import Mean as Mean
     from jaxdist.runtime.environment import prepare as prepare
     from jaxdist.sharding import Layout as Layout
+    from jaxdist.train.checkpoints import restore as restore
+    from jaxdist.train.checkpoints import save as save
     from jaxdist.train.evaluate import evaluate as evaluate
     from jaxdist.train.step import Program as Program
 
@@ -40,9 +45,14 @@ _HOME = {
     "build": "experiment",
     "build_mesh": "mesh",
     "evaluate": "train.evaluate",
+    "from_equinox": "models.adapters",
+    "from_functions": "models.adapters",
+    "from_linen": "models.adapters",
     "functional": "models.functional",
     "load": "experiment",
     "prepare": "runtime.environment",
+    "restore": "train.checkpoints",
+    "save": "train.checkpoints",
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]  (it reads literals only)

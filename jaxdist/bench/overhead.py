@@ -25,7 +25,7 @@ from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.models.loss import Batch
-from jaxdist.train.hooks import Cadence, RunHooks
+from jaxdist.train.hooks import Cadence, Guard, Log, RunHooks, Save, Stop
 from jaxdist.train.loop import StepFunction, run_loop
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
@@ -231,13 +231,9 @@ def hooks(experiment: Experiment) -> Iterator[RunHooks]:
         console = Console(file=io.StringIO())
         progress = Progress(_NEVER, 0, "examples", experiment.units_per_step, console)
         store = CheckpointStore(directory, keep=1, keep_best=False, on_event=console.print)
-        yield RunHooks(
-            names=experiment.program.metrics,
-            cadence=Cadence(log=10, evaluate=None, save=_NEVER, last=_NEVER),
-            progress=stack.enter_context(progress),
-            writer=stack.enter_context(MetricsWriter(directory, resume_step=None)),
-            store=stack.enter_context(store),
-            evaluate=None,
-            termination=Termination(),
-            best=None,
-        )
+        progress = stack.enter_context(progress)
+        writer = stack.enter_context(MetricsWriter(directory, resume_step=None))
+        guard = Guard(experiment.program.metrics, stack.enter_context(store))
+        log = Log(Cadence(10, _NEVER), guard, progress, writer)
+        never = Save(Cadence(_NEVER, _NEVER), lambda *_: None)
+        yield RunHooks([guard, log, Stop(Termination()), never])

@@ -1,9 +1,13 @@
-"""What a run does between steps: log, evaluate, save, and stop when it is told to."""
+"""What a run does between steps: log, exchange, evaluate, save, and stop when it is told to.
+
+Each is a `Hook` that knows nothing of the others; `RunHooks` asks them in order. What one finds the
+next may read in the `Moment`: a checkpoint is also saved where an evaluation was the best so far.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import jax
@@ -14,63 +18,83 @@ from jaxdist.errors import RunError
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.optim.safety import check_skips
+from jaxdist.train.outer import Outer
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
 
 
 @dataclass(frozen=True)
 class Cadence:
-    """After which steps things happen; None is never, and the last step counts for all."""
+    """Every so many steps, and after the last; None is after the last alone."""
 
-    log: int
-    evaluate: int | None
-    save: int
+    every: int | None
     last: int
 
-    def due(self, every: int | None, step: int) -> bool:
-        """Whether something done `every` so many steps is due after `step`."""
-        return step == self.last or (every is not None and step % every == 0)
+    def due(self, step: int) -> bool:
+        """Whether it is the turn of `step`."""
+        return step == self.last or (self.every is not None and step % self.every == 0)
 
 
 @dataclass
-class RunHooks:
-    """The hooks of `jaxdist train`; only process 0 has a writer that writes.
+class Moment:
+    """After a step, while none is in flight.
+
+    Attributes:
+      state: that training goes on with; a hook may put another one there.
+      heldout: means of the evaluation at this step, if there was one.
+      best: whether its loss is the best so far.
+      stop: whether the run ends here.
+    """
+
+    step: int
+    state: TrainState
+    heldout: dict[str, float] | None = None
+    best: bool = False
+    stop: bool = False
+
+
+class Hook:
+    """Does nothing at any step; a hook overrides what it needs."""
+
+    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
+        """The metrics of `step`, ready to be read; called for every step, in order."""
+
+    def due(self, step: int) -> bool:
+        """Whether the loop must wait for `step`; asked once for every step, in every process."""
+        return False
+
+    def at(self, moment: Moment) -> None:
+        """At a boundary, whichever hook it was due for."""
+
+
+@dataclass
+class Guard(Hook):
+    """Ends a run whose loss or gradient is not finite, before anything is saved.
 
     Attributes:
       names: names of the values in the step's metrics vector.
-      evaluate: state to held-out means; None without a held-out split.
-      best: the best held-out loss so far, if there was one.
       max_skipped: skipped steps in a row that end the run; None where no step is ever skipped.
-      shapes: of what is saved: see `jaxdist.train.step.Program.own_shapes`.
-      saved: from the state to what is saved of it.
     """
 
     names: tuple[str, ...]
-    cadence: Cadence
-    progress: Progress
-    writer: MetricsWriter | None
     store: CheckpointStore
-    evaluate: Callable[[TrainState], dict[str, float]] | None
-    termination: Termination
-    best: float | None
     max_skipped: int | None = None
-    shapes: TrainState | None = None
-    saved: Callable[[TrainState], TrainState] = lambda state: state
-    heldout: dict[str, float] = field(default_factory=dict)
-    _last_logged: tuple[int, jax.Array] | None = None
-    _stop: bool = False
+    _last: tuple[int, jax.Array] | None = None
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        """Log every so many steps; the values are ready, so reading them waits for nothing."""
-        self._last_logged = (step, values)
-        if not (self.cadence.due(self.cadence.log, step) or step == 1):
-            return
-        found = self._finite(step, values)
-        self.progress.update(step, loss=found["loss"], step_seconds=step_seconds)
-        if self.writer is not None:
-            self.writer.write(step, {**found, "step_seconds": step_seconds})
+        self._last = step, values
 
-    def _finite(self, step: int, values: jax.Array) -> dict[str, float]:
+    def at(self, moment: Moment) -> None:
+        assert self._last is not None
+        assert self._last[0] == moment.step
+        self.checked(*self._last)
+
+    def checked(self, step: int, values: jax.Array) -> dict[str, float]:
+        """The values by name.
+
+        Raises:
+          RunError: they are not finite; too many steps in a row were skipped.
+        """
         found = dict(zip(self.names, np.asarray(values).tolist(), strict=True))
         if self.max_skipped is not None:
             row = int(found["skipped_in_a_row"])
@@ -90,36 +114,132 @@ class RunHooks:
             )
         return found
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the run was told to stop, and did."""
-        return self._stop
+
+@dataclass
+class Log(Hook):
+    """Writes metrics down every so many steps; reading them then waits for nothing."""
+
+    cadence: Cadence
+    guard: Guard
+    progress: Progress
+    writer: MetricsWriter | None
+
+    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
+        if not (self.cadence.due(step) or step == 1):
+            return
+        found = self.guard.checked(step, values)
+        self.progress.update(step, loss=found["loss"], step_seconds=step_seconds)
+        if self.writer is not None:
+            self.writer.write(step, {**found, "step_seconds": step_seconds})
+
+
+@dataclass
+class Stop(Hook):
+    """Ends a run that was told to stop."""
+
+    termination: Termination
+    stopped: bool = False
 
     def due(self, step: int) -> bool:
-        """Whether to wait for this step: something is due, or the run was told to stop."""
-        self._stop = self.termination.requested(step)
-        evaluates = self.evaluate is not None and self.cadence.due(self.cadence.evaluate, step)
-        return self._stop or evaluates or self.cadence.due(self.cadence.save, step)
+        self.stopped = self.termination.requested(step)
+        return self.stopped
 
-    def boundary(self, step: int, state: TrainState) -> bool:
-        """Evaluate, then save (also what is best so far, with the loss of its own step)."""
-        assert self._last_logged is not None
-        assert self._last_logged[0] == step
-        self._finite(*self._last_logged)
-        metric, improved = None, False
-        if self.evaluate is not None and self.cadence.due(self.cadence.evaluate, step):
-            self.heldout = self.evaluate(state)
-            metric = self.heldout["loss"]
-            improved = _improves(metric, self.best)
-            self.best = metric if improved else self.best
-            self.progress.evaluation(step, self.heldout)
-            if self.writer is not None:
-                self.writer.write(step, self.heldout, split="heldout")
-        if self._stop or improved or self.cadence.due(self.cadence.save, step):
-            metadata, shapes = {"best": self.best}, self.shapes
-            saved = self.saved(state)
-            self.store.save(step, saved, metadata=metadata, metric=metric, shapes=shapes)
-        return self._stop
+    def at(self, moment: Moment) -> None:
+        moment.stop = self.stopped
+
+
+@dataclass
+class Between(Hook):
+    """Exchanges parameters between steps, where a plan does so."""
+
+    outer: Outer
+
+    def due(self, step: int) -> bool:
+        return self.outer.due(step)
+
+    def at(self, moment: Moment) -> None:
+        if self.outer.due(moment.step):
+            moment.state = self.outer.exchange(moment.step, moment.state)
+
+
+@dataclass
+class Evaluate(Hook):
+    """Measures held-out means.
+
+    Attributes:
+      run: from a state to them.
+      best: the best held-out loss so far, if there was one.
+      heldout: the last means.
+    """
+
+    cadence: Cadence
+    run: Callable[[TrainState], dict[str, float]]
+    progress: Progress
+    writer: MetricsWriter | None
+    best: float | None = None
+    heldout: dict[str, float] = field(default_factory=dict)
+
+    def due(self, step: int) -> bool:
+        return self.cadence.due(step)
+
+    def at(self, moment: Moment) -> None:
+        if not self.cadence.due(moment.step):
+            return
+        self.heldout = moment.heldout = self.run(moment.state)
+        moment.best = _improves(self.heldout["loss"], self.best)
+        self.best = self.heldout["loss"] if moment.best else self.best
+        self.progress.evaluation(moment.step, self.heldout)
+        if self.writer is not None:
+            self.writer.write(moment.step, self.heldout, split="heldout")
+
+
+@dataclass
+class Save(Hook):
+    """Saves a checkpoint when its turn comes, where a run stops, and what is best so far.
+
+    Attributes:
+      save: (state, the best held-out loss so far, that of this step) to a checkpoint.
+      evaluate: knows the best; None without a held-out split.
+    """
+
+    cadence: Cadence
+    save: Callable[[TrainState, float | None, float | None], None]
+    evaluate: Evaluate | None = None
+
+    def due(self, step: int) -> bool:
+        return self.cadence.due(step)
+
+    def at(self, moment: Moment) -> None:
+        if moment.stop or moment.best or self.cadence.due(moment.step):
+            best = None if self.evaluate is None else self.evaluate.best
+            metric = None if moment.heldout is None else moment.heldout["loss"]
+            self.save(moment.state, best, metric)
+
+
+@dataclass
+class RunHooks:
+    """Hooks in their order, as the loop asks them."""
+
+    hooks: Sequence[Hook]
+    stopped: bool = False
+
+    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
+        """Give the metrics of a step to each hook."""
+        for hook in self.hooks:
+            hook.metrics(step, values, step_seconds)
+
+    def due(self, step: int) -> bool:
+        """Whether to wait for this step."""
+        asked = [hook.due(step) for hook in self.hooks]  # all of them, at every step
+        return any(asked)
+
+    def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:
+        """The state to go on with, and whether to stop."""
+        moment = Moment(step, state)
+        for hook in self.hooks:
+            hook.at(moment)
+        self.stopped = moment.stop
+        return moment.state, moment.stop
 
 
 def _improves(loss: float, best: float | None) -> bool:

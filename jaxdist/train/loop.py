@@ -24,8 +24,8 @@ class Hooks(Protocol):
         """Whether `boundary` must be called after `step` (which waits for it to finish)."""
         ...
 
-    def boundary(self, step: int, state: TrainState) -> bool:
-        """After `step`, with its state and its metrics seen; true ends the loop."""
+    def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:
+        """After `step`, with its metrics seen: the state to go on with, and whether to end."""
         ...
 
 
@@ -62,7 +62,8 @@ def run_loop(
         pending = (step, values)
         if hooks.due(step):
             settle()
-            if hooks.boundary(step, state):
+            state, stop_here = hooks.boundary(step, state)
+            if stop_here:
                 break
             clock = time.perf_counter()
     settle()

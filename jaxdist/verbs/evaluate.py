@@ -12,11 +12,11 @@ from rich.console import Console
 from jaxdist.checkpoint.restore import Restored, restore
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
+from jaxdist.train.checkpoints import adapted
 from jaxdist.train.directory import RunDirectory
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
 from jaxdist.train.misordered import check_order
-from jaxdist.train.restore import adapted
 from jaxdist.verbs.results import print_results
 
 

@@ -24,13 +24,23 @@ from jaxdist.metrics.curve import plot_loss
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter, read_metrics
 from jaxdist.runtime import compilation_cache
+from jaxdist.train.checkpoints import restore, save
 from jaxdist.train.directory import RunDirectory, prepare, take
 from jaxdist.train.evaluate import evaluate
-from jaxdist.train.hooks import Cadence, RunHooks
+from jaxdist.train.hooks import (
+    Between,
+    Cadence,
+    Evaluate,
+    Guard,
+    Hook,
+    Log,
+    RunHooks,
+    Save,
+    Stop,
+)
 from jaxdist.train.loop import run_loop
 from jaxdist.train.memory import check_state_fits, check_step_fits, told_if_too_large
 from jaxdist.train.misordered import check_order
-from jaxdist.train.restore import adapted
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
 from jaxdist.trees import tree_size
@@ -153,12 +163,13 @@ def _train(
                 enabled=primary,
             )
         )
-        hooks = _hooks(experiment, store, writer, progress, termination, metadata)
+        hooks, measured = _hooks(experiment, store, writer, progress, termination, metadata)
         begun = time.perf_counter()
         state = _through_stages(experiment, state, hooks, progress)
         store.wait()
         seconds = time.perf_counter() - begun
-    _finish(experiment, directory, termination, hooks, int(state.step), seconds, console)
+    means = measured.heldout if measured is not None else {}
+    _finish(experiment, directory, termination, means, int(state.step), seconds, console)
 
 
 def _through_stages(
@@ -201,7 +212,7 @@ def _begin(
     check_state_fits(program.state_shapes)
     if resume and broadcast_json(bool(steps_present(store.directory))):
         say = partial(console.print, soft_wrap=True)
-        restored = store.restore(program.state_shapes, adapt=adapted(program, say))
+        restored = restore(store, program, say=say)
         check_order(directory, restored.step)
         console.print(f"resume from step {restored.step} of {experiment.total_steps}")
         return restored.state, restored.metadata
@@ -217,7 +228,7 @@ def _hooks(
     progress: Progress,
     termination: Termination,
     metadata: Mapping[str, Any],
-) -> RunHooks:
+) -> tuple[RunHooks, Evaluate | None]:
     config, program, heldout = experiment.config, experiment.program, experiment.heldout
 
     def held_out(state: TrainState) -> dict[str, float]:
@@ -225,31 +236,31 @@ def _hooks(
         with heldout.evaluation_batches(config.eval.batches) as batches:
             return evaluate(program, state.params, state.buffers, batches)
 
-    return RunHooks(
-        names=program.metrics,
-        cadence=Cadence(
-            log=config.train.log_every,
-            evaluate=config.eval.every,
-            save=config.checkpoint.every,
-            last=experiment.total_steps,
-        ),
-        progress=progress,
-        writer=writer,
-        store=store,
-        evaluate=held_out if heldout is not None else None,
-        termination=termination,
-        best=metadata.get("best"),
-        max_skipped=program.optimizer.max_skipped,
-        shapes=program.own_shapes,
-        saved=program.home.to_files,
-    )
+    def saved(state: TrainState, best: float | None, metric: float | None) -> None:
+        save(store, program, state, metadata={"best": best}, metric=metric)
+
+    def every(steps: int | None) -> Cadence:
+        return Cadence(steps, experiment.total_steps)
+
+    guard = Guard(program.metrics, store, program.optimizer.max_skipped)
+    measured: Evaluate | None = None
+    hooks: list[Hook] = [guard, Log(every(config.train.log_every), guard, progress, writer)]
+    hooks.append(Stop(termination))
+    if program.outer is not None:
+        hooks.append(Between(program.outer))
+    if heldout is not None:
+        best = metadata.get("best")
+        measured = Evaluate(every(config.eval.every), held_out, progress, writer, best)
+        hooks.append(measured)
+    hooks.append(Save(every(config.checkpoint.every), saved, measured))
+    return RunHooks(hooks), measured
 
 
 def _finish(
     experiment: Experiment,
     directory: RunDirectory,
     termination: Termination,
-    hooks: RunHooks,
+    means: Mapping[str, float],
     step: int,
     seconds: float,
     console: Console,
@@ -272,5 +283,5 @@ def _finish(
         loss_unit=f"nats per {experiment.unit[:-1]}",
     )
     console.print(f"done   step {step} in {seconds:.0f} s; curve in {directory.curve}")
-    if hooks.heldout:
-        print_results(hooks.heldout, baselines, unit=experiment.unit, console=console)
+    if means:
+        print_results(means, baselines, unit=experiment.unit, console=console)

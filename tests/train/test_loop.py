@@ -23,7 +23,7 @@ class Recorder:
 
     def boundary(self, step, state):
         self.events.append(f"boundary {step} state={state}")
-        return step == self._stop_at
+        return state, step == self._stop_at
 
     def run(self, start=0, stop=3):
         final = run_loop(

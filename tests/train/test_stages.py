@@ -49,7 +49,7 @@ class Hooks:
 
     def boundary(self, step, state):
         self.stopped = True
-        return True
+        return state, True
 
 
 def go(found: Experiment, state: TrainState, stop: int | None = None):

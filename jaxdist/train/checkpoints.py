@@ -1,4 +1,4 @@
-"""From a checkpoint to a program's state, whatever plan saved it."""
+"""A program's state to a checkpoint, and back from one that any plan saved."""
 
 from __future__ import annotations
 
@@ -10,13 +10,46 @@ from typing import Any
 import jax
 
 from jaxdist.checkpoint.manifest import LeafRecord
-from jaxdist.checkpoint.restore import Adapt, Wanted
+from jaxdist.checkpoint.restore import Adapt, Restored, Wanted
+from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.checkpoint.structure import describe
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 
 EXCHANGE = "exchange"
+
+
+def save(
+    store: CheckpointStore,
+    program: Program,
+    state: TrainState,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    metric: float | None = None,
+) -> None:
+    """Save a state under its own step; see `CheckpointStore.save`."""
+    saved = program.home.to_files(state)
+    given = {"metadata": metadata or {}, "metric": metric, "shapes": program.own_shapes}
+    store.save(int(state.step), saved, **given)
+
+
+def restore(
+    store: CheckpointStore,
+    program: Program,
+    *,
+    step: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Restored:
+    """The newest whole checkpoint (or that of `step`) as `program` has its state.
+
+    Args:
+      say: called with a line where something of the checkpoint is not used.
+
+    Raises:
+      CheckpointError: there is none, or none that fits.
+    """
+    return store.restore(program.state_shapes, step=step, adapt=adapted(program, say))
 
 
 def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
