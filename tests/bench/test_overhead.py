@@ -10,6 +10,7 @@ from jaxdist.bench import overhead
 from jaxdist.bench.core.harness import Sample
 from jaxdist.bench.core.plain import gpt_loss, mlp_loss
 from jaxdist.bench.overhead import GPT, MLP, TINY, Loops, Steps, beyond_figure, experiment
+from jaxdist.train.hooks import Log
 
 SMALL_GPT = {
     "model": {"type": "gpt", "layers": 2, "embed": 16, "heads": 2},
@@ -63,8 +64,9 @@ def test_both_sides_of_the_loop_take_the_same_steps():
         bare.bare()
         assert int(ours._state.step) == int(bare._state.step) == 12
         jax.tree.map(np.testing.assert_array_equal, ours._state.params, bare._state.params)
-        assert each_step.writer is not None
-        assert each_step.writer.path.read_text().count('"split": "train"') == 1  # of step 10
+        (log,) = (hook for hook in each_step.hooks if isinstance(hook, Log))
+        assert log.writer is not None
+        assert log.writer.path.read_text().count('"split": "train"') == 1  # of step 10
 
 
 def test_the_busy_step_computes_the_same_as_the_step():
