@@ -9,7 +9,7 @@ from jaxdist.bench.core.ranges import markdown, ranges, read_runs, record
 from jaxdist.bench.core.report import Figure, Report
 from jaxdist.errors import JaxdistError
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 def run(directory, *ratios):
