@@ -16,14 +16,8 @@ DOCTEST = re.compile(r"^([ ]*)>>> .*\n?(?:^\1\S.*\n?)*", re.MULTILINE)
 def fenced(text: str) -> str:
     """A docstring with a fence around each doctest.
 
-    >>> print(fenced("Sum.\\n\\n>>> 1 + 1\\n2\\n").replace("`", "'"))
-    Sum.
-    <BLANKLINE>
-    '''pycon
-    >>> 1 + 1
-    2
-    '''
-    <BLANKLINE>
+    >>> fenced("Sum.\\n\\n>>> 1 + 1\\n2\\n").splitlines()
+    ['Sum.', '', '```pycon', '>>> 1 + 1', '2', '```']
     """
 
     def fence(found: re.Match[str]) -> str:
