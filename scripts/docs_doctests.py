@@ -10,7 +10,7 @@ from typing import Any
 
 from griffe import Extension, Object
 
-DOCTEST = re.compile(r"^([ ]*)>>> .*\n?(?:^\1\S.*\n?)*", re.MULTILINE)
+DOCTEST = re.compile(r"^([ ]*)>>> .*\n?(?:^\1.*\S.*\n?)*", re.MULTILINE)
 
 
 def fenced(text: str) -> str:
