@@ -43,6 +43,7 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "window": None,
     "classes": None,
 }
+"""Mesh axis of each logical dim, or None; `sharding.rules` of a config stand over these."""
 
 ELLIPSIS = "..."
 """In a pattern's dims, as many that are never split as a parameter has besides the others."""

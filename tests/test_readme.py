@@ -1,36 +1,74 @@
-"""The README's Python runs as it is written, on eight devices."""
+"""The README: short; its picture and paths are those of the code, its figures the recorded ones."""
 
 import re
-from pathlib import Path
+import statistics
 
-import jax
-import numpy as np
 import pytest
+from documents import README, ROOT
+from test_layers import LAYERS
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
-INDENTED = re.compile(r"(?:^(?:    .*)?\n)+", re.MULTILINE)
+from jaxdist.bench.core.ranges import ranges, read_runs
 
-
-def examples():
-    """Indented blocks that begin with an import, without their indent."""
-    blocks = [re.sub("^    ", "", block, flags=re.M).strip() for block in INDENTED.findall(README)]
-    return [block for block in blocks if block.startswith(("from ", "import "))]
-
-
-COLLECTIVES = next(block for block in examples() if "jax.shard_map" in block)
+TEXT = README.read_text()
+PACKAGE = ROOT / "jaxdist"
+MOST_LINES = 150
 
 
-def test_collectives_in_a_shard_map_of_ones_own(capsys):
-    found = {}
-    exec(COLLECTIVES, found)
-    shapes = jax.tree.map(np.shape, (found["means"], found["whole"]))
-    assert shapes == ({"w": (2, 4)}, [(8, 4), (4, 8)])
-    assert (np.asarray(found["means"]["w"]) == 4).all()
-    assert all((np.asarray(leaf) == 1).all() for leaf in found["whole"])
-    assert "hierarchical" in capsys.readouterr().out
+def test_it_is_short():
+    assert len(TEXT.splitlines()) <= MOST_LINES
 
 
-@pytest.mark.parametrize("block", examples(), ids=lambda block: block.splitlines()[0])
-def test_what_is_imported_exists(block):
-    names = [line for line in block.splitlines() if re.match("from jaxdist.* import ", line)]
-    exec("\n".join(names), {})
+def test_the_picture_shows_the_layers():
+    picture = TEXT.split("[start:layers]")[1].split("```")[1]
+    rows = [re.split(r" {3,}", line)[0].split() for line in picture.splitlines()[1:]]
+    there = [{part for part in parts if part_exists(part)} for parts in LAYERS]
+    assert [set(row) for row in reversed(rows)] == [parts for parts in there if parts]
+
+
+def part_exists(part):
+    return (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file()
+
+
+def test_what_is_to_be_read_is_there():
+    section = TEXT.split("[start:reading]")[1].split("[end:reading]")[0]
+    paths = re.findall(r"`([\w/]+\.py)`", section)
+    folders = [PACKAGE, PACKAGE / "parallel/pipeline"]
+    assert len(paths) > 15
+    assert not [p for p in paths if not any((folder / p).is_file() for folder in folders)]
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#]+)", TEXT))))
+def test_links_lead_somewhere(link):
+    assert (ROOT / link).is_file()
+
+
+def rows():
+    """The table of results: figure, median, range, runs, goal, command."""
+    table = TEXT.split("## Results")[1].split("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_eight_results():
+    assert len(rows()) == 8
+
+
+@pytest.mark.parametrize("row", rows(), ids=lambda row: row[0])
+def test_results_are_those_that_are_recorded(row):
+    figure, median, spread, count, goal, command = row
+    if "bench" not in command:
+        page = "parity_draw" if "--draw" in command else "parity"
+        equal, all_ = count.split(" of ")
+        text = (ROOT / f"docs/{page}.md").read_text()
+        assert f"{equal} of {all_} combinations equal" in text or f"- {equal} equal, 0 ref" in text
+        assert equal == all_
+        return
+    bench = re.search(r"bench (\w+)", command)[1]
+    (found,) = (
+        found
+        for found in ranges(read_runs(ROOT / f"docs/results/{bench}.jsonl"))
+        if found.name == figure
+    )
+    assert float(median) == float(f"{statistics.median(found.ratios):.3g}")
+    assert spread == f"{min(found.ratios):.3g} to {max(found.ratios):.3g}"
+    assert (count, goal) == (str(len(found.ratios)), found.goal)

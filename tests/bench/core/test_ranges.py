@@ -9,7 +9,7 @@ from jaxdist.bench.core.ranges import markdown, ranges, read_runs, record
 from jaxdist.bench.core.report import Figure, Report
 from jaxdist.errors import JaxdistError
 
-RESULTS = Path(__file__).parents[2] / "docs" / "results"
+RESULTS = Path(__file__).parents[3] / "docs" / "results"
 
 
 def run(directory, *ratios):
@@ -25,10 +25,16 @@ def test_runs_are_added_and_a_goal_is_held_by_the_median(tmp_path):
     assert (first.name, sorted(first.ratios), first.median) == ("figure 0", [1, 1.2, 1.5, 9], 1.35)
     assert (first.holds, second.holds) == (True, False)
     page = markdown(tmp_path)
-    assert "| figure 0 | 1.35 | 1 to 9 | 4 (few) | <= 2 | yes |" in page
-    assert "| figure 1 | 3 | 1 to 4 | 3 (few) | <= 2 | **no** |" in page
+    assert "| figure 0 | 1.2 s | 1 s | 1.35 | 1 to 9 | 4 (few) | <= 2 | yes |" in page
+    assert "| figure 1 | 1 s | 1 s | 3 | 1 to 4 | 3 (few) | <= 2 | **no** |" in page
     run(tmp_path, 1.0)
     assert "| 5 | <= 2" in markdown(tmp_path)
+
+
+def test_a_run_of_which_the_ratio_alone_is_known(tmp_path):
+    old = {"date": "2026-01-01", "machine": "m", "figures": [{"name": "f", "ratio": 2.0}]}
+    (tmp_path / "old.jsonl").write_text(json.dumps(old))
+    assert "| f |  |  | 2 | 2 to 2 | 1 (few) |  |  |" in markdown(tmp_path)
 
 
 @pytest.mark.parametrize("line", ["{", "{}", '{"date": "d", "machine": "m", "figures": [1]}'])

@@ -1,0 +1,161 @@
+"""Examples of README and docs: Python runs as it is written, on eight devices; configs are valid;
+commands are those of the command line."""
+
+import re
+import shlex
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import typer.main
+from documents import PAGES, README, ROOT, blocks, commands, ids
+from ruamel.yaml import YAML
+
+import jaxdist
+from jaxdist.cli import app
+from jaxdist.config import Document, read, validate
+from jaxdist.experiment import ExperimentConfig, build
+
+GUIDES = ROOT / "docs/guides"
+BASE = ROOT / "configs/gpt/quickstart.yaml"
+
+
+def ran(page, monkeypatch):
+    """The names that a page's Python leaves, all of its blocks run one after another."""
+    monkeypatch.chdir(ROOT)
+    found = {"__name__": "page"}
+    for block in blocks(page, "python"):
+        exec(compile(block, ids(page), "exec"), found)
+    return found
+
+
+def test_collectives_in_a_shard_map_of_ones_own(capsys, monkeypatch):
+    found = ran(GUIDES / "reductions.md", monkeypatch)
+    shapes = jax.tree.map(np.shape, (found["means"], found["whole"]))
+    assert shapes == ({"w": (2, 4)}, [(8, 4), (4, 8)])
+    assert (np.asarray(found["means"]["w"]) == 4).all()
+    assert all((np.asarray(leaf) == 1).all() for leaf in found["whole"])
+    assert "hierarchical" in capsys.readouterr().out
+
+
+def test_the_ledger_of_any_program(capsys, monkeypatch):
+    ran(GUIDES / "inspect.md", monkeypatch)
+    assert capsys.readouterr().out.startswith("all-reduce ('data',) ")
+
+
+def test_an_optimizer_in_a_loop_of_ones_own(monkeypatch):
+    found = ran(GUIDES / "optimizers.md", monkeypatch)
+    state = found["transform"].init(found["params"])
+    assert {leaf.shape for leaf in jax.tree.leaves(state)} >= {(4, 8, 8), (8, 16)}
+
+
+def test_a_loop_of_ones_own(capsys, monkeypatch):
+    found = ran(GUIDES / "python.md", monkeypatch)
+    lines = capsys.readouterr().out.splitlines()
+    losses = [float(re.search(r"'loss': ([\d.]+)", line)[1]) for line in lines[:4]]
+    assert losses[-1] < losses[0]
+    assert "'accuracy': " in lines[4]
+    assert lines[6] == f"40 {{'seen': {40 * 64}}}"
+    same = jax.tree.map(jnp.array_equal, found["restored"].state.params, found["state"].params)
+    assert all(jax.tree.leaves(same))
+
+
+def test_a_model_and_a_loss_of_ones_own(tmp_path, monkeypatch):
+    (block,) = blocks(GUIDES / "model.md", "python")
+    (tmp_path / "page_model.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "page_model", raising=False)
+    own = {"type": "import", "path": "page_model:build", "args": {"width": 64}}
+    values = read(ROOT / "configs/mlp/digits.yaml", ["mesh={data: 4, tensor: 2}"]).values
+    values |= {"model": own, "loss": {"type": "import", "path": "page_model:loss"}}
+    experiment = build(validate(Document(values), ExperimentConfig))
+    program, batches = experiment.program, experiment.loader.batches()
+    assert "tensor" in program.state_shapes.params["up"].sharding.spec
+    state, losses = program.init(), []
+    for _ in range(10):
+        state, metrics = program.train(state, next(batches))
+        losses.append(float(metrics[0]))
+    batches.close()
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=ids)
+def test_no_python_is_unread(page):
+    """A page with Python has a test above."""
+    tested = {"reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md"}
+    assert page.name in tested or not blocks(page, "python")
+
+
+def completed(fragment):
+    """A part of a config in place of, or within, that of the quickstart."""
+    values = read(BASE, []).values
+    for section, given in fragment.items():
+        merged = isinstance(given, dict) and "type" not in given and section != "mesh"
+        values[section] = {**values.get(section, {}), **given} if merged else given
+    return values
+
+
+CONFIGS = [(page, block) for page in PAGES for block in blocks(page, "yaml")]
+
+
+@pytest.mark.parametrize(("page", "block"), CONFIGS, ids=lambda x: getattr(x, "name", ""))
+def test_configs_are_valid(page, block):
+    fragment = YAML(typ="safe").load(block)
+    validate(Document(completed(fragment)), ExperimentConfig)
+
+
+def words(line):
+    """Arguments of a command line: what is optional, a comment or another command's left out."""
+    found = []
+    for word in shlex.split(line, comments=True)[1:]:
+        if word in ("|", ">", "&", "&&"):
+            break
+        if not (word.startswith("[") or word.endswith("]")) or "=" in word.strip("[]"):
+            found.append("1" if re.fullmatch(r"[A-Z]+", word) else word.strip("[]"))
+    return found
+
+
+def refused(arguments):
+    """The first word that the command line would not know: a command or an option; None if none."""
+    command, rest = typer.main.get_command(app), list(arguments)
+    while rest and (commands := getattr(command, "commands", None)):
+        name = rest.pop(0)
+        if name == "--help":
+            return None
+        if name not in commands:
+            return name
+        command = commands[name]
+    known = {"--help"}.union(*(param.opts + param.secondary_opts for param in command.params))
+    return next((word for word in rest if word[:2] == "--" and word not in known), None)
+
+
+LINES = sorted({(ids(page), line) for page in PAGES for line in commands(page)})
+
+
+@pytest.mark.parametrize(("page", "line"), LINES)
+def test_commands_are_those_of_the_command_line(page, line):
+    if "COMMAND" in line:
+        return
+    assert refused(words(line)) is None
+    for path in re.findall(r"configs/[\w/]+\.yaml", line):
+        assert (ROOT / path).is_file()
+
+
+def test_a_wrong_command_is_found():
+    lines = ["jaxdist trian X", "jaxdist train X --device 8", "jaxdist pipeline shw zb_v"]
+    assert [refused(words(line)) for line in lines] == ["trian", "--device", "shw"]
+
+
+def test_the_reference_has_every_public_name():
+    page = (ROOT / "docs/reference/index.md").read_text()
+    assert set(re.findall(r"^\| \[`(\w+)`\]", page, re.M)) == set(jaxdist.__all__)
+    for name, target in re.findall(r"^\| \[`(\w+)`\]\[([\w.]+)\]", page, re.M):
+        assert f"{getattr(jaxdist, name).__module__}.{name}" == target
+
+
+def test_there_are_examples():
+    assert len(CONFIGS) > 8
+    assert len(LINES) > 30
+    assert blocks(README, "console")
