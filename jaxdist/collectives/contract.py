@@ -82,7 +82,7 @@ class Algorithm(Config):
     """Fuse the leaves of a tree into buckets of this size; auto: where it pays; null: never."""
 
     native: ClassVar[bool] = False
-    """JAX differentiates this algorithm by itself, and knows where its results are replicated."""
+    """Whether JAX differentiates this algorithm by itself and types its results as replicated."""
 
     @abstractmethod
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:

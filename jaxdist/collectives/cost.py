@@ -33,7 +33,7 @@ def predict_seconds(
     """Seconds of one call.
 
     Args:
-      algorithm: any but `Auto`, which is none of its own.
+      algorithm: any but `Auto`, which only chooses among the others.
       kind: the operation.
       payload_bytes: of the whole tensor on one device, as `Algorithm.traffic` counts it.
       levels: of each axis that the call names, slowest first.
@@ -58,7 +58,7 @@ def predict_seconds(
 
 
 def _xla_seconds(kind: Kind, payload_bytes: float, levels: Sequence[Level]) -> float:
-    """XLA's own choice is not ours to see: taken to be the best that one could make.
+    """XLA does not tell which algorithm it runs: the fastest of ours is taken in its place.
 
     In memory it reads its peers' arrays where they lie: one rendezvous, each byte once.
     """

@@ -10,10 +10,10 @@ from jaxdist.collectives.axis import Axis, axis_size
 from jaxdist.collectives.contract import NOTHING, Algorithm, Combine, Kind, Traffic
 
 
-class Alone(Algorithm):
-    """Every operation gives its argument back."""
+class SingleDevice(Algorithm):
+    """Nothing is sent: every operation returns its argument."""
 
-    type: Literal["alone"] = "alone"
+    type: Literal["single_device"] = "single_device"
     """Selects this algorithm."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -38,10 +38,11 @@ class Alone(Algorithm):
         return NOTHING
 
 
-def unless_alone(algorithm: Algorithm, axis: Axis) -> Algorithm:
-    """`algorithm`, which may then count on two devices or more.
+def unless_single_device(algorithm: Algorithm, axis: Axis) -> Algorithm:
+    """`algorithm`; `SingleDevice` in its place where the axis has one device.
 
-    A native one stays, for the type of its result.
+    So all others may count on two devices or more. A native one stays, since jax types its result
+    as replicated.
     """
-    alone = axis_size(axis) == 1 and not algorithm.native
-    return Alone() if alone else algorithm
+    single = axis_size(axis) == 1 and not algorithm.native
+    return SingleDevice() if single else algorithm
