@@ -39,6 +39,8 @@ Kwargs: TypeAlias = dict[str, Any]
 """Keyword arguments of a function that is not known here."""
 JsonObject: TypeAlias = dict[str, Any]
 """An object of a JSON or YAML document."""
+TreeDef: TypeAlias = Any
+"""A `jax.tree_util.PyTreeDef`, which type checkers do not know: the structure of a tree."""
 TreeT = TypeVar("TreeT")
 """A tree that comes back with the structure that it was given with."""
 

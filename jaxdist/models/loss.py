@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from pydantic import Field
 
 from jaxdist.config.importing import load_object
@@ -31,7 +30,9 @@ class Mean(NamedTuple):
 
 Sums = dict[str, Mean]
 Batch = Mapping[str, jax.Array]
-Loss = Callable[[nnx.Module, Batch], PyTree]
+Model: TypeAlias = Any
+"""An NNX module, or a plain function that is called as one."""
+Loss = Callable[[Model, Batch], PyTree]
 """(module, batch) to named means, `Sums`; "loss" is the one that training minimises.
 
 A user's own loss may also return the mean of a batch as a scalar, or (scalar, {name: scalar}).

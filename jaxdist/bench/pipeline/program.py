@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.pipeline.executor.execute import run
-from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
 from jaxdist.parallel.pipeline.model.chunks import to_stages
 from jaxdist.parallel.pipeline.schedules.schedule import Kind
@@ -75,7 +75,7 @@ def arguments(size: Size, chunks: int, microbatches: int) -> Arguments:
     return Arguments(weights, np.float32(0.5), normal(microbatches, size.rows, width))
 
 
-def parts(tell: Tell | None = None) -> Parts:
+def parts(tell: Tell | None = None) -> ModelFns:
     """Residual tanh layers; embedding and head without matmuls."""
 
     def embed(scale: Any, visit: Visit) -> jax.Array:
@@ -92,7 +92,7 @@ def parts(tell: Tell | None = None) -> Parts:
         total = jnp.mean((x_RD * scale) ** 2)
         return total, total
 
-    return Parts(embed, blocks, head)
+    return ModelFns(embed, blocks, head)
 
 
 Both = tuple[jax.Array, jax.Array]
@@ -145,7 +145,7 @@ Local = Callable[[Any, Any, Any], Found]
 """A step on one stage: (its chunks, scale, rows) to loss and gradients."""
 
 
-def executor(ticks: Ticks, model: Parts) -> Local:
+def executor(ticks: Ticks, model: ModelFns) -> Local:
     """The package's own."""
     return partial(run, ticks, model, axis=AXIS)
 

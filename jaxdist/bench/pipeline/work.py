@@ -35,7 +35,7 @@ from jaxdist.bench.pipeline.program import (
 )
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import NONE, Activations, Ticks
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.schedule import Kind
@@ -76,7 +76,7 @@ class Cell:
     scan_seconds: tuple[float, ...] = ()
 
 
-def usual_scan(model: Parts, stages: int, microbatches: int, activations: Activations) -> Local:
+def usual_scan(model: ModelFns, stages: int, microbatches: int, activations: Activations) -> Local:
     """The usual form; layers are computed again in its backward pass where ours are."""
     last, right = stages - 1, [(s, s + 1) for s in range(stages - 1)]
     blocks = jax.checkpoint(model.blocks) if activations == "recompute" else model.blocks

@@ -17,7 +17,7 @@ from jaxdist.bench.pipeline.program import Size, arguments, parts, stage_mesh
 from jaxdist.bench.pipeline.work import Cell, executed_flops, programs, same
 from jaxdist.errors import RunError
 from jaxdist.hlo import ledger
-from jaxdist.parallel.pipeline.executor.parts import Found, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Found, Visit
 
 SMALL = Size(rows=4, features=8, layers=2)
 P, M = 2, 4

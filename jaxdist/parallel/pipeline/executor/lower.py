@@ -1,7 +1,7 @@
 """From a schedule to lock-step ticks: when each task runs, and in which slot each value waits.
 
-Tasks run as early as the order of their stage allows, which makes the ticks as few as they can be
-for that order: with every task as early as it can be, no other can be earlier.
+Each task runs in the first tick in which its stage's order and its inputs allow it. That gives the
+fewest ticks for these orders: a task that ran later than it could would make no other earlier.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxdist.parallel.pipeline.executor.ticks import (
     KINDS,
     NONE,
     Activations,
-    Lane,
+    Channel,
     Slots,
     Ticks,
     Work,
@@ -27,7 +27,7 @@ from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, n
 
 Clock = Mapping[Task, int]
 """The tick in which each task runs."""
-Visit = tuple[int, int]
+VisitId = tuple[int, int]
 """A chunk and a microbatch."""
 
 
@@ -39,7 +39,7 @@ def lower(
     Args:
       activations: what the backward pass starts from, which decides how long values are kept.
       paired: whether a stage may run a forward and a backward task in one tick; None is whichever
-        takes less time if backward takes twice as long as forward, in halves as long each.
+        takes less time by `typical_seconds`.
 
     Raises:
       ConfigError: a stage waits for a task that never runs.
@@ -52,12 +52,14 @@ def lower(
 
 
 def typical_seconds(activations: Activations) -> dict[Kind, float]:
-    """Time of each task where that of forward is 1.
+    """Time of each kind of task, in units of a forward task: backward takes two, a half of it one.
+
+    Recomputation adds a forward task to the task that does it.
 
     >>> typical_seconds("recompute")[Kind.FULL]
     3.0
     """
-    again = 1.0 if activations == "recompute" else 0.0
+    again = 1.0 if activations == "recompute" else 0.0  # the forward pass within a backward task
     return {Kind.FORWARD: 1.0, Kind.FULL: 2.0 + again, Kind.INPUT: 1.0 + again, Kind.WEIGHT: 1.0}
 
 
@@ -106,7 +108,8 @@ def _stuck(
     )
 
 
-# Moments within a tick, three to each: forward tasks run, then backward tasks, then values arrive.
+# A tick has three moments: forward tasks run, then backward tasks, then values arrive. The lifetime
+# of a value, from written to last read, is counted in these moments.
 def _in_forward(tick: int) -> int:
     return 3 * tick
 
@@ -121,14 +124,18 @@ def _arriving(tick: int) -> int:
 
 @dataclass
 class _Lives:
-    """When values are written and last read, by stage; becomes their slots."""
+    """Lifetimes of the values of one buffer: when each is written, and when it is last read."""
 
     placement: tuple[int, ...]
-    found: dict[Visit, tuple[int, int]]
+    found: dict[VisitId, tuple[int, int]]
 
-    def slots(self) -> tuple[dict[Visit, int], int]:
-        """A slot for each value and the number of slots: interval colouring, so no fewer do."""
-        taken: dict[Visit, int] = {}
+    def slots(self) -> tuple[dict[VisitId, int], int]:
+        """A slot for each value, and the number of slots.
+
+        This is greedy colouring of intervals in the order of their starts, which needs the fewest
+        slots: as many as values are alive at once.
+        """
+        taken: dict[VisitId, int] = {}
         free: dict[int, list[int]] = defaultdict(list)
         busy: dict[int, list[tuple[int, int]]] = defaultdict(list)
         count: dict[int, int] = defaultdict(int)
@@ -145,7 +152,7 @@ class _Lives:
 
 
 def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[_Lives, ...]:
-    """Of inputs, gradients, residuals and what is kept between the halves of a backward pass."""
+    """Lifetimes of inputs, gradients, residuals, and what INPUT tasks keep for WEIGHT tasks."""
     inputs, gradients, residuals, kept = ({} for _ in range(4))
     last, stash = schedule.chunks - 1, activations == "stash"
     at = {(task.kind, task.chunk, task.microbatch): tick for task, tick in clock.items()}
@@ -153,6 +160,8 @@ def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[
         visit = (chunk, microbatch)
         if kind is Kind.FORWARD:
             back = at.get((Kind.FULL, *visit), at.get((Kind.INPUT, *visit)))
+            # A backward task that recomputes reads the chunk's input again. One with residuals does
+            # not, but that of the last chunk reads its output, from the same slot.
             needed_back = back is not None and (not stash or chunk == last)
             until = _in_backward(back) if back is not None and needed_back else _in_forward(tick)
             if chunk > 0:
@@ -186,15 +195,15 @@ def _lower(schedule: Schedule, activations: Activations, clock: Clock) -> Ticks:
         placement=schedule.placement,
         forward=forward,
         backward=backward,
-        outputs=_lanes(schedule, clock, slots[0], size, (Kind.FORWARD,), 1),
-        cotangents=_lanes(schedule, clock, slots[1], size, (Kind.FULL, Kind.INPUT), -1),
+        outputs=_channels(schedule, clock, slots[0], size, (Kind.FORWARD,), 1),
+        cotangents=_channels(schedule, clock, slots[1], size, (Kind.FULL, Kind.INPUT), -1),
         slots=Slots(*(count for _, count in coloured)),
         activations=activations,
     )
 
 
 def _works(
-    schedule: Schedule, clock: Clock, slots: list[dict[Visit, int]], size: tuple[int, int]
+    schedule: Schedule, clock: Clock, slots: list[dict[VisitId, int]], size: tuple[int, int]
 ) -> tuple[Work, Work]:
     forward, backward = (
         Work(*(np.full(size, NONE, np.int32) for _ in Work._fields)) for _ in range(2)
@@ -212,15 +221,15 @@ def _works(
     return forward, backward
 
 
-def _lanes(
+def _channels(
     schedule: Schedule,
     clock: Clock,
-    slots: Mapping[Visit, int],
+    slots: Mapping[VisitId, int],
     size: tuple[int, int],
     kinds: tuple[Kind, ...],
     towards: int,
-) -> tuple[Lane, ...]:
-    """The lanes from each chunk to the next (`towards` 1), or to the one before it (-1)."""
+) -> tuple[Channel, ...]:
+    """The channels from each chunk to the next (`towards` 1), or to the one before (-1)."""
     tables: dict[int, np.ndarray] = {}
     for task, tick in clock.items():
         chunk = task.chunk + towards
@@ -232,4 +241,4 @@ def _lanes(
         offset -= schedule.stages * (2 * offset > schedule.stages)
         table = tables.setdefault(offset, np.full(size, NONE, np.int32))
         table[tick, stage] = slots[chunk, task.microbatch]
-    return tuple(Lane(offset, tables[offset]) for offset in sorted(tables))
+    return tuple(Channel(offset, tables[offset]) for offset in sorted(tables))
