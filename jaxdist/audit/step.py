@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -28,6 +28,7 @@ from jaxdist.inspect.program import Inspection, Subject, inspect_step
 from jaxdist.inspect.rows import show_number
 from jaxdist.inspect.text import digest
 from jaxdist.models.build import default_loss
+from jaxdist.types import Json
 
 Verdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
 
@@ -48,7 +49,7 @@ class Finding:
     """
 
     knob: str
-    value: Any
+    value: Json
     origin: str
     verdict: Verdict
     effect: str

@@ -23,6 +23,7 @@ from jaxdist.bench.core.shapes import Shapes, bert_base, resnet50
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.optim.lamb import lamb
 from jaxdist.optim.lars import lars
+from jaxdist.types import JsonObject
 
 RATE = 1e-3
 LAMB_FLOOR_BYTES, LARS_FLOOR_BYTES, SGD_BYTES = 40, 28, 12
@@ -86,7 +87,7 @@ def counted() -> list[Figure]:
     return figures
 
 
-def _in_plain_process(repeats: int) -> list[dict[str, Any]]:
+def _in_plain_process(repeats: int) -> list[JsonObject]:
     """The figures of `timed` from a process of its own, without our settings of glibc's malloc.
 
     Raises:

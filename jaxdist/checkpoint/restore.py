@@ -9,7 +9,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -20,6 +19,7 @@ from jaxdist.checkpoint.manifest import DamageError, Manifest, check_files, read
 from jaxdist.checkpoint.reasons import one_line
 from jaxdist.checkpoint.structure import check_structure
 from jaxdist.errors import CheckpointError
+from jaxdist.types import JsonObject, PyTree
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,9 @@ class Restored:
 
     step: int
     """The step whose state this is."""
-    state: Any
+    state: PyTree
     """The tree, with the structure and shardings of the target."""
-    metadata: dict[str, Any]
+    metadata: JsonObject
     """What the caller saved beside it."""
 
 
@@ -52,9 +52,9 @@ def valid_manifests(directory: Path) -> list[Manifest]:
 
 def restore(
     directory: Path,
-    target: Any,
+    target: PyTree,
     *,
-    shapes: Any = None,
+    shapes: PyTree = None,
     step: int | None = None,
     on_event: Callable[[str], None],
 ) -> Restored:
@@ -104,7 +104,7 @@ def restore(
 
 
 def _try(
-    directory: Path, step: int, target: Any, shapes: Any
+    directory: Path, step: int, target: PyTree, shapes: PyTree
 ) -> tuple[Restored | None, str | None]:
     """The checkpoint, or what is wrong with it; the same outcome on every process."""
     problem = broadcast_json(_verify(directory, step) if jax.process_index() == 0 else None)

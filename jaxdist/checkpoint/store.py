@@ -13,7 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 
@@ -27,6 +27,7 @@ from jaxdist.checkpoint.retention import Saved, to_delete
 from jaxdist.checkpoint.structure import describe
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import CheckpointError
+from jaxdist.types import Json, PyTree
 
 LOST_PEERS_SECONDS = 10
 
@@ -96,11 +97,11 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
-        metadata: Mapping[str, Any],
+        metadata: Mapping[str, Json],
         metric: float | None = None,
-        shapes: Any = None,
+        shapes: PyTree = None,
     ) -> None:
         """Copy the arrays to the host and return; the rest goes on in the background.
 
@@ -187,7 +188,9 @@ class CheckpointStore:
         """The committed steps in ascending order."""
         return committed_steps(self.directory)
 
-    def restore(self, target: Any, *, shapes: Any = None, step: int | None = None) -> Restored:
+    def restore(
+        self, target: PyTree, *, shapes: PyTree = None, step: int | None = None
+    ) -> Restored:
         """Load a checkpoint; see `jaxdist.checkpoint.restore.restore`."""
         self.wait()
         return restore(self.directory, target, shapes=shapes, step=step, on_event=self._on_event)
@@ -297,7 +300,7 @@ class CheckpointStore:
         return self._outcome
 
 
-def _encode(metadata: Mapping[str, Any]) -> str:
+def _encode(metadata: Mapping[str, Json]) -> str:
     try:
         return json.dumps(dict(metadata))
     except (TypeError, ValueError) as error:

@@ -17,9 +17,10 @@ import numpy as np
 from jaxdist.collectives.algorithms.auto import Auto, here_kind
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, CollectiveError, checked
-from jaxdist.collectives.contract import Algorithm, Kind
+from jaxdist.collectives.contract import Algorithm, Operation
 from jaxdist.collectives.operations import Op, all_reduce
-from jaxdist.trees import Leaf, TreeT, leaf_bytes
+from jaxdist.trees import leaf_bytes
+from jaxdist.types import Leaf, TreeT
 
 BUCKET_BYTES = 32 * 2**20
 """Of `bucket_bytes: auto`: latency no longer counts there on any link that we know."""
@@ -136,7 +137,7 @@ def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def fuses(algorithm: Algorithm, kind: Kind, axis: Axis, payload_bytes: int) -> bool:
+def fuses(algorithm: Algorithm, kind: Operation, axis: Axis, payload_bytes: int) -> bool:
     """Whether a planned bucket becomes one array; XLA's own collectives need none."""
     if isinstance(algorithm, Auto) and algorithm.bucket_bytes == "auto" and not sends_apart():
         return not isinstance(algorithm.choose_here(kind, payload_bytes, axis), Xla)

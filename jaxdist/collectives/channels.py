@@ -19,7 +19,7 @@ import jax
 from jax.core import Tracer
 from jax.extend.mlir import ir
 
-from jaxdist.trees import PyTree
+from jaxdist.types import PyTree
 
 ATTRIBUTE = "channel_handle"
 _TYPE = re.compile(r"type = (\d+)")

@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxdist.collectives.axis import Axis, axis_size, checked
 from jaxdist.collectives.bucket import fuses, fusion_bytes, plan_buckets, unpack
 from jaxdist.collectives.check import array, check_algorithm, check_counts, dim_of, gathered_size
-from jaxdist.collectives.contract import Algorithm, Kind
+from jaxdist.collectives.contract import Algorithm, Operation
 from jaxdist.collectives.operations import all_gather, into_blocks, reduce_scatter
 from jaxdist.trees import leaf_bytes
 
@@ -112,7 +112,7 @@ def _checked(
 
 
 def _in_buckets(
-    kind: Kind,
+    kind: Operation,
     payload: Sequence[jax.Array | jax.ShapeDtypeStruct],
     axis: Axis,
     algorithm: Algorithm,

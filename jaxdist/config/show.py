@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import BaseModel
 from rich.cells import cell_len, set_cell_size
@@ -17,6 +16,7 @@ from ruamel.yaml.representer import SafeRepresenter
 
 from jaxdist.config.document import Document, KeyPath, Origin, dotted
 from jaxdist.config.parse import plain_scalar
+from jaxdist.types import Annotation, Json, JsonObject
 
 DEFAULT = Origin("default")
 
@@ -26,7 +26,7 @@ class Row:
     """One value of the resolved tree (a scalar, a list of scalars, or something empty)."""
 
     path: KeyPath
-    value: Any
+    value: Json
     origin: Origin
 
 
@@ -82,7 +82,7 @@ def resolved_yaml(instance: BaseModel) -> str:
     return plain_yaml(_plain(instance))
 
 
-def plain_yaml(values: Any) -> str:
+def plain_yaml(values: Json) -> str:
     """YAML of plain values, which loads back to equal ones.
 
     >>> print(plain_yaml({"mesh": {"data": 2}, "hidden": [3, 5]}), end="")
@@ -137,11 +137,11 @@ class _Representer(SafeRepresenter):
 _Representer.add_representer(str, _Representer.represent_str)
 
 
-def _plain(instance: BaseModel) -> dict[str, Any]:
+def _plain(instance: BaseModel) -> JsonObject:
     return instance.model_dump(mode="json", by_alias=True)
 
 
-def _rows(document: Document, value: Any, path: KeyPath) -> Iterator[Row]:
+def _rows(document: Document, value: Json, path: KeyPath) -> Iterator[Row]:
     if isinstance(value, dict) and value:
         for key, child in value.items():
             yield from _rows(document, child, (*path, key))
@@ -159,16 +159,16 @@ def _origin(document: Document, path: KeyPath) -> Origin:
     return document.origin(path) if written else DEFAULT
 
 
-def _nested(items: list[Any]) -> bool:
+def _nested(items: list[Json]) -> bool:
     return any(isinstance(item, dict | list) and item for item in items)
 
 
-def _mixed(document: Document, items: list[Any], path: KeyPath) -> bool:
+def _mixed(document: Document, items: list[Json], path: KeyPath) -> bool:
     sources = {_origin(document, (*path, index)).source for index in range(len(items))}
     return len(sources | {_origin(document, path).source}) > 1
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: Json) -> str:
     if isinstance(value, str) and value.isprintable() and plain_scalar(value) == value != "":
         return value
     return json.dumps(value, ensure_ascii=False)
@@ -188,7 +188,7 @@ def _fit_end(text: str, cells: int) -> str:
     return f"…{text}"
 
 
-def _for_partial_files(schema: Any) -> Any:
+def _for_partial_files(schema: Annotation) -> Annotation:
     """Drop `required`, and let a section without its tag match any alternative."""
     if isinstance(schema, list):
         return [_for_partial_files(item) for item in schema]

@@ -12,6 +12,7 @@ from jaxdist.config.importing import call_object, load_object
 from jaxdist.config.schema import Config, Count
 from jaxdist.data.source import Dataset, Source, length, take
 from jaxdist.errors import DataError
+from jaxdist.types import Kwargs
 
 
 class ImportConfig(Config):
@@ -21,7 +22,7 @@ class ImportConfig(Config):
     """Data of your own."""
     path: str
     """`package.module:name` of the data, or of a function that builds it."""
-    args: dict[str, Any] = Field(default={})
+    args: Kwargs = Field(default={})
     """Arguments of that function, by name."""
     vocab_size: Count | None = None
     """Each value of the field `tokens` is from 0 to one less; null where there are no tokens."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxdist.config.importing import describe_exception
 from jaxdist.data.text.tokenizer import Tokenizer
@@ -148,7 +149,7 @@ def read_example(source: Source, index: int) -> Batch:
       DataError: the source raised, or the example is not a mapping of names to arrays.
     """
     try:
-        example: Any = source[index]
+        example: object = source[index]
     except Exception as error:
         raise DataError(f"data: example {index} raised {describe_exception(error)}") from error
     if not isinstance(example, Mapping) or not example:
@@ -159,7 +160,7 @@ def read_example(source: Source, index: int) -> Batch:
     return {str(name): narrow(f"{name}[{index}]", value) for name, value in example.items()}
 
 
-def narrow(name: str, value: Any) -> np.ndarray:
+def narrow(name: str, value: ArrayLike) -> np.ndarray:
     """`value` as an array of a 32-bit dtype at most, as jax keeps it; numbers are not changed.
 
     Raises:

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from jax.typing import ArrayLike
 from pydantic import Field
 
 from jaxdist.config.importing import load_object, user_code
 from jaxdist.config.schema import Config
 from jaxdist.data.source import Batch, Dataset, Example, Source, take, take_one
 from jaxdist.errors import DataError
+from jaxdist.types import Kwargs
 
-Transform = Callable[[Batch], Mapping[str, Any]]
+Transform = Callable[[Batch], Mapping[str, ArrayLike]]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
@@ -45,7 +47,7 @@ class ImportedTransformConfig(Config):
     """Selects this transform."""
     path: str
     """Import path of the function, `mypkg.module:name`."""
-    args: dict[str, Any] = Field(default={})
+    args: Kwargs = Field(default={})
     """Keyword arguments for the function."""
 
     def build(self) -> Transform:
@@ -56,7 +58,7 @@ class ImportedTransformConfig(Config):
         """
         function, args = load_object(self.path), self.args
 
-        def transform(batch: Batch) -> Mapping[str, Any]:
+        def transform(batch: Batch) -> Mapping[str, ArrayLike]:
             with user_code(f"data.transform {self.path}"):
                 found = function(batch, **args)
             if not isinstance(found, Mapping):

@@ -98,7 +98,7 @@ def _convolution(attributes: str, left: Shape, kernel: Shape, result: Shape) -> 
 def _valid_pairs(
     size: int, kernel: int, result: int, stride: int, pad: int, dilate: int, kernel_dilate: int
 ) -> int:
-    """Pairs of an output and a kernel position along one dim that meet a real input element.
+    """Pairs of an output and a kernel position along one dim that meet an input element.
 
     >>> _valid_pairs(28, 3, 28, 1, 1, 1, 1)  # "same" padding: both ends lack one
     82

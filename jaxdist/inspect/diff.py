@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 
@@ -11,6 +11,7 @@ from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.rows import by_kind, show_bytes, show_number
 from jaxdist.inspect.tables import table
 from jaxdist.mesh import describe
+from jaxdist.types import JsonObject
 
 Verdict = Literal["same program", "same numbers", "different"]
 Value = float | str | None
@@ -48,7 +49,7 @@ class Difference:
         same = self.before.program_sha256 == self.after.program_sha256
         return "same program" if same else "same numbers"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The verdict and the changes as plain data."""
         changes = [
             {"of": c.of, "what": c.what, "before": c.before, "after": c.after} for c in self.changes

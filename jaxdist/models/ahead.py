@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxdist.trees import Grads, Params, PyTree, TreeT
+from jaxdist.types import Grads, Params, PyTree, TreeT
 
 BlockFn = Callable[..., jax.Array]
 """(a layer's parameters, x, *operands) to a new x."""

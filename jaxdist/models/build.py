@@ -21,7 +21,7 @@ from jaxdist.models.loss import (
     check_fields,
 )
 from jaxdist.models.mlp import MlpConfig
-from jaxdist.trees import Kwargs
+from jaxdist.types import Kwargs
 
 
 class ImportedModelConfig(Config):

@@ -16,11 +16,11 @@ from flax import nnx
 
 from jaxdist.models.layers import Deferred, Stacked, dims_of, whole
 from jaxdist.models.scans import sliced
-from jaxdist.trees import Leaf, PyTree, flatten_with_names
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Dims, Leaf, PyTree
 
 KeyPath = tuple[Any, ...]
 """Attributes and positions that lead from a module to one of its variables."""
-Dims = tuple[str | None, ...]
 NestedDict = dict[str, Any]
 """Nested dictionaries with string keys and arrays, or their shapes, as leaves."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.extend.core import Primitive
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.ahead import BlockFn, scan_ahead
-from jaxdist.trees import Grads, Params, PyTree
+from jaxdist.types import Grads, Params, PyTree
 
 ComputeDtype = Literal["float32", "bfloat16"]
 Initializer = Callable[..., jax.Array]
@@ -66,7 +66,7 @@ class Deferred(ABC):
 
     @classmethod
     @abstractmethod
-    def whole(cls, several: Sequence[Self]) -> list[jax.Array]:
+    def whole(cls, several: Sequence[Any]) -> list[jax.Array]:
         """The parameters that these stand for: they are used together, and gathered at once."""
 
     @abstractmethod

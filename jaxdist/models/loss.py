@@ -18,7 +18,7 @@ from pydantic import Field
 from jaxdist.config.importing import load_object
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError, RunError
-from jaxdist.trees import Kwargs, PyTree, Scalar
+from jaxdist.types import Kwargs, PyTree, Scalar
 
 
 class Mean(NamedTuple):

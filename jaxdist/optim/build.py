@@ -25,12 +25,11 @@ from jaxdist.optim.common import (
 )
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
-from jaxdist.optim.layers import Dims
 from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.optim.precision import bf16_moments, master_weights
 from jaxdist.optim.safety import clip_to_norm, skip_nonfinite, skip_spikes
 from jaxdist.optim.schedules import build_schedule
-from jaxdist.trees import Grads, Kwargs, OptState, Params, Scalar, Updates
+from jaxdist.types import Dims, Grads, Kwargs, OptState, Params, Scalar, Updates
 
 __all__ = [
     "AdamWConfig",

@@ -12,13 +12,14 @@ from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.optim.batch_scaling import ScaleFromConfig
-from jaxdist.optim.layers import Dims, layer_dims
+from jaxdist.optim.layers import layer_dims
 from jaxdist.optim.layerwise import Rule
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.optim.trust_ratio import UNBOUNDED
-from jaxdist.trees import Kwargs, Masks, Params, PyTree, flatten_with_names
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Dims, Kwargs, Masks, Params, PyTree
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]

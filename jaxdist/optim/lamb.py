@@ -34,7 +34,7 @@ from jaxdist.optim.trust_ratio import (
     norms_of,
     trust_ratio,
 )
-from jaxdist.trees import PyTree, Scalar, Specs, Updates
+from jaxdist.types import PyTree, Scalar, Specs, Updates
 
 LambVariant = Literal["paper", "optax", "apex", "deepspeed", "timm"]
 

@@ -22,7 +22,7 @@ from jaxdist.optim.trust_ratio import (
     trust_ratio,
     usable,
 )
-from jaxdist.trees import PyTree, Scalar, Specs, Updates
+from jaxdist.types import PyTree, Scalar, Specs, Updates
 
 LarsVariant = Literal["paper", "optax", "apex", "timm"]
 

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxdist.errors import ConfigError, did_you_mean
-from jaxdist.trees import Leaf, Params, PyTree, Specs, flatten_with_names
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Dims, Leaf, Params, PyTree, Specs
 
-Dims = tuple[str | None, ...]
 FOLD = 16
 """How far a sum is shortened in its first pass: the most that XLA:CPU unrolls and vectorises."""
 

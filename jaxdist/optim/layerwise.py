@@ -13,7 +13,7 @@ import optax
 from jaxdist.errors import ConfigError, did_you_mean
 from jaxdist.optim.layers import LayeredLeaf, StepCount, describe, wide_zeros
 from jaxdist.optim.trust_ratio import Mask, flags, need_params
-from jaxdist.trees import OptState, Params, PyTree, Scalar, Specs, Updates
+from jaxdist.types import OptState, Params, PyTree, Scalar, Specs, Updates
 
 Leaves = Sequence[jax.Array]
 

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
-from jaxdist.trees import Grads
+from jaxdist.types import Grads
 
 Positive = Annotated[float, Field(gt=0)]
 

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxdist.trees import Leaf, OptState, Params, PyTree, flatten_with_names
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Leaf, OptState, Params, PyTree
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from jaxdist.errors import ConfigError
 from jaxdist.optim.owners import owners
-from jaxdist.trees import OptState, Params, Scalar, Updates
+from jaxdist.types import OptState, Params, Scalar, Updates
 
 Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))

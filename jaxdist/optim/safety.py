@@ -27,7 +27,7 @@ from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.mesh import entry_names
 from jaxdist.optim.layers import StepCount
-from jaxdist.trees import Grads, OptState, Params, PyTree, Shardings, Specs, Updates
+from jaxdist.types import Grads, OptState, Params, PyTree, Shardings, Specs, Updates
 
 Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 

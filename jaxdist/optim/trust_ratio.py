@@ -12,7 +12,8 @@ import optax
 
 from jaxdist.errors import ConfigError
 from jaxdist.optim.layers import LayeredLeaf, add_shards, describe, whole
-from jaxdist.trees import Masks, OptState, Params, PyTree, Specs, Updates, flatten_with_names
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Masks, OptState, Params, PyTree, Specs, Updates
 
 Bounds = tuple[float, float]
 UNBOUNDED: Bounds = (0.0, math.inf)

@@ -15,14 +15,15 @@ from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.mesh import DCN, ICI
 from jaxdist.models.layers import Remat
 from jaxdist.parallel.pipeline.executor.ticks import Activations
-from jaxdist.parallel.pipeline.schedules.build import ScheduleConfig
+from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.csv_form import Csv
 from jaxdist.parallel.pipeline.schedules.schedule import loop
 from jaxdist.parallel.validity import Facts, violations
 from jaxdist.parallel.zero import Stage, ZeroConfig
+from jaxdist.types import Json, JsonObject
 
 DEVICES = 8
-MESHES: Mapping[str, Mapping[str, Any]] = {
+MESHES: Mapping[str, Mapping[str, Json]] = {
     "data 8": {"data": 8},
     "data 4, tensor 2": {"data": 4, "tensor": 2},
     "data 2, tensor 4": {"data": 2, "tensor": 4},
@@ -40,7 +41,7 @@ REDUCTIONS: tuple[str | None, ...] = (
 """None leaves the axis to XLA; every algorithm of ours, by type."""
 SCHEDULES: Mapping[str, type[Any]] = {
     schedule.model_fields["type"].default: schedule
-    for schedule in get_args(get_args(ScheduleConfig)[0])
+    for schedule in get_args(get_args(PipelineScheduleConfig)[0])
     if schedule is not Csv
 }
 """Every schedule of a pipeline that is generated, by type."""
@@ -109,9 +110,9 @@ class Cell:
         )
 
     @property
-    def parallel(self) -> dict[str, Any]:
+    def parallel(self) -> JsonObject:
         """The section of a config; small tensors are split too."""
-        section: dict[str, Any] = {
+        section: JsonObject = {
             "reduce": None if self.reduce is None else {"type": self.reduce},
             "zero": {"stage": self.stage, "scope": self.scope, "whole_below": 64},
         }

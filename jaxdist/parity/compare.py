@@ -9,7 +9,6 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -28,6 +27,7 @@ from jaxdist.parity.run import (
     sections_of,
 )
 from jaxdist.parity.trace import compiled_at
+from jaxdist.types import Json
 
 BUILT_IN_NAME = "A gpt of 8 layers of width 32"
 
@@ -89,7 +89,7 @@ def parity(
     return results
 
 
-def _earlier(file: Path, empty: Mapping[str, Any]) -> list[Result]:
+def _earlier(file: Path, empty: Mapping[str, Json]) -> list[Result]:
     """What a run that was ended left in its file.
 
     Args:

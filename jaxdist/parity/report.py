@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.cells import (
@@ -23,6 +22,7 @@ from jaxdist.parity.cells import (
 from jaxdist.parity.run import Result
 from jaxdist.parity.trace import STEPS, Differences
 from jaxdist.runtime import environment
+from jaxdist.types import Json, JsonObject
 
 HEADER = (
     f"{'mesh':<26}{'zero':<6}{'reduce':<13}{'parts':<6}{'remat':<5}"
@@ -87,7 +87,7 @@ def to_json(
     planned: int,
     full: bool,
     losses: Iterable[float] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Everything that was found, as plain data.
 
     Args:
@@ -114,7 +114,7 @@ def to_json(
     }
 
 
-def from_json(report: Mapping[str, Any]) -> list[Result]:
+def from_json(report: Mapping[str, Json]) -> list[Result]:
     """The results of `to_json`."""
     return [
         Result(
@@ -139,7 +139,7 @@ EXTENTS = {
 """What a run compares, by what its report says of it."""
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(report: Mapping[str, Json]) -> str:
     """A run as a page: what was compared, the worst by its settings, and the limits."""
     results = from_json(report)
     versions = report["versions"]

@@ -30,8 +30,9 @@ from jaxdist.parity.trace import (
     noted,
     trace,
 )
+from jaxdist.types import Json, JsonObject
 
-BUILT_IN: Mapping[str, Any] = {
+BUILT_IN: Mapping[str, Json] = {
     "model": {
         "type": "gpt", "layers": 8, "embed": 32, "heads": 4, "vocab_multiple": 8, "remat": "none",
     },
@@ -42,7 +43,7 @@ BUILT_IN: Mapping[str, Any] = {
     "train": {"batch_size": 32},
 }  # fmt: skip
 """Sections of the small language model that is compared where no config is given."""
-OPTIM: Mapping[str, Any] = {
+OPTIM: Mapping[str, Json] = {
     "type": "adamw",
     "learning_rate": 1e-3,
     "weight_decay": 0.1,
@@ -75,12 +76,12 @@ class Subject:
       terms: tokens or examples in a batch.
     """
 
-    sections: Mapping[str, Any]
+    sections: Mapping[str, Json]
     reference: Trace
     terms: int
 
 
-def open_subject(sections: Mapping[str, Any]) -> Subject:
+def open_subject(sections: Mapping[str, Json]) -> Subject:
     """Train on one device, which all combinations are compared with.
 
     Raises:
@@ -90,7 +91,7 @@ def open_subject(sections: Mapping[str, Any]) -> Subject:
     return Subject(sections, trace(experiment), experiment.units_per_step)
 
 
-def sections_of(document: Document, config: ExperimentConfig) -> dict[str, Any]:
+def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
     """A user's config, float32 throughout, without what the combinations set themselves."""
     kept = ("data", "loss", "sharding", "seed")
     values = {name: document.values[name] for name in kept if name in document.values}
@@ -104,13 +105,13 @@ def sections_of(document: Document, config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def remats_of(sections: Mapping[str, Any]) -> tuple[str, ...]:
+def remats_of(sections: Mapping[str, Json]) -> tuple[str, ...]:
     """What the backward pass of the model can recompute; nothing where it has no such choice."""
     return tuple(REMATS) if "remat" in sections["model"] else ("none",)
 
 
 def _experiment(
-    sections: Mapping[str, Any], mesh: Mapping[str, Any], remat: str, **others: Any
+    sections: Mapping[str, Json], mesh: Mapping[str, Json], remat: str, **others: Any
 ) -> Experiment:
     """Builds what `sections` describe; `others` are sections too, or replace fields of them."""
     model, train = sections["model"], {**sections["train"], "steps": STEPS}
@@ -124,7 +125,7 @@ def _experiment(
     return noted(build(config, devices=jax.devices()[:count]))
 
 
-def experiment_of(sections: Mapping[str, Any], cell: Cell) -> Experiment:
+def experiment_of(sections: Mapping[str, Json], cell: Cell) -> Experiment:
     """Build the sections of a config as a combination has them; nothing is compiled.
 
     Raises:

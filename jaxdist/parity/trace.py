@@ -28,11 +28,12 @@ import optax
 from jaxdist.experiment import Experiment
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Json, JsonObject
 
 STEPS = 3
 LAYER_TERMS = 512
 """Of the sums within a layer, which even a small batch has."""
-COMPILE: Mapping[str, Any] = {
+COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
 }
@@ -97,7 +98,7 @@ def noted(experiment: Experiment) -> Experiment:
 
 
 @cache
-def compile_options() -> dict[str, Any]:
+def compile_options() -> JsonObject:
     """Those of `COMPILE` that this XLA has; the one of jax 0.12 lost some."""
     program = jax.jit(jnp.negative).lower(0)
 

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -25,6 +24,7 @@ from jaxdist.study.table import markdown, metric_of, verdict
 from jaxdist.study.trainer import Trainer
 from jaxdist.study.trial import Journal, Outcome, Trial
 from jaxdist.study.watch import Watch
+from jaxdist.types import JsonObject
 
 _FIXED = ("optim", "train.batch_size", "train.steps")
 
@@ -46,7 +46,7 @@ class Study:
         """Caption, table and verdict."""
         return "\n".join([self.caption, "", markdown(self.cells), "", *verdict(self.cells)])
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Plain data: the text, the cells with mean and spread, and every run."""
         cells = [
             {

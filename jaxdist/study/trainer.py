@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +23,7 @@ from jaxdist.study.trial import Outcome, Trial, identity
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
+from jaxdist.types import JsonObject
 
 _NOT_OURS = {"run", "checkpoint", "eval"}
 
@@ -116,7 +116,7 @@ class Trainer:
         return experiments
 
     def _load(self, trial: Trial) -> tuple[Document, ExperimentConfig]:
-        optim: dict[str, Any] = {
+        optim: JsonObject = {
             **CONTENDERS[trial.optimizer].section,
             "learning_rate": trial.learning_rate,
             "schedule": {"type": "linear", "warmup_steps": trial.warmup_steps},

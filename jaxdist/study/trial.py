@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxdist.errors import RunError
+from jaxdist.types import Json, JsonObject
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,14 @@ class Outcome:
         loss = self.metrics["loss"]
         return (self.metrics.get("accuracy", -loss), -loss)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Plain data; numbers that are not finite become null."""
         metrics = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
         rest = {"steps": self.steps, "diverged": self.diverged, "seconds": self.seconds}
         return {**asdict(self.trial), **rest, "metrics": metrics}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Outcome:
+    def from_json(cls, record: Mapping[str, Json]) -> Outcome:
         """The inverse of `as_json`."""
         metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
         names = Trial.__dataclass_fields__
@@ -73,7 +73,7 @@ class Outcome:
         return cls(trial, record["steps"], metrics, record["diverged"], record["seconds"])
 
 
-def identity(settings: Mapping[str, Any]) -> str:
+def identity(settings: Mapping[str, Json]) -> str:
     """A name for a run, the same for the same settings: 16 hexadecimal digits of their hash."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -6,10 +6,12 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from jaxdist.types import JsonObject
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+
+def _flat(value: Any, path: str = "") -> JsonObject:
     if isinstance(value, dict) and value:
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         for key, child in value.items():
             found |= _flat(child, f"{path}.{key}" if path else str(key))
         return found

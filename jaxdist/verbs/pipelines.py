@@ -24,18 +24,18 @@ from jaxdist.parallel.pipeline.draw.svg import write_svg
 from jaxdist.parallel.pipeline.draw.text import draw_text
 from jaxdist.parallel.pipeline.draw.trace import write_trace
 from jaxdist.parallel.pipeline.planning.costs import CostsConfig, Time
-from jaxdist.parallel.pipeline.schedules.build import ScheduleConfig
+from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.check import ring_sizes
 from jaxdist.parallel.pipeline.schedules.csv_form import Csv, read_csv, write_csv
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
 from jaxdist.parallel.pipeline.schedules.simulate import Timeline, simulate
 
 COMMAND_LINE = Origin("the command line")
 ALTERNATIVES: dict[str, type[Any]] = {
     alternative.model_fields["type"].default: alternative
-    for alternative in get_args(get_args(ScheduleConfig)[0])
+    for alternative in get_args(get_args(PipelineScheduleConfig)[0])
 }
-"""The classes of `ScheduleConfig` by type."""
+"""The classes of `PipelineScheduleConfig` by type."""
 AUTO_MEMORY = (1.0, 2.0)
 """Limits under which `compare` shows schedules that take one."""
 
@@ -111,7 +111,7 @@ def show(
     """Draw a schedule at the console's width, and print its figures.
 
     Args:
-      schedule: a type of `ScheduleConfig`, or the path of a CSV file.
+      schedule: a type of `PipelineScheduleConfig`, or the path of a CSV file.
       overrides: `key=value` of the schedule, `costs.key=value` of its times.
       stages, microbatches: of a CSV file those found in it, where not given.
       svg, trace, csv: files to write.
@@ -154,11 +154,14 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     document = _document(overrides, section)
     settings = dict(document.values)
     times = settings.pop("costs", {})
-    problems = [*explain(ScheduleConfig, settings), *explain(CostsConfig, times, ("costs",))]
+    problems = [
+        *explain(PipelineScheduleConfig, settings),
+        *explain(CostsConfig, times, ("costs",)),
+    ]
     if problems:
         raise problems_error(document, problems)
     costs = CostsConfig.model_validate_json(json.dumps(times))
-    config = TypeAdapter(ScheduleConfig).validate_json(json.dumps(settings))
+    config = TypeAdapter(PipelineScheduleConfig).validate_json(json.dumps(settings))
     return Request(_with_costs(config, costs), costs)
 
 
@@ -183,7 +186,7 @@ def build(request: Request, stages: int | None, microbatches: int | None) -> Sch
 def compare(
     overrides: Iterable[str] = (), *, stages: int, microbatches: int, console: Console
 ) -> list[Entry]:
-    """Print every schedule of `ScheduleConfig` for these stages and microbatches as one table.
+    """Print a table of all schedules that a config can name, for these stages and microbatches.
 
     Args:
       overrides: `key=value` of `Comparison`. Costs are those of a stage: one that holds several
@@ -218,8 +221,8 @@ def check(path: Path, *, console: Console) -> Schedule:
     schedule = read_csv(path)
     kinds = {task.kind for stage in range(schedule.stages) for task in schedule.tasks(stage)}
     backward = "forward only"
-    if kinds - {Kind.FORWARD}:
-        backward = "backward in halves" if Kind.WEIGHT in kinds else "backward whole"
+    if kinds - {TaskKind.FORWARD}:
+        backward = "backward in halves" if TaskKind.WEIGHT in kinds else "backward whole"
     for line in (
         f"{path} is whole: {schedule.stages} stages, {schedule.chunks} chunks, "
         f"{schedule.microbatches} microbatches, {backward}",

@@ -24,7 +24,7 @@ from jaxdist.bench.core.report import Figure, Listing
 from jaxdist.collectives import operations
 from jaxdist.collectives.algorithms.auto import FLAT, HIERARCHICAL, label
 from jaxdist.collectives.algorithms.xla import Xla
-from jaxdist.collectives.contract import KINDS, Algorithm, Kind
+from jaxdist.collectives.contract import KINDS, Algorithm, Operation
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.hlo.parse import Module, parse
 from jaxdist.hlo.schedule import kind_of
@@ -158,7 +158,7 @@ def row(
     platform: str,
     devices: Sequence[Device],
     algorithm: Algorithm,
-    kind: Kind,
+    kind: Operation,
     sizes: tuple[int, ...],
 ) -> Row:
     """One collective over `sizes` devices, read from its program.
@@ -188,7 +188,7 @@ def row(
 
 
 def compile_collective(
-    mesh: Mesh, names: tuple[str, ...], algorithm: Algorithm, kind: Kind, count: int
+    mesh: Mesh, names: tuple[str, ...], algorithm: Algorithm, kind: Operation, count: int
 ) -> jax.stages.Compiled:
     """The program of one call on a payload of `count` times `ELEMENTS_PER_DEVICE` floats."""
     operation = partial(getattr(operations, kind), axis=names, algorithm=algorithm)

@@ -21,13 +21,13 @@ from jaxdist.parallel.pipeline.executor.execute import run
 from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
 from jaxdist.parallel.pipeline.model.chunks import to_stages
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 
 AXIS = "stage"
 PASSES: dict[Activations, int] = {"recompute": 4, "stash": 3}
 """Forward, gradient of the input, gradient of the weights, and forward once more: as many FLOPs."""
 
-Tell = Callable[[Kind], None]
+Tell = Callable[[TaskKind], None]
 """Called by each pass of a chunk: FORWARD, INPUT or WEIGHT."""
 
 
@@ -102,18 +102,18 @@ def _announced(tell: Tell, weights: jax.Array, x: jax.Array) -> Both:
     """Both as they are; each pass through what is made of them calls the host on its way."""
 
     def forward(weights: jax.Array, x: jax.Array) -> Both:
-        return weights, _by_host(tell, Kind.FORWARD, x)
+        return weights, _by_host(tell, TaskKind.FORWARD, x)
 
     def backward(_: None, gradients: Both) -> Both:
         of_weights, of_x = gradients
-        return _by_host(tell, Kind.WEIGHT, of_weights), _by_host(tell, Kind.INPUT, of_x)
+        return _by_host(tell, TaskKind.WEIGHT, of_weights), _by_host(tell, TaskKind.INPUT, of_x)
 
     given = jax.custom_vjp(forward)
     given.defvjp(lambda weights, x: (forward(weights, x), None), backward)
     return given(weights, x)
 
 
-def _by_host(tell: Tell, kind: Kind, x: jax.Array) -> jax.Array:
+def _by_host(tell: Tell, kind: TaskKind, x: jax.Array) -> jax.Array:
     """x, which the compiler can neither drop nor have before `tell` is done."""
 
     def callback(*_: Any) -> None:

@@ -38,7 +38,7 @@ from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import NONE, Activations, Ticks
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 from jaxdist.runtime.environment import plan_environment
 
 STAGES, ROUNDS = 4, (1, 2, 4)
@@ -153,7 +153,7 @@ def cell(stages: int, microbatches: int, activations: Activations, *, timed: boo
 
 def counted(stages: int, microbatches: int, activations: Activations) -> tuple[int, int]:
     """Passes that ran in a step of each form."""
-    ran: list[Kind] = []
+    ran: list[TaskKind] = []
     _, *forms = programs(COUNTED, stages, microbatches, activations, ran.append)
     counts = []
     for form in forms:

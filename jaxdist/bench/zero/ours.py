@@ -25,6 +25,7 @@ from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.runtime.connection import connected
 from jaxdist.runtime.processes import find_processes
 from jaxdist.train.step import Program
+from jaxdist.types import Json
 
 
 def serve(program: Program, directory: Path, answers: TextIO) -> None:
@@ -83,7 +84,7 @@ def main() -> None:
         serve(build(config).program, Path(sys.argv[2]), answers)
 
 
-def _say(answers: TextIO, answer: Mapping[str, Any]) -> None:
+def _say(answers: TextIO, answer: Mapping[str, Json]) -> None:
     print(json.dumps(answer), file=answers, flush=True)
 
 

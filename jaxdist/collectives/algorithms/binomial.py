@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives.axis import Axis, permute, rank
-from jaxdist.collectives.contract import Combine, Kind, Traffic
+from jaxdist.collectives.contract import Combine, Operation, Traffic
 
 Places = tuple[int, ...]
 SendPairs = list[tuple[int, int]]
@@ -67,7 +67,7 @@ def broadcast(flat: jax.Array, axis: Axis, places: Places) -> jax.Array:
     return flat
 
 
-def traffic(kind: Kind, payload_bytes: float, trees: Sequence[Places]) -> Traffic:
+def traffic(kind: Operation, payload_bytes: float, trees: Sequence[Places]) -> Traffic:
     """Of all_reduce, broadcast and reduce over trees at once, each with its part of the payload."""
     ups = [step for places in trees for step in steps_up(places)]
     downs = [step for places in trees for step in steps_down(places)]

@@ -19,7 +19,7 @@ from jaxdist.collectives.contract import (
     NOTHING,
     Algorithm,
     Combine,
-    Kind,
+    Operation,
     Size,
     Traffic,
     split,
@@ -95,7 +95,7 @@ class Hierarchical(Algorithm):
         return across.all_to_all(arrived.reshape(outer, -1), slow).reshape(blocks.shape)
 
     def phases(
-        self, kind: Kind, payload_bytes: float, size: Size
+        self, kind: Operation, payload_bytes: float, size: Size
     ) -> tuple[tuple[Network, Traffic], ...]:
         """What runs one after the other, each on the network of its level.
 
@@ -115,7 +115,7 @@ class Hierarchical(Algorithm):
                 "give a tuple such as (2, 4)"
             )
         whole, part = payload_bytes, payload_bytes / size[-1]
-        plan: dict[Kind, list[tuple[Network, Kind, float]]] = {
+        plan: dict[Operation, list[tuple[Network, Operation, float]]] = {
             "all_reduce": [
                 ("inside", "reduce_scatter", whole),
                 ("across", "all_reduce", part),
@@ -144,10 +144,10 @@ class Hierarchical(Algorithm):
             for level, step, amount in plan[kind]
         )
 
-    def traffic(self, kind: Kind, payload_bytes: float, size: Size) -> Traffic:
+    def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
         return sum((traffic for _, traffic in self.phases(kind, payload_bytes, size)), NOTHING)
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         raise AssertionError("traffic sums the phases")
 
     def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:

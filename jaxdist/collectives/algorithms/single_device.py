@@ -7,7 +7,7 @@ from typing import Literal
 import jax
 
 from jaxdist.collectives.axis import Axis, axis_size
-from jaxdist.collectives.contract import NOTHING, Algorithm, Combine, Kind, Traffic
+from jaxdist.collectives.contract import NOTHING, Algorithm, Combine, Operation, Traffic
 
 
 class SingleDevice(Algorithm):
@@ -34,7 +34,7 @@ class SingleDevice(Algorithm):
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
         return blocks
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         return NOTHING
 
 

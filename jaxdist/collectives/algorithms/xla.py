@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives.axis import Axis, rank
-from jaxdist.collectives.contract import Algorithm, Combine, Kind, Traffic
+from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 def _ordered(extremum: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> jax.Array:
@@ -125,7 +125,7 @@ class Xla(Algorithm):
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
         return lax.all_to_all(blocks, axis, 0, 0)
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         """A one-way ring's: the bytes are optimal, the steps are XLA's affair.
 
         Broadcast and reduce are all-reduces; so is a reduce-scatter of max and min. In broadcast,

@@ -37,13 +37,14 @@ from jaxdist.parity.draw.model import (
     optimizer,
 )
 from jaxdist.parity.trace import STEPS
+from jaxdist.types import Json
 
 DEVICES = 8
 STAGES = 4
 """The most: a program for more takes long to compile, and has nothing new."""
 WIDEST = 8
 """Into how many parts the tensor axes of a draw's two meshes split a dim between them."""
-ALONE: Mapping[str, Any] = {"data": 1, "fake_devices": 1}
+ALONE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}
 COMMON = ("data", "loss", "optim", "seed")
 """Sections that both plans of a draw have alike."""
 _REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
@@ -59,12 +60,12 @@ class Plan:
       chunks: of the pipeline; 1 without.
     """
 
-    mesh: Mapping[str, Any]
+    mesh: Mapping[str, Json]
     data: int
     tensor: int
     stages: int
     chunks: int
-    parallel: Mapping[str, Any]
+    parallel: Mapping[str, Json]
     microbatches: int
 
 
@@ -105,7 +106,7 @@ def draw(seed: int) -> Draw:
     return Draw(seed, *(_config(random, common, plan) for plan in (first, second)))
 
 
-def alone(sections: Mapping[str, Any]) -> Sections:
+def alone(sections: Mapping[str, Json]) -> Sections:
     """The same training on one device: the reference of a draw."""
     plain = {name: sections[name] for name in COMMON if name in sections}
     model = {name: value for name, value in sections["model"].items() if name != "remat"}
@@ -140,7 +141,7 @@ def _config(random: Random, common: Sections, plan: Plan) -> Sections:
     }
 
 
-def axis_sizes(mesh: Mapping[str, Any]) -> dict[str, int]:
+def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
     """Sizes of the axes of a mesh section, 1 where there is none.
 
     >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
@@ -212,7 +213,7 @@ def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
     return {**(mesh or {"data": 1}), "fake_devices": math.prod(sizes.values())}
 
 
-def _zero_and_reduce(random: Random, mesh: Mapping[str, Any]) -> tuple[Sections | None, Sections]:
+def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections | None, Sections]:
     """A reduction and a stage of ZeRO that the table of validity allows on a mesh."""
     while True:
         kind, stage = random.choice(REDUCTIONS), random.choice((0, 1, 2, 2, 3, 3))
@@ -241,7 +242,7 @@ def _options(random: Random, kind: str) -> Sections:
     return found
 
 
-def _facts(mesh: Mapping[str, Any], reduce: Sections | None, zero: ZeroConfig) -> Facts:
+def _facts(mesh: Mapping[str, Json], reduce: Sections | None, zero: ZeroConfig) -> Facts:
     """What the table of validity asks of a plan."""
     sizes: dict[str, int] = {}
     for axis, size in mesh.items():
@@ -287,7 +288,7 @@ def _rules(random: Random, common: Sections, plan: Plan) -> Sections:
 
 
 def _tensor_rules(
-    random: Random, model: Mapping[str, Any], data: Mapping[str, Any], plan: Plan
+    random: Random, model: Mapping[str, Json], data: Mapping[str, Json], plan: Plan
 ) -> Sections:
     """A dim that stays whole, or a sequence that is split."""
     if model["type"] != "gpt":

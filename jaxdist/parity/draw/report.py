@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from jaxdist.config import plain_yaml
 from jaxdist.mesh import AXES
@@ -18,6 +17,7 @@ from jaxdist.parity.draw.model import Sections, name_of
 from jaxdist.parity.draw.run import Outcome
 from jaxdist.parity.trace import STEPS, Differences
 from jaxdist.runtime import environment
+from jaxdist.types import Json, JsonObject
 
 HEADER = f"{'seed':>6} {'verdict':<9}{'loss':>8}{'grad':>8}{'update':>8}  {'loaded':<8} what"
 """Above `line`."""
@@ -34,7 +34,7 @@ def line(outcome: Outcome) -> str:
     return "\n       ".join([*own, *([outcome.reason] if outcome.reason else [])])
 
 
-def mesh_text(mesh: Mapping[str, Any]) -> str:
+def mesh_text(mesh: Mapping[str, Json]) -> str:
     """Axes and sizes in their order.
 
     >>> mesh_text({"tensor": 2, "data": {"dcn": 2, "ici": 1}, "fake_devices": 4})
@@ -49,7 +49,7 @@ def mesh_text(mesh: Mapping[str, Any]) -> str:
     )
 
 
-def plan_text(sections: Mapping[str, Any]) -> str:
+def plan_text(sections: Mapping[str, Json]) -> str:
     """The mesh, and what is not at its default on it."""
     features = features_of(sections)
     shown = ("ZeRO", "reduce", "microbatches", "schedule")
@@ -57,7 +57,7 @@ def plan_text(sections: Mapping[str, Any]) -> str:
     return "; ".join([mesh_text(sections["mesh"]), *plan])
 
 
-def features_of(sections: Mapping[str, Any]) -> dict[str, str]:
+def features_of(sections: Mapping[str, Json]) -> dict[str, str]:
     """What the page counts of a config: by name, what it has."""
     parallel, mesh = sections["parallel"], sections["mesh"]
     zero, pipeline = parallel["zero"], parallel.get("pipeline")
@@ -114,7 +114,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> dict[str, Any]:
+def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> JsonObject:
     """Everything that was found, as plain data.
 
     Args:
@@ -129,17 +129,17 @@ def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> dict[str, 
     }
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
+def _row(outcome: Outcome) -> JsonObject:
     """One outcome; what both configs have is there once."""
     row = asdict(outcome)
     row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in COMMON}
     return row
 
 
-def from_json(report: Mapping[str, Any]) -> list[Outcome]:
+def from_json(report: Mapping[str, Json]) -> list[Outcome]:
     """The outcomes of `to_json`."""
 
-    def outcome(row: Mapping[str, Any]) -> Outcome:
+    def outcome(row: Mapping[str, Json]) -> Outcome:
         common: Sections = {
             name: row["sections"][name] for name in COMMON if name in row["sections"]
         }
@@ -153,7 +153,7 @@ COMMAND = "jaxdist parity --json docs/parity_draw.json"
 PAGE = "python -m jaxdist.parity.draw.report docs/parity_draw.json > docs/parity_draw.md"
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(report: Mapping[str, Json]) -> str:
     """A run as a page: the verdicts, by everything that was drawn."""
     outcomes = from_json(report)
     count, seed, versions = report["count"], report["seed"], report["versions"]

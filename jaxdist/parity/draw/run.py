@@ -31,6 +31,7 @@ from jaxdist.parity.trace import (
 )
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Json, JsonObject
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ class Outcome:
 def judge(seed: int) -> Outcome:
     """Train a draw and its reference, save and load; whatever goes wrong is in what is returned."""
     drawn, begun = draw(seed), time.perf_counter()
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     try:
         found = compare(drawn)
     except Exception as error:
@@ -75,7 +76,7 @@ def judge(seed: int) -> Outcome:
     return Outcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
 
 
-def compare(drawn: Draw) -> dict[str, Any]:
+def compare(drawn: Draw) -> JsonObject:
     """The fields of an `Outcome` that running a draw decides.
 
     Raises:
@@ -127,12 +128,12 @@ def _reason(error: JaxdistError) -> str:
     return " ".join(str(error).split())
 
 
-def _built(sections: Mapping[str, Any]) -> Experiment:
+def _built(sections: Mapping[str, Json]) -> Experiment:
     config = validate(Document(dict(sections)), ExperimentConfig)
     return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
 
 
-def _cuts(sections: Mapping[str, Any]) -> tuple[str, ...]:
+def _cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
     return cuts_of(
         tensor=sections["mesh"].get("tensor", 1) > 1,
         sequence="residual_seq" in sections["sharding"]["rules"],

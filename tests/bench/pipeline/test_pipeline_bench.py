@@ -22,11 +22,11 @@ from jaxdist.bench.pipeline import torch_tables as pipeline_torch
 from jaxdist.bench.pipeline import work as pipeline_work
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.build import ScheduleConfig
+from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, needs
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, needs
 from jaxdist.parallel.pipeline.schedules.simulate import simulate
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
 from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
@@ -41,7 +41,7 @@ BUILDS = {
 
 
 def kinds():
-    union = get_args(ScheduleConfig)[0]
+    union = get_args(PipelineScheduleConfig)[0]
     return {kind.model_fields["type"].default for kind in get_args(union)}
 
 
@@ -158,7 +158,7 @@ def test_threads_follow_the_rows_and_wait_for_what_they_need(name, transfer):
 
 
 def test_threads_refuse_what_would_wait_for_ever():
-    rows = ((Task(Kind.FULL, 0, 0), Task(Kind.FORWARD, 0, 0)),)
+    rows = ((Task(TaskKind.FULL, 0, 0), Task(TaskKind.FORWARD, 0, 0)),)
     with pytest.raises(ConfigError, match="0B0 needs 0F0, which comes after it"):
         pipeline_threads.play(Schedule("stuck", microbatches=1, placement=(0,), rows=rows))
 

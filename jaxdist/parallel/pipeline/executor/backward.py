@@ -13,8 +13,8 @@ from jaxdist.parallel.pipeline.executor.buffers import add, put, read, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import Activation, Sums, Visit
 from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
 from jaxdist.parallel.pipeline.executor.ticks import KINDS, Work
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
-from jaxdist.trees import Grads
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.types import Grads
 
 BackwardTask = Callable[[StageContext, StageState, Work], tuple[StageState, Activation]]
 """From a stage and its state to the next state and the gradient of the chunk's input."""
@@ -97,7 +97,11 @@ def _weight(stage: StageContext, state: StageState, work: Work) -> tuple[StageSt
     return _add(state, work, grads), zeros(stage.x_shapes)
 
 
-_TASKS: dict[Kind, BackwardTask] = {Kind.FULL: _full, Kind.INPUT: _input, Kind.WEIGHT: _weight}
+_TASKS: dict[TaskKind, BackwardTask] = {
+    TaskKind.FULL: _full,
+    TaskKind.INPUT: _input,
+    TaskKind.WEIGHT: _weight,
+}
 
 
 def _stashed(state: StageState, work: Work) -> tuple[Activation, list[jax.Array]]:

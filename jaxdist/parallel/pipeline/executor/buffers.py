@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.trees import Grads, Params, PyTree, Specs, TreeT
+from jaxdist.types import Grads, Params, PyTree, Specs, TreeT
 
 
 def buffer(shapes: PyTree, slots: int) -> PyTree:

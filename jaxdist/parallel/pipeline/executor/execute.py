@@ -26,7 +26,7 @@ from jaxdist.parallel.pipeline.executor.model_fns import (
 )
 from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
 from jaxdist.parallel.pipeline.executor.ticks import NONE, Channel, Ticks, Work
-from jaxdist.trees import Params, PyTree, TreeT
+from jaxdist.types import Params, PyTree, TreeT
 
 
 def run(

@@ -23,7 +23,7 @@ from jaxdist.parallel.pipeline.executor.ticks import (
     Ticks,
     Work,
 )
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, needs
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, needs
 
 Clock = Mapping[Task, int]
 """The tick in which each task runs."""
@@ -51,16 +51,21 @@ def lower(
     return min(found, key=lambda ticks: (ticks.seconds(seconds), ticks.ticks))
 
 
-def typical_seconds(activations: Activations) -> dict[Kind, float]:
+def typical_seconds(activations: Activations) -> dict[TaskKind, float]:
     """Time of each kind of task, in units of a forward task: backward takes two, a half of it one.
 
     Recomputation adds a forward task to the task that does it.
 
-    >>> typical_seconds("recompute")[Kind.FULL]
+    >>> typical_seconds("recompute")[TaskKind.FULL]
     3.0
     """
     again = 1.0 if activations == "recompute" else 0.0  # the forward pass within a backward task
-    return {Kind.FORWARD: 1.0, Kind.FULL: 2.0 + again, Kind.INPUT: 1.0 + again, Kind.WEIGHT: 1.0}
+    return {
+        TaskKind.FORWARD: 1.0,
+        TaskKind.FULL: 2.0 + again,
+        TaskKind.INPUT: 1.0 + again,
+        TaskKind.WEIGHT: 1.0,
+    }
 
 
 def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
@@ -80,8 +85,8 @@ def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
                 continue
             started, first = True, row.popleft()
             clock[first] = tick
-            second = row[0] if row and paired and first.kind is Kind.FORWARD else None
-            if second and second.kind is not Kind.FORWARD and ready(second, tick, first):
+            second = row[0] if row and paired and first.kind is TaskKind.FORWARD else None
+            if second and second.kind is not TaskKind.FORWARD and ready(second, tick, first):
                 clock[row.popleft()] = tick
         if not started:
             raise ConfigError(_stuck(schedule, rows, present, clock))
@@ -158,8 +163,8 @@ def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[
     at = {(task.kind, task.chunk, task.microbatch): tick for task, tick in clock.items()}
     for (kind, chunk, microbatch), tick in at.items():
         visit = (chunk, microbatch)
-        if kind is Kind.FORWARD:
-            back = at.get((Kind.FULL, *visit), at.get((Kind.INPUT, *visit)))
+        if kind is TaskKind.FORWARD:
+            back = at.get((TaskKind.FULL, *visit), at.get((TaskKind.INPUT, *visit)))
             # A backward task that recomputes reads the chunk's input again. One with residuals does
             # not, but that of the last chunk reads its output, from the same slot.
             needed_back = back is not None and (not stash or chunk == last)
@@ -171,12 +176,12 @@ def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[
             if stash and back is not None:
                 residuals[visit] = (_in_forward(tick), _in_backward(back))
             continue
-        if kind is Kind.WEIGHT:
-            made = at[Kind.INPUT, chunk, microbatch]
+        if kind is TaskKind.WEIGHT:
+            made = at[TaskKind.INPUT, chunk, microbatch]
             kept[visit] = (_in_backward(made), _in_backward(tick))
         elif chunk < last:
-            sent = at.get((Kind.FULL, chunk + 1, microbatch))
-            sent = at[Kind.INPUT, chunk + 1, microbatch] if sent is None else sent
+            sent = at.get((TaskKind.FULL, chunk + 1, microbatch))
+            sent = at[TaskKind.INPUT, chunk + 1, microbatch] if sent is None else sent
             gradients[visit] = (_arriving(sent), _in_backward(tick))
     return tuple(
         _Lives(schedule.placement, found) for found in (inputs, gradients, residuals, kept)
@@ -195,8 +200,8 @@ def _lower(schedule: Schedule, activations: Activations, clock: Clock) -> Ticks:
         placement=schedule.placement,
         forward=forward,
         backward=backward,
-        outputs=_channels(schedule, clock, slots[0], size, (Kind.FORWARD,), 1),
-        cotangents=_channels(schedule, clock, slots[1], size, (Kind.FULL, Kind.INPUT), -1),
+        outputs=_channels(schedule, clock, slots[0], size, (TaskKind.FORWARD,), 1),
+        cotangents=_channels(schedule, clock, slots[1], size, (TaskKind.FULL, TaskKind.INPUT), -1),
         slots=Slots(*(count for _, count in coloured)),
         activations=activations,
     )
@@ -211,7 +216,7 @@ def _works(
     placement = schedule.placement
     for task, tick in clock.items():
         stage, visit = placement[task.chunk], (task.chunk, task.microbatch)
-        work = forward if task.kind is Kind.FORWARD else backward
+        work = forward if task.kind is TaskKind.FORWARD else backward
         assert work.kind[tick, stage] == NONE, (task, tick)
         local = placement[: task.chunk].count(stage)
         where = (found.get(visit, NONE) for found in slots)
@@ -226,7 +231,7 @@ def _channels(
     clock: Clock,
     slots: Mapping[VisitId, int],
     size: tuple[int, int],
-    kinds: tuple[Kind, ...],
+    kinds: tuple[TaskKind, ...],
     towards: int,
 ) -> tuple[Channel, ...]:
     """The channels from each chunk to the next (`towards` 1), or to the one before (-1)."""

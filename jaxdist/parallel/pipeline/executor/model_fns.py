@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 from jax.sharding import PartitionSpec
 
-from jaxdist.trees import Grads, Params, PyTree, Specs
+from jaxdist.types import Grads, Params, PyTree, Specs
 
 Activation: TypeAlias = Any
 """What a chunk passes to the next: a pytree of floating arrays, of the same shapes everywhere."""

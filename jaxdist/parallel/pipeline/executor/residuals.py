@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from jaxdist.parallel.pipeline.executor.model_fns import Activation, Visit
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
-from jaxdist.trees import Grads, Params, PyTree, TreeDef
+from jaxdist.types import Grads, Params, PyTree, TreeDef
 
 ChunkFn = Callable[[Params, Activation, Visit], Activation]
 """(parameters of a chunk, x, visit) to a new x of the same structure."""

@@ -23,7 +23,7 @@ from jaxdist.parallel.pipeline.executor.model_fns import (
 from jaxdist.parallel.pipeline.executor.residuals import Residuals, find_residuals
 from jaxdist.parallel.pipeline.executor.ticks import Ticks, Work
 from jaxdist.parallel.pipeline.split_backward.split import SplitFunction, split_function
-from jaxdist.trees import Grads, Params, PyTree, Specs
+from jaxdist.types import Grads, Params, PyTree, Specs
 
 
 class StageState(NamedTuple):

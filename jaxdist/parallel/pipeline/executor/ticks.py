@@ -13,14 +13,14 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 
 Activations = Literal["recompute", "stash"]
 """What the backward pass starts from: a chunk's input, or all that its forward pass leaves."""
 
 NONE = -1
 """No task, or no slot."""
-KINDS = (Kind.FORWARD, Kind.FULL, Kind.INPUT, Kind.WEIGHT)
+KINDS = (TaskKind.FORWARD, TaskKind.FULL, TaskKind.INPUT, TaskKind.WEIGHT)
 """The kinds of tasks; tables hold their indices here."""
 
 
@@ -141,7 +141,7 @@ class Ticks:
         """Whether some stage has a forward and a backward task in one tick."""
         return bool(((self.forward.kind != NONE) & (self.backward.kind != NONE)).any())
 
-    def seconds(self, task_seconds: Mapping[Kind, float]) -> float:
+    def seconds(self, task_seconds: Mapping[TaskKind, float]) -> float:
         """Time of all ticks, each as long as its busiest stage; transfers take none."""
         seconds = np.array([*(task_seconds[kind] for kind in KINDS), 0.0])
         # The index of no task is -1: the zero at the end.

@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 
 from jaxdist.parallel.pipeline.split_backward.assign import Half, SplitScan, Step, assign, reads
 from jaxdist.parallel.pipeline.split_backward.jaxprs import Env, bind, inlined, scan_counts, value
-from jaxdist.trees import PyTree
+from jaxdist.types import PyTree
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,14 @@ from jaxdist.parallel.pipeline.schedules.derived import eager, forward_only
 from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, loop, needs, v_shape
+from jaxdist.parallel.pipeline.schedules.schedule import (
+    Schedule,
+    Task,
+    TaskKind,
+    loop,
+    needs,
+    v_shape,
+)
 from jaxdist.parallel.pipeline.schedules.simulate import simulate
 from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
 
@@ -28,7 +35,7 @@ CELLS = [
     for policy in ("recompute", "stash")
     for paired in (False, True)
 ]
-SECONDS = {Kind.FORWARD: 1.0, Kind.FULL: 2.5, Kind.INPUT: 1.5, Kind.WEIGHT: 1.0}
+SECONDS = {TaskKind.FORWARD: 1.0, TaskKind.FULL: 2.5, TaskKind.INPUT: 1.5, TaskKind.WEIGHT: 1.0}
 
 
 def tasks_of(ticks, tick, stage):
