@@ -58,7 +58,7 @@ def _number(index: int) -> str:
 
 
 def _pack(tree: PyTree) -> dict[str, jax.Array]:
-    """Number -> array, for what orbax can store: not empty, and random keys as their words."""
+    """The arrays by number as orbax can store them: no empty ones, random keys as integers."""
     return {
         _number(index): jax.random.key_data(leaf) if is_key(leaf) else leaf
         for index, leaf in enumerate(named_leaves(tree).values())
@@ -100,7 +100,7 @@ class ArrayWriter:
             raise failures[0]
 
     def _failures(self) -> list[Exception]:
-        """Orbax raises one at a time: one that is left would be taken for one of the next save."""
+        """Fetch all errors of a save. Orbax raises one at a time, and the rest later."""
         found: list[Exception] = []
         while len(found) < MOST_FAILURES:
             try:
@@ -152,7 +152,7 @@ def load_arrays(path: Path, saved: dict[str, LeafRecord], target: PyTree) -> PyT
 
 
 def _stored(leaf: Leaf, record: LeafRecord) -> jax.ShapeDtypeStruct:
-    """What stands on disk for a leaf of the target."""
+    """Shape and dtype of the array on disk for a leaf of the target."""
     assert leaf.sharding is not None, f"a target leaf {leaf} has no sharding"
     if record.key_impl is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

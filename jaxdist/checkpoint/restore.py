@@ -1,4 +1,4 @@
-"""Load the newest checkpoint that can be trusted, and say aloud which could not.
+"""Load the newest valid checkpoint, and warn about newer ones that are damaged.
 
 Reading never writes, so that a finished or running run can be evaluated from elsewhere.
 """

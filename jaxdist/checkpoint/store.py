@@ -52,7 +52,7 @@ class _Pending(NamedTuple):
 class _Outcome(NamedTuple):
     failure: str | None
     met: bool
-    """Whether all processes came to the end of the save, so that they can be asked to agree."""
+    """Whether all processes finished the save without an error, so that they can agree on it."""
 
 
 class CheckpointStore:
@@ -134,8 +134,8 @@ class CheckpointStore:
         except Exception as error:
             raise CheckpointError(self._abandon(step, error)) from error
         self._saves += 1
-        # Until the thread has said otherwise: whatever ends it, the save before does not speak for
-        # this one.
+        # Failed until the thread says otherwise: if it dies, the result of the save before must not
+        # count for this one.
         self._outcome = _Outcome(f"saving step {step} in {self.directory} did not end", met=False)
         self._thread = threading.Thread(
             target=self._finish, args=(pending,), name=f"checkpoint-{step}"

@@ -1,4 +1,4 @@
-"""Does the saved tree fit the wanted one? Compared by path before any array is loaded."""
+"""Compares the saved tree with the wanted one, path by path, before any array is loaded."""
 
 from __future__ import annotations
 

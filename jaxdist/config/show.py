@@ -22,7 +22,7 @@ DEFAULT = Origin("default")
 
 
 @dataclass(frozen=True)
-class Row:
+class ResolvedValue:
     """One value of the resolved tree (a scalar, a list of scalars, or something empty)."""
 
     path: KeyPath
@@ -30,7 +30,7 @@ class Row:
     origin: Origin
 
 
-def provenance(document: Document, instance: BaseModel) -> list[Row]:
+def provenance(document: Document, instance: BaseModel) -> list[ResolvedValue]:
     """The validated tree as flat rows, in field order; what the user left out is `DEFAULT`.
 
     >>> class Optim(BaseModel):
@@ -45,7 +45,7 @@ def provenance(document: Document, instance: BaseModel) -> list[Row]:
     return list(_rows(document, _plain(instance), ()))
 
 
-def render(rows: Iterable[Row], width: int = 80) -> str:
+def render(rows: Iterable[ResolvedValue], width: int = 80) -> str:
     """Aligned lines `path  value  origin`, none wider than `width` terminal cells.
 
     What does not fit is cut with an ellipsis at its end; a file's path is cut at its start, since
@@ -141,7 +141,7 @@ def _plain(instance: BaseModel) -> JsonObject:
     return instance.model_dump(mode="json", by_alias=True)
 
 
-def _rows(document: Document, value: Json, path: KeyPath) -> Iterator[Row]:
+def _rows(document: Document, value: Json, path: KeyPath) -> Iterator[ResolvedValue]:
     if isinstance(value, dict) and value:
         for key, child in value.items():
             yield from _rows(document, child, (*path, key))
@@ -149,7 +149,7 @@ def _rows(document: Document, value: Json, path: KeyPath) -> Iterator[Row]:
         for index, child in enumerate(value):
             yield from _rows(document, child, (*path, index))
     else:
-        yield Row(path, value, _origin(document, path))
+        yield ResolvedValue(path, value, _origin(document, path))
 
 
 def _origin(document: Document, path: KeyPath) -> Origin:

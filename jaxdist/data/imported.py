@@ -48,7 +48,7 @@ class ImportConfig(Config):
         return dataset
 
     def _declared(self, dataset: Dataset) -> Dataset:
-        """With what the configuration says of it, which counts for a Dataset too."""
+        """The data set with the settings of the config, which override those of a Dataset."""
         said = {"vocab_size": self.vocab_size, "classes": self.classes}
         given = {name: value for name, value in said.items() if value is not None}
         return replace(dataset, **given, unchecked=dataset.unchecked | set(self.unchecked))

@@ -15,7 +15,7 @@ from jaxdist.data.values import Allowed
 from jaxdist.errors import DataError
 
 Example = Mapping[str, np.ndarray]
-Batch = dict[str, np.ndarray]
+HostBatch = dict[str, np.ndarray]
 
 
 class Source(Protocol):
@@ -110,7 +110,7 @@ def length(source: Source, what: str) -> int:
     return examples
 
 
-def take(source: Source, indices: np.ndarray) -> Batch:
+def take(source: Source, indices: np.ndarray) -> HostBatch:
     """The examples `indices` (int64 [N]) of any source, with a leading dim N.
 
     Raises:
@@ -142,7 +142,7 @@ def take_one(source: BatchSource, index: int) -> Example:
     return {name: rows[0] for name, rows in source.take(np.array([index])).items()}
 
 
-def read_example(source: Source, index: int) -> Batch:
+def read_example(source: Source, index: int) -> HostBatch:
     """Example `index` of any source, as arrays of the dtypes that jax will give them.
 
     Raises:
@@ -161,7 +161,7 @@ def read_example(source: Source, index: int) -> Batch:
 
 
 def narrow(name: str, value: ArrayLike) -> np.ndarray:
-    """`value` as an array of a 32-bit dtype at most, as jax keeps it; numbers are not changed.
+    """`value` as an array of at most 32 bits an element, as in jax; numbers are unchanged.
 
     Raises:
       DataError: not numbers, or integers that 32 bits cannot hold.
@@ -182,7 +182,7 @@ def narrow(name: str, value: ArrayLike) -> np.ndarray:
     return array
 
 
-def _check_alike(first: Batch, row: Batch, index: int) -> None:
+def _check_alike(first: HostBatch, row: HostBatch, index: int) -> None:
     if row.keys() != first.keys():
         raise DataError(
             f"data: example {index} has the keys {sorted(row)}, example 0 has {sorted(first)}; "

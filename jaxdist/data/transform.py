@@ -13,11 +13,11 @@ from pydantic import Field
 
 from jaxdist.config.importing import load_object, user_code
 from jaxdist.config.schema import Config
-from jaxdist.data.source import Batch, Dataset, Example, Source, take, take_one
+from jaxdist.data.source import Dataset, Example, HostBatch, Source, take, take_one
 from jaxdist.errors import DataError
 from jaxdist.types import Kwargs
 
-Transform = Callable[[Batch], Mapping[str, ArrayLike]]
+Transform = Callable[[HostBatch], Mapping[str, ArrayLike]]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
@@ -51,14 +51,14 @@ class ImportedTransformConfig(Config):
     """Keyword arguments for the function."""
 
     def build(self) -> Transform:
-        """The function, with what it raises told.
+        """The function, with its errors reported as errors of the config.
 
         Raises:
           ConfigError: it cannot be imported.
         """
         function, args = load_object(self.path), self.args
 
-        def transform(batch: Batch) -> Mapping[str, ArrayLike]:
+        def transform(batch: HostBatch) -> Mapping[str, ArrayLike]:
             with user_code(f"data.transform {self.path}"):
                 found = function(batch, **args)
             if not isinstance(found, Mapping):
@@ -108,7 +108,7 @@ class _Transformed:
         return batch
 
 
-def _scale(batch: Batch, *, mean: float | list[float], std: float | list[float]) -> Batch:
+def _scale(batch: HostBatch, *, mean: float | list[float], std: float | list[float]) -> HostBatch:
     image = batch["image"]
     for name, values in (("mean", mean), ("std", std)):
         if isinstance(values, list) and len(values) != image.shape[-1]:

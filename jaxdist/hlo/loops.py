@@ -16,7 +16,7 @@ from functools import lru_cache
 from jaxdist.hlo.parse import Computation, Instruction, Module
 from jaxdist.hlo.scalars import Holds, Moved, TuplePath, Value, compute, is_integer, line, wrapped
 
-Arguments = Callable[[int, TuplePath], Value | None]
+ArgumentValues = Callable[[int, TuplePath], Value | None]
 """Parameter number and path to its value; None where it is not known."""
 
 FOLLOWED = 4096
@@ -38,7 +38,7 @@ class Frame:
     """A computation with what is known of its arguments: evaluates integer scalars."""
 
     def __init__(
-        self, module: Module, computation: Computation, arguments: Arguments = _unknown
+        self, module: Module, computation: Computation, arguments: ArgumentValues = _unknown
     ) -> None:
         self.module = module
         self.computation = computation

@@ -11,7 +11,7 @@ from rich.markup import escape
 
 from jaxdist.inspect.diff import Difference, difference, print_difference
 from jaxdist.inspect.program import Inspection, inspect_step, open_subject
-from jaxdist.inspect.rows import Row, by_axes, by_kind
+from jaxdist.inspect.rows import CollectiveRow, by_axes, by_kind
 from jaxdist.inspect.tables import bound_bytes, print_inspection
 from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.runtime import environment
@@ -95,7 +95,7 @@ def inspection_json(inspection: Inspection) -> JsonObject:
     }
 
 
-def _row_json(row: Row) -> JsonObject:
+def _row_json(row: CollectiveRow) -> JsonObject:
     return {
         "axes": None if row.axes is None else list(row.axes),
         "times_low": row.times_low,
@@ -109,7 +109,7 @@ def _row_json(row: Row) -> JsonObject:
     }
 
 
-def _axes_json(inspection: Inspection, row: Row) -> JsonObject:
+def _axes_json(inspection: Inspection, row: CollectiveRow) -> JsonObject:
     bound = bound_bytes(inspection, row)
     ratio = row.sent_bytes / bound if bound else None
     notes = list(inspection.bound_notes) if bound else []

@@ -1,4 +1,4 @@
-"""Reports for other programs: the versions that stand in them, and the file."""
+"""Reports for other programs: the package versions in them, and writing the file."""
 
 from __future__ import annotations
 

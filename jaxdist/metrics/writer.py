@@ -128,7 +128,7 @@ class MetricsWriter:
             both.callback(self._file.close)
 
     def _check_in_place(self, step: int) -> None:
-        """A file that was removed takes every line without a word; looking costs microseconds."""
+        """Check that the file still exists: writing to a removed file raises nothing."""
         try:
             if os.path.samestat(os.stat(self.path), self._identity):
                 return
@@ -204,7 +204,7 @@ def _parse(line: bytes) -> JsonObject | None:
 
 
 def _encode(number: float) -> float | str:
-    """JSON knows no NaN and no infinity: they are written as the strings that `float` reads."""
+    """JSON has no NaN or infinity, so they are written as strings, which `float` reads."""
     return number if math.isfinite(number) else str(number)
 
 

@@ -76,7 +76,7 @@ def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, .
 
 
 @dataclass(frozen=True)
-class Cell:
+class Combination:
     """One combination.
 
     Attributes:
@@ -144,7 +144,7 @@ def kind_of(schedule: str) -> str:
 
 
 @cache
-def facts_of(cell: Cell) -> Facts:
+def facts_of(cell: Combination) -> Facts:
     """What the table of validity asks of a combination."""
     sizes: dict[str, int] = {}
     for axis, size in MESHES[cell.mesh].items():
@@ -161,7 +161,7 @@ def facts_of(cell: Cell) -> Facts:
     )
 
 
-def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Cell]:
+def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combination]:
     """Every combination that the table of validity allows, in a fixed order.
 
     A pipeline has twice as many microbatches as stages, which is enough for every schedule.
@@ -174,7 +174,7 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Cell]:
         # The scope of no stage would be the same program again.
         if scope != "all" and not stage:
             continue
-        if violations(facts_of(Cell(mesh, stage, scope, reduce, 1, "none"))):
+        if violations(facts_of(Combination(mesh, stage, scope, reduce, 1, "none"))):
             continue
         stages = MESHES[mesh].get("stage", 1)
         counts = (2 * stages,) if stages > 1 else (1, 2)
@@ -184,10 +184,12 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Cell]:
         pipelines = _PIPELINES if stages > 1 else _NO_PIPELINE
         others = itertools.product(counts, remats, sequences, pipelines)
         for count, remat, sequence, (schedule, activations) in others:
-            yield Cell(mesh, stage, scope, reduce, count, remat, sequence, schedule, activations)
+            yield Combination(
+                mesh, stage, scope, reduce, count, remat, sequence, schedule, activations
+            )
 
 
-def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Cell]:
+def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
     """The combinations of a full run, in a fixed order.
 
     All of `possible_cells` without stages and with a whole sequence; all schedules, meshes,
@@ -199,7 +201,7 @@ def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Cell]:
     return [cell for cell in cells if cell in full]
 
 
-def _crossed(cell: Cell) -> bool:
+def _crossed(cell: Combination) -> bool:
     plain = cell.reduce is None and cell.remat == "none"
     return cell.sequence == "whole" and (cell.schedule is None or plain)
 
@@ -207,7 +209,7 @@ def _crossed(cell: Cell) -> bool:
 Settings = frozenset[tuple[Any, ...]]
 
 
-def pairs(cell: Cell) -> Settings:
+def pairs(cell: Combination) -> Settings:
     """Every two settings of a combination, of pipelines apart from the others.
 
     A reduction meets a schedule by its kind: it sees where the chunks lie, and no more.
@@ -222,10 +224,10 @@ def pairs(cell: Cell) -> Settings:
 
 
 def cover(
-    cells: Sequence[Cell],
-    given: Iterable[Cell] = (),
-    settings: Callable[[Cell], Settings] = pairs,
-) -> list[Cell]:
+    cells: Sequence[Combination],
+    given: Iterable[Combination] = (),
+    settings: Callable[[Combination], Settings] = pairs,
+) -> list[Combination]:
     """Few of the cells that together have every two settings that any of them has.
 
     Greedy: the cell with the most pairs that are still missing, of equals the first, so that equal
@@ -235,7 +237,7 @@ def cover(
       given: cells whose pairs need not be covered again.
       settings: what of a cell is to be covered, `pairs` or something else.
 
-    >>> cells = [Cell("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]
+    >>> cells = [Combination("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]
     >>> len(cells), len(cover(cells)), cover(cells[:1], cells)
     (10, 10, [])
     """
@@ -244,7 +246,7 @@ def cover(
     # What a cell adds only becomes less, so that an old figure is a bound of the present one.
     bounds = [(-len(own), index) for index, own in enumerate(having)]
     heapq.heapify(bounds)
-    chosen: list[Cell] = []
+    chosen: list[Combination] = []
     while missing:
         bound, index = bounds[0]
         adds = len(having[index] & missing)

@@ -15,12 +15,12 @@ from rich.console import Console
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import load
 from jaxdist.metrics.report import write_json
-from jaxdist.parity.cells import Cell, cover, possible_cells, valid_cells
+from jaxdist.parity.cells import Combination, cover, possible_cells, valid_cells
 from jaxdist.parity.report import HEADER, from_json, line, to_json
 from jaxdist.parity.run import (
     BUILT_IN,
-    Result,
-    Subject,
+    ParityResult,
+    ParitySubject,
     compare,
     open_subject,
     remats_of,
@@ -41,7 +41,7 @@ def parity(
     json_file: Path | None = None,
     resume: bool = False,
     console: Console,
-) -> list[Result]:
+) -> list[ParityResult]:
     """Compare combinations with one device, print a line each as it is done, and the verdict.
 
     Args:
@@ -89,7 +89,7 @@ def parity(
     return results
 
 
-def _earlier(file: Path, empty: Mapping[str, Json]) -> list[Result]:
+def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
     """What a run that was ended left in its file.
 
     Args:
@@ -114,7 +114,9 @@ def _earlier(file: Path, empty: Mapping[str, Json]) -> list[Result]:
     return results
 
 
-def _compared(subject: Subject, cells: Sequence[Cell], jobs: int) -> Iterator[Result]:
+def _compared(
+    subject: ParitySubject, cells: Sequence[Combination], jobs: int
+) -> Iterator[ParityResult]:
     """Results in the order of `cells`, by as many processes as `jobs`."""
     if jobs == 1:
         yield from (compare(subject, cell) for cell in cells)
@@ -136,22 +138,22 @@ def _compared(subject: Subject, cells: Sequence[Cell], jobs: int) -> Iterator[Re
         pool.shutdown(cancel_futures=True)
 
 
-_taken: list[Subject] = []
+_taken: list[ParitySubject] = []
 
 
-def _take(subject: Subject) -> None:
+def _take(subject: ParitySubject) -> None:
     """Begin a process of `_compared`."""
     _taken[:] = [subject]
 
 
-def _compare_taken(cell: Cell) -> Result:
+def _compare_taken(cell: Combination) -> ParityResult:
     return compare(_taken[0], cell)
 
 
-def verdict(results: Sequence[Result]) -> str:
+def verdict(results: Sequence[ParityResult]) -> str:
     """How many are equal, differ, were skipped.
 
-    >>> verdict([Result(cell, "skipped") for cell in valid_cells()[:2]])
+    >>> verdict([ParityResult(cell, "skipped") for cell in valid_cells()[:2]])
     '0 equal, 0 differ, 2 skipped'
     """
     counts = [

@@ -20,7 +20,7 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.models.functional import Functional, batch_norms
-from jaxdist.parity.cells import DEVICES, MESHES, REMATS, Cell
+from jaxdist.parity.cells import DEVICES, MESHES, REMATS, Combination
 from jaxdist.parity.trace import (
     STEPS,
     Differences,
@@ -53,13 +53,13 @@ OPTIM: Mapping[str, Json] = {
 
 
 @dataclass(frozen=True)
-class Result:
+class ParityResult:
     """One combination and how it went: "equal", "differs", or "skipped" with the reason.
 
     What XLA does not compile differs too: it has a reason and no differences.
     """
 
-    cell: Cell
+    cell: Combination
     verdict: str
     differences: Differences | None = None
     limit: Differences | None = None
@@ -67,7 +67,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ParitySubject:
     """What is trained: the sections of a config that no combination changes.
 
     Attributes:
@@ -81,14 +81,14 @@ class Subject:
     terms: int
 
 
-def open_subject(sections: Mapping[str, Json]) -> Subject:
+def open_subject(sections: Mapping[str, Json]) -> ParitySubject:
     """Train on one device, which all combinations are compared with.
 
     Raises:
       JaxdistError: the config cannot be built on one device.
     """
     experiment = _experiment(sections, {"data": 1}, remat="none")
-    return Subject(sections, trace(experiment), experiment.units_per_step)
+    return ParitySubject(sections, trace(experiment), experiment.units_per_step)
 
 
 def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
@@ -125,7 +125,7 @@ def _experiment(
     return noted(build(config, devices=jax.devices()[:count]))
 
 
-def experiment_of(sections: Mapping[str, Json], cell: Cell) -> Experiment:
+def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment:
     """Build the sections of a config as a combination has them; nothing is compiled.
 
     Raises:
@@ -142,7 +142,7 @@ def experiment_of(sections: Mapping[str, Json], cell: Cell) -> Experiment:
     )
 
 
-def inexact(model: Functional, cell: Cell) -> str:
+def inexact(model: Functional, cell: Combination) -> str:
     """Why a combination is another computation than one device's; empty where it is the same."""
     if cell.reduce is None and cell.microbatches == 1:
         return ""
@@ -157,7 +157,7 @@ def inexact(model: Functional, cell: Cell) -> str:
     return ""
 
 
-def compare(subject: Subject, cell: Cell) -> Result:
+def compare(subject: ParitySubject, cell: Combination) -> ParityResult:
     """Train one combination and judge it.
 
     A combination that the model cannot be built for (its heads do not divide over the mesh, say),
@@ -167,14 +167,14 @@ def compare(subject: Subject, cell: Cell) -> Result:
     try:
         experiment = experiment_of(subject.sections, cell)
     except JaxdistError as error:
-        return Result(cell, "skipped", reason=" ".join(str(error).split()))
+        return ParityResult(cell, "skipped", reason=" ".join(str(error).split()))
     reason = inexact(experiment.program.model, cell)
     if reason:
-        return Result(cell, "skipped", reason=reason)
+        return ParityResult(cell, "skipped", reason=reason)
     begun = subject.reference.initial
     try:
         found = differences(trace(experiment, begun), subject.reference)
     except jax.errors.JaxRuntimeError as error:
-        return Result(cell, "differs", reason=str(error).splitlines()[0])
+        return ParityResult(cell, "differs", reason=str(error).splitlines()[0])
     limit = limit_of(cell.cuts, subject.terms)
-    return Result(cell, "equal" if found.within(limit) else "differs", found, limit)
+    return ParityResult(cell, "equal" if found.within(limit) else "differs", found, limit)

@@ -28,7 +28,7 @@ import optax
 from jaxdist.experiment import Experiment
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import Json, JsonObject
+from jaxdist.types import Grads, Json, JsonObject, OptState, Params, PyTree, Updates
 
 STEPS = 3
 LAYER_TERMS = 512
@@ -76,8 +76,8 @@ class Trace:
 class Noted(NamedTuple):
     """An optimizer's state, and with it the gradients that it was given last."""
 
-    gradients: Any
-    inner: Any
+    gradients: Grads
+    inner: OptState
 
 
 def noted(experiment: Experiment) -> Experiment:
@@ -85,10 +85,12 @@ def noted(experiment: Experiment) -> Experiment:
     program = experiment.program
     inner = program.optimizer.transform
 
-    def init(params: Any) -> Noted:
+    def init(params: Params) -> Noted:
         return Noted(jax.tree.map(jnp.zeros_like, params), inner.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Noted]:
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, Noted]:
         found, own = inner.update(updates, state.inner, params, **extra)
         return found, Noted(updates, own)
 
@@ -171,7 +173,7 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
     return steps.run(steps.begin() if initial is None else initial)[0]
 
 
-def _named(tree: Any) -> dict[str, np.ndarray]:
+def _named(tree: PyTree) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf, np.float64) for name, leaf in flatten_with_names(tree)}
 
 

@@ -29,7 +29,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """A trial that has run.
 
     Attributes:
@@ -65,7 +65,7 @@ class Outcome:
         return {**asdict(self.trial), **rest, "metrics": metrics}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Json]) -> Outcome:
+    def from_json(cls, record: Mapping[str, Json]) -> TrialOutcome:
         """The inverse of `as_json`."""
         metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
         names = Trial.__dataclass_fields__
@@ -105,11 +105,11 @@ class Journal:
         self._found = dict(self._parse(n, line) for n, line in enumerate(lines[:-1], start=1))
         self._repair(len(content) - len(lines[-1]))
 
-    def get(self, key: str) -> Outcome | None:
+    def get(self, key: str) -> TrialOutcome | None:
         """The outcome of a run that was finished before."""
         return self._found.get(key)
 
-    def add(self, key: str, outcome: Outcome) -> None:
+    def add(self, key: str, outcome: TrialOutcome) -> None:
         """Remember a finished run.
 
         Raises:
@@ -127,10 +127,10 @@ class Journal:
         with self.path.open("r+b") as file:
             file.truncate(whole_bytes)
 
-    def _parse(self, number: int, line: bytes) -> tuple[str, Outcome]:
+    def _parse(self, number: int, line: bytes) -> tuple[str, TrialOutcome]:
         try:
             record = json.loads(line)
-            return record["key"], Outcome.from_json(record)
+            return record["key"], TrialOutcome.from_json(record)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{self.path}:{number} is not a run of a study: {line[:60]!r}; remove the line, "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ruamel.yaml import YAML
 
-from jaxdist.types import JsonObject
+from jaxdist.types import Json, JsonObject
 
 
-def _flat(value: Any, path: str = "") -> JsonObject:
+def _flat(value: Json, path: str = "") -> JsonObject:
     if isinstance(value, dict) and value:
         found: JsonObject = {}
         for key, child in value.items():

@@ -43,7 +43,7 @@ AUTO_MEMORY = (1.0, 2.0)
 class Request(NamedTuple):
     """One schedule, and the times under which it is looked at."""
 
-    config: Any
+    config: PipelineScheduleConfig
     costs: CostsConfig
 
 
@@ -245,7 +245,7 @@ def _document(overrides: Iterable[str], section: Mapping[str, str] | None = None
     return Document(root.plain(), root.origins(), Path(str(COMMAND_LINE)))
 
 
-def _with_costs(config: Any, costs: CostsConfig) -> Any:
+def _with_costs(config: PipelineScheduleConfig, costs: CostsConfig) -> PipelineScheduleConfig:
     """A schedule that is made for given times, made for these."""
     if "costs" in type(config).model_fields:
         return config.model_copy(update={"costs": costs})
@@ -294,7 +294,7 @@ def _write(path: Path, what: str, write: Callable[[Path], None]) -> None:
         ) from None
 
 
-def _alternatives(chunks: int) -> Iterator[tuple[str, Any]]:
+def _alternatives(chunks: int) -> Iterator[tuple[str, PipelineScheduleConfig]]:
     """Every schedule with a generator, with its label."""
     for name, alternative in ALTERNATIVES.items():
         fields = alternative.model_fields
@@ -307,7 +307,9 @@ def _alternatives(chunks: int) -> Iterator[tuple[str, Any]]:
             yield name, alternative()
 
 
-def _entry(label: str, config: Any, costs: StageCosts, stages: int, microbatches: int) -> Entry:
+def _entry(
+    label: str, config: PipelineScheduleConfig, costs: StageCosts, stages: int, microbatches: int
+) -> Entry:
     least, smallest = next(
         (count, made)
         for count in itertools.count(1)
@@ -334,7 +336,7 @@ def _choices(chunks: int) -> str:
     )
 
 
-def _made(config: Any, stages: int, microbatches: int) -> Schedule | str:
+def _made(config: PipelineScheduleConfig, stages: int, microbatches: int) -> Schedule | str:
     """The schedule, or why there is none."""
     try:
         return config.build(stages, microbatches)

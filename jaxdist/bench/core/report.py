@@ -9,7 +9,6 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,7 +17,7 @@ from jaxdist.bench.core.harness import Sample, paired_ratio
 from jaxdist.errors import JaxdistError
 from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.runtime import environment
-from jaxdist.types import JsonObject
+from jaxdist.types import Json, JsonObject
 
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 _GOAL = re.compile(r"(<=|>=)\s*(\d+(?:\.\d+)?)")
@@ -129,7 +128,7 @@ class Listing:
 
     title: str
     columns: Mapping[str, str]
-    rows: Sequence[Sequence[Any]]
+    rows: Sequence[Sequence[Json]]
 
     def as_json(self) -> JsonObject:
         """Plain data: the title, the units, and one mapping a row."""
@@ -148,7 +147,7 @@ class Listing:
         return table
 
 
-def _cell(value: Any, unit: str) -> str:
+def _cell(value: Json, unit: str) -> str:
     if value is None:
         return ""
     return show(value, unit) if isinstance(value, int | float) else str(value)

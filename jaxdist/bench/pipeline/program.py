@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
 from jaxdist.parallel.pipeline.model.chunks import to_stages
 from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.types import Params, PyTree
 
 AXIS = "stage"
 PASSES: dict[Activations, int] = {"recompute": 4, "stash": 3}
@@ -58,9 +59,9 @@ class Arguments(NamedTuple):
       rows: the batch, `[M, R, D]`.
     """
 
-    weights: Any
-    scale: Any
-    rows: Any
+    weights: PyTree
+    scale: PyTree
+    rows: PyTree
 
 
 def arguments(size: Size, chunks: int, microbatches: int) -> Arguments:
@@ -78,7 +79,7 @@ def arguments(size: Size, chunks: int, microbatches: int) -> Arguments:
 def parts(tell: Tell | None = None) -> ModelFns:
     """Residual tanh layers; embedding and head without matmuls."""
 
-    def embed(scale: Any, visit: Visit) -> jax.Array:
+    def embed(scale: Params, visit: Visit) -> jax.Array:
         return visit.rows * scale
 
     def blocks(weights_NDD: jax.Array, x_RD: jax.Array, visit: Visit) -> jax.Array:
@@ -88,7 +89,7 @@ def parts(tell: Tell | None = None) -> ModelFns:
             x_RD = x_RD + jnp.tanh(x_RD @ weights_DD)
         return x_RD
 
-    def head(scale: Any, x_RD: jax.Array, visit: Visit) -> tuple[jax.Array, Any]:
+    def head(scale: Params, x_RD: jax.Array, visit: Visit) -> tuple[jax.Array, PyTree]:
         total = jnp.mean((x_RD * scale) ** 2)
         return total, total
 
@@ -98,10 +99,10 @@ def parts(tell: Tell | None = None) -> ModelFns:
 Both = tuple[jax.Array, jax.Array]
 
 
-def _announced(tell: Tell, weights: jax.Array, x: jax.Array) -> Both:
+def _announced(tell: Tell, weights: PyTree, x: jax.Array) -> Both:
     """Both as they are; each pass through what is made of them calls the host on its way."""
 
-    def forward(weights: jax.Array, x: jax.Array) -> Both:
+    def forward(weights: PyTree, x: jax.Array) -> Both:
         return weights, _by_host(tell, TaskKind.FORWARD, x)
 
     def backward(_: None, gradients: Both) -> Both:
@@ -116,7 +117,7 @@ def _announced(tell: Tell, weights: jax.Array, x: jax.Array) -> Both:
 def _by_host(tell: Tell, kind: TaskKind, x: jax.Array) -> jax.Array:
     """x, which the compiler can neither drop nor have before `tell` is done."""
 
-    def callback(*_: Any) -> None:
+    def callback(*_: object) -> None:
         tell(kind)
 
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -141,7 +142,7 @@ class Program(NamedTuple):
         return jax.block_until_ready(self.step(*self.arguments))
 
 
-Local = Callable[[Any, Any, Any], Found]
+Local = Callable[[Params, Params, PyTree], Found]
 """A step on one stage: (its chunks, scale, rows) to loss and gradients."""
 
 

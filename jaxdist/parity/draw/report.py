@@ -14,7 +14,7 @@ from jaxdist.mesh import AXES
 from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.draw.draw import COMMON, axis_sizes
 from jaxdist.parity.draw.model import Sections, name_of
-from jaxdist.parity.draw.run import Outcome
+from jaxdist.parity.draw.run import DrawOutcome
 from jaxdist.parity.trace import STEPS, Differences
 from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
@@ -23,7 +23,7 @@ HEADER = f"{'seed':>6} {'verdict':<9}{'loss':>8}{'grad':>8}{'update':>8}  {'load
 """Above `line`."""
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: DrawOutcome) -> str:
     """One draw in lines of 80 columns, but for reasons."""
     sections, found = outcome.sections, outcome.differences
     values = asdict(found).values() if found else ()
@@ -88,7 +88,7 @@ def features_of(sections: Mapping[str, Json]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def failure_text(outcome: Outcome, file: Path) -> str:
+def failure_text(outcome: DrawOutcome, file: Path) -> str:
     """How to see again what is wrong: commands, and the configs.
 
     Args:
@@ -101,7 +101,7 @@ def failure_text(outcome: Outcome, file: Path) -> str:
     return "\n".join(text)
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
+def verdict(outcomes: Sequence[DrawOutcome]) -> str:
     """How many are equal, were refused, went wrong; each reason of a refusal once."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     kinds = ("equal", "refused", "differs", "failed")
@@ -114,7 +114,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> JsonObject:
+def to_json(outcomes: Sequence[DrawOutcome], *, count: int, seed: int) -> JsonObject:
     """Everything that was found, as plain data.
 
     Args:
@@ -129,22 +129,22 @@ def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> JsonObject
     }
 
 
-def _row(outcome: Outcome) -> JsonObject:
+def _row(outcome: DrawOutcome) -> JsonObject:
     """One outcome; what both configs have is there once."""
     row = asdict(outcome)
     row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in COMMON}
     return row
 
 
-def from_json(report: Mapping[str, Json]) -> list[Outcome]:
+def from_json(report: Mapping[str, Json]) -> list[DrawOutcome]:
     """The outcomes of `to_json`."""
 
-    def outcome(row: Mapping[str, Json]) -> Outcome:
+    def outcome(row: Mapping[str, Json]) -> DrawOutcome:
         common: Sections = {
             name: row["sections"][name] for name in COMMON if name in row["sections"]
         }
         found = {name: row[name] and Differences(**row[name]) for name in ("differences", "limit")}
-        return Outcome(**{**row, **found, "reader": {**common, **row["reader"]}})
+        return DrawOutcome(**{**row, **found, "reader": {**common, **row["reader"]}})
 
     return [outcome(row) for row in report["draws"]]
 
@@ -177,7 +177,7 @@ def markdown(report: Mapping[str, Json]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _replicas(outcomes: Sequence[Outcome]) -> str:
+def _replicas(outcomes: Sequence[DrawOutcome]) -> str:
     """In how many draws XLA rounded replicas of a tensor otherwise, and by how much."""
     apart = [outcome.replicas for outcome in outcomes if outcome.replicas]
     known = sum(outcome.replicas is not None for outcome in outcomes)
@@ -189,7 +189,7 @@ def _bullets(texts: Iterable[str]) -> list[str]:
     return [f"- {text}" for text in texts]
 
 
-def _refusals(outcomes: Sequence[Outcome]) -> list[str]:
+def _refusals(outcomes: Sequence[DrawOutcome]) -> list[str]:
     refused = [o for o in outcomes if "refused" in (o.verdict, o.checkpoint)]
     if not refused:
         return []
@@ -197,7 +197,7 @@ def _refusals(outcomes: Sequence[Outcome]) -> list[str]:
     return ["Refused, with the reason:", "", *_bullets(rows), ""]
 
 
-def _covered(outcomes: Sequence[Outcome]) -> list[str]:
+def _covered(outcomes: Sequence[DrawOutcome]) -> list[str]:
     found = [(outcome, features_of(outcome.sections)) for outcome in outcomes]
     rows = ["| setting | value | draws | equal | largest difference |", "|---|---|---|---|---|"]
     for name in features_of(outcomes[0].sections) if outcomes else ():

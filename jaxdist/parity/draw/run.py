@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.parity.cells import cuts_of
-from jaxdist.parity.draw.draw import Draw, alone, draw
+from jaxdist.parity.draw.draw import Draw, draw, single_device
 from jaxdist.parity.draw.model import Sections
 from jaxdist.parity.trace import (
     Differences,
@@ -31,11 +30,11 @@ from jaxdist.parity.trace import (
 )
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import Json, JsonObject
+from jaxdist.types import Json, JsonObject, Leaf, PyTree
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DrawOutcome:
     """How a draw went.
 
     Attributes:
@@ -63,7 +62,7 @@ class Outcome:
         return self.verdict in ("equal", "refused")
 
 
-def judge(seed: int) -> Outcome:
+def judge(seed: int) -> DrawOutcome:
     """Train a draw and its reference, save and load; whatever goes wrong is in what is returned."""
     drawn, begun = draw(seed), time.perf_counter()
     found: JsonObject = {}
@@ -73,16 +72,16 @@ def judge(seed: int) -> Outcome:
         found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
     jax.clear_caches()  # Of programs that no other draw has.
     seconds = round(time.perf_counter() - begun, 1)
-    return Outcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
+    return DrawOutcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
 
 
 def compare(drawn: Draw) -> JsonObject:
-    """The fields of an `Outcome` that running a draw decides.
+    """The fields of an `DrawOutcome` that running a draw decides.
 
     Raises:
       Exception: whatever the draw meets but a refusal of ours.
     """
-    reference = _built(alone(drawn.sections))
+    reference = _built(single_device(drawn.sections))
     try:
         experiment = _built(drawn.sections)
     except JaxdistError as error:
@@ -141,7 +140,7 @@ def _cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
     )
 
 
-def _apart(state: Any) -> tuple[float, str]:
+def _apart(state: PyTree) -> tuple[float, str]:
     """How far the replicas of a tensor are apart, relative to its largest element; and which is."""
     worst = (0.0, "")
     for name, leaf in flatten_with_names(state):
@@ -175,7 +174,7 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     return f"{len(unlike)} tensors were not loaded as saved: {', '.join(unlike)}" if unlike else ""
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _same(ours: Leaf, theirs: Leaf) -> bool:
     one, other = np.asarray(ours), np.asarray(theirs)
     return (
         one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

@@ -199,8 +199,8 @@ def test_the_report(monkeypatch, tmp_path):
         pipeline_formulas.measure(laws, SMALL),
         [pipeline_threads.Played("1f1b", 4, 8, 1.0, 1.0)],
     )
-    work = pipeline_work.Cell("stash", 4, 4, 1.0, 2.0, 1.0, 48, 84, 48, (1.0,), (2.0,))
-    memory = pipeline_memory.Cell("gpipe", "stash", 4, 8, 1.0)
+    work = pipeline_work.WorkCell("stash", 4, 4, 1.0, 2.0, 1.0, 48, 84, 48, (1.0,), (2.0,))
+    memory = pipeline_memory.MemoryCell("gpipe", "stash", 4, 8, 1.0)
     for part, found in (
         (pipeline_formulas, held),
         (pipeline_auto, autos),
