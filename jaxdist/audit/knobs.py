@@ -71,7 +71,7 @@ def without(document: Document, path: KeyPath) -> Document:
 
 
 def with_value(document: Document, path: KeyPath, value: Json) -> Document:
-    """The configuration with another value at `path`, which is set.
+    """The configuration with another value at `path`, a path that is set in it.
 
     >>> with_value(Document({"a": {"b": 1, "c": 2}}), ("a", "b"), 3).values
     {'a': {'b': 3, 'c': 2}}

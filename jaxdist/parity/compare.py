@@ -1,4 +1,4 @@
-"""`jaxdist parity`: every exact way to train gives the numbers of one device, or says where not."""
+"""`jaxdist parity`: checks that every exact way to train gives the numbers of one device."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def _compared(
     if jobs == 1:
         yield from (compare(subject, cell) for cell in cells)
         return
-    # Started anew: a copy of this process would have its device threads half.
+    # Spawned, not forked: a fork copies the locks of jax's device threads, but not the threads.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, context, initializer=_take, initargs=(subject,))
     # `pool.map` takes back what waits when a process ends, as the pool's own thread does: they

@@ -1,4 +1,4 @@
-"""Combinations against one device: what is trained, and what becomes of each.
+"""Trains a combination and compares it with training on one device.
 
 The optimizer is AdamW with weight decay and clipping, so that every tensor and the global norm
 across shards matter. Its `eps` is large: Adam divides by the size of a gradient, so that an element
@@ -143,7 +143,7 @@ def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment
 
 
 def inexact(model: Functional, cell: Combination) -> str:
-    """Why a combination is another computation than one device's; empty where it is the same."""
+    """Why a combination does not compute what one device does; empty if it does."""
     if cell.reduce is None and cell.microbatches == 1:
         return ""
     module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))

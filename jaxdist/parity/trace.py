@@ -81,7 +81,7 @@ class Noted(NamedTuple):
 
 
 def noted(experiment: Experiment) -> Experiment:
-    """The same with the gradients of the last step in the state, whatever the optimizer keeps."""
+    """The same experiment, with an optimizer whose state also holds the last step's gradients."""
     program = experiment.program
     inner = program.optimizer.transform
 
@@ -220,7 +220,7 @@ SMALL = 1e-2
 
 
 def norms_at_least(reference: Trace, moved: Trace, limit: Differences) -> Norms:
-    """What differences in ill-conditioned tensors are measured by, so that one limit serves them.
+    """The scale of differences in ill-conditioned tensors, so that one limit serves all tensors.
 
     A gradient whose terms nearly cancel has the rounding of its terms, not of itself: one that is
     small beside all gradients is measured by a part of those, and the update that an optimizer

@@ -8,7 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from jaxdist.study.plan import StudyCell
 
 MARGIN = 0.01
-"""How much worse than the best at the base batch still holds up: a point, or 1% of a loss."""
+"""A batch size holds up if it is at most so much worse than the best at the base batch.
+
+One point of accuracy, or 1% of a loss.
+"""
 Rows = Mapping[tuple[str, bool], Sequence[StudyCell]]
 
 

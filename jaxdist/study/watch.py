@@ -40,7 +40,7 @@ class Watch:
         self._bar.update(self._task, description=text)
 
     def took(self, seconds: float) -> None:
-        """A trial of the cell in work took so long, now or before an interruption."""
+        """Record the time of a trial of the current cell, run now or before an interruption."""
         self._spent += seconds
 
     def cells(self, cells: tuple[StudyCell, ...]) -> None:

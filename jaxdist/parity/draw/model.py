@@ -1,4 +1,4 @@
-"""Models at random with their data, and optimizers: sections of a config, of a generator's numbers.
+"""Draws random models with their data, and optimizers, as sections of a config.
 
 Learning rates move parameters by far more than their last digits, and what divides by the size of a
 gradient adds a large `eps`, as `parity_run` says.
@@ -156,7 +156,7 @@ MODELS: Mapping[str, Callable[[Random, Needs], Sections]] = {
 
 
 def optimizer(random: Random) -> Sections:
-    """Any optimizer with what is around it: clipping, skips, a loss scale, a schedule."""
+    """A random optimizer with clipping, skipped steps, a loss scale and a schedule."""
     kind = random.choice([*OPTIMIZERS])
     found = {"type": kind, **OPTIMIZERS[kind](random)}
     if random.random() < 0.5:

@@ -178,7 +178,7 @@ def markdown(report: Mapping[str, Json]) -> str:
 
 
 def _replicas(outcomes: Sequence[DrawOutcome]) -> str:
-    """In how many draws XLA rounded replicas of a tensor otherwise, and by how much."""
+    """In how many draws XLA rounded replicas of a tensor differently, and by how much."""
     apart = [outcome.replicas for outcome in outcomes if outcome.replicas]
     known = sum(outcome.replicas is not None for outcome in outcomes)
     most = f", by {max(apart):.1e} of the largest element at most" if apart else ""

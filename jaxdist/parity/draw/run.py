@@ -1,4 +1,4 @@
-"""A draw against one device, and what it saves as another plan loads it."""
+"""Compares a draw with one device, and its checkpoint with what a second plan loads."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def _cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
 
 
 def _apart(state: PyTree) -> tuple[float, str]:
-    """How far the replicas of a tensor are apart, relative to its largest element; and which is."""
+    """The largest difference between replicas of a tensor, relative to its largest element, and
+    the tensor's name."""
     worst = (0.0, "")
     for name, leaf in flatten_with_names(state):
         first: dict[str, np.ndarray] = {}
@@ -156,7 +157,7 @@ def _apart(state: PyTree) -> tuple[float, str]:
 
 
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
-    """What of a state another plan loads otherwise than it was saved; nothing: empty."""
+    """Which tensors a second plan loads differently from what was saved; empty if none."""
     saved, target = writer.program, reader.program
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoints"
