@@ -22,9 +22,7 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import ShardingError, closest, did_you_mean
 from jaxdist.mesh import AXES, axis_names, axis_size
 from jaxdist.trees import flatten_with_names, pattern_of
-
-Dims = tuple[str | None, ...]
-"""The logical dims of one tensor; None is a dim that is never split."""
+from jaxdist.types import Dims
 
 DEFAULT_RULES: Mapping[str, str | None] = {
     "batch": "data",

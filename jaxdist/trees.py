@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import keystr, tree_flatten_with_path
 
+from jaxdist.types import Leaf, PyTree
 
-def flatten_with_names(tree: Any) -> list[tuple[str, Any]]:
+
+def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
     """The leaves with their paths, in jax's own order; None and empty containers have no leaf.
 
     A name joins dict keys, dataclass fields, namedtuple fields and positions with '/'. A bare leaf
@@ -32,7 +33,7 @@ def pattern_of(name: str) -> str:
     return "/".join("*" if part.isdecimal() else part for part in name.split("/"))
 
 
-def leaf_bytes(leaf: Any) -> int:
+def leaf_bytes(leaf: Leaf) -> int:
     """Bytes of one array or `jax.ShapeDtypeStruct` over all devices, each element counted once.
 
     A Python scalar counts as the array jax makes of it; a random key as the words that hold it.
@@ -42,7 +43,7 @@ def leaf_bytes(leaf: Any) -> int:
     return math.prod(shape) * dtype.itemsize
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: PyTree) -> int:
     """Bytes of all leaves together (replicas and padding not counted).
 
     >>> tree_bytes({"w": jax.ShapeDtypeStruct((2, 3), "bfloat16"), "n": None})
@@ -51,7 +52,7 @@ def tree_bytes(tree: Any) -> int:
     return sum(leaf_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def tree_size(tree: Any) -> int:
+def tree_size(tree: PyTree) -> int:
     """The number of elements of all leaves together: the parameter count of a model.
 
     >>> tree_size({"w": jax.ShapeDtypeStruct((2, 3), "float32"), "b": 1.0})

@@ -11,14 +11,22 @@ from rich.console import Console
 from jaxdist import doctor
 from jaxdist.doctor import facts as facts_module
 from jaxdist.doctor.checks import COUNT_FLAG, TIMEOUT_FLAGS, Check, checks
-from jaxdist.doctor.facts import COMPANIONS, Backend, Facts, Folder, gather, look_at, probe_backend
+from jaxdist.doctor.facts import (
+    COMPANIONS,
+    Backend,
+    Folder,
+    MachineFacts,
+    gather,
+    look_at,
+    probe_backend,
+)
 from jaxdist.runtime.environment import plan_environment
 
 GIB = 2**30
 PRIVATE = Folder("/cache", exists=True, writable=True, mode=0o700, free_bytes=50 * GIB)
 TIMEOUTS = " ".join(f"{name}=120" for name in TIMEOUT_FLAGS)
 
-HEALTHY = Facts(
+HEALTHY = MachineFacts(
     python="3.12.1",
     python_range=">=3.11,<3.14",
     versions=dict.fromkeys((*COMPANIONS, "scikit-learn", "libtpu", "tensorboard"), "1.0.0"),

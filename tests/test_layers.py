@@ -8,7 +8,7 @@ import jaxdist
 
 ROOT = Path(jaxdist.__file__).parent
 LAYERS = (
-    ("errors", "trees", "runtime", "config"),
+    ("errors", "types", "trees", "runtime", "config"),
     ("mesh", "hlo", "cost"),
     ("sharding", "collectives", "models", "data"),
     ("compression", "optim"),

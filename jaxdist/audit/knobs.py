@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
 
 from jaxdist.config import Document, KeyPath, dotted
 from jaxdist.errors import ConfigError
+from jaxdist.types import Json
 
 NOT_IN_THE_STEP: Mapping[str, str] = {
     "data": "what is learned, not how",
@@ -35,7 +35,7 @@ def reason_not_in_the_step(path: KeyPath) -> str | None:
     return next((NOT_IN_THE_STEP[name] for name in prefixes if name in NOT_IN_THE_STEP), None)
 
 
-def written(values: Mapping[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
+def written(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator[KeyPath]:
     """Every path that a configuration sets, sections before what they hold; a list is one value.
 
     >>> list(written({"train": {"steps": 3}, "seed": 1}))
@@ -47,13 +47,13 @@ def written(values: Mapping[str, Any], path: KeyPath = ()) -> Iterator[KeyPath]:
             yield from written(value, (*path, key))
 
 
-def value_at(values: Mapping[str, Any], path: KeyPath) -> Any:
+def value_at(values: Mapping[str, Json], path: KeyPath) -> Json:
     """The value at a path; None where there is none.
 
     >>> value_at({"a": {"b": 1}}, ("a", "b")), value_at({"a": None}, ("a", "b"))
     (1, None)
     """
-    found: Any = values
+    found: Json = values
     for key in path:
         found = found.get(key) if isinstance(found, Mapping) else None
     return found
@@ -70,8 +70,8 @@ def without(document: Document, path: KeyPath) -> Document:
     return replace(document, values=values)
 
 
-def with_value(document: Document, path: KeyPath, value: Any) -> Document:
-    """The configuration with another value at `path`, which is set.
+def with_value(document: Document, path: KeyPath, value: Json) -> Document:
+    """The configuration with another value at `path`, a path that is set in it.
 
     >>> with_value(Document({"a": {"b": 1, "c": 2}}), ("a", "b"), 3).values
     {'a': {'b': 3, 'c': 2}}
@@ -81,7 +81,7 @@ def with_value(document: Document, path: KeyPath, value: Any) -> Document:
     return replace(document, values=values)
 
 
-def neighbours(value: Any) -> tuple[Any, ...]:
+def neighbours(value: Json) -> tuple[Json, ...]:
     """Other values that a knob could have; none for text.
 
     >>> neighbours(6), neighbours(0.5), neighbours(True), neighbours("a")

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist.audit.knobs import written
-from jaxdist.audit.step import Finding, Step, judge
+from jaxdist.audit.step import AuditedStep, Finding, judge
 from jaxdist.experiment import load
 from jaxdist.inspect.program import open_subject
 from jaxdist.metrics.report import write_json
@@ -49,7 +49,7 @@ def audit(
     """
     devices = None if topology is None else topology_devices(topology)
     document, config = load(path, overrides)
-    step = Step(document, config, open_subject(path, overrides, devices))
+    step = AuditedStep(document, config, open_subject(path, overrides, devices))
     console.print(f"audit of {step.subject.name}", soft_wrap=True, markup=False)
     findings: list[Finding] = []
     for knob in written(document.values):
@@ -90,7 +90,7 @@ def _print_count(findings: Sequence[Finding], console: Console) -> None:
             )
 
 
-def _write(path: Path, step: Step, findings: Sequence[Finding], *, full: bool) -> None:
+def _write(path: Path, step: AuditedStep, findings: Sequence[Finding], *, full: bool) -> None:
     report = {
         "versions": environment.versions((*PACKAGES, "libtpu")) | {"platform": platform.platform()},
         "config": step.subject.name,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 
@@ -24,12 +24,13 @@ from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import program_text
 from jaxdist.inspect.diff import difference
-from jaxdist.inspect.program import Inspection, Subject, inspect_step
+from jaxdist.inspect.program import InspectedExperiment, Inspection, inspect_step
 from jaxdist.inspect.rows import show_number
 from jaxdist.inspect.text import digest
 from jaxdist.models.build import default_loss
+from jaxdist.types import Json
 
-Verdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
+KnobVerdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
 
 LAYOUT = ("mesh", "parallel", "sharding")
 """Sections that ask for a layout: the text before compilation repeats what was asked for, and only
@@ -48,16 +49,18 @@ class Finding:
     """
 
     knob: str
-    value: Any
+    value: Json
     origin: str
-    verdict: Verdict
+    verdict: KnobVerdict
     effect: str
 
 
-class Step:
+class AuditedStep:
     """A train step before and after compilation, each made when it is first asked for."""
 
-    def __init__(self, document: Document, config: ExperimentConfig, subject: Subject) -> None:
+    def __init__(
+        self, document: Document, config: ExperimentConfig, subject: InspectedExperiment
+    ) -> None:
         self.document, self.config, self.subject = document, config, subject
 
     @cached_property
@@ -93,7 +96,7 @@ class Step:
         return {axis: size for axis, size in shape.items() if size > 1}
 
 
-def judge(step: Step, path: KeyPath, *, full: bool) -> Finding | None:
+def judge(step: AuditedStep, path: KeyPath, *, full: bool) -> Finding | None:
     """Whether the knob at `path` changes the step; None for a section that is no knob itself.
 
     Args:
@@ -103,7 +106,7 @@ def judge(step: Step, path: KeyPath, *, full: bool) -> Finding | None:
       RunError: the step with the knob is compiled, and too large for the device.
     """
 
-    def found(verdict: Verdict, effect: str) -> Finding:
+    def found(verdict: KnobVerdict, effect: str) -> Finding:
         value, origin = step.document.get(path)[1], str(step.document.origin(path))
         return Finding(dotted(path), value, origin, verdict, effect)
 
@@ -146,7 +149,7 @@ def _repeats_signature(document: Document, path: KeyPath) -> bool:
     return parameter is not None and repr(parameter.default) == repr(section["args"][name])
 
 
-def _is_read(step: Step, path: KeyPath) -> bool:
+def _is_read(step: AuditedStep, path: KeyPath) -> bool:
     """Whether another value of the knob makes another step."""
     for value in neighbours(value_at(step.document.values, path)):
         document = with_value(step.document, path, value)
@@ -169,13 +172,17 @@ def _same_but_mesh(config: ExperimentConfig, other: ExperimentConfig) -> bool:
     return config.model_copy(update={"mesh": other.mesh}) == other
 
 
-def _step(like: Step, document: Document, config: ExperimentConfig, change: str) -> Step:
+def _step(
+    like: AuditedStep, document: Document, config: ExperimentConfig, change: str
+) -> AuditedStep:
     devices = like.subject.devices
     experiment = build(config, document, devices=devices)
-    return Step(document, config, Subject(f"{like.subject.name} {change}", experiment, devices))
+    return AuditedStep(
+        document, config, InspectedExperiment(f"{like.subject.name} {change}", experiment, devices)
+    )
 
 
-def _effect(before: Step, after: Step, *, compile_both: bool) -> str:
+def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> str:
     """What differs, in words; empty where nothing does."""
     if before.lowered == after.lowered:
         return "" if before.initial == after.initial else "initial state"

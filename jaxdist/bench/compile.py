@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -16,6 +15,7 @@ from jaxdist.bench.core.harness import REPEATS, interleave
 from jaxdist.bench.core.report import Figure, Report
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.runtime.compilation_cache import SETTINGS
+from jaxdist.types import JsonObject
 
 SHALLOW, DEEP = 4, 64
 WARMUP = 1
@@ -46,7 +46,7 @@ def bench(repeats: int = REPEATS, shallow: int = SHALLOW, deep: int = DEEP) -> R
 def experiment(layers: int) -> Experiment:
     """A small gpt of so many layers on all devices, the batch split."""
     devices = len(jax.devices())
-    settings: dict[str, Any] = {
+    settings: JsonObject = {
         "model": {"type": "gpt", "layers": layers, "embed": 64, "heads": 4},
         "data": {"type": "synthetic", "kind": "tokens", "window": 32, "heldout_examples": 0},
         "optim": {"type": "adamw", "learning_rate": 1e-3},
@@ -92,7 +92,7 @@ def persistent_cache(directory: Path | None) -> Iterator[None]:
         _configure(before)
 
 
-def _configure(settings: dict[str, Any]) -> None:
+def _configure(settings: JsonObject) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
     compilation_cache.reset_cache()

@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Mapping
 from functools import cached_property
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +22,7 @@ from jaxdist.bench.core.shapes import Shapes, bert_base, resnet50
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.optim.lamb import lamb
 from jaxdist.optim.lars import lars
+from jaxdist.types import Grads, JsonObject, OptState, Params, PyTree
 
 RATE = 1e-3
 LAMB_FLOOR_BYTES, LARS_FLOOR_BYTES, SGD_BYTES = 40, 28, 12
@@ -57,16 +57,31 @@ def timed(
       bert, resnet: other shapes in their place, for tests.
     """
     bert, resnet = bert or bert_base(), resnet or resnet50()
-    ours, end, goals = Step(lamb(RATE), bert), f", {suffix}" * bool(suffix), not suffix
+    ours, end, goals = OptimizerStep(lamb(RATE), bert), f", {suffix}" * bool(suffix), not suffix
     pairs = [
         ("BERT-base: LAMB over optax.lamb", ours, optax.lamb(RATE), "<= 0.4"),
         ("BERT-base: LAMB over optax.adamw", ours, optax.adamw(RATE), "<= 1.8"),
-        ("ResNet-50: LARS over optax.lars", Step(lars(RATE), resnet), optax.lars(RATE), "<= 0.25"),
-        ("ResNet-50: LAMB over optax.lamb", Step(lamb(RATE), resnet), optax.lamb(RATE), "<= 0.4"),
-        ("BERT-base: LARS over optax.lars", Step(lars(RATE), bert), optax.lars(RATE), "<= 0.25"),
+        (
+            "ResNet-50: LARS over optax.lars",
+            OptimizerStep(lars(RATE), resnet),
+            optax.lars(RATE),
+            "<= 0.25",
+        ),
+        (
+            "ResNet-50: LAMB over optax.lamb",
+            OptimizerStep(lamb(RATE), resnet),
+            optax.lamb(RATE),
+            "<= 0.4",
+        ),
+        (
+            "BERT-base: LARS over optax.lars",
+            OptimizerStep(lars(RATE), bert),
+            optax.lars(RATE),
+            "<= 0.25",
+        ),
     ]
     figures = [
-        compare(name + end, step, Step(reference, step.sizes), repeats, goal * goals)
+        compare(name + end, step, OptimizerStep(reference, step.sizes), repeats, goal * goals)
         for name, step, reference, goal in pairs
     ]
     return [*figures, over_floor(f"BERT-base: LAMB over its floor{end}", ours, repeats)]
@@ -76,7 +91,7 @@ def counted() -> list[Figure]:
     """Bytes and temporaries of the compiled steps."""
     figures: list[Figure] = []
     for model, shapes in (("BERT-base", bert_base()), ("ResNet-50", resnet50())):
-        more, less = Step(lamb(RATE), shapes), Step(lars(RATE), shapes)
+        more, less = OptimizerStep(lamb(RATE), shapes), OptimizerStep(lars(RATE), shapes)
         figures += [
             traffic(f"{model}: LAMB traffic", more, LAMB_FLOOR_BYTES, "<= 1.3"),
             temporaries(f"{model}: LAMB temporaries", more, "<= 1"),
@@ -86,7 +101,7 @@ def counted() -> list[Figure]:
     return figures
 
 
-def _in_plain_process(repeats: int) -> list[dict[str, Any]]:
+def _in_plain_process(repeats: int) -> list[JsonObject]:
     """The figures of `timed` from a process of its own, without our settings of glibc's malloc.
 
     Raises:
@@ -98,7 +113,7 @@ def _in_plain_process(repeats: int) -> list[dict[str, Any]]:
     return child.records([sys.executable, "-c", code], what=what, environ=plain)
 
 
-class Step:
+class OptimizerStep:
     """An optimizer's step on tensors of these shapes, on the first device; gradients stay."""
 
     def __init__(self, transform: optax.GradientTransformation, shapes: Shapes) -> None:
@@ -108,7 +123,7 @@ class Step:
         self.parameters = sum(math.prod(shape) for shape in shapes.values())
         self.largest_bytes = 4 * max(math.prod(shape) for shape in shapes.values())
 
-    def _step(self, params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+    def _step(self, params: Params, state: OptState, grads: Grads) -> tuple[PyTree, PyTree]:
         updates, state = self.transform.update(grads, state, params)
         return optax.apply_updates(params, updates), state
 
@@ -119,7 +134,7 @@ class Step:
         state = jax.eval_shape(self.transform.init, self.shapes)
         return jitted.lower(self.shapes, state, self.shapes).compile()
 
-    def __enter__(self) -> Step:
+    def __enter__(self) -> OptimizerStep:
         """Make the tensors; they are freed on exit."""
         params = {name: _filled(struct.shape) for name, struct in self.shapes.items()}
         self.state = (params, jax.jit(self.transform.init)(params))
@@ -140,15 +155,17 @@ def _filled(shape: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(0.02 + 1e-6 * jnp.arange(shape[-1], dtype=jnp.float32), shape)
 
 
-def compare(name: str, ours: Step, reference: Step, repeats: int, goal: str = "") -> Figure:
+def compare(
+    name: str, ours: OptimizerStep, reference: OptimizerStep, repeats: int, goal: str = ""
+) -> Figure:
     """Time of one step over that of another, interleaved."""
     with ours, reference:
         return Figure.compare(name, *interleave(ours, reference, repeats=repeats), goal, DONATED)
 
 
-def over_floor(name: str, ours: Step, repeats: int) -> Figure:
+def over_floor(name: str, ours: OptimizerStep, repeats: int) -> Figure:
     """Time over that of the floor's bytes, moved as fast as a plain SGD step moves its own."""
-    sgd = Step(optax.sgd(RATE), ours.sizes)
+    sgd = OptimizerStep(optax.sgd(RATE), ours.sizes)
     scale = LAMB_FLOOR_BYTES / SGD_BYTES
     with ours, sgd:
         mine, plain = interleave(ours, sgd, repeats=repeats)
@@ -156,7 +173,7 @@ def over_floor(name: str, ours: Step, repeats: int) -> Figure:
     return Figure(name, mine.median, scale * plain.median, note=note)
 
 
-def traffic(name: str, ours: Step, floor_bytes: int, goal: str = "") -> Figure:
+def traffic(name: str, ours: OptimizerStep, floor_bytes: int, goal: str = "") -> Figure:
     """Bytes that the compiled step reads and writes, a parameter, over the floor."""
     cost: Mapping[str, float] = ours.compiled.cost_analysis() or {}
     accessed = cost.get("bytes accessed", math.nan) / ours.parameters
@@ -164,7 +181,7 @@ def traffic(name: str, ours: Step, floor_bytes: int, goal: str = "") -> Figure:
     return Figure(name, accessed, floor_bytes, goal, "bytes", note)
 
 
-def temporaries(name: str, ours: Step, goal: str = "") -> Figure:
+def temporaries(name: str, ours: OptimizerStep, goal: str = "") -> Figure:
     """Temporary memory of the compiled step over the largest tensor."""
     analysis = ours.compiled.memory_analysis()
     held = math.nan if analysis is None else analysis.temp_size_in_bytes

@@ -29,6 +29,7 @@ from jaxdist.train.hooks import Cadence, Guard, Log, RunHooks, Save, Stop
 from jaxdist.train.loop import StepFunction, run_loop
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
+from jaxdist.types import JsonObject
 
 STEP_GOAL = "<= 1.03"
 LOOP_BUDGET_SECONDS = 50e-6
@@ -37,12 +38,12 @@ LEARNING_RATE = 1e-3
 BUSY_ITERATIONS = 400_000
 _NEVER = 2**31 - 1
 
-GPT: dict[str, Any] = {
+GPT: JsonObject = {
     "model": {"type": "gpt", "layers": 2, "embed": 64, "heads": 4},
     "data": {"type": "synthetic", "kind": "tokens", "window": 64, "heldout_examples": 0},
     "train": {"steps": _NEVER, "batch_size": 16},
 }
-MLP: dict[str, Any] = {
+MLP: JsonObject = {
     "model": {"type": "mlp", "hidden": [512, 256]},
     "data": {
         "type": "synthetic",
@@ -54,7 +55,7 @@ MLP: dict[str, Any] = {
     },
     "train": {"steps": _NEVER, "batch_size": 512},
 }
-TINY: dict[str, Any] = {
+TINY: JsonObject = {
     "model": {"type": "mlp", "hidden": [8]},
     "data": {**MLP["data"], "height": 4, "width": 4},
     "train": {"steps": _NEVER, "batch_size": 8},
@@ -82,7 +83,7 @@ def bench(repeats: int = REPEATS) -> Report:
     )
 
 
-def experiment(settings: dict[str, Any], devices: int | None = None) -> Experiment:
+def experiment(settings: JsonObject, devices: int | None = None) -> Experiment:
     """These settings with AdamW, the batch split over all devices or the first `devices`."""
     optim = {"type": "adamw", "learning_rate": LEARNING_RATE, "schedule": {"type": "constant"}}
     mesh = {"data": -1}

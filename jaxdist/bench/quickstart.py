@@ -9,12 +9,12 @@ import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxdist.bench.core.report import Figure, Report
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.metrics.writer import read_metrics
+from jaxdist.types import Json
 
 CONFIG = Path("configs/gpt/quickstart.yaml")
 BUDGET_SECONDS = 180.0
@@ -83,7 +83,7 @@ def plain_environment(environ: Mapping[str, str], *, cache: Path) -> dict[str, s
     return {**kept, "JAXDIST_CACHE": str(cache)}
 
 
-def final_loss(records: Iterable[Mapping[str, Any]]) -> float:
+def final_loss(records: Iterable[Mapping[str, Json]]) -> float:
     """The last held-out loss of a run's metrics.
 
     Raises:

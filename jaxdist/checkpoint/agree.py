@@ -6,14 +6,15 @@ All of them are collectives: every process calls them, from its main thread, in 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from jaxdist.types import Json
 
-def broadcast_json(value: Any) -> Any:
+
+def broadcast_json(value: Json) -> Json:
     """The value that process 0 passed (JSON types only), on every process."""
     if jax.process_count() == 1:
         return value

@@ -19,6 +19,7 @@ import numpy as np
 from jaxdist.checkpoint.manifest import LeafRecord
 from jaxdist.checkpoint.reasons import is_disk_full
 from jaxdist.checkpoint.structure import is_key, named_leaves
+from jaxdist.types import Leaf, PyTree
 
 WRITE_TIMEOUT_SECONDS = 1200
 MOST_FAILURES = 100
@@ -56,8 +57,8 @@ def _number(index: int) -> str:
     return f"{index:06d}"
 
 
-def _pack(tree: Any) -> dict[str, jax.Array]:
-    """Number -> array, for what orbax can store: not empty, and random keys as their words."""
+def _pack(tree: PyTree) -> dict[str, jax.Array]:
+    """The arrays by number as orbax can store them: no empty ones, random keys as integers."""
     return {
         _number(index): jax.random.key_data(leaf) if is_key(leaf) else leaf
         for index, leaf in enumerate(named_leaves(tree).values())
@@ -79,7 +80,7 @@ class ArrayWriter:
             ),
         )
 
-    def start(self, path: Path, tree: Any) -> None:
+    def start(self, path: Path, tree: PyTree) -> None:
         """Copy the arrays to the host, begin to write them below `path`, and return.
 
         The caller may donate the arrays as soon as this returns.
@@ -99,7 +100,7 @@ class ArrayWriter:
             raise failures[0]
 
     def _failures(self) -> list[Exception]:
-        """Orbax raises one at a time: one that is left would be taken for one of the next save."""
+        """Fetch all errors of a save. Orbax raises one at a time, and the rest later."""
         found: list[Exception] = []
         while len(found) < MOST_FAILURES:
             try:
@@ -119,7 +120,7 @@ class ArrayWriter:
         self._orbax.close()
 
 
-def load_arrays(path: Path, saved: dict[str, LeafRecord], target: Any) -> Any:
+def load_arrays(path: Path, saved: dict[str, LeafRecord], target: PyTree) -> PyTree:
     """The tree at `path` with the structure and shardings of `target`; every process calls it.
 
     `saved` gives the numbers of the names; what `target` has not is left. Shapes and dtypes must
@@ -153,8 +154,8 @@ def load_arrays(path: Path, saved: dict[str, LeafRecord], target: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 
-def _stored(leaf: Any, record: LeafRecord) -> jax.ShapeDtypeStruct:
-    """What stands on disk for a leaf of the target."""
+def _stored(leaf: Leaf, record: LeafRecord) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of the array on disk for a leaf of the target."""
     assert leaf.sharding is not None, f"a target leaf {leaf} has no sharding"
     if record.key_impl is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

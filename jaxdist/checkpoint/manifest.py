@@ -117,7 +117,7 @@ def seal(
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint, if not one bit of it has changed.
+    """Read the manifest of a checkpoint and check its own digest.
 
     Raises:
       DamageError: it is missing, unreadable, changed, or of another format.

@@ -1,4 +1,4 @@
-"""What orbax, tensorstore and the operating system raise, in one line for a person."""
+"""Errors of orbax, tensorstore and the operating system as one readable line."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def how_lost(error: OSError) -> str:
-    """What became of a directory that was there before.
+    """Says what happened to a directory that existed before.
 
     >>> how_lost(FileNotFoundError())
     'is gone'

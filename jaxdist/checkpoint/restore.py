@@ -1,4 +1,4 @@
-"""Load the newest checkpoint that can be trusted, and say aloud which could not.
+"""Load the newest valid checkpoint, and warn about newer ones that are damaged.
 
 Reading never writes, so that a finished or running run can be evaluated from elsewhere.
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -26,6 +26,7 @@ from jaxdist.checkpoint.manifest import (
 from jaxdist.checkpoint.reasons import one_line
 from jaxdist.checkpoint.structure import check_structure
 from jaxdist.errors import CheckpointError
+from jaxdist.types import JsonObject, PyTree
 
 
 class Wanted(NamedTuple):
@@ -39,10 +40,10 @@ class Wanted(NamedTuple):
       finish: from the loaded tree to what the caller gets.
     """
 
-    target: Any
-    shapes: Any = None
+    target: PyTree
+    shapes: PyTree = None
     ignored: tuple[str, ...] = ()
-    finish: Callable[[Any], Any] = lambda tree: tree
+    finish: Callable[[PyTree], PyTree] = lambda tree: tree
 
 
 Adapt = Callable[[Mapping[str, LeafRecord]], Wanted]
@@ -55,9 +56,9 @@ class Restored:
 
     step: int
     """The step whose state this is."""
-    state: Any
+    state: PyTree
     """The tree, with the structure and shardings of the target."""
-    metadata: dict[str, Any]
+    metadata: JsonObject
     """What the caller saved beside it."""
 
 
@@ -79,9 +80,9 @@ def valid_manifests(directory: Path) -> list[Manifest]:
 
 def restore(
     directory: Path,
-    target: Any,
+    target: PyTree,
     *,
-    shapes: Any = None,
+    shapes: PyTree = None,
     step: int | None = None,
     adapt: Adapt | None = None,
     on_event: Callable[[str], None],

@@ -13,7 +13,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 
@@ -27,6 +27,7 @@ from jaxdist.checkpoint.retention import Saved, to_delete
 from jaxdist.checkpoint.structure import describe
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import CheckpointError
+from jaxdist.types import Json, PyTree
 
 LOST_PEERS_SECONDS = 10
 
@@ -51,7 +52,7 @@ class _Pending(NamedTuple):
 class _Outcome(NamedTuple):
     failure: str | None
     met: bool
-    """Whether all processes came to the end of the save, so that they can be asked to agree."""
+    """Whether all processes finished the save without an error, so that they can agree on it."""
 
 
 class CheckpointStore:
@@ -96,11 +97,11 @@ class CheckpointStore:
     def save(
         self,
         step: int,
-        state: Any,
+        state: PyTree,
         *,
-        metadata: Mapping[str, Any],
+        metadata: Mapping[str, Json],
         metric: float | None = None,
-        shapes: Any = None,
+        shapes: PyTree = None,
     ) -> None:
         """Copy the arrays to the host and return; the rest goes on in the background.
 
@@ -133,8 +134,8 @@ class CheckpointStore:
         except Exception as error:
             raise CheckpointError(self._abandon(step, error)) from error
         self._saves += 1
-        # Until the thread has said otherwise: whatever ends it, the save before does not speak for
-        # this one.
+        # Failed until the thread says otherwise: if it dies, the result of the save before must not
+        # count for this one.
         self._outcome = _Outcome(f"saving step {step} in {self.directory} did not end", met=False)
         self._thread = threading.Thread(
             target=self._finish, args=(pending,), name=f"checkpoint-{step}"
@@ -189,9 +190,9 @@ class CheckpointStore:
 
     def restore(
         self,
-        target: Any,
+        target: PyTree,
         *,
-        shapes: Any = None,
+        shapes: PyTree = None,
         step: int | None = None,
         adapt: Adapt | None = None,
     ) -> Restored:
@@ -305,7 +306,7 @@ class CheckpointStore:
         return self._outcome
 
 
-def _encode(metadata: Mapping[str, Any]) -> str:
+def _encode(metadata: Mapping[str, Json]) -> str:
     try:
         return json.dumps(dict(metadata))
     except (TypeError, ValueError) as error:

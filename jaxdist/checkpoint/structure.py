@@ -1,8 +1,6 @@
-"""Does the saved tree fit the wanted one? Compared by path before any array is loaded."""
+"""Compares the saved tree with the wanted one, path by path, before any array is loaded."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,16 +8,17 @@ import jax.numpy as jnp
 from jaxdist.checkpoint.manifest import LeafRecord
 from jaxdist.errors import CheckpointError
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Leaf, PyTree
 
 _LISTED_PATHS = 8
 
 
-def is_key(leaf: Any) -> bool:
+def is_key(leaf: Leaf) -> bool:
     """Whether a leaf is an array of typed random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: PyTree) -> dict[str, Leaf]:
     """The leaves by path, in jax's order.
 
     Raises:
@@ -37,7 +36,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     return named
 
 
-def describe(tree: Any, shapes: Any = None) -> dict[str, LeafRecord]:
+def describe(tree: PyTree, shapes: PyTree = None) -> dict[str, LeafRecord]:
     """Path -> shape and dtype of every array of a tree of arrays.
 
     Args:
@@ -60,7 +59,7 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
     return f"{dtype}[{','.join(map(str, shape))}]"
 
 
-def differences(saved: dict[str, LeafRecord], target: Any) -> list[str]:
+def differences(saved: dict[str, LeafRecord], target: PyTree) -> list[str]:
     """One line for each path whose array is missing, extra, or of another shape or dtype.
 
     `target` is a tree of arrays or `jax.ShapeDtypeStruct`.
@@ -78,7 +77,7 @@ def differences(saved: dict[str, LeafRecord], target: Any) -> list[str]:
     return lines
 
 
-def check_structure(saved: dict[str, LeafRecord], target: Any, *, where: str) -> None:
+def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str) -> None:
     """Refuse a checkpoint of another model or optimizer.
 
     Raises:

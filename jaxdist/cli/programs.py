@@ -15,7 +15,7 @@ def inspect(
     overrides: shared.Overrides = None,
     *,
     devices: shared.CompileDevices = None,
-    topology: shared.Topology = None,
+    topology: shared.TopologyOption = None,
     settings: Annotated[
         list[str] | None, typer.Option("--set", help="One setting, like an override.")
     ] = None,
@@ -50,7 +50,7 @@ def audit(
     overrides: shared.Overrides = None,
     *,
     devices: shared.CompileDevices = None,
-    topology: shared.Topology = None,
+    topology: shared.TopologyOption = None,
     full: Annotated[
         bool, typer.Option("--full", help="Compile without each knob: bytes, memory, FLOPs.")
     ] = False,

@@ -46,7 +46,7 @@ def evaluate(
     run: shared.Run,
     overrides: shared.Overrides = None,
     *,
-    step: shared.Step = None,
+    step: shared.CheckpointStep = None,
     devices: shared.Devices = None,
 ) -> None:
     """Evaluate a run's checkpoint on the whole held-out split."""
@@ -64,7 +64,7 @@ def generate(
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to add.")] = 256,
     temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest.")] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Of the random choices.")] = 0,
-    step: shared.Step = None,
+    step: shared.CheckpointStep = None,
     devices: shared.Devices = None,
 ) -> None:
     """Continue a prompt with a run's language model."""

@@ -24,11 +24,13 @@ Detect = Annotated[
 ]
 JoinTimeout = Annotated[int, typer.Option(min=1, help="Seconds to wait for the other processes.")]
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
-Step = Annotated[int | None, typer.Option(help="Checkpoint to use; the newest by default.")]
+CheckpointStep = Annotated[
+    int | None, typer.Option(help="Checkpoint to use; the newest by default.")
+]
 CompileDevices = Annotated[
     int | None, typer.Option(min=1, help="Compile for this many fake CPU devices.")
 ]
-Topology = Annotated[
+TopologyOption = Annotated[
     str | None, typer.Option(help="Compile for TPUs, none needed: v5e:2x4, v5p:4x4x4, ...")
 ]
 JsonFile = Annotated[Path | None, typer.Option("--json", help="Write it as JSON too.")]

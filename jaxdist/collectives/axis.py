@@ -79,7 +79,8 @@ def checked(axis: object, operation: str) -> Axis:
     """`axis` in one spelling (a one-name tuple becomes the name).
 
     Raises:
-      CollectiveError: no name, no text, a name twice, or an axis that is not bound here.
+      CollectiveError: there is no name, a name is not a string or comes twice, or the axis is not
+        bound here.
     """
     where = f"{operation} over {axis!r}"
     found: tuple[Any, ...] = tuple(axis) if isinstance(axis, tuple | list) else (axis,)

@@ -9,7 +9,6 @@ What `split.py` sends, the shards of one layer, is packed by the same plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +17,23 @@ import numpy as np
 from jaxdist.collectives.algorithms.auto import Auto, here_kind
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, CollectiveError, checked
-from jaxdist.collectives.contract import Algorithm, Kind
+from jaxdist.collectives.contract import Algorithm, Operation
 from jaxdist.collectives.operations import Op, all_reduce
 from jaxdist.trees import leaf_bytes
+from jaxdist.types import Leaf, TreeT
 
 BUCKET_BYTES = 32 * 2**20
 """Of `bucket_bytes: auto`: latency no longer counts there on any link that we know."""
 
 
 def reduce_tree(
-    tree: Any,
+    tree: TreeT,
     axis: Axis,
     *,
     op: Op = "sum",
     algorithm: Algorithm,
     order: Sequence[int] | None = None,
-) -> Any:
+) -> TreeT:
     """All-reduce every leaf of `tree`, packed into buckets of `algorithm.bucket_bytes`.
 
     Args:
@@ -77,15 +77,16 @@ def fusion_bytes(algorithm: Algorithm) -> int | None:
 
 
 def sends_apart() -> bool:
-    """Whether the arrays of one collective of XLA's travel one by one, each with its own latency.
+    """Whether XLA sends the arrays of one collective one by one, each with its own latency.
 
-    Gloo's do, between the processes of CPUs: a message of a few bytes takes as long as a megabyte.
+    It does over gloo, between processes on CPUs: a message of a few bytes takes as long as one of
+    a megabyte.
     """
     return here_kind() == "cpu" and jax.process_count() > 1
 
 
 def plan_buckets(
-    leaves: Sequence[Any], bucket_bytes: int | None, order: Sequence[int] | None = None
+    leaves: Sequence[Leaf], bucket_bytes: int | None, order: Sequence[int] | None = None
 ) -> list[list[int]]:
     """Positions of the leaves of each bucket, buckets in the order in which they are complete.
 
@@ -136,7 +137,7 @@ def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
     ]
 
 
-def fuses(algorithm: Algorithm, kind: Kind, axis: Axis, payload_bytes: int) -> bool:
+def fuses(algorithm: Algorithm, kind: Operation, axis: Axis, payload_bytes: int) -> bool:
     """Whether a planned bucket becomes one array; XLA's own collectives need none."""
     if isinstance(algorithm, Auto) and algorithm.bucket_bytes == "auto" and not sends_apart():
         return not isinstance(algorithm.choose_here(kind, payload_bytes, axis), Xla)

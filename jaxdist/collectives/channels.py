@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 from jax.core import Tracer
 from jax.extend.mlir import ir
+
+from jaxdist.types import PyTree
 
 ATTRIBUTE = "channel_handle"
 _TYPE = re.compile(r"type = (\d+)")
@@ -33,12 +36,12 @@ class SeparateChannels:
     """
 
     jitted: jax.stages.Wrapped
-    _compiled: dict[Any, jax.stages.Compiled] = field(default_factory=dict)
+    _compiled: dict[Hashable, jax.stages.Compiled] = field(default_factory=dict)
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            # Not itself: under another jit, jax refuses one that has options for the compiler.
+            # The plain function: jax refuses a jit with compiler options inside another jit.
             return self.jitted.__wrapped__(*args)  # pyright: ignore[reportAttributeAccessIssue]
         kinds = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]
         key = (structure, *kinds)
@@ -47,14 +50,14 @@ class SeparateChannels:
         return self._compiled[key](*args)
 
     def _cache_size(self) -> int:
-        """How often it was compiled, as jitted functions say it."""
+        """How many programs were compiled; jitted functions have a method of this name too."""
         return len(self._compiled)
 
-    def trace(self, *args: Any) -> jax.stages.Traced:
+    def trace(self, *args: PyTree) -> jax.stages.Traced:
         """As `jax.jit(...).trace`."""
         return self.jitted.trace(*args)
 
-    def lower(self, *args: Any) -> jax.stages.Lowered:
+    def lower(self, *args: PyTree) -> jax.stages.Lowered:
         """As `jax.jit(...).lower`; `compile` of what it returns has the channels."""
         lowered = self.jitted.lower(*args)
         separate(lowered)

@@ -17,7 +17,7 @@ from jaxdist.errors import did_you_mean
 COMBINE: dict[str, Combine] = {"sum": lax.add, "mean": lax.add, "max": lax.max, "min": lax.min}
 
 
-def array(x: Any, operation: str) -> jax.Array:
+def array(x: object, operation: str) -> jax.Array:
     """`x` as one array of numbers or truth values.
 
     Raises:
@@ -41,7 +41,7 @@ def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
     """How `op` combines two arrays.
 
     Raises:
-      CollectiveError: an unknown op, or one that the dtype has not.
+      CollectiveError: an unknown op, or one that the dtype does not have.
     """
     if op not in COMBINE:
         raise CollectiveError(f"{operation} with op={op!r}: {did_you_mean(op, COMBINE)}")
@@ -59,19 +59,19 @@ def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
     return COMBINE[op]
 
 
-def check_algorithm(algorithm: Any, operation: str) -> None:
-    """Raises CollectiveError unless `algorithm` is one."""
+def check_algorithm(algorithm: object, operation: str) -> None:
+    """Raises CollectiveError unless `algorithm` is an instance of `Algorithm`."""
     if not isinstance(algorithm, Algorithm):
         raise CollectiveError(
             f"{operation} with algorithm={algorithm!r}: give an instance such as Ring() or Xla()"
         )
 
 
-def root_of(root: Any, axis: Axis, size: int, operation: str) -> int:
+def root_of(root: object, axis: Axis, size: int, operation: str) -> int:
     """The root as an index.
 
     Raises:
-      CollectiveError: it is traced, or no device of the axis.
+      CollectiveError: the root is traced, or is not the index of a device of the axis.
     """
     index = _index(root, f"{operation} over {axis!r}: root")
     if not 0 <= index < size:
@@ -82,7 +82,7 @@ def root_of(root: Any, axis: Axis, size: int, operation: str) -> int:
     return index
 
 
-def dim_of(dim: Any, x: jax.Array, name: str, operation: str) -> int:
+def dim_of(dim: object, x: jax.Array, name: str, operation: str) -> int:
     """A dim of `x`, counted from the front.
 
     Raises:
@@ -97,11 +97,11 @@ def dim_of(dim: Any, x: jax.Array, name: str, operation: str) -> int:
     return index % x.ndim
 
 
-def gathered_size(size: Any, total: int, axis: Axis, operation: str) -> int:
+def gathered_size(size: object, total: int, axis: Axis, operation: str) -> int:
     """The size to cut a gathered dim of `total` to.
 
     Raises:
-      CollectiveError: more than was gathered.
+      CollectiveError: the size is larger than what was gathered.
     """
     index = total if size is None else _index(size, f"{operation} over {axis!r}: size")
     if not 0 <= index <= total:
@@ -111,7 +111,7 @@ def gathered_size(size: Any, total: int, axis: Axis, operation: str) -> int:
     return index
 
 
-def check_counts(count: int, values: Sequence[Any], name: str, operation: str) -> None:
+def check_counts(count: int, values: Sequence[object], name: str, operation: str) -> None:
     """Raises CollectiveError unless there is one value for each of `count` tensors."""
     if len(values) != count:
         raise CollectiveError(

@@ -31,8 +31,10 @@ from jaxdist.collectives.axis import Axis
 from jaxdist.config.schema import Config, Count
 
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
-Kind = Literal["all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all"]
-KINDS: tuple[Kind, ...] = (
+Operation = Literal[
+    "all_reduce", "reduce_scatter", "all_gather", "broadcast", "reduce", "all_to_all"
+]
+KINDS: tuple[Operation, ...] = (
     "all_reduce",
     "reduce_scatter",
     "all_gather",
@@ -82,7 +84,7 @@ class Algorithm(Config):
     """Fuse the leaves of a tree into buckets of this size; auto: where it pays; null: never."""
 
     native: ClassVar[bool] = False
-    """JAX differentiates this algorithm by itself, and knows where its results are replicated."""
+    """Whether JAX differentiates this algorithm by itself and types its results as replicated."""
 
     @abstractmethod
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -108,7 +110,7 @@ class Algorithm(Config):
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
         """[N, c] -> [N, c]."""
 
-    def traffic(self, kind: Kind, payload_bytes: float, size: Size) -> Traffic:
+    def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
         """The formula of one call on `size` devices.
 
         Args:
@@ -122,7 +124,7 @@ class Algorithm(Config):
         return self._traffic(kind, float(payload_bytes), count) if count > 1 else NOTHING
 
     @abstractmethod
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         """`traffic` for at least two devices on one axis."""
 
 

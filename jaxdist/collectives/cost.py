@@ -15,7 +15,7 @@ from jaxdist.collectives.algorithms.halving import Halving
 from jaxdist.collectives.algorithms.hierarchical import Hierarchical
 from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.collectives.algorithms.xla import Xla
-from jaxdist.collectives.contract import Algorithm, Kind, Traffic
+from jaxdist.collectives.contract import Algorithm, Operation, Traffic
 from jaxdist.runtime.hardware import Link
 
 
@@ -28,12 +28,12 @@ class Level:
 
 
 def predict_seconds(
-    algorithm: Algorithm, kind: Kind, payload_bytes: float, levels: Sequence[Level]
+    algorithm: Algorithm, kind: Operation, payload_bytes: float, levels: Sequence[Level]
 ) -> float:
     """Seconds of one call.
 
     Args:
-      algorithm: any but `Auto`, which is none of its own.
+      algorithm: any but `Auto`, which only chooses among the others.
       kind: the operation.
       payload_bytes: of the whole tensor on one device, as `Algorithm.traffic` counts it.
       levels: of each axis that the call names, slowest first.
@@ -57,8 +57,8 @@ def predict_seconds(
     return _seconds(algorithm, algorithm.traffic(kind, payload_bytes, sizes), levels)
 
 
-def _xla_seconds(kind: Kind, payload_bytes: float, levels: Sequence[Level]) -> float:
-    """XLA's own choice is not ours to see: taken to be the best that one could make.
+def _xla_seconds(kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> float:
+    """XLA does not tell which algorithm it runs: the fastest of ours is taken in its place.
 
     In memory it reads its peers' arrays where they lie: one rendezvous, each byte once.
     """

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +75,7 @@ def extremum(operation: str, forward: Function) -> Function:
             "jax.lax.stop_gradient, or differentiate op='sum' or 'mean'"
         )
 
-    def never(_: Any, cotangent: jax.Array) -> tuple[jax.Array]:
+    def never(_: None, cotangent: jax.Array) -> tuple[jax.Array]:
         raise AssertionError("the forward pass is refused before")
 
     function = jax.custom_vjp(forward)

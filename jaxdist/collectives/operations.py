@@ -25,7 +25,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives import check, differentiate
-from jaxdist.collectives.algorithms.single_device import unless_alone
+from jaxdist.collectives.algorithms.single_device import unless_single_device
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, axis_size, checked, varying
 from jaxdist.collectives.contract import Algorithm
@@ -194,11 +194,14 @@ def _arguments(
     axis = checked(axis, operation)
     check.check_algorithm(algorithm, operation)
     x = varying(check.array(x, operation), axis)
-    return x, axis, axis_size(axis), unless_alone(algorithm, axis)
+    return x, axis, axis_size(axis), unless_single_device(algorithm, axis)
 
 
 def _settled(x: jax.Array) -> jax.Array:
-    """x computed once: XLA may compute what is kept and what is sent apart, to other bits."""
+    """`x` behind a barrier, so that it is computed once.
+
+    XLA may otherwise compute what a device keeps apart from what it sends, with other rounding.
+    """
     return jax.lax.optimization_barrier(x)
 
 

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxdist.collectives.axis import Axis, axis_size, checked
 from jaxdist.collectives.bucket import fuses, fusion_bytes, plan_buckets, unpack
 from jaxdist.collectives.check import array, check_algorithm, check_counts, dim_of, gathered_size
-from jaxdist.collectives.contract import Algorithm, Kind
+from jaxdist.collectives.contract import Algorithm, Operation
 from jaxdist.collectives.operations import all_gather, into_blocks, reduce_scatter
 from jaxdist.trees import leaf_bytes
 
@@ -53,7 +53,7 @@ def gather_leaves(
         for shard, dim, size in zip(shards, dims, given, strict=True)
     ]
 
-    def alone(i: int) -> jax.Array:
+    def one_by_one(i: int) -> jax.Array:
         return all_gather(shards[i], axis, dim=dims[i], size=sizes[i], algorithm=algorithm)
 
     def together(bucket: list[int]) -> list[jax.Array]:
@@ -66,7 +66,7 @@ def gather_leaves(
         ]
 
     wholes = [jax.ShapeDtypeStruct((count, *shard.shape), shard.dtype) for shard in shards]
-    return _in_buckets("all_gather", wholes, axis, algorithm, alone, together)
+    return _in_buckets("all_gather", wholes, axis, algorithm, one_by_one, together)
 
 
 def scatter_leaves(
@@ -89,7 +89,7 @@ def scatter_leaves(
     size = axis_size(axis)
     tensors, dims = _checked(tensors, dims, algorithm, "scatter_leaves")
 
-    def alone(i: int) -> jax.Array:
+    def one_by_one(i: int) -> jax.Array:
         return reduce_scatter(tensors[i], axis, dim=dims[i], algorithm=algorithm)
 
     def together(bucket: list[int]) -> list[jax.Array]:
@@ -99,11 +99,11 @@ def scatter_leaves(
         shards = unpack(own, [jax.eval_shape(lambda b: b[0], block) for block in blocks])
         return [jnp.moveaxis(s, 0, dims[i]) for i, s in zip(bucket, shards, strict=True)]
 
-    return _in_buckets("reduce_scatter", tensors, axis, algorithm, alone, together)
+    return _in_buckets("reduce_scatter", tensors, axis, algorithm, one_by_one, together)
 
 
 def _checked(
-    leaves: Sequence[Any], dims: Sequence[int], algorithm: Algorithm, operation: str
+    leaves: Sequence[ArrayLike], dims: Sequence[int], algorithm: Algorithm, operation: str
 ) -> tuple[list[jax.Array], list[int]]:
     check_algorithm(algorithm, operation)
     check_counts(len(leaves), dims, "dims", operation)
@@ -112,23 +112,23 @@ def _checked(
 
 
 def _in_buckets(
-    kind: Kind,
+    kind: Operation,
     payload: Sequence[jax.Array | jax.ShapeDtypeStruct],
     axis: Axis,
     algorithm: Algorithm,
-    alone: Callable[[int], jax.Array],
+    one_by_one: Callable[[int], jax.Array],
     together: Callable[[list[int]], list[jax.Array]],
 ) -> list[jax.Array]:
     found: dict[int, jax.Array] = {}
     for bucket in plan_buckets(payload, fusion_bytes(algorithm)):
         size_bytes = sum(leaf_bytes(payload[i]) for i in bucket)
         fused = len(bucket) > 1 and fuses(algorithm, kind, axis, size_bytes)
-        found |= zip(bucket, together(bucket) if fused else map(alone, bucket), strict=True)
+        found |= zip(bucket, together(bucket) if fused else map(one_by_one, bucket), strict=True)
     return [found[i] for i in range(len(payload))]
 
 
 def _columns(blocks: jax.Array, rows: Sequence[jax.Array]) -> list[jax.Array]:
-    """Of [N, total]: [N, size] of each of the rows that are packed in it."""
+    """The columns of `blocks` [N, total] that belong to each of the packed rows: [N, size] each."""
     return jax.vmap(partial(unpack, like=[row.reshape(-1) for row in rows]))(blocks)
 
 

@@ -4,7 +4,14 @@ from jaxdist.config.document import Document, KeyPath, Origin, dotted
 from jaxdist.config.explain import Problem
 from jaxdist.config.load import read
 from jaxdist.config.schema import Config, Count, problems_error, validate
-from jaxdist.config.show import Row, json_schema, plain_yaml, provenance, render, resolved_yaml
+from jaxdist.config.show import (
+    ResolvedValue,
+    json_schema,
+    plain_yaml,
+    provenance,
+    render,
+    resolved_yaml,
+)
 
 __all__ = [
     "Config",
@@ -13,7 +20,7 @@ __all__ = [
     "KeyPath",
     "Origin",
     "Problem",
-    "Row",
+    "ResolvedValue",
     "dotted",
     "json_schema",
     "plain_yaml",

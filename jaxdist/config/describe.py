@@ -13,9 +13,11 @@ import annotated_types
 from pydantic import BaseModel, RootModel
 from pydantic.fields import FieldInfo
 
+from jaxdist.types import Annotation, Json
+
 TAG = "type"
 
-_WORDS: dict[Any, str] = {
+_WORDS: dict[Annotation, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -30,13 +32,13 @@ _WORDS: dict[Any, str] = {
 }
 
 
-def split(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
+def split(annotation: Annotation) -> tuple[Annotation, tuple[object, ...]]:
     """The bare type and its metadata, with every `Annotated` and type alias removed.
 
     >>> split(Annotated[int, "a", "b"])
     (<class 'int'>, ('a', 'b'))
     """
-    metadata: tuple[Any, ...] = ()
+    metadata: tuple[object, ...] = ()
     while True:
         if get_origin(annotation) is Annotated:
             annotation, *extra = get_args(annotation)
@@ -49,7 +51,7 @@ def split(annotation: Any) -> tuple[Any, tuple[Any, ...]]:
             return annotation, metadata
 
 
-def field_type(field: FieldInfo) -> Any:
+def field_type(field: FieldInfo) -> Annotation:
     """A field's annotation with its metadata joined on again."""
     if field.metadata:
         return Annotated[(field.annotation, *field.metadata)]
@@ -61,23 +63,23 @@ def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
-def is_model(bare: Any) -> bool:
+def is_model(bare: Annotation) -> bool:
     return isinstance(bare, type) and issubclass(bare, BaseModel)
 
 
-def is_mapping(bare: Any) -> bool:
+def is_mapping(bare: Annotation) -> bool:
     origin = get_origin(bare) or bare
     return is_model(bare) or (isinstance(origin, type) and issubclass(origin, Mapping))
 
 
-def is_sequence(bare: Any) -> bool:
+def is_sequence(bare: Annotation) -> bool:
     origin = get_origin(bare) or bare
     if not isinstance(origin, type) or issubclass(origin, str | bytes):
         return False
     return issubclass(origin, Sequence | set | frozenset)
 
 
-def arms(annotation: Any) -> list[Any]:
+def arms(annotation: Annotation) -> list[Annotation]:
     """The alternatives of a union, nested unions flattened; a list of one for other types."""
     bare, metadata = split(annotation)
     if get_origin(bare) in (Union, types.UnionType):
@@ -85,9 +87,9 @@ def arms(annotation: Any) -> list[Any]:
     return [Annotated[(bare, *metadata)] if metadata else bare]
 
 
-def tags(annotation: Any) -> dict[Any, Any]:
+def tags(annotation: Annotation) -> dict[Json, Annotation]:
     """The models of a tagged union by the value of their `type:`; empty when it is not one."""
-    found: dict[Any, Any] = {}
+    found: dict[Json, Annotation] = {}
     for arm in arms(annotation):
         model, _ = split(arm)
         if is_mapping(model):
@@ -99,7 +101,7 @@ def tags(annotation: Any) -> dict[Any, Any]:
     return found
 
 
-def child_type(annotation: Any, key: Any) -> Any | None:
+def child_type(annotation: Annotation, key: Any) -> Annotation | None:
     """The annotation of what stands under `key`, or None where none is declared."""
     bare, _ = split(annotation)
     if is_model(bare):
@@ -115,9 +117,9 @@ def child_type(annotation: Any, key: Any) -> Any | None:
     return None
 
 
-def choices(annotation: Any) -> list[Any]:
+def choices(annotation: Annotation) -> list[Annotation]:
     """The literal values that `annotation` lists, through unions and enums."""
-    found: list[Any] = []
+    found: list[Json] = []
     for arm in arms(annotation):
         bare, _ = split(arm)
         if get_origin(bare) is Literal:
@@ -127,7 +129,7 @@ def choices(annotation: Any) -> list[Any]:
     return found
 
 
-def describe(annotation: Any) -> str:
+def describe(annotation: Annotation) -> str:
     """What `annotation` accepts, in words.
 
     >>> describe(Annotated[int, annotated_types.Ge(1)] | None)
@@ -150,11 +152,11 @@ def describe(annotation: Any) -> str:
     return unique[0] if len(unique) == 1 else f"{', '.join(unique[:-1])}, or {unique[-1]}"
 
 
-def _listed(values: list[Any]) -> str:
+def _listed(values: list[Json]) -> str:
     return ", ".join(repr(value) for value in values)
 
 
-def _describe_one(annotation: Any, shared: tuple[Any, ...]) -> str:
+def _describe_one(annotation: Annotation, shared: tuple[object, ...]) -> str:
     bare, metadata = split(annotation)
     listed = choices(bare)
     if listed or bare is type(None):
@@ -177,7 +179,7 @@ def _describe_one(annotation: Any, shared: tuple[Any, ...]) -> str:
     return f"{word or getattr(bare, '__name__', None) or typing.cast('str', str(bare))}{bounds}"
 
 
-def _bounds(metadata: tuple[Any, ...], *, counted: bool) -> str:
+def _bounds(metadata: tuple[object, ...], *, counted: bool) -> str:
     """Bounds in words; `counted` things are measured by their number of entries."""
     found: list[str] = []
     for item in _flat(metadata):
@@ -197,8 +199,8 @@ def _bounds(metadata: tuple[Any, ...], *, counted: bool) -> str:
     return f" {' and '.join(found)}" if found else ""
 
 
-def _flat(metadata: tuple[Any, ...]) -> list[Any]:
-    found: list[Any] = []
+def _flat(metadata: tuple[object, ...]) -> list[Json]:
+    found: list[Json] = []
     for item in metadata:
         if isinstance(item, FieldInfo):
             found += _flat(tuple(item.metadata))

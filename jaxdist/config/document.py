@@ -6,7 +6,8 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+
+from jaxdist.types import Json, JsonObject
 
 Key = str | int
 KeyPath = tuple[Key, ...]
@@ -26,14 +27,14 @@ def dotted(path: KeyPath) -> str:
     return ".".join(parts) or "(top level)"
 
 
-def keys_of(value: Any) -> Collection[Key]:
+def keys_of(value: Json) -> Collection[Key]:
     """The keys of a mapping, the indices of a list, nothing for a scalar."""
     if isinstance(value, dict):
         return value.keys()
     return range(len(value)) if isinstance(value, list) else ()
 
 
-def shown(value: Any) -> str:
+def shown(value: Json) -> str:
     """A value as a message shows it: its repr, cut at SHOWN_CHARS characters."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 1]}…"
@@ -58,10 +59,10 @@ class Origin:
 class Node:
     """One value with its origin; `value` is a scalar, a dict of Nodes or a list of Nodes."""
 
-    value: Any
+    value: Json
     origin: Origin
 
-    def plain(self) -> Any:
+    def plain(self) -> Json:
         """The value without origins."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
@@ -90,7 +91,7 @@ class Document:
       path: the file that was read; None for values that a program gave.
     """
 
-    values: dict[str, Any]
+    values: JsonObject
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
     path: Path | None = None
 
@@ -108,9 +109,9 @@ class Document:
                 return self.origins[path[:length]]
         return Origin("a config from Python" if self.path is None else str(self.path))
 
-    def get(self, path: KeyPath) -> tuple[KeyPath, Any]:
+    def get(self, path: KeyPath) -> tuple[KeyPath, Json]:
         """The longest prefix of `path` that is set, and the value there."""
-        value: Any = self.values
+        value: Json = self.values
         for depth, key in enumerate(path):
             if key not in keys_of(value):
                 return path[:depth], value

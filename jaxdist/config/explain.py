@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails, core_schema
@@ -28,6 +28,7 @@ from jaxdist.config.describe import (
 )
 from jaxdist.config.document import Key, KeyPath, keys_of
 from jaxdist.errors import closest, did_you_mean
+from jaxdist.types import Annotation, Json
 
 _MESSAGE_IS_OURS = ("value_error", "assertion_error")
 _KNOWN_TYPES = frozenset(get_args(core_schema.ErrorType)) - set(_MESSAGE_IS_OURS)
@@ -42,7 +43,7 @@ class Problem:
     message: str
 
 
-def explain(schema: Any, values: Any, path: KeyPath = ()) -> list[Problem]:
+def explain(schema: Annotation, values: Json, path: KeyPath = ()) -> list[Problem]:
     """Every problem of `values` (plain, as from JSON) under `schema`; empty when it validates.
 
     Args:
@@ -57,7 +58,7 @@ def explain(schema: Any, values: Any, path: KeyPath = ()) -> list[Problem]:
     return list(found.values())
 
 
-def _failures(schema: Any, values: Any) -> list[ErrorDetails]:
+def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
     # Through JSON, since strict JSON allows what YAML writes: text for a path, a list for a tuple.
     text = json.dumps(values)
     try:
@@ -72,7 +73,7 @@ def _failures(schema: Any, values: Any) -> list[ErrorDetails]:
 
 
 def _explain(
-    schema: Any, value: Any, path: KeyPath, detail: ErrorDetails, unions: set[KeyPath]
+    schema: Annotation, value: Json, path: KeyPath, detail: ErrorDetails, unions: set[KeyPath]
 ) -> list[Problem]:
     keys = list(detail["loc"])
     while keys and len(arms(schema)) == 1 and (child := child_type(schema, keys[0])) is not None:
@@ -96,7 +97,7 @@ def _explain(
     return [Problem(path, _expected(schema, value))]
 
 
-def _explain_union(schema: Any, value: Any, path: KeyPath) -> list[Problem]:
+def _explain_union(schema: Annotation, value: Json, path: KeyPath) -> list[Problem]:
     tagged = tags(schema)
     if isinstance(value, dict) and len(tagged) > 1:
         if TAG not in value:
@@ -116,7 +117,7 @@ def _explain_union(schema: Any, value: Any, path: KeyPath) -> list[Problem]:
     return next(from_validators, otherwise)
 
 
-def _fits(arm: Any, value: Any) -> bool:
+def _fits(arm: Annotation, value: Json) -> bool:
     bare, _ = split(arm)
     shapes = is_mapping(bare), is_sequence(bare)
     return shapes == (isinstance(value, dict), isinstance(value, list))
@@ -127,7 +128,7 @@ def _own_message(detail: ErrorDetails) -> str:
     return str(error) if error is not None else detail["msg"]
 
 
-def _unknown_key(schema: Any, key: Key) -> str:
+def _unknown_key(schema: Annotation, key: Key) -> str:
     allowed = list(fields(schema)) if is_model(schema) else choices(get_args(schema)[0])
     if not allowed:
         what = "no keys are allowed here" if is_model(schema) else describe(get_args(schema)[0])
@@ -135,7 +136,7 @@ def _unknown_key(schema: Any, key: Key) -> str:
     return f"unknown key; {did_you_mean(str(key), map(str, allowed))}"
 
 
-def _expected(schema: Any, value: Any) -> str:
+def _expected(schema: Annotation, value: Json) -> str:
     listed = [choice for choice in choices(schema) if isinstance(choice, str)]
     if isinstance(value, str) and listed and len(arms(schema)) == 1:
         return did_you_mean(value, listed)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jaxdist.errors import ConfigError, JaxdistError, closest
+from jaxdist.types import Json
 
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
@@ -52,7 +53,7 @@ def load_object(path: str) -> Any:
     return found
 
 
-def call_object(path: str, found: Any, args: Mapping[str, Any]) -> Any:
+def call_object(path: str, found: Any, args: Mapping[str, Json]) -> Any:
     """`found(**args)`, where an error raised inside is shown with its file and line.
 
     Raises:

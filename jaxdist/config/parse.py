@@ -14,6 +14,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.events import (
     AliasEvent,
     DocumentStartEvent,
+    Event,
     MappingEndEvent,
     MappingStartEvent,
     NodeEvent,
@@ -24,6 +25,7 @@ from ruamel.yaml.nodes import ScalarNode
 
 from jaxdist.config.document import Node, Origin
 from jaxdist.errors import ConfigError
+from jaxdist.types import Json
 
 MAX_DEPTH = 32
 MAX_VALUES = 10_000
@@ -60,7 +62,7 @@ def parse(text: str, locate: Locate) -> Node:
         raise ConfigError(f"{locate(1)}: not valid YAML: a \\U escape beyond 10FFFF") from None
 
 
-def plain_scalar(text: str) -> Any:
+def plain_scalar(text: str) -> Json:
     """What `text` means when it stands in YAML without quotes.
 
     >>> [plain_scalar(text) for text in ("on", "1e-3", "1_000", "~", "2024-01-31")]
@@ -102,7 +104,7 @@ class _Builder:
     def __init__(self, text: str, locate: Locate):
         self.text = text
         self.locate = locate
-        self.events: Iterator[Any] = iter(())
+        self.events: Iterator[Event] = iter(())
         self.anchors: dict[str, Node] = {}
         self.values = 0
         self.problems: list[str] = []
@@ -162,7 +164,7 @@ class _Builder:
             key_node = self._node(event, depth + 1)
             value = self._node(next(self.events), depth + 1)
             key, origin = key_node.value, self._origin(event)
-            if key == "<<" and event.implicit[0]:
+            if key == "<<" and event.implicit[0]:  # pyright: ignore[reportAttributeAccessIssue]
                 self._problem(event, "'<<' is not part of YAML 1.2; use `include:` at the top")
             elif not isinstance(key, str):
                 shown = "a list or mapping" if isinstance(key, dict | list) else repr(key)
@@ -180,7 +182,7 @@ class _Builder:
             found.append(self._node(event, depth + 1))
         return found
 
-    def _scalar(self, event: ScalarEvent) -> Any:
+    def _scalar(self, event: ScalarEvent) -> Json:
         text: str = event.value
         try:
             text.encode()
@@ -194,18 +196,18 @@ class _Builder:
             return None
         return plain_scalar(text)
 
-    def _check_limits(self, event: Any, size: int, depth: int) -> None:
+    def _check_limits(self, event: Event, size: int, depth: int) -> None:
         self.values += size
         if depth > MAX_DEPTH:
             raise self._error(event, f"nested more than {MAX_DEPTH} levels deep")
         if self.values > MAX_VALUES:
             raise self._error(event, f"more than {MAX_VALUES} values, aliases followed")
 
-    def _origin(self, event: Any) -> Origin:
+    def _origin(self, event: Event) -> Origin:
         return self.locate(event.start_mark.line + 1)
 
-    def _problem(self, event: Any, message: str) -> None:
+    def _problem(self, event: Event, message: str) -> None:
         self.problems.append(f"{self._origin(event)}: {message}")
 
-    def _error(self, event: Any, message: str) -> ConfigError:
+    def _error(self, event: Event, message: str) -> ConfigError:
         return ConfigError("\n".join([*self.problems, f"{self._origin(event)}: {message}"]))

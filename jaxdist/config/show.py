@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from pydantic import BaseModel
 from rich.cells import cell_len, set_cell_size
@@ -17,20 +16,21 @@ from ruamel.yaml.representer import SafeRepresenter
 
 from jaxdist.config.document import Document, KeyPath, Origin, dotted
 from jaxdist.config.parse import plain_scalar
+from jaxdist.types import Annotation, Json, JsonObject
 
 DEFAULT = Origin("default")
 
 
 @dataclass(frozen=True)
-class Row:
+class ResolvedValue:
     """One value of the resolved tree (a scalar, a list of scalars, or something empty)."""
 
     path: KeyPath
-    value: Any
+    value: Json
     origin: Origin
 
 
-def provenance(document: Document, instance: BaseModel) -> list[Row]:
+def provenance(document: Document, instance: BaseModel) -> list[ResolvedValue]:
     """The validated tree as flat rows, in field order; what the user left out is `DEFAULT`.
 
     >>> class Optim(BaseModel):
@@ -45,7 +45,7 @@ def provenance(document: Document, instance: BaseModel) -> list[Row]:
     return list(_rows(document, _plain(instance), ()))
 
 
-def render(rows: Iterable[Row], width: int = 80) -> str:
+def render(rows: Iterable[ResolvedValue], width: int = 80) -> str:
     """Aligned lines `path  value  origin`, none wider than `width` terminal cells.
 
     What does not fit is cut with an ellipsis at its end; a file's path is cut at its start, since
@@ -82,7 +82,7 @@ def resolved_yaml(instance: BaseModel) -> str:
     return plain_yaml(_plain(instance))
 
 
-def plain_yaml(values: Any) -> str:
+def plain_yaml(values: Json) -> str:
     """YAML of plain values, which loads back to equal ones.
 
     >>> print(plain_yaml({"mesh": {"data": 2}, "hidden": [3, 5]}), end="")
@@ -137,11 +137,11 @@ class _Representer(SafeRepresenter):
 _Representer.add_representer(str, _Representer.represent_str)
 
 
-def _plain(instance: BaseModel) -> dict[str, Any]:
+def _plain(instance: BaseModel) -> JsonObject:
     return instance.model_dump(mode="json", by_alias=True)
 
 
-def _rows(document: Document, value: Any, path: KeyPath) -> Iterator[Row]:
+def _rows(document: Document, value: Json, path: KeyPath) -> Iterator[ResolvedValue]:
     if isinstance(value, dict) and value:
         for key, child in value.items():
             yield from _rows(document, child, (*path, key))
@@ -149,7 +149,7 @@ def _rows(document: Document, value: Any, path: KeyPath) -> Iterator[Row]:
         for index, child in enumerate(value):
             yield from _rows(document, child, (*path, index))
     else:
-        yield Row(path, value, _origin(document, path))
+        yield ResolvedValue(path, value, _origin(document, path))
 
 
 def _origin(document: Document, path: KeyPath) -> Origin:
@@ -159,16 +159,16 @@ def _origin(document: Document, path: KeyPath) -> Origin:
     return document.origin(path) if written else DEFAULT
 
 
-def _nested(items: list[Any]) -> bool:
+def _nested(items: list[Json]) -> bool:
     return any(isinstance(item, dict | list) and item for item in items)
 
 
-def _mixed(document: Document, items: list[Any], path: KeyPath) -> bool:
+def _mixed(document: Document, items: list[Json], path: KeyPath) -> bool:
     sources = {_origin(document, (*path, index)).source for index in range(len(items))}
     return len(sources | {_origin(document, path).source}) > 1
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: Json) -> str:
     if isinstance(value, str) and value.isprintable() and plain_scalar(value) == value != "":
         return value
     return json.dumps(value, ensure_ascii=False)
@@ -188,7 +188,7 @@ def _fit_end(text: str, cells: int) -> str:
     return f"…{text}"
 
 
-def _for_partial_files(schema: Any) -> Any:
+def _for_partial_files(schema: Annotation) -> Annotation:
     """Drop `required`, and let a section without its tag match any alternative."""
     if isinstance(schema, list):
         return [_for_partial_files(item) for item in schema]

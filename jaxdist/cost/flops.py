@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
 
-def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False) -> float:
+def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> float:
     """FLOPs of all `dot_general` and `conv_general_dilated` in a jaxpr, 2 per multiply-add.
 
     A scan counts times its length, a `cond` as its dearest branch.
@@ -25,7 +26,7 @@ def jaxpr_flops(jaxpr: Any, *, elementwise: bool = False) -> float:
     return sum(_flops(equation, elementwise) for equation in equations)
 
 
-def _flops(equation: Any, elementwise: bool) -> float:
+def _flops(equation: JaxprEqn, elementwise: bool) -> float:
     inner = [jaxpr_flops(part, elementwise=elementwise) for part in _inner(equation.params)]
     name = equation.primitive.name
     if name == "dot_general":
@@ -38,28 +39,34 @@ def _flops(equation: Any, elementwise: bool) -> float:
         return max(inner)
     if inner or not elementwise or name == "sharding_constraint":
         return sum(inner)
-    return float(sum(math.prod(var.aval.shape) for var in equation.outvars))
+    return float(sum(math.prod(_shape(var)) for var in equation.outvars))
 
 
-def _inner(params: dict[str, Any]) -> Iterator[Any]:
+def _inner(params: Mapping[str, object]) -> Iterator[Jaxpr | ClosedJaxpr]:
+    """The jaxprs among the parameters of an equation."""
     for value in params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             if hasattr(part, "eqns"):
-                yield part
+                yield cast("Jaxpr | ClosedJaxpr", part)
 
 
-def _dot_flops(equation: Any) -> float:
+def _shape(var: Any) -> tuple[int, ...]:
+    """The shape of a variable or literal of a jaxpr, which holds numbers."""
+    return var.aval.shape
+
+
+def _dot_flops(equation: JaxprEqn) -> float:
     (contracted, _), _ = equation.params["dimension_numbers"]
-    left = equation.invars[0].aval.shape
-    out = equation.outvars[0].aval.shape
+    left = _shape(equation.invars[0])
+    out = _shape(equation.outvars[0])
     return 2.0 * math.prod(out) * math.prod(left[dim] for dim in contracted)
 
 
-def _convolution_flops(equation: Any) -> float:
+def _convolution_flops(equation: JaxprEqn) -> float:
     params = equation.params
     numbers = params["dimension_numbers"]
-    left, kernel = (variable.aval.shape for variable in equation.invars)
-    out = equation.outvars[0].aval.shape
+    left, kernel = map(_shape, equation.invars)
+    out = _shape(equation.outvars[0])
     pairs = [
         _window_pairs(
             left[numbers.lhs_spec[2 + i]],

@@ -12,6 +12,7 @@ from jaxdist.config.importing import call_object, load_object
 from jaxdist.config.schema import Config, Count
 from jaxdist.data.source import Dataset, Source, length, take
 from jaxdist.errors import DataError
+from jaxdist.types import Kwargs
 
 
 class ImportConfig(Config):
@@ -21,7 +22,7 @@ class ImportConfig(Config):
     """Data of your own."""
     path: str
     """`package.module:name` of the data, or of a function that builds it."""
-    args: dict[str, Any] = Field(default={})
+    args: Kwargs = Field(default={})
     """Arguments of that function, by name."""
     vocab_size: Count | None = None
     """Each value of the field `tokens` is from 0 to one less; null where there are no tokens."""
@@ -47,7 +48,7 @@ class ImportConfig(Config):
         return dataset
 
     def _declared(self, dataset: Dataset) -> Dataset:
-        """With what the configuration says of it, which counts for a Dataset too."""
+        """The data set with the settings of the config, which override those of a Dataset."""
         said = {"vocab_size": self.vocab_size, "classes": self.classes}
         given = {name: value for name, value in said.items() if value is not None}
         return replace(dataset, **given, unchecked=dataset.unchecked | set(self.unchecked))

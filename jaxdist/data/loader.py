@@ -211,7 +211,7 @@ class Batches(Iterator[DeviceBatch]):
         return batch
 
     def close(self) -> None:
-        """Stop the threads, once what they are loading is loaded."""
+        """Stop the threads, after the batches that they are loading now."""
         self._wanted.put(False)
         self._iterator.close()
         self._fetcher.join()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import numpy as np
+from jax.typing import ArrayLike
 
 from jaxdist.config.importing import describe_exception
 from jaxdist.data.text.tokenizer import Tokenizer
@@ -14,7 +15,7 @@ from jaxdist.data.values import Allowed
 from jaxdist.errors import DataError
 
 Example = Mapping[str, np.ndarray]
-Batch = dict[str, np.ndarray]
+HostBatch = dict[str, np.ndarray]
 
 
 class Source(Protocol):
@@ -109,7 +110,7 @@ def length(source: Source, what: str) -> int:
     return examples
 
 
-def take(source: Source, indices: np.ndarray) -> Batch:
+def take(source: Source, indices: np.ndarray) -> HostBatch:
     """The examples `indices` (int64 [N]) of any source, with a leading dim N.
 
     Raises:
@@ -141,14 +142,14 @@ def take_one(source: BatchSource, index: int) -> Example:
     return {name: rows[0] for name, rows in source.take(np.array([index])).items()}
 
 
-def read_example(source: Source, index: int) -> Batch:
+def read_example(source: Source, index: int) -> HostBatch:
     """Example `index` of any source, as arrays of the dtypes that jax will give them.
 
     Raises:
       DataError: the source raised, or the example is not a mapping of names to arrays.
     """
     try:
-        example: Any = source[index]
+        example: object = source[index]
     except Exception as error:
         raise DataError(f"data: example {index} raised {describe_exception(error)}") from error
     if not isinstance(example, Mapping) or not example:
@@ -159,8 +160,8 @@ def read_example(source: Source, index: int) -> Batch:
     return {str(name): narrow(f"{name}[{index}]", value) for name, value in example.items()}
 
 
-def narrow(name: str, value: Any) -> np.ndarray:
-    """`value` as an array of a 32-bit dtype at most, as jax keeps it; numbers are not changed.
+def narrow(name: str, value: ArrayLike) -> np.ndarray:
+    """`value` as an array of at most 32 bits an element, as in jax; numbers are unchanged.
 
     Raises:
       DataError: not numbers, or integers that 32 bits cannot hold.
@@ -181,7 +182,7 @@ def narrow(name: str, value: Any) -> np.ndarray:
     return array
 
 
-def _check_alike(first: Batch, row: Batch, index: int) -> None:
+def _check_alike(first: HostBatch, row: HostBatch, index: int) -> None:
     if row.keys() != first.keys():
         raise DataError(
             f"data: example {index} has the keys {sorted(row)}, example 0 has {sorted(first)}; "

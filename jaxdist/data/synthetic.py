@@ -124,7 +124,7 @@ class _TokenSource:
 
 
 def _check_pictures(config: SyntheticConfig) -> None:
-    """Refuse pictures larger than the machine, whose random numbers would take minutes first."""
+    """Refuse images that do not fit into memory before minutes are spent on random numbers."""
     shape = (config.height, config.width, config.channels)
     needed = (config.classes + _NOISES) * math.prod(shape)
     if needed > host_memory_bytes():

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
+from jax.typing import ArrayLike
 from pydantic import Field
 
 from jaxdist.config.importing import load_object, user_code
 from jaxdist.config.schema import Config
-from jaxdist.data.source import Batch, Dataset, Example, Source, take, take_one
+from jaxdist.data.source import Dataset, Example, HostBatch, Source, take, take_one
 from jaxdist.errors import DataError
+from jaxdist.types import Kwargs
 
-Transform = Callable[[Batch], Mapping[str, Any]]
+Transform = Callable[[HostBatch], Mapping[str, ArrayLike]]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
@@ -45,18 +47,18 @@ class ImportedTransformConfig(Config):
     """Selects this transform."""
     path: str
     """Import path of the function, `mypkg.module:name`."""
-    args: dict[str, Any] = Field(default={})
+    args: Kwargs = Field(default={})
     """Keyword arguments for the function."""
 
     def build(self) -> Transform:
-        """The function, with what it raises told.
+        """The function, with its errors reported as errors of the config.
 
         Raises:
           ConfigError: it cannot be imported.
         """
         function, args = load_object(self.path), self.args
 
-        def transform(batch: Batch) -> Mapping[str, Any]:
+        def transform(batch: HostBatch) -> Mapping[str, ArrayLike]:
             with user_code(f"data.transform {self.path}"):
                 found = function(batch, **args)
             if not isinstance(found, Mapping):
@@ -106,7 +108,7 @@ class _Transformed:
         return batch
 
 
-def _scale(batch: Batch, *, mean: float | list[float], std: float | list[float]) -> Batch:
+def _scale(batch: HostBatch, *, mean: float | list[float], std: float | list[float]) -> HostBatch:
     image = batch["image"]
     for name, values in (("mean", mean), ("std", std)):
         if isinstance(values, list) and len(values) != image.shape[-1]:

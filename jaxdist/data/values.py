@@ -12,7 +12,10 @@ from jaxdist.errors import DataError
 
 @dataclass(frozen=True)
 class Allowed:
-    """What a field of an example may hold; a gather on a device tells nobody what lies outside.
+    """The values that the fields of an example may hold.
+
+    It is checked on the host, since a gather on a device clamps an index that is out of range
+    without an error.
 
     Attributes:
       limits: the values of this field are whole numbers in [0, limit).
@@ -62,7 +65,7 @@ data.unchecked: [label] lets anything pass
 
 
 def _wrong(values: np.ndarray, limit: int | None) -> np.ndarray | None:
-    """Where values are not allowed (bool, their shape), or None where none can be."""
+    """A bool array of the values' shape, true where a value is not allowed; None if all are."""
     whole = values.dtype.kind in "biu"
     if limit is None:
         return None if whole else ~np.isfinite(values)

@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxdist.doctor.checks import Check, checks
-from jaxdist.doctor.facts import Facts, gather
+from jaxdist.doctor.facts import MachineFacts, gather
 
-__all__ = ["Check", "Facts", "checks", "gather", "main", "show"]
+__all__ = ["Check", "MachineFacts", "checks", "gather", "main", "show"]
 
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 

@@ -9,7 +9,7 @@ from typing import Literal
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from jaxdist.doctor.facts import COMPANIONS, Facts, Folder
+from jaxdist.doctor.facts import COMPANIONS, Folder, MachineFacts
 from jaxdist.runtime.environment import (
     COUNT_FLAG,
     THREADS_PER_FAKE_DEVICE,
@@ -36,7 +36,7 @@ class Check:
     remedy: str = ""
 
 
-def checks(facts: Facts) -> list[Check]:
+def checks(facts: MachineFacts) -> list[Check]:
     """Every check, in the order in which a run meets them."""
     return [
         *_software(facts),
@@ -54,7 +54,7 @@ def checks(facts: Facts) -> list[Check]:
     ]
 
 
-def _software(facts: Facts) -> Iterator[Check]:
+def _software(facts: MachineFacts) -> Iterator[Check]:
     """Python and the packages, against what jaxdist's own metadata asks for."""
     python = _versioned("python", facts.python, facts.python_range)
     yield Check("python", python.status, python.value, python.remedy and "install Python 3.11-3.13")
@@ -79,7 +79,7 @@ def _versioned(name: str, version: str | None, allowed: str) -> Check:
     return Check(name, "ok", version)
 
 
-def _backend(facts: Facts) -> Check:
+def _backend(facts: MachineFacts) -> Check:
     backend = facts.backend
     if not backend.problem:
         kind = "" if backend.device_kind == backend.platform else f" ({backend.device_kind})"
@@ -92,7 +92,7 @@ def _backend(facts: Facts) -> Check:
     return Check("backend", "error", backend.problem, remedy)
 
 
-def _accelerator(facts: Facts) -> Iterator[Check]:
+def _accelerator(facts: MachineFacts) -> Iterator[Check]:
     """A GPU that jax does not use, although nobody asked it for the CPU."""
     wants_cpu = facts.planned.get("JAX_PLATFORMS", "").lower() == "cpu"
     if facts.nvidia_driver and facts.backend.platform == "cpu" and not wants_cpu:
@@ -104,7 +104,7 @@ def _accelerator(facts: Facts) -> Iterator[Check]:
         )
 
 
-def _memory(facts: Facts) -> Check:
+def _memory(facts: MachineFacts) -> Check:
     on_device = facts.backend.device_memory_bytes
     device = f"; {_gib(on_device)} per device" if on_device else ""
     if facts.memory_bytes is None or facts.available_bytes is None:
@@ -115,7 +115,7 @@ def _memory(facts: Facts) -> Check:
     return Check("memory", "ok", value)
 
 
-def _cpus(facts: Facts) -> Check:
+def _cpus(facts: MachineFacts) -> Check:
     quota = facts.cpu_quota
     if quota is None or quota >= facts.cpus:
         return Check("cpus", "ok", str(facts.cpus))
@@ -126,7 +126,7 @@ def _cpus(facts: Facts) -> Check:
     return Check("cpus", "warning", value, remedy)
 
 
-def _fake_devices(facts: Facts) -> Iterator[Check]:
+def _fake_devices(facts: MachineFacts) -> Iterator[Check]:
     count = parse_xla_flags(facts.planned.get("XLA_FLAGS", "")).get(COUNT_FLAG)
     if count is None:
         return
@@ -149,7 +149,7 @@ def _fake_devices(facts: Facts) -> Iterator[Check]:
         yield Check("fake devices", "ok", f"{count}, NPROC {facts.planned.get('NPROC', 'not set')}")
 
 
-def _xla_flags(facts: Facts) -> Check:
+def _xla_flags(facts: MachineFacts) -> Check:
     text = facts.environ.get("XLA_FLAGS", "")
     values: dict[str, set[str]] = {}
     for flag in text.split():
@@ -161,7 +161,7 @@ def _xla_flags(facts: Facts) -> Check:
     return Check("XLA_FLAGS", "ok", text or "not set")
 
 
-def _timeouts(facts: Facts) -> Check:
+def _timeouts(facts: MachineFacts) -> Check:
     flags = parse_xla_flags(facts.planned.get("XLA_FLAGS", ""))
     given = {name: flags.get(name) or "" for name in TIMEOUT_FLAGS}
     shown = ", ".join(f"{name.removeprefix('--')}={value}" for name, value in given.items())
@@ -208,14 +208,14 @@ def _cache(folder: Folder) -> Check:
     return Check("jaxdist cache", "ok", value)
 
 
-def _open_files(facts: Facts) -> Check:
+def _open_files(facts: MachineFacts) -> Check:
     value = f"at most {facts.open_files}" if facts.open_files >= 0 else "no limit"
     if 0 <= facts.open_files < _LEAST_OPEN_FILES:
         return Check("open files", "warning", value, "ulimit -n 4096: checkpoints open many files")
     return Check("open files", "ok", value)
 
 
-def _extras(facts: Facts) -> Iterator[Check]:
+def _extras(facts: MachineFacts) -> Iterator[Check]:
     """What only some runs need: its absence is no warning, but the way to get it is said."""
     ways = {
         "scikit-learn": "pip install 'jaxdist[images]' for the handwritten digits",

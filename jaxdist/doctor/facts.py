@@ -60,7 +60,7 @@ class Folder:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """All that the checks look at, as plain data.
 
     Attributes:
@@ -99,7 +99,7 @@ class Facts:
     fashion_mnist: bool
 
 
-def gather(devices: int | None = None) -> Facts:
+def gather(devices: int | None = None) -> MachineFacts:
     """Read this machine, for a run on `devices` fake CPU devices or on the real ones (None)."""
     environ = dict(os.environ)
     planned = environ | environment.plan_environment(environ, fake_devices=devices)
@@ -107,7 +107,7 @@ def gather(devices: int | None = None) -> Facts:
     total, available = _host_memory()
     compilation_cache = planned.get("JAX_COMPILATION_CACHE_DIR", "")
     on_disk = compilation_cache and "://" not in compilation_cache
-    return Facts(
+    return MachineFacts(
         python=".".join(map(str, sys.version_info[:3])),
         python_range=python_range,
         versions=environment.versions((*COMPANIONS, *EXTRAS)),

@@ -8,12 +8,12 @@ from jaxdist.hlo.ledger import (
     program_text,
 )
 from jaxdist.hlo.parse import LedgerError
-from jaxdist.hlo.records import Collective, Kind, Ledger, Memory
+from jaxdist.hlo.records import Collective, CollectiveKind, Ledger, Memory
 from jaxdist.hlo.refusal import is_too_large, refused_bytes
 
 __all__ = [
     "Collective",
-    "Kind",
+    "CollectiveKind",
     "Ledger",
     "LedgerError",
     "Memory",

@@ -42,7 +42,7 @@ def in_sequence(parts: list[Totals]) -> Totals:
 
 
 def one_of(branches: list[Totals]) -> Totals:
-    """One of the branches: any collective may run or not; FLOPs of the cheapest to the dearest."""
+    """One of several branches: any collective may run or not; FLOPs from least to most."""
     all_maybe = in_sequence([branch.times(0, 1) for branch in branches])
     flops = [branch.flops for branch in branches]
     bounds = (min(low for low, _ in flops), max(high for _, high in flops))
@@ -114,7 +114,7 @@ class _Walk:
     def _begins(
         self, instruction: Instruction, computation: Computation, surroundings: Surroundings
     ) -> bool:
-        """False for a collective that a TPU fusion only carries on or ends."""
+        """Whether a collective begins here; on TPU, fusions also hold ones that began before."""
         if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
             return True
         ends = FUSED_DONE in computation.custom_call_targets

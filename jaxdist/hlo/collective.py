@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 from jaxdist.hlo.groups import MeshLayout, group_positions
 from jaxdist.hlo.parse import Computation, Instruction, Module
-from jaxdist.hlo.records import Collective, Kind
+from jaxdist.hlo.records import Collective, CollectiveKind
 from jaxdist.hlo.schedule import is_fused_reduce_scatter, is_overlapped, kind_of
 
-SENT: dict[Kind, Callable[[int], float]] = {
+SENT: dict[CollectiveKind, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "reduce-scatter": lambda n: (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -27,7 +27,7 @@ class Surroundings:
 
     is_fusion: bool = False
     start: tuple[Instruction, Computation] | None = None
-    """The asynchronous start that the computation is the work of, and where that stands."""
+    """If an asynchronous start runs this computation: that instruction and its computation."""
     source: str = ""
     """The jax operation of the caller."""
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from jaxdist.hlo.parse import Computation, Instruction, Shape
+from jaxdist.hlo.parse import ArrayShape, Computation, Instruction
 
 _DIM_LABELS = re.compile(r"\bdim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
@@ -42,11 +42,11 @@ def instruction_flops(instruction: Instruction, computation: Computation) -> int
     return 0
 
 
-def _operands(instruction: Instruction, computation: Computation) -> list[Shape]:
+def _operands(instruction: Instruction, computation: Computation) -> list[ArrayShape]:
     return [shapes[0] for shapes in computation.operand_shapes(instruction) if shapes]
 
 
-def _dot(result: Shape, left: Shape, contracting: tuple[int, ...]) -> int:
+def _dot(result: ArrayShape, left: ArrayShape, contracting: tuple[int, ...]) -> int:
     return 2 * result.elements * math.prod(left.dims[dim] for dim in contracting)
 
 
@@ -68,7 +68,7 @@ def _custom_call(instruction: Instruction, computation: Computation) -> int:
     return int(stated[1]) if stated else 0
 
 
-def _convolution(attributes: str, left: Shape, kernel: Shape, result: Shape) -> int:
+def _convolution(attributes: str, left: ArrayShape, kernel: ArrayShape, result: ArrayShape) -> int:
     labels = _DIM_LABELS.search(attributes)
     assert labels, f"no dim_labels in {attributes[:120]!r}"
     window = _WINDOW.search(attributes)
@@ -98,7 +98,7 @@ def _convolution(attributes: str, left: Shape, kernel: Shape, result: Shape) -> 
 def _valid_pairs(
     size: int, kernel: int, result: int, stride: int, pad: int, dilate: int, kernel_dilate: int
 ) -> int:
-    """Pairs of an output and a kernel position along one dim that meet a real input element.
+    """Pairs of an output and a kernel position along one dim that meet an input element.
 
     >>> _valid_pairs(28, 3, 28, 1, 1, 1, 1)  # "same" padding: both ends lack one
     82

@@ -1,4 +1,4 @@
-"""The one question to ask a compiled program: what does it send, compute and hold?"""
+"""From a compiled program to its ledger: what it sends, computes and holds."""
 
 from __future__ import annotations
 
@@ -39,16 +39,17 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | None = None) -
 
 
 def compile_with_text(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
-    """A program for TPU and its text, also where XLA cannot print what it has compiled.
+    """Compile a program for TPU and return it with its text.
 
-    `program_text` prints a serialized program, whose asynchronous collectives of several arrays XLA
-    does not read back (and says so on standard error); here it writes the text down as it compiles.
+    The text is what XLA dumps while it compiles. `program_text` cannot replace it for every
+    program: it makes XLA read a serialized program, which fails on asynchronous collectives of
+    several arrays (with a message on standard error).
 
     Raises:
-      LedgerError: as for `program_text`, by a compiler that writes nothing down.
+      LedgerError: as for `program_text`, if the compiler dumps nothing.
     """
     with TemporaryDirectory() as directory:
-        options: Any = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
+        options: dict[str, str | bool] = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(options)
         written = [path.read_text() for path in Path(directory).glob(_WRITTEN)]
         return compiled, max(written, key=len) if written else program_text(compiled)

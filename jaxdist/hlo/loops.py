@@ -14,20 +14,23 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from jaxdist.hlo.parse import Computation, Instruction, Module
-from jaxdist.hlo.scalars import Holds, Moved, Path, Value, compute, is_integer, line, wrapped
+from jaxdist.hlo.scalars import Holds, Moved, TuplePath, Value, compute, is_integer, line, wrapped
 
-Arguments = Callable[[int, Path], Value | None]
+ArgumentValues = Callable[[int, TuplePath], Value | None]
 """Parameter number and path to its value; None where it is not known."""
 
 FOLLOWED = 4096
-"""Loops that move otherwise than by equal steps, and go on for longer, count as unknown."""
+"""The most iterations that are followed of a loop whose counters do not move by equal steps.
+
+The length of a longer one is unknown.
+"""
 
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _SAME = ("copy", "copy-start", "copy-done", "bitcast", "reshape", "opt-barrier")
 _CONSTANTS = {"true": 1, "false": 0}
 
 
-def _unknown(number: int, path: Path) -> Value | None:
+def _unknown(number: int, path: TuplePath) -> Value | None:
     return None
 
 
@@ -35,14 +38,14 @@ class Frame:
     """A computation with what is known of its arguments: evaluates integer scalars."""
 
     def __init__(
-        self, module: Module, computation: Computation, arguments: Arguments = _unknown
+        self, module: Module, computation: Computation, arguments: ArgumentValues = _unknown
     ) -> None:
         self.module = module
         self.computation = computation
         self._arguments = arguments
-        self._known: dict[tuple[str, Path], Value | None] = {}
+        self._known: dict[tuple[str, TuplePath], Value | None] = {}
 
-    def value(self, name: str, path: Path = ()) -> Value | None:
+    def value(self, name: str, path: TuplePath = ()) -> Value | None:
         """The integer at `path` of what `name` computes; None where it is not known."""
         if (name, path) not in self._known:
             self._known[name, path] = self._evaluated(name, path)
@@ -53,7 +56,7 @@ class Frame:
         """The value of a computation that gives one integer."""
         return self.value(self.computation.root.name)
 
-    def _evaluated(self, name: str, path: Path) -> Value | None:
+    def _evaluated(self, name: str, path: TuplePath) -> Value | None:
         instruction = self.computation.by_name[name]
         opcode, operands = instruction.opcode, instruction.operands
         if opcode == "parameter":
@@ -110,12 +113,15 @@ class Frame:
         )
 
     def enter_loop(
-        self, loop: Instruction, attribute: str, state: Callable[[Path], Value | None] | None = None
+        self,
+        loop: Instruction,
+        attribute: str,
+        state: Callable[[TuplePath], Value | None] | None = None,
     ) -> Frame:
         """The frame of a loop's body or condition: invariants are known, and what `state` gives."""
         kept = invariants(self.called(loop, "body"))
 
-        def arguments(number: int, path: Path) -> Value | None:
+        def arguments(number: int, path: TuplePath) -> Value | None:
             if path and path[0] in kept:
                 return self.value(loop.operands[0], path)
             return None if state is None else state(path)
@@ -123,11 +129,11 @@ class Frame:
         return Frame(self.module, self.called(loop, attribute), arguments)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often the body of a while runs; None where that is not to be seen."""
+        """How often the body of a while loop runs; None if it cannot be told from the program."""
         if found := _TRIP_COUNT.search(loop.attributes):
             return int(found[1])
         moves = self._moves(loop)
-        start: dict[Path, int] = {}
+        start: dict[TuplePath, int] = {}
         for path in moves:
             first = self.value(loop.operands[0], path)
             if not isinstance(first, int):
@@ -136,27 +142,30 @@ class Frame:
         turns = self._by_equal_steps(loop, start, moves)
         return self._followed(loop, start) if turns is None else turns
 
-    def _moves(self, loop: Instruction) -> dict[Path, Value | None]:
-        """What a turn makes of each integer that the condition depends on, if by way of others."""
-        asked: dict[Path, None] = {}
+    def _moves(self, loop: Instruction) -> dict[TuplePath, Value | None]:
+        """One iteration's effect on each integer that the condition depends on, even indirectly."""
+        asked: dict[TuplePath, None] = {}
 
-        def state(path: Path) -> Value:
+        def state(path: TuplePath) -> Value:
             asked[path] = None
             return Moved(path, 0)
 
         _ = self.enter_loop(loop, "condition", state).result
         body = self.enter_loop(loop, "body", state)
-        moves: dict[Path, Value | None] = {}
+        moves: dict[TuplePath, Value | None] = {}
         while rest := asked.keys() - moves.keys():
             for path in rest:
                 moves[path] = body.value(body.computation.root.name, path)
         return moves
 
     def _by_equal_steps(
-        self, loop: Instruction, start: Mapping[Path, int], moves: Mapping[Path, Value | None]
+        self,
+        loop: Instruction,
+        start: Mapping[TuplePath, int],
+        moves: Mapping[TuplePath, Value | None],
     ) -> int | None:
         """The count of a loop whose counters all move by equal steps; None of any other."""
-        lines: dict[Path, Value] = {}
+        lines: dict[TuplePath, Value] = {}
         types = _types(self.called(loop, "body"))
         for path, move in moves.items():
             if not isinstance(move, Moved) or move.path != path or path not in types:
@@ -167,9 +176,9 @@ class Frame:
             return None
         return int(holds.turn)
 
-    def _followed(self, loop: Instruction, start: Mapping[Path, int]) -> int | None:
+    def _followed(self, loop: Instruction, start: Mapping[TuplePath, int]) -> int | None:
         """The count of a loop that ends within `FOLLOWED` turns; None of any other."""
-        now: Mapping[Path, Value | None] = start
+        now: Mapping[TuplePath, Value | None] = start
         for turn in range(FOLLOWED + 1):
             goes_on = self.enter_loop(loop, "condition", now.get).result
             if not isinstance(goes_on, int):
@@ -183,7 +192,7 @@ class Frame:
 
 
 @lru_cache(maxsize=4096)
-def _types(body: Computation) -> dict[Path, str]:
+def _types(body: Computation) -> dict[TuplePath, str]:
     """The types of the integers in the loop's state that its body takes out."""
     return {
         ()
@@ -197,7 +206,7 @@ def _types(body: Computation) -> dict[Path, str]:
 
 @lru_cache(maxsize=4096)
 def invariants(body: Computation) -> frozenset[int]:
-    """Indices of the loop's state that the body hands on as they came."""
+    """Indices of the loop's state that the body returns unchanged."""
     root = body.root
     if root.opcode != "tuple":
         return frozenset()

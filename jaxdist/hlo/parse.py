@@ -30,7 +30,7 @@ _BITS = re.compile(r"^[a-z]+(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ArrayShape:
     """Dtype and dims of one array."""
 
     dtype: str
@@ -44,8 +44,9 @@ class Shape:
     def bytes(self) -> int:
         """Bytes without the padding of any tiled layout.
 
-        >>> Shape("s4", (3,)).bytes, Shape("bf16", (2, 3)).bytes, Shape("f8e4m3fn", ()).bytes
-        (2, 12, 1)
+        >>> shapes = (("s4", (3,)), ("bf16", (2, 3)), ("f8e4m3fn", ()))
+        >>> [ArrayShape(dtype, dims).bytes for dtype, dims in shapes]
+        [2, 12, 1]
         """
         bits = BITS.get(self.dtype)
         if bits is None:
@@ -55,14 +56,14 @@ class Shape:
         return -(-self.elements * bits // 8)
 
 
-def parse_shapes(text: str) -> tuple[Shape, ...]:
+def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
     """All arrays in a type, those of a tuple one after the other.
 
     >>> parse_shapes("(f32[2,3]{1,0:T(8,128)}, /*index=1*/u32[]{:S(2)})")
-    (Shape(dtype='f32', dims=(2, 3)), Shape(dtype='u32', dims=()))
+    (ArrayShape(dtype='f32', dims=(2, 3)), ArrayShape(dtype='u32', dims=()))
     """
     return tuple(
-        Shape(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
+        ArrayShape(dtype, tuple(int(dim.lstrip("<=")) for dim in dims.split(",") if dim))
         for dtype, dims in _ARRAY.findall(text)
     )
 
@@ -81,7 +82,7 @@ class Instruction:
     is_root: bool
 
     @cached_property
-    def shapes(self) -> tuple[Shape, ...]:
+    def shapes(self) -> tuple[ArrayShape, ...]:
         return parse_shapes(self.type_text)
 
     @cached_property
@@ -144,7 +145,7 @@ class Computation:
         found = (re.search(r'custom_call_target="([^"]*)"', text) for text in calls)
         return frozenset(match[1] for match in found if match)
 
-    def operand_shapes(self, instruction: Instruction) -> list[tuple[Shape, ...]]:
+    def operand_shapes(self, instruction: Instruction) -> list[tuple[ArrayShape, ...]]:
         """Shapes of each operand."""
         return [self.by_name[name].shapes for name in instruction.operands]
 
@@ -178,7 +179,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
     >>> found = parse_instruction("  ROOT %sum.1 = f32[2]{0} add(%a, %b), metadata={}")
     >>> found.name, found.opcode, found.operands, found.shapes
-    ('sum.1', 'add', ('a', 'b'), (Shape(dtype='f32', dims=(2,)),))
+    ('sum.1', 'add', ('a', 'b'), (ArrayShape(dtype='f32', dims=(2,)),))
     """
     head = _INSTRUCTION.match(line)
     if head is None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Literal
+from typing import Literal
 
-Kind = Literal[
+from jaxdist.types import JsonObject
+
+CollectiveKind = Literal[
     "all-reduce",
     "reduce-scatter",
     "all-gather",
@@ -22,7 +24,7 @@ class Collective:
 
     name: str
     """The instruction's name in the program."""
-    kind: Kind
+    kind: CollectiveKind
     """What it does; TPU's fused reduce-scatter counts as a reduce-scatter."""
     dtypes: tuple[str, ...]
     """Dtype on the wire of each combined operand, in HLO's spelling (`f32`, `bf16`, `s8`)."""
@@ -94,10 +96,10 @@ class Ledger:
             if axis is None or axis in (collective.axes or ())
         )
 
-    def count(self, kind: Kind) -> int:
+    def count(self, kind: CollectiveKind) -> int:
         """Executions of collectives of `kind` in one run; at most, as `sent_bytes` is."""
         return sum(c.times_high for c in self.collectives if c.kind == kind)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The records as plain dicts, lists, numbers and strings."""
         return dataclasses.asdict(self)

@@ -1,4 +1,4 @@
-"""What a compiler's message says of a program that is too large for the device."""
+"""Reads the compiler's error for a program that does not fit the device's memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Integer scalars of a program: exact, as a line over a loop's turns, or as a step of a counter.
+"""Integer scalars of a program: exact, or as a linear function of a loop's iteration.
 
-Loops count with these. Ints wrap around as their dtype does. A `Line` and what is compared with it
-say on which turn a condition first fails without following the turns before.
+Loops count with these. Integers wrap around as their dtype does. From a comparison of two `Line`s
+follows the iteration in which a loop's condition first fails, without running those before.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-Path = tuple[int, ...]
+TuplePath = tuple[int, ...]
 """Indices into nested tuples; empty for a value that is no tuple."""
 
 _DTYPE = re.compile(r"(pred|([su])(\d+))\[\]")
@@ -22,7 +22,10 @@ _SHIFT_LEFT_MOST = 64
 
 @dataclass(frozen=True)
 class Line:
-    """`start + step * turn`, where nothing wraps around up to turn `until`."""
+    """`start + step * turn` in iteration `turn` of a loop; holds up to iteration `until`.
+
+    Beyond it the integer would wrap around.
+    """
 
     start: int
     step: int
@@ -31,7 +34,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Holds:
-    """A condition that first fails on turn `turn`, if that is not beyond `until`."""
+    """A condition that first fails in iteration `turn`, if that is not beyond `until`."""
 
     turn: float
     until: float = math.inf
@@ -39,9 +42,9 @@ class Holds:
 
 @dataclass(frozen=True)
 class Moved:
-    """What stands at `path` of a loop's state as a turn begins, plus `by`."""
+    """The value at `path` of a loop's state when an iteration begins, plus `by`."""
 
-    path: Path
+    path: TuplePath
     by: int
 
 
@@ -209,7 +212,7 @@ def _combined(opcode: str, type_text: str, left: Line, right: Line) -> Line | No
 
 
 def _first_failure(direction: str | None, left: Line, right: Line) -> Holds | None:
-    """Of a comparison of two lines: by the sign of their distance, itself a line."""
+    """When a comparison of two lines first fails, from the sign of their difference."""
     start, step = left.start - right.start, left.step - right.step
     until = min(left.until, right.until)
     if direction in ("GT", "GE"):

@@ -9,9 +9,9 @@ on, and one with `AsyncCollectiveDone`. The ledger counts the start alone.
 from __future__ import annotations
 
 from jaxdist.hlo.parse import Computation, Instruction, Module
-from jaxdist.hlo.records import Kind
+from jaxdist.hlo.records import CollectiveKind
 
-KINDS: dict[str, Kind] = {
+KINDS: dict[str, CollectiveKind] = {
     "all-reduce": "all-reduce",
     "reduce-scatter": "reduce-scatter",
     "all-gather": "all-gather",
@@ -38,7 +38,7 @@ _IDLE = {
 }
 
 
-def kind_of(instruction: Instruction) -> Kind | None:
+def kind_of(instruction: Instruction) -> CollectiveKind | None:
     """The kind of collective that an instruction begins; None for all others, `-done` too."""
     return KINDS.get(instruction.opcode.removesuffix("-start"))
 

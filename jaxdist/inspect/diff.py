@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from rich.console import Console
 
@@ -11,13 +11,14 @@ from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.rows import by_kind, show_bytes, show_number
 from jaxdist.inspect.tables import table
 from jaxdist.mesh import describe
+from jaxdist.types import JsonObject
 
-Verdict = Literal["same program", "same numbers", "different"]
+DiffVerdict = Literal["same program", "same numbers", "different"]
 Value = float | str | None
 
 
 @dataclass(frozen=True)
-class Change:
+class LedgerChange:
     """One number that differs.
 
     Attributes:
@@ -38,17 +39,17 @@ class Difference:
 
     before: Inspection
     after: Inspection
-    changes: tuple[Change, ...]
+    changes: tuple[LedgerChange, ...]
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> DiffVerdict:
         """Whether the two are one program, or two with the same numbers, or neither."""
         if self.changes:
             return "different"
         same = self.before.program_sha256 == self.after.program_sha256
         return "same program" if same else "same numbers"
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> JsonObject:
         """The verdict and the changes as plain data."""
         changes = [
             {"of": c.of, "what": c.what, "before": c.before, "after": c.after} for c in self.changes
@@ -59,7 +60,7 @@ class Difference:
 def difference(before: Inspection, after: Inspection) -> Difference:
     """Compare two inspections number by number."""
     old, new = _numbers(before), _numbers(after)
-    changes = (Change(*key, old.get(key), new.get(key)) for key in {**old, **new})
+    changes = (LedgerChange(*key, old.get(key), new.get(key)) for key in {**old, **new})
     return Difference(before, after, tuple(c for c in changes if c.before != c.after))
 
 
@@ -119,7 +120,7 @@ def _show(what: str, value: Value) -> str:
     return show_bytes(value) if what.endswith("_bytes") else show_number(value)
 
 
-def _factor(change: Change) -> str:
+def _factor(change: LedgerChange) -> str:
     numbers = (change.before, change.after)
     if any(isinstance(value, str) or not value for value in numbers):
         return ""

@@ -70,7 +70,7 @@ class Inspection:
 
 
 @dataclass(frozen=True)
-class Subject:
+class InspectedExperiment:
     """An experiment to inspect: checked and traced to shapes, not yet compiled.
 
     Attributes:
@@ -88,7 +88,9 @@ class Subject:
         return self.devices[0].device_kind
 
 
-def open_subject(path: Path, overrides: Sequence[str], devices: Sequence[Device] | None) -> Subject:
+def open_subject(
+    path: Path, overrides: Sequence[str], devices: Sequence[Device] | None
+) -> InspectedExperiment:
     """Build an experiment for `devices`; None is the config's fake devices, else all real ones.
 
     Raises:
@@ -97,10 +99,10 @@ def open_subject(path: Path, overrides: Sequence[str], devices: Sequence[Device]
     document, config = load(path, overrides)
     chosen = list(jax.devices()[: config.mesh.fake_devices] if devices is None else devices)
     name = " ".join([str(path), *overrides])
-    return Subject(name, build(config, document, devices=chosen), chosen)
+    return InspectedExperiment(name, build(config, document, devices=chosen), chosen)
 
 
-def inspect_step(subject: Subject) -> Inspection:
+def inspect_step(subject: InspectedExperiment) -> Inspection:
     """Compile the train step of an experiment, without a state or a device to run on.
 
     Raises:
@@ -157,7 +159,7 @@ def _memory_bytes(devices: Sequence[Device]) -> int | None:
     return device_memory_bytes(device, len(devices))
 
 
-def _refusal(subject: Subject, arguments: Mapping[str, int], text: str) -> RunError:
+def _refusal(subject: InspectedExperiment, arguments: Mapping[str, int], text: str) -> RunError:
     """What to tell a user whose program XLA finds too large for the device."""
     name, kind = subject.name, subject.device_kind
     sizes = refused_bytes(text)

@@ -5,18 +5,18 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.inspect.diff import Difference, difference, print_difference
 from jaxdist.inspect.program import Inspection, inspect_step, open_subject
-from jaxdist.inspect.rows import Row, by_axes, by_kind
+from jaxdist.inspect.rows import CollectiveRow, by_axes, by_kind
 from jaxdist.inspect.tables import bound_bytes, print_inspection
 from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.runtime import environment
 from jaxdist.runtime.topology import topology_devices
+from jaxdist.types import JsonObject
 
 
 def inspect(
@@ -67,7 +67,7 @@ def inspect(
     return result
 
 
-def inspection_json(inspection: Inspection) -> dict[str, Any]:
+def inspection_json(inspection: Inspection) -> JsonObject:
     """Everything that the tables show, and the ledger they were summed from, as plain data."""
     ledger = inspection.ledger
     ideal = inspection.ideal_flops
@@ -95,7 +95,7 @@ def inspection_json(inspection: Inspection) -> dict[str, Any]:
     }
 
 
-def _row_json(row: Row) -> dict[str, Any]:
+def _row_json(row: CollectiveRow) -> JsonObject:
     return {
         "axes": None if row.axes is None else list(row.axes),
         "times_low": row.times_low,
@@ -109,7 +109,7 @@ def _row_json(row: Row) -> dict[str, Any]:
     }
 
 
-def _axes_json(inspection: Inspection, row: Row) -> dict[str, Any]:
+def _axes_json(inspection: Inspection, row: CollectiveRow) -> JsonObject:
     bound = bound_bytes(inspection, row)
     ratio = row.sent_bytes / bound if bound else None
     notes = list(inspection.bound_notes) if bound else []

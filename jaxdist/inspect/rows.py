@@ -10,7 +10,7 @@ from jaxdist.hlo.records import Collective, Ledger
 
 
 @dataclass(frozen=True)
-class Row:
+class CollectiveRow:
     """The collectives of one kind over the same mesh axes, in one step on one device.
 
     Attributes:
@@ -52,8 +52,8 @@ class Row:
         return show_range(self.times_low, self.times_high)
 
 
-def _sum(axes: tuple[str, ...] | None, kind: str, found: Sequence[Collective]) -> Row:
-    return Row(
+def _sum(axes: tuple[str, ...] | None, kind: str, found: Sequence[Collective]) -> CollectiveRow:
+    return CollectiveRow(
         axes=axes,
         kind=kind,
         times_low=sum(c.times_low for c in found),
@@ -72,7 +72,7 @@ def _order(axes: tuple[str, ...] | None, ledger: Ledger) -> tuple[bool, int, lis
     return axes is None, len(axes or ()), [names.index(axis) for axis in axes or ()]
 
 
-def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[Row]:
+def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[CollectiveRow]:
     """One row for each set of mesh axes that collectives span.
 
     Those over some of the axes in `together` are one row: a reduction inside the fast network and
@@ -87,9 +87,9 @@ def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[Row]:
     return [_sum(axes, "", [c for c in ledger.collectives if span(c) == axes]) for axes in spans]
 
 
-def by_kind(ledger: Ledger) -> list[Row]:
+def by_kind(ledger: Ledger) -> list[CollectiveRow]:
     """One row for each set of mesh axes and kind of collective, most bytes first within a set."""
-    rows: list[Row] = []
+    rows: list[CollectiveRow] = []
     for whole in by_axes(ledger):
         mine = [c for c in ledger.collectives if c.axes == whole.axes]
         kinds = [_sum(whole.axes, k, [c for c in mine if c.kind == k]) for k in _kinds(mine)]

@@ -7,7 +7,7 @@ from rich.table import Table
 
 from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.rows import (
-    Row,
+    CollectiveRow,
     by_axes,
     by_kind,
     show_bytes,
@@ -99,7 +99,7 @@ def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
     return notes
 
 
-def bound_bytes(inspection: Inspection, row: Row) -> float | None:
+def bound_bytes(inspection: Inspection, row: CollectiveRow) -> float | None:
     """The least that a device must send over the axes of a row; None where none is known."""
     if row.axes == inspection.gradient_axes and inspection.gradient_bound_bytes:
         return inspection.gradient_bound_bytes

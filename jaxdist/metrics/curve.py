@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from jaxdist.errors import RunError
 from jaxdist.metrics.figure import new_figure
+from jaxdist.types import Json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +26,7 @@ _SIZE_INCHES = (8.0, 4.8)
 
 
 def plot_loss(
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Json]],
     path: str | os.PathLike[str],
     baselines: Mapping[str, float] | None = None,
     *,
@@ -58,7 +59,7 @@ def plot_loss(
 
 
 def loss_figure(
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Json]],
     baselines: Mapping[str, float],
     *,
     title: str,
@@ -113,7 +114,7 @@ def thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]
 
 
 def _losses_by_split(
-    records: Iterable[Mapping[str, Any]],
+    records: Iterable[Mapping[str, Json]],
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     points: dict[str, list[tuple[int, float]]] = {}
     for record in records:

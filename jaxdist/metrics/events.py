@@ -11,7 +11,6 @@ import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 _FLUSH_SECONDS = 10.0
 
@@ -52,7 +51,7 @@ class EventFile:
             self._writer.flush()
             self._flushed = time.monotonic()
 
-    def _append(self, **fields: Any) -> None:
+    def _append(self, **fields: object) -> None:
         self._writer.write(self._event(**fields).SerializeToString())
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def new_figure(size_inches: tuple[float, float]) -> Figure:
-    """An empty figure of 150 dots an inch, whose parts make room for one another."""
+    """An empty figure of 150 dots an inch with constrained layout."""
     # Slow to import, so only a drawing pays for it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -32,7 +32,7 @@ def save(
     formats: Sequence[str] = ("png", "svg"),
     what: str,
 ) -> list[Path]:
-    """Write `name.png` and so on into a directory, made where it does not exist; the files.
+    """Write a figure as `name.png` and so on, make the directory if needed, return the paths.
 
     Args:
       what: is drawn, for the message.

@@ -1,19 +1,19 @@
-"""Reports for other programs: the versions that stand in them, and the file."""
+"""Reports for other programs: the package versions in them, and writing the file."""
 
 from __future__ import annotations
 
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 from jaxdist.errors import RunError
+from jaxdist.types import Json
 
 PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
 """For `jaxdist.runtime.environment.versions`."""
 
 
-def write_json(path: str | os.PathLike[str], report: Any, *, what: str, **dumps: Any) -> None:
+def write_json(path: str | os.PathLike[str], report: Json, *, what: str, **dumps: object) -> None:
     """Write plain data; `what` is its name in the message, `dumps` goes to `json.dumps`.
 
     Raises:

@@ -14,10 +14,11 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from jaxdist.errors import RunError
 from jaxdist.metrics.events import EventFile
+from jaxdist.types import Json, JsonObject
 
 FILE_NAME = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
@@ -26,7 +27,7 @@ _RESERVED = ("step", "split", "time")
 _NON_FINITE = ("nan", "inf", "-inf")
 
 
-def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str]) -> list[JsonObject]:
     """The records of a metrics file in the order written; a torn last line is left out.
 
     Args:
@@ -127,7 +128,7 @@ class MetricsWriter:
             both.callback(self._file.close)
 
     def _check_in_place(self, step: int) -> None:
-        """A file that was removed takes every line without a word; looking costs microseconds."""
+        """Check that the file still exists: writing to a removed file raises nothing."""
         try:
             if os.path.samestat(os.stat(self.path), self._identity):
                 return
@@ -178,10 +179,10 @@ def _metrics_file(path: Path) -> Path:
     return path / FILE_NAME if path.is_dir() else path
 
 
-def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
+def _complete_lines(path: Path) -> list[tuple[bytes, JsonObject]]:
     """Each line with its record; the last line may be torn by a kill and is then left out."""
     lines = path.read_bytes().rstrip(b"\n").split(b"\n")
-    found: list[tuple[bytes, dict[str, Any]]] = []
+    found: list[tuple[bytes, JsonObject]] = []
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
         if record is not None:
@@ -194,7 +195,7 @@ def _complete_lines(path: Path) -> list[tuple[bytes, dict[str, Any]]]:
     return found
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> JsonObject | None:
     try:
         record = json.loads(line)
     except ValueError:
@@ -203,9 +204,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _encode(number: float) -> float | str:
-    """JSON knows no NaN and no infinity: they are written as the strings that `float` reads."""
+    """JSON has no NaN or infinity, so they are written as strings, which `float` reads."""
     return number if math.isfinite(number) else str(number)
 
 
-def _decode(key: str, value: Any) -> Any:
+def _decode(key: str, value: Json) -> Json:
     return float(value) if key not in _RESERVED and value in _NON_FINITE else value

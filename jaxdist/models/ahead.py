@@ -9,21 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-Block = Callable[..., jax.Array]
+from jaxdist.types import Grads, Params, PyTree, TreeT
+
+BlockFn = Callable[..., jax.Array]
 """(a layer's parameters, x, *operands) to a new x."""
-Fetch = Callable[[Any], Any]
-"""A layer's parameters from what is scanned over; linear."""
+Fetch = Callable[[PyTree], Params]
+"""From one layer's slice of what is scanned over to its parameters, by a gather; linear."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def scan_ahead(block: Block, fetch: Fetch, layers: Any, x: jax.Array, operands: Any) -> jax.Array:
+def scan_ahead(
+    block: BlockFn, fetch: Fetch, layers: PyTree, x: jax.Array, operands: tuple[PyTree, ...]
+) -> jax.Array:
     """`block(fetch(layer), x, *operands)` of one layer after another.
 
     Sent: what `fetch` sends, twice a layer (forward and backward). Held: two fetched layers, and
@@ -38,11 +41,13 @@ def scan_ahead(block: Block, fetch: Fetch, layers: Any, x: jax.Array, operands: 
 
 
 def _forward(
-    block: Block, fetch: Fetch, layers: Any, x: jax.Array, operands: Any
-) -> tuple[jax.Array, Any]:
+    block: BlockFn, fetch: Fetch, layers: PyTree, x: jax.Array, operands: tuple[PyTree, ...]
+) -> tuple[jax.Array, PyTree]:
     count = _count(layers)
 
-    def body(carry: tuple[Any, jax.Array], at: jax.Array) -> tuple[Any, jax.Array]:
+    def body(
+        carry: tuple[Params, jax.Array], at: jax.Array
+    ) -> tuple[tuple[Params, jax.Array], jax.Array]:
         params, x = carry
         following = fetch(_layer(layers, at + 1))
         return (following, block(params, x, *operands)), x
@@ -52,19 +57,21 @@ def _forward(
     return block(last, x, *operands), (layers, inputs, x, operands)
 
 
-def _backward(block: Block, fetch: Fetch, kept: Any, cotangent: jax.Array) -> Any:
+def _backward(
+    block: BlockFn, fetch: Fetch, kept: PyTree, cotangent: jax.Array
+) -> tuple[Grads, jax.Array, tuple[Grads, ...]]:
     layers, inputs, last, operands = kept
     count = _count(layers)
 
-    def pulled(at: Any, params: Any, x: jax.Array, found: Any) -> Any:
-        """The cotangents after layer `at`, of those before it."""
+    def pulled(at: jax.Array | int, params: Params, x: jax.Array, found: PyTree) -> PyTree:
+        """The backward pass of layer `at`: `found` with the cotangents of its arguments added."""
         filled, more, cotangent = found
         of_params, cotangent, *of_operands = _pull(block, (params, x, *operands), cotangent)
         (of_layer,) = _pull(fetch, (_layer(layers, at),), of_params)
         filled = jax.tree.map(partial(_put, at), filled, of_layer)
         return filled, jax.tree.map(_add, more, tuple(of_operands)), cotangent
 
-    def body(carry: tuple[Any, Any], at: jax.Array) -> tuple[Any, None]:
+    def body(carry: tuple[Params, PyTree], at: jax.Array) -> tuple[tuple[Params, PyTree], None]:
         params, found = carry
         before = fetch(_layer(layers, at - 1))
         return (before, pulled(at, params, _layer(inputs, at), found)), None
@@ -83,24 +90,26 @@ def _backward(block: Block, fetch: Fetch, kept: Any, cotangent: jax.Array) -> An
 scan_ahead.defvjp(_forward, _backward)
 
 
-def _count(layers: Any) -> int:
+def _count(layers: PyTree) -> int:
     return jax.tree.leaves(layers)[0].shape[0]
 
 
-def _layer(stack: Any, at: Any) -> Any:
+def _layer(stack: PyTree, at: jax.Array | int) -> PyTree:
     return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, at, keepdims=False), stack)
 
 
-def _pull(function: Callable[..., Any], given: tuple[Any, ...], cotangent: Any) -> tuple[Any, ...]:
+def _pull(
+    function: Callable[..., PyTree], given: tuple[PyTree, ...], cotangent: PyTree
+) -> tuple[Grads, ...]:
     return jax.vjp(function, *given)[1](cotangent)
 
 
-def _differentiable(leaf: Any) -> bool:
+def _differentiable(leaf: jax.Array) -> bool:
     return jnp.issubdtype(leaf.dtype, jnp.inexact)
 
 
-def _zeros(tree: Any) -> Any:
-    """Cotangents of zero; integers and random keys have none, which jax spells float0."""
+def _zeros(tree: TreeT) -> TreeT:
+    """Cotangents of zero. Those of integers and random keys have jax's dtype float0."""
     return jax.tree.map(
         lambda leaf: (
             jnp.zeros_like(leaf)
@@ -111,13 +120,13 @@ def _zeros(tree: Any) -> Any:
     )
 
 
-def _put(at: Any, stack: Any, new: Any) -> Any:
+def _put(at: jax.Array | int, stack: PyTree, new: jax.Array) -> jax.Array:
     return stack if _is_float0(stack) else lax.dynamic_update_index_in_dim(stack, new, at, 0)
 
 
-def _add(total: Any, more: Any) -> Any:
+def _add(total: jax.Array, more: jax.Array) -> jax.Array:
     return total if _is_float0(total) else total + more
 
 
-def _is_float0(leaf: Any) -> bool:
+def _is_float0(leaf: jax.Array) -> bool:
     return leaf.dtype == jax.dtypes.float0

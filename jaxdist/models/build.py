@@ -1,9 +1,9 @@
-"""From a model's config, and what the data says of itself, to a function that makes the module."""
+"""From a model's config and the shapes of the data to a function that makes the module."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from flax import nnx
 from pydantic import Field
@@ -21,6 +21,7 @@ from jaxdist.models.loss import (
     check_fields,
 )
 from jaxdist.models.mlp import MlpConfig
+from jaxdist.types import Kwargs
 
 
 class ImportedModelConfig(Config):
@@ -34,7 +35,7 @@ class ImportedModelConfig(Config):
     """Selects this model."""
     path: str
     """Import path of the function, `mypkg.module:name`."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Kwargs = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
 
@@ -78,7 +79,7 @@ def make_model(
     if isinstance(config, GptConfig):
         if vocab_size is None:
             raise ConfigError(f"model.type gpt needs tokens, but the data gives {sorted(shapes)}")
-        given: Any = {"vocab_size": vocab_size, "hint": hint, "platform": platform}
+        given: Kwargs = {"vocab_size": vocab_size, "hint": hint, "platform": platform}
         return lambda rngs: config.build(rngs, **given)
     image = shapes.get("image")
     if image is None or len(image) != 3 or classes is None:

@@ -57,7 +57,7 @@ def max_pool(x: jax.Array) -> jax.Array:
 
 
 class Cnn(nnx.Module):
-    """Pooling stops once an image side would vanish."""
+    """Convolutions with pooling, two dense layers; no more pooling once a side has one pixel."""
 
     def __init__(
         self,

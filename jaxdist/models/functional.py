@@ -17,15 +17,17 @@ from flax import nnx
 from jaxdist.models.layers import Deferred, Stacked, dims_of, whole
 from jaxdist.models.scans import sliced
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Dims, Leaf, PyTree
 
-Path = tuple[Any, ...]
-Dims = tuple[str | None, ...]
-Tree = dict[str, Any]
+KeyPath = tuple[Any, ...]
+"""Attributes and positions that lead from a module to one of its variables."""
+NestedDict = dict[str, Any]
+"""Nested dictionaries with string keys and arrays, or their shapes, as leaves."""
 
 
-def nest(paths: Sequence[Path], values: Sequence[Any]) -> Tree:
+def nest(paths: Sequence[KeyPath], values: Sequence[Leaf]) -> NestedDict:
     """Values at paths as nested dictionaries with string keys."""
-    tree: Tree = {}
+    tree: NestedDict = {}
     for path, value in zip(paths, values, strict=True):
         node = tree
         for key in path[:-1]:
@@ -34,18 +36,18 @@ def nest(paths: Sequence[Path], values: Sequence[Any]) -> Tree:
     return tree
 
 
-def pick(paths: Sequence[Path], tree: Tree) -> list[Any]:
+def pick(paths: Sequence[KeyPath], tree: NestedDict) -> list[Leaf]:
     """The inverse of `nest`: the values of `tree` at `paths`, in that order."""
     values = []
     for path in paths:
-        node: Any = tree
+        node: PyTree = tree
         for key in path:
             node = node[str(key)]
         values.append(node)
     return values
 
 
-def _name(path: Path) -> str:
+def _name(path: KeyPath) -> str:
     return "/".join(map(str, path))
 
 
@@ -59,25 +61,25 @@ class Functional:
       buffers: the same for other state that is kept (batch statistics).
       dims: '/'-joined parameter name to its logical dims, or None where none are named.
       scanned: names of the parameters that `scan_blocks` reads layer by layer.
-      stacked: of those whose first dim counts layers, whatever reads them.
+      stacked: names of the parameters whose first dim counts layers, read in any way.
       in_parts: whether the module has `parts()`, a list of unlike parts.
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
-    params: Tree
-    buffers: Tree
+    params: NestedDict
+    buffers: NestedDict
     dims: Mapping[str, Dims | None]
     scanned: frozenset[str]
     stacked: frozenset[str]
     in_parts: bool
-    _graph: Any
-    _param_paths: tuple[Path, ...]
-    _buffer_paths: tuple[Path, ...]
-    _rng_paths: tuple[Path, ...]
+    _graph: nnx.GraphDef
+    _param_paths: tuple[KeyPath, ...]
+    _buffer_paths: tuple[KeyPath, ...]
+    _rng_paths: tuple[KeyPath, ...]
     _rng_types: tuple[type, ...]
     _rng_shapes: tuple[tuple[int, ...], ...]
 
-    def init(self, key: jax.Array) -> tuple[Tree, Tree]:
+    def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
         """Fresh parameters and buffers; jit it with out_shardings to create them in place."""
         with nnx.use_eager_sharding(False):
             module = self.make(nnx.Rngs(key))
@@ -86,15 +88,16 @@ class Functional:
 
     def bind(
         self,
-        params: Tree,
-        buffers: Tree,
+        params: NestedDict,
+        buffers: NestedDict,
         key: jax.Array | None = None,
         *,
         statistics_over: tuple[str, ...] = (),
     ) -> nnx.Module:
         """The module with these values; random layers draw from `key` (a zero key when None).
 
-        A `Deferred` parameter is made whole here, or in `scan_blocks` if that is what reads it.
+        A `Deferred` parameter is gathered here, unless it is one that `scan_blocks` reads: that
+        gathers one layer at a time.
 
         Args:
           statistics_over: manual mesh axes over which batch norms average their statistics, unless
@@ -116,8 +119,8 @@ class Functional:
                 norm.axis_name = statistics_over  # pyright: ignore[reportAttributeAccessIssue]
         return module
 
-    def _lengths(self, values: Sequence[Any]) -> dict[int, int]:
-        """By length of a stack, how many layers of it there are here: a chunk's, in a pipeline."""
+    def _lengths(self, values: Sequence[Leaf]) -> dict[int, int]:
+        """The model's number of layers to the number in `values` (a pipeline's chunk has fewer)."""
         declared = pick(self._param_paths, self.params)
         return {
             struct.shape[0]: value.shape[0]
@@ -126,7 +129,7 @@ class Functional:
         }
 
     def _random(self, key: jax.Array, lengths: Mapping[int, int]) -> list[jax.Array]:
-        """Fresh streams; each layer of a stack has one of its own."""
+        """Fresh random streams; each layer of a stack has its own."""
         found = []
         given = zip(self._rng_types, self._rng_shapes, strict=True)
         for i, (kind, shape) in enumerate(given):
@@ -138,14 +141,14 @@ class Functional:
             found.append(jax.random.split(fresh, here) if here else fresh)
         return found
 
-    def with_stacks(self, forward: Callable[..., Any], *given: Any) -> Functional:
-        """The same with the stacks known that a loop in `forward(module, *given)` reads by layer.
+    def with_stacks(self, forward: Callable[..., PyTree], *given: PyTree) -> Functional:
+        """The same, with the stacks that `forward(module, *given)` scans over added to `stacked`.
 
-        A module is a stack if one scan after another cuts all of its parameters into as many
-        slices. Only traced, nothing is computed.
+        A module is such a stack if scans cut all of its parameters into the same number of slices.
+        `forward` is only traced, nothing is computed.
         """
 
-        def run(params: Tree, buffers: Tree, given: Any) -> None:
+        def run(params: NestedDict, buffers: NestedDict, given: PyTree) -> None:
             module = self.bind(params, buffers)
             module.eval()
             forward(module, *given)
@@ -162,17 +165,17 @@ class Functional:
         return replace(self, stacked=self.stacked | found)
 
     def with_dims(self, dims: Mapping[str, Dims]) -> Functional:
-        """The same with the dims of all parameters known; a first one named layers is a stack."""
+        """The same with these dims; a parameter whose first dim is "layers" is a stack."""
         return replace(self, dims=dims, stacked=self.stacked | _counting_layers(dims))
 
-    def buffers_of(self, module: nnx.Module) -> Tree:
+    def buffers_of(self, module: nnx.Module) -> NestedDict:
         """The buffers that a forward pass left in `module`."""
         state = nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
         return _values(state, self._buffer_paths)
 
 
 def batch_norms(module: nnx.Module) -> list[nnx.BatchNorm]:
-    """The layers of a module that look across the rows of a batch."""
+    """The batch norms of a module: its layers whose output depends on all rows of a batch."""
     return [node for _, node in nnx.iter_modules(module) if isinstance(node, nnx.BatchNorm)]
 
 
@@ -190,7 +193,7 @@ def _modules(name: str) -> list[str]:
     return ["/".join(parts[:i]) for i in range(1, len(parts))]
 
 
-def _values(state: Any, paths: Sequence[Path]) -> Tree:
+def _values(state: PyTree, paths: Sequence[KeyPath]) -> NestedDict:
     found = {path: variable[...] for path, variable in nnx.to_flat_state(state)}
     return nest(paths, [found[path] for path in paths])
 
@@ -208,7 +211,7 @@ def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
         list(nnx.to_flat_state(state)) for state in (params, buffers, rngs)
     )
 
-    def shapes(flat: list[tuple[Path, Any]]) -> Tree:
+    def shapes(flat: Sequence[tuple[KeyPath, nnx.Variable]]) -> NestedDict:
         structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for _, v in flat]
         return nest([path for path, _ in flat], structs)
 

@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.extend.core import Primitive
 
 from jaxdist.errors import ConfigError
-from jaxdist.models.ahead import scan_ahead
+from jaxdist.models.ahead import BlockFn, scan_ahead
+from jaxdist.types import Grads, Params, PyTree
 
 ComputeDtype = Literal["float32", "bfloat16"]
 Initializer = Callable[..., jax.Array]
@@ -30,7 +32,8 @@ _LECUN = nnx.initializers.lecun_normal()
 class Hint(Protocol):
     """Says how an activation lies on the mesh: takes it with its dims, returns it constrained.
 
-    With `was`, x is moved from how those dims lie; where they lie alike, it is left as it is.
+    `was` gives the dims that x is laid out by so far: if their layout is the same, x is returned
+    as it is.
     """
 
     def __call__(
@@ -41,36 +44,43 @@ class Hint(Protocol):
 def no_hint(
     x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
 ) -> jax.Array:
-    """The hint of a single device."""
+    """The hint on a single device: x as it is."""
     return x
 
 
 RESIDUAL = ("batch", "residual_seq", "embed")
-"""Dims of the stream that blocks add to; its sequence may be split where theirs is whole."""
+"""Dims of the residual stream, between blocks; its sequence may be split over a mesh axis.
+
+Sequence parallelism splits it there, where every operation is on single positions.
+"""
 WITHIN = ("batch", "seq", "embed")
-"""Dims of what goes into a block's layers, and of what comes out of them."""
+"""Dims of activations inside a block, whose attention needs the whole sequence."""
 
 
 class Deferred(ABC):
-    """In a parameter's place, what becomes the parameter where it is used; a pytree."""
+    """Stands in a parameter's place, and becomes the parameter where it is used; a pytree.
+
+    ZeRO 3 uses it: a device holds a shard, and gathers the parameter when a layer needs it. A
+    gradient with respect to it is again a `Deferred` of the same class.
+    """
 
     @classmethod
     @abstractmethod
     def whole(cls, several: Sequence[Any]) -> list[jax.Array]:
-        """The parameters, of those of this class that are used together."""
+        """The parameters that these stand for: they are used together, and gathered at once."""
 
     @abstractmethod
     def carried(self) -> jax.Array:
-        """Of a gradient of the same form, what is wanted of it."""
+        """If this is a gradient: the array that it holds the parameter's gradient in."""
 
     @property
     def ahead(self) -> bool:
-        """Whether `scan_blocks` shall make the next layer's whole while a layer computes."""
+        """Whether `scan_blocks` gathers the next layer's parameters while a layer computes."""
         return False
 
 
-def whole(tree: Any) -> Any:
-    """The tree with each `Deferred` made the parameter it stands for, all of a kind together."""
+def whole(tree: PyTree) -> Params:
+    """The tree with each `Deferred` replaced by its parameter; those of one class all at once."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_deferred)
     for kind in dict.fromkeys(type(leaf) for leaf in leaves if _is_deferred(leaf)):
         mine = [i for i, leaf in enumerate(leaves) if type(leaf) is kind]
@@ -79,14 +89,14 @@ def whole(tree: Any) -> Any:
     return structure.unflatten(leaves)
 
 
-def carried(tree: Any) -> Any:
-    """The tree of a gradient with each `Deferred` made what it carries."""
+def carried(tree: Grads) -> Grads:
+    """The tree of gradients with each `Deferred` replaced by the array that it holds."""
     return jax.tree.map(
         lambda leaf: leaf.carried() if _is_deferred(leaf) else leaf, tree, is_leaf=_is_deferred
     )
 
 
-def _is_deferred(node: Any) -> bool:
+def _is_deferred(node: object) -> bool:
     return isinstance(node, Deferred)
 
 
@@ -145,7 +155,7 @@ class Linear(nnx.Module):
 
 
 MOST_ANGLES = 2**18
-"""Of rotary positions as constants of a program, each of them two float32."""
+"""The most rotary angles (sine and cosine, float32) that a program holds as constants."""
 
 
 def rotate(x_BLHd: jax.Array, *, theta: float) -> jax.Array:
@@ -154,7 +164,8 @@ def rotate(x_BLHd: jax.Array, *, theta: float) -> jax.Array:
     Attention sees only differences of positions, so packed documents need no restart.
     """
     length, half = x_BLHd.shape[1], x_BLHd.shape[-1] // 2
-    # XLA would turn each row and head by angles of its own making; constants it reads.
+    # As an expression, XLA would compute the angles again for each row and head; constants are
+    # only read.
     xp = np if length * half <= MOST_ANGLES else jnp
     frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
     angle = xp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
@@ -192,8 +203,8 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
 
 Remat = Literal["none", "elementwise", "dots", "full"]
 
-# Done again where their operands are read anyway, in the loop that reads them. Random numbers are
-# drawn again rather than kept.
+# Cheap to recompute: XLA fuses them into the loop that reads their operands. Random bits are drawn
+# again rather than kept.
 _ELEMENTWISE = {
     "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
     "convert_element_type", "copy", "div", "eq", "floor", "ge", "gt", "integer_pow", "iota",
@@ -203,11 +214,11 @@ _ELEMENTWISE = {
 }  # fmt: skip
 
 
-def _not_elementwise(primitive: Any, *_: Any, **__: Any) -> bool:
+def _not_elementwise(primitive: Primitive, *_: object, **__: object) -> bool:
     return primitive.name not in _ELEMENTWISE
 
 
-_POLICIES: dict[str, Any] = {
+_POLICIES: dict[str, Callable[..., bool]] = {
     "elementwise": _not_elementwise,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
@@ -217,7 +228,7 @@ _POLICIES: dict[str, Any] = {
 def scan_blocks(
     stacked: nnx.Module,
     x: jax.Array,
-    *operands: Any,
+    *operands: PyTree,
     remat: Remat | Sequence[Remat] = "none",
     unroll: int = 1,
 ) -> jax.Array:
@@ -226,9 +237,9 @@ def scan_blocks(
     Args:
       stacked: from `stack` or `nnx.vmap`; each block maps `(x, *operands)` to a new x.
       remat: what the backward pass recomputes: nothing, cheap operations on single elements, all
-        but matmul results, or all; or one of these for each of so many blocks, over and over. A
-        list's blocks make one iteration, which holds all of their activations at once.
-      unroll: blocks per loop iteration, in whole lists of `remat`; all, where they are fewer.
+        but matmul results, or all. A list gives one of these for each block and starts again after
+        its last; its blocks make one loop iteration, which holds the activations of all of them.
+      unroll: blocks per loop iteration, rounded down to whole lists of `remat`, at most all.
 
     Raises:
       ConfigError: parameters are to be fetched ahead, and `remat` is not "full"; a block changes
@@ -240,7 +251,7 @@ def scan_blocks(
 
     unroll = min(unroll, jax.tree.leaves(state)[0].shape[0])
 
-    def block(x: jax.Array, layer: Any) -> jax.Array:
+    def block(x: jax.Array, layer: Params) -> jax.Array:
         return _run(graph, whole(layer), x, operands)
 
     if not isinstance(remat, str):
@@ -250,8 +261,10 @@ def scan_blocks(
     return jax.lax.scan(lambda x, layer: (run(x, layer), None), x, state, unroll=unroll)[0]
 
 
-def _run(graph: Any, layer: Any, x: jax.Array, operands: tuple[Any, ...]) -> jax.Array:
-    """One block, which must leave its own state as it was; counts of random draws may go on."""
+def _run(
+    graph: nnx.GraphDef, layer: Params, x: jax.Array, operands: tuple[PyTree, ...]
+) -> jax.Array:
+    """Run one block, and check that it left its own state unchanged (random streams excepted)."""
     block: Any = nnx.merge(graph, layer)
     given = _kept(block)
     y = block(x, *operands)
@@ -269,27 +282,27 @@ def _run(graph: Any, layer: Any, x: jax.Array, operands: tuple[Any, ...]) -> jax
     return y
 
 
-def _kept(block: nnx.Module) -> dict[str, list[Any]]:
-    """The arrays of a block's state, by name; those of random streams are left out."""
+def _kept(block: nnx.Module) -> dict[str, list[jax.Array]]:
+    """The arrays of a block's state by name, without those of random streams."""
     flat = nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.RngState)))
     return {"/".join(map(str, path)): jax.tree.leaves(variable) for path, variable in flat}
 
 
 def _scan_lists(
-    block: Any, policies: Sequence[Remat], state: Any, x: jax.Array, unroll: int
+    block: BlockFn, policies: Sequence[Remat], state: nnx.State, x: jax.Array, unroll: int
 ) -> jax.Array:
-    """A loop that runs a block for each policy; those too few for a whole list come after it."""
+    """A loop over lists of policies, one block each; blocks that do not fill a list come last."""
     together = len(policies)
     count = jax.tree.leaves(state)[0].shape[0]
     looped = count - count % together
 
-    def run(x: jax.Array, layers: Any, *, prevent_cse: bool) -> jax.Array:
+    def run(x: jax.Array, layers: Params, *, prevent_cse: bool) -> jax.Array:
         for i, policy in zip(range(jax.tree.leaves(layers)[0].shape[0]), policies, strict=False):
             layer = jax.tree.map(operator.itemgetter(i), layers)
             x = _recomputed(block, policy, prevent_cse=prevent_cse)(x, layer)
         return x
 
-    def body(x: jax.Array, layers: Any) -> tuple[jax.Array, None]:
+    def body(x: jax.Array, layers: Params) -> tuple[jax.Array, None]:
         return run(x, layers, prevent_cse=unroll > 1 or looped == together), None
 
     lists = jax.tree.map(lambda a: a[:looped].reshape(-1, together, *a.shape[1:]), state)
@@ -297,19 +310,23 @@ def _scan_lists(
     return run(x, jax.tree.map(lambda a: a[looped:], state), prevent_cse=True)
 
 
-def _recomputed(block: Any, policy: Remat, *, prevent_cse: bool) -> Any:
+def _recomputed(block: BlockFn, policy: Remat, *, prevent_cse: bool) -> BlockFn:
     if policy == "none":
         return block
     return jax.checkpoint(block, policy=_POLICIES[policy], prevent_cse=prevent_cse)
 
 
-def _fetches_ahead(state: Any) -> bool:
+def _fetches_ahead(state: nnx.State) -> bool:
     leaves = jax.tree.leaves(state, is_leaf=_is_deferred)
     return any(leaf.ahead for leaf in leaves if _is_deferred(leaf))
 
 
 def _scan_ahead(
-    graph: Any, state: Any, x: jax.Array, operands: tuple[Any, ...], remat: Remat | Sequence[Remat]
+    graph: nnx.GraphDef,
+    state: nnx.State,
+    x: jax.Array,
+    operands: tuple[PyTree, ...],
+    remat: Remat | Sequence[Remat],
 ) -> jax.Array:
     if remat != "full":
         said = remat if isinstance(remat, str) else ", ".join(remat)
@@ -318,7 +335,7 @@ def _scan_ahead(
             f"model.remat is {said}: set model.remat: full, or parallel.zero.prefetch: false"
         )
 
-    def block(layer: Any, x: jax.Array, *operands: Any) -> jax.Array:
+    def block(layer: Params, x: jax.Array, *operands: PyTree) -> jax.Array:
         return _run(graph, layer, x, operands)
 
     return scan_ahead(block, whole, state, x, operands)
@@ -345,17 +362,17 @@ class Stacked(nnx.Module):
     remat: Remat | Sequence[Remat] = "none"
     unroll: int = 1
 
-    def operands(self, *inputs: Any, **named: Any) -> tuple[Any, ...]:
-        """What every block takes besides x, of what the model is called with."""
+    def operands(self, *inputs: PyTree, **named: PyTree) -> tuple[PyTree, ...]:
+        """Further arguments of every block besides x, made of the model's own arguments."""
         del inputs, named
         return ()
 
-    def trunk(self, x: jax.Array, *inputs: Any) -> jax.Array:
-        """All blocks, or those of a pipeline's chunk, in turn."""
+    def trunk(self, x: jax.Array, *inputs: PyTree) -> jax.Array:
+        """All blocks one after another, or those of one chunk in a pipeline."""
         more = self.operands(*inputs)
         return scan_blocks(self.blocks, x, *more, remat=self.remat, unroll=self.unroll)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: PyTree) -> PyTree:
         """`head(trunk(embed(*inputs), *inputs))`."""
         model: Any = self
         return model.head(self.trunk(model.embed(*inputs), *inputs))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from pydantic import Field
 from jaxdist.config.importing import load_object
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.types import Kwargs, PyTree, Scalar
 
 
 class Mean(NamedTuple):
@@ -29,7 +30,9 @@ class Mean(NamedTuple):
 
 Sums = dict[str, Mean]
 Batch = Mapping[str, jax.Array]
-Loss = Callable[[Any, Batch], Any]
+Model: TypeAlias = Any
+"""An NNX module, or a plain function that is called as one."""
+Loss = Callable[[Model, Batch], PyTree]
 """(module, batch) to named means, `Sums`; "loss" is the one that training minimises.
 
 A user's own loss may also return the mean of a batch as a scalar, or (scalar, {name: scalar}).
@@ -48,7 +51,7 @@ def weighted(batch: Batch) -> Batch:
     return {**batch, "weight": jnp.ones(rows, jnp.float32)}
 
 
-def _as_mean(name: str, value: Any, rows: jax.Array) -> Mean:
+def _as_mean(name: str, value: Scalar, rows: jax.Array) -> Mean:
     if isinstance(value, Mean):
         return Mean(jnp.asarray(value[0], jnp.float32), jnp.asarray(value[1], jnp.float32))
     if getattr(value, "shape", None) == ():
@@ -59,8 +62,8 @@ def _as_mean(name: str, value: Any, rows: jax.Array) -> Mean:
     )
 
 
-def as_sums(result: Any, batch: Batch) -> Sums:
-    """What a loss returned, as named sums; a bare mean weighs as many rows as the batch has.
+def as_sums(result: PyTree, batch: Batch) -> Sums:
+    """What a loss returned, as named sums; a bare mean is weighted by the rows of the batch.
 
     Raises:
       RunError: the loss returned something else; the message says what.
@@ -79,7 +82,7 @@ def as_sums(result: Any, batch: Batch) -> Sums:
 
 
 Needs = Mapping[str, tuple[str, ...] | None]
-"""Fields of an example to what its dims are; None is any number of them."""
+"""Name of each field of an example that a loss reads, to its dims; None: any number of dims."""
 
 
 class NextTokenConfig(Config):
@@ -117,7 +120,7 @@ class ImportedLossConfig(Config):
     """Selects this loss."""
     path: str
     """Import path of the function, `mypkg.module:name`."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Kwargs = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
     def build(self) -> Loss:
@@ -163,7 +166,7 @@ def _reads(needs: Needs, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     )
 
 
-def next_token(module: Any, batch: Batch) -> Sums:
+def next_token(module: Callable[..., jax.Array], batch: Batch) -> Sums:
     """Mean cross-entropy over the tokens of rows with weight.
 
     Args:
@@ -177,7 +180,9 @@ def next_token(module: Any, batch: Batch) -> Sums:
     return {"loss": Mean((nats_BL * weight_BL).sum(), weight_BL.sum())}
 
 
-def classification(module: Any, batch: Batch, *, label_smoothing: float) -> Sums:
+def classification(
+    module: Callable[..., jax.Array], batch: Batch, *, label_smoothing: float
+) -> Sums:
     """Mean cross-entropy and accuracy over the rows with weight.
 
     Args:

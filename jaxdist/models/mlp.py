@@ -28,7 +28,7 @@ class MlpConfig(Config):
 
 
 class Mlp(nnx.Module):
-    """Layers pair up: one splits its outputs ("mlp"), the next its inputs."""
+    """Dense layers in pairs for tensor parallelism: one splits its outputs, the next its inputs."""
 
     def __init__(
         self,

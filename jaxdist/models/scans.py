@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jax.extend.core import Jaxpr, JaxprEqn, Literal
+from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-# What gives back its argument in another dtype or place.
+# Primitives whose result is their argument, in another dtype or place.
 _SAME = ("convert_element_type", "copy", "optimization_barrier", "sharding_constraint")
 
 
@@ -24,7 +24,7 @@ def sliced(jaxpr: Jaxpr) -> set[int]:
     return _sliced(jaxpr, {var: i for i, var in enumerate(jaxpr.invars)})
 
 
-def _sliced(jaxpr: Jaxpr, origins: Mapping[Any, int]) -> set[int]:
+def _sliced(jaxpr: Jaxpr, origins: Mapping[Var, int]) -> set[int]:
     known, found = dict(origins), set[int]()
     for equation in jaxpr.eqns:
         given = [None if isinstance(v, Literal) else known.get(v) for v in equation.invars]
@@ -40,9 +40,9 @@ def _sliced(jaxpr: Jaxpr, origins: Mapping[Any, int]) -> set[int]:
 
 
 def _of_body(
-    equation: JaxprEqn, body: Jaxpr, given: Sequence[int | None], outside: Sequence[Any]
+    equation: JaxprEqn, body: Jaxpr, given: Sequence[int | None], outside: Sequence[Var | Literal]
 ) -> set[int]:
-    inside, found = dict[Any, int](), set[int]()
+    inside, found = dict[Var, int](), set[int]()
     for var, origin, outer in zip(body.invars, given, outside, strict=True):
         if origin is None:
             continue
@@ -59,7 +59,7 @@ def _rank(var: Any) -> int:
 
 
 def _bodies(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """What an equation runs, given its last arguments."""
+    """The jaxprs that an equation runs on its last arguments."""
     for name, value in equation.params.items():
         if equation.primitive.name == "while" and name != "body_jaxpr":
             continue

@@ -182,7 +182,7 @@ def _at_least_one(where: str, given: dict[str, int]) -> None:
 
 
 @dataclass(frozen=True)
-class Stage:
+class BatchPhase:
     """A stretch of a run at one batch size: steps `first_step` to `first_step + steps`."""
 
     first_step: int
@@ -209,7 +209,7 @@ class BatchRampConfig(Config):
 
 def ramp_stages(
     config: BatchRampConfig, *, batch_size: int, total_examples: int
-) -> tuple[Stage, ...]:
+) -> tuple[BatchPhase, ...]:
     """The stages of a ramp up to `batch_size`, of which each is one more compilation.
 
     A stage ends with the first step that completes its share of the examples; the run with the
@@ -221,9 +221,9 @@ def ramp_stages(
     >>> ramp = BatchRampConfig(start_batch_size=2, increment=2, ramp_examples=8)
     >>> for stage in ramp_stages(ramp, batch_size=6, total_examples=20):
     ...     print(stage)
-    Stage(first_step=0, steps=2, batch_size=2)
-    Stage(first_step=2, steps=1, batch_size=4)
-    Stage(first_step=3, steps=2, batch_size=6)
+    BatchPhase(first_step=0, steps=2, batch_size=2)
+    BatchPhase(first_step=2, steps=1, batch_size=4)
+    BatchPhase(first_step=3, steps=2, batch_size=6)
     """
     start, growth = config.start_batch_size, batch_size - config.start_batch_size
     if growth <= 0 or growth % config.increment:
@@ -238,21 +238,21 @@ def ramp_stages(
         )
     count = growth // config.increment
     ends = [config.ramp_examples * (i + 1) // count for i in range(count)]
-    stages: list[Stage] = []
+    stages: list[BatchPhase] = []
     step = seen = 0
     for i, end in enumerate([*ends, total_examples]):
         size = start + i * config.increment
         steps = max(0, math.ceil((end - seen) / size))
         if steps:
-            stages.append(Stage(step, steps, size))
+            stages.append(BatchPhase(step, steps, size))
         step, seen = step + steps, seen + steps * size
     return tuple(stages)
 
 
-def stage_at(stages: Sequence[Stage], step: int) -> Stage:
+def stage_at(stages: Sequence[BatchPhase], step: int) -> BatchPhase:
     """The stage that a step belongs to; the last one from its start on.
 
-    >>> stage_at([Stage(0, 2, 8), Stage(2, 5, 16)], 2).batch_size
+    >>> stage_at([BatchPhase(0, 2, 8), BatchPhase(2, 5, 16)], 2).batch_size
     16
     """
     assert stages, "a run has a stage"
@@ -278,7 +278,7 @@ class PhaseConfig(Config):
 class PhasePlan:
     """Stages of a run in phases, and its learning rate by step over all of them."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[BatchPhase, ...]
     schedule: optax.Schedule
     explained: tuple[str, ...]
 
@@ -305,7 +305,7 @@ def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhaseP
             )
     ends = list(accumulate(counts))
     stages = tuple(
-        Stage(end - steps, steps, phase.batch_size)
+        BatchPhase(end - steps, steps, phase.batch_size)
         for phase, steps, end in zip(phases, counts, ends, strict=True)
     )
     warmups = [round(p.warmup_fraction * steps) for p, steps in zip(phases, counts, strict=True)]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 from pydantic import Field
 
 from jaxdist.config.importing import load_object
@@ -24,11 +25,11 @@ from jaxdist.optim.common import (
 )
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
-from jaxdist.optim.layers import Dims
 from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.optim.precision import bf16_moments, master_weights
 from jaxdist.optim.safety import clip_to_norm, skip_nonfinite, skip_spikes
 from jaxdist.optim.schedules import build_schedule
+from jaxdist.types import Dims, Grads, Kwargs, OptState, Params, Scalar, Updates
 
 __all__ = [
     "AdamWConfig",
@@ -91,7 +92,7 @@ class ImportedOptimizerConfig(OptimizerConfig):
     """Selects this optimizer."""
     path: str
     """Import path of the function, `mypkg.module:name`."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: Kwargs = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
@@ -116,7 +117,9 @@ def taking_extra(transform: optax.GradientTransformation) -> optax.GradientTrans
         return transform
     names = {parameter.name for parameter in taken}
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
         known = {name: value for name, value in extra.items() if name in names}
         return transform.update(updates, state, params, **known)
 
@@ -157,13 +160,19 @@ class Optimizer:
     transform: optax.GradientTransformationExtraArgs
     schedule: optax.Schedule
     explained: tuple[str, ...] = ()
-    param_dtype: Any = None
+    param_dtype: DTypeLike | None = None
     loss_scale: DynamicLossScale | None = None
     max_skipped: int | None = None
 
     def update(
-        self, grads: Any, state: Any, params: Any, *, grad_norm: Any, value: Any
-    ) -> tuple[Any, Any]:
+        self,
+        grads: Grads,
+        state: OptState,
+        params: Params,
+        *,
+        grad_norm: Scalar,
+        value: Scalar,
+    ) -> tuple[Updates, OptState]:
         """The transformation's updates and next state.
 
         Args:
@@ -184,7 +193,7 @@ class Optimizer:
                 "more (optax.lbfgs without its line search: linesearch=None)"
             ) from error
 
-    def stored(self, params: Any) -> Any:
+    def stored(self, params: Params) -> Params:
         """The model's parameters in the dtype that they are kept in."""
         return params if self.param_dtype is None else optax.tree.cast(params, self.param_dtype)
 
@@ -230,7 +239,7 @@ def build_optimizer(
     config: OptimConfig,
     *,
     total_steps: int,
-    params: Any,
+    params: Params,
     dims: Mapping[str, Dims],
     batch_size: int | None = None,
     examples_per_epoch: int | None = None,

@@ -5,20 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import jax
 from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.optim.batch_scaling import ScaleFromConfig
-from jaxdist.optim.layers import Dims, layer_dims
+from jaxdist.optim.layers import layer_dims
 from jaxdist.optim.layerwise import Rule
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.optim.trust_ratio import UNBOUNDED
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Dims, Kwargs, Masks, Params, PyTree
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -74,7 +75,7 @@ class OptimizerConfig(Config):
         return self
 
 
-def decay_mask(params: Any, dims: Mapping[str, Dims]) -> Any:
+def decay_mask(params: Params, dims: Mapping[str, Dims]) -> Masks:
     """True where weights decay: tensors with two or more dims besides "layers".
 
     So matrices decay, while biases and norm scales do not, stacked for a scan or not.
@@ -89,16 +90,16 @@ def decay_mask(params: Any, dims: Mapping[str, Dims]) -> Any:
 class NamedParams:
     """A tree of parameters and the logical dims of each, by '/'-joined name."""
 
-    params: Any
+    params: Params
     dims: Mapping[str, Dims]
 
     @property
-    def matrices(self) -> Any:
+    def matrices(self) -> Masks:
         """The tree of `decay_mask`; False where no parameter is a matrix."""
         mask = decay_mask(self.params, self.dims)
         return mask if any(jax.tree.leaves(mask)) else False
 
-    def masks(self, rule: Rule, exclude_vectors: bool | None) -> dict[str, Any]:
+    def masks(self, rule: Rule, exclude_vectors: bool | None) -> dict[str, Masks]:
         """`decay_mask` and `adapt_mask`: the matrices, or all where the rule takes vectors too."""
         decay, adapt = rule.decay_vectors, rule.adapt_vectors
         if exclude_vectors is not None:
@@ -108,12 +109,12 @@ class NamedParams:
             "adapt_mask": True if adapt else self.matrices,
         }
 
-    def layer_dims(self, names: Sequence[str]) -> Any:
+    def layer_dims(self, names: Sequence[str]) -> PyTree:
         """The tree of `jaxdist.optim.layers.layer_dims`."""
         return layer_dims(self.params, self.dims, names)
 
 
-def given(config: Config, rule: type) -> dict[str, Any]:
+def given(config: Config, rule: type) -> Kwargs:
     """The settings of a config that are fields of a rule and not null; "off" is no bound."""
     off = {"max_grad_norm": math.inf, "phi": UNBOUNDED, "ratio_bounds": UNBOUNDED}
     values = {field.name: getattr(config, field.name, None) for field in fields(rule)}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,8 @@ from jaxdist.optim.common import (
     Positive,
     given,
 )
-from jaxdist.optim.layers import Squares
-from jaxdist.optim.layerwise import Leaves, Now, choose_rule, layerwise
+from jaxdist.optim.layers import Squares, StepCount
+from jaxdist.optim.layerwise import Leaves, StepInputs, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
     UNBOUNDED,
     Bounds,
@@ -34,6 +34,7 @@ from jaxdist.optim.trust_ratio import (
     norms_of,
     trust_ratio,
 )
+from jaxdist.types import PyTree, Scalar, Specs, Updates
 
 LambVariant = Literal["paper", "optax", "apex", "deepspeed", "timm"]
 
@@ -78,9 +79,9 @@ LAMB_RULES: dict[LambVariant, LambRule] = {
 class LambState(NamedTuple):
     """Steps taken, and the moments: trees like the parameters, float32 or wider."""
 
-    count: Any
-    mu: Any
-    nu: Any
+    count: StepCount
+    mu: Updates
+    nu: Updates
 
 
 def lamb(
@@ -91,11 +92,11 @@ def lamb(
     weight_decay: float = 0.01,
     *,
     variant: LambVariant = "paper",
-    layer_dims: Any = None,
+    layer_dims: PyTree = None,
     decay_mask: Mask | None = None,
     adapt_mask: Mask | None = None,
-    specs: Any = None,
-    **options: Any,
+    specs: Specs = None,
+    **options: object,
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction, scaled layer by layer to the norm of the weights.
 
@@ -125,7 +126,9 @@ def lamb(
     return layerwise(step, LambState, rule, learning_rate, weight_decay, *by_leaf)
 
 
-def _step(now: Now, *, b1: float, b2: float, eps: float, rule: LambRule) -> tuple[Leaves, ...]:
+def _step(
+    now: StepInputs, *, b1: float, b2: float, eps: float, rule: LambRule
+) -> tuple[Leaves, ...]:
     """Updates and moments after one step."""
     mu, nu = now.moments
     g = clip_global_norm(now.grads, now.leaves, rule.max_grad_norm)
@@ -138,7 +141,7 @@ def _step(now: Now, *, b1: float, b2: float, eps: float, rule: LambRule) -> tupl
     return [look.update(x, now.rate, ratio, rule) for x, ratio in pairs], mu, nu
 
 
-def lamb_rule(variant: LambVariant, **options: Any) -> LambRule:
+def lamb_rule(variant: LambVariant, **options: object) -> LambRule:
     """The rule of a variant with some of its options replaced.
 
     Raises:
@@ -164,13 +167,13 @@ class _Tensors(NamedTuple):
 class _Look(NamedTuple):
     """Adam's direction at one step: (mu_scale mu + g_scale g) / (sqrt(nu_scale nu) + eps)."""
 
-    mu_scale: Any
-    g_scale: Any
-    nu_scale: Any
+    mu_scale: jax.Array
+    g_scale: jax.Array | None
+    nu_scale: jax.Array
     eps: jax.Array
 
     @classmethod
-    def at(cls, count: Any, b1: float, b2: float, eps: float, rule: LambRule) -> _Look:
+    def at(cls, count: jax.Array, b1: float, b2: float, eps: float, rule: LambRule) -> _Look:
         """The scales at step `count`, counted from 1."""
         step = count.astype(jnp.float32)
 
@@ -196,17 +199,17 @@ class _Look(NamedTuple):
         # Never chosen, for a sum of squares is not negative, but the compiler cannot know.
         return self._replace(eps=jnp.where(last < 0, last, self.eps))
 
-    def numerator(self, x: _Tensors, scale: Any) -> jax.Array:
+    def numerator(self, x: _Tensors, scale: Scalar) -> jax.Array:
         """The direction's numerator times `scale`."""
         moment = (self.mu_scale * scale) * x.mu
         return moment if self.g_scale is None else moment + (self.g_scale * scale) * x.g
 
-    def direction(self, x: _Tensors, decay: Any) -> jax.Array:
+    def direction(self, x: _Tensors, decay: Scalar) -> jax.Array:
         """What the ratio sees; `decay` None leaves the decay out of it."""
         adam = self.numerator(x, 1.0) / (jnp.sqrt(self.nu_scale * x.nu) + self.eps)
         return adam if decay is None else adam + decay * x.p
 
-    def update(self, x: _Tensors, rate: Any, ratio: jax.Array, rule: LambRule) -> jax.Array:
+    def update(self, x: _Tensors, rate: Scalar, ratio: jax.Array, rule: LambRule) -> jax.Array:
         """-rate ratio (direction), decayed; in the parameter's dtype."""
         # The quotient is written differently from `direction`: were the two one expression, XLA
         # would compute it once and keep it, a temporary as large as the tensor.
@@ -216,7 +219,9 @@ class _Look(NamedTuple):
         return -(adam + shrink * x.p if x.decay else adam).astype(x.p.dtype)
 
 
-def _ratios(tensors: Sequence[_Tensors], now: Now, look: _Look, rule: LambRule) -> list[jax.Array]:
+def _ratios(
+    tensors: Sequence[_Tensors], now: StepInputs, look: _Look, rule: LambRule
+) -> list[jax.Array]:
     """The trust ratio of each leaf, one a layer; 1 where it does not apply."""
     squares: list[Squares] = []
     for i in now.adapting:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxdist.optim.common import Beta, NamedParams, NonNegative, OptimizerConfig, Positive, given
-from jaxdist.optim.layerwise import Leaves, Now, choose_rule, layerwise
+from jaxdist.optim.layers import StepCount
+from jaxdist.optim.layerwise import Leaves, StepInputs, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
     Mask,
     Norms,
@@ -21,6 +22,7 @@ from jaxdist.optim.trust_ratio import (
     trust_ratio,
     usable,
 )
+from jaxdist.types import PyTree, Scalar, Specs, Updates
 
 LarsVariant = Literal["paper", "optax", "apex", "timm"]
 
@@ -63,8 +65,8 @@ LARS_RULES: dict[LarsVariant, LarsRule] = {
 class LarsState(NamedTuple):
     """Steps taken, and the momentum: a tree like the parameters, float32 or wider."""
 
-    count: Any
-    momentum: Any
+    count: StepCount
+    momentum: Updates
 
 
 def lars(
@@ -75,11 +77,11 @@ def lars(
     eps: float = 0.0,
     *,
     variant: LarsVariant = "paper",
-    layer_dims: Any = None,
+    layer_dims: PyTree = None,
     decay_mask: Mask | None = None,
     adapt_mask: Mask | None = None,
-    specs: Any = None,
-    **options: Any,
+    specs: Specs = None,
+    **options: object,
 ) -> optax.GradientTransformationExtraArgs:
     """Momentum whose steps are a fraction of the norm of each layer's weights.
 
@@ -116,7 +118,7 @@ def lars(
 
 
 def _step(
-    now: Now, *, momentum: float, coefficient: float, eps: float, rule: LarsRule
+    now: StepInputs, *, momentum: float, coefficient: float, eps: float, rule: LarsRule
 ) -> tuple[Leaves, ...]:
     """Updates and momentum after one step."""
     leaves = zip(now.params, now.grads, *now.moments, now.decay, strict=True)
@@ -132,7 +134,7 @@ def _step(
     return [update for update, _ in moved], [velocity for _, velocity in moved]
 
 
-def lars_rule(variant: LarsVariant, **options: Any) -> LarsRule:
+def lars_rule(variant: LarsVariant, **options: object) -> LarsRule:
     """The rule of a variant with some of its options replaced.
 
     Raises:
@@ -149,7 +151,7 @@ class _Tensors(NamedTuple):
     v: jax.Array
     decay: float
 
-    def direction(self, decay: Any) -> jax.Array:
+    def direction(self, decay: Scalar) -> jax.Array:
         """The gradient with decay, in the momentum's dtype."""
         wide = self.g.astype(self.v.dtype)
         return wide + decay * self.p if self.decay else wide
@@ -160,8 +162,8 @@ class _Tensors(NamedTuple):
 
 
 def _ratio(
-    x: _Tensors, norms: Norms, *, coefficient: float, eps: float, rate: Any, rule: LarsRule
-) -> tuple[jax.Array, Any]:
+    x: _Tensors, norms: Norms, *, coefficient: float, eps: float, rate: Scalar, rule: LarsRule
+) -> tuple[jax.Array, Scalar]:
     """The ratio of each layer, and its rate of decay."""
     added = eps if rule.norm_of_sum else eps + x.decay * norms.weight
     ratio = trust_ratio(norms, coefficient=coefficient, eps=added)
@@ -172,7 +174,7 @@ def _ratio(
 
 
 def _moved(
-    x: _Tensors, ratio: Any, decay: Any, momentum: float, rate: Any, rule: LarsRule
+    x: _Tensors, ratio: Scalar, decay: Scalar, momentum: float, rate: Scalar, rule: LarsRule
 ) -> tuple[jax.Array, jax.Array]:
     """The update, in the parameter's dtype, and the new momentum."""
     before, after = (rate, 1.0) if rule.rate_in_momentum else (1.0, rate)

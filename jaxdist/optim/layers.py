@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,20 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.errors import ConfigError, did_you_mean
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Dims, Leaf, Params, PyTree, Specs
 
-Dims = tuple[str | None, ...]
 FOLD = 16
 """How far a sum is shortened in its first pass: the most that XLA:CPU unrolls and vectorises."""
 
+StepCount: TypeAlias = Any
+"""An int32 scalar. (A more exact type would clash with the method `count` of named tuples.)"""
 Squares = tuple[jax.Array, ...]
 """Sums of squares of one leaf's tensors: float32, the leaf's rank, 1 where a dim was summed."""
 
 
-def layer_dims(params: Any, dims: Mapping[str, Dims], names: Sequence[str] = ("layers",)) -> Any:
+def layer_dims(
+    params: Params, dims: Mapping[str, Dims], names: Sequence[str] = ("layers",)
+) -> PyTree:
     """For each parameter its dims, of which those that `names` does not have are None.
 
     Args:
@@ -54,7 +58,7 @@ def layer_dims(params: Any, dims: Mapping[str, Dims], names: Sequence[str] = ("l
 
 
 @dataclass(frozen=True)
-class Leaf:
+class LayeredLeaf:
     """One leaf of the parameters as the trust ratio sees it.
 
     Attributes:
@@ -128,7 +132,7 @@ def _automatic(x: jax.Array) -> bool:
     return any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
-def describe(params: Any, layer_dims: Any = None, specs: Any = None) -> list[Leaf]:
+def describe(params: Params, layer_dims: PyTree = None, specs: Specs = None) -> list[LayeredLeaf]:
     """The leaves of `params` in order.
 
     Args:
@@ -149,12 +153,12 @@ def describe(params: Any, layer_dims: Any = None, specs: Any = None) -> list[Lea
     spec_of = [PartitionSpec()] * len(named) if specs is None else _aligned(params, specs, "specs")
     leaves = zip(named, kept_of, spec_of, strict=True)
     return [
-        Leaf(name, x.ndim, _positions(name, x, keep), _split(name, x, spec))
+        LayeredLeaf(name, x.ndim, _positions(name, x, keep), _split(name, x, spec))
         for (name, x), keep, spec in leaves
     ]
 
 
-def _aligned(params: Any, tree: Any, name: str) -> list[Any]:
+def _aligned(params: Params, tree: PyTree, name: str) -> list[Leaf]:
     try:
         return jax.tree.structure(params).flatten_up_to(tree)
     except ValueError as error:
@@ -196,12 +200,12 @@ def _split(name: str, x: jax.Array, spec: PartitionSpec) -> tuple[tuple[str, ...
     return (*split, *((),) * (x.ndim - len(split)))
 
 
-def whole(leaf: Leaf) -> Leaf:
+def whole(leaf: LayeredLeaf) -> LayeredLeaf:
     """The same leaf with one norm over all of it."""
     return replace(leaf, kept=())
 
 
-def add_shards(squares: Sequence[Squares], leaves: Sequence[Leaf]) -> list[Squares]:
+def add_shards(squares: Sequence[Squares], leaves: Sequence[LayeredLeaf]) -> list[Squares]:
     """The sums of squares over all shards of each layer, in one all-reduce for the whole tree.
 
     Cost: one `psum` of at most two float32 for each layer of the split leaves; leaves that are not
@@ -221,12 +225,12 @@ def add_shards(squares: Sequence[Squares], leaves: Sequence[Leaf]) -> list[Squar
     return summed
 
 
-def _mixed(leaf: Leaf, axes: tuple[str, ...]) -> tuple[str, ...]:
+def _mixed(leaf: LayeredLeaf, axes: tuple[str, ...]) -> tuple[str, ...]:
     """Axes of the fused sum along which this leaf's devices hold different layers."""
     return tuple(axis for axis in leaf.kept_axes if axis in axes)
 
 
-def _place(stacked: jax.Array, leaf: Leaf, axes: tuple[str, ...]) -> jax.Array:
+def _place(stacked: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.Array:
     """What this device adds to the sum: nothing that another device adds too.
 
     `[tensors, ...]` to `[devices along mixed axes, tensors, ...]`.
@@ -242,7 +246,7 @@ def _place(stacked: jax.Array, leaf: Leaf, axes: tuple[str, ...]) -> jax.Array:
     return jnp.where(own, stacked[None], 0.0)
 
 
-def _take(total: jax.Array, leaf: Leaf, axes: tuple[str, ...]) -> jax.Array:
+def _take(total: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.Array:
     """This device's layers out of the sum."""
     mixed = _mixed(leaf, axes)
     return total[jax.lax.axis_index(mixed)] if mixed else total[0]

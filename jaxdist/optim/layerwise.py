@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from dataclasses import Field, fields, replace
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import ConfigError, did_you_mean
-from jaxdist.optim.layers import Leaf, describe, wide_zeros
+from jaxdist.optim.layers import LayeredLeaf, StepCount, describe, wide_zeros
 from jaxdist.optim.trust_ratio import Mask, flags, need_params
+from jaxdist.types import OptState, Params, PyTree, Scalar, Specs, Updates
 
 Leaves = Sequence[jax.Array]
 
 
 class Rule(Protocol):
-    """What the rules of LAMB and LARS have in common: see `LambRule`."""
+    """What the rules of LAMB and LARS have in common, both dataclasses: see `LambRule`."""
+
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
     @property
     def decay_vectors(self) -> bool: ...
@@ -29,10 +32,14 @@ class Rule(Protocol):
 
 
 AnyRule = TypeVar("AnyRule", bound=Rule)
+VariantT = TypeVar("VariantT", bound=str)
 
 
 def choose_rule(
-    optimizer: str, rules: Mapping[Any, AnyRule], variant: str, options: Mapping[str, Any]
+    optimizer: str,
+    rules: Mapping[VariantT, AnyRule],
+    variant: VariantT,
+    options: Mapping[str, object],
 ) -> AnyRule:
     """The rule of a variant with some of its options replaced.
 
@@ -41,7 +48,7 @@ def choose_rule(
     """
     if variant not in rules:
         raise ConfigError(f"{optimizer}: variant {variant!r}: {did_you_mean(variant, rules)}")
-    rule: Any = rules[variant]
+    rule = rules[variant]
     known = [field.name for field in fields(rule)]
     for name in options:
         if name not in known:
@@ -49,17 +56,17 @@ def choose_rule(
     return replace(rule, **options)
 
 
-class Now(NamedTuple):
+class StepInputs(NamedTuple):
     """What one step starts from, leaf by leaf; `count` is of the steps with this one."""
 
     params: Leaves
     grads: Leaves
     moments: Sequence[Leaves]
-    leaves: Sequence[Leaf]
+    leaves: Sequence[LayeredLeaf]
     decay: Sequence[float]
     adapts: Sequence[bool]
-    count: Any
-    rate: Any
+    count: StepCount
+    rate: Scalar
 
     @property
     def adapting(self) -> list[int]:
@@ -68,15 +75,15 @@ class Now(NamedTuple):
 
 
 def layerwise(
-    step: Callable[[Now], tuple[Leaves, ...]],
-    state_type: type[Any],
+    step: Callable[[StepInputs], tuple[Leaves, ...]],
+    state_type: type[OptState],
     rule: Rule,
     learning_rate: optax.ScalarOrSchedule,
     weight_decay: float,
-    layer_dims: Any,
+    layer_dims: PyTree,
     decay_mask: Mask | None,
     adapt_mask: Mask | None,
-    specs: Any,
+    specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
     """The optimizer of a step that treats each leaf, and each layer in it, by its own norm.
 
@@ -91,11 +98,13 @@ def layerwise(
       adapt_mask: true where the ratio applies; None the same.
     """
 
-    def init(params: Any) -> Any:
+    def init(params: Params) -> OptState:
         moments = (jax.tree.map(wide_zeros, params) for _ in state_type._fields[1:])
         return state_type(jnp.zeros((), jnp.int32), *moments)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
         del extra
         assert isinstance(state, state_type)
         leaves = describe(need_params(params), layer_dims, specs)
@@ -104,7 +113,7 @@ def layerwise(
         chosen = _decays_and_adapts(rule, weight_decay, params, leaves, decay_mask, adapt_mask)
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
-        now = Now(p, g, moments, leaves, *chosen, count, rate)
+        now = StepInputs(p, g, moments, leaves, *chosen, count, rate)
         moves, *moments = map(structure.unflatten, step(now))
         return moves, state_type(count, *moments)
 
@@ -114,8 +123,8 @@ def layerwise(
 def _decays_and_adapts(
     rule: Rule,
     weight_decay: float,
-    params: Any,
-    leaves: Sequence[Leaf],
+    params: Params,
+    leaves: Sequence[LayeredLeaf],
     decay_mask: Mask | None,
     adapt_mask: Mask | None,
 ) -> tuple[list[float], list[bool]]:

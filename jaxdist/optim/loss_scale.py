@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
+from jaxdist.types import Grads
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -95,7 +96,7 @@ class DynamicLossScale:
         """The loss times the scale, float32."""
         return loss.astype(jnp.float32) * state.scale
 
-    def unscale(self, grads: Any, state: LossScaleState) -> Any:
+    def unscale(self, grads: Grads, state: LossScaleState) -> Grads:
         """Gradients of the scaled loss to float32 gradients of the loss."""
         return jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
 

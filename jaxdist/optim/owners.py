@@ -11,12 +11,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Leaf, OptState, Params, PyTree
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Owner:
         return self.dims.index(dim) if dim is not None and dim in self.dims else None
 
 
-def owners(state: Any, params: Any) -> Any:
+def owners(state: OptState, params: Params) -> PyTree:
     """A tree like an optimizer's state with the `Owner` of each leaf, None where it has none.
 
     A leaf belongs to the parameter whose path is part of its own: optax's states hold trees like
@@ -58,13 +58,13 @@ def owners(state: Any, params: Any) -> Any:
     return jax.tree.unflatten(jax.tree.structure(state), found)
 
 
-def of_params(params: Any) -> Any:
+def of_params(params: Params) -> PyTree:
     """`owners` of the parameters themselves: each leaf belongs to itself."""
     found = [Owner(name, tuple(range(leaf.ndim))) for name, leaf in flatten_with_names(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
-def _owner(path: str, leaf: Any, shapes: dict[str, tuple[int, ...]]) -> Owner | None:
+def _owner(path: str, leaf: Leaf, shapes: dict[str, tuple[int, ...]]) -> Owner | None:
     keys = path.split("/")
     # The longest name, and among its places the last: what stands before is the state's own.
     for length in range(len(keys), -1, -1):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxdist.errors import ConfigError
 from jaxdist.optim.owners import owners
+from jaxdist.types import OptState, Params, Scalar, Updates
 
 Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
@@ -42,8 +44,8 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
 class MomentsState(NamedTuple):
     """The inner state with bfloat16 moments, and the number of steps (int32), which seeds."""
 
-    inner: Any
-    step: Any
+    inner: OptState
+    step: Scalar
 
 
 def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
@@ -59,7 +61,7 @@ def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransforma
     """
     inner = optax.with_extra_args_support(inner)
 
-    def flags(state: Any, like: Any) -> list[bool]:
+    def flags(state: OptState, like: Params) -> list[bool]:
         """Which leaves of an inner state are moments; `like` is a tree like the parameters."""
         leaves, structure = jax.tree.flatten(state)
         found = structure.flatten_up_to(owners(state, like))
@@ -68,14 +70,14 @@ def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransforma
             for leaf, owner in zip(leaves, found, strict=True)
         ]
 
-    def narrowed(state: Any, like: Any, key: jax.Array) -> Any:
+    def narrowed(state: OptState, like: Params, key: jax.Array) -> OptState:
         leaves, structure = jax.tree.flatten(state)
         for i, moment in enumerate(flags(state, like)):
             if moment and leaves[i].dtype == jnp.float32:
                 leaves[i] = stochastic_round(leaves[i], jax.random.fold_in(key, i))
         return jax.tree.unflatten(structure, leaves)
 
-    def widened(state: Any, like: Any) -> Any:
+    def widened(state: OptState, like: Params) -> OptState:
         leaves, structure = jax.tree.flatten(state)
         wide = [
             leaf.astype(jnp.float32) if moment else leaf
@@ -83,7 +85,7 @@ def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransforma
         ]
         return jax.tree.unflatten(structure, wide)
 
-    def init(params: Any) -> MomentsState:
+    def init(params: Params) -> MomentsState:
         state = inner.init(params)
         if _holds_master(state):
             raise ConfigError(
@@ -93,7 +95,9 @@ def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransforma
         first = narrowed(state, params, jax.random.key(seed))
         return MomentsState(first, jnp.zeros((), jnp.int32))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
         step = optax.safe_increment(state.step)
         moves, moved = inner.update(updates, widened(state.inner, updates), params, **extra)
         key = jax.random.fold_in(jax.random.key(seed), step)
@@ -105,19 +109,19 @@ def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransforma
 class MasterState(NamedTuple):
     """The float32 parameters, and the inner state, which sees them in place of the narrow ones."""
 
-    master: Any
-    inner: Any
+    master: Params
+    inner: OptState
 
 
-def _is_master(node: Any) -> bool:
+def _is_master(node: object) -> bool:
     return isinstance(node, MasterState)
 
 
-def _holds_master(state: Any) -> bool:
+def _holds_master(state: OptState) -> bool:
     return any(map(_is_master, jax.tree.leaves(state, is_leaf=_is_master)))
 
 
-def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """float32 rounded to the nearest value of `dtype`, as float32.
 
     A cast there and back may be compiled away, since XLA allows excess precision.
@@ -128,7 +132,7 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
 
 
 def master_weights(
-    inner: Transform, dtype: Any = jnp.bfloat16
+    inner: Transform, dtype: DTypeLike = jnp.bfloat16
 ) -> optax.GradientTransformationExtraArgs:
     """`inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
 
@@ -156,12 +160,14 @@ def master_weights(
         raise ConfigError(f"master_weights: dtype {narrow} must be bfloat16 or float16")
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> MasterState:
+    def init(params: Params) -> MasterState:
         # A copy even of float32, since params and state may both be donated.
         master = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
         return MasterState(master, inner.init(master))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
         _check_narrow(params, narrow)
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         updates, moved = inner.update(wide, state.inner, state.master, **extra)
@@ -177,7 +183,7 @@ def master_weights(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _check_narrow(params: Any, narrow: Any) -> None:
+def _check_narrow(params: Params, narrow: jnp.dtype) -> None:
     if params is None:
         raise ConfigError("master_weights: update(updates, state, params) needs params, given None")
     wrong = {str(p.dtype) for p in jax.tree.leaves(params)} - {str(narrow)}

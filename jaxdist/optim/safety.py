@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,8 @@ from pydantic import Field
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.mesh import entry_names
+from jaxdist.optim.layers import StepCount
+from jaxdist.types import Grads, OptState, Params, PyTree, Shardings, Specs, Updates
 
 Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 
@@ -34,7 +36,7 @@ def _axes(spec: PartitionSpec) -> set[str]:
     return {name for entry in spec for name in entry_names(entry)}
 
 
-def _all_axes(specs: Any) -> tuple[str, ...]:
+def _all_axes(specs: Specs) -> tuple[str, ...]:
     return tuple(sorted(set().union(*(_axes(spec) for spec in jax.tree.leaves(specs)))))
 
 
@@ -43,7 +45,7 @@ def _wide_square(x: jax.Array) -> jax.Array:
     return jnp.square(size.astype(jnp.float32))
 
 
-def global_norm(tree: Any, specs: Any = None) -> jax.Array:
+def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
     """Euclidean norm of all leaves together, float32, summed in float32 whatever their dtype.
 
     Args:
@@ -56,7 +58,7 @@ def global_norm(tree: Any, specs: Any = None) -> jax.Array:
     return jnp.sqrt(_total_square(jax.tree.leaves(tree), jax.tree.leaves(specs)))
 
 
-def global_norm_of_shards(tree: Any, shardings: Any) -> jax.Array:
+def global_norm_of_shards(tree: PyTree, shardings: Shardings) -> jax.Array:
     """`global_norm` under automatic sharding, of leaves that lie as `shardings` say.
 
     XLA would send a sum of squares of each leaf; here one number is sent for all of them that
@@ -99,7 +101,7 @@ def _total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -
     return lax.psum(total, axes)
 
 
-def all_finite(tree: Any, specs: Any = None) -> jax.Array:
+def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
     """Whether no element of any leaf is NaN or infinite: a bool scalar.
 
     Args:
@@ -133,8 +135,13 @@ def clip_to_norm(inner: Transform, limit: float | None) -> optax.GradientTransfo
     inner = optax.with_extra_args_support(inner)
 
     def update(
-        updates: Any, state: Any, params: Any = None, *, grad_norm: Any = None, **extra: Any
-    ) -> Any:
+        updates: Updates,
+        state: OptState,
+        params: Params = None,
+        *,
+        grad_norm: jax.Array | None = None,
+        **extra: object,
+    ) -> tuple[Updates, OptState]:
         if limit is not None:
             norm = global_norm(updates) if grad_norm is None else grad_norm
             scale = jnp.minimum(1.0, limit / (norm + 1e-12))
@@ -144,19 +151,23 @@ def clip_to_norm(inner: Transform, limit: float | None) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
+Memory: TypeAlias = Any
+"""What a rule for skipping keeps from step to step: a tree of arrays, or None."""
+
+
 class SkipState(NamedTuple):
     """The inner state, int32 counters, and what the rule remembers."""
 
-    inner: Any
+    inner: OptState
     skipped: jax.Array
     """Steps skipped since the start."""
     consecutive: jax.Array
     """Steps skipped since the last accepted one."""
-    rule: Any
+    rule: Memory
 
 
-Rule = Callable[[Any, Any], tuple[jax.Array, Any]]
-"""(gradients, what the rule remembers) to (accept, what it remembers next)."""
+SkipRule = Callable[[Grads, Memory], tuple[jax.Array, Memory]]
+"""(gradients, memory) to (whether to accept the step, a bool scalar; the next memory)."""
 
 
 def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
@@ -166,20 +177,24 @@ def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
     return jnp.where(grad == 0, still, still)
 
 
-def _skip_unless(inner: Transform, first: Any, rule: Rule) -> optax.GradientTransformationExtraArgs:
+def _skip_unless(
+    inner: Transform, first: Memory, rule: SkipRule
+) -> optax.GradientTransformationExtraArgs:
     inner = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> SkipState:
+    def init(params: Params) -> SkipState:
         zero = jnp.zeros((), jnp.int32)
         return SkipState(inner.init(params), zero, zero, jax.tree.map(jnp.asarray, first))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> Any:
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
         accept, memory = rule(updates, state.rule)
 
-        def move() -> tuple[Any, Any]:
+        def move() -> tuple[Updates, OptState]:
             return inner.update(updates, state.inner, params, **extra)
 
-        def still() -> Any:
+        def still() -> Updates:
             return jax.tree.map(_stay, jax.eval_shape(move)[0], updates)
 
         moved, kept = lax.cond(accept, move, lambda: (still(), state.inner))
@@ -191,7 +206,9 @@ def _skip_unless(inner: Transform, first: Any, rule: Rule) -> optax.GradientTran
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def skip_nonfinite(inner: Transform, *, specs: Any = None) -> optax.GradientTransformationExtraArgs:
+def skip_nonfinite(
+    inner: Transform, *, specs: Specs = None
+) -> optax.GradientTransformationExtraArgs:
     """`inner`, but a step with any NaN or infinity among its gradients moves nothing.
 
     On such a step the updates are zero and the inner state stays to the bit; the state
@@ -209,12 +226,12 @@ def skip_nonfinite(inner: Transform, *, specs: Any = None) -> optax.GradientTran
 class NormMean(NamedTuple):
     """Running mean of gradient norms (float32) and how many went into it (int32)."""
 
-    mean: Any
-    count: Any
+    mean: jax.Array
+    count: StepCount
 
 
 def skip_spikes(
-    inner: Transform, *, factor: float = 4.0, window: int = 100, specs: Any = None
+    inner: Transform, *, factor: float = 4.0, window: int = 100, specs: Specs = None
 ) -> optax.GradientTransformationExtraArgs:
     """`inner`, but a step whose gradient norm exceeds `factor` times the recent mean moves nothing.
 
@@ -231,7 +248,7 @@ def skip_spikes(
     if window < 1:
         raise ConfigError(f"skip_spikes: window {window} must be at least 1 step, say 100")
 
-    def rule(grads: Any, seen: NormMean) -> tuple[jax.Array, NormMean]:
+    def rule(grads: Grads, seen: NormMean) -> tuple[jax.Array, NormMean]:
         norm = global_norm(grads, specs)
         # A mean of zero (all gradients were zero so far) is no measure of what is too much.
         known = (seen.count >= window) & (seen.mean > 0)
@@ -245,7 +262,7 @@ def skip_spikes(
     return _skip_unless(inner, NormMean(jnp.float32(0), jnp.int32(0)), rule)
 
 
-def skip_states(state: Any) -> list[SkipState]:
+def skip_states(state: OptState) -> list[SkipState]:
     """Every `SkipState` inside an optimizer state, outermost first."""
     if isinstance(state, SkipState):
         return [state, *skip_states(state.inner)]
@@ -253,7 +270,7 @@ def skip_states(state: Any) -> list[SkipState]:
     return [found for node in stop if isinstance(node, SkipState) for found in skip_states(node)]
 
 
-def check_progress(state: Any, *, max_consecutive: int) -> None:
+def check_progress(state: OptState, *, max_consecutive: int) -> None:
     """Read the counters on the host, now and then, and stop a run that only skips.
 
     Raises:

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.layers import Leaf, add_shards, describe, whole
+from jaxdist.optim.layers import LayeredLeaf, add_shards, describe, whole
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Masks, OptState, Params, PyTree, Specs, Updates
 
 Bounds = tuple[float, float]
 UNBOUNDED: Bounds = (0.0, math.inf)
-Mask = bool | Any | Callable[[Any], Any]
+Mask = bool | Masks | Callable[[Params], Masks]
 """True or False for all, a tree (or prefix) of bools, or a function of the parameters to one."""
 
 
@@ -28,7 +29,7 @@ class Norms(NamedTuple):
 
 
 def layer_norms(
-    pairs: Sequence[tuple[jax.Array, jax.Array]], leaves: Sequence[Leaf]
+    pairs: Sequence[tuple[jax.Array, jax.Array]], leaves: Sequence[LayeredLeaf]
 ) -> list[Norms]:
     """Norms of (weight, update) of each leaf, one a layer, exact over shards.
 
@@ -37,13 +38,15 @@ def layer_norms(
     return norms_of([leaf.squares(*pair) for leaf, pair in zip(leaves, pairs, strict=True)], leaves)
 
 
-def norms_of(squares: Sequence[tuple[jax.Array, ...]], leaves: Sequence[Leaf]) -> list[Norms]:
+def norms_of(
+    squares: Sequence[tuple[jax.Array, ...]], leaves: Sequence[LayeredLeaf]
+) -> list[Norms]:
     """Norms from this device's sums of squares."""
     return [Norms(*map(jnp.sqrt, pair)) for pair in add_shards(squares, leaves)]
 
 
 def clip_global_norm(
-    grads: Sequence[jax.Array], leaves: Sequence[Leaf], max_norm: float
+    grads: Sequence[jax.Array], leaves: Sequence[LayeredLeaf], max_norm: float
 ) -> list[jax.Array]:
     """The gradients, scaled down to a global norm when theirs is larger; one all-reduce at most."""
     if max_norm == math.inf or not grads:
@@ -86,9 +89,9 @@ def trust_ratio(
 
 def scale_by_layerwise_trust_ratio(
     *,
-    layer_dims: Any = None,
+    layer_dims: PyTree = None,
     mask: Mask = True,
-    specs: Any = None,
+    specs: Specs = None,
     phi: Bounds = UNBOUNDED,
     ratio_bounds: Bounds = UNBOUNDED,
     coefficient: float = 1.0,
@@ -112,7 +115,9 @@ def scale_by_layerwise_trust_ratio(
     check_bounds(phi=phi, ratio_bounds=ratio_bounds)
     check_numbers(coefficient=coefficient, eps=eps)
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
         del extra
         leaves = describe(need_params(params), layer_dims, specs)
         weights, structure = jax.tree.flatten(params)
@@ -129,7 +134,7 @@ def scale_by_layerwise_trust_ratio(
     return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
 
 
-def need_params(params: Any) -> Any:
+def need_params(params: Params) -> Params:
     """The parameters that the ratio is about.
 
     Raises:
@@ -143,7 +148,7 @@ def need_params(params: Any) -> Any:
     return params
 
 
-def flags(mask: Mask, params: Any, name: str) -> list[bool]:
+def flags(mask: Mask, params: Params, name: str) -> list[bool]:
     """A mask as one bool a leaf.
 
     Raises:
@@ -165,7 +170,7 @@ def flags(mask: Mask, params: Any, name: str) -> list[bool]:
     return [bool(flag) for flag in found]
 
 
-def check_numbers(**values: Any) -> None:
+def check_numbers(**values: object) -> None:
     """Hyper-parameters must be numbers from 0; schedules and traced values are let through.
 
     Raises:
@@ -176,7 +181,7 @@ def check_numbers(**values: Any) -> None:
             raise ConfigError(f"{name} = {value}: must be a finite number, 0 or more")
 
 
-def check_betas(**values: Any) -> None:
+def check_betas(**values: object) -> None:
     """Decays of moments must lie in [0, 1).
 
     Raises:

@@ -15,14 +15,15 @@ from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.mesh import DCN, ICI
 from jaxdist.models.layers import Remat
 from jaxdist.parallel.pipeline.executor.ticks import Activations
-from jaxdist.parallel.pipeline.schedules.build import ScheduleConfig
+from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.csv_form import Csv
 from jaxdist.parallel.pipeline.schedules.schedule import loop
 from jaxdist.parallel.validity import Facts, violations
 from jaxdist.parallel.zero import Stage, ZeroConfig
+from jaxdist.types import Json, JsonObject
 
 DEVICES = 8
-MESHES: Mapping[str, Mapping[str, Any]] = {
+MESHES: Mapping[str, Mapping[str, Json]] = {
     "data 8": {"data": 8},
     "data 4, tensor 2": {"data": 4, "tensor": 2},
     "data 2, tensor 4": {"data": 2, "tensor": 4},
@@ -40,7 +41,7 @@ REDUCTIONS: tuple[str | None, ...] = (
 """None leaves the axis to XLA; every algorithm of ours, by type."""
 SCHEDULES: Mapping[str, type[Any]] = {
     schedule.model_fields["type"].default: schedule
-    for schedule in get_args(get_args(ScheduleConfig)[0])
+    for schedule in get_args(get_args(PipelineScheduleConfig)[0])
     if schedule is not Csv
 }
 """Every schedule of a pipeline that is generated, by type."""
@@ -75,7 +76,7 @@ def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, .
 
 
 @dataclass(frozen=True)
-class Cell:
+class Combination:
     """One combination.
 
     Attributes:
@@ -109,9 +110,9 @@ class Cell:
         )
 
     @property
-    def parallel(self) -> dict[str, Any]:
+    def parallel(self) -> JsonObject:
         """The section of a config; small tensors are split too."""
-        section: dict[str, Any] = {
+        section: JsonObject = {
             "reduce": None if self.reduce is None else {"type": self.reduce},
             "zero": {"stage": self.stage, "scope": self.scope, "whole_below": 64},
         }
@@ -143,7 +144,7 @@ def kind_of(schedule: str) -> str:
 
 
 @cache
-def facts_of(cell: Cell) -> Facts:
+def facts_of(cell: Combination) -> Facts:
     """What the table of validity asks of a combination."""
     sizes: dict[str, int] = {}
     for axis, size in MESHES[cell.mesh].items():
@@ -160,7 +161,7 @@ def facts_of(cell: Cell) -> Facts:
     )
 
 
-def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Cell]:
+def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combination]:
     """Every combination that the table of validity allows, in a fixed order.
 
     A pipeline has twice as many microbatches as stages, which is enough for every schedule.
@@ -173,7 +174,7 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Cell]:
         # The scope of no stage would be the same program again.
         if scope != "all" and not stage:
             continue
-        if violations(facts_of(Cell(mesh, stage, scope, reduce, 1, "none"))):
+        if violations(facts_of(Combination(mesh, stage, scope, reduce, 1, "none"))):
             continue
         stages = MESHES[mesh].get("stage", 1)
         counts = (2 * stages,) if stages > 1 else (1, 2)
@@ -183,10 +184,12 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Cell]:
         pipelines = _PIPELINES if stages > 1 else _NO_PIPELINE
         others = itertools.product(counts, remats, sequences, pipelines)
         for count, remat, sequence, (schedule, activations) in others:
-            yield Cell(mesh, stage, scope, reduce, count, remat, sequence, schedule, activations)
+            yield Combination(
+                mesh, stage, scope, reduce, count, remat, sequence, schedule, activations
+            )
 
 
-def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Cell]:
+def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
     """The combinations of a full run, in a fixed order.
 
     All of `possible_cells` without stages and with a whole sequence; all schedules, meshes,
@@ -198,7 +201,7 @@ def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Cell]:
     return [cell for cell in cells if cell in full]
 
 
-def _crossed(cell: Cell) -> bool:
+def _crossed(cell: Combination) -> bool:
     plain = cell.reduce is None and cell.remat == "none"
     return cell.sequence == "whole" and (cell.schedule is None or plain)
 
@@ -206,7 +209,7 @@ def _crossed(cell: Cell) -> bool:
 Settings = frozenset[tuple[Any, ...]]
 
 
-def pairs(cell: Cell) -> Settings:
+def pairs(cell: Combination) -> Settings:
     """Every two settings of a combination, of pipelines apart from the others.
 
     A reduction meets a schedule by its kind: it sees where the chunks lie, and no more.
@@ -221,10 +224,10 @@ def pairs(cell: Cell) -> Settings:
 
 
 def cover(
-    cells: Sequence[Cell],
-    given: Iterable[Cell] = (),
-    settings: Callable[[Cell], Settings] = pairs,
-) -> list[Cell]:
+    cells: Sequence[Combination],
+    given: Iterable[Combination] = (),
+    settings: Callable[[Combination], Settings] = pairs,
+) -> list[Combination]:
     """Few of the cells that together have every two settings that any of them has.
 
     Greedy: the cell with the most pairs that are still missing, of equals the first, so that equal
@@ -234,7 +237,7 @@ def cover(
       given: cells whose pairs need not be covered again.
       settings: what of a cell is to be covered, `pairs` or something else.
 
-    >>> cells = [Cell("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]
+    >>> cells = [Combination("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]
     >>> len(cells), len(cover(cells)), cover(cells[:1], cells)
     (10, 10, [])
     """
@@ -243,7 +246,7 @@ def cover(
     # What a cell adds only becomes less, so that an old figure is a bound of the present one.
     bounds = [(-len(own), index) for index, own in enumerate(having)]
     heapq.heapify(bounds)
-    chosen: list[Cell] = []
+    chosen: list[Combination] = []
     while missing:
         bound, index = bounds[0]
         adds = len(having[index] & missing)

@@ -1,4 +1,4 @@
-"""A function that may end its process, asked in child processes: what ends one is an answer too."""
+"""Calls a function that may crash in child processes, and reports a crash as its answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 
 LIMIT_SECONDS = 600.0
 """For one answer; a child that takes longer is ended."""
-# Started anew: a copy of this process would have its device threads half.
+# Spawned, not forked: a fork copies the locks of jax's device threads, but not the threads.
 _CONTEXT = multiprocessing.get_context("spawn")
 _FATAL = re.compile(r"^F\d+ .*?\] (.*)|^.*?(\w+\.cc:\d+\] Check failed.*)", re.MULTILINE)
 

@@ -1,4 +1,4 @@
-"""`jaxdist parity`: every exact way to train gives the numbers of one device, or says where not."""
+"""`jaxdist parity`: checks that every exact way to train gives the numbers of one device."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import load
 from jaxdist.metrics.report import write_json
-from jaxdist.parity.cells import Cell, cover, possible_cells, valid_cells
+from jaxdist.parity.cells import Combination, cover, possible_cells, valid_cells
 from jaxdist.parity.report import HEADER, from_json, line, to_json
 from jaxdist.parity.run import (
     BUILT_IN,
-    Result,
-    Subject,
+    ParityResult,
+    ParitySubject,
     compare,
     open_subject,
     remats_of,
     sections_of,
 )
 from jaxdist.parity.trace import compiled_at
+from jaxdist.types import Json
 
 BUILT_IN_NAME = "A gpt of 8 layers of width 32"
 
@@ -41,7 +41,7 @@ def parity(
     json_file: Path | None = None,
     resume: bool = False,
     console: Console,
-) -> list[Result]:
+) -> list[ParityResult]:
     """Compare combinations with one device, print a line each as it is done, and the verdict.
 
     Args:
@@ -89,7 +89,7 @@ def parity(
     return results
 
 
-def _earlier(file: Path, empty: Mapping[str, Any]) -> list[Result]:
+def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
     """What a run that was ended left in its file.
 
     Args:
@@ -114,12 +114,14 @@ def _earlier(file: Path, empty: Mapping[str, Any]) -> list[Result]:
     return results
 
 
-def _compared(subject: Subject, cells: Sequence[Cell], jobs: int) -> Iterator[Result]:
+def _compared(
+    subject: ParitySubject, cells: Sequence[Combination], jobs: int
+) -> Iterator[ParityResult]:
     """Results in the order of `cells`, by as many processes as `jobs`."""
     if jobs == 1:
         yield from (compare(subject, cell) for cell in cells)
         return
-    # Started anew: a copy of this process would have its device threads half.
+    # Spawned, not forked: a fork copies the locks of jax's device threads, but not the threads.
     context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(jobs, context, initializer=_take, initargs=(subject,))
     # `pool.map` takes back what waits when a process ends, as the pool's own thread does: they
@@ -136,22 +138,22 @@ def _compared(subject: Subject, cells: Sequence[Cell], jobs: int) -> Iterator[Re
         pool.shutdown(cancel_futures=True)
 
 
-_taken: list[Subject] = []
+_taken: list[ParitySubject] = []
 
 
-def _take(subject: Subject) -> None:
+def _take(subject: ParitySubject) -> None:
     """Begin a process of `_compared`."""
     _taken[:] = [subject]
 
 
-def _compare_taken(cell: Cell) -> Result:
+def _compare_taken(cell: Combination) -> ParityResult:
     return compare(_taken[0], cell)
 
 
-def verdict(results: Sequence[Result]) -> str:
+def verdict(results: Sequence[ParityResult]) -> str:
     """How many are equal, differ, were skipped.
 
-    >>> verdict([Result(cell, "skipped") for cell in valid_cells()[:2]])
+    >>> verdict([ParityResult(cell, "skipped") for cell in valid_cells()[:2]])
     '0 equal, 0 differ, 2 skipped'
     """
     counts = [

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.cells import (
@@ -17,12 +16,13 @@ from jaxdist.parity.cells import (
     REDUCTIONS,
     SCHEDULES,
     SEQUENCES,
-    Cell,
+    Combination,
     possible_cells,
 )
-from jaxdist.parity.run import Result
+from jaxdist.parity.run import ParityResult
 from jaxdist.parity.trace import STEPS, Differences
 from jaxdist.runtime import environment
+from jaxdist.types import Json, JsonObject
 
 HEADER = (
     f"{'mesh':<26}{'zero':<6}{'reduce':<13}{'parts':<6}{'remat':<5}"
@@ -31,18 +31,18 @@ HEADER = (
 """Above `line`."""
 
 
-def line(result: Result, told: dict[str, int] | None = None) -> str:
+def line(result: ParityResult, told: dict[str, int] | None = None) -> str:
     """One combination in 80 columns, in more lines where there is a pipeline or a reason to give.
 
     Args:
       told: numbers of the reasons that lines before this one have given, of which this gives the
         number alone; a new one is put in.
 
-    >>> print(line(Result(Cell("data 8", 2, "all", None, 1, "full"), "equal",
+    >>> print(line(ParityResult(Combination("data 8", 2, "all", None, 1, "full"), "equal",
     ...                   Differences(0, 1e-6, 2e-6))))
     data 8                    2     null         1     full  0.0e+00 1.0e-06 2.0e-06
-    >>> cell = Cell("stage 4, tensor 2", 0, "all", None, 8, "none", "whole", "zb_v", "stash")
-    >>> print(line(Result(cell, "skipped", reason="3 heads")))
+    >>> cell = Combination("stage 4, tensor 2", 0, "all", None, 8, "none", "whole", "zb_v", "stash")
+    >>> print(line(ParityResult(cell, "skipped", reason="3 heads")))
     stage 4, tensor 2         0     null         8     none  skipped (1)
         zb_v, stash
         (1) 3 heads
@@ -69,7 +69,7 @@ def line(result: Result, told: dict[str, int] | None = None) -> str:
     return "\n    ".join([text, *([", ".join(settings)] if settings else []), *more])
 
 
-def _excess(result: Result) -> str:
+def _excess(result: ParityResult) -> str:
     found, limit = result.differences, result.limit
     assert found is not None
     assert limit is not None
@@ -82,12 +82,12 @@ def _excess(result: Result) -> str:
 
 def to_json(
     subject: str,
-    results: Sequence[Result],
+    results: Sequence[ParityResult],
     *,
     planned: int,
     full: bool,
     losses: Iterable[float] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """Everything that was found, as plain data.
 
     Args:
@@ -114,11 +114,11 @@ def to_json(
     }
 
 
-def from_json(report: Mapping[str, Any]) -> list[Result]:
+def from_json(report: Mapping[str, Json]) -> list[ParityResult]:
     """The results of `to_json`."""
     return [
-        Result(
-            Cell(**{name: row[name] for name in Cell.__dataclass_fields__}),
+        ParityResult(
+            Combination(**{name: row[name] for name in Combination.__dataclass_fields__}),
             row["verdict"],
             row["differences"] and Differences(**row["differences"]),
             row["limit"] and Differences(**row["limit"]),
@@ -139,7 +139,7 @@ EXTENTS = {
 """What a run compares, by what its report says of it."""
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(report: Mapping[str, Json]) -> str:
     """A run as a page: what was compared, the worst by its settings, and the limits."""
     results = from_json(report)
     versions = report["versions"]
@@ -176,7 +176,7 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _reductions(results: Sequence[Result]) -> list[str]:
+def _reductions(results: Sequence[ParityResult]) -> list[str]:
     valid = {_place(cell) for cell in possible_cells()}
     rows = []
     for mesh, stage, scope in sorted({place[:3] for place in valid}, key=_order):
@@ -190,7 +190,7 @@ def _reductions(results: Sequence[Result]) -> list[str]:
     return _table(["mesh", "ZeRO", *(kind or "null (XLA)" for kind in REDUCTIONS)], rows)
 
 
-def _schedules(results: Sequence[Result]) -> list[str]:
+def _schedules(results: Sequence[ParityResult]) -> list[str]:
     meshes = [mesh for mesh in MESHES if "stage" in mesh]
     rows = []
     for schedule, activations in itertools.product(SCHEDULES, ACTIVATIONS):
@@ -202,7 +202,7 @@ def _schedules(results: Sequence[Result]) -> list[str]:
     return _table(["schedule", "activations", *meshes], rows)
 
 
-def _sequences(results: Sequence[Result]) -> list[str]:
+def _sequences(results: Sequence[ParityResult]) -> list[str]:
     rows = []
     for mesh in (mesh for mesh in MESHES if "tensor" in mesh and "stage" not in mesh):
         own = [r for r in results if r.cell.mesh == mesh]
@@ -216,7 +216,7 @@ def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [f"| {' | '.join(header)} |", "|" + "---|" * len(header), *lines]
 
 
-def _place(cell: Cell) -> tuple[str, int, str, str | None]:
+def _place(cell: Combination) -> tuple[str, int, str, str | None]:
     return cell.mesh, cell.stage, cell.scope, cell.reduce
 
 
@@ -225,7 +225,7 @@ def _order(place: tuple[str, int, str]) -> tuple[int, str, int]:
     return list(MESHES).index(mesh), scope, stage
 
 
-def _summary(results: Sequence[Result]) -> str:
+def _summary(results: Sequence[ParityResult]) -> str:
     unequal = [result.verdict for result in results if result.verdict != "equal"]
     if unequal:
         return f"**{', '.join(unequal)}**"
@@ -233,7 +233,7 @@ def _summary(results: Sequence[Result]) -> str:
     return f"{max(found):.1e} ({len(found)})" if found else ""
 
 
-def _limits(results: Sequence[Result]) -> list[str]:
+def _limits(results: Sequence[ParityResult]) -> list[str]:
     """The largest differences beside their limits."""
     judged = [result for result in results if result.differences and result.limit]
     lines = [

@@ -1,4 +1,4 @@
-"""Combinations against one device: what is trained, and what becomes of each.
+"""Trains a combination and compares it with training on one device.
 
 The optimizer is AdamW with weight decay and clipping, so that every tensor and the global norm
 across shards matter. Its `eps` is large: Adam divides by the size of a gradient, so that an element
@@ -20,7 +20,7 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.models.functional import Functional, batch_norms
-from jaxdist.parity.cells import DEVICES, MESHES, REMATS, Cell
+from jaxdist.parity.cells import DEVICES, MESHES, REMATS, Combination
 from jaxdist.parity.trace import (
     STEPS,
     Differences,
@@ -30,8 +30,9 @@ from jaxdist.parity.trace import (
     noted,
     trace,
 )
+from jaxdist.types import Json, JsonObject
 
-BUILT_IN: Mapping[str, Any] = {
+BUILT_IN: Mapping[str, Json] = {
     "model": {
         "type": "gpt", "layers": 8, "embed": 32, "heads": 4, "vocab_multiple": 8, "remat": "none",
     },
@@ -42,7 +43,7 @@ BUILT_IN: Mapping[str, Any] = {
     "train": {"batch_size": 32},
 }  # fmt: skip
 """Sections of the small language model that is compared where no config is given."""
-OPTIM: Mapping[str, Any] = {
+OPTIM: Mapping[str, Json] = {
     "type": "adamw",
     "learning_rate": 1e-3,
     "weight_decay": 0.1,
@@ -52,13 +53,13 @@ OPTIM: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Result:
+class ParityResult:
     """One combination and how it went: "equal", "differs", or "skipped" with the reason.
 
     What XLA does not compile differs too: it has a reason and no differences.
     """
 
-    cell: Cell
+    cell: Combination
     verdict: str
     differences: Differences | None = None
     limit: Differences | None = None
@@ -66,7 +67,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ParitySubject:
     """What is trained: the sections of a config that no combination changes.
 
     Attributes:
@@ -75,22 +76,22 @@ class Subject:
       terms: tokens or examples in a batch.
     """
 
-    sections: Mapping[str, Any]
+    sections: Mapping[str, Json]
     reference: Trace
     terms: int
 
 
-def open_subject(sections: Mapping[str, Any]) -> Subject:
+def open_subject(sections: Mapping[str, Json]) -> ParitySubject:
     """Train on one device, which all combinations are compared with.
 
     Raises:
       JaxdistError: the config cannot be built on one device.
     """
     experiment = _experiment(sections, {"data": 1}, remat="none")
-    return Subject(sections, trace(experiment), experiment.units_per_step)
+    return ParitySubject(sections, trace(experiment), experiment.units_per_step)
 
 
-def sections_of(document: Document, config: ExperimentConfig) -> dict[str, Any]:
+def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
     """A user's config, float32 throughout, without what the combinations set themselves."""
     kept = ("data", "loss", "sharding", "seed")
     values = {name: document.values[name] for name in kept if name in document.values}
@@ -104,13 +105,13 @@ def sections_of(document: Document, config: ExperimentConfig) -> dict[str, Any]:
     }
 
 
-def remats_of(sections: Mapping[str, Any]) -> tuple[str, ...]:
+def remats_of(sections: Mapping[str, Json]) -> tuple[str, ...]:
     """What the backward pass of the model can recompute; nothing where it has no such choice."""
     return tuple(REMATS) if "remat" in sections["model"] else ("none",)
 
 
 def _experiment(
-    sections: Mapping[str, Any], mesh: Mapping[str, Any], remat: str, **others: Any
+    sections: Mapping[str, Json], mesh: Mapping[str, Json], remat: str, **others: Any
 ) -> Experiment:
     """Builds what `sections` describe; `others` are sections too, or replace fields of them."""
     model, train = sections["model"], {**sections["train"], "steps": STEPS}
@@ -124,7 +125,7 @@ def _experiment(
     return noted(build(config, devices=jax.devices()[:count]))
 
 
-def experiment_of(sections: Mapping[str, Any], cell: Cell) -> Experiment:
+def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment:
     """Build the sections of a config as a combination has them; nothing is compiled.
 
     Raises:
@@ -141,8 +142,8 @@ def experiment_of(sections: Mapping[str, Any], cell: Cell) -> Experiment:
     )
 
 
-def inexact(model: Functional, cell: Cell) -> str:
-    """Why a combination is another computation than one device's; empty where it is the same."""
+def inexact(model: Functional, cell: Combination) -> str:
+    """Why a combination does not compute what one device does; empty if it does."""
     if cell.reduce is None and cell.microbatches == 1:
         return ""
     module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
@@ -156,7 +157,7 @@ def inexact(model: Functional, cell: Cell) -> str:
     return ""
 
 
-def compare(subject: Subject, cell: Cell) -> Result:
+def compare(subject: ParitySubject, cell: Combination) -> ParityResult:
     """Train one combination and judge it.
 
     A combination that the model cannot be built for (its heads do not divide over the mesh, say),
@@ -166,14 +167,14 @@ def compare(subject: Subject, cell: Cell) -> Result:
     try:
         experiment = experiment_of(subject.sections, cell)
     except JaxdistError as error:
-        return Result(cell, "skipped", reason=" ".join(str(error).split()))
+        return ParityResult(cell, "skipped", reason=" ".join(str(error).split()))
     reason = inexact(experiment.program.model, cell)
     if reason:
-        return Result(cell, "skipped", reason=reason)
+        return ParityResult(cell, "skipped", reason=reason)
     begun = subject.reference.initial
     try:
         found = differences(trace(experiment, begun), subject.reference)
     except jax.errors.JaxRuntimeError as error:
-        return Result(cell, "differs", reason=str(error).splitlines()[0])
+        return ParityResult(cell, "differs", reason=str(error).splitlines()[0])
     limit = limit_of(cell.cuts, subject.terms)
-    return Result(cell, "equal" if found.within(limit) else "differs", found, limit)
+    return ParityResult(cell, "equal" if found.within(limit) else "differs", found, limit)

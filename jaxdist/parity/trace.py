@@ -28,11 +28,12 @@ import optax
 from jaxdist.experiment import Experiment
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Grads, Json, JsonObject, OptState, Params, PyTree, Updates
 
 STEPS = 3
 LAYER_TERMS = 512
 """Of the sums within a layer, which even a small batch has."""
-COMPILE: Mapping[str, Any] = {
+COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
 }
@@ -75,19 +76,21 @@ class Trace:
 class Noted(NamedTuple):
     """An optimizer's state, and with it the gradients that it was given last."""
 
-    gradients: Any
-    inner: Any
+    gradients: Grads
+    inner: OptState
 
 
 def noted(experiment: Experiment) -> Experiment:
-    """The same with the gradients of the last step in the state, whatever the optimizer keeps."""
+    """The same experiment, with an optimizer whose state also holds the last step's gradients."""
     program = experiment.program
     inner = program.optimizer.transform
 
-    def init(params: Any) -> Noted:
+    def init(params: Params) -> Noted:
         return Noted(jax.tree.map(jnp.zeros_like, params), inner.init(params))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Noted]:
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, Noted]:
         found, own = inner.update(updates, state.inner, params, **extra)
         return found, Noted(updates, own)
 
@@ -97,7 +100,7 @@ def noted(experiment: Experiment) -> Experiment:
 
 
 @cache
-def compile_options() -> dict[str, Any]:
+def compile_options() -> JsonObject:
     """Those of `COMPILE` that this XLA has; the one of jax 0.12 lost some."""
     program = jax.jit(jnp.negative).lower(0)
 
@@ -170,7 +173,7 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
     return steps.run(steps.begin() if initial is None else initial)[0]
 
 
-def _named(tree: Any) -> dict[str, np.ndarray]:
+def _named(tree: PyTree) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf, np.float64) for name, leaf in flatten_with_names(tree)}
 
 
@@ -217,7 +220,7 @@ SMALL = 1e-2
 
 
 def norms_at_least(reference: Trace, moved: Trace, limit: Differences) -> Norms:
-    """What differences in ill-conditioned tensors are measured by, so that one limit serves them.
+    """The scale of differences in ill-conditioned tensors, so that one limit serves all tensors.
 
     A gradient whose terms nearly cancel has the rounding of its terms, not of itself: one that is
     small beside all gradients is measured by a part of those, and the update that an optimizer

@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,13 +17,14 @@ from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import Experiment, load
 from jaxdist.runtime import compilation_cache
 from jaxdist.study.optimizers import CONTENDERS, check_names
-from jaxdist.study.plan import RULE, TUNING_SEEDS, Cell, Plan, parse_batches, run_plan
+from jaxdist.study.plan import RULE, TUNING_SEEDS, StudyCell, StudyPlan, parse_batches, run_plan
 from jaxdist.study.plot import plot_batch_scaling
 from jaxdist.study.search import FACTOR
 from jaxdist.study.table import markdown, metric_of, verdict
 from jaxdist.study.trainer import Trainer
-from jaxdist.study.trial import Journal, Outcome, Trial
+from jaxdist.study.trial import Journal, Trial, TrialOutcome
 from jaxdist.study.watch import Watch
+from jaxdist.types import JsonObject
 
 _FIXED = ("optim", "train.batch_size", "train.steps")
 
@@ -39,14 +39,14 @@ class Study:
     """
 
     caption: str
-    cells: tuple[Cell, ...]
-    runs: tuple[Outcome, ...]
+    cells: tuple[StudyCell, ...]
+    runs: tuple[TrialOutcome, ...]
 
     def text(self) -> str:
         """Caption, table and verdict."""
         return "\n".join([self.caption, "", markdown(self.cells), "", *verdict(self.cells)])
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Plain data: the text, the cells with mean and spread, and every run."""
         cells = [
             {
@@ -111,7 +111,7 @@ def batch_scaling(
     last = reported + seeds - 1
     experiments = trainer.check([Trial(names[0], size, last, 1.0, 0) for size in sizes])
     experiment = experiments[0]
-    plan = Plan(
+    plan = StudyPlan(
         optimizers=names,
         steps={size: e.total_steps for size, e in zip(sizes, experiments, strict=True)},
         seeds=tuple(range(reported, last + 1)),
@@ -162,13 +162,13 @@ def _journal_path(path: Path, json_file: Path | None, plot: Path | None) -> Path
 
 
 def _run(
-    plan: Plan, trainer: Trainer, journal: Journal, console: Console
-) -> tuple[tuple[Cell, ...], tuple[Outcome, ...]]:
-    runs: dict[str, Outcome] = {}
+    plan: StudyPlan, trainer: Trainer, journal: Journal, console: Console
+) -> tuple[tuple[StudyCell, ...], tuple[TrialOutcome, ...]]:
+    runs: dict[str, TrialOutcome] = {}
     order = [size for size in plan.steps for _ in plan.optimizers]
     with Watch(order, console) as watch:
 
-        def run(trial: Trial) -> Outcome:
+        def run(trial: Trial) -> TrialOutcome:
             key = trainer.identity(trial)
             outcome = runs.get(key) or journal.get(key)
             if outcome is None:
@@ -180,7 +180,7 @@ def _run(
                 watch.took(outcome.seconds)
             return outcome
 
-        cells: list[Cell] = []
+        cells: list[StudyCell] = []
         try:
             for found in run_plan(plan, run):
                 watch.cells(found)
@@ -195,7 +195,7 @@ def _run(
     return tuple(cells), tuple(runs.values())
 
 
-def _caption(experiment: Experiment, plan: Plan) -> str:
+def _caption(experiment: Experiment, plan: StudyPlan) -> str:
     devices = experiment.layout.mesh.devices
     shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
     accuracy = "accuracy" in experiment.program.metrics

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.types import Json
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Contender:
       start: where the search for its learning rate at the base batch begins.
     """
 
-    section: Mapping[str, Any]
+    section: Mapping[str, Json]
     start: float
 
 

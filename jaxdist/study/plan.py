@@ -12,17 +12,17 @@ from jaxdist.errors import ConfigError
 from jaxdist.optim.batch_scaling import ScaleFromConfig, scale
 from jaxdist.study.optimizers import CONTENDERS
 from jaxdist.study.search import rounded, search
-from jaxdist.study.trial import Outcome, Trial
+from jaxdist.study.trial import Trial, TrialOutcome
 
 RULE = "lamb"
 LARGEST_WARMUP = 0.2
 """Share of the run that warms up at the largest batch, as in LAMB's table for BERT."""
 TUNING_SEEDS = 3
-Runner = Callable[[Trial], Outcome]
+Runner = Callable[[Trial], TrialOutcome]
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     """A study: every optimizer at every batch size, for the same number of epochs.
 
     Attributes:
@@ -61,7 +61,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """What an optimizer comes to at a batch size: one run a seed, all else equal.
 
     Attributes:
@@ -71,7 +71,7 @@ class Cell:
     optimizer: str
     batch_size: int
     tuned: bool
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[TrialOutcome, ...]
 
     @property
     def learning_rate(self) -> float:
@@ -125,7 +125,7 @@ def parse_batches(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
-def run_plan(plan: Plan, run: Runner) -> Iterator[tuple[Cell, ...]]:
+def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
     """All cells, those of one optimizer and batch size at a time: by the rule, then tuned.
 
     The rule's reference is the best learning rate at the base batch. Where a batch is tuned, the
@@ -140,10 +140,10 @@ def run_plan(plan: Plan, run: Runner) -> Iterator[tuple[Cell, ...]]:
             if batch_size == plan.base:
                 references[name] = best(CONTENDERS[name].start)
             by_rule, _ = plan.scaled(references[name], batch_size)
-            cells = [Cell(name, batch_size, False, at(plan.seeds, by_rule))]
+            cells = [StudyCell(name, batch_size, False, at(plan.seeds, by_rule))]
             if plan.tune:
                 rate = by_rule if batch_size == plan.base else best(by_rule)
-                cells.append(Cell(name, batch_size, True, at(plan.seeds, rate)))
+                cells.append(StudyCell(name, batch_size, True, at(plan.seeds, rate)))
             yield tuple(cells)
 
 
@@ -154,14 +154,14 @@ def _runs(
     warmup_steps: int,
     seeds: Sequence[int],
     learning_rate: float,
-) -> tuple[Outcome, ...]:
+) -> tuple[TrialOutcome, ...]:
     return tuple(run(Trial(name, batch_size, s, learning_rate, warmup_steps)) for s in seeds)
 
 
-def _best_rate(runs: Callable[[float], tuple[Outcome, ...]], start: float) -> float:
+def _best_rate(runs: Callable[[float], tuple[TrialOutcome, ...]], start: float) -> float:
     return search(start, runs, _mean_score)[0].trial.learning_rate
 
 
-def _mean_score(outcomes: Sequence[Outcome]) -> tuple[float, ...]:
+def _mean_score(outcomes: Sequence[TrialOutcome]) -> tuple[float, ...]:
     scores = zip(*(outcome.score for outcome in outcomes), strict=True)
     return tuple(sum(values) / len(outcomes) for values in scores)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxdist.metrics.figure import new_figure, save
-from jaxdist.study.plan import Cell
+from jaxdist.study.plan import StudyCell
 from jaxdist.study.table import by_row, metric_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ NAME = "batch_scaling"
 
 
 def plot_batch_scaling(
-    cells: Sequence[Cell], directory: str | os.PathLike[str], *, title: str
+    cells: Sequence[StudyCell], directory: str | os.PathLike[str], *, title: str
 ) -> list[Path]:
     """Draw mean and range over the batch size, as `jaxdist.metrics.figure.save` writes it.
 
@@ -37,7 +37,7 @@ def plot_batch_scaling(
     return save(batch_scaling_figure(cells, title=title), directory, NAME, what="the study")
 
 
-def batch_scaling_figure(cells: Sequence[Cell], *, title: str) -> Figure:
+def batch_scaling_figure(cells: Sequence[StudyCell], *, title: str) -> Figure:
     """The figure that `plot_batch_scaling` writes, for a notebook or another format."""
     panels = sorted({cell.tuned for cell in cells})
     figure = new_figure(_SIZE_INCHES)
@@ -55,7 +55,7 @@ def batch_scaling_figure(cells: Sequence[Cell], *, title: str) -> Figure:
     return figure
 
 
-def _heights(cells: Sequence[Cell]) -> np.ndarray:
+def _heights(cells: Sequence[StudyCell]) -> np.ndarray:
     """`[cells, runs]`: losses, or errors in percent."""
     values = np.array([cell.values for cell in cells])
     return 100 * (1 - values) if metric_of(cells) == "accuracy" else values
@@ -73,7 +73,7 @@ def _show_accuracy(axes: Axes, errors: np.ndarray) -> None:
     axes.set_ylabel("held-out accuracy (%), error on a log scale", fontsize=12)
 
 
-def _draw(axes: Axes, cells: Sequence[Cell]) -> None:
+def _draw(axes: Axes, cells: Sequence[StudyCell]) -> None:
     rows = by_row(cells)
     for index, ((name, _), row) in enumerate(rows.items()):
         # Side by side by a few percent, so that bars of equal height do not hide each other.

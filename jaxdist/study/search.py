@@ -10,7 +10,7 @@ FACTOR, EXTENSIONS = 2.0, 8
 
 
 def rounded(learning_rate: float) -> float:
-    """Six digits, so that the same rate is the same number however it was worked out."""
+    """The rate rounded to six digits, so that equal rates compare equal."""
     return float(f"{learning_rate:.6g}")
 
 

@@ -5,27 +5,30 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from jaxdist.study.plan import Cell
+from jaxdist.study.plan import StudyCell
 
 MARGIN = 0.01
-"""How much worse than the best at the base batch still holds up: a point, or 1% of a loss."""
-Rows = Mapping[tuple[str, bool], Sequence[Cell]]
+"""A batch size holds up if it is at most so much worse than the best at the base batch.
+
+One point of accuracy, or 1% of a loss.
+"""
+Rows = Mapping[tuple[str, bool], Sequence[StudyCell]]
 
 
-def by_row(cells: Iterable[Cell]) -> Rows:
+def by_row(cells: Iterable[StudyCell]) -> Rows:
     """Cells by optimizer and tuned, untuned first, each row by ascending batch size."""
-    rows: dict[tuple[str, bool], list[Cell]] = {}
+    rows: dict[tuple[str, bool], list[StudyCell]] = {}
     for cell in sorted(cells, key=lambda cell: (cell.tuned, cell.batch_size)):
         rows.setdefault((cell.optimizer, cell.tuned), []).append(cell)
     return rows
 
 
-def metric_of(cells: Sequence[Cell]) -> str:
+def metric_of(cells: Sequence[StudyCell]) -> str:
     """What the cells are judged by: "accuracy" or "loss"."""
     return cells[0].outcomes[0].metric
 
 
-def markdown(cells: Sequence[Cell]) -> str:
+def markdown(cells: Sequence[StudyCell]) -> str:
     """Mean and spread by batch size; a row for each optimizer and way to a learning rate.
 
     The spread is the sample standard deviation over the seeds.
@@ -42,7 +45,7 @@ def markdown(cells: Sequence[Cell]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def shown(cell: Cell) -> str:
+def shown(cell: StudyCell) -> str:
     """A cell in a few characters: percent of accuracy, or nats of loss."""
     if cell.diverged:
         return f"diverged {cell.diverged}/{len(cell.outcomes)}"
@@ -51,7 +54,7 @@ def shown(cell: Cell) -> str:
     return mean if math.isnan(cell.spread) else f"{mean} ± {cell.spread * times:.{places}f}"
 
 
-def verdict(cells: Sequence[Cell]) -> list[str]:
+def verdict(cells: Sequence[StudyCell]) -> list[str]:
     """Up to which batch each optimizer holds up, in words; nothing beyond the table.
 
     A row holds up to a batch when there, and at every smaller one, its mean is at most `MARGIN`
@@ -80,7 +83,7 @@ def verdict(cells: Sequence[Cell]) -> list[str]:
     return lines
 
 
-def _up_to(row: Sequence[Cell], limit: float, accuracy: bool) -> str:
+def _up_to(row: Sequence[StudyCell], limit: float, accuracy: bool) -> str:
     reached = None
     for cell in row:
         if cell.diverged or (cell.mean < limit if accuracy else cell.mean > limit):

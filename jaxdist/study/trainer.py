@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +19,11 @@ from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import Experiment, ExperimentConfig, build, load
 from jaxdist.optim.build import Optimizer
 from jaxdist.study.optimizers import CONTENDERS
-from jaxdist.study.trial import Outcome, Trial, identity
+from jaxdist.study.trial import Trial, TrialOutcome, identity
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
+from jaxdist.types import JsonObject
 
 _NOT_OURS = {"run", "checkpoint", "eval"}
 
@@ -68,7 +68,7 @@ class Trainer:
         self._path, self._overrides = path, tuple(overrides)
         self._built = lru_cache(maxsize=8)(self._build)
 
-    def __call__(self, trial: Trial) -> Outcome:
+    def __call__(self, trial: Trial) -> TrialOutcome:
         """Train and evaluate on the whole held-out split; nothing is written."""
         begun = time.perf_counter()
         built = self._built(replace(trial, learning_rate=1.0))
@@ -79,7 +79,9 @@ class Trainer:
             metrics = evaluate(built.program, state.params, state.buffers, batches)
         diverged = diverged or not np.isfinite(metrics["loss"])
         seconds = time.perf_counter() - begun
-        return Outcome(trial, built.experiment.total_steps, metrics, diverged, round(seconds, 3))
+        return TrialOutcome(
+            trial, built.experiment.total_steps, metrics, diverged, round(seconds, 3)
+        )
 
     def identity(self, trial: Trial) -> str:
         """The same for two trials that must come out the same."""
@@ -116,7 +118,7 @@ class Trainer:
         return experiments
 
     def _load(self, trial: Trial) -> tuple[Document, ExperimentConfig]:
-        optim: dict[str, Any] = {
+        optim: JsonObject = {
             **CONTENDERS[trial.optimizer].section,
             "learning_rate": trial.learning_rate,
             "schedule": {"type": "linear", "warmup_steps": trial.warmup_steps},

@@ -8,9 +8,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxdist.errors import RunError
+from jaxdist.types import Json, JsonObject
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Trial:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrialOutcome:
     """A trial that has run.
 
     Attributes:
@@ -58,14 +58,14 @@ class Outcome:
         loss = self.metrics["loss"]
         return (self.metrics.get("accuracy", -loss), -loss)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Plain data; numbers that are not finite become null."""
         metrics = {k: v if math.isfinite(v) else None for k, v in self.metrics.items()}
         rest = {"steps": self.steps, "diverged": self.diverged, "seconds": self.seconds}
         return {**asdict(self.trial), **rest, "metrics": metrics}
 
     @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Outcome:
+    def from_json(cls, record: Mapping[str, Json]) -> TrialOutcome:
         """The inverse of `as_json`."""
         metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
         names = Trial.__dataclass_fields__
@@ -73,7 +73,7 @@ class Outcome:
         return cls(trial, record["steps"], metrics, record["diverged"], record["seconds"])
 
 
-def identity(settings: Mapping[str, Any]) -> str:
+def identity(settings: Mapping[str, Json]) -> str:
     """A name for a run, the same for the same settings: 16 hexadecimal digits of their hash."""
     text = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -105,11 +105,11 @@ class Journal:
         self._found = dict(self._parse(n, line) for n, line in enumerate(lines[:-1], start=1))
         self._repair(len(content) - len(lines[-1]))
 
-    def get(self, key: str) -> Outcome | None:
+    def get(self, key: str) -> TrialOutcome | None:
         """The outcome of a run that was finished before."""
         return self._found.get(key)
 
-    def add(self, key: str, outcome: Outcome) -> None:
+    def add(self, key: str, outcome: TrialOutcome) -> None:
         """Remember a finished run.
 
         Raises:
@@ -127,10 +127,10 @@ class Journal:
         with self.path.open("r+b") as file:
             file.truncate(whole_bytes)
 
-    def _parse(self, number: int, line: bytes) -> tuple[str, Outcome]:
+    def _parse(self, number: int, line: bytes) -> tuple[str, TrialOutcome]:
         try:
             record = json.loads(line)
-            return record["key"], Outcome.from_json(record)
+            return record["key"], TrialOutcome.from_json(record)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{self.path}:{number} is not a run of a study: {line[:60]!r}; remove the line, "

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxdist.metrics.rates import format_duration
-from jaxdist.study.plan import Cell
+from jaxdist.study.plan import StudyCell
 from jaxdist.study.table import shown
 from jaxdist.study.trial import Trial
 
@@ -40,10 +40,10 @@ class Watch:
         self._bar.update(self._task, description=text)
 
     def took(self, seconds: float) -> None:
-        """A trial of the cell in work took so long, now or before an interruption."""
+        """Record the time of a trial of the current cell, run now or before an interruption."""
         self._spent += seconds
 
-    def cells(self, cells: tuple[Cell, ...]) -> None:
+    def cells(self, cells: tuple[StudyCell, ...]) -> None:
         """The cells of one optimizer and batch size are done."""
         done = self._left.pop(0)
         self._seconds.setdefault(done, []).append(self._spent)

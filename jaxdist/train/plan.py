@@ -12,10 +12,10 @@ from pydantic import Field, model_validator
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
 from jaxdist.optim.batch_scaling import (
+    BatchPhase,
     BatchRampConfig,
     PhaseConfig,
     PhasePlan,
-    Stage,
     plan_phases,
     ramp_stages,
 )
@@ -74,7 +74,7 @@ class Plan:
       rate: the learning rate that the stages bring; None leaves it to the optimizer's config.
     """
 
-    stages: tuple[Stage, ...]
+    stages: tuple[BatchPhase, ...]
     rate: Rate | None = None
 
     @property
@@ -115,7 +115,7 @@ def plan_stages(train: TrainConfig, examples: int | None) -> Plan:
         assert train.epochs is not None
         assert examples is not None, "epochs need the size of the data"
         steps = max(1, round(train.epochs * examples / train.batch_size))
-    return Plan((Stage(0, steps, train.batch_size),))
+    return Plan((BatchPhase(0, steps, train.batch_size),))
 
 
 def _plan_phases(
@@ -129,7 +129,7 @@ def _plan_phases(
 
 def _plan_ramp(
     train: TrainConfig, ramp: BatchRampConfig, examples: int | None
-) -> tuple[Stage, ...]:
+) -> tuple[BatchPhase, ...]:
     if train.steps is None:
         total = train.total_examples(examples)
         return ramp_stages(ramp, batch_size=train.batch_size, total_examples=total)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ruamel.yaml import YAML
 
+from jaxdist.types import Json, JsonObject
 
-def _flat(value: Any, path: str = "") -> dict[str, Any]:
+
+def _flat(value: Json, path: str = "") -> JsonObject:
     if isinstance(value, dict) and value:
-        found: dict[str, Any] = {}
+        found: JsonObject = {}
         for key, child in value.items():
             found |= _flat(child, f"{path}.{key}" if path else str(key))
         return found

@@ -24,18 +24,18 @@ from jaxdist.parallel.pipeline.draw.svg import write_svg
 from jaxdist.parallel.pipeline.draw.text import draw_text
 from jaxdist.parallel.pipeline.draw.trace import write_trace
 from jaxdist.parallel.pipeline.planning.costs import CostsConfig, Time
-from jaxdist.parallel.pipeline.schedules.build import ScheduleConfig
+from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.check import ring_sizes
 from jaxdist.parallel.pipeline.schedules.csv_form import Csv, read_csv, write_csv
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
 from jaxdist.parallel.pipeline.schedules.simulate import Timeline, simulate
 
 COMMAND_LINE = Origin("the command line")
 ALTERNATIVES: dict[str, type[Any]] = {
     alternative.model_fields["type"].default: alternative
-    for alternative in get_args(get_args(ScheduleConfig)[0])
+    for alternative in get_args(get_args(PipelineScheduleConfig)[0])
 }
-"""The classes of `ScheduleConfig` by type."""
+"""The classes of `PipelineScheduleConfig` by type."""
 AUTO_MEMORY = (1.0, 2.0)
 """Limits under which `compare` shows schedules that take one."""
 
@@ -43,7 +43,7 @@ AUTO_MEMORY = (1.0, 2.0)
 class Request(NamedTuple):
     """One schedule, and the times under which it is looked at."""
 
-    config: Any
+    config: PipelineScheduleConfig
     costs: CostsConfig
 
 
@@ -111,7 +111,7 @@ def show(
     """Draw a schedule at the console's width, and print its figures.
 
     Args:
-      schedule: a type of `ScheduleConfig`, or the path of a CSV file.
+      schedule: a type of `PipelineScheduleConfig`, or the path of a CSV file.
       overrides: `key=value` of the schedule, `costs.key=value` of its times.
       stages, microbatches: of a CSV file those found in it, where not given.
       svg, trace, csv: files to write.
@@ -154,11 +154,14 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     document = _document(overrides, section)
     settings = dict(document.values)
     times = settings.pop("costs", {})
-    problems = [*explain(ScheduleConfig, settings), *explain(CostsConfig, times, ("costs",))]
+    problems = [
+        *explain(PipelineScheduleConfig, settings),
+        *explain(CostsConfig, times, ("costs",)),
+    ]
     if problems:
         raise problems_error(document, problems)
     costs = CostsConfig.model_validate_json(json.dumps(times))
-    config = TypeAdapter(ScheduleConfig).validate_json(json.dumps(settings))
+    config = TypeAdapter(PipelineScheduleConfig).validate_json(json.dumps(settings))
     return Request(_with_costs(config, costs), costs)
 
 
@@ -183,7 +186,7 @@ def build(request: Request, stages: int | None, microbatches: int | None) -> Sch
 def compare(
     overrides: Iterable[str] = (), *, stages: int, microbatches: int, console: Console
 ) -> list[Entry]:
-    """Print every schedule of `ScheduleConfig` for these stages and microbatches as one table.
+    """Print a table of all schedules that a config can name, for these stages and microbatches.
 
     Args:
       overrides: `key=value` of `Comparison`. Costs are those of a stage: one that holds several
@@ -218,8 +221,8 @@ def check(path: Path, *, console: Console) -> Schedule:
     schedule = read_csv(path)
     kinds = {task.kind for stage in range(schedule.stages) for task in schedule.tasks(stage)}
     backward = "forward only"
-    if kinds - {Kind.FORWARD}:
-        backward = "backward in halves" if Kind.WEIGHT in kinds else "backward whole"
+    if kinds - {TaskKind.FORWARD}:
+        backward = "backward in halves" if TaskKind.WEIGHT in kinds else "backward whole"
     for line in (
         f"{path} is whole: {schedule.stages} stages, {schedule.chunks} chunks, "
         f"{schedule.microbatches} microbatches, {backward}",
@@ -242,7 +245,7 @@ def _document(overrides: Iterable[str], section: Mapping[str, str] | None = None
     return Document(root.plain(), root.origins(), Path(str(COMMAND_LINE)))
 
 
-def _with_costs(config: Any, costs: CostsConfig) -> Any:
+def _with_costs(config: PipelineScheduleConfig, costs: CostsConfig) -> PipelineScheduleConfig:
     """A schedule that is made for given times, made for these."""
     if "costs" in type(config).model_fields:
         return config.model_copy(update={"costs": costs})
@@ -291,7 +294,7 @@ def _write(path: Path, what: str, write: Callable[[Path], None]) -> None:
         ) from None
 
 
-def _alternatives(chunks: int) -> Iterator[tuple[str, Any]]:
+def _alternatives(chunks: int) -> Iterator[tuple[str, PipelineScheduleConfig]]:
     """Every schedule with a generator, with its label."""
     for name, alternative in ALTERNATIVES.items():
         fields = alternative.model_fields
@@ -304,7 +307,9 @@ def _alternatives(chunks: int) -> Iterator[tuple[str, Any]]:
             yield name, alternative()
 
 
-def _entry(label: str, config: Any, costs: StageCosts, stages: int, microbatches: int) -> Entry:
+def _entry(
+    label: str, config: PipelineScheduleConfig, costs: StageCosts, stages: int, microbatches: int
+) -> Entry:
     least, smallest = next(
         (count, made)
         for count in itertools.count(1)
@@ -331,7 +336,7 @@ def _choices(chunks: int) -> str:
     )
 
 
-def _made(config: Any, stages: int, microbatches: int) -> Schedule | str:
+def _made(config: PipelineScheduleConfig, stages: int, microbatches: int) -> Schedule | str:
     """The schedule, or why there is none."""
     try:
         return config.build(stages, microbatches)

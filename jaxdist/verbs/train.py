@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 from rich.console import Console
@@ -44,6 +43,7 @@ from jaxdist.train.misordered import check_order
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
 from jaxdist.trees import tree_size
+from jaxdist.types import Json
 from jaxdist.verbs.compare import changes
 from jaxdist.verbs.results import print_results
 
@@ -206,7 +206,7 @@ def _begin(
     *,
     resume: bool,
     console: Console,
-) -> tuple[TrainState, Mapping[str, Any]]:
+) -> tuple[TrainState, Mapping[str, Json]]:
     """A fresh state, or that of the newest whole checkpoint, and what was kept beside it."""
     program = experiment.program
     check_state_fits(program.state_shapes)
@@ -227,7 +227,7 @@ def _hooks(
     writer: MetricsWriter | None,
     progress: Progress,
     termination: Termination,
-    metadata: Mapping[str, Any],
+    metadata: Mapping[str, Json],
 ) -> tuple[RunHooks, Evaluate | None]:
     config, program, heldout = experiment.config, experiment.program, experiment.heldout
 

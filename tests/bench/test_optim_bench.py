@@ -9,7 +9,7 @@ import pytest
 
 from jaxdist.bench import optim as bench_optim
 from jaxdist.bench.core.shapes import bert_base, resnet50
-from jaxdist.bench.optim import Step, counted, sharded_figures, timed
+from jaxdist.bench.optim import OptimizerStep, counted, sharded_figures, timed
 from jaxdist.errors import RunError
 from jaxdist.optim.lamb import lamb
 
@@ -64,7 +64,7 @@ def test_the_plain_process_has_no_tunables_and_is_heard_when_it_fails(monkeypatc
 
 
 def test_a_step_moves_its_parameters():
-    with Step(optax.sgd(1.0), SMALL) as step:
+    with OptimizerStep(optax.sgd(1.0), SMALL) as step:
         before = float(step.state[0]["head"][0, 0])
         step()
         assert float(step.state[0]["head"][0, 0]) == pytest.approx(0.99 * before)

@@ -15,7 +15,7 @@ from jaxdist.config import (
     Config,
     Document,
     Origin,
-    Row,
+    ResolvedValue,
     dotted,
     json_schema,
     provenance,
@@ -33,7 +33,7 @@ def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "base.yaml"
 
 
-def rows_of(base: str, *overrides: str) -> list[Row]:
+def rows_of(base: str, *overrides: str) -> list[ResolvedValue]:
     document = read(base, overrides)
     return provenance(document, validate(document, Run))
 
@@ -77,18 +77,18 @@ def test_a_value_that_a_validator_expands_keeps_its_origin():
 
     document = Document({"mesh": 8}, {("mesh",): Origin("x.yaml", 3)})
     assert provenance(document, validate(document, Tree)) == [
-        Row(("mesh", "data"), 8, Origin("x.yaml", 3))
+        ResolvedValue(("mesh", "data"), 8, Origin("x.yaml", 3))
     ]
 
 
 def test_render_aligns_the_columns():
     rows = [
-        Row(("a",), "text", Origin("x.yaml", 1)),
-        Row(("b", "long"), None, Origin("default")),
-        Row(("c",), "null", Origin("default")),
-        Row(("d",), [1, True], Origin("default")),
-        Row(("e",), "", Origin("default")),
-        Row(("f",), "two\nlines", Origin("default")),
+        ResolvedValue(("a",), "text", Origin("x.yaml", 1)),
+        ResolvedValue(("b", "long"), None, Origin("default")),
+        ResolvedValue(("c",), "null", Origin("default")),
+        ResolvedValue(("d",), [1, True], Origin("default")),
+        ResolvedValue(("e",), "", Origin("default")),
+        ResolvedValue(("f",), "two\nlines", Origin("default")),
     ]
     assert render(rows).splitlines() == [
         "a       text          x.yaml:1",
@@ -103,8 +103,12 @@ def test_render_aligns_the_columns():
 
 def test_render_keeps_line_numbers_and_the_start_of_overrides():
     rows = [
-        Row(("section", "key"), "v" * 200, Origin("a/very/long/path/to/some/configs/x.yaml", 123)),
-        Row(("k" * 90,), 1, Origin("override 'mesh={data: 4, tensor: 2, stage: 2, context: 8}'")),
+        ResolvedValue(
+            ("section", "key"), "v" * 200, Origin("a/very/long/path/to/some/configs/x.yaml", 123)
+        ),
+        ResolvedValue(
+            ("k" * 90,), 1, Origin("override 'mesh={data: 4, tensor: 2, stage: 2, context: 8}'")
+        ),
     ]
     lines = render(rows).splitlines()
     assert [len(line) for line in lines] == [80, 79]
@@ -117,7 +121,7 @@ def test_render_keeps_line_numbers_and_the_start_of_overrides():
 @given(
     st.lists(
         st.builds(
-            Row,
+            ResolvedValue,
             st.lists(st.text(min_size=1) | st.integers(0, 9), max_size=3).map(tuple),
             st.none() | st.text() | st.lists(st.text(), max_size=3),
             st.builds(Origin, st.text(), st.none() | st.integers(1, 999)),
@@ -126,7 +130,7 @@ def test_render_keeps_line_numbers_and_the_start_of_overrides():
     ),
     st.integers(20, 120),
 )
-def test_render_never_exceeds_the_width(rows: list[Row], width: int):
+def test_render_never_exceeds_the_width(rows: list[ResolvedValue], width: int):
     printable = [
         row for row in rows if str(row.origin).isprintable() and dotted(row.path).isprintable()
     ]

@@ -17,7 +17,7 @@ from jaxdist.models.gpt import GptConfig
 from jaxdist.models.layers import no_hint, scan_blocks
 from jaxdist.models.loss import Mean, next_token
 from jaxdist.parallel.pipeline.executor.execute import evaluate, run
-from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Specs, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, StageSpecs, Visit
 from jaxdist.parallel.pipeline.model.chunks import from_stages, to_stages
 from jaxdist.sharding import ShardingConfig, make_layout
 from jaxdist.trees import flatten_with_names
@@ -62,7 +62,7 @@ def mlp(hint=no_hint, *, dropout=0.0, remat=False):
 
     dims = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}, {"table": (None, None)}
     embed = lambda shared, visit: shared["table"][visit.rows["tokens"][:, :-1]]  # noqa: E731
-    return Parts(embed, blocks, head), params, dims
+    return ModelFns(embed, blocks, head), params, dims
 
 
 def gpt(hint=no_hint, config=GPT):
@@ -101,7 +101,7 @@ def gpt(hint=no_hint, config=GPT):
     names = [name for name, _ in flatten_with_names(model.params)]
     structure = jax.tree.structure(model.params)
     dims = structure.unflatten([model.dims[name] for name in names])
-    return Parts(embed, blocks, head), params, taken_apart(dims)
+    return ModelFns(embed, blocks, head), params, taken_apart(dims)
 
 
 MODELS = {
@@ -180,7 +180,9 @@ def program(name, ticks, layout, key=None):
     data = tuple(axis for axis in ("data",) if axis in layout.mesh.axis_names)
     everywhere, chunks = PartitionSpec(), PartitionSpec("stage")
 
-    specs = Specs(specs_of(layout, dims[0], "layers"), specs_of(layout, dims[1]), PartitionSpec())
+    specs = StageSpecs(
+        specs_of(layout, dims[0], "layers"), specs_of(layout, dims[1]), PartitionSpec()
+    )
 
     def local(params, shared, rows):
         given = {"axis": "stage", "specs": specs}

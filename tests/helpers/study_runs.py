@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from jaxdist.study.plan import Cell
-from jaxdist.study.trial import Outcome, Trial
+from jaxdist.study.plan import StudyCell
+from jaxdist.study.trial import Trial, TrialOutcome
 
 
-def outcome(trial: Trial, accuracy: float, *, diverged: bool = False) -> Outcome:
+def outcome(trial: Trial, accuracy: float, *, diverged: bool = False) -> TrialOutcome:
     loss = float("nan") if diverged else 1 - accuracy
-    return Outcome(trial, 10, {"accuracy": accuracy, "loss": loss}, diverged, 1.0)
+    return TrialOutcome(trial, 10, {"accuracy": accuracy, "loss": loss}, diverged, 1.0)
 
 
 def cell(
     name: str, batch_size: int, *accuracies: float | None, tuned: bool = False, rate: float = 0.1
-) -> Cell:
+) -> StudyCell:
     """A cell of one run for each accuracy; None is a run that diverged."""
     outcomes = tuple(
         outcome(Trial(name, batch_size, seed, rate, 0), value or 0.1, diverged=value is None)
         for seed, value in enumerate(accuracies)
     )
-    return Cell(name, batch_size, tuned, outcomes)
+    return StudyCell(name, batch_size, tuned, outcomes)

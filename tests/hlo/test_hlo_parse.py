@@ -1,7 +1,7 @@
 import pytest
 
 from jaxdist.hlo import LedgerError, ledger_of_text
-from jaxdist.hlo.parse import Shape, parse, parse_instruction, parse_shapes
+from jaxdist.hlo.parse import ArrayShape, parse, parse_instruction, parse_shapes
 
 LINE = (
     "  ROOT %all-gather-start.1 = ((f32[2,8]{1,0:T(2,128)}, bf16[4]{0}), "
@@ -46,7 +46,7 @@ def test_bytes(text, bytes):
 
 
 def test_layouts_are_no_shapes():
-    assert parse_shapes("f32[2]{0:T(8,128)S(1)}") == (Shape("f32", (2,)),)
+    assert parse_shapes("f32[2]{0:T(8,128)S(1)}") == (ArrayShape("f32", (2,)),)
 
 
 def test_lines_that_are_none():

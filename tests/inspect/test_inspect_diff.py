@@ -5,7 +5,7 @@ import io
 from ledgers import MEMORY, collective, inspection
 from rich.console import Console
 
-from jaxdist.inspect.diff import Change, Difference, difference, print_difference
+from jaxdist.inspect.diff import Difference, LedgerChange, difference, print_difference
 
 
 def printed(found: Difference) -> str:
@@ -43,15 +43,15 @@ def test_every_number_that_changed() -> None:
     assert found.verdict == "different"
     changes = set(found.changes)
     assert changes >= {
-        Change("data: all-reduce", "dtype", "f32", "bf16"),
-        Change("data: all-reduce", "sent_bytes", 1_500, 750),
-        Change("data: all-gather", "times", "1", None),
-        Change("tensor: all-reduce", "overlapped_bytes", None, 1_500),
-        Change("FLOPs", "program", 2e9, 3e9),
-        Change("FLOPs", "at least", None, 2e9),
-        Change("memory", "parameters_bytes", 1_000, 500),
-        Change("memory", "temp_bytes", 5_000, 7_500),
-        Change("memory", "peak_bytes", 9_000, 11_500),
+        LedgerChange("data: all-reduce", "dtype", "f32", "bf16"),
+        LedgerChange("data: all-reduce", "sent_bytes", 1_500, 750),
+        LedgerChange("data: all-gather", "times", "1", None),
+        LedgerChange("tensor: all-reduce", "overlapped_bytes", None, 1_500),
+        LedgerChange("FLOPs", "program", 2e9, 3e9),
+        LedgerChange("FLOPs", "at least", None, 2e9),
+        LedgerChange("memory", "parameters_bytes", 1_000, 500),
+        LedgerChange("memory", "temp_bytes", 5_000, 7_500),
+        LedgerChange("memory", "peak_bytes", 9_000, 11_500),
     }
     assert not {c for c in changes if c.what in ("ideal", "batch_bytes", "code_bytes", "axes")}
     text = printed(found)
@@ -63,4 +63,4 @@ def test_every_number_that_changed() -> None:
 def test_times_alone_are_a_change() -> None:
     once, maybe = inspection(collective()), inspection(collective(times_low=0))
     (change,) = difference(once, maybe).changes
-    assert change == Change("data: all-reduce", "times", "1", "0-1")
+    assert change == LedgerChange("data: all-reduce", "times", "1", "0-1")

@@ -9,10 +9,10 @@ from pydantic import ValidationError
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.optim.batch_scaling import (
+    BatchPhase,
     BatchRampConfig,
     PhaseConfig,
     ScaleFromConfig,
-    Stage,
     effective_batch_size,
     plan_phases,
     ramp_stages,
@@ -166,7 +166,7 @@ def test_a_ramp_is_the_walk_over_its_examples(start, increment, count, examples,
 
 
 def test_steps_after_the_last_stage_belong_to_it():
-    assert stage_at([Stage(0, 2, 8), Stage(2, 2, 16)], 99).batch_size == 16
+    assert stage_at([BatchPhase(0, 2, 8), BatchPhase(2, 2, 16)], 99).batch_size == 16
 
 
 @pytest.mark.parametrize(("start", "increment"), [(4, 5), (16, 4), (20, 4)])
@@ -192,7 +192,7 @@ SECOND = PhaseConfig(
 
 def test_the_mixed_batch_recipe_has_its_steps():
     plan = plan_phases([FIRST, SECOND], total_examples=BERT_EXAMPLES)
-    assert plan.stages == (Stage(0, 7031, 65536), Stage(7031, 1562, 32768))
+    assert plan.stages == (BatchPhase(0, 7031, 65536), BatchPhase(7031, 1562, 32768))
     # The paper ran 8599 iterations.
     assert sum(stage.steps for stage in plan.stages) == pytest.approx(8599, rel=1e-3)
 

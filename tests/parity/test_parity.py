@@ -30,7 +30,7 @@ from jaxdist.parity.cells import (
     MESHES,
     REMATS,
     SCHEDULES,
-    Cell,
+    Combination,
     cover,
     facts_of,
     kind_of,
@@ -39,15 +39,15 @@ from jaxdist.parity.cells import (
     valid_cells,
 )
 from jaxdist.parity.report import from_json, line, markdown, to_json
-from jaxdist.parity.run import BUILT_IN, Result, compare, open_subject
+from jaxdist.parity.run import BUILT_IN, ParityResult, compare, open_subject
 from jaxdist.parity.trace import Differences, differences, limit_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
-def cell_of(name, mesh, reduce, zero, changes) -> Cell:
+def cell_of(name, mesh, reduce, zero, changes) -> Combination:
     """A row of test_meshes as a combination."""
-    return Cell(
+    return Combination(
         mesh=next(shown for shown, sizes in MESHES.items() if sizes == mesh),
         stage=zero.get("stage", 0),
         scope=zero.get("scope", "all"),
@@ -58,9 +58,9 @@ def cell_of(name, mesh, reduce, zero, changes) -> Cell:
 
 
 SPLIT = [
-    Cell("data 2, tensor 4", 0, "all", None, 1, "none", "split"),
-    Cell("data 2, tensor 4", 0, "all", "ring", 1, "dots", "split"),
-    Cell("data 4, tensor 2", 3, "all", "xla", 1, "full", "split"),
+    Combination("data 2, tensor 4", 0, "all", None, 1, "none", "split"),
+    Combination("data 2, tensor 4", 0, "all", "ring", 1, "dots", "split"),
+    Combination("data 4, tensor 2", 3, "all", "xla", 1, "full", "split"),
 ]
 """Rows of `test_a_split_sequence_equals_one_device` in test_tensor."""
 ELSEWHERE = [
@@ -75,7 +75,7 @@ PIPELINES = [cell for cell in VALID if cell.schedule]
 PLAIN = [cell for cell in VALID if not cell.schedule]
 
 
-def placed(cell: Cell) -> dict[str, object]:
+def placed(cell: Combination) -> dict[str, object]:
     """What a pipeline is made of, of its schedule whether layers must move to their stages."""
     return {
         "mesh": cell.mesh,
@@ -85,7 +85,7 @@ def placed(cell: Cell) -> dict[str, object]:
     }
 
 
-def essentials(cell: Cell) -> frozenset[object]:
+def essentials(cell: Combination) -> frozenset[object]:
     """What is always tested: two settings; of pipelines two of `placed`, and each schedule."""
     if cell.schedule is None:
         return pairs(cell)
@@ -108,7 +108,7 @@ def test_a_combination_equals_one_device(cell, subject):
 
 def test_what_runs_beside_a_loop_does_not_meet_its_collectives(subject):
     """With one channel for all, the process nearly always ended here."""
-    cell = Cell("data 8", 3, "all", "double_tree", 1, "elementwise")
+    cell = Combination("data 8", 3, "all", "double_tree", 1, "elementwise")
     test_a_combination_equals_one_device(cell, subject)
 
 
@@ -154,8 +154,8 @@ def test_the_combinations_are_those_that_the_table_allows():
     assert set(ELSEWHERE) <= set(POSSIBLE)
     assert len(VALID) == len(set(VALID)) > 900
     for refused in (
-        Cell("data 4, tensor 2", 2, "all", "hierarchical", 1, "none"),
-        Cell("data 4, stage 2", 3, "all", None, 4, "none", "whole", "1f1b", "stash"),
+        Combination("data 4, tensor 2", 2, "all", "hierarchical", 1, "none"),
+        Combination("data 4, stage 2", 3, "all", None, 4, "none", "whole", "1f1b", "stash"),
     ):
         assert violations(facts_of(refused))
         assert refused not in POSSIBLE
@@ -192,8 +192,8 @@ def test_layers_fill_the_chunks_of_every_schedule_with_its_microbatches():
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell("data 2, tensor 4", 1, "all", "ring", 2, "full", "split"),
-        Cell("data 2, stage 4", 1, "all", None, 8, "some", "whole", "zb_v", "stash"),
+        Combination("data 2, tensor 4", 1, "all", "ring", 2, "full", "split"),
+        Combination("data 2, stage 4", 1, "all", None, 8, "some", "whole", "zb_v", "stash"),
     ],
     ids=str,
 )
@@ -215,7 +215,7 @@ def test_what_xla_refuses_is_told_and_differs(subject, monkeypatch):
         raise jax.errors.JaxRuntimeError("INTERNAL: inconsistent sharding\nmore")
 
     monkeypatch.setattr(parity_run, "trace", refuse)
-    result = compare(subject, Cell("data 8", 0, "all", None, 1, "none"))
+    result = compare(subject, Combination("data 8", 0, "all", None, 1, "none"))
     assert (result.verdict, result.reason) == ("differs", "INTERNAL: inconsistent sharding")
     assert line(result).splitlines()[0].endswith("none  differs")
 
@@ -230,7 +230,7 @@ def test_options_that_this_xla_has_not_are_left_out(monkeypatch, devices):
 
 def test_another_computation_is_not_taken_for_the_same(subject, monkeypatch):
     """Narrow sums show in the gradient; what only the optimizer does, in the update alone."""
-    cell = Cell("data 8", 1, "all", "ring", 1, "none")
+    cell = Combination("data 8", 1, "all", "ring", 1, "none")
     model = {**BUILT_IN["model"], "compute_dtype": "bfloat16"}
     narrow = dataclasses.replace(subject, sections={**BUILT_IN, "model": model})
     result = compare(narrow, cell)
@@ -282,8 +282,8 @@ def run(*args: object):
 def two_cells(monkeypatch):
     """A split batch that is one computation, and one in parts."""
     chosen = [
-        Cell("data 8", 1, "all", None, 1, "none"),
-        Cell("data 2 dcn x 4 ici", 2, "ici", "ring", 2, "none"),
+        Combination("data 8", 1, "all", None, 1, "none"),
+        Combination("data 2 dcn x 4 ici", 2, "ici", "ring", 2, "none"),
     ]
     monkeypatch.setattr(command, "cover", lambda cells: [c for c in cells if c in chosen])
     monkeypatch.setenv("COLUMNS", "80")
@@ -326,7 +326,7 @@ def test_an_inexact_combination_of_my_model_is_skipped_with_the_reason(
 def test_a_difference_is_exit_code_1_and_a_plan_that_does_not_fit_is_skipped(
     tmp_path, monkeypatch, devices
 ):
-    odd = Cell("data 2, tensor 4", 0, "all", None, 1, "none")
+    odd = Combination("data 2, tensor 4", 0, "all", None, 1, "none")
     monkeypatch.setattr(command, "cover", lambda cells: [c for c in cells if c == odd])
     sections = {
         "model": {"type": "mlp", "hidden": [18]},
@@ -351,7 +351,7 @@ def test_what_was_found_is_left_where_a_run_is_ended(two_cells, tmp_path, monkey
     def compared(subject, cell):
         if cell.stage == 2:
             raise KeyboardInterrupt
-        return Result(cell, "equal", Differences(0, 0, 0), limit_of(cell.cuts, 512))
+        return ParityResult(cell, "equal", Differences(0, 0, 0), limit_of(cell.cuts, 512))
 
     monkeypatch.setattr(command, "open_subject", lambda sections: subject)
     monkeypatch.setattr(command, "compare", compared)
@@ -372,8 +372,8 @@ def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
 ):
     """What the file has is taken as it stands: the differences of 0.25 are of no run."""
     file = tmp_path / "c.json"
-    first = Cell("data 8", 1, "all", None, 1, "none")
-    known = Result(first, "equal", Differences(0.25, 0.25, 0.25), limit_of(first.cuts, 512))
+    first = Combination("data 8", 1, "all", None, 1, "none")
+    known = ParityResult(first, "equal", Differences(0.25, 0.25, 0.25), limit_of(first.cuts, 512))
     monkeypatch.setattr(command, "open_subject", lambda sections: subject)
     file.write_text(json.dumps(report_of(subject, [known], planned=2)))
     found = run("--json", file, "--resume", "--jobs", 2)
@@ -462,8 +462,8 @@ def row_of(page: str, start: str) -> list[str]:
 
 
 def test_a_page_shows_what_went_wrong():
-    cell = Cell("data 8", 0, "all", "ring", 1, "none")
-    result = Result(cell, "differs", Differences(0, 1, 1), limit_of(cell.cuts, 512))
+    cell = Combination("data 8", 0, "all", "ring", 1, "none")
+    result = ParityResult(cell, "differs", Differences(0, 1, 1), limit_of(cell.cuts, 512))
     page = markdown(to_json("x", [result], planned=1, full=False))
     assert "0 of 1 combinations equal one device" in page
     assert "more were not run" not in page
@@ -472,12 +472,12 @@ def test_a_page_shows_what_went_wrong():
 
 def test_a_page_has_schedules_and_sequences_by_mesh():
     cells = [
-        Cell("data 2, stage 4", 0, "all", None, 8, "none", "whole", "zb_v", "stash"),
-        Cell("data 2, stage 4", 0, "all", "ring", 8, "full", "whole", "zb_v", "stash"),
-        Cell("data 2, tensor 4", 0, "all", None, 1, "none", "split"),
+        Combination("data 2, stage 4", 0, "all", None, 8, "none", "whole", "zb_v", "stash"),
+        Combination("data 2, stage 4", 0, "all", "ring", 8, "full", "whole", "zb_v", "stash"),
+        Combination("data 2, tensor 4", 0, "all", None, 1, "none", "split"),
     ]
     results = [
-        Result(cell, "equal", Differences(0, gradient, 0), limit_of(cell.cuts, 512))
+        ParityResult(cell, "equal", Differences(0, gradient, 0), limit_of(cell.cuts, 512))
         for cell, gradient in zip(cells, (1e-7, 3e-7, 2e-7), strict=True)
     ]
     page = markdown(to_json("x", results, planned=3, full=False))
@@ -488,23 +488,23 @@ def test_a_page_has_schedules_and_sequences_by_mesh():
 
 
 def test_a_reason_is_told_once_and_then_by_its_number():
-    first, second = (Cell(mesh, 0, "all", None, 1, "none") for mesh in ("data 8", "stage 4"))
+    first, second = (Combination(mesh, 0, "all", None, 1, "none") for mesh in ("data 8", "stage 4"))
     told: dict[str, int] = {}
     lines = [
-        line(Result(cell, "skipped", reason=reason), told)
+        line(ParityResult(cell, "skipped", reason=reason), told)
         for cell, reason in ((first, "3 heads"), (second, "odd"), (second, "3 heads"))
     ]
     assert [text.count("\n") for text in lines] == [1, 1, 0]
     assert lines[0].endswith("skipped (1)\n    (1) 3 heads")
     assert lines[1].endswith("skipped (2)\n    (2) odd")
     assert lines[2].endswith("skipped (1)")
-    refused = [line(Result(first, "differs", reason="INTERNAL"), told) for _ in range(2)]
+    refused = [line(ParityResult(first, "differs", reason="INTERNAL"), told) for _ in range(2)]
     assert all("INTERNAL" in text for text in refused)
 
 
 def test_every_line_of_a_run_fits_80_columns():
     for cell in POSSIBLE:
-        text = line(Result(cell, "equal", Differences(1e-7, 1e-6, 1e-5)))
+        text = line(ParityResult(cell, "equal", Differences(1e-7, 1e-6, 1e-5)))
         assert max(map(len, text.splitlines())) <= 80
         assert (f"{cell.schedule}, {cell.activations}" in text) == (cell.schedule is not None)
         assert ("sequence split" in text) == (cell.sequence == "split")

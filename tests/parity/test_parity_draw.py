@@ -26,10 +26,10 @@ from jaxdist.parity.cells import ACTIVATIONS, REDUCTIONS, SCHEDULES
 from jaxdist.parity.children import Ended
 from jaxdist.parity.draw import compare as parity_draws
 from jaxdist.parity.draw import run as parity_draw_run
-from jaxdist.parity.draw.draw import alone, draw, seeds_of
+from jaxdist.parity.draw.draw import draw, seeds_of, single_device
 from jaxdist.parity.draw.model import MODELS, OPTIMIZERS, name_of
 from jaxdist.parity.draw.report import features_of, from_json, markdown, to_json
-from jaxdist.parity.draw.run import Outcome, judge
+from jaxdist.parity.draw.run import DrawOutcome, judge
 from jaxdist.parity.trace import Differences
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -46,7 +46,7 @@ def test_a_draw_is_a_function_of_its_seed_among_however_many():
 
 
 def test_every_draw_is_plain_data_that_the_schema_takes():
-    for config in (*CONFIGS, *(alone(drawn.sections) for drawn in DRAWN)):
+    for config in (*CONFIGS, *(single_device(drawn.sections) for drawn in DRAWN)):
         assert json.loads(json.dumps(config)) == config
         validate(Document(config), ExperimentConfig)
 
@@ -81,10 +81,10 @@ def run(*args: object):
     return CliRunner().invoke(app, ["parity", *map(str, args)])
 
 
-def outcome_of(seed: int, verdict: str = "equal", **changes) -> Outcome:
+def outcome_of(seed: int, verdict: str = "equal", **changes) -> DrawOutcome:
     drawn, found = draw(seed), Differences(1e-7, 1e-6, 1e-5)
     given = {"differences": found, "limit": found, "checkpoint": "equal", **changes}
-    return Outcome(seed, verdict, **given, sections=drawn.sections, reader=drawn.reader)
+    return DrawOutcome(seed, verdict, **given, sections=drawn.sections, reader=drawn.reader)
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from jaxdist.cli import app
 from jaxdist.errors import ConfigError, JaxdistError, RunError
 from jaxdist.study.trainer import Trainer
-from jaxdist.study.trial import Outcome, Trial
+from jaxdist.study.trial import Trial, TrialOutcome
 
 SMALL = ["--batches", "128,64", "--optimizers", "lamb,sgd", "--seeds", "2"]
 
@@ -30,12 +30,12 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> list[Trial]:
     """The trials that were trained; set `stop_after` to press Ctrl-C after so many."""
     trials: list[Trial] = []
 
-    def call(self: Trainer, trial: Trial) -> Outcome:
+    def call(self: Trainer, trial: Trial) -> TrialOutcome:
         if len(trials) == call.stop_after:  # pyright: ignore[reportFunctionMemberAccess]
             raise KeyboardInterrupt
         trials.append(trial)
         accuracy = 0.99 - abs(trial.learning_rate - 0.05) - trial.batch_size / 1e4
-        return Outcome(trial, 3, {"loss": 0.1, "accuracy": accuracy}, False, 0.5)
+        return TrialOutcome(trial, 3, {"loss": 0.1, "accuracy": accuracy}, False, 0.5)
 
     call.stop_after = -1  # pyright: ignore[reportFunctionMemberAccess]
     monkeypatch.setattr(Trainer, "__call__", call)

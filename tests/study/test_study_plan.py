@@ -9,13 +9,13 @@ from study_runs import cell, outcome
 
 from jaxdist.errors import ConfigError
 from jaxdist.study.optimizers import CONTENDERS, check_names
-from jaxdist.study.plan import Cell, Plan, parse_batches, run_plan
+from jaxdist.study.plan import StudyCell, StudyPlan, parse_batches, run_plan
 from jaxdist.study.search import search
-from jaxdist.study.trial import Outcome, Trial
+from jaxdist.study.trial import Trial, TrialOutcome
 
 # The best learning rate, by batch size: it grows faster than the rule says.
 BEST = {32: 0.04, 128: 0.08, 512: 0.64}
-PLAN = Plan(
+PLAN = StudyPlan(
     optimizers=("lamb", "sgd"),
     steps={32: 160, 128: 40, 512: 10},
     seeds=(2, 3, 4),
@@ -30,13 +30,13 @@ class Trainer:
     def __init__(self) -> None:
         self.trials: list[Trial] = []
 
-    def __call__(self, trial: Trial) -> Outcome:
+    def __call__(self, trial: Trial) -> TrialOutcome:
         self.trials.append(trial)
         away = abs(math.log2(trial.learning_rate / BEST[trial.batch_size]))
         return outcome(trial, 0.9 - 0.1 * away + 0.001 * trial.seed, diverged=away > 4.5)
 
 
-def studied(plan: Plan = PLAN) -> tuple[dict[tuple[str, int, bool], Cell], Trainer]:
+def studied(plan: StudyPlan = PLAN) -> tuple[dict[tuple[str, int, bool], StudyCell], Trainer]:
     trainer = Trainer()
     found = [c for cells in run_plan(plan, trainer) for c in cells]
     return {(c.optimizer, c.batch_size, c.tuned): c for c in found}, trainer
@@ -71,7 +71,7 @@ def test_warm_up_is_a_fifth_of_the_run_at_the_largest_batch_and_shrinks_with_the
 
 
 def test_without_tuning_only_the_base_batch_is_searched() -> None:
-    plan = Plan(PLAN.optimizers, PLAN.steps, PLAN.seeds, PLAN.tuning_seeds, tune=False)
+    plan = StudyPlan(PLAN.optimizers, PLAN.steps, PLAN.seeds, PLAN.tuning_seeds, tune=False)
     cells, trainer = studied(plan)
     assert not any(tuned for *_, tuned in cells)
     assert {t.batch_size for t in trainer.trials if t.seed in PLAN.tuning_seeds} == {32}

@@ -10,10 +10,10 @@ from rich.console import Console
 from study_runs import cell, outcome
 
 from jaxdist.errors import RunError
-from jaxdist.study.plan import Cell
+from jaxdist.study.plan import StudyCell
 from jaxdist.study.plot import batch_scaling_figure, plot_batch_scaling
 from jaxdist.study.table import markdown, verdict
-from jaxdist.study.trial import Outcome, Trial
+from jaxdist.study.trial import Trial, TrialOutcome
 from jaxdist.study.watch import Watch
 
 CELLS = [
@@ -63,9 +63,11 @@ def test_the_verdict_where_nothing_holds() -> None:
     ]
 
 
-def losses(name: str, batch_size: int, loss: float) -> Cell:
+def losses(name: str, batch_size: int, loss: float) -> StudyCell:
     trial = Trial(name, batch_size, 0, 0.1, 0)
-    return Cell(name, batch_size, False, (Outcome(trial, 10, {"loss": loss}, False, 1.0),))
+    return StudyCell(
+        name, batch_size, False, (TrialOutcome(trial, 10, {"loss": loss}, False, 1.0),)
+    )
 
 
 def test_of_a_loss_less_is_better() -> None:
@@ -128,5 +130,5 @@ def test_the_time_left_is_that_of_the_nearest_batch_so_far() -> None:
 
 def test_outcomes_of_one_seed_have_no_spread() -> None:
     assert "| 90.0 |" in markdown(
-        [Cell("sgd", 32, False, (outcome(Trial("sgd", 32, 0, 0.1, 0), 0.9),))]
+        [StudyCell("sgd", 32, False, (outcome(Trial("sgd", 32, 0, 0.1, 0), 0.9),))]
     )

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from jaxdist.errors import RunError
-from jaxdist.study.trial import Journal, Outcome, Trial, identity
+from jaxdist.study.trial import Journal, Trial, TrialOutcome, identity
 
 TRIAL = Trial("lamb", 64, 3, 0.01, 7)
-DONE = Outcome(TRIAL, 40, {"loss": 0.5, "accuracy": 0.9}, False, 1.5)
-BROKEN = Outcome(TRIAL, 40, {"loss": math.nan, "accuracy": 0.1}, True, 1.5)
+DONE = TrialOutcome(TRIAL, 40, {"loss": 0.5, "accuracy": 0.9}, False, 1.5)
+BROKEN = TrialOutcome(TRIAL, 40, {"loss": math.nan, "accuracy": 0.1}, True, 1.5)
 
 
 def test_a_journal_gives_back_what_was_added(tmp_path: Path) -> None:
@@ -69,9 +69,9 @@ def test_identity_is_of_the_values_not_of_their_order() -> None:
 
 
 def test_scores_put_better_runs_first() -> None:
-    better = Outcome(TRIAL, 40, {"loss": 0.4, "accuracy": 0.9}, False, 1.0)
-    text = Outcome(TRIAL, 40, {"loss": 0.5}, False, 1.0)
-    less = Outcome(TRIAL, 40, {"loss": 0.4}, False, 1.0)
+    better = TrialOutcome(TRIAL, 40, {"loss": 0.4, "accuracy": 0.9}, False, 1.0)
+    text = TrialOutcome(TRIAL, 40, {"loss": 0.5}, False, 1.0)
+    less = TrialOutcome(TRIAL, 40, {"loss": 0.4}, False, 1.0)
     assert better.score > DONE.score > BROKEN.score
     assert less.score > text.score
     assert (DONE.metric, text.metric) == ("accuracy", "loss")

@@ -9,7 +9,7 @@ from jaxdist.config import Document, validate
 from jaxdist.data.images.dataset import ImagesConfig
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import ExperimentConfig, build, explain_config
-from jaxdist.optim.batch_scaling import Stage
+from jaxdist.optim.batch_scaling import BatchPhase
 from jaxdist.train.plan import TrainConfig, explain, plan_learning_rate, plan_stages
 
 RAMP = {"start_batch_size": 16, "increment": 16, "ramp_examples": 160}
@@ -36,21 +36,21 @@ def stages(**train):
 
 
 def test_one_stage_without_more_ado():
-    assert stages(steps=7) == (Stage(0, 7, 64),)
-    assert stages(epochs=2.0) == (Stage(0, 31, 64),)
-    assert stages(epochs=1e-3) == (Stage(0, 1, 64),)
+    assert stages(steps=7) == (BatchPhase(0, 7, 64),)
+    assert stages(epochs=2.0) == (BatchPhase(0, 31, 64),)
+    assert stages(epochs=1e-3) == (BatchPhase(0, 1, 64),)
 
 
 def test_a_ramp_of_so_many_steps_or_epochs():
-    rising = (Stage(0, 4, 16), Stage(4, 2, 32), Stage(6, 1, 48))
-    assert stages(steps=20, batch_ramp=RAMP) == (*rising, Stage(7, 13, 64))
+    rising = (BatchPhase(0, 4, 16), BatchPhase(4, 2, 32), BatchPhase(6, 1, 48))
+    assert stages(steps=20, batch_ramp=RAMP) == (*rising, BatchPhase(7, 13, 64))
     # 2000 examples, of which the ramp takes 4 x 16 + 2 x 32 + 48 = 176.
-    assert stages(epochs=2.0, batch_ramp=RAMP) == (*rising, Stage(7, 29, 64))
+    assert stages(epochs=2.0, batch_ramp=RAMP) == (*rising, BatchPhase(7, 29, 64))
 
 
 def test_phases_of_so_many_steps_or_epochs():
-    assert stages(steps=20, phases=PHASES) == (Stage(0, 12, 32), Stage(12, 8, 16))
-    assert stages(epochs=0.64, phases=PHASES) == (Stage(0, 15, 32), Stage(15, 10, 16))
+    assert stages(steps=20, phases=PHASES) == (BatchPhase(0, 12, 32), BatchPhase(12, 8, 16))
+    assert stages(epochs=0.64, phases=PHASES) == (BatchPhase(0, 15, 32), BatchPhase(15, 10, 16))
 
 
 def test_what_was_derived_is_explained():

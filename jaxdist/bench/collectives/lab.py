@@ -16,7 +16,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -37,6 +36,7 @@ from jaxdist.runtime.connection import connected
 from jaxdist.runtime.environment import plan_environment
 from jaxdist.runtime.hardware import DEVICES, Link
 from jaxdist.runtime.processes import find_processes
+from jaxdist.types import Json
 
 PAYLOAD_BYTES = 4 * 2**20
 WIRE_GOAL = "<= 1.15"
@@ -213,7 +213,7 @@ def _shown(hosts: lab.Lab, payload_bytes: int) -> str:
 # What each host runs.
 
 
-def host(task: Mapping[str, Any]) -> list[Measured]:
+def host(task: Mapping[str, Json]) -> list[Measured]:
     """Time the task's algorithms among all processes; the same on each of them."""
     sizes = Split(dcn=task["sites"], ici=task["hosts_per_site"])
     mesh = build_mesh(MeshConfig(data=sizes))

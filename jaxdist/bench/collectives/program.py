@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import numpy as np
@@ -11,6 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxdist.mesh import Device
+from jaxdist.types import PyTree
 
 
 def make_mesh(devices: Sequence[Device], sizes: Sequence[int], names: Sequence[str]) -> Mesh:
@@ -25,7 +25,7 @@ def split(mesh: Mesh) -> NamedSharding:
 
 
 def compile_local(
-    function: Callable[[Any], Any], mesh: Mesh, tree: Any, *, donate: bool = False
+    function: Callable[[PyTree], PyTree], mesh: Mesh, tree: PyTree, *, donate: bool = False
 ) -> jax.stages.Compiled:
     """A function of one device's own tree, for a global tree (of arrays or shapes) that is `split`.
 

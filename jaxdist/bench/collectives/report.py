@@ -14,7 +14,7 @@ from jaxdist.bench.collectives import lab as collectives_lab
 from jaxdist.bench.collectives import plot as collectives_plot
 from jaxdist.bench.collectives import time as collectives_time
 from jaxdist.bench.collectives import traffic as collectives_traffic
-from jaxdist.bench.collectives.traffic import Row
+from jaxdist.bench.collectives.traffic import TrafficRow
 from jaxdist.bench.core.harness import REPEATS
 from jaxdist.bench.core.report import Figure, Report
 
@@ -58,7 +58,7 @@ def bench(
     return Report("collectives", figures, [sizes, collectives_traffic.listing(rows)])
 
 
-def traffic_figures() -> tuple[list[Figure], list[Row]]:
+def traffic_figures() -> tuple[list[Figure], list[TrafficRow]]:
     """Compiled programs beside the formulas: for the CPU, and for a TPU where libtpu is here."""
     rows = collectives_traffic.measure("cpu")
     figures = collectives_traffic.figures("cpu", rows)

@@ -6,7 +6,7 @@ import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +153,7 @@ def by_size(
     """Seconds of one all-reduce: algorithm to bytes to the median."""
     seconds: dict[str, dict[int, float]] = {}
     for size_bytes in sizes:
-        runs: dict[str, Callable[[], Any]] = {
+        runs: dict[str, Callable[[], object]] = {
             label(algorithm): Reduction(algorithm, size_bytes, devices) for algorithm in algorithms
         }
         times = GLOO_TIMES if size_bytes <= MEBIBYTE else 1
@@ -165,7 +165,7 @@ def by_size(
     return seconds
 
 
-def rotate(runs: Mapping[Name, Callable[[], Any]], least_seconds: float) -> dict[Name, Sample]:
+def rotate(runs: Mapping[Name, Callable[[], object]], least_seconds: float) -> dict[Name, Sample]:
     """Time callables in turn, round after round, the first round not counted.
 
     Args:

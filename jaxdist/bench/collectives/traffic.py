@@ -24,7 +24,7 @@ from jaxdist.bench.core.report import Figure, Listing
 from jaxdist.collectives import operations
 from jaxdist.collectives.algorithms.auto import FLAT, HIERARCHICAL, label
 from jaxdist.collectives.algorithms.xla import Xla
-from jaxdist.collectives.contract import KINDS, Algorithm, Kind
+from jaxdist.collectives.contract import KINDS, Algorithm, Operation
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.hlo.parse import Module, parse
 from jaxdist.hlo.schedule import kind_of
@@ -51,7 +51,7 @@ TIMEOUT_SECONDS = 280.0
 
 
 @dataclass(frozen=True)
-class Row:
+class TrafficRow:
     """One compiled collective: measured beside the formula."""
 
     platform: str
@@ -65,7 +65,7 @@ class Row:
     formula_steps: int
 
 
-def measure(platform: str) -> list[Row]:
+def measure(platform: str) -> list[TrafficRow]:
     """The rows of "cpu" or "tpu", compiled in a process of its own.
 
     Raises:
@@ -77,7 +77,7 @@ def measure(platform: str) -> list[Row]:
         environ=child.compiling_on(max(CPU_SIZES) if platform == "cpu" else None),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [Row(**{**values, "sizes": tuple(values["sizes"])}) for values in found]
+    return [TrafficRow(**{**values, "sizes": tuple(values["sizes"])}) for values in found]
 
 
 def command(platform: str) -> list[str]:
@@ -85,7 +85,7 @@ def command(platform: str) -> list[str]:
     return child.module("jaxdist.bench.collectives.traffic", platform)
 
 
-def figures(platform: str, found: Sequence[Row]) -> list[Figure]:
+def figures(platform: str, found: Sequence[TrafficRow]) -> list[Figure]:
     """Bytes and steps of the row that is farthest from its formula, either way."""
     stepped = [row for row in found if row.steps is not None]
     by_bytes = max(found, key=lambda row: _off(row.sent_bytes, row.formula_bytes))
@@ -113,9 +113,9 @@ def figures(platform: str, found: Sequence[Row]) -> list[Figure]:
     ]
 
 
-def listing(found: Sequence[Row]) -> Listing:
+def listing(found: Sequence[TrafficRow]) -> Listing:
     """For each algorithm: how many programs, and how far the worst of them is off."""
-    groups: dict[tuple[str, str], list[Row]] = {}
+    groups: dict[tuple[str, str], list[TrafficRow]] = {}
     for row in found:
         groups.setdefault((row.platform, row.algorithm), []).append(row)
     return Listing(
@@ -125,7 +125,7 @@ def listing(found: Sequence[Row]) -> Listing:
     )
 
 
-def _worst(found: Sequence[Row]) -> tuple[str, str | None]:
+def _worst(found: Sequence[TrafficRow]) -> tuple[str, str | None]:
     in_bytes = max(_off(row.sent_bytes, row.formula_bytes) for row in found)
     in_steps = [_off(row.steps, row.formula_steps) for row in found if row.steps is not None]
     return f"{in_bytes:.3f}", f"{max(in_steps):.3f}" if in_steps else None
@@ -138,11 +138,11 @@ def _off(measured: float, formula: float) -> float:
     return max(measured / formula, formula / measured) if measured and formula else math.inf
 
 
-def _name(row: Row) -> str:
+def _name(row: TrafficRow) -> str:
     return f"{row.kind} by {row.algorithm} on {'x'.join(map(str, row.sizes))} devices"
 
 
-def rows(platform: str, devices: Sequence[Device], counts: Sequence[int]) -> Iterator[Row]:
+def rows(platform: str, devices: Sequence[Device], counts: Sequence[int]) -> Iterator[TrafficRow]:
     """Compile everything that fits the devices."""
     for count in counts:
         kinds = KINDS if count in ALL_KINDS_SIZES[platform] else KINDS[:1]
@@ -158,9 +158,9 @@ def row(
     platform: str,
     devices: Sequence[Device],
     algorithm: Algorithm,
-    kind: Kind,
+    kind: Operation,
     sizes: tuple[int, ...],
-) -> Row:
+) -> TrafficRow:
     """One collective over `sizes` devices, read from its program.
 
     Fewer devices than there are form groups of their own beside one another on a TPU, whose
@@ -175,7 +175,7 @@ def row(
     formula = algorithm.traffic(kind, payload_bytes, sizes if len(sizes) > 1 else count)
     found = ledger(compiled, mesh)
     own = isinstance(algorithm, Xla)
-    return Row(
+    return TrafficRow(
         platform,
         label(algorithm),
         kind,
@@ -188,7 +188,7 @@ def row(
 
 
 def compile_collective(
-    mesh: Mesh, names: tuple[str, ...], algorithm: Algorithm, kind: Kind, count: int
+    mesh: Mesh, names: tuple[str, ...], algorithm: Algorithm, kind: Operation, count: int
 ) -> jax.stages.Compiled:
     """The program of one call on a payload of `count` times `ELEMENTS_PER_DEVICE` floats."""
     operation = partial(getattr(operations, kind), axis=names, algorithm=algorithm)

@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxdist.errors import RunError
 from jaxdist.runtime.environment import plan_environment
+from jaxdist.types import JsonObject
 
 QUICK_FLAG = "--xla_backend_optimization_level=0"
 """LLVM's effort, which decides neither memory nor collectives nor FLOPs: half the time on CPU."""
@@ -23,7 +24,7 @@ def records(
     what: str,
     environ: Mapping[str, str],
     timeout_seconds: float | None = None,
-) -> list[dict[str, Any]]:
+) -> list[JsonObject]:
     """What a program gives to `show`.
 
     Args:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jaxdist.errors import RunError
 
@@ -46,8 +46,8 @@ class Sample:
 
 
 def interleave(
-    ours: Callable[[], Any],
-    reference: Callable[[], Any],
+    ours: Callable[[], object],
+    reference: Callable[[], object],
     *,
     warmup: int = WARMUP,
     repeats: int = REPEATS,
@@ -165,7 +165,7 @@ def _in_turn(index: int, ours: Callable[[], T], reference: Callable[[], T]) -> t
     return ours(), first
 
 
-def _seconds(call: Callable[[], Any]) -> float:
+def _seconds(call: Callable[[], object]) -> float:
     gc.collect()
     start = time.perf_counter()
     call()

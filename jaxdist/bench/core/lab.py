@@ -35,7 +35,7 @@ _MOST = 64
 
 
 @dataclass(frozen=True)
-class Link:
+class LabLink:
     """One kind of link, the same in both directions.
 
     Attributes:
@@ -59,7 +59,7 @@ class Link:
     def payload_bytes_per_s(self) -> float:
         """What TCP carries when the link is full.
 
-        >>> round(Link(200e6).payload_bytes_per_s / 1e6, 2)
+        >>> round(LabLink(200e6).payload_bytes_per_s / 1e6, 2)
         23.91
         """
         return self.bits_per_s / 8 * SEGMENT_BYTES / FRAME_BYTES
@@ -81,8 +81,8 @@ class Lab:
 
     sites: int = 2
     hosts_per_site: int = 1
-    across: Link = Link(200e6)
-    inside: Link = Link(10e9)
+    across: LabLink = LabLink(200e6)
+    inside: LabLink = LabLink(10e9)
 
     def __post_init__(self) -> None:
         for name in ("sites", "hosts_per_site"):
@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="+", help="what each host runs, after --")
     given = parser.parse_args(arguments)
     try:
-        across = Link(given.mbit_per_s * 1e6, given.delay_ms / 1e3)
+        across = LabLink(given.mbit_per_s * 1e6, given.delay_ms / 1e3)
         lab = Lab(given.sites, given.hosts_per_site, across)
         reason = unavailable(lab)
         if reason is not None:

@@ -7,21 +7,21 @@ to choose. Dims: B batch, L sequence, D embed, H heads, d head_dim, F mlp, V voc
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
-Params = Any
+from jaxdist.types import OptState, Params, Shardings
+
 Batch = Mapping[str, jax.Array]
-State = tuple[Params, Any]
+State = tuple[Params, OptState]
 
 
 def plain_step(
     loss: Callable[[Params, Batch], jax.Array],
     optimizer: optax.GradientTransformation,
-    shardings: Any,
+    shardings: Shardings,
 ) -> Callable[[State, Batch], tuple[State, jax.Array]]:
     """(params, opt_state), batch to the new state, and loss and gradient norm (float32 `[2]`).
 

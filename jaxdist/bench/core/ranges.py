@@ -13,10 +13,10 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxdist.bench.core.report import Report, holds, show, versions
 from jaxdist.errors import JaxdistError
+from jaxdist.types import Json, JsonObject
 
 ENOUGH_RUNS = 5
 """Fewer say little about how far a machine moves a figure."""
@@ -91,7 +91,7 @@ def processor() -> str:
     return names[0] if names else "processor"
 
 
-def read_runs(path: Path) -> list[dict[str, Any]]:
+def read_runs(path: Path) -> list[JsonObject]:
     """The recorded runs of a bench, the oldest first.
 
     Raises:
@@ -108,7 +108,7 @@ def read_runs(path: Path) -> list[dict[str, Any]]:
     return runs
 
 
-def ranges(runs: Sequence[Mapping[str, Any]]) -> list[Range]:
+def ranges(runs: Sequence[Mapping[str, Json]]) -> list[Range]:
     """Each figure of the runs, in the order of the newest.
 
     >>> run = {"figures": [{"name": "step", "ratio": 1.5, "goal": "<= 2"}]}
@@ -118,7 +118,7 @@ def ranges(runs: Sequence[Mapping[str, Any]]) -> list[Range]:
     (2.5, False)
     """
     ratios: dict[str, list[float]] = {}
-    newest: dict[str, Mapping[str, Any]] = {}
+    newest: dict[str, Mapping[str, Json]] = {}
     for run in reversed(runs):
         for figure in run["figures"]:
             if figure["ratio"] is not None:
@@ -137,7 +137,7 @@ def ranges(runs: Sequence[Mapping[str, Any]]) -> list[Range]:
     ]
 
 
-def _shown(figure: Mapping[str, Any], key: str) -> str:
+def _shown(figure: JsonObject, key: str) -> str:
     value = figure.get(key)
     return "" if value is None else show(value, figure["unit"])
 
@@ -169,7 +169,7 @@ def markdown(directory: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _section(bench: str, runs: Sequence[Mapping[str, Any]]) -> list[str]:
+def _section(bench: str, runs: Sequence[Mapping[str, Json]]) -> list[str]:
     machines = sorted({run["machine"] for run in runs})
     days = sorted({run["date"] for run in runs})
     count = f"{len(runs)} run" + ("s" if len(runs) > 1 else "")

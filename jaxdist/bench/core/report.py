@@ -9,7 +9,6 @@ import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +17,7 @@ from jaxdist.bench.core.harness import Sample, paired_ratio
 from jaxdist.errors import JaxdistError
 from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.runtime import environment
+from jaxdist.types import Json, JsonObject
 
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 _GOAL = re.compile(r"(<=|>=)\s*(\d+(?:\.\d+)?)")
@@ -99,7 +99,7 @@ class Figure:
         """Whether the ratio meets the goal; None without a goal. NaN meets none."""
         return holds(self.goal, self.ratio)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Plain data for the report; numbers that are not finite become null."""
         numbers = {
             "ours": self.ours,
@@ -128,9 +128,9 @@ class Listing:
 
     title: str
     columns: Mapping[str, str]
-    rows: Sequence[Sequence[Any]]
+    rows: Sequence[Sequence[Json]]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Plain data: the title, the units, and one mapping a row."""
         rows = [dict(zip(self.columns, row, strict=True)) for row in self.rows]
         return {"title": self.title, "units": dict(self.columns), "rows": rows}
@@ -147,7 +147,7 @@ class Listing:
         return table
 
 
-def _cell(value: Any, unit: str) -> str:
+def _cell(value: Json, unit: str) -> str:
     if value is None:
         return ""
     return show(value, unit) if isinstance(value, int | float) else str(value)
@@ -161,7 +161,7 @@ class Report:
     figures: Sequence[Figure]
     listings: Sequence[Listing] = ()
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> JsonObject:
         """Plain data: `bench`, `versions` and `figures`; `listings` where there are any."""
         figures = [figure.as_json() for figure in self.figures]
         report = {"bench": self.bench, "versions": versions(), "figures": figures}
@@ -204,7 +204,7 @@ class Report:
             console.print(listing.table())
 
 
-def versions() -> dict[str, Any]:
+def versions() -> JsonObject:
     """What the figures were measured on; starts the jax backend."""
     import jax
 

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from jaxdist.errors import RunError
 from jaxdist.runtime.environment import has_idle_libtpu, plan_environment, plan_tunables
+from jaxdist.types import JsonObject
 
 PATIENCE_SECONDS = 300.0
 """For one answer; the first comes after compilation."""
@@ -46,13 +46,13 @@ class Team:
         seconds = max(answer["seconds"] for answer in found) / steps
         return seconds, statistics.mean(answer["loss"] for answer in found)
 
-    def answers(self) -> list[dict[str, Any]]:
+    def answers(self) -> list[JsonObject]:
         """One of each process, in order; the first that fails is heard though others wait for it.
 
         Raises:
           RunError: a process has ended, or says nothing.
         """
-        found: dict[int, dict[str, Any]] = {}
+        found: dict[int, JsonObject] = {}
         with selectors.DefaultSelector() as waiting:
             for rank, process in enumerate(self.processes):
                 assert process.stdout is not None
@@ -69,7 +69,7 @@ class Team:
                     waiting.unregister(key.fileobj)
         return [found[rank] for rank in range(len(self.processes))]
 
-    def _read(self, rank: int) -> dict[str, Any]:
+    def _read(self, rank: int) -> JsonObject:
         process = self.processes[rank]
         assert process.stdout is not None
         if line := process.stdout.readline():

@@ -44,7 +44,7 @@ TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Cell:
+class MemoryCell:
     """The temporaries of one program, on one device."""
 
     name: str
@@ -62,15 +62,15 @@ class Growth:
       cells: in order of microbatches.
     """
 
-    cells: tuple[Cell, ...]
+    cells: tuple[MemoryCell, ...]
 
     @property
-    def last(self) -> Cell:
+    def last(self) -> MemoryCell:
         """The most microbatches."""
         return self.cells[-1]
 
     @property
-    def full(self) -> Cell:
+    def full(self) -> MemoryCell:
         """The fewest microbatches that fill the pipeline."""
         return next(c for c in self.cells if c.microbatches >= FLAT_FROM * c.stages)
 
@@ -80,15 +80,15 @@ class Growth:
         return self.last.temp_bytes / self.full.temp_bytes
 
 
-def cell(name: str, activations: Activations, stages: int, microbatches: int) -> Cell:
+def cell(name: str, activations: Activations, stages: int, microbatches: int) -> MemoryCell:
     """One program, compiled and not run."""
     ticks = lower(BUILDS[name](stages, microbatches), activations=activations)
     given = arguments(SIZE, stages, microbatches)
     made = compile_step(executor(ticks, parts()), stage_mesh(stages), given, ticks.placement)
-    return Cell(name, activations, stages, microbatches, memory(made.step).temp_bytes)
+    return MemoryCell(name, activations, stages, microbatches, memory(made.step).temp_bytes)
 
 
-def measure() -> list[Cell]:
+def measure() -> list[MemoryCell]:
     """Every cell, compiled in a process with a device for each stage.
 
     Raises:
@@ -100,16 +100,16 @@ def measure() -> list[Cell]:
         environ=child.compiling_on(STAGES),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [Cell(**values) for values in found]
+    return [MemoryCell(**values) for values in found]
 
 
-def growths(cells: Iterable[Cell]) -> list[Growth]:
+def growths(cells: Iterable[MemoryCell]) -> list[Growth]:
     """The cells of each schedule and policy together; they stand so already."""
     groups = groupby(cells, key=lambda one: (one.name, one.activations))
     return [Growth(tuple(group)) for _, group in groups]
 
 
-def figures(cells: Sequence[Cell]) -> list[Figure]:
+def figures(cells: Sequence[MemoryCell]) -> list[Figure]:
     """The 1F1B that grows most, and the GPipe that grows least."""
     found = growths(cells)
     flat = max((g for g in found if g.last.name != "gpipe"), key=lambda g: g.ratio)
@@ -130,7 +130,7 @@ def _figure(name: str, growth: Growth, goal: str) -> Figure:
     )
 
 
-def listing(cells: Sequence[Cell]) -> Listing:
+def listing(cells: Sequence[MemoryCell]) -> Listing:
     """Every schedule and policy, a column for each number of microbatches."""
     found = growths(cells)
     counts = [one.microbatches for one in found[0].cells]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.pipeline.executor.execute import run
-from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
 from jaxdist.parallel.pipeline.model.chunks import to_stages
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.types import Params, PyTree
 
 AXIS = "stage"
 PASSES: dict[Activations, int] = {"recompute": 4, "stash": 3}
 """Forward, gradient of the input, gradient of the weights, and forward once more: as many FLOPs."""
 
-Tell = Callable[[Kind], None]
+Tell = Callable[[TaskKind], None]
 """Called by each pass of a chunk: FORWARD, INPUT or WEIGHT."""
 
 
@@ -58,9 +59,9 @@ class Arguments(NamedTuple):
       rows: the batch, `[M, R, D]`.
     """
 
-    weights: Any
-    scale: Any
-    rows: Any
+    weights: PyTree
+    scale: PyTree
+    rows: PyTree
 
 
 def arguments(size: Size, chunks: int, microbatches: int) -> Arguments:
@@ -75,10 +76,10 @@ def arguments(size: Size, chunks: int, microbatches: int) -> Arguments:
     return Arguments(weights, np.float32(0.5), normal(microbatches, size.rows, width))
 
 
-def parts(tell: Tell | None = None) -> Parts:
+def parts(tell: Tell | None = None) -> ModelFns:
     """Residual tanh layers; embedding and head without matmuls."""
 
-    def embed(scale: Any, visit: Visit) -> jax.Array:
+    def embed(scale: Params, visit: Visit) -> jax.Array:
         return visit.rows * scale
 
     def blocks(weights_NDD: jax.Array, x_RD: jax.Array, visit: Visit) -> jax.Array:
@@ -88,35 +89,35 @@ def parts(tell: Tell | None = None) -> Parts:
             x_RD = x_RD + jnp.tanh(x_RD @ weights_DD)
         return x_RD
 
-    def head(scale: Any, x_RD: jax.Array, visit: Visit) -> tuple[jax.Array, Any]:
+    def head(scale: Params, x_RD: jax.Array, visit: Visit) -> tuple[jax.Array, PyTree]:
         total = jnp.mean((x_RD * scale) ** 2)
         return total, total
 
-    return Parts(embed, blocks, head)
+    return ModelFns(embed, blocks, head)
 
 
 Both = tuple[jax.Array, jax.Array]
 
 
-def _announced(tell: Tell, weights: jax.Array, x: jax.Array) -> Both:
+def _announced(tell: Tell, weights: PyTree, x: jax.Array) -> Both:
     """Both as they are; each pass through what is made of them calls the host on its way."""
 
-    def forward(weights: jax.Array, x: jax.Array) -> Both:
-        return weights, _by_host(tell, Kind.FORWARD, x)
+    def forward(weights: PyTree, x: jax.Array) -> Both:
+        return weights, _by_host(tell, TaskKind.FORWARD, x)
 
     def backward(_: None, gradients: Both) -> Both:
         of_weights, of_x = gradients
-        return _by_host(tell, Kind.WEIGHT, of_weights), _by_host(tell, Kind.INPUT, of_x)
+        return _by_host(tell, TaskKind.WEIGHT, of_weights), _by_host(tell, TaskKind.INPUT, of_x)
 
     given = jax.custom_vjp(forward)
     given.defvjp(lambda weights, x: (forward(weights, x), None), backward)
     return given(weights, x)
 
 
-def _by_host(tell: Tell, kind: Kind, x: jax.Array) -> jax.Array:
+def _by_host(tell: Tell, kind: TaskKind, x: jax.Array) -> jax.Array:
     """x, which the compiler can neither drop nor have before `tell` is done."""
 
-    def callback(*_: Any) -> None:
+    def callback(*_: object) -> None:
         tell(kind)
 
     shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -141,11 +142,11 @@ class Program(NamedTuple):
         return jax.block_until_ready(self.step(*self.arguments))
 
 
-Local = Callable[[Any, Any, Any], Found]
+Local = Callable[[Params, Params, PyTree], Found]
 """A step on one stage: (its chunks, scale, rows) to loss and gradients."""
 
 
-def executor(ticks: Ticks, model: Parts) -> Local:
+def executor(ticks: Ticks, model: ModelFns) -> Local:
     """The package's own."""
     return partial(run, ticks, model, axis=AXIS)
 

@@ -18,7 +18,6 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from jaxdist.bench.core.report import Figure, Listing, Report
 from jaxdist.bench.core.team import Command, Team, one_round, started
 from jaxdist.bench.zero.race import missing
 from jaxdist.errors import RunError
+from jaxdist.types import JsonObject
 
 TORCH = Path(__file__).with_name("peer")
 STAGES, CHUNKS = 2, 2
@@ -36,7 +36,7 @@ MICROBATCHES, ROWS, WINDOW = 8, 2, 128
 """ROWS in each microbatch."""
 STEPS, WARMUP, REPEATS = 2, 3, 9
 GOAL, LOSS_TOLERANCE = ">= 1", 1e-4
-PIPELINES: Mapping[str, dict[str, Any]] = {
+PIPELINES: Mapping[str, JsonObject] = {
     "gpipe": {"schedule": {"type": "gpipe"}},
     "1f1b": {"schedule": {"type": "1f1b"}, "ahead": True},
     "interleaved": {"schedule": {"type": "interleaved", "chunks": CHUNKS}},
@@ -107,10 +107,10 @@ def teams() -> Iterator[list[Team]]:
             yield found
 
 
-def ours_config(kind: str) -> dict[str, Any]:
+def ours_config(kind: str) -> JsonObject:
     """Our experiment; its loop over layers is unrolled, as torch has none."""
     sizes = {name: SIZES[name] for name in ("layers", "embed", "heads", "mlp")}
-    config: dict[str, Any] = {
+    config: JsonObject = {
         "model": {"type": "gpt", **sizes, "scan_unroll": SIZES["layers"], "remat": "elementwise"},
         "data": {"type": "synthetic", "kind": "tokens", "window": WINDOW, "heldout_examples": 0},
         "optim": {"type": "adamw", "learning_rate": 1e-3},

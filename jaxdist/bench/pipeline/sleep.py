@@ -33,7 +33,7 @@ from jaxdist.parallel.pipeline.schedules.derived import eager
 from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
 from jaxdist.parallel.pipeline.schedules.simulate import simulate
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
 from jaxdist.runtime.environment import plan_environment
@@ -43,7 +43,7 @@ STAGES, ROUNDS = (4, 8), 2
 GOAL = "<= 1.05"
 UNIT_SECONDS = 0.04
 """Long beside what the host takes to begin a task."""
-UNITS = {Kind.FORWARD: 1.0, Kind.INPUT: 1.25, Kind.WEIGHT: 0.75, Kind.FULL: 2.0}
+UNITS = {TaskKind.FORWARD: 1.0, TaskKind.INPUT: 1.25, TaskKind.WEIGHT: 0.75, TaskKind.FULL: 2.0}
 """Of a task of any chunk; a FULL task sleeps for both of its halves."""
 REPEATS = 3
 SIZE = Size(rows=1, features=2, layers=1)
@@ -86,7 +86,7 @@ class Slept:
 def sleeping(ticks: Ticks, unit_seconds: float) -> Program:
     """A step whose passes sleep and compute next to nothing."""
 
-    def sleep(kind: Kind) -> None:
+    def sleep(kind: TaskKind) -> None:
         time.sleep(UNITS[kind] * unit_seconds)
 
     given = arguments(SIZE, ticks.chunks, ticks.microbatches)
@@ -106,7 +106,7 @@ def play(
         start = time.perf_counter()
         program()
         walls.append(time.perf_counter() - start)
-    costs = Costs(*(UNITS[kind] for kind in (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)))
+    costs = Costs(*(UNITS[kind] for kind in (TaskKind.FORWARD, TaskKind.INPUT, TaskKind.WEIGHT)))
     return Slept(
         name,
         stages,

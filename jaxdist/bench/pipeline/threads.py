@@ -16,8 +16,8 @@ from jaxdist.bench.core.report import Figure, Listing
 from jaxdist.parallel.pipeline.planning.costs import Costs
 from jaxdist.parallel.pipeline.schedules.check import check
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.order import Key, key, needed
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task
+from jaxdist.parallel.pipeline.schedules.order import Dependency, key, needed
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind
 from jaxdist.parallel.pipeline.schedules.simulate import Span, simulate
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
 from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
@@ -37,7 +37,7 @@ STAGES = (4, 8)
 class _Message(NamedTuple):
     """What a stage needs of another one, and when it arrives, by `time.monotonic`."""
 
-    key: Key
+    key: Dependency
     arrives: float
 
 
@@ -49,7 +49,7 @@ class _Stage:
         self.durations = costs.durations(schedule.chunks)
         self.transfers = costs.transfers(schedule.chunks)
         self.inbox: SimpleQueue[_Message] = SimpleQueue()
-        self.arrivals: dict[Key, float] = {}
+        self.arrivals: dict[Dependency, float] = {}
 
     def run(self, peers: Sequence[_Stage], begin: float) -> list[Span]:
         """Every task in turn; the times by `time.monotonic`, in seconds."""
@@ -69,10 +69,10 @@ class _Stage:
         return spans
 
     def _tell(self, task: Task, peers: Sequence[_Stage], end: float) -> None:
-        if task.kind is Kind.WEIGHT:
+        if task.kind is TaskKind.WEIGHT:
             return
         self.arrivals[key(task)] = end
-        to = task.chunk + (1 if task.kind is Kind.FORWARD else -1)
+        to = task.chunk + (1 if task.kind is TaskKind.FORWARD else -1)
         if not 0 <= to < self.schedule.chunks:
             return
         home = self.schedule.placement[to]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +35,12 @@ from jaxdist.bench.pipeline.program import (
 )
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import NONE, Activations, Ticks
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 from jaxdist.runtime.environment import plan_environment
+from jaxdist.types import Params, PyTree
 
 STAGES, ROUNDS = 4, (1, 2, 4)
 """Stages, and microbatches per stage."""
@@ -53,7 +54,7 @@ TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
-class Cell:
+class WorkCell:
     """The executor with 1F1B, and the usual form, at one number of microbatches.
 
     Attributes:
@@ -76,15 +77,15 @@ class Cell:
     scan_seconds: tuple[float, ...] = ()
 
 
-def usual_scan(model: Parts, stages: int, microbatches: int, activations: Activations) -> Local:
+def usual_scan(model: ModelFns, stages: int, microbatches: int, activations: Activations) -> Local:
     """The usual form; layers are computed again in its backward pass where ours are."""
     last, right = stages - 1, [(s, s + 1) for s in range(stages - 1)]
     blocks = jax.checkpoint(model.blocks) if activations == "recompute" else model.blocks
 
-    def loss(own: Any, shared: Any, rows: Any) -> tuple[jax.Array, Any]:
+    def loss(own: Params, shared: Params, rows: PyTree) -> tuple[jax.Array, PyTree]:
         here = lax.axis_index(AXIS)
 
-        def tick(arrived: Any, number: jax.Array) -> tuple[Any, Any]:
+        def tick(arrived: PyTree, number: jax.Array) -> tuple[PyTree, PyTree]:
             visit = Visit(rows[jnp.minimum(number, microbatches - 1)], here, None)
             x = jnp.where(here == 0, model.embed(shared, visit), arrived)
             y = blocks(own, x, visit)
@@ -98,7 +99,7 @@ def usual_scan(model: Parts, stages: int, microbatches: int, activations: Activa
         )
         return total, sums
 
-    def local(chunks: Any, shared: Any, rows: Any) -> Found:
+    def local(chunks: Params, shared: Params, rows: PyTree) -> Found:
         (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(chunks[0], shared, rows)
         return Found(grads[0][None], *lax.psum((grads[1], sums), AXIS))
 
@@ -127,7 +128,7 @@ def executed_flops(ticks: Ticks, found: Ledger) -> float:
     return found.flops_high / ticks.ticks * float(tasks[0])
 
 
-def cell(stages: int, microbatches: int, activations: Activations, *, timed: bool) -> Cell:
+def cell(stages: int, microbatches: int, activations: Activations, *, timed: bool) -> WorkCell:
     """Both forms compiled, counted, and where `timed` raced; their results are the same."""
     ticks, ours, scan = programs(SIZE, stages, microbatches, activations)
     mesh = stage_mesh(stages)
@@ -136,7 +137,7 @@ def cell(stages: int, microbatches: int, activations: Activations, *, timed: boo
         same(ours(), scan())
         seconds, scan_seconds = interleave(ours, scan, repeats=PAIRS)
     passes, scan_passes = counted(stages, microbatches, activations)
-    return Cell(
+    return WorkCell(
         activations,
         stages,
         microbatches,
@@ -153,7 +154,7 @@ def cell(stages: int, microbatches: int, activations: Activations, *, timed: boo
 
 def counted(stages: int, microbatches: int, activations: Activations) -> tuple[int, int]:
     """Passes that ran in a step of each form."""
-    ran: list[Kind] = []
+    ran: list[TaskKind] = []
     _, *forms = programs(COUNTED, stages, microbatches, activations, ran.append)
     counts = []
     for form in forms:
@@ -170,7 +171,7 @@ def same(ours: Found, scan: Found) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
-def measure() -> list[Cell]:
+def measure() -> list[WorkCell]:
     """Every cell, in a process with a device for each stage.
 
     Raises:
@@ -184,15 +185,17 @@ def measure() -> list[Cell]:
         timeout_seconds=TIMEOUT_SECONDS,
     )
     timed = ("seconds", "scan_seconds")
-    return [Cell(**{**values, **{name: tuple(values[name]) for name in timed}}) for values in found]
+    return [
+        WorkCell(**{**values, **{name: tuple(values[name]) for name in timed}}) for values in found
+    ]
 
 
-def figures(cells: Sequence[Cell]) -> list[Figure]:
+def figures(cells: Sequence[WorkCell]) -> list[Figure]:
     """The most work over the model's, by program and by count, and the time beside the scan's."""
     return [_flops(cells), _passes(cells), *(_time(one) for one in cells if one.seconds)]
 
 
-def _flops(cells: Sequence[Cell]) -> Figure:
+def _flops(cells: Sequence[WorkCell]) -> Figure:
     worst = max(cells, key=lambda one: one.flops / one.model_flops)
     note = (
         f"the busiest of {worst.stages} stages, from the compiled program; the worst of "
@@ -203,7 +206,7 @@ def _flops(cells: Sequence[Cell]) -> Figure:
     return Figure("executed FLOPs over the model's", *pair, WORK_GOAL, "", note)
 
 
-def _passes(cells: Sequence[Cell]) -> Figure:
+def _passes(cells: Sequence[WorkCell]) -> Figure:
     worst = max(cells, key=lambda one: one.passes / one.model_passes)
     note = (
         f"forward, and of both gradients, counted on all {worst.stages} stages while they ran; the "
@@ -214,7 +217,7 @@ def _passes(cells: Sequence[Cell]) -> Figure:
     return Figure("executed passes over the model's", *pair, WORK_GOAL, "", note)
 
 
-def _time(one: Cell) -> Figure:
+def _time(one: WorkCell) -> Figure:
     note = (
         f"{one.microbatches} microbatches, {one.stages} stages that share this machine's cores: "
         "what is not computed is time saved. On accelerators each stage has a device of its own, "
@@ -225,7 +228,7 @@ def _time(one: Cell) -> Figure:
     return Figure.compare(title, *samples, TIME_GOAL, note)
 
 
-def listing(cells: Sequence[Cell]) -> Listing:
+def listing(cells: Sequence[WorkCell]) -> Listing:
     """Every cell: work over the model's."""
     columns = ("activations", "m", "FLOPs", "passes", "scan's FLOPs", "its passes", "(m+p-1)/m")
     rows = []

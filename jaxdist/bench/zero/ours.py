@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import jax
 import numpy as np
@@ -25,6 +25,7 @@ from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.runtime.connection import connected
 from jaxdist.runtime.processes import find_processes
 from jaxdist.train.step import Program
+from jaxdist.types import Json, Params
 
 
 def serve(program: Program, directory: Path, answers: TextIO) -> None:
@@ -58,7 +59,7 @@ def load_batch(shapes: Mapping[str, jax.ShapeDtypeStruct], directory: Path) -> d
     return {name: place(name, like) for name, like in shapes.items()}
 
 
-def torch_weights(params: Any) -> dict[str, np.ndarray]:
+def torch_weights(params: Params) -> dict[str, np.ndarray]:
     """Parameters of our GPT by torch's names: a tensor a layer, kernels `[out, in]`."""
     params = jax.tree.map(np.asarray, params)
     blocks, embed = params["blocks"], params["embedding"].shape[1]
@@ -83,7 +84,7 @@ def main() -> None:
         serve(build(config).program, Path(sys.argv[2]), answers)
 
 
-def _say(answers: TextIO, answer: Mapping[str, Any]) -> None:
+def _say(answers: TextIO, answer: Mapping[str, Json]) -> None:
     print(json.dumps(answer), file=answers, flush=True)
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -21,12 +20,13 @@ from jaxdist.hlo import memory, refused_bytes
 from jaxdist.mesh import Device
 from jaxdist.runtime.topology import topology_devices
 from jaxdist.trees import tree_size
+from jaxdist.types import JsonObject
 
 TOPOLOGY = "v5p:4x4x4"
 TIMEOUT_SECONDS = 1800.0
 WINDOW = 128
 """Tokens on a device. The paper counts states alone, so activations are kept small."""
-MODEL: dict[str, Any] = {
+MODEL: JsonObject = {
     "type": "gpt",
     "layers": 66,
     "embed": 3072,
@@ -70,7 +70,7 @@ def measure() -> list[PaperRow]:
     return [PaperRow(**values) for values in found]
 
 
-def row(stage: int, form: Form, devices: Sequence[Device], model: dict[str, Any]) -> PaperRow:
+def row(stage: int, form: Form, devices: Sequence[Device], model: JsonObject) -> PaperRow:
     """One stage compiled: its peak, or the compiler's refusal."""
     config = {
         "model": model,

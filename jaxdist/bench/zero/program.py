@@ -69,7 +69,7 @@ def bound_bytes(params_bytes: float, stage: int, devices: int) -> float:
 
 
 @dataclass(frozen=True)
-class Row:
+class ZeroRow:
     """One train step of `DEEP` layers; bytes and FLOPs are of one device."""
 
     platform: str
@@ -151,13 +151,13 @@ def row(
     *,
     remat: str = "full",
     memory: bool = False,
-) -> Row:
+) -> ZeroRow:
     """One step read from its program; `memory` compiles a second one, of fewer layers."""
     deep = compile_step(stage, form, devices, layers=DEEP, remat=remat)
     added = None
     if memory:
         added = added_bytes_per_param(deep, compile_step(stage, form, devices, layers=SHALLOW))
-    return Row(
+    return ZeroRow(
         platform=platform,
         devices=len(devices),
         stage=stage,
@@ -172,7 +172,7 @@ def row(
     )
 
 
-def measure(platform: str) -> list[Row]:
+def measure(platform: str) -> list[ZeroRow]:
     """The rows of "cpu" or "tpu", compiled in a process of its own.
 
     Raises:
@@ -184,10 +184,10 @@ def measure(platform: str) -> list[Row]:
         environ=child.compiling_on(max(CPU_COUNTS) if platform == "cpu" else None),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [Row(**values) for values in found]
+    return [ZeroRow(**values) for values in found]
 
 
-def cpu_rows(devices: Sequence[Device]) -> Iterator[Row]:
+def cpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
     """Every stage in both forms with its memory; without remat the first and the last."""
     for count in CPU_COUNTS:
         for stage in STAGES:
@@ -197,7 +197,7 @@ def cpu_rows(devices: Sequence[Device]) -> Iterator[Row]:
         yield row("cpu", devices[: CPU_COUNTS[0]], stage, "explicit", remat="none")
 
 
-def tpu_rows(devices: Sequence[Device]) -> Iterator[Row]:
+def tpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
     """Every stage in the explicit form."""
     for stage in STAGES:
         yield row("tpu", devices, stage, "explicit")

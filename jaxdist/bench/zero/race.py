@@ -19,7 +19,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -27,6 +26,7 @@ from jaxdist.bench.core.harness import Sample, paired_ratio
 from jaxdist.bench.core.report import Figure, Listing, Report
 from jaxdist.bench.core.team import Command, Team, one_round, started
 from jaxdist.errors import RunError
+from jaxdist.types import JsonObject
 
 TORCH = Path(__file__).with_name("torch_peer")
 WORLD = 2
@@ -38,7 +38,7 @@ MICROBATCHES = 4
 fast either way. Stage 3 would gather its parameters for each of them, and takes the batch whole."""
 STEPS, WARMUP, REPEATS = 3, 3, 12
 EFFICIENCY_GOAL, SPEED_GOAL, LOSS_TOLERANCE = ">= 1", ">= 0.8", 1e-4
-FORMS: Mapping[str, dict[str, Any]] = {
+FORMS: Mapping[str, JsonObject] = {
     "ddp": {"reduce": {"type": "halving"}, "zero": {"stage": 0}},
     "fsdp": {"reduce": {"type": "auto"}, "zero": {"stage": 3}},
 }
@@ -122,7 +122,7 @@ def teams() -> Iterator[list[Team]]:
             yield found
 
 
-def ours_config(kind: str) -> dict[str, Any]:
+def ours_config(kind: str) -> JsonObject:
     """Our experiment; its loop over layers is unrolled, as torch has none."""
     world = 1 if kind in ALONE.values() else WORLD
     pieces = MICROBATCHES if kind in ("ddp", ALONE["ddp"]) else 1

@@ -14,7 +14,7 @@ from jaxdist.bench.zero import plot as zero_plot
 from jaxdist.bench.zero import program as zero_program
 from jaxdist.bench.zero import race as zero_race
 from jaxdist.bench.zero.paper import PaperRow
-from jaxdist.bench.zero.program import FLOAT32, Row, bound_bytes, formula_bytes
+from jaxdist.bench.zero.program import FLOAT32, ZeroRow, bound_bytes, formula_bytes
 from jaxdist.runtime.environment import versions
 
 STATE_GOALS = ("<= 1.10", "<= 1.10", "<= 1.10", "<= 1.20")
@@ -55,7 +55,7 @@ def bench(plot: str | os.PathLike[str] | None = None) -> Report:
     return Report("zero", [*figures, *race.figures], listings)
 
 
-def state_figures(rows: Sequence[Row]) -> list[Figure]:
+def state_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
     """What each stage holds over the formula, by number of devices."""
     return [
         Figure(
@@ -71,13 +71,13 @@ def state_figures(rows: Sequence[Row]) -> list[Figure]:
     ]
 
 
-def auto_figures(rows: Sequence[Row]) -> list[Figure]:
+def auto_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
     """The whole peak over that of XLA's own program, at the stage where it is worst."""
     measured = [row for row in rows if row.bytes_per_param is not None]
     auto = {(row.devices, row.stage): row.peak_bytes for row in measured if row.form == "auto"}
     figures, note = [], "the whole peak; the worst of {} stages is {}"
 
-    def pair(row: Row) -> tuple[float, float]:
+    def pair(row: ZeroRow) -> tuple[float, float]:
         return row.peak_bytes, auto[row.devices, row.stage]
 
     for count in sorted({row.devices for row in rows}):
@@ -87,7 +87,7 @@ def auto_figures(rows: Sequence[Row]) -> list[Figure]:
     return figures
 
 
-def sent_figures(rows: Sequence[Row]) -> list[Figure]:
+def sent_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
     """Bytes sent over the bound, at the stage where it is worst."""
     figures = []
     for platform, count in sorted({(row.platform, row.devices) for row in rows}):
@@ -97,7 +97,7 @@ def sent_figures(rows: Sequence[Row]) -> list[Figure]:
     return figures
 
 
-def flops_figures(rows: Sequence[Row]) -> list[Figure]:
+def flops_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
     """FLOPs of the program over the model's own, at the stage where it is worst."""
     figures = []
     for remat, goal in FLOPS_GOALS.items():
@@ -108,8 +108,8 @@ def flops_figures(rows: Sequence[Row]) -> list[Figure]:
 
 def _worst(
     name: str,
-    rows: Sequence[Row],
-    pair: Callable[[Row], tuple[float, float]],
+    rows: Sequence[ZeroRow],
+    pair: Callable[[ZeroRow], tuple[float, float]],
     goal: str,
     unit: str = "B",
     note: str = "the worst of {} programs is stage {}",
@@ -137,11 +137,11 @@ def paper_figures(rows: Sequence[PaperRow]) -> list[Figure]:
     return figures
 
 
-def _bound(row: Row) -> float:
+def _bound(row: ZeroRow) -> float:
     return bound_bytes(4 * row.params, row.stage, row.devices)
 
 
-def listing(rows: Sequence[Row]) -> Listing:
+def listing(rows: Sequence[ZeroRow]) -> Listing:
     """Every program; auto is XLA's own from sharding constraints."""
     columns = ("stage", "form", "remat")
     measured = ("held", "formula", "peak", "sent", "FLOPs")
@@ -160,7 +160,7 @@ def listing(rows: Sequence[Row]) -> Listing:
     )
 
 
-def _measured(row: Row) -> tuple[str | None, ...]:
+def _measured(row: ZeroRow) -> tuple[str | None, ...]:
     show: Callable[[float], str] = "{:.2f}".format
     return (
         None if row.bytes_per_param is None else show(row.bytes_per_param),

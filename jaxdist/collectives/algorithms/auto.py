@@ -16,7 +16,7 @@ from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.collectives.algorithms.tree import Tree
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, CollectiveError, axis_size, names
-from jaxdist.collectives.contract import Algorithm, Combine, Kind, Size, Traffic
+from jaxdist.collectives.contract import Algorithm, Combine, Operation, Size, Traffic
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.config.schema import Config
 from jaxdist.mesh import DCN
@@ -104,12 +104,12 @@ class Auto(Algorithm):
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
         return self._chosen("all_to_all", blocks, axis).all_to_all(blocks, axis)
 
-    def choose(self, kind: Kind, payload_bytes: float, levels: Sequence[Level]) -> Algorithm:
+    def choose(self, kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> Algorithm:
         """The alternative with the least predicted time; of equal ones the first."""
         return min(self.candidates(kind, payload_bytes, levels), key=_seconds).algorithm
 
     def candidates(
-        self, kind: Kind, payload_bytes: float, levels: Sequence[Level]
+        self, kind: Operation, payload_bytes: float, levels: Sequence[Level]
     ) -> list[Candidate]:
         """Every alternative with its prediction, in the order in which equals are preferred."""
         several = sum(level.size > 1 for level in levels) > 1
@@ -119,7 +119,7 @@ class Auto(Algorithm):
             if self.xla or not isinstance(algorithm, Xla)
         ]
 
-    def choose_here(self, kind: Kind, payload_bytes: float, axis: Axis) -> Algorithm:
+    def choose_here(self, kind: Operation, payload_bytes: float, axis: Axis) -> Algorithm:
         """`choose` inside shard_map, on the axes and the device of its mesh."""
         sizes = {name: axis_size(name) for name in names(axis)}
         return self.choose(kind, payload_bytes, self.levels(sizes, here_kind()))
@@ -136,7 +136,9 @@ class Auto(Algorithm):
         """
         return tuple(Level(size, self._link(name, kind)) for name, size in sizes.items())
 
-    def explain(self, kind: Kind, payload_bytes: float, sizes: Mapping[str, int], on: str) -> str:
+    def explain(
+        self, kind: Operation, payload_bytes: float, sizes: Mapping[str, int], on: str
+    ) -> str:
         """The alternatives of one call as a table, the fastest first, and what they are judged by.
 
         Args:
@@ -167,7 +169,7 @@ class Auto(Algorithm):
         header = ("predicted", "of best", "steps", "sent bytes", "algorithm")
         return "\n".join([*lines, *_aligned([header, *rows])])
 
-    def _chosen(self, kind: Kind, x: jax.Array, axis: Axis) -> Algorithm:
+    def _chosen(self, kind: Operation, x: jax.Array, axis: Axis) -> Algorithm:
         return self.choose_here(kind, leaf_bytes(x), axis)
 
     def _link(self, axis: str, kind: str) -> Link:
@@ -185,10 +187,10 @@ class Auto(Algorithm):
             )
         return figures.slow if slow else figures.fast
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         return self.traffic(kind, payload_bytes, (size,))
 
-    def traffic(self, kind: Kind, payload_bytes: float, size: Size) -> Traffic:
+    def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
         """Of the alternative chosen where the last axis is fast and the axes before it are slow.
 
         Without `device` the links are those of the first device that jax has.
@@ -227,7 +229,11 @@ def label(algorithm: Algorithm) -> str:
 
 
 def _row(
-    candidate: Candidate, best: Candidate, kind: Kind, payload_bytes: float, sizes: Sequence[int]
+    candidate: Candidate,
+    best: Candidate,
+    kind: Operation,
+    payload_bytes: float,
+    sizes: Sequence[int],
 ) -> tuple[str, ...]:
     traffic = candidate.algorithm.traffic(kind, payload_bytes, tuple(sizes))
     own = isinstance(candidate.algorithm, Xla)

@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives.axis import Axis, permute, rank
-from jaxdist.collectives.contract import Combine, Kind, Traffic
+from jaxdist.collectives.contract import Combine, Operation, Traffic
 
 Places = tuple[int, ...]
-Step = list[tuple[int, int]]
+SendPairs = list[tuple[int, int]]
 """The (sender, receiver) pairs of one step."""
 
 
@@ -29,7 +29,7 @@ def rooted(root: int, size: int) -> Places:
     return tuple((root + v) % size for v in range(size))
 
 
-def steps_up(places: Places) -> list[Step]:
+def steps_up(places: Places) -> list[SendPairs]:
     """Towards the root; a broadcast runs them backwards.
 
     >>> steps_up(rooted(0, 5))
@@ -42,7 +42,7 @@ def steps_up(places: Places) -> list[Step]:
     ]
 
 
-def steps_down(places: Places) -> list[Step]:
+def steps_down(places: Places) -> list[SendPairs]:
     """Away from the root.
 
     >>> steps_down(rooted(0, 4))
@@ -67,7 +67,7 @@ def broadcast(flat: jax.Array, axis: Axis, places: Places) -> jax.Array:
     return flat
 
 
-def traffic(kind: Kind, payload_bytes: float, trees: Sequence[Places]) -> Traffic:
+def traffic(kind: Operation, payload_bytes: float, trees: Sequence[Places]) -> Traffic:
     """Of all_reduce, broadcast and reduce over trees at once, each with its part of the payload."""
     ups = [step for places in trees for step in steps_up(places)]
     downs = [step for places in trees for step in steps_down(places)]
@@ -78,6 +78,6 @@ def traffic(kind: Kind, payload_bytes: float, trees: Sequence[Places]) -> Traffi
     return Traffic(steps, max(sends.values()) * part, steps * part, len(run))
 
 
-def _receives(step: Step, axis: Axis, places: Places) -> jax.Array:
+def _receives(step: SendPairs, axis: Axis, places: Places) -> jax.Array:
     receivers = {receiver for _, receiver in step}
     return jnp.asarray([device in receivers for device in range(len(places))])[rank(axis)]

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives.axis import Axis, axis_size, neighbour, shift
-from jaxdist.collectives.contract import Algorithm, Combine, Kind, Traffic
+from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 class Circulant(Algorithm):
@@ -93,7 +93,7 @@ def powers(size: int) -> list[int]:
     return [2**k for k in range((size - 1).bit_length())]
 
 
-def traffic(kind: Kind, payload_bytes: float, size: int) -> Traffic:
+def traffic(kind: Operation, payload_bytes: float, size: int) -> Traffic:
     """Of all_reduce, reduce_scatter, all_gather and all_to_all."""
     messages = len(rounds(size))
     if kind == "all_to_all":

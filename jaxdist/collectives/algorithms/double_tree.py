@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxdist.collectives.algorithms import binomial, circulant
 from jaxdist.collectives.algorithms.binomial import Places
 from jaxdist.collectives.axis import Axis, axis_size
-from jaxdist.collectives.contract import Combine, Kind, Traffic
+from jaxdist.collectives.contract import Combine, Operation, Traffic
 
 
 class DoubleTree(circulant.Circulant):
@@ -49,7 +49,7 @@ class DoubleTree(circulant.Circulant):
 
         return _halves(run, flat, _one_root(root, axis_size(axis)))
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         if kind == "all_reduce":
             return binomial.traffic(kind, payload_bytes, _two_roots(size))
         if kind in ("broadcast", "reduce"):

@@ -8,7 +8,7 @@ import jax
 
 from jaxdist.collectives.algorithms import binomial, circulant
 from jaxdist.collectives.axis import Axis, axis_size, shift
-from jaxdist.collectives.contract import Combine, Kind, Traffic, split
+from jaxdist.collectives.contract import Combine, Operation, Traffic, split
 
 
 class Halving(circulant.Circulant):
@@ -40,7 +40,7 @@ class Halving(circulant.Circulant):
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
         return binomial.reduce(flat, axis, binomial.rooted(root, axis_size(axis)), combine)
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         if kind in ("broadcast", "reduce"):
             return binomial.traffic(kind, payload_bytes, [binomial.rooted(0, size)])
         if kind == "all_reduce" and size == 2:

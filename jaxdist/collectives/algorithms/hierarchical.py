@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from jaxdist.collectives.algorithms.double_tree import DoubleTree
 from jaxdist.collectives.algorithms.halving import Halving
 from jaxdist.collectives.algorithms.ring import Ring
-from jaxdist.collectives.algorithms.single_device import unless_alone
+from jaxdist.collectives.algorithms.single_device import unless_single_device
 from jaxdist.collectives.algorithms.tree import Tree
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, CollectiveError, axis_size, names, rank
@@ -19,14 +19,14 @@ from jaxdist.collectives.contract import (
     NOTHING,
     Algorithm,
     Combine,
-    Kind,
+    Operation,
     Size,
     Traffic,
     split,
 )
 
 Flat = Annotated[Xla | Ring | Tree | DoubleTree | Halving, Field(discriminator="type")]
-Level = Literal["inside", "across"]
+Network = Literal["inside", "across"]
 
 
 class Hierarchical(Algorithm):
@@ -95,8 +95,8 @@ class Hierarchical(Algorithm):
         return across.all_to_all(arrived.reshape(outer, -1), slow).reshape(blocks.shape)
 
     def phases(
-        self, kind: Kind, payload_bytes: float, size: Size
-    ) -> tuple[tuple[Level, Traffic], ...]:
+        self, kind: Operation, payload_bytes: float, size: Size
+    ) -> tuple[tuple[Network, Traffic], ...]:
         """What runs one after the other, each on the network of its level.
 
         Args:
@@ -115,7 +115,7 @@ class Hierarchical(Algorithm):
                 "give a tuple such as (2, 4)"
             )
         whole, part = payload_bytes, payload_bytes / size[-1]
-        plan: dict[Kind, list[tuple[Level, Kind, float]]] = {
+        plan: dict[Operation, list[tuple[Network, Operation, float]]] = {
             "all_reduce": [
                 ("inside", "reduce_scatter", whole),
                 ("across", "all_reduce", part),
@@ -144,10 +144,10 @@ class Hierarchical(Algorithm):
             for level, step, amount in plan[kind]
         )
 
-    def traffic(self, kind: Kind, payload_bytes: float, size: Size) -> Traffic:
+    def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
         return sum((traffic for _, traffic in self.phases(kind, payload_bytes, size)), NOTHING)
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         raise AssertionError("traffic sums the phases")
 
     def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:
@@ -159,7 +159,12 @@ class Hierarchical(Algorithm):
                 "one first: give a tuple such as ('data_dcn', 'data_ici'), or use Ring()"
             )
         slow = outer[0] if len(outer) == 1 else tuple(outer)
-        return slow, fast, unless_alone(self.across, slow), unless_alone(self.inside, fast)
+        return (
+            slow,
+            fast,
+            unless_single_device(self.across, slow),
+            unless_single_device(self.inside, fast),
+        )
 
 
 def _transposed(blocks: jax.Array, rows: int, columns: int) -> jax.Array:

@@ -14,7 +14,7 @@ from jax import lax
 from pydantic import Field
 
 from jaxdist.collectives.axis import Axis, axis_size, neighbour, permute, rank, shift
-from jaxdist.collectives.contract import Algorithm, Combine, Kind, Traffic, split
+from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic, split
 
 
 class Ring(Algorithm):
@@ -138,7 +138,7 @@ class Ring(Algorithm):
         bounds = [width * i // count for i in range(count + 1)]
         return [x[..., a:b] for a, b in pairwise(bounds)]
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         longest = self._ways(size)[0][1]
         if kind == "all_to_all":
             sent = (size - 1) * payload_bytes / size

@@ -7,13 +7,13 @@ from typing import Literal
 import jax
 
 from jaxdist.collectives.axis import Axis, axis_size
-from jaxdist.collectives.contract import NOTHING, Algorithm, Combine, Kind, Traffic
+from jaxdist.collectives.contract import NOTHING, Algorithm, Combine, Operation, Traffic
 
 
-class Alone(Algorithm):
-    """Every operation gives its argument back."""
+class SingleDevice(Algorithm):
+    """Nothing is sent: every operation returns its argument."""
 
-    type: Literal["alone"] = "alone"
+    type: Literal["single_device"] = "single_device"
     """Selects this algorithm."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -34,14 +34,15 @@ class Alone(Algorithm):
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
         return blocks
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         return NOTHING
 
 
-def unless_alone(algorithm: Algorithm, axis: Axis) -> Algorithm:
-    """`algorithm`, which may then count on two devices or more.
+def unless_single_device(algorithm: Algorithm, axis: Axis) -> Algorithm:
+    """`algorithm`; `SingleDevice` in its place where the axis has one device.
 
-    A native one stays, for the type of its result.
+    So all others may count on two devices or more. A native one stays, since jax types its result
+    as replicated.
     """
-    alone = axis_size(axis) == 1 and not algorithm.native
-    return Alone() if alone else algorithm
+    single = axis_size(axis) == 1 and not algorithm.native
+    return SingleDevice() if single else algorithm

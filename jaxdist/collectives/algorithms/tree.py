@@ -8,7 +8,7 @@ import jax
 
 from jaxdist.collectives.algorithms import binomial, circulant
 from jaxdist.collectives.axis import Axis, axis_size
-from jaxdist.collectives.contract import Combine, Kind, Traffic
+from jaxdist.collectives.contract import Combine, Operation, Traffic
 
 
 class Tree(circulant.Circulant):
@@ -34,7 +34,7 @@ class Tree(circulant.Circulant):
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
         return binomial.reduce(flat, axis, binomial.rooted(root, axis_size(axis)), combine)
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         if kind in ("all_reduce", "broadcast", "reduce"):
             return binomial.traffic(kind, payload_bytes, [binomial.rooted(0, size)])
         return circulant.traffic(kind, payload_bytes, size)

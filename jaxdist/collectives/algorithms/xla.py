@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.collectives.axis import Axis, rank
-from jaxdist.collectives.contract import Algorithm, Combine, Kind, Traffic
+from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 def _ordered(extremum: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> jax.Array:
     """`pmax` or `pmin` in which a NaN on any device prevails.
 
-    Some of XLA's backends drop NaN. So floats travel as the integers that are ordered as they are,
-    and NaN lies beyond the infinities.
+    Some of XLA's backends drop NaN. So floats travel as integers that have the same order, in which
+    NaN lies beyond the infinities.
     """
     if x.dtype == jnp.bool_:
         return extremum(x.astype(jnp.uint8), axis).astype(x.dtype)
@@ -55,13 +55,18 @@ def _broadcast_float(x: jax.Array, axis: Axis, root: int) -> jax.Array:
 
 
 @_broadcast_float.defjvp
-def _broadcast_tangent(axis: Axis, root: int, x: Any, tangent: Any) -> tuple[Any, Any]:
+def _broadcast_tangent(
+    axis: Axis, root: int, x: tuple[jax.Array], tangent: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     (value,), (change,) = x, tangent
     return _broadcast_float(value, axis, root), _of_root(change, axis, root)
 
 
 def _flipped(bits: jax.Array) -> jax.Array:
-    """Of a float's bits an integer ordered as it is, and the inverse: below 0 all but the sign."""
+    """The bits of floats as integers in the order of the floats, and the inverse.
+
+    Negative floats have all bits but the sign flipped.
+    """
     return jnp.where(bits < 0, bits ^ jnp.iinfo(bits.dtype).max, bits)
 
 
@@ -120,7 +125,7 @@ class Xla(Algorithm):
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
         return lax.all_to_all(blocks, axis, 0, 0)
 
-    def _traffic(self, kind: Kind, payload_bytes: float, size: int) -> Traffic:
+    def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         """A one-way ring's: the bytes are optimal, the steps are XLA's affair.
 
         Broadcast and reduce are all-reduces; so is a reduce-scatter of max and min. In broadcast,
@@ -133,7 +138,10 @@ class Xla(Algorithm):
 
 
 def _scatter_rows(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """[N, c] -> [c] in rows: XLA:TPU makes of other forms all-reduces, at twice the bytes."""
+    """[N, c] -> [c], on rows of a register's width.
+
+    XLA:TPU turns other shapes into all-reduces, which send twice the bytes.
+    """
     count, width = blocks.shape
     padded = jnp.pad(blocks, ((0, 0), (0, -width % LANES)))
     return lax.psum_scatter(padded.reshape(count, -1, LANES), axis).reshape(-1)[:width]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -29,6 +29,7 @@ from jaxdist.data.text.tokenizer import (
 )
 from jaxdist.data.text.windows import WindowSource, join_documents
 from jaxdist.errors import DataError
+from jaxdist.types import Json
 
 _FORMAT = 1
 _log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class TextConfig(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _files_imply_their_source(cls, values: Any) -> Any:
+    def _files_imply_their_source(cls, values: Json) -> Json:
         if isinstance(values, dict) and values.get("files"):
             files = values["files"]
             values = {

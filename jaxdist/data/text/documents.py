@@ -28,7 +28,7 @@ class TextFile(NamedTuple):
     name: str
 
 
-class Split(NamedTuple):
+class SplitDocuments(NamedTuple):
     """The documents of both splits (UTF-8 bytes, unless the files were not), and what was read."""
 
     train: list[bytes]
@@ -83,7 +83,7 @@ def split_documents(
     heldout_fraction: float,
     jsonl_field: str = "text",
     not_utf8: NotUtf8 = "raise",
-) -> Split:
+) -> SplitDocuments:
     """Read every file once, drop those with equal content, and split by file.
 
     A file is held out when the hash of its name says so, hence whatever else is there; of several
@@ -121,7 +121,7 @@ def split_documents(
         "train_bytes": sum(map(len, train)),
         "heldout_bytes": sum(map(len, heldout)),
     }
-    return Split(train, heldout, facts)
+    return SplitDocuments(train, heldout, facts)
 
 
 def _divide(

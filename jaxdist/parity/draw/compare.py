@@ -21,7 +21,7 @@ from jaxdist.parity.draw.report import (
     to_json,
     verdict,
 )
-from jaxdist.parity.draw.run import Outcome, judge
+from jaxdist.parity.draw.run import DrawOutcome, judge
 from jaxdist.parity.trace import compiled_at
 
 WRONG = Path("runs/parity")
@@ -36,7 +36,7 @@ def parity_draws(
     json_file: Path | None = None,
     resume: bool = False,
     console: Console,
-) -> list[Outcome]:
+) -> list[DrawOutcome]:
     """Judge so many draws, print each as it is done, those that go wrong with their configs.
 
     Args:
@@ -76,7 +76,7 @@ def parity_draws(
     return outcomes
 
 
-def _earlier(file: Path, seeds: Sequence[int]) -> list[Outcome]:
+def _earlier(file: Path, seeds: Sequence[int]) -> list[DrawOutcome]:
     """What a run that was ended left in its file of these draws.
 
     Raises:
@@ -99,14 +99,14 @@ def _earlier(file: Path, seeds: Sequence[int]) -> list[Outcome]:
     return own
 
 
-def _ended(seed: int, answer: Ended) -> Outcome:
+def _ended(seed: int, answer: Ended) -> DrawOutcome:
     drawn = draw(seed)
-    return Outcome(
+    return DrawOutcome(
         seed, "failed", reason=answer.reason, sections=drawn.sections, reader=drawn.reader
     )
 
 
-def _written(outcome: Outcome) -> Path:
+def _written(outcome: DrawOutcome) -> Path:
     """The file with the config of a draw.
 
     Raises:

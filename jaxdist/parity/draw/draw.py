@@ -37,20 +37,21 @@ from jaxdist.parity.draw.model import (
     optimizer,
 )
 from jaxdist.parity.trace import STEPS
+from jaxdist.types import Json
 
 DEVICES = 8
 STAGES = 4
 """The most: a program for more takes long to compile, and has nothing new."""
 WIDEST = 8
 """Into how many parts the tensor axes of a draw's two meshes split a dim between them."""
-ALONE: Mapping[str, Any] = {"data": 1, "fake_devices": 1}
+SINGLE_DEVICE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}
 COMMON = ("data", "loss", "optim", "seed")
 """Sections that both plans of a draw have alike."""
 _REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How a model is trained: what of a config is not the model, its data and its optimizer.
 
     Attributes:
@@ -59,12 +60,12 @@ class Plan:
       chunks: of the pipeline; 1 without.
     """
 
-    mesh: Mapping[str, Any]
+    mesh: Mapping[str, Json]
     data: int
     tensor: int
     stages: int
     chunks: int
-    parallel: Mapping[str, Any]
+    parallel: Mapping[str, Json]
     microbatches: int
 
 
@@ -105,21 +106,27 @@ def draw(seed: int) -> Draw:
     return Draw(seed, *(_config(random, common, plan) for plan in (first, second)))
 
 
-def alone(sections: Mapping[str, Any]) -> Sections:
+def single_device(sections: Mapping[str, Json]) -> Sections:
     """The same training on one device: the reference of a draw."""
     plain = {name: sections[name] for name in COMMON if name in sections}
     model = {name: value for name, value in sections["model"].items() if name != "remat"}
     train = {**sections["train"], "microbatches": 1}
     sharding = {**sections["sharding"], "rules": {}}
-    return {**plain, "model": model, "train": train, "mesh": dict(ALONE), "sharding": sharding}
+    return {
+        **plain,
+        "model": model,
+        "train": train,
+        "mesh": dict(SINGLE_DEVICE),
+        "sharding": sharding,
+    }
 
 
-def _config(random: Random, common: Sections, plan: Plan) -> Sections:
+def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
     """The whole config of a plan: what it chooses for the model's sizes comes last."""
     model, parallel = dict(common["model"]), dict(plan.parallel)
     layers = layers_of(model)
     if model["type"] == "gpt":
-        # What is gathered ahead keeps the inputs of layers alone.
+        # What is gathered ahead keeps the inputs of layers only.
         policies = ["full"] if parallel["zero"].get("prefetch") else [*REMATS]
         model["remat"] = REMATS[random.choice(policies)]
         if isinstance(model["remat"], tuple):
@@ -140,7 +147,7 @@ def _config(random: Random, common: Sections, plan: Plan) -> Sections:
     }
 
 
-def axis_sizes(mesh: Mapping[str, Any]) -> dict[str, int]:
+def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
     """Sizes of the axes of a mesh section, 1 where there is none.
 
     >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
@@ -174,7 +181,7 @@ def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
     return stage == 1 or kind in ("gpt", "tower") or (kind == "cnn" and tensor == 1)
 
 
-def _plan(random: Random, kind: str) -> Plan:
+def _plan(random: Random, kind: str) -> TrainingPlan:
     """A mesh, what runs on it, and in how many microbatches."""
     fitting = [sizes for sizes in meshes() if _fits(kind, *sizes)]
     weights = [_weight(*sizes) for sizes in fitting]
@@ -184,14 +191,14 @@ def _plan(random: Random, kind: str) -> Plan:
     parallel: Sections = {"reduce": reduce, "zero": zero}
     if stages == 1:
         microbatches = random.choice((1, 1, 2, 3, 4))
-        return Plan(mesh, data, tensor, stages, 1, parallel, microbatches)
+        return TrainingPlan(mesh, data, tensor, stages, 1, parallel, microbatches)
     schedule, microbatches, chunks = _schedule(random, stages)
     parallel["pipeline"] = {
         "schedule": schedule,
         "activations": random.choice(ACTIVATIONS),
         "ahead": random.random() < 0.2,
     }
-    return Plan(mesh, data, tensor, stages, chunks, parallel, microbatches)
+    return TrainingPlan(mesh, data, tensor, stages, chunks, parallel, microbatches)
 
 
 def _weight(data: int, stage: int, tensor: int) -> float:
@@ -212,7 +219,7 @@ def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
     return {**(mesh or {"data": 1}), "fake_devices": math.prod(sizes.values())}
 
 
-def _zero_and_reduce(random: Random, mesh: Mapping[str, Any]) -> tuple[Sections | None, Sections]:
+def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections | None, Sections]:
     """A reduction and a stage of ZeRO that the table of validity allows on a mesh."""
     while True:
         kind, stage = random.choice(REDUCTIONS), random.choice((0, 1, 2, 2, 3, 3))
@@ -241,7 +248,7 @@ def _options(random: Random, kind: str) -> Sections:
     return found
 
 
-def _facts(mesh: Mapping[str, Any], reduce: Sections | None, zero: ZeroConfig) -> Facts:
+def _facts(mesh: Mapping[str, Json], reduce: Sections | None, zero: ZeroConfig) -> Facts:
     """What the table of validity asks of a plan."""
     sizes: dict[str, int] = {}
     for axis, size in mesh.items():
@@ -273,21 +280,21 @@ def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
         return settings, microbatches, found.chunks
 
 
-def _rules(random: Random, common: Sections, plan: Plan) -> Sections:
+def _rules(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
     """Sharding rules beside the defaults."""
     model, found = common["model"], {}
     if plan.tensor > 1 and random.random() < 0.5:
         found = _tensor_rules(random, model, common["data"], plan)
     embeds, zero = embeds_of(model), plan.parallel["zero"]["stage"]
-    alone = plan.stages == 1 and plan.parallel["reduce"] is None and not zero
+    on_one_stage = plan.stages == 1 and plan.parallel["reduce"] is None and not zero
     fits = bool(embeds) and all(embed % plan.data == 0 for embed in embeds)
-    if alone and fits and plan.data > 1 and random.random() < 0.5:
+    if on_one_stage and fits and plan.data > 1 and random.random() < 0.5:
         found["embed"] = "data"
     return found
 
 
 def _tensor_rules(
-    random: Random, model: Mapping[str, Any], data: Mapping[str, Any], plan: Plan
+    random: Random, model: Mapping[str, Json], data: Mapping[str, Json], plan: TrainingPlan
 ) -> Sections:
     """A dim that stays whole, or a sequence that is split."""
     if model["type"] != "gpt":

@@ -1,4 +1,4 @@
-"""Models at random with their data, and optimizers: sections of a config, of a generator's numbers.
+"""Draws random models with their data, and optimizers, as sections of a config.
 
 Learning rates move parameters by far more than their last digits, and what divides by the size of a
 gradient adds a large `eps`, as `parity_run` says.
@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
-from typing import Any, get_args
+from typing import get_args
 
 from jaxdist.optim.lamb import LambVariant
 from jaxdist.optim.lars import LarsVariant
 from jaxdist.parity.tower import Tower
+from jaxdist.types import Json, JsonObject
 
-Sections = dict[str, Any]
+Sections = JsonObject
 NARROWEST = 6
 """The least width of a gpt."""
 
@@ -35,12 +36,12 @@ class Needs:
     whole: bool
 
 
-def name_of(model: Mapping[str, Any]) -> str:
+def name_of(model: Mapping[str, Json]) -> str:
     """The key of `MODELS` that a model's section was drawn by."""
     return "tower" if model["type"] == "import" else model["type"]
 
 
-def layers_of(model: Mapping[str, Any]) -> int:
+def layers_of(model: Mapping[str, Json]) -> int:
     """Layers, or parts, that a pipeline may share out.
 
     >>> layers_of({"type": "cnn", "channels": [4, 4]}), layers_of({"type": "gpt", "layers": 3})
@@ -51,7 +52,7 @@ def layers_of(model: Mapping[str, Any]) -> int:
     return len(model["hidden"]) if model["type"] == "mlp" else model.get("args", model)["layers"]
 
 
-def embeds_of(model: Mapping[str, Any]) -> list[int]:
+def embeds_of(model: Mapping[str, Json]) -> list[int]:
     """Lengths of its dims "embed", which no rule splits if it is not told to.
 
     >>> embeds_of({"type": "mlp", "hidden": [4, 3, 2, 5]})
@@ -155,7 +156,7 @@ MODELS: Mapping[str, Callable[[Random, Needs], Sections]] = {
 
 
 def optimizer(random: Random) -> Sections:
-    """Any optimizer with what is around it: clipping, skips, a loss scale, a schedule."""
+    """A random optimizer with clipping, skipped steps, a loss scale and a schedule."""
     kind = random.choice([*OPTIMIZERS])
     found = {"type": kind, **OPTIMIZERS[kind](random)}
     if random.random() < 0.5:

@@ -8,22 +8,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from jaxdist.config import plain_yaml
 from jaxdist.mesh import AXES
 from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.draw.draw import COMMON, axis_sizes
 from jaxdist.parity.draw.model import Sections, name_of
-from jaxdist.parity.draw.run import Outcome
+from jaxdist.parity.draw.run import DrawOutcome
 from jaxdist.parity.trace import STEPS, Differences
 from jaxdist.runtime import environment
+from jaxdist.types import Json, JsonObject
 
 HEADER = f"{'seed':>6} {'verdict':<9}{'loss':>8}{'grad':>8}{'update':>8}  {'loaded':<8} what"
 """Above `line`."""
 
 
-def line(outcome: Outcome) -> str:
+def line(outcome: DrawOutcome) -> str:
     """One draw in lines of 80 columns, but for reasons."""
     sections, found = outcome.sections, outcome.differences
     values = asdict(found).values() if found else ()
@@ -34,7 +34,7 @@ def line(outcome: Outcome) -> str:
     return "\n       ".join([*own, *([outcome.reason] if outcome.reason else [])])
 
 
-def mesh_text(mesh: Mapping[str, Any]) -> str:
+def mesh_text(mesh: Mapping[str, Json]) -> str:
     """Axes and sizes in their order.
 
     >>> mesh_text({"tensor": 2, "data": {"dcn": 2, "ici": 1}, "fake_devices": 4})
@@ -49,7 +49,7 @@ def mesh_text(mesh: Mapping[str, Any]) -> str:
     )
 
 
-def plan_text(sections: Mapping[str, Any]) -> str:
+def plan_text(sections: Mapping[str, Json]) -> str:
     """The mesh, and what is not at its default on it."""
     features = features_of(sections)
     shown = ("ZeRO", "reduce", "microbatches", "schedule")
@@ -57,7 +57,7 @@ def plan_text(sections: Mapping[str, Any]) -> str:
     return "; ".join([mesh_text(sections["mesh"]), *plan])
 
 
-def features_of(sections: Mapping[str, Any]) -> dict[str, str]:
+def features_of(sections: Mapping[str, Json]) -> dict[str, str]:
     """What the page counts of a config: by name, what it has."""
     parallel, mesh = sections["parallel"], sections["mesh"]
     zero, pipeline = parallel["zero"], parallel.get("pipeline")
@@ -88,7 +88,7 @@ def features_of(sections: Mapping[str, Any]) -> dict[str, str]:
     }  # fmt: skip
 
 
-def failure_text(outcome: Outcome, file: Path) -> str:
+def failure_text(outcome: DrawOutcome, file: Path) -> str:
     """How to see again what is wrong: commands, and the configs.
 
     Args:
@@ -101,7 +101,7 @@ def failure_text(outcome: Outcome, file: Path) -> str:
     return "\n".join(text)
 
 
-def verdict(outcomes: Sequence[Outcome]) -> str:
+def verdict(outcomes: Sequence[DrawOutcome]) -> str:
     """How many are equal, were refused, went wrong; each reason of a refusal once."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     kinds = ("equal", "refused", "differs", "failed")
@@ -114,7 +114,7 @@ def verdict(outcomes: Sequence[Outcome]) -> str:
     return "\n".join(lines)
 
 
-def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> dict[str, Any]:
+def to_json(outcomes: Sequence[DrawOutcome], *, count: int, seed: int) -> JsonObject:
     """Everything that was found, as plain data.
 
     Args:
@@ -129,22 +129,22 @@ def to_json(outcomes: Sequence[Outcome], *, count: int, seed: int) -> dict[str, 
     }
 
 
-def _row(outcome: Outcome) -> dict[str, Any]:
+def _row(outcome: DrawOutcome) -> JsonObject:
     """One outcome; what both configs have is there once."""
     row = asdict(outcome)
     row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in COMMON}
     return row
 
 
-def from_json(report: Mapping[str, Any]) -> list[Outcome]:
+def from_json(report: Mapping[str, Json]) -> list[DrawOutcome]:
     """The outcomes of `to_json`."""
 
-    def outcome(row: Mapping[str, Any]) -> Outcome:
+    def outcome(row: Mapping[str, Json]) -> DrawOutcome:
         common: Sections = {
             name: row["sections"][name] for name in COMMON if name in row["sections"]
         }
         found = {name: row[name] and Differences(**row[name]) for name in ("differences", "limit")}
-        return Outcome(**{**row, **found, "reader": {**common, **row["reader"]}})
+        return DrawOutcome(**{**row, **found, "reader": {**common, **row["reader"]}})
 
     return [outcome(row) for row in report["draws"]]
 
@@ -153,7 +153,7 @@ COMMAND = "jaxdist parity --json docs/parity_draw.json"
 PAGE = "python -m jaxdist.parity.draw.report docs/parity_draw.json > docs/parity_draw.md"
 
 
-def markdown(report: Mapping[str, Any]) -> str:
+def markdown(report: Mapping[str, Json]) -> str:
     """A run as a page: the verdicts, by everything that was drawn."""
     outcomes = from_json(report)
     count, seed, versions = report["count"], report["seed"], report["versions"]
@@ -177,8 +177,8 @@ def markdown(report: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _replicas(outcomes: Sequence[Outcome]) -> str:
-    """In how many draws XLA rounded replicas of a tensor otherwise, and by how much."""
+def _replicas(outcomes: Sequence[DrawOutcome]) -> str:
+    """In how many draws XLA rounded replicas of a tensor differently, and by how much."""
     apart = [outcome.replicas for outcome in outcomes if outcome.replicas]
     known = sum(outcome.replicas is not None for outcome in outcomes)
     most = f", by {max(apart):.1e} of the largest element at most" if apart else ""
@@ -189,7 +189,7 @@ def _bullets(texts: Iterable[str]) -> list[str]:
     return [f"- {text}" for text in texts]
 
 
-def _refusals(outcomes: Sequence[Outcome]) -> list[str]:
+def _refusals(outcomes: Sequence[DrawOutcome]) -> list[str]:
     refused = [o for o in outcomes if "refused" in (o.verdict, o.checkpoint)]
     if not refused:
         return []
@@ -197,7 +197,7 @@ def _refusals(outcomes: Sequence[Outcome]) -> list[str]:
     return ["Refused, with the reason:", "", *_bullets(rows), ""]
 
 
-def _covered(outcomes: Sequence[Outcome]) -> list[str]:
+def _covered(outcomes: Sequence[DrawOutcome]) -> list[str]:
     found = [(outcome, features_of(outcome.sections)) for outcome in outcomes]
     rows = ["| setting | value | draws | equal | largest difference |", "|---|---|---|---|---|"]
     for name in features_of(outcomes[0].sections) if outcomes else ():

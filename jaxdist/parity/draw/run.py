@@ -1,4 +1,4 @@
-"""A draw against one device, and what it saves as another plan loads it."""
+"""Compares a draw with one device, and its checkpoint with what a second plan loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import JaxdistError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.parity.cells import cuts_of
-from jaxdist.parity.draw.draw import Draw, alone, draw
+from jaxdist.parity.draw.draw import Draw, draw, single_device
 from jaxdist.parity.draw.model import Sections
 from jaxdist.parity.trace import (
     Differences,
@@ -31,10 +30,11 @@ from jaxdist.parity.trace import (
 )
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Json, JsonObject, Leaf, PyTree
 
 
 @dataclass(frozen=True)
-class Outcome:
+class DrawOutcome:
     """How a draw went.
 
     Attributes:
@@ -62,26 +62,26 @@ class Outcome:
         return self.verdict in ("equal", "refused")
 
 
-def judge(seed: int) -> Outcome:
+def judge(seed: int) -> DrawOutcome:
     """Train a draw and its reference, save and load; whatever goes wrong is in what is returned."""
     drawn, begun = draw(seed), time.perf_counter()
-    found: dict[str, Any] = {}
+    found: JsonObject = {}
     try:
         found = compare(drawn)
     except Exception as error:
         found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
     jax.clear_caches()  # Of programs that no other draw has.
     seconds = round(time.perf_counter() - begun, 1)
-    return Outcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
+    return DrawOutcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
 
 
-def compare(drawn: Draw) -> dict[str, Any]:
-    """The fields of an `Outcome` that running a draw decides.
+def compare(drawn: Draw) -> JsonObject:
+    """The fields of an `DrawOutcome` that running a draw decides.
 
     Raises:
       Exception: whatever the draw meets but a refusal of ours.
     """
-    reference = _built(alone(drawn.sections))
+    reference = _built(single_device(drawn.sections))
     try:
         experiment = _built(drawn.sections)
     except JaxdistError as error:
@@ -127,12 +127,12 @@ def _reason(error: JaxdistError) -> str:
     return " ".join(str(error).split())
 
 
-def _built(sections: Mapping[str, Any]) -> Experiment:
+def _built(sections: Mapping[str, Json]) -> Experiment:
     config = validate(Document(dict(sections)), ExperimentConfig)
     return noted(build(config, devices=jax.devices()[: config.mesh.fake_devices]))
 
 
-def _cuts(sections: Mapping[str, Any]) -> tuple[str, ...]:
+def _cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
     return cuts_of(
         tensor=sections["mesh"].get("tensor", 1) > 1,
         sequence="residual_seq" in sections["sharding"]["rules"],
@@ -140,8 +140,9 @@ def _cuts(sections: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _apart(state: Any) -> tuple[float, str]:
-    """How far the replicas of a tensor are apart, relative to its largest element; and which is."""
+def _apart(state: PyTree) -> tuple[float, str]:
+    """The largest difference between replicas of a tensor, relative to its largest element, and
+    the tensor's name."""
     worst = (0.0, "")
     for name, leaf in flatten_with_names(state):
         first: dict[str, np.ndarray] = {}
@@ -156,7 +157,7 @@ def _apart(state: Any) -> tuple[float, str]:
 
 
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
-    """What of a state another plan loads otherwise than it was saved; nothing: empty."""
+    """Which tensors a second plan loads differently from what was saved; empty if none."""
     saved, target = writer.program, reader.program
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoints"
@@ -174,7 +175,7 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     return f"{len(unlike)} tensors were not loaded as saved: {', '.join(unlike)}" if unlike else ""
 
 
-def _same(ours: Any, theirs: Any) -> bool:
+def _same(ours: Leaf, theirs: Leaf) -> bool:
     one, other = np.asarray(ours), np.asarray(theirs)
     return (
         one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()

@@ -19,14 +19,14 @@ from jaxdist.bench.collectives import report as bench
 from jaxdist.bench.collectives import time as collectives_time
 from jaxdist.bench.collectives import traffic as collectives_traffic
 from jaxdist.bench.collectives.plot import plot_time_over_size
-from jaxdist.bench.collectives.traffic import Row, busiest_sent_bytes, longest_chain, row
+from jaxdist.bench.collectives.traffic import TrafficRow, busiest_sent_bytes, longest_chain, row
 from jaxdist.bench.core.report import Listing, Report
 from jaxdist.collectives import Halving, Hierarchical, Ring, Tree, Xla
 from jaxdist.errors import RunError
 from jaxdist.hlo import ledger_of_text
 from jaxdist.hlo.parse import parse
 
-ROW = Row("cpu", "{type: ring}", "all_reduce", (8,), 10.0, 10.0, 14, 14)
+ROW = TrafficRow("cpu", "{type: ring}", "all_reduce", (8,), 10.0, 10.0, 14, 14)
 SECONDS = {"{type: xla}": {4096: 1e-3, 16384: 2e-3}, "gloo": {4096: 2e-2, 16384: 3e-2}}
 
 

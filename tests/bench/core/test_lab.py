@@ -16,25 +16,25 @@ import pytest
 
 from jaxdist.bench.collectives import lab as collectives_lab
 from jaxdist.bench.core import lab
-from jaxdist.bench.core.lab import Lab, Link
+from jaxdist.bench.core.lab import Lab, LabLink
 from jaxdist.collectives import Ring, Xla
 from jaxdist.errors import JaxdistError, RunError
 
 REASON = lab.unavailable(Lab())
 live = pytest.mark.skipif(REASON is not None, reason=f"no slow-link lab: {REASON}")
-REFUSE_DELAY = Lab(across=Link(200e6, 0.005))
+REFUSE_DELAY = Lab(across=LabLink(200e6, 0.005))
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, math.nan, 1e12])
 def test_a_rate_that_no_link_has(rate):
     with pytest.raises(JaxdistError, match=re.escape(f"a link of {rate:g} bit/s")):
-        Link(rate)
+        LabLink(rate)
 
 
 @pytest.mark.parametrize("delay", [-0.1, 11.0, math.nan])
 def test_a_delay_that_no_link_has(delay):
     with pytest.raises(JaxdistError, match=f"delay of {delay:g} s"):
-        Link(1e6, delay)
+        LabLink(1e6, delay)
 
 
 @pytest.mark.parametrize("sizes", [{"sites": 0}, {"hosts_per_site": 65}])
@@ -53,7 +53,7 @@ def test_hosts_of_one_site_share_a_subnet():
 
 
 def test_the_shape_of_a_host():
-    pairs = Lab(sites=2, hosts_per_site=2, across=Link(5e7, 0.01), inside=Link(1e10))
+    pairs = Lab(sites=2, hosts_per_site=2, across=LabLink(5e7, 0.01), inside=LabLink(1e10))
     sent = "\n".join(lab.shape(pairs, 3, "eth0", "dst"))
     assert "classid 1:1 htb rate 10000000000bit" in sent
     assert "classid 1:2 htb rate 50000000bit" in sent
@@ -251,7 +251,7 @@ def transfer(hosts: Lab, size_bytes: int, peer: str) -> Transfer:
 def test_a_transfer_goes_over_the_link_of_its_peer(peer, link, other):
     """By the kernel's own counters: a clock would judge this machine's load as well."""
     size_bytes = 2**20
-    pairs = Lab(sites=2, hosts_per_site=2, across=Link(40e6))
+    pairs = Lab(sites=2, hosts_per_site=2, across=LabLink(40e6))
     sent = transfer(pairs, size_bytes, peer)
     assert sent.rate == {"inside": "10Gbit", "across": "40Mbit"}
     framed_bytes = size_bytes * lab.FRAME_BYTES / lab.SEGMENT_BYTES
@@ -271,7 +271,7 @@ def test_a_delay_is_made_or_refused_with_the_reason():
 
 @live
 def test_measured_over_two_hosts():
-    slow = Lab(across=Link(40e6))
+    slow = Lab(across=LabLink(40e6))
     payload_bytes = 2**18 + 4
     psum, ring = collectives_lab.measure(slow, [Xla(), Ring()], payload_bytes, warmup=1, repeats=2)
     for one in (psum, ring):

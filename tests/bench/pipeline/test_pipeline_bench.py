@@ -22,11 +22,11 @@ from jaxdist.bench.pipeline import torch_tables as pipeline_torch
 from jaxdist.bench.pipeline import work as pipeline_work
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.build import ScheduleConfig
+from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, needs
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, needs
 from jaxdist.parallel.pipeline.schedules.simulate import simulate
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
 from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
@@ -41,7 +41,7 @@ BUILDS = {
 
 
 def kinds():
-    union = get_args(ScheduleConfig)[0]
+    union = get_args(PipelineScheduleConfig)[0]
     return {kind.model_fields["type"].default for kind in get_args(union)}
 
 
@@ -158,7 +158,7 @@ def test_threads_follow_the_rows_and_wait_for_what_they_need(name, transfer):
 
 
 def test_threads_refuse_what_would_wait_for_ever():
-    rows = ((Task(Kind.FULL, 0, 0), Task(Kind.FORWARD, 0, 0)),)
+    rows = ((Task(TaskKind.FULL, 0, 0), Task(TaskKind.FORWARD, 0, 0)),)
     with pytest.raises(ConfigError, match="0B0 needs 0F0, which comes after it"):
         pipeline_threads.play(Schedule("stuck", microbatches=1, placement=(0,), rows=rows))
 
@@ -199,8 +199,8 @@ def test_the_report(monkeypatch, tmp_path):
         pipeline_formulas.measure(laws, SMALL),
         [pipeline_threads.Played("1f1b", 4, 8, 1.0, 1.0)],
     )
-    work = pipeline_work.Cell("stash", 4, 4, 1.0, 2.0, 1.0, 48, 84, 48, (1.0,), (2.0,))
-    memory = pipeline_memory.Cell("gpipe", "stash", 4, 8, 1.0)
+    work = pipeline_work.WorkCell("stash", 4, 4, 1.0, 2.0, 1.0, 48, 84, 48, (1.0,), (2.0,))
+    memory = pipeline_memory.MemoryCell("gpipe", "stash", 4, 8, 1.0)
     for part, found in (
         (pipeline_formulas, held),
         (pipeline_auto, autos),

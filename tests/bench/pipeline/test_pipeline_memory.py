@@ -11,13 +11,13 @@ from rich.console import Console
 
 from jaxdist.bench.core import child
 from jaxdist.bench.pipeline import memory as pipeline_memory
-from jaxdist.bench.pipeline.memory import BUILDS, Cell, growths
+from jaxdist.bench.pipeline.memory import BUILDS, MemoryCell, growths
 from jaxdist.bench.pipeline.program import Size
 from jaxdist.errors import RunError
 
 MIB = 2.0**20
 CELLS = [
-    Cell(name, activations, 4, m, sizes[m] * MIB)
+    MemoryCell(name, activations, 4, m, sizes[m] * MIB)
     for (name, activations), sizes in {
         ("1f1b", "recompute"): {4: 3.0, 8: 4.0, 32: 4.1},
         ("1f1b, ahead", "stash"): {4: 3.0, 8: 5.0, 32: 5.0},
@@ -61,7 +61,7 @@ def test_figures_show_the_worst():
 
 def test_the_listing_fits_80_columns():
     cells = [
-        Cell(name, activations, 4, m, 1234.5 * MIB)
+        MemoryCell(name, activations, 4, m, 1234.5 * MIB)
         for name in BUILDS
         for activations in ("recompute", "stash")
         for m in (4, 8, 16, 32)
@@ -94,8 +94,8 @@ def test_it_always_ends(monkeypatch):
 
 
 def test_what_is_printed_is_what_is_read(monkeypatch, capsys):
-    monkeypatch.setattr(pipeline_memory, "cell", lambda *args: Cell(*args, temp_bytes=1.0))
+    monkeypatch.setattr(pipeline_memory, "cell", lambda *args: MemoryCell(*args, temp_bytes=1.0))
     pipeline_memory.main()
-    found = [Cell(**values) for values in json.loads(capsys.readouterr().out)]
+    found = [MemoryCell(**values) for values in json.loads(capsys.readouterr().out)]
     assert len(found) == 3 * 2 * 4
     assert {one.microbatches for one in found} == {4, 8, 16, 32}

@@ -14,7 +14,7 @@ from jaxdist.bench.pipeline import sleep as pipeline_sleep
 from jaxdist.bench.pipeline.sleep import BUILDS, UNITS, Slept, play, sleeping
 from jaxdist.errors import RunError
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 
 SLEPT = [
     Slept("1f1b", 4, 8, 22, 1.02, 1.0, 0.8),
@@ -40,12 +40,12 @@ def test_every_pass_sleeps_once(monkeypatch, name):
     program = sleeping(ticks, 2.0)
     slept.clear()
     program()
-    kinds = (Kind.FORWARD, Kind.INPUT, Kind.WEIGHT)
+    kinds = (TaskKind.FORWARD, TaskKind.INPUT, TaskKind.WEIGHT)
     assert Counter(slept) == {2 * UNITS[kind]: 4 * ticks.chunks for kind in kinds}
 
 
 def test_a_whole_backward_task_sleeps_for_both_halves():
-    assert UNITS[Kind.FULL] == UNITS[Kind.INPUT] + UNITS[Kind.WEIGHT]
+    assert UNITS[TaskKind.FULL] == UNITS[TaskKind.INPUT] + UNITS[TaskKind.WEIGHT]
 
 
 def test_too_fast_is_as_far_apart_as_too_slow():

@@ -14,17 +14,17 @@ from rich.console import Console
 
 from jaxdist.bench.pipeline import work as pipeline_work
 from jaxdist.bench.pipeline.program import Size, arguments, parts, stage_mesh
-from jaxdist.bench.pipeline.work import Cell, executed_flops, programs, same
+from jaxdist.bench.pipeline.work import WorkCell, executed_flops, programs, same
 from jaxdist.errors import RunError
 from jaxdist.hlo import ledger
-from jaxdist.parallel.pipeline.executor.parts import Found, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Found, Visit
 
 SMALL = Size(rows=4, features=8, layers=2)
 P, M = 2, 4
 CELLS = [
-    Cell("recompute", 4, 4, 100, 175, 100, 60, 112, 64, (1.0, 1.2, 1.1), (2.0, 2.0, 2.2)),
-    Cell("recompute", 4, 8, 200, 275, 200, 120, 176, 128),
-    Cell("stash", 4, 16, 330, 357, 300, 192, 228, 192),
+    WorkCell("recompute", 4, 4, 100, 175, 100, 60, 112, 64, (1.0, 1.2, 1.1), (2.0, 2.0, 2.2)),
+    WorkCell("recompute", 4, 8, 200, 275, 200, 120, 176, 128),
+    WorkCell("stash", 4, 16, 330, 357, 300, 192, 228, 192),
 ]
 
 

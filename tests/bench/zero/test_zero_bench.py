@@ -26,7 +26,7 @@ from jaxdist.bench.zero.program import (
     MIXED,
     STAGES,
     Compiled,
-    Row,
+    ZeroRow,
     added_bytes_per_param,
     bound_bytes,
     formula_bytes,
@@ -35,7 +35,7 @@ from jaxdist.errors import RunError
 from jaxdist.hlo import Ledger, Memory
 
 SMALL = {"type": "gpt", "embed": 64, "heads": 2}
-ROW = Row("cpu", 8, 1, "explicit", "full", 1000, 9500.0, 9.0, 7000.0, 130.0, 100.0)
+ROW = ZeroRow("cpu", 8, 1, "explicit", "full", 1000, 9500.0, 9.0, 7000.0, 130.0, 100.0)
 PAPER = [
     PaperRow(0, "explicit", 10**9, 16e9, 18e9, 8e9),
     PaperRow(1, "explicit", 10**9, 4e9, 4.2e9, None),

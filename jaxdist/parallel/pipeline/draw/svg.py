@@ -8,21 +8,21 @@ from html import escape
 from pathlib import Path
 
 from jaxdist.parallel.pipeline.draw.text import summary
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Task
+from jaxdist.parallel.pipeline.schedules.schedule import Task, TaskKind
 from jaxdist.parallel.pipeline.schedules.simulate import Timeline
 
 _COLOURS = {
-    Kind.FORWARD: ("#2a6fb0", "#9cc3e6"),
-    Kind.FULL: ("#3c8d5a", "#a9d6b8"),
-    Kind.INPUT: ("#1f8a8a", "#9fd8d8"),
-    Kind.WEIGHT: ("#8b5fbf", "#cdb8e6"),
+    TaskKind.FORWARD: ("#2a6fb0", "#9cc3e6"),
+    TaskKind.FULL: ("#3c8d5a", "#a9d6b8"),
+    TaskKind.INPUT: ("#1f8a8a", "#9fd8d8"),
+    TaskKind.WEIGHT: ("#8b5fbf", "#cdb8e6"),
 }
 """By kind, the colours of a stage's first chunk and of its last one."""
 _NAMES = {
-    Kind.FORWARD: "F forward",
-    Kind.FULL: "B backward",
-    Kind.INPUT: "I backward, input half",
-    Kind.WEIGHT: "W backward, weight half",
+    TaskKind.FORWARD: "F forward",
+    TaskKind.FULL: "B backward",
+    TaskKind.INPUT: "I backward, input half",
+    TaskKind.WEIGHT: "W backward, weight half",
 }
 _LEFT, _TOP, _ROW, _GAP = 70, 34, 26, 4
 _FONT = 11
@@ -135,7 +135,7 @@ def _step(least: float) -> float:
 def _legend(timeline: Timeline, top: float) -> Iterator[str]:
     kinds = {span.task.kind for row in timeline.spans for span in row}
     left = float(_LEFT)
-    for kind in Kind:
+    for kind in TaskKind:
         if kind in kinds:
             fill = _COLOURS[kind][0]
             yield f'<rect x="{left}" y="{top - 10}" width="12" height="12" fill="{fill}"/>'

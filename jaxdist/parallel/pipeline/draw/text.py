@@ -6,10 +6,15 @@ from collections.abc import Callable
 from functools import reduce
 from math import gcd
 
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Task
+from jaxdist.parallel.pipeline.schedules.schedule import Task, TaskKind
 from jaxdist.parallel.pipeline.schedules.simulate import Span, Timeline
 
-_COLOURS = {Kind.FORWARD: "44", Kind.FULL: "42", Kind.INPUT: "46", Kind.WEIGHT: "45"}
+_COLOURS = {
+    TaskKind.FORWARD: "44",
+    TaskKind.FULL: "42",
+    TaskKind.INPUT: "46",
+    TaskKind.WEIGHT: "45",
+}
 """Background colours of a terminal, by kind."""
 
 

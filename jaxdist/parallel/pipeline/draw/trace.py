@@ -5,20 +5,20 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 from jaxdist.parallel.pipeline.schedules.simulate import Timeline
+from jaxdist.types import JsonObject
 
 _NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.FULL: "backward",
-    Kind.INPUT: "backward: input",
-    Kind.WEIGHT: "backward: weight",
+    TaskKind.FORWARD: "forward",
+    TaskKind.FULL: "backward",
+    TaskKind.INPUT: "backward: input",
+    TaskKind.WEIGHT: "backward: weight",
 }
 
 
-def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> dict[str, Any]:
+def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
     """One thread for each stage, one event for each task.
 
     Args:
@@ -31,7 +31,7 @@ def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> dict[str, An
     [('0F0', 0.0, 1000.0), ('0B0', 1000.0, 2000.0)]
     """
     schedule = timeline.schedule
-    events: list[dict[str, Any]] = [_named("process_name", 0, f"pipeline {schedule.name}")]
+    events: list[JsonObject] = [_named("process_name", 0, f"pipeline {schedule.name}")]
     for stage, row in enumerate(timeline.spans):
         events.append(_named("thread_name", stage, f"stage {stage}"))
         for span in row:
@@ -57,5 +57,5 @@ def write_trace(
     Path(path).write_text(json.dumps(chrome_trace(timeline, unit_seconds)), encoding="utf-8")
 
 
-def _named(kind: str, thread: int, name: str) -> dict[str, Any]:
+def _named(kind: str, thread: int, name: str) -> JsonObject:
     return {"name": kind, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}

@@ -1,9 +1,8 @@
-"""The backward tasks of a stage: whole, or the gradient of the input before that of the weights."""
+"""The backward tasks of a stage: FULL, or in two halves, INPUT and WEIGHT."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,37 +10,47 @@ from jax import lax
 
 from jaxdist.models.layers import carried
 from jaxdist.parallel.pipeline.executor.buffers import add, put, read, zeros
-from jaxdist.parallel.pipeline.executor.parts import Visit
-from jaxdist.parallel.pipeline.executor.stage import Stage, State
+from jaxdist.parallel.pipeline.executor.model_fns import Activation, Sums, Visit
+from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
 from jaxdist.parallel.pipeline.executor.ticks import KINDS, Work
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.types import Grads
 
-Task = Callable[[Stage, State, Work], tuple[State, Any]]
-"""To the state afterwards, and the gradient of the chunk's input."""
+BackwardTask = Callable[[StageContext, StageState, Work], tuple[StageState, Activation]]
+"""From a stage and its state to the next state and the gradient of the chunk's input."""
 
 
-def backward(stage: Stage, state: State, work: Work, y: Any) -> tuple[State, Any, Any]:
-    """The task that a tick has for this stage, if any.
+def backward(
+    stage: StageContext, state: StageState, work: Work, y: Activation
+) -> tuple[StageState, Activation, Activation]:
+    """Run the backward task that this stage has in a tick, if any.
 
     Args:
-      y: what a stage without a task returns as it is, and one with a task as zeros.
+      y: the output of the tick's forward task, or None. It only passes through (`execute._train`
+        says why): a stage that has no backward task returns it, one that has returns zeros.
+
+    Returns:
+      The next state, y, and the gradient of the chunk's input (zeros without a task).
     """
     kinds = [kind for kind in _TASKS if (stage.ticks.backward.kind == KINDS.index(kind)).any()]
-    # The branch of each kind; no task, -1, has the last entry.
+    # Index of the branch for each kind. No task is kind -1, which reads the last entry: `wait`.
     branches = [kinds.index(kind) + 1 if kind in kinds else 0 for kind in KINDS] + [0]
-    # These are read and not changed: what a conditional returns, it may have to copy.
+    # These buffers are only read. They are closed over rather than passed through the conditional,
+    # since XLA may copy what a conditional returns.
     unchanged = {"inputs": state.inputs, "gradients": state.gradients}
     if not state.kept:
         unchanged["residuals"] = state.residuals
 
-    def branch(task: Task) -> Callable[[State, Any], tuple[State, Any, Any]]:
-        def taken(rest: State, y: Any) -> tuple[State, Any, Any]:
+    def branch(
+        task: BackwardTask,
+    ) -> Callable[[StageState, Activation], tuple[StageState, Activation, Activation]]:
+        def taken(rest: StageState, y: Activation) -> tuple[StageState, Activation, Activation]:
             after, dx = task(stage, rest._replace(**unchanged), work)
             return after._replace(**dict.fromkeys(unchanged)), zeros(y), dx
 
         return taken
 
-    def wait(rest: State, y: Any) -> tuple[State, Any, Any]:
+    def wait(rest: StageState, y: Activation) -> tuple[StageState, Activation, Activation]:
         return rest, y, zeros(stage.x_shapes)
 
     rest, y, dx = lax.switch(
@@ -53,7 +62,8 @@ def backward(stage: Stage, state: State, work: Work, y: Any) -> tuple[State, Any
     return rest._replace(**unchanged), y, dx
 
 
-def _full(stage: Stage, state: State, work: Work) -> tuple[State, Any]:
+def _full(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, Activation]:
+    """All gradients of a chunk, from residuals or from its input."""
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
         y, residuals = _stashed(state, work)
@@ -66,7 +76,8 @@ def _full(stage: Stage, state: State, work: Work) -> tuple[State, Any]:
     return _embedding(stage, _add(state, work, grads), visit, dx), dx
 
 
-def _input(stage: Stage, state: State, work: Work) -> tuple[State, Any]:
+def _input(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, Activation]:
+    """The gradient of a chunk's input; what those of its weights need is kept."""
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
         y, residuals = _stashed(state, work)
@@ -74,34 +85,44 @@ def _input(stage: Stage, state: State, work: Work) -> tuple[State, Any]:
         x = stage.x(state.inputs, work, visit)
         y, residuals = stage.residuals.forward(params, visit, x)
     state, dy = _loss(stage, state, work, visit, y)
-    dx, kept = stage.halves.first((params, visit), (residuals, dy))
+    dx, kept = stage.split_backward.b((params, visit), (residuals, dy))
     state = state._replace(kept=put(state.kept, work.kept, kept))
     return _embedding(stage, state, visit, dx), dx
 
 
-def _weight(stage: Stage, state: State, work: Work) -> tuple[State, Any]:
+def _weight(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, Activation]:
+    """The gradients of a chunk's weights, from what its INPUT task kept; nothing to send."""
     at_hand = (stage.params(work), stage.visit(work))
-    grads = stage.halves.second(at_hand, read(state.kept, work.kept))
+    grads = stage.split_backward.w(at_hand, read(state.kept, work.kept))
     return _add(state, work, grads), zeros(stage.x_shapes)
 
 
-_TASKS: dict[Kind, Task] = {Kind.FULL: _full, Kind.INPUT: _input, Kind.WEIGHT: _weight}
+_TASKS: dict[TaskKind, BackwardTask] = {
+    TaskKind.FULL: _full,
+    TaskKind.INPUT: _input,
+    TaskKind.WEIGHT: _weight,
+}
 
 
-def _stashed(state: State, work: Work) -> tuple[Any, list[jax.Array]]:
-    """What the forward pass left: the output, of the last chunk alone, and the residuals."""
+def _stashed(state: StageState, work: Work) -> tuple[Activation, list[jax.Array]]:
+    """The chunk's output and its residuals; the output is only stored for the last chunk.
+
+    `_loss` reads it for no other chunk.
+    """
     return read(state.inputs, work.input), read(state.residuals, work.residual)
 
 
-def _loss(stage: Stage, state: State, work: Work, visit: Visit, y: Any) -> tuple[State, Any]:
-    """The gradient of a chunk's output: that of the loss, or what has arrived."""
+def _loss(
+    stage: StageContext, state: StageState, work: Work, visit: Visit, y: Activation
+) -> tuple[StageState, Activation]:
+    """The gradient of a chunk's output: of the loss at the last chunk, else what has arrived."""
 
-    def last(grads: Any, sums: Any) -> tuple[Any, Any, Any]:
+    def last(grads: Grads, sums: Sums) -> tuple[Grads, Sums, Activation]:
         gradient = jax.grad(stage.head, argnums=(0, 1), has_aux=True)
         (more, dy), own = gradient(stage.shared, y, visit)
         return add(grads, carried(more)), add(sums, own), dy
 
-    def other(grads: Any, sums: Any) -> tuple[Any, Any, Any]:
+    def other(grads: Grads, sums: Sums) -> tuple[Grads, Sums, Activation]:
         return grads, sums, read(state.gradients, work.gradient)
 
     grads, sums, dy = lax.cond(
@@ -110,10 +131,10 @@ def _loss(stage: Stage, state: State, work: Work, visit: Visit, y: Any) -> tuple
     return state._replace(shared_grads=grads, sums=sums), dy
 
 
-def _embedding(stage: Stage, state: State, visit: Visit, dx: Any) -> State:
-    """With the gradient of the embedding, at the first chunk."""
+def _embedding(stage: StageContext, state: StageState, visit: Visit, dx: Activation) -> StageState:
+    """At the first chunk, add the gradient of the embedding."""
 
-    def first(grads: Any) -> Any:
+    def first(grads: Grads) -> Grads:
         pull = jax.vjp(lambda shared: stage.embed(shared, visit), stage.shared)[1]
         return add(grads, carried(pull(dx)[0]))
 
@@ -121,7 +142,7 @@ def _embedding(stage: Stage, state: State, visit: Visit, dx: Any) -> State:
     return state._replace(shared_grads=grads)
 
 
-def _add(state: State, work: Work, grads: Any) -> State:
+def _add(state: StageState, work: Work, grads: Grads) -> StageState:
     def leaf(total: jax.Array, grad: jax.Array) -> jax.Array:
         if len(total) == 1:
             return total + grad.astype(total.dtype)[None]

@@ -1,53 +1,61 @@
-"""One executor for every schedule: a scan over its ticks, in every device of the stage axis.
+"""One executor for every schedule: a scan over its ticks, on every device of the stage axis.
 
-Inside a `jax.shard_map` that is manual on the axis of the stages. All stages run one program, in
-which a tick's tasks stand under conditionals: a stage without a task waits instead of computing.
-Devices of one stage take the same branches, so that a layer may communicate over the other axes.
+It runs inside a `jax.shard_map` that is manual on the axis of the stages. All stages run one
+program, in which conditionals choose a tick's tasks: a stage without a task computes nothing and
+waits. Devices of one stage take the same branches, so that a layer may communicate over other axes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxdist.collectives.axis import permute
 from jaxdist.parallel.pipeline.executor.backward import backward
 from jaxdist.parallel.pipeline.executor.buffers import add, put, put_one, zeros
-from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Specs
-from jaxdist.parallel.pipeline.executor.stage import Stage, State
-from jaxdist.parallel.pipeline.executor.ticks import NONE, Lane, Ticks, Work
+from jaxdist.parallel.pipeline.executor.model_fns import (
+    Activation,
+    Found,
+    ModelFns,
+    StageSpecs,
+    Sums,
+)
+from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
+from jaxdist.parallel.pipeline.executor.ticks import NONE, Channel, Ticks, Work
+from jaxdist.types import Params, PyTree, TreeT
 
 
 def run(
     ticks: Ticks,
-    parts: Parts,
-    chunk_params: Any,
-    shared: Any,
-    microbatches: Any,
+    model: ModelFns,
+    chunk_params: Params,
+    shared: Params,
+    microbatches: PyTree,
     *,
     axis: str,
     key: jax.Array | None = None,
-    specs: Specs | None = None,
+    specs: StageSpecs | None = None,
 ) -> Found:
     """Loss and gradients of a batch, by a schedule; for use inside `jax.shard_map`.
 
-    Sent: what goes between chunks, once for each microbatch and direction; at the end an all-reduce
-    of the gradients of `shared` over the stages. A key gives the same masks by every schedule.
+    Sent: the activations between chunks, once for each microbatch and direction; at the end an
+    all-reduce of the gradients of `shared` over the stages. With one key, all schedules draw the
+    same dropout masks.
 
     Args:
       chunk_params: this stage's chunks, leaves `[chunks per stage, ...]` (`chunks.to_stages`).
       shared: parameters of embedding and head, the same on all stages.
       microbatches: leaves `[microbatches, ...]`, the same on all stages.
       axis: the mesh axis of the stages.
-      key: of random layers.
-      specs: needed where an automatic axis splits parameters: sums of gradients are split alike.
+      key: random key of dropout and the like.
+      specs: needed if an automatic axis splits parameters: sums of gradients are split alike.
     """
     assert ticks.trains, ticks.name
-    stage = Stage(ticks, parts, chunk_params, shared, microbatches, axis, key, specs)
+    stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs)
     state = _scan(stage, _train)
     shared_grads, sums = lax.psum((state.shared_grads, state.sums), axis)
     return Found(state.chunk_grads, shared_grads, sums)
@@ -55,48 +63,52 @@ def run(
 
 def evaluate(
     ticks: Ticks,
-    parts: Parts,
-    chunk_params: Any,
-    shared: Any,
-    microbatches: Any,
+    model: ModelFns,
+    chunk_params: Params,
+    shared: Params,
+    microbatches: PyTree,
     *,
     axis: str,
-    specs: Specs | None = None,
-) -> Any:
+    specs: StageSpecs | None = None,
+) -> Sums:
     """The sums of a batch, by a schedule of forward tasks; arguments as for `run`."""
     assert not ticks.trains, ticks.name
-    stage = Stage(ticks, parts, chunk_params, shared, microbatches, axis, None, specs)
+    stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, None, specs)
     return lax.psum(_scan(stage, _evaluate).sums, axis)
 
 
-def _scan(stage: Stage, tick: Callable[[Stage, State, Any], State]) -> State:
+def _scan(
+    stage: StageContext, tick: Callable[[StageContext, StageState, PyTree], StageState]
+) -> StageState:
     """All ticks, each with this stage's entries of the tables."""
     ticks, here = stage.ticks, lax.axis_index(stage.axis)
 
-    def mine(table: Any) -> jax.Array:
+    def mine(table: np.ndarray) -> jax.Array:
         return jnp.asarray(table)[:, here]
 
     tables = (
         *jax.tree.map(mine, (ticks.forward, ticks.backward)),
-        [(mine(lane.slot), jnp.asarray(lane.used)) for lane in ticks.outputs],
-        [(mine(lane.slot), jnp.asarray(lane.used)) for lane in ticks.cotangents],
+        [(mine(channel.slot), jnp.asarray(channel.used)) for channel in ticks.outputs],
+        [(mine(channel.slot), jnp.asarray(channel.used)) for channel in ticks.cotangents],
     )
 
-    def body(state: State, now: Any) -> tuple[State, None]:
+    def body(state: StageState, now: PyTree) -> tuple[StageState, None]:
         return stage.split(tick(stage, state, now)), None
 
     return lax.scan(body, stage.split(stage.initial()), tables)[0]
 
 
-def _train(stage: Stage, state: State, tables: Any) -> State:
-    """Forward, backward, transfers."""
+def _train(stage: StageContext, state: StageState, tables: PyTree) -> StageState:
+    """One tick of training: a forward task, a backward task, transfers."""
     ahead, back, outputs, cotangents = tables
     state, y = _forward(stage, state, ahead)
     if stage.ticks.paired:
         state, _, dx = backward(stage, state, back, None)
     else:
-        # What is sent before a backward task, a stage that has one would wait for: the others'
-        # forward tasks. A stage has one or the other, so that y may pass through.
+        # y takes a detour through the backward task, which returns it unchanged or as zeros. So all
+        # transfers come after both tasks: a transfer of y before the backward task would make a
+        # stage that has one wait for the forward tasks of the others. Nothing is lost, since here
+        # no stage has both tasks in one tick: with a backward task, y is already zeros.
         state, y, dx = backward(stage, state, back, y)
     return state._replace(
         inputs=_send(stage, state.inputs, y, stage.ticks.outputs, outputs),
@@ -104,11 +116,11 @@ def _train(stage: Stage, state: State, tables: Any) -> State:
     )
 
 
-def _evaluate(stage: Stage, state: State, tables: Any) -> State:
-    """Forward, and the loss after the last chunk; transfers."""
+def _evaluate(stage: StageContext, state: StageState, tables: PyTree) -> StageState:
+    """One tick of evaluation: a forward task, the loss after the last chunk, transfers."""
     work, _, outputs, _ = tables
 
-    def forward(sums: Any) -> tuple[Any, Any]:
+    def forward(sums: Sums) -> tuple[Activation, Sums]:
         visit = stage.visit(work)
         y = stage.blocks(stage.params(work), stage.x(state.inputs, work, visit), visit)
         return y, lax.cond(
@@ -125,14 +137,14 @@ def _evaluate(stage: Stage, state: State, tables: Any) -> State:
     return state._replace(inputs=inputs, sums=sums)
 
 
-def _forward(stage: Stage, state: State, work: Work) -> tuple[State, Any]:
+def _forward(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, PyTree]:
     """The state after a forward task, if the tick has one, and the chunk's output."""
 
-    def recompute() -> Any:
+    def recompute() -> Activation:
         visit = stage.visit(work)
         return stage.blocks(stage.params(work), stage.x(state.inputs, work, visit), visit)
 
-    def stash(inputs: Any, residuals: Any) -> tuple[Any, Any, Any]:
+    def stash(inputs: PyTree, residuals: PyTree) -> tuple[PyTree, PyTree, Activation]:
         visit = stage.visit(work)
         x = stage.x(inputs, work, visit)
         y, leaves = stage.residuals.forward(stage.params(work), visit, x)
@@ -141,7 +153,8 @@ def _forward(stage: Stage, state: State, work: Work) -> tuple[State, Any]:
 
     nothing, runs = zeros(stage.x_shapes), work.kind != NONE
     if not stage.stashes:
-        # Backward computes it again, and the last chunk's output goes nowhere else.
+        # The last chunk's forward task does nothing: its output is only used by the loss, which the
+        # backward task takes of the output that it recomputes.
         return state, lax.cond(runs & (work.chunk != stage.last), recompute, lambda: nothing)
     inputs, residuals, y = lax.cond(
         runs, stash, lambda *held: (*held, nothing), state.inputs, state.residuals
@@ -150,18 +163,23 @@ def _forward(stage: Stage, state: State, work: Work) -> tuple[State, Any]:
 
 
 def _send(
-    stage: Stage, held: Any, value: Any, lanes: tuple[Lane, ...], now: list[tuple[Any, Any]]
-) -> Any:
-    """The buffer with what comes along each lane: `[stage] -> [stage + offset]`."""
-    for lane, (slot, used) in zip(lanes, now, strict=True):
+    stage: StageContext,
+    held: TreeT,
+    value: Activation,
+    channels: tuple[Channel, ...],
+    now: list[tuple[jax.Array, jax.Array]],
+) -> TreeT:
+    """The buffer with what arrives on each channel: `[stage] -> [stage + offset]`."""
+    for channel, (slot, used) in zip(channels, now, strict=True):
 
-        def along(x: Any, lane: Lane = lane) -> Any:
-            if not lane.offset:
+        def along(x: Activation, channel: Channel = channel) -> Activation:
+            if not channel.offset:
                 return x
-            return jax.tree.map(lambda leaf: permute(leaf, stage.axis, lane.pairs), x)
+            return jax.tree.map(lambda leaf: permute(leaf, stage.axis, channel.pairs), x)
 
-        # All devices agree on whether a lane is used in a tick. Outside of a conditional the
-        # transfer may go on while the tick's other task runs, which pays where most ticks have one.
-        moved = lax.cond(used, along, zeros, value) if lane.rare else along(value)
+        # A collective under a conditional is safe here, since all devices agree on `used`. Outside
+        # of a conditional the transfer can overlap with the tick's other task, so it is sent in
+        # every tick unless most of them send nothing.
+        moved = lax.cond(used, along, zeros, value) if channel.rare else along(value)
         held = put(held, slot, moved)
     return held

@@ -1,7 +1,7 @@
 """From a schedule to lock-step ticks: when each task runs, and in which slot each value waits.
 
-Tasks run as early as the order of their stage allows, which makes the ticks as few as they can be
-for that order: with every task as early as it can be, no other can be earlier.
+Each task runs in the first tick in which its stage's order and its inputs allow it. That gives the
+fewest ticks for these orders: a task that ran later than it could would make no other earlier.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from jaxdist.parallel.pipeline.executor.ticks import (
     KINDS,
     NONE,
     Activations,
-    Lane,
+    Channel,
     Slots,
     Ticks,
     Work,
 )
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, needs
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, needs
 
 Clock = Mapping[Task, int]
 """The tick in which each task runs."""
-Visit = tuple[int, int]
+VisitId = tuple[int, int]
 """A chunk and a microbatch."""
 
 
@@ -39,7 +39,7 @@ def lower(
     Args:
       activations: what the backward pass starts from, which decides how long values are kept.
       paired: whether a stage may run a forward and a backward task in one tick; None is whichever
-        takes less time if backward takes twice as long as forward, in halves as long each.
+        takes less time by `typical_seconds`.
 
     Raises:
       ConfigError: a stage waits for a task that never runs.
@@ -51,14 +51,21 @@ def lower(
     return min(found, key=lambda ticks: (ticks.seconds(seconds), ticks.ticks))
 
 
-def typical_seconds(activations: Activations) -> dict[Kind, float]:
-    """Time of each task where that of forward is 1.
+def typical_seconds(activations: Activations) -> dict[TaskKind, float]:
+    """Time of each kind of task, in units of a forward task: backward takes two, a half of it one.
 
-    >>> typical_seconds("recompute")[Kind.FULL]
+    Recomputation adds a forward task to the task that does it.
+
+    >>> typical_seconds("recompute")[TaskKind.FULL]
     3.0
     """
-    again = 1.0 if activations == "recompute" else 0.0
-    return {Kind.FORWARD: 1.0, Kind.FULL: 2.0 + again, Kind.INPUT: 1.0 + again, Kind.WEIGHT: 1.0}
+    again = 1.0 if activations == "recompute" else 0.0  # the forward pass within a backward task
+    return {
+        TaskKind.FORWARD: 1.0,
+        TaskKind.FULL: 2.0 + again,
+        TaskKind.INPUT: 1.0 + again,
+        TaskKind.WEIGHT: 1.0,
+    }
 
 
 def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
@@ -78,8 +85,8 @@ def _clock(schedule: Schedule, *, paired: bool) -> dict[Task, int]:
                 continue
             started, first = True, row.popleft()
             clock[first] = tick
-            second = row[0] if row and paired and first.kind is Kind.FORWARD else None
-            if second and second.kind is not Kind.FORWARD and ready(second, tick, first):
+            second = row[0] if row and paired and first.kind is TaskKind.FORWARD else None
+            if second and second.kind is not TaskKind.FORWARD and ready(second, tick, first):
                 clock[row.popleft()] = tick
         if not started:
             raise ConfigError(_stuck(schedule, rows, present, clock))
@@ -106,7 +113,8 @@ def _stuck(
     )
 
 
-# Moments within a tick, three to each: forward tasks run, then backward tasks, then values arrive.
+# A tick has three moments: forward tasks run, then backward tasks, then values arrive. The lifetime
+# of a value, from written to last read, is counted in these moments.
 def _in_forward(tick: int) -> int:
     return 3 * tick
 
@@ -121,14 +129,18 @@ def _arriving(tick: int) -> int:
 
 @dataclass
 class _Lives:
-    """When values are written and last read, by stage; becomes their slots."""
+    """Lifetimes of the values of one buffer: when each is written, and when it is last read."""
 
     placement: tuple[int, ...]
-    found: dict[Visit, tuple[int, int]]
+    found: dict[VisitId, tuple[int, int]]
 
-    def slots(self) -> tuple[dict[Visit, int], int]:
-        """A slot for each value and the number of slots: interval colouring, so no fewer do."""
-        taken: dict[Visit, int] = {}
+    def slots(self) -> tuple[dict[VisitId, int], int]:
+        """A slot for each value, and the number of slots.
+
+        This is greedy colouring of intervals in the order of their starts, which needs the fewest
+        slots: as many as values are alive at once.
+        """
+        taken: dict[VisitId, int] = {}
         free: dict[int, list[int]] = defaultdict(list)
         busy: dict[int, list[tuple[int, int]]] = defaultdict(list)
         count: dict[int, int] = defaultdict(int)
@@ -145,14 +157,16 @@ class _Lives:
 
 
 def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[_Lives, ...]:
-    """Of inputs, gradients, residuals and what is kept between the halves of a backward pass."""
+    """Lifetimes of inputs, gradients, residuals, and what INPUT tasks keep for WEIGHT tasks."""
     inputs, gradients, residuals, kept = ({} for _ in range(4))
     last, stash = schedule.chunks - 1, activations == "stash"
     at = {(task.kind, task.chunk, task.microbatch): tick for task, tick in clock.items()}
     for (kind, chunk, microbatch), tick in at.items():
         visit = (chunk, microbatch)
-        if kind is Kind.FORWARD:
-            back = at.get((Kind.FULL, *visit), at.get((Kind.INPUT, *visit)))
+        if kind is TaskKind.FORWARD:
+            back = at.get((TaskKind.FULL, *visit), at.get((TaskKind.INPUT, *visit)))
+            # A backward task that recomputes reads the chunk's input again. One with residuals does
+            # not, but that of the last chunk reads its output, from the same slot.
             needed_back = back is not None and (not stash or chunk == last)
             until = _in_backward(back) if back is not None and needed_back else _in_forward(tick)
             if chunk > 0:
@@ -162,12 +176,12 @@ def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[
             if stash and back is not None:
                 residuals[visit] = (_in_forward(tick), _in_backward(back))
             continue
-        if kind is Kind.WEIGHT:
-            made = at[Kind.INPUT, chunk, microbatch]
+        if kind is TaskKind.WEIGHT:
+            made = at[TaskKind.INPUT, chunk, microbatch]
             kept[visit] = (_in_backward(made), _in_backward(tick))
         elif chunk < last:
-            sent = at.get((Kind.FULL, chunk + 1, microbatch))
-            sent = at[Kind.INPUT, chunk + 1, microbatch] if sent is None else sent
+            sent = at.get((TaskKind.FULL, chunk + 1, microbatch))
+            sent = at[TaskKind.INPUT, chunk + 1, microbatch] if sent is None else sent
             gradients[visit] = (_arriving(sent), _in_backward(tick))
     return tuple(
         _Lives(schedule.placement, found) for found in (inputs, gradients, residuals, kept)
@@ -186,15 +200,15 @@ def _lower(schedule: Schedule, activations: Activations, clock: Clock) -> Ticks:
         placement=schedule.placement,
         forward=forward,
         backward=backward,
-        outputs=_lanes(schedule, clock, slots[0], size, (Kind.FORWARD,), 1),
-        cotangents=_lanes(schedule, clock, slots[1], size, (Kind.FULL, Kind.INPUT), -1),
+        outputs=_channels(schedule, clock, slots[0], size, (TaskKind.FORWARD,), 1),
+        cotangents=_channels(schedule, clock, slots[1], size, (TaskKind.FULL, TaskKind.INPUT), -1),
         slots=Slots(*(count for _, count in coloured)),
         activations=activations,
     )
 
 
 def _works(
-    schedule: Schedule, clock: Clock, slots: list[dict[Visit, int]], size: tuple[int, int]
+    schedule: Schedule, clock: Clock, slots: list[dict[VisitId, int]], size: tuple[int, int]
 ) -> tuple[Work, Work]:
     forward, backward = (
         Work(*(np.full(size, NONE, np.int32) for _ in Work._fields)) for _ in range(2)
@@ -202,7 +216,7 @@ def _works(
     placement = schedule.placement
     for task, tick in clock.items():
         stage, visit = placement[task.chunk], (task.chunk, task.microbatch)
-        work = forward if task.kind is Kind.FORWARD else backward
+        work = forward if task.kind is TaskKind.FORWARD else backward
         assert work.kind[tick, stage] == NONE, (task, tick)
         local = placement[: task.chunk].count(stage)
         where = (found.get(visit, NONE) for found in slots)
@@ -212,15 +226,15 @@ def _works(
     return forward, backward
 
 
-def _lanes(
+def _channels(
     schedule: Schedule,
     clock: Clock,
-    slots: Mapping[Visit, int],
+    slots: Mapping[VisitId, int],
     size: tuple[int, int],
-    kinds: tuple[Kind, ...],
+    kinds: tuple[TaskKind, ...],
     towards: int,
-) -> tuple[Lane, ...]:
-    """The lanes from each chunk to the next (`towards` 1), or to the one before it (-1)."""
+) -> tuple[Channel, ...]:
+    """The channels from each chunk to the next (`towards` 1), or to the one before (-1)."""
     tables: dict[int, np.ndarray] = {}
     for task, tick in clock.items():
         chunk = task.chunk + towards
@@ -232,4 +246,4 @@ def _lanes(
         offset -= schedule.stages * (2 * offset > schedule.stages)
         table = tables.setdefault(offset, np.full(size, NONE, np.int32))
         table[tick, stage] = slots[chunk, task.microbatch]
-    return tuple(Lane(offset, tables[offset]) for offset in sorted(tables))
+    return tuple(Channel(offset, tables[offset]) for offset in sorted(tables))

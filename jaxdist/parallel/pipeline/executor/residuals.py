@@ -1,26 +1,27 @@
-"""What a forward pass leaves to its backward pass, as a list of arrays that a buffer can hold.
+"""Residuals: what a forward pass leaves to its backward pass, as arrays that a buffer can hold.
 
-Of what `jax.vjp` keeps, only that is listed which depends on the chunk's input. Parameters, what
-is derived from them alone, masks and random keys are had again from where they are, at no memory
-for each microbatch.
+`jax.vjp` keeps more than must be stored for every microbatch. Only what depends on the chunk's
+input is stored; parameters, what follows from them alone, masks and random keys are still there, or
+are computed again, in the backward pass.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from jaxdist.parallel.pipeline.executor.model_fns import Activation, Visit
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
+from jaxdist.types import Grads, Params, PyTree, TreeDef
 
-Blocks = Callable[[Any, Any, Any], Any]
+ChunkFn = Callable[[Params, Activation, Visit], Activation]
 """(parameters of a chunk, x, visit) to a new x of the same structure."""
-Pull = Callable[[Any], tuple[Any, Any]]
-"""Gradient of the output to gradients of (parameters, input)."""
+BackwardFn = Callable[[Activation], tuple[Grads, Activation]]
+"""From the gradient of the output to those of (parameters, input)."""
 
 
 @dataclass(frozen=True)
@@ -29,31 +30,34 @@ class Residuals:
 
     Attributes:
       x: shapes of the input.
-      traced: (params, visit, x) to the output and the leaves of the function that `jax.vjp`
-        returns, flat. Both passes run this one trace: another might have other leaves, since jax
-        leaves out some that are equal, as it happens.
-      y, pull: structures of the output, and of that function.
-      listed: for each leaf of it, whether it is listed.
-      shapes: of those that are.
+      traced: (params, visit, x) to the output and the leaves of the backward function that
+        `jax.vjp` returns (it is a pytree), flat. Both passes run this one trace: a second trace
+        might have other leaves, since jax merges some equal ones, but not always the same.
+      y: structure of the output.
+      pull: structure of the backward function.
+      listed: for each leaf of the backward function, whether it is stored.
+      shapes: shapes of the stored leaves.
     """
 
-    x: Any
+    x: PyTree
     traced: ClosedJaxpr
-    y: Any
-    pull: Any
+    y: TreeDef
+    pull: TreeDef
     listed: tuple[bool, ...]
     shapes: tuple[jax.ShapeDtypeStruct, ...]
 
-    def forward(self, params: Any, visit: Any, x: Any) -> tuple[Any, list[jax.Array]]:
-        """The output, and the residuals."""
+    def forward(
+        self, params: Params, visit: Visit, x: Activation
+    ) -> tuple[Activation, list[jax.Array]]:
+        """The output, and the residuals to store."""
         y, leaves = self._run(params, visit, x)
         own = [leaf for leaf, own in zip(leaves, self.listed, strict=True) if own]
         return jax.tree.unflatten(self.y, y), own
 
-    def backward(self, params: Any, visit: Any, residuals: Sequence[jax.Array]) -> Pull:
-        """The backward pass from its residuals."""
-        # Nothing below depends on these zeros once the residuals are put in, so that the compiler
-        # drops the forward pass of them.
+    def backward(self, params: Params, visit: Visit, residuals: Sequence[jax.Array]) -> BackwardFn:
+        """The backward function, with the stored residuals put in."""
+        # This looks like a forward pass of zeros, but XLA removes it: every leaf that depends on
+        # the input is replaced by its residual. What remains computes leaves from the parameters.
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.x)
         leaves, found = self._run(params, visit, zeros)[1], iter(residuals)
         return jax.tree.unflatten(
@@ -61,21 +65,23 @@ class Residuals:
             [next(found) if own else leaf for leaf, own in zip(leaves, self.listed, strict=True)],
         )
 
-    def _run(self, params: Any, visit: Any, x: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves of the output, and those of the function."""
+    def _run(
+        self, params: Params, visit: Visit, x: Activation
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
+        """The leaves of the output, and those of the backward function."""
         found = jaxpr_as_fun(self.traced)(*jax.tree.leaves((params, visit, x)))
         count = self.y.num_leaves
         return found[:count], found[count:]
 
 
-def find_residuals(blocks: Blocks, params: Any, visit: Any, x: Any) -> Residuals:
-    """The residuals of `blocks`, found by tracing it.
+def find_residuals(blocks: ChunkFn, params: Params, visit: Visit, x: Activation) -> Residuals:
+    """The residuals of `blocks`, found by tracing it once.
 
     Args:
       params, visit, x: arguments, or their shapes.
     """
 
-    def vjp(params: Any, visit: Any, x: Any) -> tuple[Any, Pull]:
+    def vjp(params: Params, visit: Visit, x: Activation) -> tuple[Activation, BackwardFn]:
         return jax.vjp(lambda params, x: blocks(params, x, visit), params, x)
 
     traced, (y, pull) = jax.make_jaxpr(vjp, return_shape=True)(params, visit, x)

@@ -1,10 +1,10 @@
-"""What the tasks of a stage have in common: their microbatch, parameters, input, and state."""
+"""What all tasks of a stage use: their microbatch, parameters and input; the state of the scan."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,43 +13,53 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.models.layers import carried
 from jaxdist.parallel.pipeline.executor.buffers import buffer, constrain, no_gradients, read, zeros
-from jaxdist.parallel.pipeline.executor.parts import Parts, Specs, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import (
+    Activation,
+    ModelFns,
+    StageSpecs,
+    Sums,
+    Visit,
+)
 from jaxdist.parallel.pipeline.executor.residuals import Residuals, find_residuals
 from jaxdist.parallel.pipeline.executor.ticks import Ticks, Work
-from jaxdist.parallel.pipeline.split_backward.halves import Halves, halve
+from jaxdist.parallel.pipeline.split_backward.split import SplitFunction, split_function
+from jaxdist.types import Grads, Params, PyTree, Specs
 
 
-class State(NamedTuple):
+class StageState(NamedTuple):
     """What a stage holds from tick to tick: buffers `[slots, ...]`, and sums.
 
     Attributes:
-      inputs: of chunks that a task is still to read.
-      gradients: of chunks' outputs.
-      residuals: what forward tasks leave to backward tasks.
-      kept: what INPUT tasks leave to WEIGHT tasks.
+      inputs: buffer of the inputs of chunks.
+      gradients: buffer of the gradients of chunks' outputs.
+      residuals: buffer of what forward tasks leave to backward tasks; None with recomputation.
+      kept: buffer of what INPUT tasks leave to WEIGHT tasks; None without such tasks.
+      chunk_grads: sums of gradients `[chunks per stage, ...]`.
+      shared_grads: sums of gradients of embedding and head, of what this stage ran of them.
+      sums: sums of the head, zero on all stages but the last chunk's.
     """
 
-    inputs: Any
-    gradients: Any
-    residuals: Any
-    kept: Any
-    chunk_grads: Any
-    shared_grads: Any
-    sums: Any
+    inputs: Activation
+    gradients: Activation
+    residuals: PyTree
+    kept: PyTree
+    chunk_grads: Grads
+    shared_grads: Grads
+    sums: Sums
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageContext:
     """One stage, inside `jax.shard_map`; attributes as the arguments of `execute.run`."""
 
     ticks: Ticks
-    parts: Parts
-    chunk_params: Any
-    shared: Any
-    microbatches: Any
+    model: ModelFns
+    chunk_params: Params
+    shared: Params
+    microbatches: PyTree
     axis: str
     key: jax.Array | None
-    specs: Specs | None
+    specs: StageSpecs | None
 
     @property
     def last(self) -> int:
@@ -62,29 +72,32 @@ class Stage:
         return self.ticks.activations == "stash"
 
     def visit(self, work: Work) -> Visit:
-        """The microbatch of a task, with a key of its own."""
+        """The microbatch and chunk of a task, with a random key of their own.
+
+        The key depends on nothing else, so that all schedules draw the same masks.
+        """
         key = self.key
         if key is not None:
             key = jax.random.fold_in(jax.random.fold_in(key, work.microbatch), work.chunk)
         return Visit(read(self.microbatches, work.microbatch), work.chunk, key)
 
-    def params(self, work: Work) -> Any:
+    def params(self, work: Work) -> Params:
         """The parameters of a task's chunk."""
         return read(self.chunk_params, work.local)
 
-    def embed(self, shared: Any, visit: Visit) -> Any:
+    def embed(self, shared: Params, visit: Visit) -> Activation:
         """The first chunk's input."""
-        return self.parts.embed(shared, _with_key(visit, 0))
+        return self.model.embed(shared, _with_key(visit, 0))
 
-    def blocks(self, params: Any, x: Any, visit: Visit) -> Any:
+    def blocks(self, params: Params, x: Activation, visit: Visit) -> Activation:
         """A chunk's output."""
-        return self.parts.blocks(params, x, _with_key(visit, 1))
+        return self.model.blocks(params, x, _with_key(visit, 1))
 
-    def head(self, shared: Any, x: Any, visit: Visit) -> tuple[jax.Array, Any]:
-        """What is minimised, and sums."""
-        return self.parts.head(shared, x, _with_key(visit, 2))
+    def head(self, shared: Params, x: Activation, visit: Visit) -> tuple[jax.Array, Sums]:
+        """What is minimised, and the sums."""
+        return self.model.head(shared, x, _with_key(visit, 2))
 
-    def x(self, inputs: Any, work: Work, visit: Visit) -> Any:
+    def x(self, inputs: Activation, work: Work, visit: Visit) -> Activation:
         """The input of a chunk: the embedding, or what has arrived."""
         return lax.cond(
             work.chunk == 0,
@@ -92,24 +105,30 @@ class Stage:
             lambda: self.laid_out(read(inputs, work.input)),
         )
 
-    def laid_out(self, x: Any) -> Any:
-        """What goes from chunk to chunk, laid out over automatic axes: in both branches alike."""
+    def laid_out(self, x: Activation) -> Activation:
+        """`x` with the layout that activations between chunks have over automatic axes.
+
+        Both branches of a conditional must return one layout.
+        """
         return x if self.specs is None else constrain(x, self.x_specs, 0)
 
     @cached_property
-    def _shapes(self) -> tuple[Any, Visit]:
+    def _shapes(self) -> tuple[Params, Visit]:
         """Shapes of the parameters of a chunk, and of a visit."""
         work = Work(*(jnp.int32(0) for _ in Work._fields))
         return jax.eval_shape(lambda: (self.params(work), self.visit(work)))
 
     @cached_property
-    def x_shapes(self) -> Any:
-        """Shapes of what goes from chunk to chunk."""
+    def x_shapes(self) -> PyTree:
+        """Shapes of the activations between chunks."""
         return jax.eval_shape(self.embed, self.shared, self._shapes[1])
 
     @cached_property
-    def x_specs(self) -> Any:
-        """How automatic axes split it: what has other dims than `Specs.x` names lies whole."""
+    def x_specs(self) -> Specs:
+        """How automatic axes split the activations between chunks.
+
+        `StageSpecs.x` is for leaves with as many dims as it has; others are not split.
+        """
         assert self.specs is not None
         spec = self.specs.x
         return jax.tree.map(
@@ -118,24 +137,25 @@ class Stage:
 
     @cached_property
     def residuals(self) -> Residuals:
-        """What a forward pass leaves to its backward pass."""
+        """What a forward task leaves to its backward task."""
         return find_residuals(self.blocks, *self._shapes, self.x_shapes)
 
     @cached_property
-    def halves(self) -> Halves:
-        """A backward pass in two, of (parameters, visit) and (residuals, output's gradient)."""
+    def split_backward(self) -> SplitFunction:
+        """The backward pass in halves: a function of (parameters, visit), which both are given, and
+        of (residuals, gradient of the output), which only the first is given."""
 
-        def backward(at_hand: Any, given: Any) -> tuple[Any, Any]:
+        def backward(at_hand: PyTree, given: PyTree) -> tuple[Activation, Grads]:
             (params, visit), (residuals, dy) = at_hand, given
             grads, dx = self.residuals.backward(params, visit, residuals)(dy)
             return dx, carried(grads)
 
-        return halve(backward, self._shapes, ([*self.residuals.shapes], self.x_shapes))
+        return split_function(backward, self._shapes, ([*self.residuals.shapes], self.x_shapes))
 
-    def initial(self) -> State:
+    def initial(self) -> StageState:
         """Empty buffers and sums."""
         slots, x = self.ticks.slots, self.x_shapes
-        state = State(*(None for _ in State._fields))._replace(
+        state = StageState(*(None for _ in StageState._fields))._replace(
             inputs=buffer(x, slots.inputs),
             sums=zeros(jax.eval_shape(self.head, self.shared, x, self._shapes[1])[1]),
         )
@@ -144,15 +164,15 @@ class Stage:
         return state._replace(
             gradients=buffer(x, slots.gradients),
             residuals=buffer([*self.residuals.shapes], slots.residuals) if self.stashes else None,
-            kept=buffer([*self.halves.kept], slots.kept) if slots.kept else None,
+            kept=buffer([*self.split_backward.kept], slots.kept) if slots.kept else None,
             chunk_grads=no_gradients(carried(self.chunk_params)),
             shared_grads=no_gradients(carried(self.shared)),
         )
 
-    def split(self, state: State) -> State:
+    def split(self, state: StageState) -> StageState:
         """The state, laid out over automatic axes as parameters and activations are.
 
-        Without it each microbatch's gradients would be gathered to be added up.
+        Without this, XLA would gather each microbatch's gradients to add them up.
         """
         specs = self.specs
         if specs is None:
@@ -168,7 +188,7 @@ class Stage:
 
 
 def _with_key(visit: Visit, part: int) -> Visit:
-    """The visit with a key of its own for this part of the model."""
+    """The visit with a different key for each of embed (0), blocks (1) and head (2)."""
     if visit.key is None:
         return visit
     return visit._replace(key=jax.random.fold_in(visit.key, part))

@@ -1,31 +1,31 @@
 """A schedule in lock step, as tables of integers: what each stage does in each tick, and with what.
 
-A tick is a forward task of each stage (or none), then a backward task (or none), then transfers.
-What is sent in one tick is there in the next. Where a stage keeps what it needs later is settled
-beforehand: every value has a slot of a buffer, which another takes over once it is not needed.
+In a tick each stage runs at most one forward task, then at most one backward task; then transfers
+run, and what they send can be read from the next tick on. Values that a stage needs later wait in
+buffers. The tables say in which slot; another value takes over the slot after the last read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 
 Activations = Literal["recompute", "stash"]
 """What the backward pass starts from: a chunk's input, or all that its forward pass leaves."""
 
 NONE = -1
 """No task, or no slot."""
-KINDS = (Kind.FORWARD, Kind.FULL, Kind.INPUT, Kind.WEIGHT)
-"""A kind of task is written down as its index here."""
+KINDS = (TaskKind.FORWARD, TaskKind.FULL, TaskKind.INPUT, TaskKind.WEIGHT)
+"""The kinds of tasks; tables hold their indices here."""
 
 
-Entries = Any
-"""An int32 table `[ticks, stages]`, or what a traced program has taken out of one."""
+Entries: TypeAlias = Any
+"""An int32 table `[ticks, stages]`; inside the traced program its entry for one tick and stage."""
 
 
 class Work(NamedTuple):
@@ -33,11 +33,14 @@ class Work(NamedTuple):
 
     Attributes:
       kind: index into `KINDS`.
-      chunk: of the model; `local` is its index among those of its stage.
-      input: slot of the chunk's input, or of its output where the loss is taken of that.
+      microbatch: index of the microbatch.
+      chunk: index of the chunk in the model.
+      local: its index among the chunks of its stage.
+      input: slot of the chunk's input. With stashed residuals the last chunk's output is there, for
+        the loss, since its input is no longer needed.
       gradient: slot of the gradient of the chunk's output.
-      residual: slot of what a forward pass leaves to its backward pass.
-      kept: slot of what the INPUT half leaves to the WEIGHT half.
+      residual: slot of the residuals that a forward task leaves to its backward task.
+      kept: slot of what an INPUT task leaves to its WEIGHT task.
     """
 
     kind: Entries
@@ -51,11 +54,12 @@ class Work(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Lane:
-    """A transfer from every stage to the one `offset` places further round; 0 stays on the stage.
+class Channel:
+    """A transfer that every stage takes part in, at the end of each tick.
 
     Attributes:
-      slot: int32 `[ticks, stages]`, where a stage puts what arrives at the end of a tick, or NONE.
+      offset: stage s sends to stage (s + offset) mod stages; with 0 the value stays on its stage.
+      slot: int32 `[ticks, stages]`: the slot that a stage puts what arrives into, or NONE.
     """
 
     offset: int
@@ -75,13 +79,13 @@ class Lane:
 
     @property
     def rare(self) -> bool:
-        """Whether something is sent in fewer than half of the ticks."""
+        """Whether fewer than half of the ticks send anything."""
         return float(self.used.mean()) < 0.5
 
 
 @dataclass(frozen=True)
 class Slots:
-    """How many values of each sort a stage must be able to hold, at most over the stages."""
+    """Number of slots of each buffer: the maximum over stages, which all run one program."""
 
     inputs: int
     gradients: int
@@ -96,7 +100,8 @@ class Ticks:
     Attributes:
       placement: the stage of each chunk.
       forward, backward: the tasks.
-      outputs: lanes of activations; `cotangents` those of gradients.
+      outputs: channels that carry activations to the next chunk.
+      cotangents: channels that carry gradients to the chunk before.
       activations: the policy that the slots were laid out for.
     """
 
@@ -106,8 +111,8 @@ class Ticks:
     placement: tuple[int, ...]
     forward: Work
     backward: Work
-    outputs: tuple[Lane, ...]
-    cotangents: tuple[Lane, ...]
+    outputs: tuple[Channel, ...]
+    cotangents: tuple[Channel, ...]
     slots: Slots
     activations: Activations
 
@@ -123,7 +128,7 @@ class Ticks:
 
     @property
     def chunks_per_stage(self) -> int:
-        """Chunks of the stage that has most."""
+        """The largest number of chunks on one stage."""
         return max(self.placement.count(stage) for stage in range(self.stages))
 
     @property
@@ -136,7 +141,7 @@ class Ticks:
         """Whether some stage has a forward and a backward task in one tick."""
         return bool(((self.forward.kind != NONE) & (self.backward.kind != NONE)).any())
 
-    def seconds(self, task_seconds: Mapping[Kind, float]) -> float:
+    def seconds(self, task_seconds: Mapping[TaskKind, float]) -> float:
         """Time of all ticks, each as long as its busiest stage; transfers take none."""
         seconds = np.array([*(task_seconds[kind] for kind in KINDS), 0.0])
         # The index of no task is -1: the zero at the end.

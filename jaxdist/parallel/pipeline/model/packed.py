@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.executor.parts import Parts, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, Visit
 
 Chunk = Callable[[Any, jax.Array, Visit], jax.Array]
 """(its parameters, x `[rows, ...]`, visit) to the next x, of any other shape `[rows, ...]`."""
@@ -26,7 +26,7 @@ Chunk = Callable[[Any, jax.Array, Visit], jax.Array]
 
 @dataclass(frozen=True)
 class Packed:
-    """A model of different chunks as `Parts`.
+    """A model of different chunks as `ModelFns`.
 
     Attributes:
       params: shapes of the parameters of each chunk.
@@ -40,9 +40,9 @@ class Packed:
     boundaries: tuple[jax.ShapeDtypeStruct, ...]
 
     @property
-    def parts(self) -> Parts:
+    def parts(self) -> ModelFns:
         """The model for the executor; parameters of a chunk are a vector."""
-        return Parts(
+        return ModelFns(
             lambda shared, visit: self._padded(self.embed(shared, visit)),
             self._blocks,
             lambda shared, x, visit: self.head(shared, self._cut(x, -1), visit),

@@ -18,7 +18,7 @@ from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried, whole
 from jaxdist.models.loss import Batch, Loss, Sums, weighted
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
-from jaxdist.parallel.pipeline.executor.parts import Parts, Specs, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, StageSpecs, Visit
 from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.parallel.pipeline.model.chunks import Cut
 from jaxdist.parallel.pipeline.model.packed import Packed, pack_model
@@ -127,10 +127,10 @@ class PartedPipeline(Pipeline):
         return layers
 
     @cached_property
-    def _specs(self) -> Specs:
-        return Specs([PartitionSpec(None)], [], WHOLE)
+    def _specs(self) -> StageSpecs:
+        return StageSpecs([PartitionSpec(None)], [], WHOLE)
 
-    def _parts(self, *, training: bool, factor: jax.Array | None = None) -> Parts:
+    def _parts(self, *, training: bool, factor: jax.Array | None = None) -> ModelFns:
         chunks = tuple(
             partial(self._chunk, number, training=training) for number in range(len(self.counts))
         )
@@ -143,7 +143,7 @@ class PartedPipeline(Pipeline):
         def blocks(vectors: list[jax.Array], x: jax.Array, visit: Visit) -> jax.Array:
             return parts.blocks(vectors[0][0], x, visit)
 
-        return Parts(parts.embed, blocks, parts.head)
+        return ModelFns(parts.embed, blocks, parts.head)
 
     def _chunk(
         self, number: int, own: list[jax.Array], x: jax.Array, visit: Visit, *, training: bool

@@ -21,7 +21,7 @@ from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.executor.execute import evaluate, run
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Specs, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, StageSpecs, Visit
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, on_stages, to_stages
@@ -149,7 +149,7 @@ class Pipeline:
             check_vma=False,
         )
 
-    def _parts(self, *, training: bool, factor: jax.Array | None = None) -> Parts:
+    def _parts(self, *, training: bool, factor: jax.Array | None = None) -> ModelFns:
         layers, shared = self._apart(self.model.params)
 
         def bind(layers: Any, shared: Any, visit: Visit) -> Any:
@@ -183,10 +183,10 @@ class Pipeline:
             module = bind(_absent(layers), shared, visit)
             return minimised(self.loss, lambda *_: module.head(x), visit, factor)
 
-        return Parts(embed, blocks, head)
+        return ModelFns(embed, blocks, head)
 
     @cached_property
-    def _specs(self) -> Specs:
+    def _specs(self) -> StageSpecs:
         """How axes that are left to XLA split what a stage holds."""
         manual = {AXIS, *self._axes_of("batch")}
 
@@ -197,7 +197,7 @@ class Pipeline:
         structure = jax.tree.structure(self.model.params)
         names = [name for name, _ in flatten_with_names(self.model.params)]
         chunk, shared = self._apart(structure.unflatten([spec(self.dims[name]) for name in names]))
-        return Specs(chunk, shared, spec(RESIDUAL))
+        return StageSpecs(chunk, shared, spec(RESIDUAL))
 
     def _axes_of(self, dim: str) -> tuple[str, ...]:
         axis = self.layout.axis_of(dim)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.schedule import Kind
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 
 Times = float | Sequence[float]
 """A number for every chunk, or one number for each."""
@@ -40,23 +40,23 @@ class Costs:
     activation: Times = 1.0
     kept: float = 1.0
 
-    def durations(self, chunks: int) -> dict[Kind, tuple[float, ...]]:
+    def durations(self, chunks: int) -> dict[TaskKind, tuple[float, ...]]:
         """The time of each kind of task by chunk.
 
         Raises:
           ConfigError: a list that is not as long as the chunks are many, or a negative time.
 
-        >>> Costs(forward=[1, 2]).durations(2)[Kind.FORWARD]
+        >>> Costs(forward=[1, 2]).durations(2)[TaskKind.FORWARD]
         (1, 2)
         """
         first = _by_chunk(self.backward_input, chunks, "backward_input")
         second = _by_chunk(self.backward_weight, chunks, "backward_weight")
         both = tuple(a + b for a, b in zip(first, second, strict=True))
         return {
-            Kind.FORWARD: _by_chunk(self.forward, chunks, "forward"),
-            Kind.INPUT: first,
-            Kind.WEIGHT: second,
-            Kind.FULL: both if self.full is None else _by_chunk(self.full, chunks, "full"),
+            TaskKind.FORWARD: _by_chunk(self.forward, chunks, "forward"),
+            TaskKind.INPUT: first,
+            TaskKind.WEIGHT: second,
+            TaskKind.FULL: both if self.full is None else _by_chunk(self.full, chunks, "full"),
         }
 
     def transfers(self, chunks: int) -> tuple[float, ...]:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
 
 import jax
 
 from jaxdist.cost.flops import jaxpr_flops
 from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
-from jaxdist.models.loss import Loss, weighted
+from jaxdist.models.loss import Loss, Model, weighted
 from jaxdist.parallel.pipeline.model.called import inputs_of
-from jaxdist.parallel.pipeline.planning.partition import Layers
+from jaxdist.parallel.pipeline.planning.partition import LayerCosts
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Leaf, Params, PyTree
 
 
-def block_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], layers: int) -> Layers:
+def block_costs(
+    model: Functional, loss: Loss, batch: Mapping[str, Leaf], layers: int
+) -> LayerCosts:
     """Costs of a model with a stack of blocks, in percent of the whole.
 
     Args:
@@ -25,18 +27,18 @@ def block_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], layers:
       layers: how many blocks there are, all alike.
     """
 
-    def bound(params: Any, rows: Any) -> tuple[Any, tuple[Any, ...]]:
+    def bound(params: Params, rows: Mapping[str, Leaf]) -> tuple[Model, tuple[jax.Array, ...]]:
         return model.bind(params, {}), inputs_of(loss, weighted(rows))
 
-    def embed(params: Any, rows: Any) -> jax.Array:
+    def embed(params: Params, rows: Mapping[str, Leaf]) -> jax.Array:
         module, inputs = bound(params, rows)
         return module.embed(*inputs)
 
-    def layer(params: Any, rows: Any, x: jax.Array) -> jax.Array:
+    def layer(params: Params, rows: Mapping[str, Leaf], x: jax.Array) -> jax.Array:
         module, inputs = bound(params, rows)
         return module.trunk(x, *inputs)
 
-    def head(params: Any, rows: Any, x: jax.Array) -> Any:
+    def head(params: Params, rows: Mapping[str, Leaf], x: jax.Array) -> PyTree:
         module, _ = bound(params, rows)
         return loss(lambda *_: module.head(x), weighted(rows))
 
@@ -47,10 +49,10 @@ def block_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], layers:
         for part, more in ((embed, ()), (layer, (x,)), (head, (x,)))
     )
     unit = 100 / (first + layers * one + last)
-    return Layers([unit * one] * layers, first_seconds=unit * first, last_seconds=unit * last)
+    return LayerCosts([unit * one] * layers, first_seconds=unit * first, last_seconds=unit * last)
 
 
-def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], parts: int) -> Layers:
+def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Leaf], parts: int) -> LayerCosts:
     """Costs of a model of unlike parts, in percent of the whole.
 
     Args:
@@ -61,9 +63,11 @@ def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], parts: i
       ConfigError: a part that does not give one array with a row for each example.
     """
 
-    def part(number: int, params: Any, rows: Any, x: Any) -> Any:
+    def part(
+        number: int, params: Params, rows: Mapping[str, Leaf], x: jax.Array | None
+    ) -> jax.Array:
         given = (x,) if number else inputs_of(loss, weighted(rows))
-        module: Any = model.bind(params, {})
+        module: Model = model.bind(params, {})
         return module.parts()[number](*given)
 
     x, rows = None, shapes_of(batch)
@@ -76,15 +80,15 @@ def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Any], parts: i
     head = jax.make_jaxpr(lambda rows, x: loss(lambda *_: x, weighted(rows)))
     last = jaxpr_flops(head(rows, x), elementwise=True)
     unit = 100 / (sum(found) + last)
-    return Layers([unit * cost for cost in found], last_seconds=unit * last)
+    return LayerCosts([unit * cost for cost in found], last_seconds=unit * last)
 
 
-def shapes_of(batch: Mapping[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+def shapes_of(batch: Mapping[str, Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
     """The shapes of a batch, wherever it lies."""
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
 
 
-def _check_output(part: int, x: Any, rows: Mapping[str, jax.ShapeDtypeStruct]) -> None:
+def _check_output(part: int, x: object, rows: Mapping[str, jax.ShapeDtypeStruct]) -> None:
     count = next(iter(rows.values())).shape[0]
     shape = getattr(x, "shape", ())
     if shape[:1] != (count,):
@@ -94,7 +98,7 @@ def _check_output(part: int, x: Any, rows: Mapping[str, jax.ShapeDtypeStruct]) -
         )
 
 
-def _with_one_layer(model: Functional) -> Any:
+def _with_one_layer(model: Functional) -> Params:
     leaves = [
         jax.ShapeDtypeStruct((1, *leaf.shape[1:]), leaf.dtype) if name in model.stacked else leaf
         for name, leaf in flatten_with_names(model.params)

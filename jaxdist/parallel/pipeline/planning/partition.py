@@ -6,7 +6,7 @@ as it takes: an embedding or a head makes its chunk's run shorter.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -21,7 +21,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Layers:
+class LayerCosts:
     """What the layers of a model cost, measured or estimated.
 
     Attributes:
@@ -75,7 +75,7 @@ class Partition:
     def explain(self) -> str:
         """The cut as a table, and in words why it is this one.
 
-        >>> print(partition(Layers([1.0] * 6, last_seconds=2.0), placement=(0, 1)).explain())
+        >>> print(partition(LayerCosts([1.0] * 6, last_seconds=2.0), placement=(0, 1)).explain())
         chunk  stage  layers        time
             0      0  0-3 (4)       4
             1      1  4-5 (2)       4
@@ -123,7 +123,7 @@ class Partition:
 
 
 def partition(
-    layers: Layers,
+    layers: LayerCosts,
     placement: Sequence[int],
     *,
     cap_bytes: float | Sequence[float] | None = None,
@@ -140,7 +140,7 @@ def partition(
       ConfigError: fewer layers than chunks, costs of different lengths or negative, or no cut that
         fits the memory.
 
-    >>> partition(Layers([1.0] * 5 + [3.0]), placement=(0, 1)).counts
+    >>> partition(LayerCosts([1.0] * 5 + [3.0]), placement=(0, 1)).counts
     (4, 2)
     """
     problem = _Problem(layers, tuple(placement), live)
@@ -157,14 +157,14 @@ def partition(
     return problem.result(counts, caps, exact)
 
 
-def weigh(layers: Layers, placement: Sequence[int], counts: Sequence[int]) -> Partition:
+def weigh(layers: LayerCosts, placement: Sequence[int], counts: Sequence[int]) -> Partition:
     """A cut that is given, with what its chunks cost.
 
     Args:
       placement: the stage of each chunk, as a schedule has it.
       counts: layers by chunk, which add up to all of them.
 
-    >>> weigh(Layers([1.0] * 5 + [3.0]), placement=(0, 1), counts=(3, 3)).seconds
+    >>> weigh(LayerCosts([1.0] * 5 + [3.0]), placement=(0, 1), counts=(3, 3)).seconds
     (3.0, 5.0)
     """
     assert sum(counts) == len(layers.seconds), (counts, len(layers.seconds))
@@ -188,7 +188,7 @@ class _Problem:
     """Sums over runs of layers: `times[a, b]` is layers a to b - 1."""
 
     def __init__(
-        self, layers: Layers, placement: tuple[int, ...], live: Sequence[float] | None
+        self, layers: LayerCosts, placement: tuple[int, ...], live: Sequence[float] | None
     ) -> None:
         self.layers, self.placement = layers, placement
         self.size, self.chunks = len(layers.seconds), len(placement)
@@ -236,7 +236,21 @@ class _Problem:
         assert evenest is not None, "the fastest cut is one of them"
         return evenest[0]
 
-    def _search(self, room, limit, combine, value) -> tuple[tuple[int, ...], float] | None:
+    def _search(
+        self,
+        room: np.ndarray | None,
+        limit: float,
+        combine: Callable[..., np.ndarray],
+        value: Callable[[np.ndarray], np.ndarray],
+    ) -> tuple[tuple[int, ...], float] | None:
+        """The cut that minimises `combine` over chunks of `value` of their times.
+
+        Args:
+          room: bytes that each chunk may take; None: not limited.
+          limit: the most time that a chunk may take.
+          combine: maximum or sum of two arrays.
+          value: a function of chunk times.
+        """
         best = np.full(self.size + 1, np.inf)
         best[0] = 0.0
         starts = np.zeros((self.chunks, self.size + 1), int)
@@ -310,7 +324,7 @@ def _sums(values: Sequence[float]) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(np.asarray(values, float))])
 
 
-def _check_input(layers: Layers, placement: tuple[int, ...], live: np.ndarray) -> None:
+def _check_input(layers: LayerCosts, placement: tuple[int, ...], live: np.ndarray) -> None:
     size, chunks = len(layers.seconds), len(placement)
     if chunks < 1 or size < chunks:
         raise ConfigError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated
 
 import jax
 from flax import nnx
@@ -16,22 +16,23 @@ from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import axis_size
 from jaxdist.models.functional import Functional
-from jaxdist.models.loss import Loss
+from jaxdist.models.loss import Loss, Model
 from jaxdist.parallel.pipeline.executor.ticks import Activations
 from jaxdist.parallel.pipeline.planning.estimate import block_costs, part_costs
 from jaxdist.parallel.pipeline.planning.partition import (
     ROUNDING,
-    Layers,
+    LayerCosts,
     Partition,
     partition,
     weigh,
 )
-from jaxdist.parallel.pipeline.schedules.build import ScheduleConfig
+from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.check import check
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import OneFOneB
 from jaxdist.parallel.pipeline.schedules.schedule import Schedule
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Leaf
 
 AXIS = "stage"
 
@@ -39,7 +40,7 @@ AXIS = "stage"
 class PipelineConfig(Config):
     """How the stages of mesh axis `stage` share the work, where the mesh has that axis."""
 
-    schedule: ScheduleConfig = OneFOneB()
+    schedule: PipelineScheduleConfig = OneFOneB()
     """Which stage does what when; `jaxdist pipeline compare` shows what each costs."""
     activations: Activations = "recompute"
     """What the backward pass starts from: a chunk's input, or all that its forward pass left."""
@@ -55,8 +56,8 @@ class ChunkPlan:
 
     Attributes:
       layers: by chunk.
-      parted: whether they are unlike parts, and no stack of blocks.
-      explained: how they were shared out, a line each.
+      parted: whether the layers are unlike parts rather than a stack of equal blocks.
+      explained: how the cut was chosen, in lines of text.
     """
 
     schedule: Schedule
@@ -65,7 +66,7 @@ class ChunkPlan:
     explained: tuple[str, ...]
 
     def stored(self, layout: Layout) -> Layout:
-        """The layout of the training state: layers that stages do not divide lie whole on each."""
+        """The layout of the training state: every stage stores all layers if they do not divide."""
         if layout.axis_of("layers") != AXIS or sum(self.layers) % stages_of(layout.mesh) == 0:
             return layout
         rules = ((dim, None if dim == "layers" else axis) for dim, axis in layout.rules)
@@ -106,7 +107,7 @@ def plan_chunks(
     config: PipelineConfig,
     model: Functional,
     loss: Loss,
-    batch: Mapping[str, Any],
+    batch: Mapping[str, Leaf],
     *,
     stages: int,
     microbatches: int,
@@ -141,17 +142,17 @@ def plan_chunks(
 
 
 def stages_of(mesh: Mesh) -> int:
-    """The number of stages of a mesh; 1 where it has no such axis.
+    """The number of stages of a mesh; 1 if it has no axis `stage`.
 
     Raises:
-      ConfigError: the axis lies over two networks.
+      ConfigError: the axis crosses from one network to another.
     """
     if axis_size(mesh, AXIS) > 1 and AXIS not in mesh.shape:
         raise ConfigError("mesh.stage lies over two networks, and stages are one axis: give a size")
     return axis_size(mesh, AXIS)
 
 
-def _cut(config: PipelineConfig, costs: Layers, schedule: Schedule) -> tuple[Partition, str]:
+def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple[Partition, str]:
     """Layers by chunk, with what they cost, and how that came about."""
     best = partition(costs, schedule.placement)
     if config.layers is None:
@@ -185,8 +186,8 @@ def _check_counts(
 
 
 def _layers(model: Functional, stages: int) -> tuple[int, bool]:
-    """How many layers the blocks of a model have, or how many parts it is; and whether parts."""
-    made: Any = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
+    """The number of blocks or of parts of a model, and whether it is made of parts."""
+    made: Model = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     where = f"mesh.stage {stages}: {type(made).__name__}"
     if jax.tree.leaves(model.buffers):
         raise ConfigError(

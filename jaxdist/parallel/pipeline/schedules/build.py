@@ -15,7 +15,7 @@ from jaxdist.parallel.pipeline.schedules.zero_bubble import ZBH1, ZBH2
 from jaxdist.parallel.pipeline.schedules.zero_bubble_auto import ZBAuto
 from jaxdist.parallel.pipeline.schedules.zero_bubble_v import ZBV, VHalf, VMin
 
-ScheduleConfig = Annotated[
+PipelineScheduleConfig = Annotated[
     GPipe
     | OneFOneB
     | Interleaved

@@ -1,27 +1,27 @@
-"""The laws of a schedule; the first one broken is named with its task, stage and place."""
+"""What a schedule must fulfil; an error names the first violation, its task, stage and place."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.order import Key, Walk, places
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task
+from jaxdist.parallel.pipeline.schedules.order import Dependency, Walk, places
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind
 
 _SAME_WORK = {
-    Kind.FORWARD: (),
-    Kind.FULL: (Kind.INPUT, Kind.WEIGHT),
-    Kind.INPUT: (Kind.FULL,),
-    Kind.WEIGHT: (Kind.FULL,),
+    TaskKind.FORWARD: (),
+    TaskKind.FULL: (TaskKind.INPUT, TaskKind.WEIGHT),
+    TaskKind.INPUT: (TaskKind.FULL,),
+    TaskKind.WEIGHT: (TaskKind.FULL,),
 }
 
 
 def check(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
-    """Nothing, if the schedule can be run.
+    """Raise ConfigError unless the schedule can be run.
 
-    In this order: every chunk lies on a stage; every task is known, stands once and on its chunk's
-    stage; none is missing (a schedule with no backward task at all is one for evaluation); every
-    stage's order can be kept, so that no stage waits for ever; nothing is overwritten.
+    Checked in this order: every chunk lies on a stage; every task is known, stands once and on its
+    chunk's stage; none is missing (a schedule with no backward task at all is one for evaluation);
+    no stage waits for ever; nothing is overwritten in a ring buffer.
 
     Args:
       slots: the size of the ring buffer that holds a chunk's activations, one number or one for
@@ -31,7 +31,8 @@ def check(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
     Raises:
       ConfigError: the first violation.
 
-    >>> check(Schedule("half", microbatches=1, placement=(0,), rows=((Task(Kind.FULL, 0, 0),),)))
+    >>> rows = ((Task(TaskKind.FULL, 0, 0),),)
+    >>> check(Schedule("half", microbatches=1, placement=(0,), rows=rows))
     Traceback (most recent call last):
     jaxdist.errors.ConfigError: schedule half: task 0F0 is missing: stage 0 must do it for ...
     """
@@ -66,7 +67,7 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _check_row(schedule: Schedule, stage: int) -> None:
-    """Of a row's tasks none is unknown, on the wrong stage, or there twice."""
+    """Check that no task of a row is unknown, on the wrong stage, or there twice."""
     found: dict[Task, int] = {}
     for place, task in enumerate(schedule.rows[stage]):
         if task is None:
@@ -90,7 +91,7 @@ def _check_row(schedule: Schedule, stage: int) -> None:
 
 
 def _same_work(task: Task) -> list[Task]:
-    """The tasks that would do again what this one does, itself first."""
+    """The task and those that do some of the same work, so may not stand beside it."""
     others = _SAME_WORK[task.kind]
     return [task, *(Task(kind, task.chunk, task.microbatch) for kind in others)]
 
@@ -108,7 +109,7 @@ def _check_complete(schedule: Schedule) -> None:
 def missing_task(schedule: Schedule) -> tuple[int, str, int] | None:
     """The first task that is not there: its stage, its name, its microbatch."""
     found = [frozenset(schedule.tasks(stage)) for stage in range(schedule.stages)]
-    trained = any(task.kind is not Kind.FORWARD for row in found for task in row)
+    trained = any(task.kind is not TaskKind.FORWARD for row in found for task in row)
     for chunk, stage in enumerate(schedule.placement):
         for microbatch in range(schedule.microbatches):
             task = _absent(found[stage], chunk, microbatch, trained)
@@ -118,17 +119,17 @@ def missing_task(schedule: Schedule) -> tuple[int, str, int] | None:
 
 
 def _absent(row: frozenset[Task], chunk: int, microbatch: int, trained: bool) -> str:
-    def there(kind: Kind) -> bool:
+    def there(kind: TaskKind) -> bool:
         return Task(kind, chunk, microbatch) in row
 
-    if not there(Kind.FORWARD):
-        return str(Task(Kind.FORWARD, chunk, microbatch))
-    if not trained or there(Kind.FULL):
+    if not there(TaskKind.FORWARD):
+        return str(Task(TaskKind.FORWARD, chunk, microbatch))
+    if not trained or there(TaskKind.FULL):
         return ""
-    halves = [Task(kind, chunk, microbatch) for kind in (Kind.INPUT, Kind.WEIGHT)]
+    halves = [Task(kind, chunk, microbatch) for kind in (TaskKind.INPUT, TaskKind.WEIGHT)]
     lacking = [str(task) for task in halves if task not in row]
     if len(lacking) == 2:
-        return f"{Task(Kind.FULL, chunk, microbatch)} (or {lacking[0]} and {lacking[1]})"
+        return f"{Task(TaskKind.FULL, chunk, microbatch)} (or {lacking[0]} and {lacking[1]})"
     return lacking[0] if lacking else ""
 
 
@@ -153,18 +154,18 @@ def _check_order(schedule: Schedule) -> None:
     )
 
 
-def _find(schedule: Schedule, missing: Key) -> tuple[Task, int]:
-    """The task of this schedule that does what is missing, and its stage."""
+def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
+    """The task that a blocked stage waits for, and the stage that has it."""
     backward, chunk, microbatch = missing
     stage = schedule.placement[chunk]
     row = set(schedule.tasks(stage))
-    kinds = (Kind.FULL, Kind.INPUT) if backward else (Kind.FORWARD,)
+    kinds = (TaskKind.FULL, TaskKind.INPUT) if backward else (TaskKind.FORWARD,)
     task = next(t for t in (Task(kind, chunk, microbatch) for kind in kinds) if t in row)
     return task, stage
 
 
-def _circle(schedule: Schedule, blocked: dict[int, tuple[int, Key]]) -> list[int]:
-    """Stages of which each waits for the next one, and the last for the first."""
+def _circle(schedule: Schedule, blocked: dict[int, tuple[int, Dependency]]) -> list[int]:
+    """A deadlock: stages each of which waits for the next one, and the last for the first."""
     trail = [min(blocked)]
     while True:
         missing = blocked[trail[-1]][1]
@@ -174,7 +175,9 @@ def _circle(schedule: Schedule, blocked: dict[int, tuple[int, Key]]) -> list[int
         trail.append(stage)
 
 
-def _chain(schedule: Schedule, blocked: dict[int, tuple[int, Key]], circle: list[int]) -> str:
+def _chain(
+    schedule: Schedule, blocked: dict[int, tuple[int, Dependency]], circle: list[int]
+) -> str:
     links = []
     for stage in circle:
         place, missing = blocked[stage]
@@ -192,14 +195,14 @@ def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozen
     Empty for a schedule without backward tasks, which keeps none.
     """
     tasks = [t for t in schedule.tasks(schedule.placement[chunk]) if t.chunk == chunk]
-    if all(task.kind is Kind.FORWARD for task in tasks):
+    if all(task.kind is TaskKind.FORWARD for task in tasks):
         return []
     live: set[int] = set()
     found = []
     for task in tasks:
-        if task.kind is Kind.FORWARD:
+        if task.kind is TaskKind.FORWARD:
             live.add(task.microbatch)
-        elif task.kind is not Kind.INPUT:
+        elif task.kind is not TaskKind.INPUT:
             live.discard(task.microbatch)
         found.append((task, frozenset(live)))
     return found
@@ -231,7 +234,7 @@ def _check_slots(schedule: Schedule, slots: int | Sequence[int]) -> None:
         )
     for chunk, size in enumerate(sizes):
         for task, live in live_microbatches(schedule, chunk):
-            if task.kind is not Kind.FORWARD:
+            if task.kind is not TaskKind.FORWARD:
                 continue
             lost = [b for b in live if b != task.microbatch and (b - task.microbatch) % size == 0]
             if lost:

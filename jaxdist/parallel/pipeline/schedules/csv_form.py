@@ -24,7 +24,7 @@ from jaxdist.config.files import read_regular
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.schedules.check import check, missing_task
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Slot, Task
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Slot, Task, TaskKind
 
 _TASK = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -151,21 +151,21 @@ def _cells(name: str, row: int, line: list[str]) -> list[_Cell]:
                     f"schedule {name}: row {row}, column {column}: {value!r} is not a task: write "
                     "chunk, one of F, B, I, W, and microbatch, as 0F0, or leave the cell empty"
                 )
-            task = Task(Kind(match[2]), int(match[1]), int(match[3])) if match else None
+            task = Task(TaskKind(match[2]), int(match[1]), int(match[3])) if match else None
             found.append(_Cell(row, column, task))
     return found
 
 
 def _counted_from_0(cells: list[list[_Cell]]) -> list[list[_Cell]]:
-    """Forwards of a chunk that are numbered 1 to m beside backwards 0 to m - 1, from 0."""
+    """Cells with forwards renumbered from 0, for chunks whose backwards count from 0."""
     forward: dict[int, set[int]] = {}
     backward: dict[int, set[int]] = {}
     for task in (cell.task for row in cells for cell in row if cell.task is not None):
-        numbers = forward if task.kind is Kind.FORWARD else backward
+        numbers = forward if task.kind is TaskKind.FORWARD else backward
         numbers.setdefault(task.chunk, set()).add(task.microbatch)
 
     def lowered(task: Slot) -> Slot:
-        if task is None or task.kind is not Kind.FORWARD:
+        if task is None or task.kind is not TaskKind.FORWARD:
             return task
         shifted = {number + 1 for number in backward.get(task.chunk, ())}
         if forward[task.chunk] != shifted:

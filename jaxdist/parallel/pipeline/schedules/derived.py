@@ -1,4 +1,4 @@
-"""Schedules made of others: forward passes that run ahead, and forward passes alone."""
+"""Schedules derived from others: with forward passes earlier, or with forward passes only."""
 
 from __future__ import annotations
 
@@ -6,22 +6,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jaxdist.parallel.pipeline.schedules.order import refuse_small
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Slot, Task
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Slot, Task, TaskKind
 
 
 def eager(schedule: Schedule) -> Schedule:
-    """The same tasks, each forward moved before one more backward for each chunk after its own.
+    """The same tasks with forward tasks earlier, for ticks that hold one forward and one backward.
 
-    A microbatch that goes to the last chunk and back takes one tick per hop each way. With a
-    forward and a backward in each tick, twice as many must be under way as where the two take
-    turns: with it, 1F1B takes (m + p - 1) times forward and backward in lock step, and stage s
-    holds 2 (p - s) - 1 microbatches instead of p - s. (Interleaved 1F1B as published is so already:
-    Narayanan et al. 2021, arXiv 2104.04473, section 2.2.)
+    A forward task of a chunk that has n chunks after it moves before n more backward tasks. A
+    microbatch takes one tick per hop to the last chunk and one per hop back, so twice as many must
+    be under way as when ticks hold one task: 1F1B then takes (m + p - 1) ticks of forward and
+    backward, and stage s holds 2 (p - s) - 1 microbatches instead of p - s. (Interleaved 1F1B as
+    published has this order already: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.)
 
-    >>> from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task
-    >>> F, B = ((lambda k, kind=kind: Task(kind, 0, k)) for kind in (Kind.FORWARD, Kind.FULL))
+    >>> from jaxdist.parallel.pipeline.schedules.schedule import TaskKind, Schedule, Task
+    >>> kinds = (TaskKind.FORWARD, TaskKind.FULL)
+    >>> F, B = ((lambda k, kind=kind: Task(kind, 0, k)) for kind in kinds)
     >>> row = (F(0), F(1), B(0), F(2), B(1), B(2))
-    >>> last = tuple(Task(kind, 1, k) for k in range(3) for kind in (Kind.FORWARD, Kind.FULL))
+    >>> last = tuple(Task(kind, 1, k) for k in range(3) for kind in kinds)
     >>> print(*eager(Schedule("1f1b", 3, (0, 1), (row, last))).rows[0])
     0F0 0F1 0F2 0B0 0B1 0B2
     """
@@ -34,7 +35,7 @@ def _ahead(tasks: tuple[Task, ...], chunks: int) -> tuple[Task, ...]:
     backwards: list[Task] = []
     least = 0
     for task in tasks:
-        if task.kind is Kind.FORWARD:
+        if task.kind is TaskKind.FORWARD:
             # No earlier than the forward before it: the order among forwards stays.
             least = max(least, len(backwards) - (chunks - 1 - task.chunk))
             forwards.append((least, task))
@@ -49,7 +50,7 @@ def _ahead(tasks: tuple[Task, ...], chunks: int) -> tuple[Task, ...]:
 
 
 def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
-    """Every microbatch once through all chunks; a stage takes what is furthest on its way first.
+    """For evaluation: each microbatch once through all chunks; a stage runs its latest chunk first.
 
     Args:
       placement: the stage of each chunk: that of the schedule the model is trained with.
@@ -69,11 +70,11 @@ def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
     done = [0] * chunks
     rows: list[list[Slot]] = [[] for _ in range(stages)]
     while done[-1] < microbatches:
-        # All stages see the same moment: what is done in this tick arrives with the next one.
+        # All stages decide on the state before this tick: what is sent in it arrives in the next.
         before = [microbatches, *done]
         for stage, held in enumerate(mine):
             chunk = next((c for c in held if done[c] < before[c]), None)
             if chunk is not None:
-                rows[stage].append(Task(Kind.FORWARD, chunk, done[chunk]))
+                rows[stage].append(Task(TaskKind.FORWARD, chunk, done[chunk]))
                 done[chunk] += 1
     return Schedule("forward_only", microbatches, tuple(placement), tuple(map(tuple, rows)))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from jaxdist.config.schema import Config
 from jaxdist.parallel.pipeline.schedules.order import refuse_fewer
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, v_shape
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, v_shape
 
 
 class DualPipeV(Config):
@@ -90,13 +90,13 @@ class _Writer:
         return self.count[back, chunk] - 1
 
     def _forward(self, chunk: int) -> None:
-        self.tasks.append(Task(Kind.FORWARD, chunk, self._next(False, chunk)))
+        self.tasks.append(Task(TaskKind.FORWARD, chunk, self._next(False, chunk)))
 
     def _back(self, chunk: int, *, split: bool = False) -> None:
         microbatch = self._next(True, chunk)
-        self.tasks.append(Task(Kind.INPUT if split else Kind.FULL, chunk, microbatch))
+        self.tasks.append(Task(TaskKind.INPUT if split else TaskKind.FULL, chunk, microbatch))
         if split:
-            self.owed.append(Task(Kind.WEIGHT, chunk, microbatch))
+            self.owed.append(Task(TaskKind.WEIGHT, chunk, microbatch))
 
     def _weight(self) -> None:
         self.tasks.append(self.owed.popleft())

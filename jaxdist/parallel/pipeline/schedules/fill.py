@@ -1,7 +1,7 @@
-"""Weight halves into the gaps: forward and input tasks keep their order, weight tasks find a place.
+"""Puts weight tasks into the gaps between forward and input tasks, whose order is given.
 
 A weight task may run any time after its input task. It is put where its stage would wait anyway,
-or where the activations that it frees are needed; the rest comes last.
+or where the memory that it frees is needed; the rest comes last.
 """
 
 from __future__ import annotations
@@ -11,21 +11,21 @@ from collections import deque
 from collections.abc import Sequence
 
 from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.order import Key, key, needed
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Task
+from jaxdist.parallel.pipeline.schedules.order import Dependency, key, needed
+from jaxdist.parallel.pipeline.schedules.schedule import Task, TaskKind
 
 _SLACK = 1e-9
 """Relative room for the rounding of sums of activations and times."""
 _UNKNOWN = float("inf")
-"""The arrival of what has not begun elsewhere: a weight task is taken to fit in before it."""
+"""The arrival of a message whose task has not begun: any weight task is taken to fit before it."""
 
 
 class Fill:
-    """One run of the greedy placement; `rows` is what it gives.
+    """One run of the greedy placement; `rows` is its result.
 
-    Time goes forward over all stages at once. A stage that is free does its next forward or input
-    task where that is possible at once. Else it does its oldest weight task, if the memory is full,
-    or if at least `patience` of the weight task's time is left until the next task can begin.
+    It simulates all stages at once. A stage that is free runs its next forward or input task if
+    that can begin now. If not, it runs its oldest weight task, provided that the memory is full or
+    that the wait is at least `patience` times as long as the weight task.
 
     Attributes:
       rows: by stage, its tasks; None where the order cannot be kept within the limit.
@@ -50,14 +50,14 @@ class Fill:
         self.placement, self.orders, self.limit, self.patience = placement, orders, limit, patience
         self.durations, self.transfers = costs.durations(chunks), costs.transfers(chunks)
         self.sizes, self.kept = costs.activations(chunks), costs.kept
-        self.ends: dict[Key, float] = {}
+        self.ends: dict[Dependency, float] = {}
         self.place = [0] * len(orders)
         self.live = [0.0] * len(orders)
         self.owed: list[deque[Task]] = [deque() for _ in orders]
         self.done: list[list[Task]] = [[] for _ in orders]
         self.first: list[float | None] = [None] * len(orders)
         self.last = [0.0] * len(orders)
-        self.waiting: dict[Key, int] = {}
+        self.waiting: dict[Dependency, int] = {}
         self.events: list[tuple[float, int]] = [(0.0, stage) for stage in range(len(orders))]
         while self.events:
             self._act(*heapq.heappop(self.events))
@@ -69,7 +69,7 @@ class Fill:
         return [end - (start or 0) for start, end in zip(self.first, self.last, strict=True)]
 
     def _act(self, now: float, stage: int) -> None:
-        """What a stage does that is free now."""
+        """Start the task that a free stage does now, if any."""
         owed = self.owed[stage]
         if self.place[stage] == len(self.orders[stage]):
             if owed:
@@ -79,10 +79,10 @@ class Fill:
         needs = needed(task, len(self.placement))
         missing = next((need for need in needs if need not in self.ends), None)
         arrival = self._arrival(task, needs) if missing is None else _UNKNOWN
-        fits = task.kind is not Kind.FORWARD or (
+        fits = task.kind is not TaskKind.FORWARD or (
             self.live[stage] + self.sizes[task.chunk] <= self.limit * (1 + _SLACK) + _SLACK
         )
-        gap = self.durations[Kind.WEIGHT][owed[0].chunk] * self.patience if owed else 0.0
+        gap = self.durations[TaskKind.WEIGHT][owed[0].chunk] * self.patience if owed else 0.0
         if arrival <= now and fits:
             self.place[stage] += 1
             self._run(task, now, stage)
@@ -93,7 +93,7 @@ class Fill:
         elif fits:
             heapq.heappush(self.events, (arrival, stage))
 
-    def _arrival(self, task: Task, needs: Sequence[Key]) -> float:
+    def _arrival(self, task: Task, needs: Sequence[Dependency]) -> float:
         """When all that a task needs is there."""
         latest = 0.0
         for need in needs:
@@ -109,17 +109,17 @@ class Fill:
         if self.first[stage] is None:
             self.first[stage] = now
         self.last[stage] = end
-        if task.kind is Kind.WEIGHT:
+        if task.kind is TaskKind.WEIGHT:
             self.live[stage] -= size * self.kept
         else:
             self._hand_on(task, now, end)
-            self.live[stage] += size if task.kind is Kind.FORWARD else size * (self.kept - 1)
-        if task.kind is Kind.INPUT:
-            self.owed[stage].append(Task(Kind.WEIGHT, task.chunk, task.microbatch))
+            self.live[stage] += size if task.kind is TaskKind.FORWARD else size * (self.kept - 1)
+        if task.kind is TaskKind.INPUT:
+            self.owed[stage].append(Task(TaskKind.WEIGHT, task.chunk, task.microbatch))
         heapq.heappush(self.events, (end, stage))
 
     def _hand_on(self, task: Task, now: float, end: float) -> None:
-        """Notes when a task will end; the stage that waits for it now knows."""
+        """Record when a task will end, and wake the stage that waits for it."""
         self.ends[key(task)] = end
         waiter = self.waiting.pop(key(task), None)
         if waiter is not None:

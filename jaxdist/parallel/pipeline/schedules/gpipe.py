@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxdist.config.schema import Config
-from jaxdist.parallel.pipeline.schedules.order import Row, refuse_small
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule
+from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_small
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
 
 
 class GPipe(Config):
@@ -34,8 +34,8 @@ def gpipe(stages: int, microbatches: int) -> Schedule:
     refuse_small("gpipe", stages, microbatches)
     rows = []
     for stage in range(stages):
-        row = Row()
-        row.add((Kind.FORWARD, stage), times=microbatches)
-        row.add((Kind.FULL, stage), times=microbatches)
+        row = RowWriter()
+        row.add((TaskKind.FORWARD, stage), times=microbatches)
+        row.add((TaskKind.FULL, stage), times=microbatches)
         rows.append(tuple(row.tasks))
     return Schedule("gpipe", microbatches, tuple(range(stages)), tuple(rows))

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.order import Row, refuse_fewer
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, loop
+from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_fewer
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, loop
 
 
 class Interleaved(Config):
@@ -51,8 +51,8 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
         )
     rows = []
     for stage in range(stages):
-        forward = _rounds(Kind.FORWARD, stage, stages, microbatches, chunks)
-        backward = _rounds(Kind.FULL, stage, stages, microbatches, chunks)
+        forward = _rounds(TaskKind.FORWARD, stage, stages, microbatches, chunks)
+        backward = _rounds(TaskKind.FULL, stage, stages, microbatches, chunks)
         ahead = min((chunks - 1) * stages + 2 * (stages - stage - 1), len(forward))
         row = forward[:ahead]
         for pair in zip(forward[ahead:], backward, strict=False):
@@ -61,9 +61,9 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
     return Schedule("interleaved", microbatches, loop(stages, stages * chunks), tuple(rows))
 
 
-def _rounds(kind: Kind, stage: int, stages: int, microbatches: int, chunks: int) -> list[Task]:
+def _rounds(kind: TaskKind, stage: int, stages: int, microbatches: int, chunks: int) -> list[Task]:
     """All of a stage's tasks of one kind: round by round, in each chunk by chunk."""
-    turns = range(chunks) if kind is Kind.FORWARD else reversed(range(chunks))
+    turns = range(chunks) if kind is TaskKind.FORWARD else reversed(range(chunks))
     order = [turn * stages + stage for turn in turns]
     return [
         Task(kind, chunk, microbatch)
@@ -103,12 +103,12 @@ def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
     refuse_fewer("breadth_first", stages, microbatches, stages, "gpipe")
     rows = []
     for stage in range(stages):
-        row = Row()
+        row = RowWriter()
         order = [turn * stages + stage for turn in range(chunks)]
         for chunk in order:
-            row.add((Kind.FORWARD, chunk), times=microbatches)
+            row.add((TaskKind.FORWARD, chunk), times=microbatches)
         for chunk in reversed(order):
-            row.add((Kind.FULL, chunk), times=microbatches)
+            row.add((TaskKind.FULL, chunk), times=microbatches)
         rows.append(tuple(row.tasks))
     return Schedule("breadth_first", microbatches, loop(stages, stages * chunks), tuple(rows))
 

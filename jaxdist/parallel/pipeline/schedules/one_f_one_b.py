@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxdist.config.schema import Config
-from jaxdist.parallel.pipeline.schedules.order import Row, refuse_small
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule
+from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_small
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
 
 
 class OneFOneB(Config):
@@ -35,9 +35,9 @@ def one_f_one_b(stages: int, microbatches: int) -> Schedule:
     rows = []
     for stage in range(stages):
         ahead = min(microbatches, stages - stage - 1)
-        row = Row()
-        row.add((Kind.FORWARD, stage), times=ahead)
-        row.add((Kind.FORWARD, stage), (Kind.FULL, stage), times=microbatches - ahead)
-        row.add((Kind.FULL, stage), times=ahead)
+        row = RowWriter()
+        row.add((TaskKind.FORWARD, stage), times=ahead)
+        row.add((TaskKind.FORWARD, stage), (TaskKind.FULL, stage), times=microbatches - ahead)
+        row.add((TaskKind.FULL, stage), times=ahead)
         rows.append(tuple(row.tasks))
     return Schedule("1f1b", microbatches, tuple(range(stages)), tuple(rows))

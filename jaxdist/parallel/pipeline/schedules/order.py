@@ -1,4 +1,4 @@
-"""Rows of tasks: writing a stage's down, and going through all in an order that may be run."""
+"""Rows of tasks: how to write that of a stage, and to visit all tasks in an order that can run."""
 
 from __future__ import annotations
 
@@ -6,23 +6,26 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Slot, Task
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Slot, Task, TaskKind
 
-Key = tuple[bool, int, int]
-"""What others wait for: is it of the backward pass, chunk, microbatch. FULL and INPUT are one."""
+Dependency = tuple[bool, int, int]
+"""What a task may wait for: (whether it is a backward task, chunk, microbatch).
 
-
-def key(task: Task) -> Key:
-    """The name under which a FORWARD, FULL or INPUT task is waited for."""
-    return task.kind is not Kind.FORWARD, task.chunk, task.microbatch
+FULL and INPUT tasks are one and the same here: both send the gradient of the chunk's input.
+"""
 
 
-def needed(task: Task, chunks: int) -> list[Key]:
-    """What must be done before a task, as `schedule.needs` has it, one key for each dependency."""
+def key(task: Task) -> Dependency:
+    """What others wait for when they wait for this FORWARD, FULL or INPUT task."""
+    return task.kind is not TaskKind.FORWARD, task.chunk, task.microbatch
+
+
+def needed(task: Task, chunks: int) -> list[Dependency]:
+    """What must be done before a task: `schedule.needs` as dependencies."""
     kind, chunk, microbatch = task.kind, task.chunk, task.microbatch
-    if kind is Kind.FORWARD:
+    if kind is TaskKind.FORWARD:
         return [(False, chunk - 1, microbatch)] if chunk else []
-    if kind is Kind.WEIGHT:
+    if kind is TaskKind.WEIGHT:
         return [(True, chunk, microbatch)]
     own = (False, chunk, microbatch)
     return [own] if chunk == chunks - 1 else [own, (True, chunk + 1, microbatch)]
@@ -35,7 +38,7 @@ class Walk:
     or when no stage can go on: `blocked` then holds the place in its row and the missing key of
     each stage that waits.
 
-    >>> rows = ((Task(Kind.FORWARD, 0, 0),), (Task(Kind.FORWARD, 1, 0),))
+    >>> rows = ((Task(TaskKind.FORWARD, 0, 0),), (Task(TaskKind.FORWARD, 1, 0),))
     >>> walk = Walk(Schedule("two", microbatches=1, placement=(0, 1), rows=rows))
     >>> [(stage, str(task)) for stage, task in walk], walk.blocked
     ([(0, '0F0'), (1, '1F0')], {})
@@ -43,13 +46,13 @@ class Walk:
 
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
-        self.blocked: dict[int, tuple[int, Key]] = {}
+        self.blocked: dict[int, tuple[int, Dependency]] = {}
 
     def __iter__(self) -> Iterator[tuple[int, Task]]:
         rows, chunks = self.schedule.rows, self.schedule.chunks
         place = [0] * len(rows)
-        done: set[Key] = set()
-        waiting: dict[Key, list[int]] = {}
+        done: set[Dependency] = set()
+        waiting: dict[Dependency, list[int]] = {}
         ready = list(reversed(range(len(rows))))
         while ready:
             stage = ready.pop()
@@ -64,13 +67,13 @@ class Walk:
                         self.blocked[stage] = (place[stage], missing)
                         break
                     yield stage, task
-                    if task.kind is not Kind.WEIGHT:
+                    if task.kind is not TaskKind.WEIGHT:
                         done.add(key(task))
                         ready.extend(waiting.pop(key(task), ()))
                 place[stage] += 1
 
 
-def _missing(task: Task, chunks: int, done: set[Key]) -> Key | None:
+def _missing(task: Task, chunks: int, done: set[Dependency]) -> Dependency | None:
     for need in needed(task, chunks):
         if need not in done:
             return need
@@ -86,21 +89,21 @@ def places(row: tuple[Slot, ...]) -> dict[Task, int]:
     return found
 
 
-class Row:
-    """A stage's tasks, to which the next microbatch of a kind and chunk is added.
+class RowWriter:
+    """Writes the tasks of a stage; counts the microbatches of each kind and chunk by itself.
 
-    >>> row = Row()
-    >>> row.add((Kind.FORWARD, 2), times=2)
-    >>> row.add((Kind.FORWARD, 2), (Kind.FULL, 2))
+    >>> row = RowWriter()
+    >>> row.add((TaskKind.FORWARD, 2), times=2)
+    >>> row.add((TaskKind.FORWARD, 2), (TaskKind.FULL, 2))
     >>> [str(task) for task in row.tasks]
     ['2F0', '2F1', '2F2', '2B0']
     """
 
     def __init__(self) -> None:
         self.tasks: list[Task] = []
-        self.count: Counter[tuple[Kind, int]] = Counter()
+        self.count: Counter[tuple[TaskKind, int]] = Counter()
 
-    def add(self, *pattern: tuple[Kind, int], times: int = 1) -> None:
+    def add(self, *pattern: tuple[TaskKind, int], times: int = 1) -> None:
         """The next microbatch of each (kind, chunk), one after another; all that `times` times."""
         for _ in range(times):
             for kind, chunk in pattern:

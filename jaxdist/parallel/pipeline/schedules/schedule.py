@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 
-class Kind(StrEnum):
+class TaskKind(StrEnum):
     """What a task does with its microbatch; the letters are those of the CSV form.
 
     A backward pass is one FULL task, or two: the gradient of the chunk's input first, which the
@@ -29,11 +29,11 @@ class Kind(StrEnum):
 class Task:
     """One piece of work of one stage.
 
-    >>> print(Task(Kind.FORWARD, chunk=3, microbatch=2))
+    >>> print(Task(TaskKind.FORWARD, chunk=3, microbatch=2))
     3F2
     """
 
-    kind: Kind
+    kind: TaskKind
     chunk: int
     microbatch: int
 
@@ -82,22 +82,22 @@ def needs(task: Task, chunks: int) -> tuple[Task, ...]:
 
     A backward task may need the next chunk's FULL or its INPUT task: whichever the schedule has.
 
-    >>> [str(t) for t in needs(Task(Kind.FULL, chunk=0, microbatch=5), chunks=2)]
+    >>> [str(t) for t in needs(Task(TaskKind.FULL, chunk=0, microbatch=5), chunks=2)]
     ['0F5', '1B5', '1I5']
     """
     kind, chunk, microbatch = task.kind, task.chunk, task.microbatch
-    if kind is Kind.FORWARD:
+    if kind is TaskKind.FORWARD:
         return () if chunk == 0 else (Task(kind, chunk - 1, microbatch),)
-    if kind is Kind.WEIGHT:
-        return (Task(Kind.INPUT, chunk, microbatch),)
-    own = Task(Kind.FORWARD, chunk, microbatch)
+    if kind is TaskKind.WEIGHT:
+        return (Task(TaskKind.INPUT, chunk, microbatch),)
+    own = Task(TaskKind.FORWARD, chunk, microbatch)
     if chunk == chunks - 1:
         return (own,)
-    return (own, *(Task(k, chunk + 1, microbatch) for k in (Kind.FULL, Kind.INPUT)))
+    return (own, *(Task(k, chunk + 1, microbatch) for k in (TaskKind.FULL, TaskKind.INPUT)))
 
 
 def loop(stages: int, chunks: int) -> tuple[int, ...]:
-    """The placement that goes round: chunk c lies on stage c mod stages.
+    """The looping placement: chunk c lies on stage c mod stages.
 
     >>> loop(2, 4)
     (0, 1, 0, 1)
@@ -106,7 +106,7 @@ def loop(stages: int, chunks: int) -> tuple[int, ...]:
 
 
 def v_shape(stages: int) -> tuple[int, ...]:
-    """The placement that goes there and back: first and last chunk lie on the first stage.
+    """The V-shaped placement, there and back: the first stage has the first and the last chunk.
 
     >>> v_shape(3)
     (0, 1, 2, 2, 1, 0)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from jaxdist.parallel.pipeline.planning.costs import Costs
 from jaxdist.parallel.pipeline.schedules.check import check
 from jaxdist.parallel.pipeline.schedules.order import Walk, key, needed
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Slot, Task
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Slot, Task, TaskKind
 
 
 class Span(NamedTuple):
@@ -75,7 +75,7 @@ class Timeline:
 
     @property
     def flushed_bubble_fraction(self) -> float:
-        """The same where all stages end a step before any begins the next one."""
+        """The bubble fraction if all stages end a step before any begins the next one."""
         return 1 - max(self.busy, default=0) / self.makespan if self.makespan else 0.0
 
     @property
@@ -127,7 +127,7 @@ def _spans(schedule: Schedule, costs: Costs) -> tuple[tuple[Span, ...], ...]:
             start = max(start, end)
         end = start + durations[task.kind][task.chunk]
         free[stage] = end
-        if task.kind is not Kind.WEIGHT:
+        if task.kind is not TaskKind.WEIGHT:
             ends[key(task)] = end
         spans[stage].append(Span(start, end, task))
     return tuple(map(tuple, spans))
@@ -138,9 +138,9 @@ def _messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
     placement = schedule.placement
     for stage in range(schedule.stages):
         for task in schedule.tasks(stage):
-            if task.kind is Kind.WEIGHT:
+            if task.kind is TaskKind.WEIGHT:
                 continue
-            to = task.chunk + (1 if task.kind is Kind.FORWARD else -1)
+            to = task.chunk + (1 if task.kind is TaskKind.FORWARD else -1)
             if 0 <= to < len(placement) and placement[to] != stage:
                 sent[stage] += 1
                 received[placement[to]] += 1
@@ -155,13 +155,13 @@ def peak_activations(schedule: Schedule, stage: int, costs: Costs | None = None)
     costs = costs or Costs()
     sizes = costs.activations(schedule.chunks)
     tasks = schedule.tasks(stage)
-    if all(task.kind is Kind.FORWARD for task in tasks):
+    if all(task.kind is TaskKind.FORWARD for task in tasks):
         return max((sizes[t.chunk] for t in tasks), default=0) * schedule.stages / schedule.chunks
     change = {
-        Kind.FORWARD: 1.0,
-        Kind.FULL: -1.0,
-        Kind.INPUT: costs.kept - 1,
-        Kind.WEIGHT: -costs.kept,
+        TaskKind.FORWARD: 1.0,
+        TaskKind.FULL: -1.0,
+        TaskKind.INPUT: costs.kept - 1,
+        TaskKind.WEIGHT: -costs.kept,
     }
     live = most = 0.0
     for task in tasks:
@@ -171,7 +171,7 @@ def peak_activations(schedule: Schedule, stage: int, costs: Costs | None = None)
 
 
 def in_ticks(schedule: Schedule) -> Schedule:
-    """The same, with its waiting written down: every row is a time line, one unit for each task.
+    """The schedule with None where a stage waits: each row is a time line, one unit per task.
 
     Raises:
       ConfigError: the schedule breaks a rule (see `check`).

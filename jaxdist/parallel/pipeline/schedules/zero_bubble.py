@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxdist.config.schema import Config
-from jaxdist.parallel.pipeline.schedules.order import Row, refuse_fewer
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule
+from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_fewer
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
 
 
 class ZBH1(Config):
@@ -24,7 +24,7 @@ class ZBH1(Config):
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B whose weight halves come later, the later the nearer the stage is to the end.
+    """1F1B with weight halves delayed, by more on stages nearer to the end.
 
     Bubble (stages - 1) (F + I - W), a third of 1F1B's where the three are equal; every stage keeps
     `stages` activations, as 1F1B's first one does.
@@ -50,7 +50,7 @@ class ZBH2(Config):
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Forward passes are begun so early that no stage ever waits, once it has begun.
+    """Zero bubble: forward passes begin so early that a stage, once begun, never waits.
 
     Bubble (stages - 1) (F + I - 2 W), none where the three are equal; every stage keeps
     2 stages - 1 activations. Stage i begins and ends a step i forward passes after the first one:
@@ -67,17 +67,17 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _delayed(name: str, stages: int, microbatches: int, reach: int) -> Schedule:
-    """Stage i begins with reach (stages - 1 - i) + 1 forwards and keeps reach i weight halves back.
+    """Stage i begins with reach * (stages - 1 - i) + 1 forwards and delays reach * i weight halves.
 
-    The two sum to the same number of activations on every stage.
+    Both hold activations, and their sum is the same on every stage.
     """
     rows = []
     for stage in range(stages):
-        forward, weight = (Kind.FORWARD, stage), (Kind.WEIGHT, stage)
-        row = Row()
+        forward, weight = (TaskKind.FORWARD, stage), (TaskKind.WEIGHT, stage)
+        row = RowWriter()
         row.add(forward, times=reach * (stages - 1 - stage) + 1)
         for microbatch in range(microbatches):
-            row.add((Kind.INPUT, stage))
+            row.add((TaskKind.INPUT, stage))
             if microbatch >= reach * stage:
                 row.add(weight)
             if row.count[forward] < microbatches:

@@ -17,8 +17,8 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.planning.costs import Costs, CostsConfig
 from jaxdist.parallel.pipeline.schedules.fill import Fill
-from jaxdist.parallel.pipeline.schedules.order import Row, refuse_small
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task
+from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_small
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind
 
 _OVERRUNS = (0.0, 0.5, 1.0)
 """How far the first forward passes may reach past the first gradient, in forward passes."""
@@ -102,7 +102,7 @@ class _Problem:
     def __init__(self, stages: int, microbatches: int, costs: Costs, memory_limit: float) -> None:
         self.stages, self.microbatches, self.costs = stages, microbatches, costs
         durations = costs.durations(stages)
-        self.forward, self.back = durations[Kind.FORWARD], durations[Kind.INPUT]
+        self.forward, self.back = durations[TaskKind.FORWARD], durations[TaskKind.INPUT]
         self.transfer = costs.transfers(stages)
         self.sizes = costs.activations(stages)
         self.unit = max((stages - stage) * size for stage, size in enumerate(self.sizes))
@@ -167,8 +167,8 @@ class _Problem:
         """First forward passes, then one input and one forward task in turn; weights between."""
         orders = []
         for stage, ahead in enumerate(first):
-            row = Row()
-            forward, back = (Kind.FORWARD, stage), (Kind.INPUT, stage)
+            row = RowWriter()
+            forward, back = (TaskKind.FORWARD, stage), (TaskKind.INPUT, stage)
             row.add(forward, times=ahead)
             row.add(back, forward, times=self.microbatches - ahead)
             row.add(back, times=ahead)

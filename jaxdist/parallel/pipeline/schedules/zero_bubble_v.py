@@ -15,8 +15,8 @@ from typing import Literal, NamedTuple
 from jaxdist.config.schema import Config
 from jaxdist.parallel.pipeline.planning.costs import Costs
 from jaxdist.parallel.pipeline.schedules.fill import Fill
-from jaxdist.parallel.pipeline.schedules.order import Row, refuse_fewer, refuse_small
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, v_shape
+from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_fewer, refuse_small
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, v_shape
 
 _UNITS = 6
 """Tasks of one microbatch on one stage: F, I and W of two chunks."""
@@ -50,9 +50,9 @@ def zb_v(stages: int, microbatches: int) -> Schedule:
 
 def _zb_v_row(stage: int, stages: int, microbatches: int) -> tuple[Task, ...]:
     down, up = stage, 2 * stages - 1 - stage
-    forward, back = (Kind.FORWARD, down), [(Kind.INPUT, down), (Kind.WEIGHT, down)]
-    turn = [(Kind.FORWARD, up), (Kind.INPUT, up), (Kind.WEIGHT, up)]
-    row = Row()
+    forward, back = (TaskKind.FORWARD, down), [(TaskKind.INPUT, down), (TaskKind.WEIGHT, down)]
+    turn = [(TaskKind.FORWARD, up), (TaskKind.INPUT, up), (TaskKind.WEIGHT, up)]
+    row = RowWriter()
     row.add(forward, times=2 * (stages - stage) - 1)
     row.add(turn[0], forward, times=stage)
     row.add(*turn, times=stages - stage)
@@ -153,7 +153,12 @@ def _repeat(name: str, stages: int, microbatches: int, block: _Block) -> Schedul
 
 def _order(stage: int, stages: int, microbatches: int, times: Iterable[int]) -> list[Task]:
     down, up = stage, 2 * stages - 1 - stage
-    ways = ((Kind.FORWARD, down), (Kind.FORWARD, up), (Kind.INPUT, up), (Kind.INPUT, down))
+    ways = (
+        (TaskKind.FORWARD, down),
+        (TaskKind.FORWARD, up),
+        (TaskKind.INPUT, up),
+        (TaskKind.INPUT, down),
+    )
     timed = [
         (_UNITS * microbatch + time, Task(kind, chunk, microbatch))
         for microbatch in range(microbatches)

@@ -1,1 +1,1 @@
-"""The two halves of a backward pass: B, for the inputs, and W, for the weights."""
+"""A backward pass in two halves: B for the gradient of the input, W for those of the weights."""

@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
-Env = dict[Hashable, Any]
-"""Values by variable."""
+Env = dict[Hashable, jax.Array]
+"""Values by variable, and by name those that a split scan keeps."""
 
 
 def depends_on(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
@@ -21,7 +21,7 @@ def depends_on(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
     """
     marked = {var for var, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
 
-    def is_marked(var: Any) -> bool:
+    def is_marked(var: Var | Literal) -> bool:
         return not isinstance(var, Literal) and var in marked
 
     for equation in jaxpr.eqns:
@@ -82,9 +82,9 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
-    """The same with the bodies of calls in the place of the calls."""
+    """The same function with calls replaced by their bodies, so that those can be split."""
 
-    def evaluate(called: ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
+    def evaluate(called: ClosedJaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:
         jaxpr = called.jaxpr
         env: Env = dict(
             zip((*jaxpr.constvars, *jaxpr.invars), (*called.consts, *args), strict=True)
@@ -103,11 +103,15 @@ def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def bind(equation: JaxprEqn, env: Env) -> None:
-    """Runs one equation, in the context (of a mesh) that it was traced in."""
+    """Run one equation and put its results into `env`.
+
+    Not `primitive.bind`: as the only equation of a jaxpr it runs in the context (of a mesh) that it
+    was traced in.
+    """
     read = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
     made = [var for var in equation.outvars if not isinstance(var, DropVar)]
-    alone = _empty().replace(invars=read, outvars=made, eqns=[equation], effects=equation.effects)
-    found = jaxpr_as_fun(closed(alone))(*(env[var] for var in read))
+    single = _empty().replace(invars=read, outvars=made, eqns=[equation], effects=equation.effects)
+    found = jaxpr_as_fun(closed(single))(*(env[var] for var in read))
     env.update(zip(made, found, strict=True))
 
 
@@ -116,5 +120,6 @@ def _empty() -> Jaxpr:
     return jax.make_jaxpr(lambda: ())().jaxpr
 
 
-def value(env: Env, var: Any) -> Any:
+def value(env: Env, var: Var | Literal) -> jax.Array:
+    """What a variable holds; a literal is its own value."""
     return var.val if isinstance(var, Literal) else env[var]

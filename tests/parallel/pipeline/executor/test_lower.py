@@ -9,7 +9,14 @@ from jaxdist.parallel.pipeline.schedules.derived import eager, forward_only
 from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, loop, needs, v_shape
+from jaxdist.parallel.pipeline.schedules.schedule import (
+    Schedule,
+    Task,
+    TaskKind,
+    loop,
+    needs,
+    v_shape,
+)
 from jaxdist.parallel.pipeline.schedules.simulate import simulate
 from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
 
@@ -28,7 +35,7 @@ CELLS = [
     for policy in ("recompute", "stash")
     for paired in (False, True)
 ]
-SECONDS = {Kind.FORWARD: 1.0, Kind.FULL: 2.5, Kind.INPUT: 1.5, Kind.WEIGHT: 1.0}
+SECONDS = {TaskKind.FORWARD: 1.0, TaskKind.FULL: 2.5, TaskKind.INPUT: 1.5, TaskKind.WEIGHT: 1.0}
 
 
 def tasks_of(ticks, tick, stage):
@@ -100,7 +107,7 @@ def replay(table, ticks):
 
     for tick in range(ticks.ticks):
         arriving = []
-        for works, task, lanes, name, towards in (
+        for works, task, channels, name, towards in (
             (ticks.forward, forward, ticks.outputs, "inputs", 1),
             (ticks.backward, backward, ticks.cotangents, "gradients", -1),
         ):
@@ -112,10 +119,15 @@ def replay(table, ticks):
                     sent[stage] = (work.chunk + towards, work.microbatch)
             buffers.moment += 1
             arriving += [
-                (stage, name, lane.slot[tick, stage], sent[(stage - lane.offset) % ticks.stages])
-                for lane in lanes
+                (
+                    stage,
+                    name,
+                    channel.slot[tick, stage],
+                    sent[(stage - channel.offset) % ticks.stages],
+                )
+                for channel in channels
                 for stage in range(ticks.stages)
-                if lane.slot[tick, stage] != NONE
+                if channel.slot[tick, stage] != NONE
             ]
         for arrival in arriving:
             buffers.write(*arrival)
@@ -220,16 +232,18 @@ def test_slots_are_those_of_what_is_under_way(policy, microbatches):
         (forward_only(range(4), 4), {1}, set()),
     ],
 )
-def test_values_go_along_as_few_lanes_as_the_placement_has(table, outputs, cotangents):
+def test_values_go_along_as_few_channels_as_the_placement_has(table, outputs, cotangents):
     ticks = lower(table)
-    assert {lane.offset for lane in ticks.outputs} == outputs
-    assert {lane.offset for lane in ticks.cotangents} == cotangents
+    assert {channel.offset for channel in ticks.outputs} == outputs
+    assert {channel.offset for channel in ticks.cotangents} == cotangents
 
 
 def test_a_lane_is_rare_where_most_ticks_do_not_use_it():
-    lanes = [lane for name in ("gpipe", "eager") for lane in lower(TABLES[name](4, 16)).outputs]
-    assert [lane.rare for lane in lanes] == [True, False]
-    assert [int(lane.used.sum()) for lane in lanes] == [16 + 4 - 2] * 2
+    channels = [
+        channel for name in ("gpipe", "eager") for channel in lower(TABLES[name](4, 16)).outputs
+    ]
+    assert [channel.rare for channel in channels] == [True, False]
+    assert [int(channel.used.sum()) for channel in channels] == [16 + 4 - 2] * 2
 
 
 def test_only_stages_that_receive_are_sent_to():

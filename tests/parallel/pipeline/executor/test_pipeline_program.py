@@ -13,7 +13,7 @@ from pipeline_tables import TABLES
 
 from jaxdist.parallel.pipeline.executor.execute import run
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.parts import Found, Parts
+from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns
 from jaxdist.parallel.pipeline.executor.ticks import NONE
 
 STAGES = 4
@@ -71,7 +71,7 @@ def test_no_stage_computes_in_its_bubble(microbatches):
     def head(shared, x, visit):
         return jnp.sum(x * shared), jnp.sum(x * shared)
 
-    parts = Parts(lambda shared, visit: visit.rows * shared, blocks, head)
+    parts = ModelFns(lambda shared, visit: visit.rows * shared, blocks, head)
     ticks = lower(TABLES["eager"](STAGES, microbatches))
     staged, everywhere = PartitionSpec("stage"), PartitionSpec()
     function = jax.shard_map(

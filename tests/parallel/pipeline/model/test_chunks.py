@@ -11,7 +11,7 @@ from pipeline_tables import TABLES, greedy
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.executor.execute import evaluate, run
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.parts import Found, Parts, Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, to_stages
 from jaxdist.parallel.pipeline.model.packed import pack_model
 from jaxdist.parallel.pipeline.schedules.derived import forward_only
@@ -93,7 +93,7 @@ def test_chunks_may_have_different_numbers_of_layers(layers, policy):
 
     table = TABLES["v_min"](2, M) if policy == "stash" else TABLES["1f1b"](4, M)
     ticks = lower(table, activations=policy)
-    found = on_stages(ticks, Parts(embed, blocks, head), cut.to_chunks(LAYERS), ENDS)
+    found = on_stages(ticks, ModelFns(embed, blocks, head), cut.to_chunks(LAYERS), ENDS)
     value, grads = expected(total, LAYERS, ENDS)
     same((cut.from_chunks(found.chunk_grads), found.shared_grads), grads)
     same(found.sums, value)

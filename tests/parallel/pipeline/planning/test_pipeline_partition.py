@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.planning.partition import Layers, live_counts, partition
+from jaxdist.parallel.pipeline.planning.partition import LayerCosts, live_counts, partition
 from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.schedule import loop, v_shape
@@ -50,7 +50,7 @@ def test_no_cut_is_better(data, depth, chunks):
     def lists():
         return data.draw(st.lists(numbers, min_size=depth, max_size=depth))
 
-    layers = Layers(lists(), lists(), lists(), *(data.draw(numbers) for _ in range(4)))
+    layers = LayerCosts(lists(), lists(), lists(), *(data.draw(numbers) for _ in range(4)))
     live = data.draw(st.lists(st.integers(1, 4), min_size=chunks, max_size=chunks))
     caps = data.draw(st.lists(st.integers(5, 120), min_size=chunks, max_size=chunks))
     within = []
@@ -74,11 +74,11 @@ def test_no_cut_is_better(data, depth, chunks):
 
 def test_the_slowest_chunk_comes_before_evenness():
     """9, 6, 2 has the smaller sum of squares, 121 for 129."""
-    assert partition(Layers([1, 8, 6, 2]), range(3)).seconds == (1, 8, 8)
+    assert partition(LayerCosts([1, 8, 6, 2]), range(3)).seconds == (1, 8, 8)
 
 
 def test_a_head_makes_its_chunk_shorter():
-    found = partition(Layers([1.0] * 16, first_seconds=0.5, last_seconds=2.5), range(4))
+    found = partition(LayerCosts([1.0] * 16, first_seconds=0.5, last_seconds=2.5), range(4))
     assert found.counts == (4, 5, 5, 2)
     assert found.seconds == (4.5, 5, 5, 4.5)
     assert found.bounds == (0, 4, 9, 14, 16)
@@ -87,7 +87,7 @@ def test_a_head_makes_its_chunk_shorter():
 def test_memory_moves_layers_to_stages_that_keep_less():
     """1F1B keeps p - rank microbatches: with room for 8 GB the first stage takes fewer layers."""
     live = live_counts(one_f_one_b(4, 8))
-    layers = Layers([1.0] * 16, [1e9] * 16, [0.5e9] * 16)
+    layers = LayerCosts([1.0] * 16, [1e9] * 16, [0.5e9] * 16)
     assert live == (4, 3, 2, 1)
     assert partition(layers, range(4), live=live).counts == (4, 4, 4, 4)
     found = partition(layers, range(4), live=live, cap_bytes=10e9)
@@ -102,13 +102,13 @@ def test_memory_moves_layers_to_stages_that_keep_less():
 
 def test_chunks_that_share_a_stage():
     """A V: first and last chunk share a stage. Where the fastest cut fits, it is taken as it is."""
-    layers = Layers([1.0] * 7, [1e9] * 7, last_bytes=2e9)
+    layers = LayerCosts([1.0] * 7, [1e9] * 7, last_bytes=2e9)
     found = partition(layers, v_shape(2), cap_bytes=[5e9, 4e9])
     assert (found.counts, found.stage_bytes, found.exact) == ((1, 2, 2, 2), (5e9, 4e9), True)
 
 
 def test_even_shares_are_owned_up_to():
-    layers = Layers([3.0, 1.0, 1.0, 1.0, 3.0], [1e9] * 5)
+    layers = LayerCosts([3.0, 1.0, 1.0, 1.0, 3.0], [1e9] * 5)
     assert partition(layers, loop(2, 4)).counts == (1, 1, 2, 1)
     found = partition(layers, loop(2, 4), cap_bytes=[2e9, 4e9])
     assert found.counts == (1, 2, 1, 1)
@@ -123,7 +123,7 @@ def test_live_counts():
 
 def test_layers_that_cannot_fill_the_chunks():
     with pytest.raises(ConfigError, match=r"3 layers cannot fill 4 chunks: use at most 3 chunks"):
-        partition(Layers([1.0] * 3), range(4))
+        partition(LayerCosts([1.0] * 3), range(4))
 
 
 def test_nothing_fits():
@@ -133,7 +133,7 @@ def test_nothing_fits():
         r"have 5 GB \(the smallest 2\.5 GB\), and up to 3 microbatches keep 0\.4 GB",
     ):
         partition(
-            Layers([1.0] * 4, [1e9] * 4, [1e8] * 4, last_bytes=1e9),
+            LayerCosts([1.0] * 4, [1e9] * 4, [1e8] * 4, last_bytes=1e9),
             (0, 1),
             cap_bytes=2.5e9,
             live=(3, 1),
@@ -143,12 +143,16 @@ def test_nothing_fits():
 @pytest.mark.parametrize(
     ("layers", "keywords", "message"),
     [
-        (Layers([1.0, -2.0]), {}, r"seconds of layer 1 is -2\.0"),
-        (Layers([1.0, 1.0], state_bytes=[1.0]), {}, r"state_bytes has 1 numbers for 2 layers"),
-        (Layers([1.0, 1.0], None, [1.0, float("nan")]), {}, r"activation_bytes of layer 1 is nan"),
-        (Layers([1.0, 1.0], first_bytes=-1.0), {}, r"first_bytes is -1\.0"),
-        (Layers([1.0, 1.0]), {"live": [1.0]}, r"live has 1 numbers for 2 chunks"),
-        (Layers([1.0, 1.0]), {"cap_bytes": [1.0]}, r"1 memory caps for 2 stages"),
+        (LayerCosts([1.0, -2.0]), {}, r"seconds of layer 1 is -2\.0"),
+        (LayerCosts([1.0, 1.0], state_bytes=[1.0]), {}, r"state_bytes has 1 numbers for 2 layers"),
+        (
+            LayerCosts([1.0, 1.0], None, [1.0, float("nan")]),
+            {},
+            r"activation_bytes of layer 1 is nan",
+        ),
+        (LayerCosts([1.0, 1.0], first_bytes=-1.0), {}, r"first_bytes is -1\.0"),
+        (LayerCosts([1.0, 1.0]), {"live": [1.0]}, r"live has 1 numbers for 2 chunks"),
+        (LayerCosts([1.0, 1.0]), {"cap_bytes": [1.0]}, r"1 memory caps for 2 stages"),
     ],
 )
 def test_numbers_that_are_wrong(layers, keywords, message):
@@ -157,6 +161,6 @@ def test_numbers_that_are_wrong(layers, keywords, message):
 
 
 def test_a_deep_model_in_many_chunks():
-    found = partition(Layers([1.0 + (n % 7) / 10 for n in range(128)]), loop(16, 64))
+    found = partition(LayerCosts([1.0 + (n % 7) / 10 for n in range(128)]), loop(16, 64))
     assert sum(found.counts) == 128
     assert max(found.seconds) <= found.even_seconds

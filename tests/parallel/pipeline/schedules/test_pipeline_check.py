@@ -13,7 +13,7 @@ from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import breadth_first, interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.order import Walk, needed
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Schedule, Task, needs
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, needs
 from jaxdist.parallel.pipeline.schedules.simulate import simulate
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 
@@ -22,7 +22,7 @@ def rows(*texts: str) -> tuple[tuple[Task | None, ...], ...]:
     """Rows of tasks, written as "0F0 . 0B0"."""
     return tuple(
         tuple(
-            None if cell == "." else Task(Kind(cell[1]), int(cell[0]), int(cell[2]))
+            None if cell == "." else Task(TaskKind(cell[1]), int(cell[0]), int(cell[2]))
             for cell in text.split()
         )
         for text in texts
@@ -84,11 +84,13 @@ def test_deadlock_names_the_circle():
 
 
 def test_needs_are_those_of_the_contract():
-    for kind in Kind:
+    for kind in TaskKind:
         for chunk in range(3):
             task = Task(kind, chunk, 5)
             ours = {(back, c, b) for back, c, b in needed(task, 3)}
-            theirs = {(n.kind is not Kind.FORWARD, n.chunk, n.microbatch) for n in needs(task, 3)}
+            theirs = {
+                (n.kind is not TaskKind.FORWARD, n.chunk, n.microbatch) for n in needs(task, 3)
+            }
             assert ours == theirs
 
 
@@ -129,7 +131,7 @@ def test_walk_meets_every_need():
     done = set()
     for _, task in Walk(made):
         for back, chunk, microbatch in needed(task, made.chunks):
-            kind = Kind.FULL if back else Kind.FORWARD
+            kind = TaskKind.FULL if back else TaskKind.FORWARD
             assert Task(kind, chunk, microbatch) in done
         done.add(task)
     assert len(done) == sum(map(len, made.rows))
@@ -205,5 +207,5 @@ def wants(task, made):
     """The needs of a task, alternatives together."""
     groups: dict[tuple[bool, int], list[Task]] = {}
     for need in needs(task, made.chunks):
-        groups.setdefault((need.kind is Kind.FORWARD, need.chunk), []).append(need)
+        groups.setdefault((need.kind is TaskKind.FORWARD, need.chunk), []).append(need)
     return groups.values()

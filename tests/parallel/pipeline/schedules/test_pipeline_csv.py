@@ -11,7 +11,7 @@ from jaxdist.parallel.pipeline.schedules.csv_form import format_csv, parse_csv, 
 from jaxdist.parallel.pipeline.schedules.dual_pipe_v import dual_pipe_v
 from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, Task
+from jaxdist.parallel.pipeline.schedules.schedule import Task, TaskKind
 from jaxdist.parallel.pipeline.schedules.simulate import in_ticks
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
 from jaxdist.parallel.pipeline.schedules.zero_bubble_v import v_min
@@ -165,4 +165,4 @@ def test_any_text_is_read_or_refused(content):
         found = parse_csv(content)
     except ConfigError:
         return
-    assert Task(Kind.FORWARD, 0, 0) in found.rows[found.placement[0]]
+    assert Task(TaskKind.FORWARD, 0, 0) in found.rows[found.placement[0]]

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.build import ScheduleConfig
+from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.check import check
 from jaxdist.parallel.pipeline.schedules.csv_form import write_csv
 from jaxdist.parallel.pipeline.schedules.derived import forward_only
@@ -14,7 +14,7 @@ from jaxdist.parallel.pipeline.schedules.dual_pipe_v import dual_pipe_v
 from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import breadth_first, interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, loop, v_shape
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind, loop, v_shape
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 from jaxdist.parallel.pipeline.schedules.zero_bubble_auto import zb_auto
 from jaxdist.parallel.pipeline.schedules.zero_bubble_v import v_half, v_min, zb_v
@@ -34,7 +34,7 @@ LEAST = {
     "breadth_first": (lambda p, m: breadth_first(p, m, 2), lambda p: p),
 }
 stages = st.integers(1, 9)
-CONFIG = TypeAdapter(ScheduleConfig)
+CONFIG = TypeAdapter(PipelineScheduleConfig)
 
 
 @settings(max_examples=60, deadline=None)
@@ -69,7 +69,7 @@ def test_forward_only(p, m, v):
         made = forward_only(placement, m)
         check(made)
         assert made.placement == placement
-        assert {task.kind for row in made.rows for task in row} == {Kind.FORWARD}
+        assert {task.kind for row in made.rows for task in row} == {TaskKind.FORWARD}
 
 
 def test_forward_only_takes_what_is_furthest_first():

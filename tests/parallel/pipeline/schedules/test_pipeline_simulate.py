@@ -10,7 +10,7 @@ from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import breadth_first, interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.order import key, needed
-from jaxdist.parallel.pipeline.schedules.schedule import Kind, v_shape
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind, v_shape
 from jaxdist.parallel.pipeline.schedules.simulate import simulate
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
 from jaxdist.parallel.pipeline.schedules.zero_bubble_v import v_half, v_min, zb_v
@@ -116,10 +116,15 @@ def paired(row, p, stage):
     """Tasks of a row, FORWARD and FULL side by side in one; but not the last stage's first two."""
     groups, apart = [], stage == p - 1
     for task in row:
-        if groups and task.kind is Kind.FULL and groups[-1][-1].kind is Kind.FORWARD and not apart:
+        if (
+            groups
+            and task.kind is TaskKind.FULL
+            and groups[-1][-1].kind is TaskKind.FORWARD
+            and not apart
+        ):
             groups[-1].append(task)
         else:
-            apart = apart and task.kind is not Kind.FULL
+            apart = apart and task.kind is not TaskKind.FULL
             groups.append([task])
     return groups
 
@@ -137,10 +142,10 @@ def run_groups(groups, chunks, pair):
                 needs = [k for task in group for k in needed(task, chunks) if k not in inside]
                 if any(k not in ends for k in needs):
                     break
-                time = pair if len(group) == 2 else 2 if group[0].kind is Kind.FULL else 1
+                time = pair if len(group) == 2 else 2 if group[0].kind is TaskKind.FULL else 1
                 free[stage] = max([free[stage], *(ends[k] for k in needs)]) + time
                 busy[stage] += time
-                ends |= {key(t): free[stage] for t in group if t.kind is not Kind.WEIGHT}
+                ends |= {key(t): free[stage] for t in group if t.kind is not TaskKind.WEIGHT}
                 moved = bool(row.pop())
         assert moved
     return max(free), busy

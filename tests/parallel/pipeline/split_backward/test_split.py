@@ -5,10 +5,10 @@ import pytest
 from pipeline_models import MODELS, alone, batch, on_mesh
 
 from jaxdist.hlo import ledger
-from jaxdist.parallel.pipeline.executor.parts import Visit
+from jaxdist.parallel.pipeline.executor.model_fns import Visit
 from jaxdist.parallel.pipeline.executor.residuals import find_residuals
-from jaxdist.parallel.pipeline.split_backward.halves import halve
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
+from jaxdist.parallel.pipeline.split_backward.split import split_function
 
 
 def flops(function, *args):
@@ -39,12 +39,12 @@ def case(name):
 @pytest.mark.parametrize("name", ["mlp", "mlp dots"])
 def test_both_halves_give_what_the_whole_gives_and_no_work_is_done_twice(name):
     _, backward, args, (grads, dx), forward = case(name)
-    halves = halve(backward, *args)
-    found, kept = jax.jit(halves.first)(*args)
+    halves = split_function(backward, *args)
+    found, kept = jax.jit(halves.b)(*args)
     assert [(k.shape, k.dtype) for k in kept] == [(k.shape, k.dtype) for k in halves.kept]
     same = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6 * np.abs(b).max(), rtol=0)  # noqa: E731
-    jax.tree.map(same, (found, jax.jit(halves.second)(args[0], kept)), (dx, grads))
-    first, second = flops(halves.first, *args), flops(halves.second, args[0], kept)
+    jax.tree.map(same, (found, jax.jit(halves.w)(args[0], kept)), (dx, grads))
+    first, second = flops(halves.b, *args), flops(halves.w, args[0], kept)
     assert first + second == flops(backward, *args)
     # Weights cost one more product for each of the forward pass's with them.
     assert first == pytest.approx(forward, rel=0.15)
@@ -72,7 +72,7 @@ def test_parameters_that_are_cast_or_reshaped_are_not_residuals():
     assert {shape.shape for shape in found.shapes} == {(3, 5, 8)}
 
 
-def test_a_loop_that_shares_a_weight_between_its_turns_is_halved():
+def test_a_loop_that_shares_a_weight_between_its_turns_is_split():
     """Its gradient is a sum over the turns: a carry of the second loop alone."""
 
     def function(weight, given):
@@ -86,12 +86,12 @@ def test_a_loop_that_shares_a_weight_between_its_turns_is_halved():
 
     key = jax.random.split(jax.random.key(0), 3)
     weight, x, dy = (jax.random.normal(k, (4, 4)) for k in key)
-    halves = halve(function, weight, (x, dy))
-    found, kept = halves.first(weight, (x, dy))
+    halves = split_function(function, weight, (x, dy))
+    found, kept = halves.b(weight, (x, dy))
     expected = function(weight, (x, dy))
-    for a, b in zip((found, halves.second(weight, kept)), expected, strict=True):
+    for a, b in zip((found, halves.w(weight, kept)), expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6)
-    assert flops(halves.second, weight, kept) == 3 * 2 * 4**3
+    assert flops(halves.w, weight, kept) == 3 * 2 * 4**3
 
 
 def test_results_may_be_constants_arguments_or_wanted_in_both_halves():
@@ -101,10 +101,10 @@ def test_results_may_be_constants_arguments_or_wanted_in_both_halves():
         return (1.0, z), (2.0, y, z, jnp.cos(z), at_hand * 2)
 
     args = (jnp.float32(3), (jnp.float32(4), jnp.float32(5)))
-    halves = halve(function, *args)
-    found, kept = halves.first(*args)
+    halves = split_function(function, *args)
+    found, kept = halves.b(*args)
     assert len(kept) == 2
-    assert (found, halves.second(args[0], kept)) == function(*args)
+    assert (found, halves.w(args[0], kept)) == function(*args)
 
 
 def test_dependence_is_followed_into_loops_calls_and_conditionals():

@@ -1,0 +1,77 @@
+"""What the executor of a pipeline is given and returns: a model as three functions; gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxdist.types import Grads, Params, PyTree, Specs
+
+Activation: TypeAlias = Any
+"""What a chunk passes to the next: a pytree of floating arrays, of the same shapes everywhere."""
+Sums: TypeAlias = Any
+"""What the head returns besides the loss, summed over a batch, as `jaxdist.models.loss.Sums`."""
+
+
+class Visit(NamedTuple):
+    """One microbatch at one chunk.
+
+    Attributes:
+      rows: the microbatch; every stage has all of its rows.
+      chunk: index of the chunk in the model, int32 scalar.
+      key: random key for dropout and the like, different for every visit; None in evaluation.
+    """
+
+    rows: PyTree
+    chunk: jax.Array
+    key: jax.Array | None
+
+
+@dataclass(frozen=True)
+class ModelFns:
+    """A model as three functions. The first stage runs `embed`, the last one `head`.
+
+    `shared` are the parameters of embedding and head, which may share some.
+
+    Attributes:
+      embed: (shared, visit) to the first chunk's input.
+      blocks: (parameters of a chunk, x, visit) to the next x, of the same shapes and dtypes.
+      head: (shared, x, visit) to (what is minimised, a scalar; sums).
+    """
+
+    embed: Callable[[Params, Visit], Activation]
+    blocks: Callable[[Params, Activation, Visit], Activation]
+    head: Callable[[Params, Activation, Visit], tuple[jax.Array, Sums]]
+
+
+@dataclass(frozen=True)
+class StageSpecs:
+    """How automatic mesh axes split what a stage holds.
+
+    Attributes:
+      chunk: specs of a chunk's parameters, without the leading dim that counts a stage's chunks.
+      shared: specs of the parameters of embedding and head.
+      x: spec of the activations between chunks that have dims (rows, sequence, embed).
+    """
+
+    chunk: Specs
+    shared: Specs
+    x: PartitionSpec
+
+
+class Found(NamedTuple):
+    """Gradients of what is minimised, and sums, each over all microbatches.
+
+    Attributes:
+      chunk_grads: gradients of this stage's chunks, in float32 or wider.
+      shared_grads: gradients of embedding and head, in float32 or wider; equal on all stages.
+      sums: equal on all stages.
+    """
+
+    chunk_grads: Grads
+    shared_grads: Grads
+    sums: Sums

@@ -1,0 +1,191 @@
+"""Which equations of a traced function run in which of its halves.
+
+The halves are named after those of a backward pass in zero-bubble schedules (Qi et al. 2023, arXiv
+2401.10241): B computes the gradient of the input, and runs first; W computes those of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Var
+from jax.extend.core import Literal as Constant
+
+from jaxdist.parallel.pipeline.split_backward.jaxprs import closed, inlined, scan_counts
+
+Half = Literal["b", "w"]
+
+
+@dataclass(frozen=True)
+class SplitScan:
+    """A scan that becomes two: one in B and one in W.
+
+    Attributes:
+      body: the scan's body, with calls inlined.
+      assignment: which equations of the body run in which of the two scans.
+      in_b: for each result of the scan (carries first), whether the scan in B computes it.
+      names: keys of the arrays that B keeps of all iterations, one for each of `assignment.kept`.
+    """
+
+    equation: JaxprEqn
+    body: ClosedJaxpr
+    assignment: Assignment
+    in_b: tuple[bool, ...]
+    names: tuple[Hashable, ...]
+
+
+Step = JaxprEqn | SplitScan
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The equations of a jaxpr, assigned to B and W.
+
+    Attributes:
+      b, w: the steps of each half, in order.
+      kept: variables, or names of a `SplitScan`, whose values B hands to W.
+      w_inputs: arguments that W reads by itself, without B's keeping them.
+    """
+
+    b: tuple[Step, ...]
+    w: tuple[Step, ...]
+    kept: tuple[Hashable, ...]
+    w_inputs: frozenset[Var]
+
+
+def assign(
+    jaxpr: Jaxpr, *, at_hand: Sequence[bool], outside: Sequence[bool], in_b: Sequence[bool]
+) -> Assignment:
+    """Assign the equations of `jaxpr` to the halves B and W.
+
+    Args:
+      at_hand: for each argument, whether both halves are given it, at no memory.
+      outside: for each argument, whether the caller makes it available to both halves: those of a
+        scan's body that come from outside of the scan.
+      in_b: for each result, whether B computes it; W computes the others.
+    """
+    steps, needed = _steps_of_b(jaxpr, in_b), _made(jaxpr, [not early for early in in_b])
+    fixed = {v for v, own in zip(jaxpr.invars, at_hand, strict=True) if own} | {*jaxpr.constvars}
+    available = {v for v, own in zip(jaxpr.invars, outside, strict=True) if own} | fixed
+    recomputable = fixed | _only_from(jaxpr, fixed)
+    kept: dict[Hashable, None] = {}  # in place of a set, for its order
+    later: list[Step] = []
+    for i, equation in reversed([*enumerate(jaxpr.eqns)]):
+        mine = [var for var in equation.outvars if var in needed]
+        step = steps.get(i, equation)
+        if isinstance(step, SplitScan):
+            made = {v for v, early in zip(equation.outvars, step.in_b, strict=True) if early}
+            kept.update(dict.fromkeys(var for var in mine if var in made))
+            mine = [var for var in mine if var not in made]
+            if mine:
+                kept.update(dict.fromkeys(step.names))
+        elif i in steps and not all(var in recomputable for var in mine):
+            # B runs it, and W needs its results: they are kept rather than computed twice. Results
+            # that follow from what is at hand alone (a cast of a weight) are computed twice, since
+            # keeping them would cost their memory for every microbatch in flight.
+            kept.update(dict.fromkeys(mine))
+            mine = []
+        if mine:
+            later.append(step)
+            needed.update(reads(step, "w"))
+    kept.update(
+        dict.fromkeys(var for var in jaxpr.invars if var in needed and var not in available)
+    )
+    now = tuple(steps[i] for i in sorted(steps))
+    w_inputs = frozenset(var for var in jaxpr.invars if var in needed and var in available)
+    return Assignment(now, tuple(reversed(later)), tuple(kept), w_inputs)
+
+
+def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:
+    """What B runs, by position of the equation: all that its results need, from the last back."""
+    needed = _made(jaxpr, in_b)
+    steps: dict[int, Step] = {}
+    for i, equation in reversed([*enumerate(jaxpr.eqns)]):
+        early = [var in needed for var in equation.outvars]
+        if any(early):
+            steps[i] = _split_scan(equation, early) or equation
+            needed.update(reads(steps[i], "b"))
+    return steps
+
+
+def _made(jaxpr: Jaxpr, results: Sequence[bool]) -> set[Var]:
+    """The variables among these results; a result may also be a constant."""
+    pairs = zip(jaxpr.outvars, results, strict=True)
+    return {var for var, own in pairs if own and not isinstance(var, Constant)}
+
+
+def _only_from(jaxpr: Jaxpr, fixed: set[Var]) -> set[Var]:
+    """The variables that depend on these alone."""
+    found = set(fixed)
+    for equation in jaxpr.eqns:
+        if all(isinstance(var, Constant) or var in found for var in equation.invars):
+            found.update(equation.outvars)
+    return found
+
+
+def reads(step: Step, half: Half) -> set[Var]:
+    """The variables that a step reads in one of the halves."""
+    equation = step.equation if isinstance(step, SplitScan) else step
+    read = equation.invars
+    if isinstance(step, SplitScan):
+        consts, carries = scan_counts(equation)
+        inside = step.body.jaxpr.invars
+        late = {i for i in range(carries) if not step.in_b[i]}
+        if half == "b":
+            skipped = {consts + i for i in late}
+        else:
+            # Of constants and slices only those that the body reads in W; initial carries of W.
+            used = {i for i, var in enumerate(inside) if var in step.assignment.w_inputs}
+            skipped = {*range(len(inside))} - used - {consts + i for i in late}
+        read = [var for i, var in enumerate(equation.invars) if i not in skipped]
+    return {var for var in read if not isinstance(var, Constant)}
+
+
+def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
+    """A scan of which B needs the results that are marked; None if it cannot be split.
+
+    That is so if B needs everything, or if nothing would be left for W.
+    """
+    if equation.primitive.name != "scan" or all(early):
+        return None
+    consts, carries = scan_counts(equation)
+    body = inlined(closed(equation.params["jaxpr"]))
+    early = [*early]
+    # A carry that a result of B depends on is B's as well, and what that carry depends on, ...:
+    # repeated until nothing is added, since a carry feeds the next iteration.
+    while True:
+        reached = _reached(body.jaxpr, early)
+        more = [
+            own or (i < carries and body.jaxpr.invars[consts + i] in reached)
+            for i, own in enumerate(early)
+        ]
+        if more == early:
+            break
+        early = more
+    total = len(body.jaxpr.invars)
+    carried = [consts <= i < consts + carries for i in range(total)]
+    made_in_b = [own and early[i - consts] for i, own in enumerate(carried)]
+    assignment = assign(
+        body.jaxpr,
+        # W's scan carries the sums that B's does not (gradients of weights that layers share), so
+        # they are at hand in W. A carry of B's is neither at hand nor outside: W's scan does not
+        # have it, and B's keeps it of each iteration if W needs it.
+        at_hand=[own and not made for own, made in zip(carried, made_in_b, strict=True)],
+        outside=[not own for own in carried],
+        in_b=early,
+    )
+    if all(early) or not assignment.w:
+        return None
+    names = tuple(object() for _ in assignment.kept)
+    return SplitScan(equation, body, assignment, tuple(early), names)
+
+
+def _reached(jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
+    """The variables that these results need."""
+    found = _made(jaxpr, outputs)
+    for equation in reversed(jaxpr.eqns):
+        if any(var in found for var in equation.outvars):
+            found.update(var for var in equation.invars if not isinstance(var, Constant))
+    return found

@@ -1,0 +1,140 @@
+"""A backward pass in two: B for the gradient of the input, W for those of the weights.
+
+The stage before waits for the gradient of a chunk's input; nobody waits for those of its weights.
+So the equations of the traced backward pass are divided into two functions, and each runs once: a
+loop over layers becomes two loops, of which the first keeps for every layer what the second needs.
+Only what depends on nothing but arguments that are at hand both times is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import jax
+from jax import lax
+from jax.extend.core import Literal
+
+from jaxdist.parallel.pipeline.split_backward.assign import Half, SplitScan, Step, assign, reads
+from jaxdist.parallel.pipeline.split_backward.jaxprs import Env, bind, inlined, scan_counts, value
+from jaxdist.types import PyTree
+
+
+@dataclass(frozen=True)
+class SplitFunction:
+    """Both halves of a function of (what is at hand both times, what is given the first time).
+
+    Attributes:
+      kept: shapes of what B hands to W.
+      b: (at hand, given) to (the results wanted first, kept).
+      w: (at hand, kept) to the other results.
+    """
+
+    kept: tuple[jax.ShapeDtypeStruct, ...]
+    b: Callable[[PyTree, PyTree], tuple[PyTree, list[jax.Array]]]
+    w: Callable[[PyTree, Sequence[jax.Array]], PyTree]
+
+
+def split_function(
+    function: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], at_hand: PyTree, given: PyTree
+) -> SplitFunction:
+    """`function` of (at_hand, given), which returns (wanted first, others), in two halves.
+
+    Args:
+      at_hand, given: arguments, or their shapes.
+    """
+    traced, (now, later) = jax.make_jaxpr(function, return_shape=True)(at_hand, given)
+    closed = inlined(traced)
+    count, early = len(jax.tree.leaves(at_hand)), len(jax.tree.leaves(now))
+    invars, outvars = closed.jaxpr.invars, closed.jaxpr.outvars
+    assignment = assign(
+        closed.jaxpr,
+        at_hand=[i < count for i in range(len(invars))],
+        outside=[False] * len(invars),
+        in_b=[i < early for i in range(len(outvars))],
+    )
+
+    def start(leaves: Sequence[jax.Array]) -> Env:
+        # Not strict: W is given the first arguments only. It never reads the others, since those
+        # that it needs are among what is kept.
+        return dict(
+            zip((*closed.jaxpr.constvars, *invars), (*closed.consts, *leaves), strict=False)
+        )
+
+    def b(at_hand: PyTree, given: PyTree) -> tuple[PyTree, list[jax.Array]]:
+        env = start(jax.tree.leaves((at_hand, given)))
+        _run(assignment.b, env, "b")
+        found = [value(env, var) for var in outvars[:early]]
+        return jax.tree.unflatten(jax.tree.structure(now), found), [env[k] for k in assignment.kept]
+
+    def w(at_hand: PyTree, kept: Sequence[jax.Array]) -> PyTree:
+        env = {**start(jax.tree.leaves(at_hand)), **dict(zip(assignment.kept, kept, strict=True))}
+        _run(assignment.w, env, "w")
+        found = [value(env, var) for var in outvars[early:]]
+        return jax.tree.unflatten(jax.tree.structure(later), found)
+
+    shapes = jax.eval_shape(b, at_hand, given)[1]
+    return SplitFunction(tuple(shapes), b, w)
+
+
+def _run(steps: Iterable[Step], env: Env, half: Half) -> None:
+    for step in steps:
+        if isinstance(step, SplitScan):
+            (_run_b if half == "b" else _run_w)(step, env)
+        else:
+            bind(step, env)
+
+
+def _run_b(loop: SplitScan, env: Env) -> None:
+    found, kept = _scan(loop, env, "b", ())
+    env.update(found)
+    env.update(zip(loop.names, kept, strict=True))
+
+
+def _run_w(loop: SplitScan, env: Env) -> None:
+    found, _ = _scan(loop, env, "w", [env[name] for name in loop.names])
+    env.update(found)
+
+
+def _scan(
+    loop: SplitScan, env: Env, half: Half, kept: Sequence[jax.Array]
+) -> tuple[Env, Sequence[jax.Array]]:
+    """One of the two scans: its results by variable, and what it keeps of each iteration."""
+    equation, inner = loop.equation, loop.body.jaxpr
+    params = equation.params
+    consts, carries = scan_counts(equation)
+    own = [early == (half == "b") for early in loop.in_b]
+    read = reads(loop, half)
+    pairs = [*zip(inner.invars, equation.invars, strict=True)]
+    # W may lack what B alone reads of the scan's arguments: they are not in its environment.
+    usable = [(var, of) for var, of in pairs if isinstance(of, Literal) or of in read]
+    carry = [
+        pair for pair, mine in zip(pairs[consts : consts + carries], own, strict=False) if mine
+    ]
+    # By identity: an argument may stand in several places, its variable inside in one only.
+    given = {id(var) for var, _ in pairs[consts + carries :]}
+    slices = [pair for pair in usable if id(pair[0]) in given]
+    fixed = dict(zip(inner.constvars, loop.body.consts, strict=True))
+    fixed |= {var: value(env, of) for var, of in pairs[:consts] if (var, of) in usable}
+
+    def body(state: PyTree, now: PyTree) -> tuple[PyTree, PyTree]:
+        values, more = now
+        env = {**fixed, **dict(zip((var for var, _ in carry), state, strict=True))}
+        env |= dict(zip((var for var, _ in slices), values, strict=True))
+        if half == "w":
+            env |= dict(zip(loop.assignment.kept, more, strict=True))
+        _run(getattr(loop.assignment, half), env, half)
+        found = [value(env, var) for var, mine in zip(inner.outvars, own, strict=True) if mine]
+        keeps = [env[key] for key in loop.assignment.kept] if half == "b" else []
+        return found[: len(carry)], (found[len(carry) :], keeps)
+
+    last, (stacked, keeps) = lax.scan(
+        body,
+        [value(env, of) for _, of in carry],
+        ([value(env, of) for _, of in slices], list(kept)),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    mine = [var for var, kept_here in zip(equation.outvars, own, strict=True) if kept_here]
+    return dict(zip(mine, (*last, *stacked), strict=True)), keeps

@@ -1,0 +1,46 @@
+"""What trees and documents hold, as types.
+
+jax has no static type of a pytree, and Python none of a JSON value: most of these aliases are `Any`
+to a type checker, and tell the reader what is meant. This module imports nothing of jax or jaxdist.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias, TypeVar
+
+PyTree: TypeAlias = Any
+"""Nested containers that jax knows (dicts, lists, dataclasses, NNX states), or one bare leaf."""
+Leaf: TypeAlias = Any
+"""One leaf of a tree: an array, a `jax.ShapeDtypeStruct` in its place, or a Python scalar."""
+Params: TypeAlias = Any
+"""The trained arrays of a model, or their shapes: usually nested dicts with string keys."""
+Buffers: TypeAlias = Any
+"""Arrays that a model keeps but does not train, such as batch statistics; a tree like `Params`."""
+Grads: TypeAlias = Any
+"""Gradients: the structure of `Params`."""
+Updates: TypeAlias = Any
+"""What an optimizer adds to the parameters, or makes of gradients: the structure of `Params`."""
+OptState: TypeAlias = Any
+"""The state of an optax transformation."""
+Specs: TypeAlias = Any
+"""A `jax.sharding.PartitionSpec` for each leaf of a tree; None: no leaf is split."""
+Shardings: TypeAlias = Any
+"""A `jax.sharding.Sharding` for each leaf of a tree."""
+Masks: TypeAlias = Any
+"""A bool for each leaf of a tree."""
+Scalar: TypeAlias = Any
+"""A number: a Python one, or an array of shape ()."""
+Kwargs: TypeAlias = dict[str, Any]
+"""Keyword arguments of a function that is not known here."""
+JsonObject: TypeAlias = dict[str, Any]
+"""An object of a JSON or YAML document."""
+TreeDef: TypeAlias = Any
+"""A `jax.tree_util.PyTreeDef`, which type checkers do not know: the structure of a tree."""
+Dims: TypeAlias = tuple[str | None, ...]
+"""The logical dims of an array, one name for each of its dims; None: without a name."""
+Json: TypeAlias = Any
+"""A value of a JSON or YAML document: null, bool, number, string, list or object."""
+Annotation: TypeAlias = Any
+"""A type as it stands in an annotation: a class, a union, `Annotated[...]`."""
+TreeT = TypeVar("TreeT")
+"""A tree that comes back with the structure that it was given with."""
