@@ -18,8 +18,7 @@ from jaxdist.errors import RunError
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.optim.safety import check_skips
-from jaxdist.train.outer import Outer
-from jaxdist.train.state import TrainState
+from jaxdist.train.state import Outer, TrainState
 from jaxdist.train.termination import Termination
 
 

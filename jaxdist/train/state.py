@@ -1,9 +1,9 @@
-"""All that a step changes, and all that a checkpoint must hold."""
+"""All that a step changes and a checkpoint must hold, and what may change it between steps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 
@@ -19,7 +19,7 @@ class TrainState:
       step: steps taken, int32.
       loss_scale: `jaxdist.optim.loss_scale.LossScaleState`, or None.
       exchange: of `jaxdist.parallel.contract.Exchange`; () where it carries none.
-      outer: of `jaxdist.train.outer.Outer`; () where it carries none.
+      outer: of `Outer`; () where it carries none.
     """
 
     step: Any
@@ -29,3 +29,28 @@ class TrainState:
     loss_scale: Any = None
     exchange: Any = ()
     outer: Any = ()
+
+
+class Outer(Protocol):
+    """An exchange of parameters that does not happen at every step.
+
+    Local updates (DiLoCo, elastic averaging) and parameter servers let replicas go their own way for
+    some steps and then exchange parameters; such a way is one more implementation of this contract.
+    What it carries (outer momentum, say) is `TrainState.outer`: saved and restored with the rest.
+    """
+
+    def begin(self, state: TrainState) -> Any:
+        """What it carries before the first step; `state` has none yet."""
+        ...
+
+    def shardings(self, carried: Any) -> Any:
+        """Where the leaves of what it carries lie; `carried` may be shapes."""
+        ...
+
+    def due(self, step: int) -> bool:
+        """Whether to exchange after `step`; the same on every process."""
+        ...
+
+    def exchange(self, step: int, state: TrainState) -> TrainState:
+        """The state that training goes on with after `step`."""
+        ...

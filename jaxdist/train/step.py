@@ -26,8 +26,7 @@ from jaxdist.optim.safety import skip_states
 from jaxdist.parallel.contract import Compute, Exchange, Held
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
-from jaxdist.train.outer import Outer
-from jaxdist.train.state import TrainState
+from jaxdist.train.state import Outer, TrainState
 from jaxdist.trees import flatten_with_names
 
 STEP_METRICS = ("grad_norm", "learning_rate")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from jaxdist.bench.core.report import Report, holds, show, versions
 from jaxdist.errors import JaxdistError
@@ -137,7 +138,7 @@ def ranges(runs: Sequence[Mapping[str, Json]]) -> list[Range]:
     ]
 
 
-def _shown(figure: JsonObject, key: str) -> str:
+def _shown(figure: Mapping[str, Any], key: str) -> str:
     value = figure.get(key)
     return "" if value is None else show(value, figure["unit"])
 
