@@ -34,8 +34,8 @@ class TrainState:
 class Outer(Protocol):
     """An exchange of parameters that does not happen at every step.
 
-    Local updates (DiLoCo, elastic averaging) and parameter servers let replicas go their own way for
-    some steps and then exchange parameters; such a way is one more implementation of this contract.
+    Local updates (DiLoCo, elastic averaging) and parameter servers let replicas go their own way
+    for some steps and then exchange parameters; such a way is one more implementation of this.
     What it carries (outer momentum, say) is `TrainState.outer`: saved and restored with the rest.
     """
 
