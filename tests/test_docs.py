@@ -6,7 +6,6 @@ import shlex
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import typer.main
@@ -52,14 +51,13 @@ def test_an_optimizer_in_a_loop_of_ones_own(monkeypatch):
 
 
 def test_a_loop_of_ones_own(capsys, monkeypatch):
-    found = ran(GUIDES / "python.md", monkeypatch)
+    """Its first block, of gradients and update, has a process of its own: test_python_api.py."""
+    ran(GUIDES / "python.md", monkeypatch)
     lines = capsys.readouterr().out.splitlines()
     losses = [float(re.search(r"'loss': ([\d.]+)", line)[1]) for line in lines[:4]]
     assert losses[-1] < losses[0]
-    assert "'accuracy': " in lines[4]
-    assert lines[6] == f"40 {{'seen': {40 * 64}}}"
-    same = jax.tree.map(jnp.array_equal, found["restored"].state.params, found["state"].params)
-    assert all(jax.tree.leaves(same))
+    assert re.fullmatch(r"\d+ [\d.]+", lines[4])
+    assert "'Dense_0'" in lines[5]
 
 
 def test_a_model_and_a_loss_of_ones_own(tmp_path, monkeypatch):
