@@ -84,6 +84,7 @@ def test_the_budget_is_seconds_per_step_beyond_the_bare_call():
     assert beyond_figure("loop", Sample((1.04,)), Sample((1.0,)), 1000, "").holds is True
 
 
+@pytest.mark.full
 def test_the_report_holds_the_four_figures(monkeypatch):
     for name, cheap in (("GPT", TINY), ("gpt_loss", mlp_loss), ("MLP", TINY)):
         monkeypatch.setattr(overhead, name, cheap)

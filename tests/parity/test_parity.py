@@ -367,6 +367,7 @@ def report_of(subject, results, **changes):
     return to_json(command.BUILT_IN_NAME, results, **settings)
 
 
+@pytest.mark.full
 def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
     two_cells, tmp_path, monkeypatch, subject
 ):

@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
 from matplotlib.image import imread
 from runs import RUN, Jaxdist, assert_same_run, finish, metrics, steps, wait_for_step
 
@@ -73,6 +74,7 @@ def test_a_longer_run_goes_on(trained: Jaxdist) -> None:
     assert metrics(trained.run)[-1]["step"] == steps(trained.run)[-1] == 30
 
 
+@pytest.mark.full
 def test_the_same_command_twice_at_once(jaxdist: Jaxdist) -> None:
     """The second runs beside the first, or is refused where it means the very same directory."""
     jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 20, "keep": 10_000})
