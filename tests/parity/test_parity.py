@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from test_meshes import CELLS as WITHOUT
-from test_meshes import REDUCTIONS, ZERO
+from mesh_rows import CELLS as WITHOUT
+from mesh_rows import REDUCTIONS, ZERO
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
