@@ -33,7 +33,9 @@ def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
 
 
 @pytest.mark.parametrize(
-    ("settings", "loss"), [(SMALL_GPT, gpt_loss), (TINY, mlp_loss)], ids=["gpt", "mlp"]
+    ("settings", "loss"),
+    [pytest.param(SMALL_GPT, gpt_loss, marks=pytest.mark.full), (TINY, mlp_loss)],
+    ids=["gpt", "mlp"],
 )
 def test_our_program_does_no_more_than_the_plain_one(settings, loss):
     ours = experiment(settings)

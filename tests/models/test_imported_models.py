@@ -67,9 +67,9 @@ def alone(name: str) -> tuple[list[float], Any]:
     ("name", "mesh", "parallel"),
     [
         ("Listed", {"data": 4, "tensor": 2}, {}),
-        full("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
+        ("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
         full("Vmapped", THREE, {}),
-        ("Helped", {"data": 4, "tensor": 2}, EXPLICIT),
+        full("Helped", {"data": 4, "tensor": 2}, EXPLICIT),
         full("Helped", THREE, {"zero": {"stage": 2}}),
         (VMAP, THREE, {"pipeline": {"schedule": {"type": "interleaved", "chunks": 2}}}),
     ],

@@ -123,7 +123,7 @@ def test_remat_and_unroll_change_no_gradient(changes):
     )
 
 
-@pytest.mark.parametrize("unroll", [1, 2, 4])
+@pytest.mark.parametrize("unroll", [1, 2, pytest.param(4, marks=pytest.mark.full)])
 def test_remat_recomputes(unroll):
     """The rematerialised backward pass computes more; in a loop it keeps less, too."""
 
