@@ -3,6 +3,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxdist.bench import compile as bench_compile
 from jaxdist.bench.compile import experiment, persistent_cache, warm_and_cold

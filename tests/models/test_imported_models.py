@@ -67,7 +67,7 @@ def alone(name: str) -> tuple[list[float], Any]:
     ("name", "mesh", "parallel"),
     [
         ("Listed", {"data": 4, "tensor": 2}, {}),
-        ("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
+        full("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
         full("Vmapped", THREE, {}),
         full("Helped", {"data": 4, "tensor": 2}, EXPLICIT),
         full("Helped", THREE, {"zero": {"stage": 2}}),

@@ -7,7 +7,7 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -30,10 +30,7 @@ def damaged(trained: Jaxdist, name: str) -> Path:
     return next(path for path in files_of(trained.run, 24) if path.name == name)
 
 
-@pytest.mark.parametrize(
-    "how",
-    ["flip", *(pytest.param(how, marks=pytest.mark.full) for how in ("truncate", "manifest"))],
-)
+@pytest.mark.parametrize("how", ["flip", "truncate", "manifest"])
 def test_the_one_before_is_used_and_the_run_goes_on(
     trained: Jaxdist, finished: tuple[Path, str], how: str
 ) -> None:
@@ -45,7 +42,7 @@ def test_the_one_before_is_used_and_the_run_goes_on(
     else:
         file = damaged(trained, "manifest.json")
         file.unlink()
-    resumed = trained.train("--resume", "--devices", 2)
+    resumed = trained.here("train", "config.yaml", "--resume")
     assert resumed.code == 0, resumed
     assert "checkpoint: " in resumed.out
     assert "step_00000024 is damaged" in resumed.out
@@ -71,7 +68,7 @@ def test_all_damaged_is_an_error(trained: Jaxdist) -> None:
     for step in steps(trained.run):
         flip(files_of(trained.run, step)[-1], random.Random(step))
     config = (trained.run / "config.yaml").read_text()
-    refused = trained.here("train", "config.yaml", "--resume", "--devices", 8)
+    refused = trained.here("train", "config.yaml", "--resume")
     assert refused.code == 3
     assert "can be trusted: step 24: metadata.json: its content does not" in refused.message
     assert "there is no other to try" in refused.out
@@ -85,21 +82,13 @@ def small_disk(jaxdist: Jaxdist, mount_tmpfs: Callable[[Path, int], Path]) -> It
     jaxdist.kill()  # nobody may write there when the disk is taken away
 
 
-@pytest.mark.parametrize(
-    "left",
-    [
-        pytest.param((0, 5), id="fullest and last"),
-        pytest.param(range(6), marks=pytest.mark.full, id="every page"),
-    ],
-)
-def test_a_full_disk_keeps_the_last_good_checkpoint(
-    jaxdist: Jaxdist, small_disk: Path, left: Iterable[int]
-) -> None:
+@pytest.mark.full
+def test_a_full_disk_keeps_the_last_good_checkpoint(jaxdist: Jaxdist, small_disk: Path) -> None:
     run = small_disk / "run"
     jaxdist.config(checkpoint={"every": 8, "keep": 100}, run={"directory": str(run)})
     assert jaxdist.train("train.steps=16").code == 0
     ballast = small_disk / "ballast"
-    for pages in left:  # with few the metrics find none, then their events, then the arrays
+    for pages in range(6):  # with few the metrics find none, then their events, then the arrays
         ballast.write_bytes(b"")
         ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - pages * mmap.PAGESIZE))
         full = jaxdist.train("--resume")
@@ -117,6 +106,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(
     assert_same_run(run, jaxdist.folder / "whole")
 
 
+@pytest.mark.full
 def test_a_run_whose_directory_is_deleted_says_so_once(jaxdist: Jaxdist) -> None:
     jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 7})
     process = jaxdist.start("train", "config.yaml")

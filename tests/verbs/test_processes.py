@@ -83,7 +83,7 @@ def test_mixed_lines_of_gloo_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
-        ({"data": 4}, {}),
+        full({"data": 4}, {}),
         full({"data": 2, "tensor": 2}, {}),
         full({"data": 4}, {"reduce": {"type": "xla"}}),
         full({"data": 4}, {"reduce": {"type": "halving"}, "zero": {"stage": 1, "whole_below": 9}}),

@@ -43,7 +43,7 @@ def test_the_last_and_the_best_checkpoints_stay(jaxdist: Jaxdist) -> None:
         eval={"every": 4, "batches": 1},
         checkpoint={"every": 4, "keep": 2},
     )
-    assert jaxdist.train().code == 0
+    assert jaxdist.here("train", "config.yaml").code == 0
     losses = {r["step"]: r["loss"] for r in metrics(jaxdist.run) if r["split"] == "heldout"}
     best = min(losses, key=losses.__getitem__)
     assert best < 60, "the test needs a run that gets worse"
@@ -53,7 +53,7 @@ def test_the_last_and_the_best_checkpoints_stay(jaxdist: Jaxdist) -> None:
 
 
 def test_its_config_runs_again_in_a_new_directory(trained: Jaxdist) -> None:
-    again = trained("train", trained.run / "config.yaml", "run.directory=runs/config")
+    again = trained.here("train", trained.run / "config.yaml", "run.directory=runs/config")
     assert again.code == 0, again
     assert "run    runs/config-2" in again.out
     assert_same_run(trained.folder / "runs/config-2", trained.run)
@@ -61,14 +61,14 @@ def test_its_config_runs_again_in_a_new_directory(trained: Jaxdist) -> None:
 
 def test_a_finished_run_is_left_as_it_is(trained: Jaxdist) -> None:
     shutil.copytree(trained.run, trained.folder / "before")
-    again = trained.train("--resume", "--devices", 2)
+    again = trained.here("train", "config.yaml", "--resume")
     assert again.code == 0, again
     assert "resume from step 24 of 24" in again.out
     assert_same_run(trained.run, trained.folder / "before")
 
 
 def test_a_longer_run_goes_on(trained: Jaxdist) -> None:
-    longer = trained.train("--resume", "train.steps=30", "--devices", 2)
+    longer = trained.here("train", "config.yaml", "--resume", "train.steps=30")
     assert longer.code == 0, longer
     assert "changed since this run began: train.steps: 24 -> 30" in longer.out
     assert metrics(trained.run)[-1]["step"] == steps(trained.run)[-1] == 30
