@@ -63,14 +63,14 @@ def test_a_run_of_images_generates_no_text(trained: Jaxdist) -> None:
 
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Jaxdist:
-    """A tiny language model, trained on two devices."""
+    """A tiny language model, trained in this process."""
     jaxdist = Jaxdist(tmp_path_factory.mktemp("text"), compiled)
     (jaxdist.folder / "text").mkdir()
     for number in range(10):
         words = f"the number {number} is one of the numbers. " * 40
         (jaxdist.folder / f"text/{number}.txt").write_text(words)
     (jaxdist.folder / "config.yaml").write_text(json.dumps(TEXT))
-    done = jaxdist.train("--devices", 2)
+    done = jaxdist.here("train", "config.yaml")
     assert done.code == 0, done
     return jaxdist
 
