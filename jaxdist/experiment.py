@@ -39,7 +39,7 @@ from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
-from jaxdist.parallel.plan import ParallelConfig, plan_parallel
+from jaxdist.parallel.plan import ParallelConfig, plan_exchange
 from jaxdist.sharding import (
     Dims,
     Layout,
@@ -48,6 +48,7 @@ from jaxdist.sharding import (
     param_shardings,
     resolve_dims,
 )
+from jaxdist.train.assemble import assemble
 from jaxdist.train.plan import (
     Plan,
     TrainConfig,
@@ -300,15 +301,13 @@ def _stages(
     programs = {train.batch_size: program}
     stages = []
     for stage, seen in zip(plan.stages, plan.first_examples, strict=True):
-        size, batches, count = stage.batch_size, loader, train.microbatches
-        if program.pipeline is None:
-            # A schedule is for its number of microbatches, whatever their size.
-            count = train.microbatches_of(size)
-        check_batch(size, count, layout)
+        size, batches = stage.batch_size, loader
+        compute = program.compute.resized(train.microbatches_of(size))
+        check_batch(size, compute.microbatches, layout)
         if seen or size != train.batch_size:
             batches = _loader(config, layout, dataset, batch_size=size, start_example=seen)
         if size not in programs:
-            programs[size] = replace(program, batch=batches.batch_shapes, microbatches=count)
+            programs[size] = replace(program, batch=batches.batch_shapes, compute=compute)
         last = stage.first_step + stage.steps
         stages.append(TrainStage(stage.first_step, last, size, programs[size], batches))
     return tuple(stages)
@@ -369,9 +368,11 @@ def _program(
         chunks = _chunks(config, model, loss, batch, stages_of(layout.mesh))
     stored = layout if chunks is None else chunks.stored(layout)
     with at("sharding"):
-        param_shardings(stored, model.params, dims)
+        whole = param_shardings(stored, model.params, dims)
     with at("parallel"):
-        parallel = plan_parallel(config.parallel, layout, model.params, dims, model.stacked)
+        exchange, notices = plan_exchange(
+            config.parallel, layout, model.params, dims, whole, model.stacked
+        )
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
             config.optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
@@ -381,25 +382,24 @@ def _program(
         if chunks is not None:
             pipeline = _pipeline(config, chunks, model, loss, stored, dims, batch)
     with at("loss"):
-        program = Program(
-            model=model,
-            loss=loss,
-            optimizer=optimizer,
-            layout=stored,
-            dims=dims,
-            batch=batch,
+        program = assemble(
+            model,
+            loss,
+            optimizer,
+            stored,
+            dims,
+            batch,
             seed=config.seed,
             microbatches=config.train.microbatches,
-            data_parallel=parallel.data_parallel,
-            zero=parallel.zero,
+            exchange=exchange,
             pipeline=pipeline,
         )
         with own("loss", "model"):
             _ = program.metrics
     _trace(program, at, own)
     if chunks is None:
-        return program, (), parallel.notices
-    return program, chunks.explained, (*parallel.notices, *chunks.notices(stored, model, dims))
+        return program, (), notices
+    return program, chunks.explained, (*notices, *chunks.notices(stored, model, dims))
 
 
 def _model(
@@ -461,7 +461,7 @@ def _trace(
     own: Callable[..., AbstractContextManager[bool]],
 ) -> None:
     """Trace what may fail, so that the config's author hears of it before anything is compiled."""
-    if program.data_parallel is not None:
+    if program.exchange.explicit:
         with at("parallel", "reduce"):
             jax.eval_shape(program.train, program.state_shapes, program.batch)
     # Built-in parts are known to trace, so that only the user's cost a second tracing.

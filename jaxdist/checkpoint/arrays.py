@@ -122,8 +122,9 @@ class ArrayWriter:
 def load_arrays(path: Path, saved: dict[str, LeafRecord], target: Any) -> Any:
     """The tree at `path` with the structure and shardings of `target`; every process calls it.
 
-    `saved` gives the numbers of the names. Shapes and dtypes must have been compared before; what
-    goes beyond them, on disk or in `target`, are zeros that fill up shards.
+    `saved` gives the numbers of the names; what `target` has not is left. Shapes and dtypes must
+    have been compared before; what goes beyond them, on disk or in `target`, are zeros that fill up
+    shards.
     """
     ocp = _orbax()
     numbers = {name: _number(index) for index, name in enumerate(saved)}
@@ -139,7 +140,9 @@ def load_arrays(path: Path, saved: dict[str, LeafRecord], target: Any) -> Any:
     loaded = {}
     if restore_args:
         args = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(restore_args, 0), restore_args=restore_args
+            item=dict.fromkeys(restore_args, 0),
+            restore_args=restore_args,
+            partial_restore=wanted.keys() != saved.keys(),
         )
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             loaded = reader.restore(path, args=args)

@@ -6,20 +6,47 @@ Reading never writes, so that a finished or running run can be evaluated from el
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxdist.checkpoint.agree import any_process, broadcast_json
 from jaxdist.checkpoint.arrays import load_arrays
 from jaxdist.checkpoint.layout import ARRAYS, METADATA, step_directory, steps_present
-from jaxdist.checkpoint.manifest import DamageError, Manifest, check_files, read_manifest
+from jaxdist.checkpoint.manifest import (
+    DamageError,
+    LeafRecord,
+    Manifest,
+    check_files,
+    read_manifest,
+)
 from jaxdist.checkpoint.reasons import one_line
 from jaxdist.checkpoint.structure import check_structure
 from jaxdist.errors import CheckpointError
+
+
+class Wanted(NamedTuple):
+    """What is loaded from a checkpoint.
+
+    Attributes:
+      target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`; any mesh.
+      shapes: a tree like it with the tensors' own shapes, where the target's have zeros at their
+        ends to fill up shards; None are those of the target.
+      ignored: beginning of the names of saved arrays that may be left where they are.
+      finish: from the loaded tree to what the caller gets.
+    """
+
+    target: Any
+    shapes: Any = None
+    ignored: tuple[str, ...] = ()
+    finish: Callable[[Any], Any] = lambda tree: tree
+
+
+Adapt = Callable[[Mapping[str, LeafRecord]], Wanted]
+"""From what a checkpoint holds to what is loaded of it."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +83,7 @@ def restore(
     *,
     shapes: Any = None,
     step: int | None = None,
+    adapt: Adapt | None = None,
     on_event: Callable[[str], None],
 ) -> Restored:
     """Load a checkpoint into the structure and shardings of `target`; every process calls it.
@@ -69,6 +97,7 @@ def restore(
       shapes: a tree like it with the tensors' own shapes, where the target's have zeros at their
         ends to fill up shards; None are those of the target.
       step: the step to load; None for the newest that is whole.
+      adapt: for a target that depends on what was saved; `target` and `shapes` are then unused.
       on_event: called on process 0 with one line for each damaged checkpoint.
 
     Raises:
@@ -85,7 +114,7 @@ def restore(
     refused: list[str] = []
     while remaining:
         candidate = remaining.pop(0)
-        restored, problem = _try(directory, candidate, target, shapes)
+        restored, problem = _try(directory, candidate, adapt or (lambda _: Wanted(target, shapes)))
         if restored is not None:
             return restored
         following = f"trying step {remaining[0]} next" if remaining else "there is no other to try"
@@ -103,9 +132,7 @@ def restore(
     )
 
 
-def _try(
-    directory: Path, step: int, target: Any, shapes: Any
-) -> tuple[Restored | None, str | None]:
+def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str | None]:
     """The checkpoint, or what is wrong with it; the same outcome on every process."""
     problem = broadcast_json(_verify(directory, step) if jax.process_index() == 0 else None)
     if problem is not None:
@@ -119,14 +146,16 @@ def _try(
             f"process {jax.process_index()} cannot read {path}, which process 0 can ({error}): put "
             "the run directory on a file system that all hosts share"
         ) from error
-    check_structure(manifest.leaves, target if shapes is None else shapes, where=str(path))
+    target, shapes, ignored, finish = adapt(manifest.leaves)
+    compared = {n: leaf for n, leaf in manifest.leaves.items() if not n.startswith(ignored)}
+    check_structure(compared, target if shapes is None else shapes, where=str(path))
     try:
         state = load_arrays(path / ARRAYS, manifest.leaves, target)
     except Exception as error:  # whatever orbax or tensorstore raise, the bytes were no use
         state, problem = None, f"{ARRAYS}: {one_line(error)}"
     if any_process(problem is not None):
         return None, problem or f"{ARRAYS}: another process could not load it"
-    return Restored(step, state, metadata), None
+    return Restored(step, finish(state), metadata), None
 
 
 def _verify(directory: Path, step: int) -> str | None:

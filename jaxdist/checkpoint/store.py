@@ -22,7 +22,7 @@ from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.arrays import ArrayWriter
 from jaxdist.checkpoint.manifest import LeafRecord, seal
 from jaxdist.checkpoint.reasons import how_lost, is_disk_full, one_line
-from jaxdist.checkpoint.restore import Restored, committed_steps, restore, valid_manifests
+from jaxdist.checkpoint.restore import Adapt, Restored, committed_steps, restore, valid_manifests
 from jaxdist.checkpoint.retention import Saved, to_delete
 from jaxdist.checkpoint.structure import describe
 from jaxdist.config.schema import Config, Count
@@ -187,10 +187,18 @@ class CheckpointStore:
         """The committed steps in ascending order."""
         return committed_steps(self.directory)
 
-    def restore(self, target: Any, *, shapes: Any = None, step: int | None = None) -> Restored:
+    def restore(
+        self,
+        target: Any,
+        *,
+        shapes: Any = None,
+        step: int | None = None,
+        adapt: Adapt | None = None,
+    ) -> Restored:
         """Load a checkpoint; see `jaxdist.checkpoint.restore.restore`."""
         self.wait()
-        return restore(self.directory, target, shapes=shapes, step=step, on_event=self._on_event)
+        given = {"shapes": shapes, "step": step, "adapt": adapt}
+        return restore(self.directory, target, **given, on_event=self._on_event)
 
     def _prepare_directory(self) -> None:
         probe = self.directory / f".probe-{jax.process_index()}"

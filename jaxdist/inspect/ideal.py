@@ -72,7 +72,7 @@ def bound_notes(experiment: Experiment) -> tuple[str, ...]:
     parallel, program = experiment.config.parallel, experiment.program
     computed = getattr(experiment.config.model, "compute_dtype", None)
     dtype = f"in {computed}, the model's compute dtype" if computed else "in the parameters' dtype"
-    stage, count = parallel.zero.stage, program.microbatches
+    stage, count = parallel.zero.stage, program.compute.microbatches
     notes = [f"one all-reduce of the gradients {dtype}"]
     stored = {str(leaf.dtype) for leaf in jax.tree.leaves(program.state_shapes.params)}
     if computed and stored != {computed}:

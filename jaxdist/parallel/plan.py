@@ -1,15 +1,19 @@
-"""From a config to which mesh axes are manual; what does not combine is refused (`validity.py`)."""
+"""From a config to how gradients are exchanged; `validity.py` refuses what does not combine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from jaxdist.collectives.algorithms.build import ReduceConfig
+from jaxdist.collectives.contract import Algorithm
 from jaxdist.config.schema import Config
 from jaxdist.mesh import axis_names
-from jaxdist.parallel.data import DataParallel
+from jaxdist.parallel.contract import Exchange
+from jaxdist.parallel.exchange.all_reduce import AllReduce
+from jaxdist.parallel.exchange.scatter import Scatter
+from jaxdist.parallel.exchange.unsharded import Unsharded
+from jaxdist.parallel.exchange.xla import Xla
 from jaxdist.parallel.pipeline.planning.plan import AXIS, PipelineConfig
 from jaxdist.parallel.validity import Facts, check, notices
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
@@ -31,31 +35,20 @@ class ParallelConfig(Config):
     """How the stages of mesh axis `stage` share the work; `reduce: null` is then `xla`."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What runs on the data axis: see `jaxdist.train.step.Program`.
-
-    Attributes:
-      notices: settings that do nothing here, a sentence each.
-    """
-
-    data_parallel: DataParallel | None
-    zero: Zero | None
-    notices: tuple[str, ...] = ()
-
-
-def plan_parallel(
+def plan_exchange(
     config: ParallelConfig,
     layout: Layout,
     params: Any,
     dims: Mapping[str, Dims],
+    whole: Any,
     scanned: frozenset[str] = frozenset(),
-) -> Plan:
-    """What the config asks for, checked against the mesh and the model.
+) -> tuple[Exchange, tuple[str, ...]]:
+    """The exchange that the config asks for, and settings that do nothing here, a sentence each.
 
     Args:
       params: the parameters, or their shapes.
       dims: logical dims of each parameter, by name.
+      whole: shardings of the parameters that every replica holds, a tree like them.
       scanned: names of the parameters whose first dim counts layers.
 
     Raises:
@@ -64,18 +57,38 @@ def plan_parallel(
     facts = facts_of(config, layout, dims)
     check(facts)
     zero = plan_zero(config.zero, layout, params, dims)
-    data_parallel = None
-    if facts.reduction is not None:
-        data_parallel = DataParallel(
-            layout.mesh,
-            facts.batch_axes,
-            facts.reduction,
-            zero,
-            config.reduce_dtype,
-            scanned,
-            global_statistics=config.batch_norm == "global",
-        )
-    return Plan(data_parallel, zero, tuple(notices(facts, zero)))
+    told = tuple(notices(facts, zero))
+    if facts.reduction is None:
+        return Xla(whole, zero), told
+    exchange = explicit_exchange(
+        whole,
+        zero,
+        mesh=layout.mesh,
+        axes=facts.batch_axes,
+        algorithm=facts.reduction,
+        reduce_dtype=config.reduce_dtype,
+        scanned=scanned,
+        global_statistics=config.batch_norm == "global",
+    )
+    return exchange, told
+
+
+def explicit_exchange(
+    whole: Any, zero: Zero | None, *, axes: tuple[str, ...], algorithm: Algorithm, **settings: Any
+) -> Exchange:
+    """The exchange by collectives of jaxdist that ZeRO's stage needs.
+
+    Args:
+      whole: shardings of the parameters that every replica holds, a tree like them.
+      axes: mesh axes that split the batch, slowest first.
+      settings: further fields of `jaxdist.parallel.exchange.explicit.Explicit`.
+    """
+    settings |= {"axes": axes, "algorithm": algorithm}
+    if zero is None:
+        return AllReduce(whole, None, **settings)
+    return (
+        Scatter(whole, zero, **settings) if zero.stage == 1 else Unsharded(whole, zero, **settings)
+    )
 
 
 def facts_of(config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims]) -> Facts:

@@ -133,7 +133,7 @@ class Steps:
         """The experiment's own initial state, on the host."""
         program = self.experiment.program
         state = jax.jit(program.init, compiler_options=compile_options())()
-        return jax.device_get(program.storage.used(state))
+        return jax.device_get(program.home.used(state))
 
     def run(self, initial: TrainState) -> tuple[Trace, TrainState]:
         """Train for three steps: what is compared, and the last state as it is stored.
@@ -144,7 +144,7 @@ class Steps:
         program = self.experiment.program
         shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
         # Copied, since the step is given the memory of its state to reuse.
-        stored = program.storage.stored(jax.tree.map(np.array, initial))
+        stored = program.home.stored(jax.tree.map(np.array, initial))
         state = jax.device_put(stored, shardings)
         losses: list[float] = []
         gradients: dict[str, np.ndarray] = {}
@@ -153,8 +153,8 @@ class Steps:
                 state, metrics = self._step(state, batch)
                 losses.append(float(metrics[0]))
                 if not gradients:
-                    gradients = _named(program.storage.used(state).opt_state.gradients)
-        first, last = _named(initial.params), _named(program.storage.used(state).params)
+                    gradients = _named(program.home.used(state).opt_state.gradients)
+        first, last = _named(initial.params), _named(program.home.used(state).params)
         updates = {name: last[name] - first[name] for name in last}
         return Trace(initial, np.array(losses), gradients, updates), state
 

@@ -39,7 +39,7 @@ def generate(
     """
 
     def next_token(tokens_L: jax.Array, length: jax.Array, key: jax.Array) -> jax.Array:
-        module: Any = program.model.bind(program.storage.used_params(params), buffers)
+        module: Any = program.model.bind(program.home.used_params(params), buffers)
         module.eval()
         logits = module(tokens_L[None], jnp.zeros_like(tokens_L)[None])[0, length - 1, :vocab_size]
         scaled = logits.astype(jnp.float32) / max(temperature, 1e-6)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxdist.train.directory import RunDirectory
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
 from jaxdist.train.misordered import check_order
+from jaxdist.train.restore import adapted
 from jaxdist.verbs.results import print_results
 
 
@@ -34,16 +34,19 @@ def open_run(
         raise RunError(f"{run} is no run directory: it has no {directory.config.name}")
     document, config = load(directory.config, overrides)
     experiment = build(config, document)
+
+    def say(text: str) -> None:
+        console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True)
+
     restored = restore(
         directory.checkpoints,
         experiment.program.state_shapes,
-        shapes=experiment.program.own_shapes,
         step=step,
-        on_event=lambda text: console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True),
+        adapt=adapted(experiment.program, say),
+        on_event=say,
     )
     check_order(directory, restored.step)
-    state = experiment.program.storage.in_stage_order(restored.state)
-    return experiment, replace(restored, state=state)
+    return experiment, restored
 
 
 def evaluate_run(

@@ -30,6 +30,7 @@ from jaxdist.train.hooks import Cadence, RunHooks
 from jaxdist.train.loop import run_loop
 from jaxdist.train.memory import check_state_fits, check_step_fits, told_if_too_large
 from jaxdist.train.misordered import check_order
+from jaxdist.train.restore import adapted
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
 from jaxdist.trees import tree_size
@@ -199,10 +200,11 @@ def _begin(
     program = experiment.program
     check_state_fits(program.state_shapes)
     if resume and broadcast_json(bool(steps_present(store.directory))):
-        restored = store.restore(program.state_shapes, shapes=program.own_shapes)
+        say = partial(console.print, soft_wrap=True)
+        restored = store.restore(program.state_shapes, adapt=adapted(program, say))
         check_order(directory, restored.step)
         console.print(f"resume from step {restored.step} of {experiment.total_steps}")
-        return program.storage.in_stage_order(restored.state), restored.metadata
+        return restored.state, restored.metadata
     if resume:
         console.print("resume: there is no checkpoint yet, so this run begins at step 0")
     return program.init(), {}
@@ -239,7 +241,7 @@ def _hooks(
         best=metadata.get("best"),
         max_skipped=program.optimizer.max_skipped,
         shapes=program.own_shapes,
-        saved=program.storage.in_model_order,
+        saved=program.home.to_files,
     )
 
 

@@ -133,14 +133,14 @@ def train(name, mesh, reduce=None, zero=None, optim=ADAMW, pipeline=None, **chan
     experiment = build_program(name, mesh, reduce, zero, optim, pipeline, **changes)
     program, losses = experiment.program, []
     # Copied, since the step is given the memory of its state to reuse.
-    stored = program.storage.stored(jax.tree.map(np.array, initial(name, optim == LAMB)))
+    stored = program.home.stored(jax.tree.map(np.array, initial(name, optim == LAMB)))
     shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
     state = jax.device_put(stored, shardings)
     with experiment.loader.batches() as batches:
         for batch in itertools.islice(batches, STEPS):
             state, metrics = program.train(state, batch)
             losses.append(float(metrics[0]))
-    return np.array(losses), jax.tree.map(np.asarray, program.storage.used(state).params)
+    return np.array(losses), jax.tree.map(np.asarray, program.home.used(state).params)
 
 
 def same(ours, theirs):
@@ -178,7 +178,7 @@ def test_every_mesh_draws_the_state_of_one_device(name, mesh, reduce, zero, pipe
     ).program
     # Loops that draw the same bits may round the numbers made of them otherwise.
     close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
-    jax.tree.map(close, jax.device_get(program.storage.used(program.init())), initial(name))
+    jax.tree.map(close, jax.device_get(program.home.used(program.init())), initial(name))
 
 
 @pytest.mark.parametrize(("name", "mesh"), CELLS, ids=str)

@@ -58,12 +58,12 @@ def trained(tmp_path_factory, devices):
         made, path = experiment(plan), tmp_path_factory.mktemp("plan") / "checkpoints"
         shardings = jax.tree.map(lambda struct: struct.sharding, made.program.state_shapes)
         # Copied, since the step is given the memory of its state to reuse.
-        stored = made.program.storage.stored(jax.tree.map(np.array, drawn()))
+        stored = made.program.home.stored(jax.tree.map(np.array, drawn()))
         state = jax.device_put(stored, shardings)
         with made.loader.batches() as batches:
             for batch in itertools.islice(batches, 2):
                 state, _ = made.program.train(state, batch)
-        state = made.program.storage.in_model_order(state)
+        state = made.program.home.to_files(state)
         with CheckpointStore(path, keep=1, keep_best=False, on_event=print) as store:
             store.save(2, state, metadata={})
             store.wait()
@@ -98,7 +98,7 @@ def test_what_one_plan_saved_another_loads(writer, reader, trained):
         np.testing.assert_array_equal(np.asarray(ours), theirs, err_msg=name)
     shardings = jax.tree.map(lambda struct: struct.sharding, made.program.state_shapes)
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, state, shardings))
-    state = made.program.storage.in_stage_order(state)
+    state = made.program.home.from_files(state)
     with made.loader.batches(2) as batches:
         after, metrics = made.program.train(state, next(batches))
     assert int(after.step) == 3

@@ -46,7 +46,7 @@ def trained(made):
             losses.append(float(metrics[0]))
     loss = program.evaluate(state.params, state.buffers, batch)["loss"]
     losses.append(float(loss.total / loss.weight))
-    return np.array(losses), jax.tree.map(np.asarray, program.storage.used(state).params)
+    return np.array(losses), jax.tree.map(np.asarray, program.home.used(state).params)
 
 
 def same(found, expected):

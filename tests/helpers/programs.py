@@ -7,35 +7,51 @@ import jax
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.functional import functional
 from jaxdist.optim.build import build_optimizer
-from jaxdist.parallel.data import DataParallel
+from jaxdist.parallel.exchange.xla import Xla
+from jaxdist.parallel.plan import explicit_exchange
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
-from jaxdist.sharding import ShardingConfig, make_layout
-from jaxdist.train.step import Program
+from jaxdist.sharding import ShardingConfig, make_layout, param_shardings
+from jaxdist.train.assemble import assemble
+from jaxdist.trees import flatten_with_names
 
 
 def build_program(
     module, loss, optim, batch, mesh, *, steps=10, microbatches=1, reduce=None, zero=0, **explicit
 ):
-    """`explicit` are fields of `DataParallel`; `zero` is a stage."""
+    """`explicit` are fields of `Explicit`; `zero` is a stage."""
     devices = jax.devices()[: math.prod(mesh.values())]
     layout = make_layout(ShardingConfig(), build_mesh(MeshConfig.model_validate(mesh), devices))
     model = functional(module)
+    shapes = dict(flatten_with_names(model.params))
+    model = model.with_dims({n: dims or (None,) * shapes[n].ndim for n, dims in model.dims.items()})
     split = plan_zero(ZeroConfig(stage=zero, whole_below=0), layout, model.params, model.dims)
-    return Program(
-        model=model,
-        loss=loss,
-        optimizer=build_optimizer(optim, total_steps=steps, params=model.params, dims=model.dims),
-        layout=layout,
-        dims=model.dims,
-        batch={
-            k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=by_rows(layout, v))
-            for k, v in batch.items()
-        },
-        seed=0,
+    return assemble(
+        model,
+        loss,
+        build_optimizer(optim, total_steps=steps, params=model.params, dims=model.dims),
+        layout,
+        model.dims,
+        shapes_of(layout, batch),
         microbatches=microbatches,
-        data_parallel=reduce and DataParallel(layout.mesh, ("data",), reduce, split, **explicit),
-        zero=split,
+        exchange=exchange_of(model, layout, split, reduce, **explicit),
     )
+
+
+def exchange_of(model, layout, zero, reduce, **explicit):
+    """By an algorithm over the axis data, or by XLA."""
+    whole = param_shardings(layout, model.params, model.dims)
+    if reduce is None:
+        return Xla(whole, zero)
+    return explicit_exchange(
+        whole, zero, mesh=layout.mesh, axes=("data",), algorithm=reduce, **explicit
+    )
+
+
+def shapes_of(layout, batch):
+    return {
+        k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=by_rows(layout, v))
+        for k, v in batch.items()
+    }
 
 
 def by_rows(layout, values):

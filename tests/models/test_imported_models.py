@@ -54,7 +54,7 @@ def trained(found: Experiment) -> tuple[list[float], Any]:
         for _ in range(STEPS):
             state, values = program.train(state, next(batches))
             losses.append(float(values[0]))
-    cut = program.storage.cut(program.storage.in_model_order(state))
+    cut = program.home.to_step(program.home.to_files(state))
     return losses, jax.device_get(cut.params)
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.config import Document, validate
@@ -15,7 +17,9 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.hlo import ledger
 from jaxdist.mesh import MeshConfig, build_mesh
-from jaxdist.parallel.data import DataParallel
+from jaxdist.models.loss import Mean
+from jaxdist.parallel.contract import Gradients, Held
+from jaxdist.parallel.exchange.all_reduce import AllReduce
 from jaxdist.trees import tree_bytes
 
 P = jax.sharding.PartitionSpec
@@ -73,25 +77,32 @@ def test_the_second_step_does_not_compile_again():
     assert found.program.train._cache_size() == 1
 
 
+class Drawn(NamedTuple):
+    """A `Compute` whose gradients are random numbers, and whose loss weighs 60 over all rows."""
+
+    def gradients(self, held, batch, key, around):
+        rows = batch["rows"]
+        mean = Mean(rows.sum(), jnp.float32(60 / 8))
+        buffers = {"mean": rows.mean(), "count": held.buffers["count"] + 1}
+        return Gradients({"w": jax.random.uniform(key, (8,))}, {"loss": mean}, buffers)
+
+
 def test_each_device_draws_its_own_random_numbers_and_buffers_become_their_mean():
     mesh = build_mesh(MeshConfig.model_validate({"data": 8}))
-    parallel = DataParallel(mesh, ("data",), Ring())
-
-    def local(params, buffers, rows, key):
-        grads = {"w": jax.random.uniform(key, (8,))}
-        return grads, rows.sum(), {"mean": rows.mean(), "count": buffers["count"] + 1}
+    whole = {"w": NamedSharding(mesh, P())}
+    exchange = AllReduce(whole, None, mesh=mesh, axes=("data",), algorithm=Ring())
 
     def run(key):
-        buffers = {"mean": jnp.zeros(()), "count": jnp.int32(4)}
-        rows = jnp.arange(16.0)
-        given = {"w": P()}, {"w": jnp.zeros(8)}, buffers, rows, key
-        return parallel.gradients(local, lambda sums: sums / 60, *given)
+        params = {"w": jnp.zeros(8)}
+        held = Held(params, params, {"mean": jnp.zeros(()), "count": jnp.int32(4)}, None)
+        return exchange.gradients(Drawn(), held, {"rows": jnp.arange(16.0)}, key, ())[0]
 
     key = jax.random.key(0)
     grads, sums, buffers = jax.jit(run)(key)
-    expected = sum(jax.random.uniform(jax.random.fold_in(key, i), (8,)) for i in range(8)) / 2
+    expected = sum(jax.random.uniform(jax.random.fold_in(key, i), (8,)) for i in range(8)) / 60
     np.testing.assert_allclose(grads["w"], expected, rtol=1e-6)
-    assert (float(sums), float(buffers["mean"]), int(buffers["count"])) == (120.0, 7.5, 5)
+    found = (float(sums["loss"].total), float(buffers["mean"]), int(buffers["count"]))
+    assert found == (120.0, 7.5, 5)
 
 
 def test_what_the_reduction_cannot_do_is_told_when_the_config_is_read():

@@ -19,7 +19,7 @@ from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
-from jaxdist.parallel.plan import ParallelConfig, plan_parallel
+from jaxdist.parallel.plan import ParallelConfig, plan_exchange
 from jaxdist.parallel.validity import FEATURES, ROWS, Facts, footnotes, markdown, violations
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.sharding import ShardingConfig, make_layout
@@ -88,7 +88,7 @@ def plan(mesh, dims=None, rules=None, shapes=None, **parallel):
     dims = dims or {"w": ("embed", "mlp")}
     shapes = dict.fromkeys(dims, (64, 64)) | (shapes or {})
     params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
-    return plan_parallel(ParallelConfig.model_validate(parallel), layout, params, dims)
+    return plan_exchange(ParallelConfig.model_validate(parallel), layout, params, dims, whole=None)
 
 
 RING, XLA, HIERARCHICAL = ({"type": kind} for kind in ("ring", "xla", "hierarchical"))
@@ -175,27 +175,27 @@ def test_all_violations_come_in_one_message(devices):
     ],
 )  # fmt: skip
 def test_what_does_nothing_is_noticed_and_not_refused(mesh, parallel, message, devices):
-    (notice,) = plan(mesh, **parallel).notices
+    (notice,) = plan(mesh, **parallel)[1]
     assert message in notice
 
 
 @pytest.mark.parametrize("zero", [{}, {"stage": 3}, {"stage": 1, "scope": "ici"}])
 def test_what_has_an_effect_is_not_noticed(zero, devices):
     mesh = {"data": {"dcn": 2, "ici": 2}, "tensor": 2}
-    assert plan(mesh, reduce=XLA, zero=zero).notices == ()
+    assert plan(mesh, reduce=XLA, zero=zero)[1] == ()
 
 
 def test_a_reduction_that_stages_bring_with_them_is_one(devices):
-    found = plan({"data": 4, "stage": 2}, reduce_dtype="bfloat16", pipeline={"ahead": True})
-    assert found.notices == ()
-    assert found.data_parallel is not None
-    assert (found.data_parallel.algorithm, found.data_parallel.reduce_dtype) == (Xla(), "bfloat16")
+    settings = {"reduce_dtype": "bfloat16", "pipeline": {"ahead": True}}
+    found, notices = plan({"data": 4, "stage": 2}, **settings)
+    assert notices == ()
+    assert (found.algorithm, found.reduce_dtype) == (Xla(), "bfloat16")
 
 
 def test_settings_as_they_are_by_default_are_not_noticed(devices):
     """A run's own config names every setting, and is run again."""
     defaults = ParallelConfig().pipeline.model_dump(mode="json")
-    assert plan({"data": 8}, pipeline=defaults).notices == ()
+    assert plan({"data": 8}, pipeline=defaults)[1] == ()
 
 
 def test_what_no_device_has_less_of_is_noticed(devices):
@@ -205,7 +205,7 @@ def test_what_no_device_has_less_of_is_noticed(devices):
     dims["even"] = dims["filled"] = ("embed", "mlp")
     shapes = {"filled": (63, 66), "odd": (40, 66), "odder": (40, 70), "small": (3, 6)}
     mesh = {"data": 4, "tensor": 2}
-    (notice,) = plan(mesh, dims, shapes=shapes, zero={"stage": 2}).notices
+    (notice,) = plan(mesh, dims, shapes=shapes, zero={"stage": 2})[1]
     assert "stage 2 keeps odd [40, 66] and 1 more whole on every device: no dim divides" in notice
     assert "by 4 (data)" in notice
 

@@ -23,14 +23,15 @@ from jaxdist.models.loss import Mean
 from jaxdist.optim.build import AdamWConfig, Optimizer, build_optimizer
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.schedules import ScheduleConfig
-from jaxdist.parallel.data import DataParallel
+from jaxdist.parallel.exchange.xla import Xla as LeftToXla
+from jaxdist.parallel.plan import explicit_exchange
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
 from jaxdist.runtime.topology import topology_devices
-from jaxdist.sharding import ShardingConfig, make_layout
+from jaxdist.sharding import ShardingConfig, make_layout, param_shardings
+from jaxdist.train.assemble import assemble
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
 from jaxdist.train.memory import bytes_per_device
-from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names, tree_bytes
 
 ROWS, EMBED, MLP = 60, 13, 22
@@ -88,9 +89,13 @@ def program_of(mesh, stage=0, reduce=None, *, optim=LAMB, microbatches=2, device
     model = functional(Model)
     zero = {"stage": stage, "whole_below": 20, **zero}
     split = plan_zero(ZeroConfig.model_validate(zero), layout, model.params, model.dims)
-    manual = reduce and DataParallel(
-        layout.mesh, axis_names(layout.mesh, "data"), reduce, split, scanned=model.scanned
-    )
+    whole = param_shardings(layout, model.params, model.dims)
+    exchange = LeftToXla(whole, split)
+    if reduce:
+        axes, scanned = axis_names(layout.mesh, "data"), model.scanned
+        exchange = explicit_exchange(
+            whole, split, mesh=layout.mesh, axes=axes, algorithm=reduce, scanned=scanned
+        )
     optimizer = (
         Optimizer(optim, lambda _: jnp.float32(1))
         if isinstance(optim, optax.GradientTransformationExtraArgs)
@@ -100,8 +105,15 @@ def program_of(mesh, stage=0, reduce=None, *, optim=LAMB, microbatches=2, device
         name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=by_rows(layout, v))
         for name, v in rows(0).items()
     }
-    return Program(
-        model, squares, optimizer, layout, model.dims, batch, 0, microbatches, manual, split
+    return assemble(
+        model,
+        squares,
+        optimizer,
+        layout,
+        model.dims,
+        batch,
+        microbatches=microbatches,
+        exchange=exchange,
     )
 
 
@@ -131,7 +143,7 @@ def alone():
 
 
 def assert_close(program, state, expected, *, rtol=2e-5):
-    used = jax.tree.map(np.asarray, program.storage.used(state))
+    used = jax.tree.map(np.asarray, program.home.used(state))
     for (name, ours), theirs in zip(
         flatten_with_names(used), jax.tree.leaves(expected), strict=True
     ):
@@ -175,7 +187,10 @@ full = partial(pytest.param, marks=pytest.mark.full)
 def test_the_numbers_are_those_of_one_device(mesh, stage, reduce, zero, devices):
     """Global norm, norms of layers, decay and moments of LAMB, over three steps of microbatches."""
     program = program_of(mesh, stage, reduce, **zero)
-    assert program.zero.padded.keys() == program.model.dims.keys() - program.zero.uneven.keys()
+    assert (
+        program.exchange.zero.padded.keys()
+        == program.model.dims.keys() - program.exchange.zero.uneven.keys()
+    )
     state, metrics = trained(program)
     expected, expected_metrics = alone()
     np.testing.assert_allclose(metrics, expected_metrics, rtol=1e-5)
@@ -205,7 +220,7 @@ def test_an_optimizer_never_meets_the_zeros(stage, reduce, devices):
     program = program_of(FIVE, stage, reduce, optim=pushing(), microbatches=1)
     state, _ = trained(program)
     assert not pads(program, state).any()
-    np.testing.assert_array_equal(program.storage.used(state).opt_state["seen"]["first"], 4.0)
+    np.testing.assert_array_equal(program.home.used(state).opt_state["seen"]["first"], 4.0)
 
 
 def test_noise_and_rounding_are_those_of_one_device(devices):
@@ -221,7 +236,7 @@ def test_noise_and_rounding_are_those_of_one_device(devices):
     pairs = [
         (np.asarray(ours), np.asarray(theirs))
         for ours, theirs in zip(
-            jax.tree.leaves(program.storage.used(state).opt_state),
+            jax.tree.leaves(program.home.used(state).opt_state),
             jax.tree.leaves(reference.opt_state),
             strict=True,
         )
@@ -285,7 +300,7 @@ def test_a_tpu_program_has_shards_and_sends_little_more_than_that_of_cpu(stage, 
     sent = {}
     for devices in (topology_devices("v5e:2x2"), jax.devices()):
         program = program_of({"data": 4}, stage, reduce, microbatches=1, devices=devices)
-        assert program.zero.padded
+        assert program.exchange.zero.padded
         step = program.train.lower(program.state_shapes, program.batch).compile()
         sent[devices[0].platform] = ledger(step, program.layout.mesh).sent_bytes("data")
     assert sent["tpu"] <= 3 / 2 * sent["cpu"]
@@ -312,7 +327,7 @@ def saved(tmp_path_factory, devices):
     for plan in PLANS:
         program, path = program_of(*PLANS[plan]), tmp_path_factory.mktemp("plan") / "checkpoints"
         shardings = jax.tree.map(lambda s: s.sharding, program.state_shapes)
-        state = jax.jit(program.storage.stored, out_shardings=shardings)(some_state(program))
+        state = jax.jit(program.home.stored, out_shardings=shardings)(some_state(program))
         with store(path) as checkpoints:
             checkpoints.save(1, state, metadata={}, shapes=program.own_shapes)
         found[plan] = path
@@ -342,7 +357,7 @@ def test_what_one_plan_saved_another_loads(writer, reader, saved):
     assert jax.tree.map(lambda x: x.sharding, state) == jax.tree.map(
         lambda struct: struct.sharding, program.state_shapes
     )
-    jax.tree.map(np.testing.assert_array_equal, program.storage.used(state), some_state(program))
+    jax.tree.map(np.testing.assert_array_equal, program.home.used(state), some_state(program))
     assert not pads(program, state).any()
 
 

@@ -63,7 +63,7 @@ def trained(mesh, **options):
     for _ in range(3):
         state, metrics = found.train(state, rows)
         losses.append(float(metrics[0]))
-    params = found.storage.used(state).params
+    params = found.home.used(state).params
     losses.append(evaluate(found, state.params, state.buffers, [rows])["loss"])
     return losses, jax.tree.map(np.asarray, (params, state.buffers))
 

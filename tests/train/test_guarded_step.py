@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from programs import build_program, place
+from programs import build_program, exchange_of, place
 
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.collectives.algorithms.ring import Ring
@@ -19,8 +18,10 @@ from jaxdist.optim.build import AdamWConfig
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
 from jaxdist.optim.safety import SkipSpikesConfig
+from jaxdist.parallel.contract import Held, Surroundings
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
 from jaxdist.train.evaluate import evaluate
+from jaxdist.train.home import views_of
 
 ROWS = 64
 DATA, BOTH = {"data": 8}, {"data": 2, "tensor": 4}
@@ -175,7 +176,9 @@ def test_a_loss_scale_with_zero_and_devices_that_weigh_unlike_rows(stage, microb
         zero = plan_zero(
             ZeroConfig(stage=stage, whole_below=0), found.layout, found.model.params, found.dims
         )
-        return replace(found, zero=zero, data_parallel=replace(found.data_parallel, zero=zero))
+        exchange = exchange_of(found.model, found.layout, zero, Ring())
+        views = views_of(found.model, zero, None)
+        return replace(found, exchange=exchange, views=views)
 
     plain, scaled = (
         split(program(DATA, microbatches, ring=True, **given))
@@ -255,10 +258,11 @@ def test_everything_at_once_resumes_bit_for_bit(kind, tmp_path):
 @pytest.mark.parametrize("way", WAYS[1:], ids=str)
 def test_sums_over_microbatches_and_devices_are_float32(way):
     found = program(*way, master_weights="bfloat16")
-    if found.data_parallel is not None:
-        # Alone, `_summed` is outside of the `jax.shard_map` in which statistics are averaged.
-        found = replace(found, data_parallel=replace(found.data_parallel, global_statistics=False))
     state, key = found.state_shapes, jax.random.key(0)
-    summed = partial(found._summed, scale=None)
-    grads = jax.eval_shape(summed, state.params, state.buffers, found.batch, key)[0]
+
+    def grads_of(params, buffers, batch, key):
+        held = Held(params, params, buffers, None)
+        return found.compute.gradients(held, batch, key, Surroundings()).grads
+
+    grads = jax.eval_shape(grads_of, state.params, state.buffers, found.batch, key)
     assert {leaf.dtype for leaf in jax.tree.leaves(grads)} == {jnp.dtype("float32")}

@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 from optax import contrib
-from programs import by_rows, place
+from programs import by_rows, exchange_of, place
 
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.collectives.algorithms.ring import Ring
@@ -23,10 +23,9 @@ from jaxdist.models.layers import scan_blocks, stack
 from jaxdist.models.loss import Mean
 from jaxdist.optim.build import ImportedOptimizerConfig, Optimizer, build_optimizer, taking_extra
 from jaxdist.optim.schedules import ScheduleConfig
-from jaxdist.parallel.data import DataParallel
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
 from jaxdist.sharding import ShardingConfig, make_layout
-from jaxdist.train.step import Program
+from jaxdist.train.assemble import assemble
 from jaxdist.trees import flatten_with_names
 
 ROWS, STEPS = 20, 2
@@ -80,10 +79,9 @@ def program_of(optimizer, mesh, stage=0, reduce=None):
         name: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=by_rows(layout, v))
         for name, v in rows(0).items()
     }
-    manual = reduce and DataParallel(layout.mesh, ("data",), reduce, zero, scanned=model.scanned)
-    return Program(
-        model, squares, made, layout, model.dims, batch, 0, data_parallel=manual, zero=zero
-    )
+    explicit = {"scanned": model.scanned} if reduce else {}
+    exchange = exchange_of(model, layout, zero, reduce, **explicit)
+    return assemble(model, squares, made, layout, model.dims, batch, exchange=exchange)
 
 
 def trained(program, steps=STEPS):
@@ -176,7 +174,7 @@ def table(stage):
     mesh = {"data": 1} if stage is None else MESH
     made = {n: OPTIMIZERS[n] for n in OPTIMIZERS if (n, stage) in TABLE or stage is None}
     program = program_of(side_by_side(made), mesh, stage or 0)
-    state = program.storage.used(trained(program))
+    state = program.home.used(trained(program))
     return jax.tree.map(numbers, state.opt_state)
 
 
@@ -226,7 +224,7 @@ def test_what_is_factored_is_whole_for_the_update(plan, devices):
     found, expected = (
         program_of(ADAFACTOR, *given) for given in ((mesh, stage, reduce), ({"data": 1},))
     )
-    ours, theirs = (p.storage.used(trained(p)) for p in (found, expected))
+    ours, theirs = (p.home.used(trained(p)) for p in (found, expected))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ours, theirs)
 
 
@@ -245,7 +243,7 @@ def test_what_one_plan_saved_another_loads(optimizer, tmp_path, devices):
     for step, (writer, reader) in enumerate(zip(programs, [*programs][1:], strict=False)):
         program = programs[writer]
         shardings = jax.tree.map(lambda s: s.sharding, program.state_shapes)
-        stored = jax.jit(program.storage.stored, out_shardings=shardings)(state)
+        stored = jax.jit(program.home.stored, out_shardings=shardings)(state)
         with CheckpointStore(tmp_path, keep=9, keep_best=False, on_event=print) as store:
             store.save(step, stored, metadata={}, shapes=program.own_shapes)
             store.wait()
@@ -254,7 +252,7 @@ def test_what_one_plan_saved_another_loads(optimizer, tmp_path, devices):
         assert jax.tree.all(
             jax.tree.map(lambda x, s: x.sharding == s.sharding, found, to.state_shapes)
         )
-        jax.tree.map(np.testing.assert_array_equal, to.storage.used(found), state)
+        jax.tree.map(np.testing.assert_array_equal, to.home.used(found), state)
 
 
 def test_what_a_step_does_not_give_is_named(devices):

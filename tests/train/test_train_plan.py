@@ -114,7 +114,7 @@ def test_a_schedule_may_bring_the_warmup_of_a_scaled_rate():
 def test_stages_of_one_size_share_a_program_and_microbatches_stay_small():
     phases = [{**PHASES[0], "batch_size": 128}, {**PHASES[1], "batch_size": 48}]
     found = build(config({}, steps=20, phases=phases, microbatches=2))
-    assert [s.program.microbatches for s in found.stages] == [4, 2]
+    assert [s.program.compute.microbatches for s in found.stages] == [4, 2]
     assert [s.program.batch["image"].shape[0] for s in found.stages] == [128, 48]
     halves = [{**p, "batch_size": 64, "examples_fraction": 0.5} for p in PHASES]
     found = build(config({}, steps=20, phases=halves))

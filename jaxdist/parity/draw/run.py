@@ -161,13 +161,13 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoints"
         with CheckpointStore(path, keep=1, keep_best=False, on_event=lambda _: None) as store:
-            ordered = saved.storage.in_model_order(state)
+            ordered = saved.home.to_files(state)
             store.save(1, ordered, metadata={}, shapes=saved.own_shapes)
             store.wait()
             loaded = store.restore(target.state_shapes, shapes=target.own_shapes).state
     pairs = zip(
-        flatten_with_names(target.storage.cut(loaded)),
-        jax.tree.leaves(saved.storage.used(state)),
+        flatten_with_names(target.home.to_step(loaded)),
+        jax.tree.leaves(saved.home.used(state)),
         strict=True,
     )
     unlike = [name for (name, ours), theirs in pairs if not _same(ours, theirs)]

@@ -17,6 +17,7 @@ from jaxdist.mesh import axis_names
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried, whole
 from jaxdist.models.loss import Batch, Loss, Sums, weighted
+from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.parallel.pipeline.executor.parts import Parts, Specs, Visit
 from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.parallel.pipeline.model.chunks import Cut
@@ -32,9 +33,10 @@ WHOLE = PartitionSpec()
 
 
 class Parted(Protocol):
-    """A module that is a row of functions; called, it is each of them of what the last one gave.
+    """A sequential module: called, it runs its parts one after another.
 
-    The first takes what the module does; each gives one array `[rows, ...]`.
+    The first part takes the module's own arguments, each other the output of the one before. Every
+    part gives one array `[rows, ...]`.
     """
 
     def parts(self) -> Sequence[Callable[..., jax.Array]]: ...
@@ -90,30 +92,25 @@ class PartedPipeline(Pipeline):
     batch: Mapping[str, jax.ShapeDtypeStruct]
 
     def gradients(
-        self,
-        params: Any,
-        buffers: Any,
-        batch: Batch,
-        key: jax.Array,
-        *,
-        scale: jax.Array | None = None,
-    ) -> tuple[Any, Sums, Any]:
+        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+    ) -> Gradients:
         """As the base's."""
         # Gradients are wider than narrow parameters, and so is what they are taken apart by.
-        wide = jax.tree.map(lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), params)
-        found, sums, buffers = super().gradients(
-            self._pack(params), buffers, batch, key, scale=scale
+        wide = jax.tree.map(
+            lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), held.params
         )
-        return carried(jax.vjp(self._pack, wide)[1](found)[0]), sums, buffers
+        packed = held._replace(params=self._pack(held.params))
+        found = super().gradients(packed, batch, key, around)
+        return found._replace(grads=carried(jax.vjp(self._pack, wide)[1](found.grads)[0]))
 
     @cached_property
     def stack(self) -> StageStack | None:
         """None: each step packs parameters, wherever they lie."""
         return None
 
-    def evaluate(self, params: Any, batch: Batch) -> Sums:
+    def sums(self, params: Any, buffers: Any, batch: Batch) -> Sums:
         """As the base's."""
-        return super().evaluate(self._pack(params), batch)
+        return super().sums(self._pack(params), buffers, batch)
 
     def _pack(self, params: Any) -> list[jax.Array]:
         """Parameters as vectors `[chunks, length]`, in a list; one of two chunks is in both."""

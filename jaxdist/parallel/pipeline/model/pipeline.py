@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ from jaxdist.mesh import axis_names, axis_size, entry_names
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import RESIDUAL
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
+from jaxdist.parallel.compute import over_weight
+from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.pipeline.executor.execute import evaluate, run
 from jaxdist.parallel.pipeline.executor.lower import lower
@@ -41,11 +43,12 @@ class Stackable(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """What the training and the evaluation step do where layers lie on several stages.
+    """Gradients and sums where layers lie on several stages: a `jaxdist.parallel.contract.Compute`.
 
     Attributes:
       dims: logical dims of each parameter, by name.
-      ticks: of training, `forward` of evaluation.
+      ticks: the schedule of training, tick by tick.
+      forward: the schedule of evaluation.
       cut: how many layers each chunk has.
 
     Parameters come as `stack` has them stored.
@@ -58,26 +61,30 @@ class Pipeline:
     ticks: Ticks
     forward: Ticks
     cut: Cut
+    explicit: bool = field(default=True, init=False)
+
+    @property
+    def microbatches(self) -> int:
+        """Those of the schedule, whatever the size of a batch."""
+        return self.ticks.microbatches
+
+    def resized(self, microbatches: int) -> Pipeline:
+        """Itself: a schedule is for its number of microbatches."""
+        return self
 
     def gradients(
-        self,
-        params: Any,
-        buffers: Any,
-        batch: Batch,
-        key: jax.Array,
-        *,
-        scale: jax.Array | None = None,
-    ) -> tuple[Any, Sums, Any]:
+        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+    ) -> Gradients:
         """Gradients of the total loss of a batch, all sums, and the buffers, which are none.
 
         Args:
-          params: as `stack` stores them, and so are their gradients; any may be a `Deferred`, of
-            which the gradient is what it carries.
-          scale: of the loss; cotangents are those of a microbatch's mean loss times this.
+          held: parameters are as `stack` stores them, and so are their gradients; any may be a
+            `Deferred`, of which the gradient is what it carries. With a loss scale, cotangents are
+            those of a microbatch's mean loss times the scale.
         """
-        layers, shared = self._apart(params)
+        layers, shared = self._apart(held.params)
         rows = split_rows(dict(batch), self.ticks.microbatches, self.layout)
-        factor = None if scale is None else scale / self._weight(shared, rows)
+        factor = None if held.scale is None else held.scale.scale / self._weight(shared, rows)
         everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
 
         def local(chunks: Any, shared: Any, rows: Any, key: Any, factor: Any) -> Found:
@@ -90,7 +97,13 @@ class Pipeline:
         grads = self._together(self._from_stages(found.chunk_grads), found.shared_grads)
         if factor is not None:
             grads = jax.tree.map(lambda g: g / factor, grads)
-        return grads, found.sums, buffers
+        return Gradients(grads, found.sums, held.buffers)
+
+    def mean_gradients(
+        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+    ) -> Gradients:
+        """The same over the weight of the whole batch."""
+        return over_weight(self.gradients(held, batch, key, around))
 
     def _weight(self, shared: Any, rows: Any) -> jax.Array:
         """What a microbatch's loss weighs, on average over microbatches and devices; not 0."""
@@ -107,8 +120,8 @@ class Pipeline:
         mean = jax.lax.pmean(mean, axes) if axes else mean
         return jnp.where(mean == 0, 1, mean)
 
-    def evaluate(self, params: Any, batch: Batch) -> Sums:
-        """The sums of a batch, in evaluation mode."""
+    def sums(self, params: Any, buffers: Any, batch: Batch) -> Sums:
+        """What the loss measures of a batch, in evaluation mode."""
         layers, shared = self._apart(params)
         rows = split_rows(dict(batch), self.forward.microbatches, self.layout)
         everywhere, data = PartitionSpec(), self._axes_of("batch")

@@ -128,7 +128,7 @@ def test_zero_2_sums_gradients_in_shards_once_a_microbatch(devices):
     # A tick has one task: where the ledger counts each, every other one is skipped.
     scatters = [c for c in after.collectives if c.kind == "reduce-scatter"]
     assert {c.times_low for c in scatters} == {0}
-    a_task = sum(c.sent_bytes * c.times_high for c in scatters) / two.program.pipeline.ticks.ticks
+    a_task = sum(c.sent_bytes * c.times_high for c in scatters) / two.program.compute.ticks.ticks
     # The embedding is tied: its gradients come from the first and from the last stage.
     shared = tree_bytes(params) - 2 * layers
     assert a_task == pytest.approx(3 / 4 * (layers + 2 * shared), rel=0.02)

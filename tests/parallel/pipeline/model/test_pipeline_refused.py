@@ -38,11 +38,11 @@ def test_every_batch_of_a_ramp_must_divide_into_the_microbatches_of_the_schedule
         made(2)
     first, last = made(8).stages
     assert (first.batch_size, last.batch_size) == (8, 16)
-    assert first.program.microbatches == last.program.microbatches == 4
+    assert first.program.compute.microbatches == last.program.compute.microbatches == 4
 
 
 def test_sequences_are_not_split_within_stages_on_cpu(devices):
     rules = {"rules": {"residual_seq": "tensor"}}
     with pytest.raises(ConfigError, match=r"residual_seq tensor with mesh\.stage .* null \(TPU"):
         experiment({"stage": 2, "tensor": 2}, sharding=rules)
-    assert experiment({"stage": 2, "data": 2}, sharding=rules).program.pipeline
+    assert experiment({"stage": 2, "data": 2}, sharding=rules).program.compute

@@ -20,8 +20,8 @@ def alone(**model):
 
 def layers_of(made):
     """By chunk."""
-    assert made.program.pipeline is not None
-    return made.program.pipeline.cut.layers
+    assert made.program.compute is not None
+    return made.program.compute.cut.layers
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_step_sends_no_layers():
     """What goes from stage to stage is smaller than one layer's smallest matrix."""
     made = experiment({"stage": 2}, CHUNKS, data={**TOKENS, "window": 2})
     program = made.program
-    assert program.pipeline.stack is not None
+    assert program.compute.stack is not None
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
     rows, window, width, layer_matrix = 4, 2, 32, 32 * 32 * 4
     sent = ledger(compiled, program.layout.mesh).collectives
@@ -77,10 +77,10 @@ def test_a_step_sends_no_layers():
 def test_the_state_in_the_model_s_order_is_that_of_one_device():
     made, one = (experiment(*plan) for plan in (({"stage": 2}, CHUNKS), ({"data": 1},)))
     found, expected = made.program.init(), one.program.init()
-    used = made.program.storage.used(found)
+    used = made.program.home.used(found)
     # Two programs draw them, whose loops may round otherwise.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), *map(host, (used, expected)))
-    stored = made.program.storage.stored(used)
+    stored = made.program.home.stored(used)
     jax.tree.map(np.testing.assert_array_equal, *map(host, (stored, found)))
     kernels = [host(state).params["blocks"]["mlp"]["up"] for state in (found, used)]
     np.testing.assert_array_equal(kernels[0], kernels[1][[0, 2, 4, 1, 3, 5]])
@@ -93,8 +93,8 @@ def test_the_state_in_the_model_s_order_is_that_of_one_device():
 def test_every_split_stays_as_it_is():
     made = experiment({"data": 2, "stage": 2, "tensor": 2}, CHUNKS)
     program = made.program
-    moved = program.storage.in_model_order(program.init())
-    for state in (moved, program.storage.in_stage_order(moved)):
+    moved = program.home.to_files(program.init())
+    for state in (moved, program.home.from_files(moved)):
         jax.tree.map(
             lambda x, s: check(x.sharding.is_equivalent_to(s.sharding, x.ndim)),
             state,
@@ -104,7 +104,7 @@ def test_every_split_stays_as_it_is():
 
 def test_layers_that_are_whole_on_every_stage_keep_the_model_s_order():
     whole = experiment({"stage": 2}, CHUNKS, sharding={"rules": {"layers": None}})
-    assert whole.program.pipeline.stack is None
+    assert whole.program.compute.stack is None
     same(trained(whole), trained(experiment({"data": 1})))
 
 
@@ -119,10 +119,10 @@ def test_a_factored_statistic_counts_layers_in_the_order_of_its_parameter():
     program = with_optimizer("optax:adafactor", CHUNKS, min_dim_size_to_factor=8).program
     rng = np.random.default_rng(0)
     state = jax.tree.map(lambda s: rng.uniform(size=s.shape).astype(s.dtype), program.own_shapes)
-    stored = program.storage.stored(state)
+    stored = program.home.stored(state)
     rows = [optax.tree.get(s.opt_state, "v_row")["blocks"]["mlp"]["up"] for s in (state, stored)]
     np.testing.assert_array_equal(rows[1], rows[0][[0, 2, 4, 1, 3, 5]])
-    jax.tree.map(np.testing.assert_array_equal, program.storage.used(stored), state)
+    jax.tree.map(np.testing.assert_array_equal, program.home.used(stored), state)
 
 
 def test_what_may_or_may_not_count_layers_is_refused():

@@ -1,0 +1,164 @@
+"""Models that are not flax NNX: from linen, from equinox, or from plain functions.
+
+Each adapter gives a function of `nnx.Rngs` that `jaxdist.functional` and `model: {type: import}`
+take. Parameters keep their paths as names, so that `sharding.params` can name their dims.
+
+    def make(rngs, hidden):                       # model: {type: import, path: "mymodels:make"}
+        return from_linen(MyModel(hidden), jnp.zeros((1, 8, 8, 1)))(rngs)
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+from flax import nnx
+
+from jaxdist.models.functional import nest, pick
+from jaxdist.trees import flatten_with_names
+
+Make = Callable[[nnx.Rngs], nnx.Module]
+Init = Callable[[jax.Array], Any]
+"""From a key to parameters: a tree of arrays."""
+Apply = Callable[..., Any]
+"""(params, *inputs) to outputs, of a batch."""
+
+
+class Plain(nnx.Module):
+    """Parameters and a pure function of them, as a module.
+
+    Args:
+      params: nested dicts of arrays.
+      buffers: other state that calls change, in the same form.
+      apply: (params, buffers, inputs, training, key) to (outputs, new buffers).
+    """
+
+    def __init__(
+        self,
+        params: Mapping[str, Any],
+        buffers: Mapping[str, Any],
+        apply: Callable[..., tuple[Any, Any]],
+        rngs: nnx.Rngs,
+    ):
+        self.params = nnx.data(jax.tree.map(nnx.Param, dict(params)))
+        self.buffers = nnx.data(jax.tree.map(nnx.BatchStat, dict(buffers)))
+        self.apply = apply
+        self.rngs = rngs.fork()
+        self.training = True
+
+    def train(self, **attributes: Any) -> None:
+        """As a module of NNX: random layers draw, statistics are those of the batch."""
+        self.training = True
+        super().train(**attributes)
+
+    def eval(self, **attributes: Any) -> None:
+        """The opposite of `train`."""
+        self.training = False
+        super().eval(**attributes)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """What `apply` gives for the inputs."""
+        params, buffers = (_values(tree) for tree in (self.params, self.buffers))
+        out, new = self.apply(params, buffers, inputs, self.training, self.rngs.dropout())
+        jax.tree.map(_set, self.buffers, new, is_leaf=_is_variable)
+        return out
+
+
+def from_functions(init: Init, apply: Apply) -> Make:
+    """A model of plain functions.
+
+    Args:
+      init: from a key to a tree of arrays (nested dicts; of anything else the paths are names).
+      apply: (params, *inputs) to outputs, of a whole batch.
+    """
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        params = init(rngs.params())
+        structure = jax.tree.structure(params)
+        named = flatten_with_names(params)
+        paths = [tuple(name.split("/")) for name, _ in named]
+
+        def run(
+            nested: Any, buffers: Any, inputs: Any, training: bool, key: jax.Array
+        ) -> tuple[Any, Any]:
+            return apply(structure.unflatten(pick(paths, nested)), *inputs), buffers
+
+        return Plain(nest(paths, [leaf for _, leaf in named]), {}, run, rngs)
+
+    return make
+
+
+def from_linen(module: Any, *example: Any) -> Make:
+    """A `flax.linen.Module`; collections beside "params" are buffers.
+
+    A module whose `__call__` takes `train`, `training` or `deterministic` is told which it is.
+
+    Args:
+      example: inputs of any number of rows, from which shapes are known.
+    """
+    flag = next((n for n in ("train", "training", "deterministic") if n in _arguments(module)), "")
+
+    def told(training: bool) -> dict[str, bool]:
+        return {flag: training != (flag == "deterministic")} if flag else {}
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        streams = {"params": rngs.params(), "dropout": rngs.dropout()}
+        variables = dict(module.init(streams, *example, **told(False)))
+        params = variables.pop("params", {})
+
+        def run(
+            params: Any, buffers: Any, inputs: Any, training: bool, key: jax.Array
+        ) -> tuple[Any, Any]:
+            changed = [*buffers] if training else []
+            out, new = module.apply(
+                {"params": params, **buffers},
+                *inputs,
+                **told(training),
+                mutable=changed,
+                rngs={"dropout": key},
+            )
+            return out, {**buffers, **new}
+
+        return Plain(params, variables, run, rngs)
+
+    return make
+
+
+def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
+    """An `equinox.Module` of one example, mapped over the rows of a batch.
+
+    Its inexact arrays are the parameters, all else is constant.
+
+    Args:
+      build: from a key to the module.
+    """
+    import equinox  # an extra
+
+    def make(rngs: nnx.Rngs) -> nnx.Module:
+        model = build(rngs.params())
+        arrays, constants = equinox.partition(model, equinox.is_inexact_array)
+
+        def apply(arrays: Any, *inputs: Any) -> Any:
+            return jax.vmap(equinox.combine(arrays, constants))(*inputs)
+
+        return from_functions(lambda _: arrays, apply)(rngs)
+
+    return make
+
+
+def _arguments(module: Any) -> Mapping[str, Any]:
+    return inspect.signature(type(module).__call__).parameters
+
+
+def _is_variable(node: Any) -> bool:
+    return isinstance(node, nnx.Variable)
+
+
+def _values(tree: Any) -> Any:
+    return jax.tree.map(lambda variable: variable[...], tree, is_leaf=_is_variable)
+
+
+def _set(variable: nnx.Variable[Any], value: jax.Array) -> None:
+    variable[...] = value

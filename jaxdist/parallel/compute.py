@@ -1,0 +1,105 @@
+"""Gradients of a batch in one pass, or of its microbatches one after another.
+
+(Stages compute otherwise: `jaxdist.parallel.pipeline.model.pipeline.Pipeline`.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.models.loss import Batch, Sums
+from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
+from jaxdist.parallel.microbatch import split_rows
+from jaxdist.parallel.objective import Objective
+from jaxdist.sharding import Layout
+
+
+@dataclass(frozen=True)
+class Whole:
+    """The batch at once."""
+
+    objective: Objective
+    layout: Layout
+    microbatches: int = field(default=1, init=False)
+    explicit: bool = field(default=False, init=False)
+
+    def gradients(
+        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+    ) -> Gradients:
+        return self.objective.total_gradients(held, batch, key, around)
+
+    def mean_gradients(
+        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+    ) -> Gradients:
+        return self.objective.mean_gradients(held, batch, key, around)
+
+    def sums(self, params: Any, buffers: Any, batch: Batch) -> Sums:
+        return self.objective.sums(params, buffers, batch, None)[1][0]
+
+    def resized(self, microbatches: int) -> Compute:
+        return whole_or_accumulated(self.objective, self.layout, microbatches)
+
+
+@dataclass(frozen=True)
+class Accumulated:
+    """Microbatches one after another; their gradients are added up in float32 at least."""
+
+    objective: Objective
+    layout: Layout
+    microbatches: int
+    explicit: bool = field(default=False, init=False)
+
+    def gradients(
+        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+    ) -> Gradients:
+        pieces = split_rows(dict(batch), self.microbatches, self.layout)
+        keys = jax.random.split(key, self.microbatches)
+
+        def one(buffers: Any, rows: Any, key: jax.Array) -> Gradients:
+            given = held._replace(buffers=buffers)
+            found = self.objective.total_gradients(given, rows, key, around)
+            return found if held.scale is not None else found._replace(grads=_wide(found.grads))
+
+        def body(carry: Gradients, piece: tuple[Any, Any]) -> tuple[Gradients, None]:
+            grads, more, buffers = one(carry.buffers, *piece)
+            total, sums = jax.tree.map(jnp.add, (carry.grads, carry.sums), (grads, more))
+            return Gradients(total, sums, buffers), None
+
+        rows, first = jax.tree.map(lambda x: x[0], (pieces, keys))
+        shapes = jax.eval_shape(one, held.buffers, rows, first)
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
+        begun = Gradients(zeros[0], zeros[1], held.buffers)
+        return jax.lax.scan(body, begun, (pieces, keys))[0]
+
+    def mean_gradients(
+        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+    ) -> Gradients:
+        return over_weight(self.gradients(held, batch, key, around))
+
+    def sums(self, params: Any, buffers: Any, batch: Batch) -> Sums:
+        return Whole(self.objective, self.layout).sums(params, buffers, batch)
+
+    def resized(self, microbatches: int) -> Compute:
+        return whole_or_accumulated(self.objective, self.layout, microbatches)
+
+
+def whole_or_accumulated(objective: Objective, layout: Layout, microbatches: int) -> Compute:
+    """The pass over a batch in so many pieces."""
+    if microbatches == 1:
+        return Whole(objective, layout)
+    return Accumulated(objective, layout, microbatches)
+
+
+def over_weight(found: Gradients) -> Gradients:
+    """Gradients of the mean loss from those of the total."""
+    weight = found.sums["loss"].weight
+    return found._replace(grads=jax.tree.map(lambda g: g / weight, found.grads))
+
+
+def _wide(grads: Any) -> Any:
+    """What is added up over microbatches would not bear narrow sums."""
+    return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)

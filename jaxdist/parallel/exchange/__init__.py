@@ -1,0 +1,1 @@
+"""Ways to exchange gradients, each one a `jaxdist.parallel.contract.Exchange`."""

@@ -1,0 +1,41 @@
+"""Every device gets the sum of all gradients (data parallelism without ZeRO)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist.models.loss import Batch
+from jaxdist.parallel.contract import Compute, Gradients, Held
+from jaxdist.parallel.exchange.explicit import Explicit, over
+from jaxdist.parallel.layer_chunks import Layers, by_layers
+
+
+@dataclass(frozen=True)
+class AllReduce(Explicit):
+    """An all-reduce of whole gradients, some layers at a time."""
+
+    def gradients(
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: Any
+    ) -> tuple[Gradients, Any]:
+        found = self.stacked(compute, held, batch, key)
+        return found._replace(grads=self.mean(found.grads, found.sums["loss"].weight)), state
+
+    def mean(self, stacked: Any, weight: jax.Array) -> Any:
+        """The sum over devices of what `stacked` gives, over a weight."""
+        return self.on_all_axes(self._mean_of_own, self.specs)(stacked, weight)
+
+    def _mean_of_own(self, grads: Any, weight: jax.Array) -> Any:
+        leaves, structure = jax.tree.flatten(grads)
+        layers = self.layers_of(grads, [None] * len(leaves))
+
+        def mean(positions: list[int], leaves: Layers) -> Layers:
+            # Divided while the chunk is at hand: later it would be one more pass, and a buffer.
+            return over(weight, self.sum(leaves, self.axes))
+
+        return structure.unflatten(by_layers(mean, leaves, layers, self.chunk_bytes(leaves)))
+
+    def publish(self, params: Any, into: Any) -> Any:
+        return params

@@ -1,0 +1,59 @@
+"""What exchanges have in common: where trees lie, and that they carry no state."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdist.parallel.contract import Placements
+from jaxdist.parallel.zero import Zero
+
+
+@dataclass(frozen=True)
+class Base:
+    """An exchange without state.
+
+    Attributes:
+      whole: shardings of the parameters that every replica holds, a tree like them.
+      zero: what each replica keeps only a shard of, and of which parameters; None keeps all.
+    """
+
+    whole: Any
+    zero: Zero | None
+
+    @property
+    def keeps_barriers(self) -> bool:
+        return False
+
+    @property
+    def placements(self) -> Placements:
+        shares = self.whole if self.zero is None else self.zero.shardings(self.whole)
+        sharded = self.zero is not None and self.zero.stage == 3
+        return Placements(shares if sharded else self.whole, shares)
+
+    @cached_property
+    def specs(self) -> Any:
+        """Partition specs of whole parameters, a tree like them."""
+        return jax.tree.map(lambda sharding: sharding.spec, self.whole)
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def state_shardings(self, state: Any) -> Any:
+        """Every device holds all of it."""
+        mesh = jax.tree.leaves(self.whole)[0].mesh
+        return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
+
+    def reshard(self, saved: Any, state: Any) -> Any:
+        """Whole states are the same on every mesh."""
+        return saved
+
+    def shares(self, grads: Any, params: Any) -> tuple[Any, Any]:
+        if self.zero is None:
+            return grads, params
+        lie = self.placements.shares
+        return jax.lax.with_sharding_constraint((grads, params), (lie, lie))

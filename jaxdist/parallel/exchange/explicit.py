@@ -1,0 +1,224 @@
+"""What explicit exchanges share: a manual data axis, on which each device has its own rows.
+
+Two `jax.shard_map`s. The first is manual on the data axes only, so that the model inside stays as
+it is and XLA goes on to place what tensor axes need. The second is manual on all axes, so that a
+reduction sees plain local blocks, whatever else shards them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxdist.collectives.algorithms.halving import Halving
+from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree, sends_apart
+from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.operations import XLA
+from jaxdist.models.loss import Batch
+from jaxdist.optim.safety import global_norm, global_norm_of_shards
+from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
+from jaxdist.parallel.exchange.base import Base
+from jaxdist.parallel.layer_chunks import Layers, by_layers
+from jaxdist.parallel.unshard import Wire, on_blocks
+from jaxdist.parallel.zero import Zero
+from jaxdist.trees import flatten_with_names, leaf_bytes
+
+EVERYWHERE = PartitionSpec()
+LEAST_CHUNKS = 16
+"""Of the stacked layers: one chunk of them is held twice, which must be small beside a model."""
+
+
+@dataclass(frozen=True)
+class Explicit(Base):
+    """Gradients of each device's own rows, summed by collectives that are named here.
+
+    Attributes:
+      axes: mesh axes that split the batch, slowest first.
+      algorithm: how gradients are summed over them.
+      reduce_dtype: in which they travel and are summed; None is their own.
+      scanned: names of the parameters whose first dim counts layers.
+      global_statistics: whether a BatchNorm of the model sees the rows of all devices.
+    """
+
+    mesh: Mesh = field(kw_only=True)
+    axes: tuple[str, ...] = field(kw_only=True)
+    algorithm: Algorithm = field(kw_only=True)
+    reduce_dtype: str | None = field(default=None, kw_only=True)
+    scanned: frozenset[str] = field(default=frozenset(), kw_only=True)
+    global_statistics: bool = field(default=True, kw_only=True)
+    explicit: bool = field(default=True, init=False)
+
+    def norm(self, grads: Any) -> jax.Array:
+        if self.zero is None:
+            return global_norm(grads)
+        return global_norm_of_shards(grads, self.placements.shares)
+
+    def on_rows(
+        self,
+        compute: Compute,
+        held: Held,
+        batch: Batch,
+        key: jax.Array,
+        *,
+        enter: Callable[[Any], Any] = lambda params: params,
+        leave: Callable[[Any], Any],
+        params_specs: Any = EVERYWHERE,
+        grads_specs: Any,
+    ) -> Gradients:
+        """Gradients of the total loss on each device's rows; sums of all, and buffers' means.
+
+        Random layers draw anew on each device, so their masks differ from those of one device.
+
+        Args:
+          enter: from the stored parameters on a device to those that it computes with.
+          leave: from a device's gradients to what it gives.
+        """
+        around = Surroundings(self.axes, self.axes if self.global_statistics else ())
+
+        def run(params: Any, buffers: Any, batch: Any, key: jax.Array) -> Gradients:
+            key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
+            own = held._replace(params=enter(params), buffers=buffers)
+            found = compute.gradients(own, batch, key, around)
+            # Between processes on CPUs gloo sums one number thirty times slower than it sends it.
+            quick = Halving() if sends_apart() else XLA
+            sums = reduce_tree(found.sums, self.axes, algorithm=quick)
+            return Gradients(leave(found.grads), sums, self._mean(found.buffers))
+
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            axis_names=set(self.axes),
+            in_specs=(params_specs, EVERYWHERE, PartitionSpec(self.axes), EVERYWHERE),
+            out_specs=Gradients(grads_specs, cast(Any, EVERYWHERE), EVERYWHERE),
+            check_vma=False,
+        )(held.stored, held.buffers, batch, key)
+
+    def _mean(self, buffers: Any) -> Any:
+        leaves, structure = jax.tree.flatten(buffers)
+        floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        means = reduce_tree([leaves[i] for i in floating], self.axes, op="mean", algorithm=XLA)
+        for i, mean in zip(floating, means, strict=True):
+            leaves[i] = mean
+        return structure.unflatten(leaves)
+
+    def stacked(self, compute: Compute, held: Held, batch: Batch, key: jax.Array) -> Gradients:
+        """Each device's own gradients, stacked along a leading dim that lies over `axes`."""
+        per_device = PartitionSpec(self.axes)
+        return self.on_rows(
+            compute, held, batch, key, leave=_with_leading_dim, grads_specs=per_device
+        )
+
+    def on_all_axes(self, reduce: Callable[[Any, jax.Array], Any], out_specs: Any) -> Any:
+        """`reduce` of a device's own gradients and of a weight, from what `stacked` gives."""
+
+        def run(stacked: Any, weight: jax.Array) -> Any:
+            return reduce(jax.tree.map(lambda g: g[0], stacked), weight)
+
+        stacked = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(stacked, EVERYWHERE),
+            out_specs=out_specs,
+            check_vma=False,
+        )
+
+    def layers_of(self, tree: Any, dims: Sequence[int | None]) -> list[int | None]:
+        """How many layers each leaf has; None is no stack, or one whose layers are split."""
+        return [
+            leaf.shape[0] if name in self.scanned and dim != 0 else None
+            for (name, leaf), dim in zip(flatten_with_names(tree), dims, strict=True)
+        ]
+
+    def chunk_bytes(self, leaves: Layers) -> int:
+        """How many bytes of stacked layers are sent at once: if not chosen, few beside them all."""
+        chosen = self.algorithm.bucket_bytes
+        if isinstance(chosen, int):
+            return chosen
+        if sends_apart():  # few messages weigh more there than little memory
+            return BUCKET_BYTES
+        return min(BUCKET_BYTES, sum(map(leaf_bytes, leaves)) // LEAST_CHUNKS)
+
+    def sum(self, grads: Layers, axes: tuple[str, ...]) -> Layers:
+        """Summed over axes, in `reduce_dtype`."""
+        carried = [g.astype(self.reduce_dtype or g.dtype) for g in grads]
+        total = reduce_tree(carried, axes, algorithm=self.algorithm)
+        return [g.astype(like.dtype) for g, like in zip(total, grads, strict=True)]
+
+
+@dataclass(frozen=True)
+class Sharding(Explicit):
+    """What exchanges with ZeRO share: shards are sent together, and new parameters gathered."""
+
+    zero: Zero
+
+    @property
+    def keeps_barriers(self) -> bool:
+        """XLA would fuse the update into what is kept and into what is sent, and round twice."""
+        return self.zero.stage < 3
+
+    def wire(self) -> Wire:
+        zero = self.zero
+        return Wire(zero.axes, self.algorithm, zero.gather_dtype, self.reduce_dtype, zero.prefetch)
+
+    def finish(self, grads: Any) -> Any:
+        """Sum what is still unsummed: whole tensors over all data axes, shards over the others."""
+        zero = self.zero
+        leaves, structure = jax.tree.flatten(grads)
+        dims, blocks = zero.dims_of(grads), jax.tree.leaves(self.specs)
+        others = tuple(axis for axis in self.axes if axis not in zero.axes)
+        for axes, split in ((self.axes, False), (others, True)):
+            mine = [i for i, dim in enumerate(dims) if (dim is not None) is split]
+            if axes and mine:
+                total = on_blocks(partial(self.sum, axes=axes), [blocks[i] for i in mine])
+                for i, leaf in zip(mine, total([leaves[i] for i in mine]), strict=True):
+                    leaves[i] = leaf
+        return structure.unflatten(leaves)
+
+    def publish(self, params: Any, into: Any) -> Any:
+        if self.zero.stage == 3:
+            return params
+        return jax.shard_map(
+            self._gather,
+            mesh=self.mesh,
+            in_specs=(self.zero.specs(self.specs), self.specs),
+            out_specs=self.specs,
+            check_vma=False,
+        )(self.zero.filled(params), into)
+
+    def _gather(self, shards: Any, into: Any) -> Any:
+        zero = self.zero
+        wire, dims = Wire(zero.axes, self.algorithm), zero.dims_of(into)
+        lengths, (whole, structure) = zero.lengths_of(into), jax.tree.flatten(into)
+
+        def gather(positions: list[int], leaves: Layers) -> Layers:
+            cut = [lengths[i] for i in positions if dims[i] is not None]
+            return together(partial(wire.gather, lengths=cut), leaves, [dims[i] for i in positions])
+
+        layers, parts = self.layers_of(into, dims), jax.tree.leaves(shards)
+        chunk = self.chunk_bytes(whole)
+        return structure.unflatten(by_layers(gather, parts, layers, chunk, into=whole))
+
+
+def _with_leading_dim(grads: Any) -> Any:
+    return jax.tree.map(lambda g: g[None], grads)
+
+
+def over(weight: jax.Array, grads: Any) -> Any:
+    """Gradients over a weight, in their own dtypes."""
+    return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads)
+
+
+def together(send: Callable[..., Layers], leaves: Layers, dims: Sequence[int | None]) -> Layers:
+    """The leaves, those that are split sent together along their dims."""
+    found, split = list(leaves), [(i, dim) for i, dim in enumerate(dims) if dim is not None]
+    sent = send([leaves[i] for i, _ in split], [dim for _, dim in split])
+    for (i, _), leaf in zip(split, sent, strict=True):
+        found[i] = leaf.astype(leaves[i].dtype)
+    return found

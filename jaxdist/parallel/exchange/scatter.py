@@ -1,0 +1,40 @@
+"""Every device gets its shard of the summed gradients (ZeRO 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist.models.loss import Batch
+from jaxdist.parallel.contract import Compute, Gradients, Held
+from jaxdist.parallel.exchange.explicit import Sharding, over, together
+from jaxdist.parallel.layer_chunks import Layers, by_layers
+
+
+@dataclass(frozen=True)
+class Scatter(Sharding):
+    """A reduce-scatter of whole gradients after the backward pass, some layers at a time."""
+
+    def gradients(
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: Any
+    ) -> tuple[Gradients, Any]:
+        found = self.stacked(compute, held, batch, key)
+        reduce = self.on_all_axes(self._mean_shards, self.zero.specs(self.specs))
+        mean = reduce(found.grads, found.sums["loss"].weight)
+        return found._replace(grads=self.zero.cut(mean)), state
+
+    def _mean_shards(self, grads: Any, weight: jax.Array) -> Any:
+        return over(weight, self.finish(self._scattered(grads)))
+
+    def _scattered(self, grads: Any) -> Any:
+        """This device's shards of the sums over ZeRO's axes; what is not split stays unsummed."""
+        leaves, structure = jax.tree.flatten(grads)
+        wire, dims = self.wire(), self.zero.dims_of(grads)
+
+        def scatter(positions: list[int], leaves: Layers) -> Layers:
+            return together(wire.scatter, leaves, [dims[i] for i in positions])
+
+        layers = self.layers_of(grads, dims)
+        return structure.unflatten(by_layers(scatter, leaves, layers, self.chunk_bytes(leaves)))

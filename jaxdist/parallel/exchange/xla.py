@@ -1,0 +1,41 @@
+"""Reductions that XLA places, from where the results are to lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxdist.models.loss import Batch
+from jaxdist.optim.safety import global_norm
+from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
+from jaxdist.parallel.exchange.base import Base
+
+
+@dataclass(frozen=True)
+class Xla(Base):
+    """All rows are one array; sharding constraints say where gradients are split."""
+
+    explicit: bool = field(default=False, init=False)
+
+    def gradients(
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: Any
+    ) -> tuple[Gradients, Any]:
+        return compute.mean_gradients(held, batch, key, self._around), state
+
+    @property
+    def _around(self) -> Surroundings:
+        """Gradients are split as soon as they are there, from stage 2 on."""
+        if self.zero is None:
+            return Surroundings()
+        lie = self.placements.shares if self.zero.stage >= 2 else self.whole
+        return Surroundings(placed=partial(jax.lax.with_sharding_constraint, shardings=lie))
+
+    def norm(self, grads: Any) -> jax.Array:
+        return global_norm(grads)
+
+    def publish(self, params: Any, into: Any) -> Any:
+        """XLA gathers them: the step's results lie as `placements.params` says."""
+        return params

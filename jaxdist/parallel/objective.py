@@ -1,0 +1,100 @@
+"""What training minimises: the loss of a model on rows, its scale, and their gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.models.functional import Functional
+from jaxdist.models.layers import carried
+from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
+from jaxdist.optim.loss_scale import DynamicLossScale
+from jaxdist.parallel.contract import Gradients, Held, Surroundings
+
+NOWHERE = Surroundings()
+
+
+@dataclass(frozen=True)
+class Objective:
+    """A model with its loss.
+
+    Attributes:
+      scaling: of the loss, so that narrow gradients do not vanish; None takes it as it is.
+    """
+
+    model: Functional
+    loss: Loss
+    scaling: DynamicLossScale | None = None
+
+    def sums(
+        self,
+        params: Any,
+        buffers: Any,
+        batch: Batch,
+        key: jax.Array | None,
+        around: Surroundings = NOWHERE,
+    ) -> tuple[jax.Array, tuple[Sums, Any]]:
+        """Total loss of a batch, all sums, and the buffers after it; `key` None is evaluation."""
+        batch = weighted(batch)
+        module = self.model.bind(
+            params, buffers, key, statistics_over=around.statistics_over if key is not None else ()
+        )
+        module.train() if key is not None else module.eval()
+        sums = as_sums(self.loss(module, batch), batch)
+        return sums["loss"].total, (sums, self.model.buffers_of(module))
+
+    def mean_gradients(
+        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+    ) -> Gradients:
+        """Gradients of the mean loss of a batch."""
+        # The mean is taken before the gradient: dividing after it is one more pass over it.
+        gradient = jax.grad(partial(self._mean, held, around), has_aux=True)
+        grads, (sums, buffers) = gradient(held.params, held.buffers, batch, key)
+        grads = around.placed(carried(grads))
+        if self.scaling is not None and held.scale is not None:
+            grads = self.scaling.unscale(grads, held.scale)
+        return Gradients(grads, sums, buffers)
+
+    def total_gradients(
+        self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
+    ) -> Gradients:
+        """Gradients of the total loss of a batch."""
+        if held.scale is not None:
+            # A scale that suits the mean would overflow in the total.
+            found = self.mean_gradients(held, batch, key, around)
+            weight = _common(found.sums["loss"].weight, around)
+            return found._replace(grads=jax.tree.map(lambda g: g * weight, found.grads))
+        gradient = jax.grad(partial(self.sums, around=around), has_aux=True)
+        grads, (sums, buffers) = gradient(held.params, held.buffers, batch, key)
+        return Gradients(around.placed(carried(grads)), sums, buffers)
+
+    def _mean(
+        self,
+        held: Held,
+        around: Surroundings,
+        params: Any,
+        buffers: Any,
+        batch: Batch,
+        key: jax.Array,
+    ) -> tuple[jax.Array, tuple[Sums, Any]]:
+        """Mean loss of a batch, times the loss scale, and what `sums` gives beside it."""
+        total, aux = self.sums(params, buffers, batch, key, around)
+        weight = jax.lax.stop_gradient(aux[0]["loss"].weight)
+        if self.scaling is None or held.scale is None:
+            return total / weight, aux
+        return self.scaling.scale_loss(total / _common(weight, around), held.scale), aux
+
+
+def _common(weight: jax.Array, around: Surroundings) -> jax.Array:
+    """What a microbatch weighs on an average device, the same on all; not 0.
+
+    ZeRO sums gradients over the devices before they are multiplied by it.
+    """
+    if around.axes:
+        weight = jax.lax.pmean(weight, around.axes)
+    # A microbatch of padding alone adds nothing, not 0 / 0.
+    return jnp.where(weight == 0, 1, weight)

@@ -1,0 +1,52 @@
+"""A program from its parts: the choice among the alternatives of each contract."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+
+from jaxdist.models.functional import Functional
+from jaxdist.models.loss import Loss
+from jaxdist.optim.build import Optimizer
+from jaxdist.parallel.compute import whole_or_accumulated
+from jaxdist.parallel.contract import Exchange
+from jaxdist.parallel.exchange.xla import Xla
+from jaxdist.parallel.objective import Objective
+from jaxdist.parallel.pipeline.model.pipeline import Pipeline
+from jaxdist.sharding import Dims, Layout, param_shardings
+from jaxdist.train.home import views_of
+from jaxdist.train.step import Program
+
+
+def assemble(
+    model: Functional,
+    loss: Loss,
+    optimizer: Optimizer,
+    layout: Layout,
+    dims: Mapping[str, Dims],
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    seed: int = 0,
+    microbatches: int = 1,
+    exchange: Exchange | None = None,
+    pipeline: Pipeline | None = None,
+) -> Program:
+    """The program of a plan.
+
+    Args:
+      dims: logical dims of each parameter, by name.
+      batch: shapes, dtypes and shardings of a global batch.
+      microbatches: pieces that the batch is computed in; a pipeline has those of its schedule.
+      exchange: of gradients; None leaves it to XLA.
+      pipeline: the stages that the layers lie on; None where each device has all of them.
+
+    Raises:
+      ShardingError: a parameter does not divide over the mesh.
+    """
+    objective = Objective(model, loss, optimizer.loss_scale)
+    if exchange is None:
+        exchange = Xla(param_shardings(layout, model.params, dims), None)
+    compute = pipeline or whole_or_accumulated(objective, layout, microbatches)
+    views = views_of(model, exchange.zero, None if pipeline is None else pipeline.stack)
+    return Program(model, optimizer, layout, dims, batch, seed, compute, exchange, views)

@@ -1,0 +1,226 @@
+"""How a training state is stored, which is not always as the model knows it.
+
+A state has four forms: as the model knows it, as devices hold it, as steps compute with it, and as
+checkpoints have it. Each `View` says how a leaf changes between the first two, and which of them
+steps and checkpoints have. A new way to store state (offload, say) is one more view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.functional import Functional
+from jaxdist.optim.owners import Owner, of_params, owners
+from jaxdist.parallel.pipeline.model.stack import StageStack
+from jaxdist.parallel.zero import Zero
+from jaxdist.train.state import TrainState
+from jaxdist.trees import flatten_with_names
+
+Change = Callable[[Any, Owner], Any]
+"""Of a parameter, or of what an optimizer keeps for one."""
+
+
+class View(Protocol):
+    """One way in which devices hold leaves otherwise than the model knows them.
+
+    Attributes:
+      in_steps: whether steps compute with leaves as devices hold them.
+      in_files: whether checkpoints have leaves as devices hold them.
+      params: whether parameters are changed too, or only what the optimizer keeps for them.
+    """
+
+    @property
+    def in_steps(self) -> bool: ...
+    @property
+    def in_files(self) -> bool: ...
+    @property
+    def params(self) -> bool: ...
+
+    def store(self, leaf: Any, owner: Owner) -> Any:
+        """From the model's form to the devices'."""
+        ...
+
+    def use(self, leaf: Any, owner: Owner) -> Any:
+        """The inverse of `store`."""
+        ...
+
+
+@dataclass(frozen=True)
+class FilledShards:
+    """Zeros fill up ZeRO's shards of what does not divide; neither model nor optimizer sees them.
+
+    Checkpoints have them, as orbax writes what devices hold; they are not part of a tensor's shape.
+    """
+
+    zero: Zero
+    in_steps: bool = field(default=False, init=False)
+    in_files: bool = field(default=True, init=False)
+
+    @property
+    def params(self) -> bool:
+        """Below stage 3 parameters are whole."""
+        return self.zero.stage == 3
+
+    def store(self, leaf: Any, owner: Owner) -> Any:
+        return self.zero.fill_one(leaf, owner)
+
+    def use(self, leaf: Any, owner: Owner) -> Any:
+        return self.zero.cut_one(leaf, owner)
+
+
+@dataclass(frozen=True)
+class StageOrder:
+    """A pipeline's stages hold stacked layers in another order than the model's.
+
+    Attributes:
+      layers: how many a stacked parameter has, by name.
+    """
+
+    stack: StageStack
+    layers: dict[str, int]
+    in_steps: bool = field(default=True, init=False)
+    in_files: bool = field(default=False, init=False)
+    params: bool = field(default=True, init=False)
+
+    def store(self, leaf: Any, owner: Owner) -> Any:
+        return self._moved(self.stack.store, leaf, owner)
+
+    def use(self, leaf: Any, owner: Owner) -> Any:
+        return self._moved(self.stack.restore, leaf, owner)
+
+    def _moved(self, move: Callable[[jax.Array], jax.Array], leaf: Any, owner: Owner) -> Any:
+        layers = self.layers.get(owner.name)
+        place = None if layers is None else owner.place_of(0)
+        if place is not None:
+            return jnp.moveaxis(move(jnp.moveaxis(leaf, place, 0)), 0, place)
+        if layers is not None and layers in leaf.shape:
+            raise ConfigError(
+                f"optim: what the optimizer keeps for {owner.name}, of shape {leaf.shape}, may "
+                f"or may not count its {layers} layers, which this schedule stores in another "
+                "order; take a schedule with one chunk a stage, or another number of layers"
+            )
+        return leaf
+
+
+def views_of(model: Functional, zero: Zero | None, stack: StageStack | None) -> tuple[View, ...]:
+    """The views of a plan, in the order in which a state is stored.
+
+    Args:
+      zero: fills up the shards of what does not divide, if anything.
+      stack: where a pipeline stores layers in another order than the model's; else None.
+    """
+    views: list[View] = []
+    if stack is not None:
+        named = flatten_with_names(model.params)
+        counts = {name: leaf.shape[0] for name, leaf in named if name in model.stacked}
+        views.append(StageOrder(stack, counts))
+    if zero is not None and zero.padded:
+        views.append(FilledShards(zero))
+    return tuple(views)
+
+
+@dataclass(frozen=True)
+class Home:
+    """A state between its forms.
+
+    Attributes:
+      transform: the optimizer, of whose state some leaves belong to parameters.
+    """
+
+    views: tuple[View, ...]
+    model: Functional
+    transform: optax.GradientTransformation
+
+    def stored(self, state: TrainState) -> TrainState:
+        """The model's state as devices hold it."""
+        return self._store(self.views, state)
+
+    def used(self, state: TrainState) -> TrainState:
+        """The inverse of `stored`."""
+        return self._use(self.views, state)
+
+    def used_params(self, params: Any) -> Any:
+        """`used` of a state's parameters alone."""
+        return self._params(self.views, params)
+
+    def to_step(self, state: TrainState) -> TrainState:
+        """From devices to what model and optimizer compute with."""
+        return self._use(self._not_in_steps, state)
+
+    def from_step(self, state: TrainState) -> TrainState:
+        """The inverse of `to_step`."""
+        return self._store(self._not_in_steps, state)
+
+    def params_to_step(self, params: Any) -> Any:
+        """`to_step` of a state's parameters alone."""
+        return self._params(self._not_in_steps, params)
+
+    def grads_to_step(self, grads: Any) -> Any:
+        """Gradients in shards, as devices hold them, as the optimizer takes them."""
+        for view in reversed(self._not_in_steps):
+            grads = self._each(view.use, grads)
+        return grads
+
+    def grads_from_step(self, grads: Any) -> Any:
+        """The inverse of `grads_to_step`."""
+        for view in self._not_in_steps:
+            grads = self._each(view.store, grads)
+        return grads
+
+    def to_files(self, state: TrainState) -> TrainState:
+        """From devices to what checkpoints have."""
+        return self._use(self._not_in_files, state)
+
+    def from_files(self, state: TrainState) -> TrainState:
+        """The inverse of `to_files`."""
+        return self._store(self._not_in_files, state)
+
+    @property
+    def _not_in_steps(self) -> tuple[View, ...]:
+        return tuple(view for view in self.views if not view.in_steps)
+
+    @property
+    def _not_in_files(self) -> tuple[View, ...]:
+        return tuple(view for view in self.views if not view.in_files)
+
+    @cached_property
+    def owners(self) -> Any:
+        """For each leaf of the optimizer's state the parameter that it belongs to, or None."""
+        params = self.model.params
+        return owners(jax.eval_shape(self.transform.init, params), params)
+
+    def _store(self, views: Sequence[View], state: TrainState) -> TrainState:
+        for view in views:
+            state = self._changed(view.store, state, params=view.params)
+        return state
+
+    def _use(self, views: Sequence[View], state: TrainState) -> TrainState:
+        for view in reversed(views):
+            state = self._changed(view.use, state, params=view.params)
+        return state
+
+    def _params(self, views: Sequence[View], params: Any) -> Any:
+        for view in reversed(views):
+            params = self._each(view.use, params) if view.params else params
+        return params
+
+    def _each(self, change: Change, params: Any) -> Any:
+        return jax.tree.map(change, params, of_params(self.model.params))
+
+    def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
+        """What the optimizer has for each parameter, and the parameters if they change too."""
+
+        def changed(leaf: Any, owner: Owner | None) -> Any:
+            return leaf if owner is None else change(leaf, owner)
+
+        opt_state = jax.tree.map(changed, state.opt_state, self.owners)
+        held = self._each(change, state.params) if params else state.params
+        return replace(state, params=held, opt_state=opt_state)
