@@ -19,7 +19,9 @@ SMALL_GPT = {
 
 
 @pytest.mark.parametrize(
-    ("settings", "loss"), [(SMALL_GPT, gpt_loss), (TINY, mlp_loss)], ids=["gpt", "mlp"]
+    ("settings", "loss"),
+    [pytest.param(SMALL_GPT, gpt_loss, marks=pytest.mark.full), (TINY, mlp_loss)],
+    ids=["gpt", "mlp"],
 )
 def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
     ours = experiment(settings)

@@ -198,7 +198,8 @@ def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
             assert_told(end, index)
 
 
-@pytest.mark.parametrize("lost", [0, full(1)])
+@pytest.mark.full
+@pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     """By the broken connection, or else by the collective timeout; `finish` waits no longer."""
     jaxdist.config(train={"steps": 100_000}, eval={"every": 50_000})
