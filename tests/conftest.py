@@ -8,6 +8,8 @@ import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from spent import Spent
+
 from jaxdist.runtime import environment
 
 # Tests compile much and compute little: each of these halves the time. Processes that tests start
@@ -54,6 +56,19 @@ def own_compilation_cache() -> Iterator[None]:
     if jax.config.jax_compilation_cache_dir != CACHE:
         jax.config.update("jax_compilation_cache_dir", CACHE)
         reset_cache()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("durations"):
+        config.pluginmanager.register(Spent())
+
+
+FIRST = ("tests/verbs", "tests/equivalence", "tests/bench", "tests/checkpoint")
+"""Folders whose files take long though they have few tests: begun last, one worker would wait."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(FIRST))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

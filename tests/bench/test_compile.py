@@ -3,11 +3,13 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxdist.bench import compile as bench_compile
 from jaxdist.bench.compile import experiment, persistent_cache, warm_and_cold
 
 
+@pytest.mark.full
 def test_the_report_holds_both_figures(monkeypatch):
     monkeypatch.setattr(bench_compile, "WARMUP", 0)
     report = bench_compile.bench(repeats=1, shallow=1, deep=2)

@@ -25,6 +25,7 @@ def test_the_models_have_their_published_sizes(shapes, tensors, parameters):
     assert sum(map(math.prod, shapes.values())) == parameters
 
 
+@pytest.mark.full
 def test_bytes_and_temporaries_are_the_compiled_steps_own():
     figures = {figure.name: figure for figure in counted()}
     assert 52 < figures["BERT-base: LAMB traffic"].ours < 53.5
@@ -34,6 +35,7 @@ def test_bytes_and_temporaries_are_the_compiled_steps_own():
     assert figures["ResNet-50: LARS temporaries"].ratio < 0.01
 
 
+@pytest.mark.full
 def test_times_have_goals_where_a_loop_of_your_own_runs_them():
     plain, huge = (timed(1, suffix, bert=SMALL, resnet=SMALL) for suffix in ("", "huge pages"))
     assert [figure.goal for figure in plain] == [

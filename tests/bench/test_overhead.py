@@ -20,7 +20,9 @@ SMALL_GPT = {
 
 
 @pytest.mark.parametrize(
-    ("settings", "loss"), [(SMALL_GPT, gpt_loss), (TINY, mlp_loss)], ids=["gpt", "mlp"]
+    ("settings", "loss"),
+    [pytest.param(SMALL_GPT, gpt_loss, marks=pytest.mark.full), (TINY, mlp_loss)],
+    ids=["gpt", "mlp"],
 )
 def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
     ours = experiment(settings)
@@ -34,7 +36,9 @@ def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
 
 
 @pytest.mark.parametrize(
-    ("settings", "loss"), [(SMALL_GPT, gpt_loss), (TINY, mlp_loss)], ids=["gpt", "mlp"]
+    ("settings", "loss"),
+    [pytest.param(SMALL_GPT, gpt_loss, marks=pytest.mark.full), (TINY, mlp_loss)],
+    ids=["gpt", "mlp"],
 )
 def test_our_program_does_no_more_than_the_plain_one(settings, loss):
     ours = experiment(settings)
@@ -86,6 +90,7 @@ def test_the_budget_is_seconds_per_step_beyond_the_bare_call():
     assert beyond_figure("loop", Sample((1.04,)), Sample((1.0,)), 1000, "").holds is True
 
 
+@pytest.mark.full
 def test_the_report_holds_the_four_figures(monkeypatch):
     for name, cheap in (("GPT", TINY), ("gpt_loss", mlp_loss), ("MLP", TINY)):
         monkeypatch.setattr(overhead, name, cheap)

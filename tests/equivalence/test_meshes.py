@@ -7,11 +7,12 @@ of 5 steps x 1e-3, not an ulp.
 """
 
 import itertools
-from functools import partial
+from functools import cache, partial
 
 import jax
 import numpy as np
 import pytest
+from mesh_rows import CELLS, REDUCTIONS, SPLIT, ZERO
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
@@ -47,50 +48,6 @@ MODELS = {
     },
 }  # fmt: skip
 
-MESHES = ({"data": 8}, {"tensor": 8}, {"data": 2, "tensor": 4}, {"data": 4, "tensor": 2})
-CELLS = [
-    *itertools.product(("gpt", "cnn", "mlp"), MESHES),
-    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}),
-    ("gpt", {"tensor": 2, "data": {"dcn": 2, "ici": 2}}),
-]
-
-
-SPLIT = {"data": {"dcn": 2, "ici": 4}}
-REDUCTIONS = [
-    ("gpt", {"data": 8}, {"type": "ring"}, {}),
-    ("gpt", {"data": 4, "tensor": 2}, {"type": "ring", "directions": 2}, {"microbatches": 2}),
-    ("gpt", SPLIT, {"type": "hierarchical"}, {"microbatches": 2}),
-    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, {"type": "tree"}, {}),
-    ("cnn", {"data": 8}, {"type": "halving", "bucket_bytes": 4096}, {}),
-    ("cnn", {"data": 4, "tensor": 2}, {"type": "xla", "bucket_bytes": None}, {}),
-    ("mlp", {"data": 8}, {"type": "double_tree"}, {}),
-    ("mlp", SPLIT, {"type": "auto"}, {}),
-]
-
-
-ICI = {"stage": 3, "scope": "ici"}
-ZERO = [
-    ("gpt", {"data": 8}, None, {"stage": 1}, {}),
-    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {}),
-    ("gpt", SPLIT, None, ICI, {}),
-    (
-        "gpt-grouped-untied-remat",
-        {"data": 4, "tensor": 2},
-        {"type": "ring"},
-        {"stage": 3, "prefetch": True},
-        {"microbatches": 2},
-    ),
-    ("gpt", {"data": 4, "tensor": 2}, {"type": "ring"}, {"stage": 1}, {"microbatches": 2}),
-    ("cnn", {"data": 8}, {"type": "xla"}, {"stage": 1}, {}),
-    ("gpt", {"data": 8}, {"type": "ring"}, {"stage": 2}, {"microbatches": 2}),
-    ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, {"type": "xla"}, {"stage": 2}, {}),
-    ("gpt", {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}, {"microbatches": 2}),
-    ("gpt", SPLIT, {"type": "ring"}, ICI, {"microbatches": 2}),
-    ("mlp", SPLIT, {"type": "hierarchical"}, {"stage": 2}, {}),
-    # A tensor axis splits the only dim of biases that divides, and of the last kernel.
-    ("mlp", {"data": 4, "tensor": 2}, {"type": "ring"}, {"stage": 2, "whole_below": 0}, {}),
-    ("mlp", {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3, "whole_below": 0}, {}),
-]
 COVERED = [
     ("gpt", {"data": 4, "tensor": 2}, None, {"stage": 2}, {"microbatches": 2}),
     ("cnn", {"data": 8}, None, {"stage": 3}, {"microbatches": 2}),
@@ -147,8 +104,7 @@ ADAMW = {"type": "adamw", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_norm
 LAMB = {"type": "lamb", "learning_rate": 1e-3, "weight_decay": 0.1, "clip_norm": 1.0}
 
 
-def train(name, mesh, reduce=None, zero=None, optim=ADAMW, pipeline=None, **changes):
-    """Losses of the steps, and the parameters after the last, by name."""
+def build_program(name, mesh, reduce=None, zero=None, optim=ADAMW, pipeline=None, **changes):
     sections = {
         "parallel": {
             "reduce": reduce,
@@ -162,13 +118,29 @@ def train(name, mesh, reduce=None, zero=None, optim=ADAMW, pipeline=None, **chan
     config = validate(Document({**MODELS[name], **sections}), ExperimentConfig)
     size = int(np.prod([np.prod(list(s.values())) if isinstance(s, dict) else s
                         for s in mesh.values()]))  # fmt: skip
-    experiment = build(config, devices=jax.devices()[:size])
-    state, losses = experiment.program.init(), []
+    return build(config, devices=jax.devices()[:size])
+
+
+@cache
+def initial(name, lamb=False):
+    """The state that one device draws, on the host: to draw costs more than to train."""
+    program = build_program(name, {"data": 1}, optim=LAMB if lamb else ADAMW).program
+    return jax.device_get(program.init())
+
+
+def train(name, mesh, reduce=None, zero=None, optim=ADAMW, pipeline=None, **changes):
+    """Losses of the steps, and the parameters after the last, by name; from `initial`."""
+    experiment = build_program(name, mesh, reduce, zero, optim, pipeline, **changes)
+    program, losses = experiment.program, []
+    # Copied, since the step is given the memory of its state to reuse.
+    stored = program.home.stored(jax.tree.map(np.array, initial(name, optim == LAMB)))
+    shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
+    state = jax.device_put(stored, shardings)
     with experiment.loader.batches() as batches:
         for batch in itertools.islice(batches, STEPS):
-            state, metrics = experiment.program.train(state, batch)
+            state, metrics = program.train(state, batch)
             losses.append(float(metrics[0]))
-    return np.array(losses), jax.tree.map(np.asarray, experiment.program.home.used(state).params)
+    return np.array(losses), jax.tree.map(np.asarray, program.home.used(state).params)
 
 
 def same(ours, theirs):
@@ -176,9 +148,37 @@ def same(ours, theirs):
     jax.tree.map(partial(np.testing.assert_allclose, rtol=0, atol=PARAMS_ATOL), ours[1], theirs[1])
 
 
+class References(dict):
+    """Of each model on one device, trained when it is first needed."""
+
+    def __missing__(self, name):
+        self[name] = train(name, {"data": 1})
+        return self[name]
+
+
 @pytest.fixture(scope="module")
 def reference():
-    return {name: train(name, {"data": 1}) for name in MODELS}
+    return References()
+
+
+@pytest.mark.parametrize(
+    ("name", "mesh", "reduce", "zero", "pipeline", "microbatches"),
+    [
+        ("gpt-grouped-untied-remat", {"data": 2, "tensor": 4}, None, {"stage": 3}, {}, 1),
+        ("cnn", {"data": 8}, {"type": "ring"}, {"stage": 2}, {}, 1),
+        ("mlp", {"data": {"dcn": 2, "ici": 4}}, {"type": "xla"}, {"stage": 3}, {}, 1),
+        ("gpt-four-layers", {"data": 2, "stage": 2, "tensor": 2}, None, {"stage": 2},
+         {"schedule": {"type": "zb_v"}}, 4),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_every_mesh_draws_the_state_of_one_device(name, mesh, reduce, zero, pipeline, microbatches):
+    program = build_program(
+        name, mesh, reduce, zero, pipeline=pipeline, microbatches=microbatches
+    ).program
+    # Loops that draw the same bits may round the numbers made of them otherwise.
+    close = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-7)
+    jax.tree.map(close, jax.device_get(program.home.used(program.init())), initial(name))
 
 
 @pytest.mark.parametrize(("name", "mesh"), CELLS, ids=str)
@@ -202,6 +202,11 @@ def test_zero_that_parity_covers_equals_one_device(name, mesh, reduce, zero, cha
     test_zero_equals_one_device(name, mesh, reduce, zero, changes, reference)
 
 
+@cache
+def with_lamb():
+    return train("gpt", {"data": 1}, optim=LAMB)
+
+
 @pytest.mark.parametrize(
     ("mesh", "reduce", "zero", "microbatches"),
     [
@@ -213,7 +218,7 @@ def test_zero_that_parity_covers_equals_one_device(name, mesh, reduce, zero, cha
 )
 def test_lamb_sees_whole_layers_in_their_shards(mesh, reduce, zero, microbatches):
     ours = train("gpt", mesh, reduce, zero, optim=LAMB, microbatches=microbatches)
-    same(ours, train("gpt", {"data": 1}, optim=LAMB))
+    same(ours, with_lamb())
 
 
 @pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 4}], ids=str)

@@ -44,13 +44,22 @@ def experiment(plan):
     return build(config, devices=jax.devices()[: DEVICES.get(plan, 8)])
 
 
+@cache
+def drawn():
+    """The first state, on the host: to draw it on each mesh costs more than to train."""
+    return jax.device_get(experiment("one device").program.init())
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, devices):
     """A directory of checkpoints by plan, and the state that each holds."""
     found = {}
     for plan in PLANS:
         made, path = experiment(plan), tmp_path_factory.mktemp("plan") / "checkpoints"
-        state = made.program.init()
+        shardings = jax.tree.map(lambda struct: struct.sharding, made.program.state_shapes)
+        # Copied, since the step is given the memory of its state to reuse.
+        stored = made.program.home.stored(jax.tree.map(np.array, drawn()))
+        state = jax.device_put(stored, shardings)
         with made.loader.batches() as batches:
             for batch in itertools.islice(batches, 2):
                 state, _ = made.program.train(state, batch)
@@ -62,8 +71,24 @@ def trained(tmp_path_factory, devices):
     return found
 
 
-@pytest.mark.parametrize("reader", PLANS)
-@pytest.mark.parametrize("writer", PLANS)
+HUB = "zero 3, manual"
+STAGED, V_SHAPED = "stage x data, zero 1", "two stages' layers in a V"
+AWKWARD = {
+    (V_SHAPED, STAGED),
+    ("zero 2, two networks", V_SHAPED),
+    (STAGED, "tensor x data, zero 1"),
+}
+"""Layers that change their order or their stages, and none of it through the hub."""
+
+
+def pair(writer, reader):
+    always = HUB in (writer, reader) or (writer, reader) in AWKWARD
+    return pytest.param(writer, reader, marks=() if always else pytest.mark.full)
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"), [pair(*both) for both in itertools.product(PLANS, PLANS)]
+)
 def test_what_one_plan_saved_another_loads(writer, reader, trained):
     path, saved = trained[writer]
     made = experiment(reader)

@@ -1,15 +1,18 @@
-"""Runs of the command line in processes of their own, and what they leave on disk."""
+"""Runs of the command line, in processes of their own or here, and what they leave on disk."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import jax
 import numpy as np
@@ -18,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 from jaxdist.checkpoint.arrays import load_arrays
 from jaxdist.checkpoint.layout import ARRAYS, step_directory, steps_present
 from jaxdist.checkpoint.manifest import read_manifest
+from jaxdist.cli import app, shared
 
 DIGITS = {
     "model": {"type": "mlp", "hidden": [16]},
@@ -98,6 +102,22 @@ class Jaxdist:
     def __call__(self, *args: object, **options: Any) -> Finished:
         """`jaxdist args...` to its end."""
         return finish(self.start(*args, **options))
+
+    def here(self, *args: object) -> Finished:
+        """`jaxdist args...` in this process: the 8 devices that it has, and `--devices 8`."""
+        out, err, code = io.StringIO(), io.StringIO(), 0
+        settings = {"COLUMNS": "80", "JAXDIST_CACHE": str(self.folder / "cache")}
+        with (
+            chdir(self.folder), patch.dict(os.environ, settings),
+            redirect_stdout(out), redirect_stderr(err),
+        ):  # fmt: skip
+            try:
+                app([*map(str, args)])
+            except SystemExit as end:
+                code = int(end.code or 0)
+            except Exception as error:
+                code = shared.report(error)
+        return Finished(code, out.getvalue(), err.getvalue())
 
     def train(self, *args: object, **options: Any) -> Finished:
         """`jaxdist train config.yaml args...` to its end."""

@@ -5,7 +5,7 @@ Tolerances as in `tests/equivalence`.
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 
 STEPS = 2
+full = partial(pytest.param, marks=pytest.mark.full)
 EXPLICIT = {"reduce": {"type": "ring"}, "zero": {"stage": 3, "whole_below": 0}}
 THREE = {"data": 2, "stage": 2, "tensor": 2}
 VMAP = "Helped by nnx.vmap"
@@ -66,10 +67,10 @@ def alone(name: str) -> tuple[list[float], Any]:
     ("name", "mesh", "parallel"),
     [
         ("Listed", {"data": 4, "tensor": 2}, {}),
-        ("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
-        ("Vmapped", THREE, {}),
-        ("Helped", {"data": 4, "tensor": 2}, EXPLICIT),
-        ("Helped", THREE, {"zero": {"stage": 2}}),
+        full("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
+        full("Vmapped", THREE, {}),
+        full("Helped", {"data": 4, "tensor": 2}, EXPLICIT),
+        full("Helped", THREE, {"zero": {"stage": 2}}),
         (VMAP, THREE, {"pipeline": {"schedule": {"type": "interleaved", "chunks": 2}}}),
     ],
 )

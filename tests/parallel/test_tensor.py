@@ -133,7 +133,11 @@ def alone():
     ("mesh", "settings"),
     [
         ({"data": 2, "tensor": 4}, {}),
-        ({"tensor": 4, "data": 2}, {"reduce": {"type": "ring"}, "remat": "dots"}),
+        pytest.param(
+            {"tensor": 4, "data": 2},
+            {"reduce": {"type": "ring"}, "remat": "dots"},
+            marks=pytest.mark.full,
+        ),
         ({"data": 4, "tensor": 2}, {"reduce": {"type": "xla"}, "zero": 3, "remat": "full"}),
     ],
     ids=str,

@@ -1,5 +1,8 @@
 """What ZeRO does to the compiled step: bytes, collectives and memory, from the ledger."""
 
+import json
+from functools import partial
+
 import jax
 import pytest
 
@@ -8,6 +11,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import ledger, memory
 from jaxdist.trees import tree_bytes
+
+full = partial(pytest.param, marks=pytest.mark.full)
 
 DEVICES = 8
 STATE_BYTES = {0: 12, 1: 4 + 8 / DEVICES, 2: 4 + 8 / DEVICES, 3: 12 / DEVICES}
@@ -42,10 +47,21 @@ def program_of(
     return build(validate(Document(sections), ExperimentConfig), devices=devices).program
 
 
-def compiled(*args, **settings):
+def compiled_anew(*args, **settings):
     program = program_of(*args, **settings)
     step = program.train.lower(program.state_shapes, program.batch).compile()
     return ledger(step, program.layout.mesh), tree_bytes(program.model.params)
+
+
+COMPILED = {}
+
+
+def compiled(*args, **settings):
+    """What one test has compiled others read too."""
+    key = json.dumps([args, settings], sort_keys=True, default=str)
+    if key not in COMPILED:
+        COMPILED[key] = compiled_anew(*args, **settings)
+    return COMPILED[key]
 
 
 LAYERS = {"type": "xla", "bucket_bytes": 2**18}
@@ -123,7 +139,7 @@ def test_between_processes_of_cpus_few_messages_are_sent(monkeypatch, devices):
     several, _ = compiled(0, {"type": "xla"})
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     jax.clear_caches()
-    packed, _ = compiled(0, {"type": "xla"})
+    packed, _ = compiled_anew(0, {"type": "xla"})
     assert packed.sent_bytes("data") == pytest.approx(several.sent_bytes("data"), rel=1e-4)
     assert numbers_of(packed) == 1 < numbers_of(several)
 
@@ -134,7 +150,7 @@ def dtypes(found, *kinds):
     return {dtype for c in larger for dtype in c.dtypes}
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [full(0), full(1), 2, 3])
 def test_gradients_travel_in_the_dtype_asked_for(stage, tpu_devices):
     """On the TPU program, since XLA:CPU widens bfloat16 reductions."""
     found, _ = compiled(stage, {"type": "xla"}, reduce_dtype="bfloat16", devices=tpu_devices)
@@ -147,8 +163,17 @@ def test_parameters_are_gathered_in_the_dtype_asked_for(tpu_devices):
     assert dtypes(found, "reduce-scatter", "all-reduce") == {"bf16"}
 
 
-@pytest.mark.parametrize("algorithm", ["xla", "ring"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "algorithm"),
+    [
+        (1, "xla"),
+        (2, "ring"),
+        (3, "xla"),
+        full(1, "ring"),
+        full(2, "xla"),
+        full(3, "ring"),
+    ],
+)
 def test_a_tensor_axis_goes_on_splitting_what_travels(stage, algorithm, devices):
     """Each device sends its own half of the model, and nothing of it over the tensor axis."""
     found, model_bytes = compiled(stage, {"type": algorithm}, mesh={"data": 4, "tensor": 2})
@@ -183,7 +208,9 @@ def test_layers_fetched_ahead_are_recomputed(devices, remat, said):
         compiled(3, {"type": "xla"}, remat=remat, zero={"prefetch": True})
 
 
-@pytest.mark.parametrize(("stage", "reduce"), [(0, None), (2, LAYERS), (3, LAYERS), (3, None)])
+@pytest.mark.parametrize(
+    ("stage", "reduce"), [(0, None), full(2, LAYERS), (3, LAYERS), full(3, None)]
+)
 def test_what_some_blocks_keep_lies_between_what_none_and_all_keep(stage, reduce, devices):
     none, some, full = (
         compiled(stage, reduce, remat=remat, layers=8, window=256)[0]

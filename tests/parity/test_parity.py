@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from test_meshes import CELLS as WITHOUT
-from test_meshes import REDUCTIONS, ZERO
+from mesh_rows import CELLS as WITHOUT
+from mesh_rows import REDUCTIONS, ZERO
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
@@ -367,6 +367,7 @@ def report_of(subject, results, **changes):
     return to_json(command.BUILT_IN_NAME, results, **settings)
 
 
+@pytest.mark.full
 def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
     two_cells, tmp_path, monkeypatch, subject
 ):

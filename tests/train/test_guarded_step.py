@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jaxdist.train.home import views_of
 
 ROWS = 64
 DATA, BOTH = {"data": 8}, {"data": 2, "tensor": 4}
+full = partial(pytest.param, marks=pytest.mark.full)
 WAYS = [(BOTH, 1, False), (BOTH, 4, False), (DATA, 2, True)]
 
 
@@ -132,7 +134,7 @@ def test_a_spike_is_seen_before_it_is_clipped():
 SCALE = DynamicLossScaleConfig(type="dynamic", init_scale=2.0**10, growth_steps=3)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("way", [pytest.param(WAYS[0], marks=pytest.mark.full), *WAYS[1:]], ids=str)
 def test_a_loss_scale_changes_no_gradient_and_lives_in_the_state(way):
     plain, scaled = program(*way), program(*way, loss_scale=SCALE)
     expected, theirs = run(plain, plain.init(), [values(i) for i in range(4)])
@@ -169,7 +171,7 @@ def test_microbatches_without_weight_count_for_nothing_under_a_loss_scale():
     assert np.isfinite(metrics["grad_norm"])
 
 
-@pytest.mark.parametrize(("stage", "microbatches"), [(1, 2), (2, 2), (3, 1)])
+@pytest.mark.parametrize(("stage", "microbatches"), [full(1, 2), (2, 2), (3, 1)])
 def test_a_loss_scale_with_zero_and_devices_that_weigh_unlike_rows(stage, microbatches):
     def split(found):
         zero = plan_zero(
@@ -189,8 +191,15 @@ def test_a_loss_scale_with_zero_and_devices_that_weigh_unlike_rows(stage, microb
         np.testing.assert_allclose([m[name] for m in ours], [m[name] for m in theirs], rtol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("kind", [AdamWConfig, LambConfig])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        (AdamWConfig, "bfloat16"),
+        full(AdamWConfig, "float16"),
+        full(LambConfig, "bfloat16"),
+        (LambConfig, "float16"),
+    ],
+)
 def test_narrow_parameters_are_the_rounded_master_weights(kind, dtype):
     found = program(BOTH, kind=kind, master_weights=dtype, microbatches=2)
     state = found.init()
@@ -231,7 +240,7 @@ ALL = {
 }
 
 
-@pytest.mark.parametrize("kind", [AdamWConfig, LambConfig])
+@pytest.mark.parametrize("kind", [full(AdamWConfig), LambConfig])
 def test_everything_at_once_resumes_bit_for_bit(kind, tmp_path):
     found = program(BOTH, microbatches=2, kind=kind, **ALL)
     batches = [values(i, np.nan if i in (1, 4) else None) for i in range(8)]

@@ -51,7 +51,9 @@ def wide_loss():
     ("compute_dtype", "dtype", "optim"),
     [
         ("bfloat16", "bfloat16", {"bf16_moments": True}),
-        ("float32", "float16", {"loss_scale": {"type": "dynamic"}}),
+        pytest.param(
+            "float32", "float16", {"loss_scale": {"type": "dynamic"}}, marks=pytest.mark.full
+        ),
     ],
 )
 def test_a_decoder_in_two_bytes_learns_as_in_four(compute_dtype, dtype, optim, wide_loss):

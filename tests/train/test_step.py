@@ -1,5 +1,7 @@
 """What one step computes, against numbers worked out without it."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,6 +134,31 @@ def test_dropout_depends_on_the_step_and_buffers_are_kept():
     assert losses[0] != losses[1]
     assert losses[:2] == losses[2:]
     assert (means[0] != means[1]).any()
+
+
+class Masked(nnx.Module):
+    def __init__(self, rngs):
+        self.w = nnx.Param(jnp.ones((4, 8)), dims=("embed", "mlp"))
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self):
+        return self.dropout(self.w[...])
+
+
+def test_each_microbatch_and_each_step_draws_its_own_mask():
+    """A parameter moves by how many of the two microbatches keep it."""
+
+    def total(module, batch):
+        return {"loss": Mean(module().sum(), jnp.float32(1))}
+
+    found = build_program(Masked, total, SGD, batch(), {"data": 1}, microbatches=2)
+    state, weights = found.init(), []
+    for _ in range(3):
+        weights.append(np.asarray(state.params["w"]))
+        state, _ = found.train(state, place(found, batch()))
+    first, second = (before - after for before, after in itertools.pairwise(weights))
+    assert set(first.ravel()) == {0, 0.5, 1}
+    assert (first != second).any()
 
 
 def test_evaluation_is_deterministic_and_exact_for_any_split():

@@ -23,10 +23,10 @@ def jaxdist(tmp_path: Path, compiled: Path) -> Iterator[Jaxdist]:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> tuple[Path, str]:
-    """The folder of a run on two devices, done, and what it printed."""
+    """The folder of a run of this process, done, and what it printed."""
     command = Jaxdist(tmp_path_factory.mktemp("finished"), compiled)
     command.config()
-    done = command.train("--devices", 2)
+    done = command.here("train", "config.yaml")
     assert (done.code, done.err) == (0, ""), done
     return command.folder, done.out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from runs import Jaxdist, metrics, steps
+from runs import Finished, Jaxdist, metrics, steps
 
 GPT = "model={type: gpt, layers: 1, embed: 32, heads: 2}"
 
@@ -14,10 +14,10 @@ GPT = "model={type: gpt, layers: 1, embed: 32, heads: 2}"
         (["train.batch_size=many", "model.hiden=[3]", "nosuch=1"], 2,
          ["problems in config.yaml", "train.batch_size = 'many'", "did you mean 'hidden'?",
           "nosuch = 1"]),
-        (["mesh.data=3", "--devices", "4"], 2,
-         ["mesh {data: 3} needs 3 devices, but there are 4", "meshes that fit", "{data: 4}"]),
-        (["mesh.data=4", "train.batch_size=63", "--devices", "4"], 2,
-         ["batch of 63 does not divide over 4 devices", "use 60 or 64"]),
+        (["mesh.data=3"], 2,
+         ["mesh {data: 3} needs 3 devices, but there are 8", "meshes that fit", "{data: 8}"]),
+        (["mesh.data=8", "train.batch_size=63"], 2,
+         ["batch of 63 does not divide over 8 devices", "use 56 or 64"]),
         (["run.directory=config.yaml/run"], 3,
          ["run directory config.yaml/run cannot be written", "choose another"]),
         (["run.directory=/proc/run"], 3,
@@ -36,15 +36,35 @@ def test_refused(jaxdist: Jaxdist, overrides: list[str], code: int, parts: list[
         (jaxdist.folder / folder).mkdir()
         (jaxdist.folder / folder / "a.txt").write_text(content)
         (jaxdist.folder / folder / "b.txt").write_text(content)
-    refused = jaxdist.train(*overrides)
-    assert refused.code == code, refused
-    assert refused.err.startswith("error: ")
-    for part in parts:
-        assert part in refused.message
+    assert_refused(jaxdist.here("train", "config.yaml", *overrides), code, parts)
     assert not (jaxdist.folder / "runs").exists()
 
 
-STAGES = ["mesh={stage: 2}", "--devices", 2, "train.microbatches=4"]
+def assert_refused(refused: Finished, code: int, parts: list[str]) -> None:
+    assert refused.code == code, refused
+    assert (refused.out, refused.err[:7]) == ("", "error: ")
+    for part in parts:
+        assert part in refused.message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "parts"),
+    [
+        (["mesh.data=3", "--devices", "4"], 2,
+         ["mesh {data: 3} needs 3 devices, but there are 4", "meshes that fit", "{data: 4}"]),
+        (["run.directory=/proc/run"], 3,
+         ["run directory /proc/run cannot be written", "choose another"]),
+    ],
+)  # fmt: skip
+def test_a_refusal_ends_the_process_with_its_code(
+    jaxdist: Jaxdist, overrides: list[str], code: int, parts: list[str]
+) -> None:
+    jaxdist.config()
+    assert_refused(jaxdist.train(*overrides), code, parts)
+    assert not (jaxdist.folder / "runs").exists()
+
+
+STAGES = ["mesh={stage: 2, data: 4}", "train.microbatches=4"]
 TOKENS = "data={type: synthetic, kind: tokens, window: 8, vocab_size: 64}"
 
 
@@ -62,15 +82,13 @@ def test_a_pipeline_that_cannot_be(
 ) -> None:
     jaxdist.config()
     (jaxdist.folder / "mine.csv").write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n")
-    refused = jaxdist.train(*STAGES, *overrides)
-    assert refused.code == 2, refused
-    for part in (*parts, "error: 1 problem", "parallel.pipeline"):
-        assert part in refused.message
+    refused = jaxdist.here("train", "config.yaml", *STAGES, *overrides)
+    assert_refused(refused, 2, [*parts, "error: 1 problem", "parallel.pipeline"])
     assert not (jaxdist.folder / "runs").exists()
 
 
 def test_no_such_config(jaxdist: Jaxdist) -> None:
-    refused = jaxdist("train", "confg.yaml")
+    refused = jaxdist.here("train", "confg.yaml")
     assert refused.code == 2
     assert "confg.yaml" in refused.message
 
@@ -81,12 +99,12 @@ def test_a_loss_that_is_not_finite_ends_the_run(jaxdist: Jaxdist) -> None:
         eval={"every": 100},
         checkpoint={"every": 1, "keep": 2},
     )
-    ended = jaxdist.train()
+    ended = jaxdist.here("train", "config.yaml")
     assert ended.code == 3
     assert "error: loss is " in ended.message
     last = steps(jaxdist.run)[-1]
     assert f"the last good checkpoint is step {last}" in ended.message
     assert "Lower optim.learning_rate" in ended.message
     assert metrics(jaxdist.run)[-1]["step"] == last
-    calm = jaxdist.train("--resume", "optim.learning_rate=1e-9")
+    calm = jaxdist.here("train", "config.yaml", "--resume", "optim.learning_rate=1e-9")
     assert f"resume from step {last} of" in calm.out

@@ -42,7 +42,7 @@ def test_the_one_before_is_used_and_the_run_goes_on(
     else:
         file = damaged(trained, "manifest.json")
         file.unlink()
-    resumed = trained.train("--resume", "--devices", 2)
+    resumed = trained.here("train", "config.yaml", "--resume")
     assert resumed.code == 0, resumed
     assert "checkpoint: " in resumed.out
     assert "step_00000024 is damaged" in resumed.out
@@ -68,7 +68,7 @@ def test_all_damaged_is_an_error(trained: Jaxdist) -> None:
     for step in steps(trained.run):
         flip(files_of(trained.run, step)[-1], random.Random(step))
     config = (trained.run / "config.yaml").read_text()
-    refused = trained.train("--resume", "--devices", 2)
+    refused = trained.here("train", "config.yaml", "--resume")
     assert refused.code == 3
     assert "can be trusted: step 24: metadata.json: its content does not" in refused.message
     assert "there is no other to try" in refused.out
@@ -82,6 +82,7 @@ def small_disk(jaxdist: Jaxdist, mount_tmpfs: Callable[[Path, int], Path]) -> It
     jaxdist.kill()  # nobody may write there when the disk is taken away
 
 
+@pytest.mark.full
 def test_a_full_disk_keeps_the_last_good_checkpoint(jaxdist: Jaxdist, small_disk: Path) -> None:
     run = small_disk / "run"
     jaxdist.config(checkpoint={"every": 8, "keep": 100}, run={"directory": str(run)})
@@ -105,6 +106,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(jaxdist: Jaxdist, small_disk
     assert_same_run(run, jaxdist.folder / "whole")
 
 
+@pytest.mark.full
 def test_a_run_whose_directory_is_deleted_says_so_once(jaxdist: Jaxdist) -> None:
     jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 7})
     process = jaxdist.start("train", "config.yaml")

@@ -39,7 +39,7 @@ def write_config(jaxdist: Jaxdist, data: str, **optim: object) -> None:
         train={"steps": 30, "batch_size": 16, "batch_ramp": ramp},
         eval={"every": 15, "batches": None},
         checkpoint={"every": 15},
-        mesh={"data": 2, "fake_devices": 2},
+        mesh={"data": 8},
     )
 
 
@@ -52,7 +52,7 @@ def test_a_bad_example_costs_its_steps_and_nothing_else(jaxdist: Jaxdist) -> Non
         bf16_moments=True,
         skip_spikes={},
     )
-    done = jaxdist.train()
+    done = jaxdist.here("train", "config.yaml")
     assert (done.code, done.err) == (0, ""), done
     assert "plan   steps 1 to 6: batch 8\nplan   steps 7 to 30: batch 16\n" in done.out
     records = [record for record in metrics(jaxdist.run) if record["split"] == "train"]
@@ -65,13 +65,13 @@ def test_a_bad_example_costs_its_steps_and_nothing_else(jaxdist: Jaxdist) -> Non
     kernel = next(value for name, value in saved.items() if name.startswith("params"))
     assert str(kernel.dtype) == "bfloat16"
     assert all(np.isfinite(value.astype(np.float32)).all() for value in saved.values())
-    judged = jaxdist("eval", jaxdist.run, "--step", 15)
+    judged = jaxdist.here("eval", jaxdist.run, "--step", 15)
     assert judged.code == 0, judged
 
 
 def test_a_run_that_only_skips_ends_with_the_reason(jaxdist: Jaxdist) -> None:
     write_config(jaxdist, "all", skip_nonfinite=True, max_skipped=3)
-    done = jaxdist.train()
+    done = jaxdist.here("train", "config.yaml")
     assert done.code == 3
     assert "4 steps in a row were skipped for their gradients (allowed: 3; 4" in done.message
 
@@ -82,7 +82,7 @@ def test_show_says_how_derived_values_came_about(jaxdist: Jaxdist) -> None:
         {**DIGITS, "optim": {"type": "lamb", "scale_from": scale_from}},
         train={"steps": None, "epochs": 8},
     )
-    shown = jaxdist("config", "show", "config.yaml")
+    shown = jaxdist.here("config", "show", "config.yaml")
     assert (shown.code, shown.err) == (0, ""), shown
     assert shown.out.splitlines()[-2:] == [
         "derived: learning rate 0.02 = 0.01 x sqrt(64 / 16), rule lamb",

@@ -223,8 +223,8 @@ def test_on_the_command_line_there_is_no_traceback(jaxdist: Jaxdist) -> None:
 
 def test_data_that_break_in_the_middle_end_the_run(jaxdist: Jaxdist) -> None:
     (jaxdist.folder / "mine.py").write_text(MINE)
-    jaxdist.config(data=own("DataBrokenLater", classes=10), train={"steps": 50, "batch_size": 4})
-    refused = jaxdist.train()
+    jaxdist.config(data=own("DataBrokenLater", classes=10), train={"steps": 50, "batch_size": 8})
+    refused = jaxdist.here("train", "config.yaml")
     assert refused.code == 2
     place = f"({jaxdist.folder / 'mine.py'}:{line_of('DataBrokenLater')})"
     assert refused.message == f"error: data: example 50 raised OSError: a broken sector {place}"

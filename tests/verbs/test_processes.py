@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -34,6 +35,8 @@ class Digits:
             raise OSError("a broken sector")
         return {"image": np.zeros((8, 8, 1), np.float32), "label": np.int32(index % 10)}
 """
+
+full = partial(pytest.param, marks=pytest.mark.full)
 
 # What gloo's threads print while they connect: each piece is whole, lines are not.
 PIECE = (
@@ -80,10 +83,10 @@ def test_mixed_lines_of_gloo_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("mesh", "parallel"),
     [
-        ({"data": 4}, {}),
-        ({"data": 2, "tensor": 2}, {}),
-        ({"data": 4}, {"reduce": {"type": "xla"}}),
-        ({"data": 4}, {"reduce": {"type": "halving"}, "zero": {"stage": 1, "whole_below": 9}}),
+        full({"data": 4}, {}),
+        full({"data": 2, "tensor": 2}, {}),
+        full({"data": 4}, {"reduce": {"type": "xla"}}),
+        full({"data": 4}, {"reduce": {"type": "halving"}, "zero": {"stage": 1, "whole_below": 9}}),
         ({"data": 4}, {"reduce": {"type": "auto"}, "zero": {"stage": 3, "whole_below": 9}}),
     ],
     ids=str,
@@ -112,8 +115,8 @@ def test_the_numbers_of_one_process(
     ("number", "to", "every"),
     [
         (signal.SIGTERM, [1], 400),
-        (signal.SIGINT, [0, 1], 400),
-        (signal.SIGHUP, [1], 1),
+        full(signal.SIGINT, [0, 1], 400),
+        full(signal.SIGHUP, [1], 1),
     ],
 )
 def test_a_signal_stops_all_and_one_process_goes_on(
@@ -153,6 +156,7 @@ def assert_told(survivor: Finished, index: int) -> None:
     assert "start all of them again with --resume" in survivor.err
 
 
+@pytest.mark.full
 def test_a_coordinator_lost_before_the_first_record(jaxdist: Jaxdist) -> None:
     jaxdist.config(train={"steps": 100_000})
     processes = pair(jaxdist, xla_flags=IMPATIENT)
@@ -175,6 +179,7 @@ def test_who_waits_in_vain_says_for_whom(jaxdist: Jaxdist) -> None:
     assert not (jaxdist.folder / "runs").exists()
 
 
+@pytest.mark.full
 def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
     """In a step or in a save; who comes second may find the other gone."""
     jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 1})
@@ -193,6 +198,7 @@ def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
             assert_told(end, index)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     """By the broken connection, or else by the collective timeout; `finish` waits no longer."""

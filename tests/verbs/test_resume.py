@@ -79,7 +79,9 @@ def test_sigkill_at_random_steps(noisy: Jaxdist, whole: Path, seed: int) -> None
     resume_to_the_end(noisy, whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+)
 def test_a_signal_saves_and_exits_0(noisy: Jaxdist, whole: Path, number: signal.Signals) -> None:
     process = noisy.start("train", "config.yaml")
     wait_for_step(process, noisy.run, 37)

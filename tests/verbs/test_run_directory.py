@@ -7,6 +7,7 @@ import shutil
 import signal
 from pathlib import Path
 
+import pytest
 from matplotlib.image import imread
 from runs import RUN, Jaxdist, assert_same_run, finish, metrics, steps, wait_for_step
 
@@ -42,7 +43,7 @@ def test_the_last_and_the_best_checkpoints_stay(jaxdist: Jaxdist) -> None:
         eval={"every": 4, "batches": 1},
         checkpoint={"every": 4, "keep": 2},
     )
-    assert jaxdist.train().code == 0
+    assert jaxdist.here("train", "config.yaml").code == 0
     losses = {r["step"]: r["loss"] for r in metrics(jaxdist.run) if r["split"] == "heldout"}
     best = min(losses, key=losses.__getitem__)
     assert best < 60, "the test needs a run that gets worse"
@@ -52,7 +53,7 @@ def test_the_last_and_the_best_checkpoints_stay(jaxdist: Jaxdist) -> None:
 
 
 def test_its_config_runs_again_in_a_new_directory(trained: Jaxdist) -> None:
-    again = trained("train", trained.run / "config.yaml", "run.directory=runs/config")
+    again = trained.here("train", trained.run / "config.yaml", "run.directory=runs/config")
     assert again.code == 0, again
     assert "run    runs/config-2" in again.out
     assert_same_run(trained.folder / "runs/config-2", trained.run)
@@ -60,19 +61,20 @@ def test_its_config_runs_again_in_a_new_directory(trained: Jaxdist) -> None:
 
 def test_a_finished_run_is_left_as_it_is(trained: Jaxdist) -> None:
     shutil.copytree(trained.run, trained.folder / "before")
-    again = trained.train("--resume", "--devices", 2)
+    again = trained.here("train", "config.yaml", "--resume")
     assert again.code == 0, again
     assert "resume from step 24 of 24" in again.out
     assert_same_run(trained.run, trained.folder / "before")
 
 
 def test_a_longer_run_goes_on(trained: Jaxdist) -> None:
-    longer = trained.train("--resume", "train.steps=30", "--devices", 2)
+    longer = trained.here("train", "config.yaml", "--resume", "train.steps=30")
     assert longer.code == 0, longer
     assert "changed since this run began: train.steps: 24 -> 30" in longer.out
     assert metrics(trained.run)[-1]["step"] == steps(trained.run)[-1] == 30
 
 
+@pytest.mark.full
 def test_the_same_command_twice_at_once(jaxdist: Jaxdist) -> None:
     """The second runs beside the first, or is refused where it means the very same directory."""
     jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 20, "keep": 10_000})

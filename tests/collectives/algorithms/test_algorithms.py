@@ -227,7 +227,15 @@ def test_what_only_moves_keeps_every_bit_of_every_dtype(algorithm):
         assert copied.dtype == x.dtype
 
 
-@pytest.mark.parametrize("algorithm", [*FLAT, *LEVELS[:2], Auto()], ids=label)
+ONE_OF_A_KIND = [Xla(), Ring(), Tree(), Halving(), LEVELS[0]]
+OTHERS = [a for a in (*FLAT, *LEVELS[:2], Auto()) if a not in ONE_OF_A_KIND]
+
+
+@pytest.mark.parametrize(
+    "algorithm",
+    [*ONE_OF_A_KIND, *(pytest.param(a, marks=pytest.mark.full) for a in OTHERS)],
+    ids=label,
+)
 def test_special_values_are_combined_by_one_meaning(algorithm):
     levels = isinstance(algorithm, Hierarchical)
     sizes = {"a": 2, "b": 2} if levels else {"a": 3}

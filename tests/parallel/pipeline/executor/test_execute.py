@@ -37,9 +37,13 @@ def same(found, expected, within=2e-6):
     jax.tree.map(leaf, found, expected)
 
 
-@pytest.mark.parametrize(
-    ("model", "mesh", "table", "policy"), [pytest.param(*c, id=f"{c[0]}-{c[2]}") for c in CELLS]
-)
+def shown(model, mesh, table, policy):
+    """Schedules are run by the model that compiles soon; layers of gpt in stages elsewhere too."""
+    marks = () if model == "mlp" else pytest.mark.full
+    return pytest.param(model, mesh, table, policy, id=f"{model}-{table}", marks=marks)
+
+
+@pytest.mark.parametrize(("model", "mesh", "table", "policy"), [shown(*cell) for cell in CELLS])
 def test_gradients_and_loss_equal_one_device(model, mesh, table, policy):
     ticks = lower(TABLES[table](mesh["stage"], M), activations=policy)
     step, place = program(model, ticks, on_mesh(mesh))
@@ -52,7 +56,7 @@ def test_gradients_and_loss_equal_one_device(model, mesh, table, policy):
 
 
 def test_every_schedule_is_run_by_some_cell():
-    assert {table for _, _, table, _ in CELLS} == {*TABLES}
+    assert {table for model, _, table, _ in CELLS if model == "mlp"} == {*TABLES}
 
 
 @pytest.mark.parametrize("placement", [loop(2, 4), v_shape(2)], ids=str)

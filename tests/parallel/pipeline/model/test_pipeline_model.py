@@ -144,7 +144,7 @@ def steps_of(made, count=3):
     return found, state
 
 
-@pytest.mark.parametrize("zero", [1, 2])
+@pytest.mark.parametrize("zero", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_a_loss_scale_reaches_every_stage_and_changes_no_gradient(zero, devices):
     scale = {"type": "dynamic", "init_scale": 2.0**10, "growth_steps": 2}
     given = {"parallel": {"zero": {"stage": zero, "whole_below": 64}}}

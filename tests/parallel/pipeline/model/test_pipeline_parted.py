@@ -32,7 +32,7 @@ def alone():
     ("mesh", "pipeline"),
     [
         ({"stage": 2}, {}),
-        ({"stage": 4}, {"schedule": {"type": "zb_h1"}}),
+        pytest.param({"stage": 4}, {"schedule": {"type": "zb_h1"}}, marks=pytest.mark.full),
         ({"data": 2, "stage": 2}, {"layers": [1, 3], "activations": "stash"}),
     ],
     ids=str,

@@ -1,6 +1,6 @@
 """Layers that do not divide over the chunks: how they are cut, and equal numbers."""
 
-from functools import cache
+from functools import cache, partial
 
 import jax
 import pytest
@@ -9,6 +9,8 @@ from pipeline_configs import TOKENS, config_of, experiment, same, trained
 from jaxdist.experiment import explain_config
 from jaxdist.hlo import ledger
 from jaxdist.trees import tree_bytes
+
+full = partial(pytest.param, marks=pytest.mark.full)
 
 
 @cache
@@ -25,8 +27,8 @@ def layers_of(made):
 @pytest.mark.parametrize(
     ("mesh", "pipeline", "model"),
     [
-        ({"data": 2, "stage": 4}, {"schedule": {"type": "zb_h1"}}, {}),
-        ({"stage": 2}, {"schedule": {"type": "v_min"}, "activations": "stash"}, {}),
+        full({"data": 2, "stage": 4}, {"schedule": {"type": "zb_h1"}}, {}),
+        full({"stage": 2}, {"schedule": {"type": "v_min"}, "activations": "stash"}, {}),
         ({"stage": 2, "tensor": 2}, {"layers": [5, 1], "ahead": True}, {}),
         # Uneven over the chunks, but not over the stages, on three axes.
         ({"data": 2, "stage": 2, "tensor": 2}, {"schedule": {"type": "zb_v"}}, {}),
