@@ -22,7 +22,7 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import ShardingError, closest, did_you_mean
 from jaxdist.mesh import AXES, axis_names, axis_size
 from jaxdist.trees import flatten_with_names, pattern_of
-from jaxdist.types import Dims
+from jaxdist.types import Dims, Params, PyTree
 
 DEFAULT_RULES: Mapping[str, str | None] = {
     "batch": "data",
@@ -259,7 +259,7 @@ def resolve_dims(
     return resolved
 
 
-def _first(name: str, params: Mapping[str, Any]) -> Any:
+def _first(name: str, params: Mapping[str, Any]) -> PyTree:
     matches = (dims for pattern, dims in params.items() if fnmatch.fnmatchcase(name, pattern))
     return next(matches, None)
 
@@ -360,7 +360,7 @@ def _shown(values: Sequence[Any] | None) -> str:
     return f"[{', '.join('null' if value is None else str(value) for value in values or ())}]"
 
 
-def param_shardings(layout: Layout, params: Any, dims: Mapping[str, Dims]) -> Any:
+def param_shardings(layout: Layout, params: Params, dims: Mapping[str, Dims]) -> PyTree:
     """A tree of shardings for a tree of parameters (arrays or shapes).
 
     Raises:

@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxdist.models.functional import nest, pick
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Buffers, Params, PyTree
 
 Make = Callable[[nnx.Rngs], nnx.Module]
 Init = Callable[[jax.Array], Any]
@@ -58,7 +59,7 @@ class Plain(nnx.Module):
         self.training = False
         super().eval(**attributes)
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: PyTree) -> PyTree:
         """What `apply` gives for the inputs."""
         params, buffers = (_values(tree) for tree in (self.params, self.buffers))
         out, new = self.apply(params, buffers, inputs, self.training, self.rngs.dropout())
@@ -81,7 +82,7 @@ def from_functions(init: Init, apply: Apply) -> Make:
         paths = [tuple(name.split("/")) for name, _ in named]
 
         def run(
-            nested: Any, buffers: Any, inputs: Any, training: bool, key: jax.Array
+            nested: PyTree, buffers: Buffers, inputs: PyTree, training: bool, key: jax.Array
         ) -> tuple[Any, Any]:
             return apply(structure.unflatten(pick(paths, nested)), *inputs), buffers
 
@@ -109,7 +110,7 @@ def from_linen(module: Any, *example: Any) -> Make:
         params = variables.pop("params", {})
 
         def run(
-            params: Any, buffers: Any, inputs: Any, training: bool, key: jax.Array
+            params: Params, buffers: Buffers, inputs: PyTree, training: bool, key: jax.Array
         ) -> tuple[Any, Any]:
             changed = [*buffers] if training else []
             out, new = module.apply(
@@ -140,7 +141,7 @@ def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
         model = build(rngs.params())
         arrays, constants = equinox.partition(model, equinox.is_inexact_array)
 
-        def apply(arrays: Any, *inputs: Any) -> Any:
+        def apply(arrays: PyTree, *inputs: PyTree) -> PyTree:
             return jax.vmap(equinox.combine(arrays, constants))(*inputs)
 
         return from_functions(lambda _: arrays, apply)(rngs)
@@ -156,7 +157,7 @@ def _is_variable(node: Any) -> bool:
     return isinstance(node, nnx.Variable)
 
 
-def _values(tree: Any) -> Any:
+def _values(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda variable: variable[...], tree, is_leaf=_is_variable)
 
 

@@ -16,6 +16,7 @@ from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.objective import Objective
 from jaxdist.sharding import Layout
+from jaxdist.types import Buffers, Grads, Params, PyTree
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Whole:
     ) -> Gradients:
         return self.objective.mean_gradients(held, batch, key, around)
 
-    def sums(self, params: Any, buffers: Any, batch: Batch) -> Sums:
+    def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
         return self.objective.sums(params, buffers, batch, None)[1][0]
 
     def resized(self, microbatches: int) -> Compute:
@@ -59,7 +60,7 @@ class Accumulated:
         pieces = split_rows(dict(batch), self.microbatches, self.layout)
         keys = jax.random.split(key, self.microbatches)
 
-        def one(buffers: Any, rows: Any, key: jax.Array) -> Gradients:
+        def one(buffers: Buffers, rows: PyTree, key: jax.Array) -> Gradients:
             given = held._replace(buffers=buffers)
             found = self.objective.total_gradients(given, rows, key, around)
             return found if held.scale is not None else found._replace(grads=_wide(found.grads))
@@ -80,7 +81,7 @@ class Accumulated:
     ) -> Gradients:
         return over_weight(self.gradients(held, batch, key, around))
 
-    def sums(self, params: Any, buffers: Any, batch: Batch) -> Sums:
+    def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
         return Whole(self.objective, self.layout).sums(params, buffers, batch)
 
     def resized(self, microbatches: int) -> Compute:
@@ -100,6 +101,6 @@ def over_weight(found: Gradients) -> Gradients:
     return found._replace(grads=jax.tree.map(lambda g: g / weight, found.grads))
 
 
-def _wide(grads: Any) -> Any:
+def _wide(grads: Grads) -> PyTree:
     """What is added up over microbatches would not bear narrow sums."""
     return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)

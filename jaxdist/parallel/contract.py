@@ -16,6 +16,7 @@ import jax
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.optim.loss_scale import LossScaleState
 from jaxdist.parallel.zero import Zero
+from jaxdist.types import Buffers, Grads, Params, PyTree, Shardings
 
 
 class Gradients(NamedTuple):
@@ -27,9 +28,9 @@ class Gradients(NamedTuple):
       buffers: the model's buffers after the pass.
     """
 
-    grads: Any
+    grads: Grads
     sums: Sums
-    buffers: Any
+    buffers: Buffers
 
 
 class Held(NamedTuple):
@@ -41,9 +42,9 @@ class Held(NamedTuple):
       scale: the state of the loss scale; None without one.
     """
 
-    params: Any
-    stored: Any
-    buffers: Any
+    params: Params
+    stored: Params
+    buffers: Buffers
     scale: LossScaleState | None
 
 
@@ -59,7 +60,7 @@ class Surroundings:
 
     axes: tuple[str, ...] = ()
     statistics_over: tuple[str, ...] = ()
-    placed: Callable[[Any], Any] = lambda grads: grads
+    placed: Callable[[PyTree], PyTree] = lambda grads: grads
 
 
 class Compute(Protocol):
@@ -87,7 +88,7 @@ class Compute(Protocol):
         """The same of the mean loss, where these are all rows of the batch."""
         ...
 
-    def sums(self, params: Any, buffers: Any, batch: Batch) -> Sums:
+    def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
         """What the loss measures in evaluation mode."""
         ...
 
@@ -104,8 +105,8 @@ class Placements(NamedTuple):
       shares: how gradients, moments and new parameters lie where the optimizer computes.
     """
 
-    params: Any
-    shares: Any
+    params: Params
+    shares: Shardings
 
 
 class Exchange(Protocol):
@@ -129,15 +130,15 @@ class Exchange(Protocol):
     @property
     def placements(self) -> Placements: ...
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Params) -> PyTree:
         """The state before the first step."""
         ...
 
-    def state_shardings(self, state: Any) -> Any:
+    def state_shardings(self, state: PyTree) -> PyTree:
         """Where the leaves of a state lie; `state` may be shapes."""
         ...
 
-    def reshard(self, saved: Any, state: Any) -> Any:
+    def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
         """A state of this plan from one that another plan saved.
 
         Args:
@@ -147,20 +148,20 @@ class Exchange(Protocol):
         ...
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: Any
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         """Gradients of the mean loss of the whole batch, and the next state."""
         ...
 
-    def shares(self, grads: Any, params: Any) -> tuple[Any, Any]:
+    def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
         """Gradients and parameters as `placements.shares` has them."""
         ...
 
-    def norm(self, grads: Any) -> jax.Array:
+    def norm(self, grads: Grads) -> jax.Array:
         """The global norm of gradients that lie as `placements.shares` has them, float32."""
         ...
 
-    def publish(self, params: Any, into: Any) -> Any:
+    def publish(self, params: Params, into: Params) -> PyTree:
         """New parameters, as `placements.params` has them.
 
         Args:

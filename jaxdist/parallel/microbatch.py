@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 
 from jaxdist.sharding import Layout
+from jaxdist.types import PyTree
 
 
-def split_rows(batch: Any, count: int, layout: Layout) -> Any:
+def split_rows(batch: PyTree, count: int, layout: Layout) -> PyTree:
     """Leaves `[rows, ...]` as `[count, rows / count, ...]`.
 
     Microbatch k takes every k-th row, so that each device splits its own rows and none move.

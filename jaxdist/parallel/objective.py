@@ -14,6 +14,7 @@ from jaxdist.models.layers import carried
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
+from jaxdist.types import Buffers, Params
 
 NOWHERE = Surroundings()
 
@@ -32,8 +33,8 @@ class Objective:
 
     def sums(
         self,
-        params: Any,
-        buffers: Any,
+        params: Params,
+        buffers: Buffers,
         batch: Batch,
         key: jax.Array | None,
         around: Surroundings = NOWHERE,
@@ -76,8 +77,8 @@ class Objective:
         self,
         held: Held,
         around: Surroundings,
-        params: Any,
-        buffers: Any,
+        params: Params,
+        buffers: Buffers,
         batch: Batch,
         key: jax.Array,
     ) -> tuple[jax.Array, tuple[Sums, Any]]:

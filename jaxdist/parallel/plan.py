@@ -18,6 +18,7 @@ from jaxdist.parallel.pipeline.planning.plan import AXIS, PipelineConfig
 from jaxdist.parallel.validity import Facts, check, notices
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout
+from jaxdist.types import Leaf, Params, Shardings
 
 
 class ParallelConfig(Config):
@@ -38,9 +39,9 @@ class ParallelConfig(Config):
 def plan_exchange(
     config: ParallelConfig,
     layout: Layout,
-    params: Any,
+    params: Params,
     dims: Mapping[str, Dims],
-    whole: Any,
+    whole: Shardings,
     scanned: frozenset[str] = frozenset(),
 ) -> tuple[Exchange, tuple[str, ...]]:
     """The exchange that the config asks for, and settings that do nothing here, a sentence each.
@@ -74,7 +75,12 @@ def plan_exchange(
 
 
 def explicit_exchange(
-    whole: Any, zero: Zero | None, *, axes: tuple[str, ...], algorithm: Algorithm, **settings: Any
+    whole: Shardings,
+    zero: Zero | None,
+    *,
+    axes: tuple[str, ...],
+    algorithm: Algorithm,
+    **settings: Any,
 ) -> Exchange:
     """The exchange by collectives of jaxdist that ZeRO's stage needs.
 
@@ -134,7 +140,7 @@ def _chosen(config: PipelineConfig) -> tuple[str, ...]:
     )
 
 
-def _shown(value: Any) -> str:
+def _shown(value: Leaf) -> str:
     if isinstance(value, dict):
         return value["type"]
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -21,6 +21,7 @@ from jaxdist.collectives.axis import axis_size
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.split import gather_leaves, scatter_leaves
 from jaxdist.models.layers import Deferred
+from jaxdist.types import Params, PyTree
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def defer(
     *,
     sharded: bool,
     length: int | None = None,
-) -> Any:
+) -> PyTree:
     """A parameter that is fetched where it is used.
 
     Args:
@@ -185,7 +186,7 @@ def _gathered_forward(
 
 def _gathered_backward(
     wire: Wire, splits: Splits, like: list[jax.Array], cotangents: list[jax.Array]
-) -> Any:
+) -> PyTree:
     summed = _scattered(wire, splits, cotangents)
     return ([s.astype(x.dtype) for s, x in zip(summed, like, strict=True)],)
 
@@ -240,13 +241,13 @@ def _itself(
 
 
 def _itself_forward(
-    wire: Wire, splits: Splits, fulls: Any, shards: Any
+    wire: Wire, splits: Splits, fulls: Any, shards: Params
 ) -> tuple[list[jax.Array], None]:
     del wire, splits, shards
     return fulls, None
 
 
-def _itself_backward(wire: Wire, splits: Splits, _: None, cotangents: list[jax.Array]) -> Any:
+def _itself_backward(wire: Wire, splits: Splits, _: None, cotangents: list[jax.Array]) -> PyTree:
     summed = _scattered(wire, splits, cotangents)
     zeros = [jnp.zeros_like(cotangent) for cotangent in cotangents]
     return zeros, [s.astype(c.dtype) for s, c in zip(summed, cotangents, strict=True)]

@@ -27,6 +27,7 @@ from jaxdist.mesh import ICI, axis_names, entry_names
 from jaxdist.optim.owners import Owner, of_params
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Params, PyTree, Shardings, Specs
 
 Stage = Literal[0, 1, 2, 3]
 MOST_FILLED = 2
@@ -72,26 +73,26 @@ class Zero:
     uneven: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
-    def dims_of(self, tree: Any) -> list[int | None]:
+    def dims_of(self, tree: PyTree) -> list[int | None]:
         """The split dim of each leaf of a tree like the parameters, in order."""
         return [self.dims[name] for name, _ in flatten_with_names(tree)]
 
-    def lengths_of(self, tree: Any) -> list[int | None]:
+    def lengths_of(self, tree: PyTree) -> list[int | None]:
         """The same of that dim's own length where zeros fill it up; None where it divides."""
         names = [name for name, _ in flatten_with_names(tree)]
         return [self.padded[name][0] if name in self.padded else None for name in names]
 
-    def map(self, function: Callable[[Any, int | None], Any], tree: Any) -> Any:
+    def map(self, function: Callable[[Any, int | None], Any], tree: PyTree) -> PyTree:
         """A tree like the parameters with each leaf `function` of it and of its split dim."""
         leaves, structure = jax.tree.flatten(tree)
         found = [function(*pair) for pair in zip(leaves, self.dims_of(tree), strict=True)]
         return jax.tree.unflatten(structure, found)
 
-    def specs(self, specs: Any) -> Any:
+    def specs(self, specs: Specs) -> PyTree:
         """A tree of the parameters' specs with each one's dim split over `axes` too."""
         return self.map(self._split, specs)
 
-    def shardings(self, shardings: Any) -> Any:
+    def shardings(self, shardings: Shardings) -> PyTree:
         """The same of shardings."""
 
         def split(sharding: NamedSharding, dim: int | None) -> NamedSharding:
@@ -99,11 +100,11 @@ class Zero:
 
         return self.map(split, shardings)
 
-    def filled(self, tree: Any) -> Any:
+    def filled(self, tree: PyTree) -> PyTree:
         """A tree like the parameters with zeros at the ends of dims that do not divide."""
         return jax.tree.map(self.fill_one, tree, of_params(tree))
 
-    def cut(self, tree: Any) -> Any:
+    def cut(self, tree: PyTree) -> PyTree:
         """The inverse of `filled`."""
         return jax.tree.map(self.cut_one, tree, of_params(tree))
 
@@ -136,7 +137,7 @@ class Zero:
 
 
 def plan_zero(
-    config: ZeroConfig, layout: Layout, params: Any, dims: Mapping[str, Dims]
+    config: ZeroConfig, layout: Layout, params: Params, dims: Mapping[str, Dims]
 ) -> Zero | None:
     """What the config's stage splits, and along which dims; None for stage 0.
 

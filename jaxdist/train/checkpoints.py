@@ -16,6 +16,7 @@ from jaxdist.checkpoint.structure import describe
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import PyTree
 
 EXCHANGE = "exchange"
 
@@ -85,7 +86,7 @@ def _adapted(
     )
 
 
-def _as_saved(program: Program, state: Any, found: Mapping[str, LeafRecord]) -> Any:
+def _as_saved(program: Program, state: PyTree, found: Mapping[str, LeafRecord]) -> PyTree:
     """Shapes of an exchange's state as they were saved, whole on every device."""
     named = [name for name, _ in flatten_with_names(state)]
     leaves = [
@@ -107,7 +108,7 @@ def _begun(program: Program, state: TrainState) -> TrainState:
     shapes = program.state_shapes.exchange
     params = program.own_shapes.params
 
-    def begin() -> Any:
+    def begin() -> PyTree:
         zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), params)
         return program.exchange.init(zeros)
 
@@ -115,5 +116,5 @@ def _begun(program: Program, state: TrainState) -> TrainState:
     return program.home.from_files(replace(state, exchange=begun))
 
 
-def _shardings(shapes: Any) -> Any:
+def _shardings(shapes: PyTree) -> PyTree:
     return jax.tree.map(lambda shape: shape.sharding, shapes)

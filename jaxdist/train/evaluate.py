@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
 
 import jax
 
 from jaxdist.errors import RunError
 from jaxdist.models.loss import Batch
 from jaxdist.train.step import Program
+from jaxdist.types import Buffers, Params
 
 
 def evaluate(
-    program: Program, params: Any, buffers: Any, batches: Iterable[Batch]
+    program: Program, params: Params, buffers: Buffers, batches: Iterable[Batch]
 ) -> dict[str, float]:
     """Each of the loss's means over all rows that have weight; NaN where none has any for it.
 

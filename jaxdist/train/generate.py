@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.train.step import Program
+from jaxdist.types import Buffers, Params
 
 
 def generate(
     program: Program,
-    params: Any,
-    buffers: Any,
+    params: Params,
+    buffers: Buffers,
     *,
     prompt: Sequence[int],
     window: int,

@@ -23,6 +23,7 @@ from jaxdist.parallel.pipeline.model.stack import StageStack
 from jaxdist.parallel.zero import Zero
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Grads, Leaf, Params, PyTree
 
 Change = Callable[[Any, Owner], Any]
 """Of a parameter, or of what an optimizer keeps for one."""
@@ -44,11 +45,11 @@ class View(Protocol):
     @property
     def params(self) -> bool: ...
 
-    def store(self, leaf: Any, owner: Owner) -> Any:
+    def store(self, leaf: Leaf, owner: Owner) -> PyTree:
         """From the model's form to the devices'."""
         ...
 
-    def use(self, leaf: Any, owner: Owner) -> Any:
+    def use(self, leaf: Leaf, owner: Owner) -> PyTree:
         """The inverse of `store`."""
         ...
 
@@ -69,10 +70,10 @@ class FilledShards:
         """Below stage 3 parameters are whole."""
         return self.zero.stage == 3
 
-    def store(self, leaf: Any, owner: Owner) -> Any:
+    def store(self, leaf: Leaf, owner: Owner) -> PyTree:
         return self.zero.fill_one(leaf, owner)
 
-    def use(self, leaf: Any, owner: Owner) -> Any:
+    def use(self, leaf: Leaf, owner: Owner) -> PyTree:
         return self.zero.cut_one(leaf, owner)
 
 
@@ -90,13 +91,13 @@ class StageOrder:
     in_files: bool = field(default=False, init=False)
     params: bool = field(default=True, init=False)
 
-    def store(self, leaf: Any, owner: Owner) -> Any:
+    def store(self, leaf: Leaf, owner: Owner) -> PyTree:
         return self._moved(self.stack.store, leaf, owner)
 
-    def use(self, leaf: Any, owner: Owner) -> Any:
+    def use(self, leaf: Leaf, owner: Owner) -> PyTree:
         return self._moved(self.stack.restore, leaf, owner)
 
-    def _moved(self, move: Callable[[jax.Array], jax.Array], leaf: Any, owner: Owner) -> Any:
+    def _moved(self, move: Callable[[jax.Array], jax.Array], leaf: Leaf, owner: Owner) -> PyTree:
         layers = self.layers.get(owner.name)
         place = None if layers is None else owner.place_of(0)
         if place is not None:
@@ -147,7 +148,7 @@ class Home:
         """The inverse of `stored`."""
         return self._use(self.views, state)
 
-    def used_params(self, params: Any) -> Any:
+    def used_params(self, params: Params) -> PyTree:
         """`used` of a state's parameters alone."""
         return self._params(self.views, params)
 
@@ -159,17 +160,17 @@ class Home:
         """The inverse of `to_step`."""
         return self._store(self._not_in_steps, state)
 
-    def params_to_step(self, params: Any) -> Any:
+    def params_to_step(self, params: Params) -> PyTree:
         """`to_step` of a state's parameters alone."""
         return self._params(self._not_in_steps, params)
 
-    def grads_to_step(self, grads: Any) -> Any:
+    def grads_to_step(self, grads: Grads) -> PyTree:
         """Gradients in shards, as devices hold them, as the optimizer takes them."""
         for view in reversed(self._not_in_steps):
             grads = self._each(view.use, grads)
         return grads
 
-    def grads_from_step(self, grads: Any) -> Any:
+    def grads_from_step(self, grads: Grads) -> PyTree:
         """The inverse of `grads_to_step`."""
         for view in self._not_in_steps:
             grads = self._each(view.store, grads)
@@ -192,7 +193,7 @@ class Home:
         return tuple(view for view in self.views if not view.in_files)
 
     @cached_property
-    def owners(self) -> Any:
+    def owners(self) -> PyTree:
         """For each leaf of the optimizer's state the parameter that it belongs to, or None."""
         params = self.model.params
         return owners(jax.eval_shape(self.transform.init, params), params)
@@ -207,18 +208,18 @@ class Home:
             state = self._changed(view.use, state, params=view.params)
         return state
 
-    def _params(self, views: Sequence[View], params: Any) -> Any:
+    def _params(self, views: Sequence[View], params: Params) -> PyTree:
         for view in reversed(views):
             params = self._each(view.use, params) if view.params else params
         return params
 
-    def _each(self, change: Change, params: Any) -> Any:
+    def _each(self, change: Change, params: Params) -> PyTree:
         return jax.tree.map(change, params, of_params(self.model.params))
 
     def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
         """What the optimizer has for each parameter, and the parameters if they change too."""
 
-        def changed(leaf: Any, owner: Owner | None) -> Any:
+        def changed(leaf: Leaf, owner: Owner | None) -> PyTree:
             return leaf if owner is None else change(leaf, owner)
 
         opt_state = jax.tree.map(changed, state.opt_state, self.owners)

@@ -14,6 +14,7 @@ from jaxdist.hlo.refusal import is_too_large
 from jaxdist.runtime.hardware import host_memory_bytes
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
+from jaxdist.types import PyTree
 
 REMEDY = (
     "use a smaller train.batch_size, more train.microbatches, shorter or smaller examples, "
@@ -21,7 +22,7 @@ REMEDY = (
 )
 
 
-def bytes_per_device(shapes: Any) -> int:
+def bytes_per_device(shapes: PyTree) -> int:
     """Bytes that each device holds of a tree of `jax.ShapeDtypeStruct` with shardings."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
+
+from jaxdist.types import Buffers, Leaf, OptState, Params, PyTree
 
 
 @jax.tree_util.register_dataclass
@@ -22,13 +24,13 @@ class TrainState:
       outer: of `Outer`; () where it carries none.
     """
 
-    step: Any
-    params: Any
-    opt_state: Any
-    buffers: Any
-    loss_scale: Any = None
-    exchange: Any = ()
-    outer: Any = ()
+    step: Leaf
+    params: Params
+    opt_state: OptState
+    buffers: Buffers
+    loss_scale: PyTree = None
+    exchange: PyTree = ()
+    outer: PyTree = ()
 
 
 class Outer(Protocol):
@@ -39,11 +41,11 @@ class Outer(Protocol):
     What it carries (outer momentum, say) is `TrainState.outer`: saved and restored with the rest.
     """
 
-    def begin(self, state: TrainState) -> Any:
+    def begin(self, state: TrainState) -> PyTree:
         """What it carries before the first step; `state` has none yet."""
         ...
 
-    def shardings(self, carried: Any) -> Any:
+    def shardings(self, carried: PyTree) -> PyTree:
         """Where the leaves of what it carries lie; `carried` may be shapes."""
         ...
 

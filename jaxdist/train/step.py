@@ -28,6 +28,7 @@ from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Buffers, Grads, Params, PyTree
 
 STEP_METRICS = ("grad_norm", "learning_rate")
 SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
@@ -47,10 +48,10 @@ class Found(NamedTuple):
       exchange: what the exchange carries to the next step.
     """
 
-    grads: Any
+    grads: Grads
     sums: Sums
-    buffers: Any
-    exchange: Any
+    buffers: Buffers
+    exchange: PyTree
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class Program:
     def evaluate(self) -> Compiled:
         """(params as stored, buffers, batch) to sums, in evaluation mode (no randomness)."""
 
-        def evaluate(params: Any, buffers: Any, batch: Batch) -> Sums:
+        def evaluate(params: Params, buffers: Buffers, batch: Batch) -> Sums:
             return self.compute.sums(self.home.params_to_step(params), buffers, batch)
 
         return self._on_platform(jax.jit(evaluate, out_shardings=self.layout.replicated))

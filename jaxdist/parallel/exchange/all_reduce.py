@@ -11,6 +11,7 @@ from jaxdist.models.loss import Batch
 from jaxdist.parallel.contract import Compute, Gradients, Held
 from jaxdist.parallel.exchange.explicit import Explicit, over
 from jaxdist.parallel.layer_chunks import Layers, by_layers
+from jaxdist.types import Grads, Params, PyTree
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,16 @@ class AllReduce(Explicit):
     """An all-reduce of whole gradients, some layers at a time."""
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: Any
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         found = self.stacked(compute, held, batch, key)
         return found._replace(grads=self.mean(found.grads, found.sums["loss"].weight)), state
 
-    def mean(self, stacked: Any, weight: jax.Array) -> Any:
+    def mean(self, stacked: Grads, weight: jax.Array) -> PyTree:
         """The sum over devices of what `stacked` gives, over a weight."""
         return self.on_all_axes(self._mean_of_own, self.specs)(stacked, weight)
 
-    def _mean_of_own(self, grads: Any, weight: jax.Array) -> Any:
+    def _mean_of_own(self, grads: Grads, weight: jax.Array) -> PyTree:
         leaves, structure = jax.tree.flatten(grads)
         layers = self.layers_of(grads, [None] * len(leaves))
 
@@ -37,5 +38,5 @@ class AllReduce(Explicit):
 
         return structure.unflatten(by_layers(mean, leaves, layers, self.chunk_bytes(leaves)))
 
-    def publish(self, params: Any, into: Any) -> Any:
+    def publish(self, params: Params, into: Params) -> PyTree:
         return params

@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.parallel.contract import Placements
 from jaxdist.parallel.zero import Zero
+from jaxdist.types import Grads, Params, PyTree, Shardings
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Base:
       zero: what each replica keeps only a shard of, and of which parameters; None keeps all.
     """
 
-    whole: Any
+    whole: Shardings
     zero: Zero | None
 
     @property
@@ -36,23 +37,23 @@ class Base:
         return Placements(shares if sharded else self.whole, shares)
 
     @cached_property
-    def specs(self) -> Any:
+    def specs(self) -> PyTree:
         """Partition specs of whole parameters, a tree like them."""
         return jax.tree.map(lambda sharding: sharding.spec, self.whole)
 
-    def init(self, params: Any) -> Any:
+    def init(self, params: Params) -> PyTree:
         return ()
 
-    def state_shardings(self, state: Any) -> Any:
+    def state_shardings(self, state: PyTree) -> PyTree:
         """Every device holds all of it."""
         mesh = jax.tree.leaves(self.whole)[0].mesh
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
 
-    def reshard(self, saved: Any, state: Any) -> Any:
+    def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
         """Whole states are the same on every mesh."""
         return saved
 
-    def shares(self, grads: Any, params: Any) -> tuple[Any, Any]:
+    def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
         if self.zero is None:
             return grads, params
         lie = self.placements.shares

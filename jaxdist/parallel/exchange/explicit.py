@@ -28,6 +28,7 @@ from jaxdist.parallel.layer_chunks import Layers, by_layers
 from jaxdist.parallel.unshard import Wire, on_blocks
 from jaxdist.parallel.zero import Zero
 from jaxdist.trees import flatten_with_names, leaf_bytes
+from jaxdist.types import Buffers, Grads, Params, PyTree, Specs
 
 EVERYWHERE = PartitionSpec()
 LEAST_CHUNKS = 16
@@ -54,7 +55,7 @@ class Explicit(Base):
     global_statistics: bool = field(default=True, kw_only=True)
     explicit: bool = field(default=True, init=False)
 
-    def norm(self, grads: Any) -> jax.Array:
+    def norm(self, grads: Grads) -> jax.Array:
         if self.zero is None:
             return global_norm(grads)
         return global_norm_of_shards(grads, self.placements.shares)
@@ -66,10 +67,10 @@ class Explicit(Base):
         batch: Batch,
         key: jax.Array,
         *,
-        enter: Callable[[Any], Any] = lambda params: params,
-        leave: Callable[[Any], Any],
-        params_specs: Any = EVERYWHERE,
-        grads_specs: Any,
+        enter: Callable[[PyTree], PyTree] = lambda params: params,
+        leave: Callable[[PyTree], PyTree],
+        params_specs: Specs = EVERYWHERE,
+        grads_specs: Specs,
     ) -> Gradients:
         """Gradients of the total loss on each device's rows; sums of all, and buffers' means.
 
@@ -81,7 +82,7 @@ class Explicit(Base):
         """
         around = Surroundings(self.axes, self.axes if self.global_statistics else ())
 
-        def run(params: Any, buffers: Any, batch: Any, key: jax.Array) -> Gradients:
+        def run(params: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
             own = held._replace(params=enter(params), buffers=buffers)
             found = compute.gradients(own, batch, key, around)
@@ -99,7 +100,7 @@ class Explicit(Base):
             check_vma=False,
         )(held.stored, held.buffers, batch, key)
 
-    def _mean(self, buffers: Any) -> Any:
+    def _mean(self, buffers: Buffers) -> PyTree:
         leaves, structure = jax.tree.flatten(buffers)
         floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
         means = reduce_tree([leaves[i] for i in floating], self.axes, op="mean", algorithm=XLA)
@@ -114,10 +115,10 @@ class Explicit(Base):
             compute, held, batch, key, leave=_with_leading_dim, grads_specs=per_device
         )
 
-    def on_all_axes(self, reduce: Callable[[Any, jax.Array], Any], out_specs: Any) -> Any:
+    def on_all_axes(self, reduce: Callable[[Any, jax.Array], Any], out_specs: Specs) -> PyTree:
         """`reduce` of a device's own gradients and of a weight, from what `stacked` gives."""
 
-        def run(stacked: Any, weight: jax.Array) -> Any:
+        def run(stacked: Grads, weight: jax.Array) -> PyTree:
             return reduce(jax.tree.map(lambda g: g[0], stacked), weight)
 
         stacked = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
@@ -129,7 +130,7 @@ class Explicit(Base):
             check_vma=False,
         )
 
-    def layers_of(self, tree: Any, dims: Sequence[int | None]) -> list[int | None]:
+    def layers_of(self, tree: PyTree, dims: Sequence[int | None]) -> list[int | None]:
         """How many layers each leaf has; None is no stack, or one whose layers are split."""
         return [
             leaf.shape[0] if name in self.scanned and dim != 0 else None
@@ -167,7 +168,7 @@ class Sharding(Explicit):
         zero = self.zero
         return Wire(zero.axes, self.algorithm, zero.gather_dtype, self.reduce_dtype, zero.prefetch)
 
-    def finish(self, grads: Any) -> Any:
+    def finish(self, grads: Grads) -> PyTree:
         """Sum what is still unsummed: whole tensors over all data axes, shards over the others."""
         zero = self.zero
         leaves, structure = jax.tree.flatten(grads)
@@ -181,7 +182,7 @@ class Sharding(Explicit):
                     leaves[i] = leaf
         return structure.unflatten(leaves)
 
-    def publish(self, params: Any, into: Any) -> Any:
+    def publish(self, params: Params, into: Params) -> PyTree:
         if self.zero.stage == 3:
             return params
         return jax.shard_map(
@@ -192,7 +193,7 @@ class Sharding(Explicit):
             check_vma=False,
         )(self.zero.filled(params), into)
 
-    def _gather(self, shards: Any, into: Any) -> Any:
+    def _gather(self, shards: Params, into: Params) -> PyTree:
         zero = self.zero
         wire, dims = Wire(zero.axes, self.algorithm), zero.dims_of(into)
         lengths, (whole, structure) = zero.lengths_of(into), jax.tree.flatten(into)
@@ -206,11 +207,11 @@ class Sharding(Explicit):
         return structure.unflatten(by_layers(gather, parts, layers, chunk, into=whole))
 
 
-def _with_leading_dim(grads: Any) -> Any:
+def _with_leading_dim(grads: Grads) -> PyTree:
     return jax.tree.map(lambda g: g[None], grads)
 
 
-def over(weight: jax.Array, grads: Any) -> Any:
+def over(weight: jax.Array, grads: Grads) -> PyTree:
     """Gradients over a weight, in their own dtypes."""
     return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads)
 

@@ -11,6 +11,7 @@ from jaxdist.models.loss import Batch
 from jaxdist.parallel.contract import Compute, Gradients, Held
 from jaxdist.parallel.exchange.explicit import Sharding, over, together
 from jaxdist.parallel.layer_chunks import Layers, by_layers
+from jaxdist.types import Grads, PyTree
 
 
 @dataclass(frozen=True)
@@ -18,17 +19,17 @@ class Scatter(Sharding):
     """A reduce-scatter of whole gradients after the backward pass, some layers at a time."""
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: Any
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         found = self.stacked(compute, held, batch, key)
         reduce = self.on_all_axes(self._mean_shards, self.zero.specs(self.specs))
         mean = reduce(found.grads, found.sums["loss"].weight)
         return found._replace(grads=self.zero.cut(mean)), state
 
-    def _mean_shards(self, grads: Any, weight: jax.Array) -> Any:
+    def _mean_shards(self, grads: Grads, weight: jax.Array) -> PyTree:
         return over(weight, self.finish(self._scattered(grads)))
 
-    def _scattered(self, grads: Any) -> Any:
+    def _scattered(self, grads: Grads) -> PyTree:
         """This device's shards of the sums over ZeRO's axes; what is not split stays unsummed."""
         leaves, structure = jax.tree.flatten(grads)
         wire, dims = self.wire(), self.zero.dims_of(grads)

@@ -15,6 +15,7 @@ from jaxdist.models.loss import Batch
 from jaxdist.parallel.contract import Compute, Gradients, Held
 from jaxdist.parallel.exchange.explicit import EVERYWHERE, Sharding, over
 from jaxdist.parallel.unshard import defer
+from jaxdist.types import Params, PyTree
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Unsharded(Sharding):
     """A reduce-scatter of each layer's gradients in the backward pass."""
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: Any
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         shards = self.zero.specs(jax.tree.map(lambda _: EVERYWHERE, held.stored))
         found = self.on_rows(
@@ -38,7 +39,7 @@ class Unsharded(Sharding):
         mean = over(found.sums["loss"].weight, self.zero.cut(found.grads))
         return found._replace(grads=mean), state
 
-    def _deferred(self, params: Any) -> Any:
+    def _deferred(self, params: Params) -> PyTree:
         """Parameters that are gathered, or whose gradients leave, where they are used."""
         zero = self.zero
         wire, sharded = self.wire(), zero.stage == 3

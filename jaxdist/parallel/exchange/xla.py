@@ -12,6 +12,7 @@ from jaxdist.models.loss import Batch
 from jaxdist.optim.safety import global_norm
 from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
 from jaxdist.parallel.exchange.base import Base
+from jaxdist.types import Grads, Params, PyTree
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Xla(Base):
     explicit: bool = field(default=False, init=False)
 
     def gradients(
-        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: Any
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
         return compute.mean_gradients(held, batch, key, self._around), state
 
@@ -33,9 +34,9 @@ class Xla(Base):
         lie = self.placements.shares if self.zero.stage >= 2 else self.whole
         return Surroundings(placed=partial(jax.lax.with_sharding_constraint, shardings=lie))
 
-    def norm(self, grads: Any) -> jax.Array:
+    def norm(self, grads: Grads) -> jax.Array:
         return global_norm(grads)
 
-    def publish(self, params: Any, into: Any) -> Any:
+    def publish(self, params: Params, into: Params) -> PyTree:
         """XLA gathers them: the step's results lie as `placements.params` says."""
         return params

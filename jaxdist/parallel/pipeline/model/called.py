@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.loss import Batch, Loss
+from jaxdist.types import PyTree
 
 
 class _CalledError(Exception):
@@ -25,7 +26,7 @@ def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
     (2,)
     """
 
-    def module(*inputs: Any) -> Any:
+    def module(*inputs: PyTree) -> PyTree:
         raise _CalledError(inputs)
 
     try:

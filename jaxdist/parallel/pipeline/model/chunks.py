@@ -11,6 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdist.types import Params, PyTree
+
 
 def on_stages(placement: Sequence[int]) -> tuple[int, ...]:
     """The chunk in each place when all stages' chunks stand in one array, stage after stage.
@@ -28,7 +30,7 @@ def on_stages(placement: Sequence[int]) -> tuple[int, ...]:
     return tuple(chunk for own in each for chunk in (*own, *(-1,) * (most - len(own))))
 
 
-def to_stages(chunks: Any, placement: Sequence[int]) -> Any:
+def to_stages(chunks: PyTree, placement: Sequence[int]) -> PyTree:
     """Leaves `[chunks, ...]` as `[places, ...]`, to be split over the stage axis.
 
     Places that hold no chunk repeat one, which no task uses.
@@ -36,13 +38,13 @@ def to_stages(chunks: Any, placement: Sequence[int]) -> Any:
     return _ordered(chunks, [max(chunk, 0) for chunk in on_stages(placement)])
 
 
-def from_stages(places: Any, placement: Sequence[int]) -> Any:
+def from_stages(places: Any, placement: Sequence[int]) -> PyTree:
     """The inverse of `to_stages`."""
     order = on_stages(placement)
     return _ordered(places, [order.index(chunk) for chunk in range(len(placement))])
 
 
-def _ordered(tree: Any, order: Sequence[int]) -> Any:
+def _ordered(tree: PyTree, order: Sequence[int]) -> PyTree:
     """Leaves `[n, ...]` as `[len(order), ...]`, put together from slices.
 
     XLA's partitioner dies of a lookup where data and tensor axes split the leaf too.
@@ -81,7 +83,7 @@ class Cut:
         starts = ends - np.array(self.layers)[:, None]
         return np.minimum(starts + np.arange(self.most), ends - 1)
 
-    def to_chunks(self, layers: Any) -> Any:
+    def to_chunks(self, layers: PyTree) -> PyTree:
         """Leaves `[layers, ...]` as `[chunks, most, ...]`, by `index`."""
         index = self.index
 
@@ -91,7 +93,7 @@ class Cut:
 
         return jax.tree.map(leaf, layers)
 
-    def from_chunks(self, chunks: Any) -> Any:
+    def from_chunks(self, chunks: PyTree) -> PyTree:
         """The inverse of `to_chunks`; what stands where a chunk has no layer is dropped."""
         counts = np.array(self.layers)[:, None]
         places = np.flatnonzero(np.arange(self.most) < counts)
@@ -102,7 +104,9 @@ class Cut:
 
         return jax.tree.map(leaf, chunks)
 
-    def scan(self, layer: Callable[[Any, Any], Any], params: Any, x: Any, chunk: jax.Array) -> Any:
+    def scan(
+        self, layer: Callable[[Any, Any], Any], params: Params, x: PyTree, chunk: jax.Array
+    ) -> PyTree:
         """x after the layers of a chunk; those that it has not cost nothing.
 
         Args:
@@ -114,7 +118,7 @@ class Cut:
             return lax.scan(lambda x, own: (layer(own, x), None), x, params)[0]
         count = jnp.asarray(self.layers)[chunk]
 
-        def body(x: Any, own: tuple[jax.Array, Any]) -> tuple[Any, None]:
+        def body(x: PyTree, own: tuple[jax.Array, Any]) -> tuple[Any, None]:
             place, weights = own
             return lax.cond(place < count, lambda: layer(weights, x), lambda: x), None
 

@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, Visit
+from jaxdist.types import PyTree
 
 Chunk = Callable[[Any, jax.Array, Visit], jax.Array]
 """(its parameters, x `[rows, ...]`, visit) to the next x, of any other shape `[rows, ...]`."""
@@ -66,12 +67,12 @@ class Packed:
         """The inverse of `pack`."""
         return [self._tree(vector, chunk) for chunk, vector in enumerate(vectors)]
 
-    def _vector(self, tree: Any) -> jax.Array:
+    def _vector(self, tree: PyTree) -> jax.Array:
         flat = [leaf.ravel() for leaf in jax.tree.leaves(tree)]
         whole = jnp.concatenate(flat) if flat else jnp.zeros(0, _dtype(self.params))
         return jnp.pad(whole, (0, self.length - whole.size))
 
-    def _tree(self, vector: jax.Array, chunk: int) -> Any:
+    def _tree(self, vector: jax.Array, chunk: int) -> PyTree:
         shapes, structure = jax.tree.flatten(self.params[chunk])
         ends = accumulate(math.prod(shape.shape) for shape in shapes)
         return structure.unflatten(
@@ -103,7 +104,7 @@ def pack_model(
     chunks: Sequence[Chunk],
     head: Callable[[Any, jax.Array, Visit], tuple[jax.Array, Any]],
     params: Sequence[Any],
-    shared: Any,
+    shared: PyTree,
     visit: Visit,
 ) -> Packed:
     """A model of chunks that differ, its boundaries found by tracing.
@@ -131,9 +132,9 @@ def pack_model(
     return Packed(embed, tuple(chunks), head, shapes, tuple(boundaries))
 
 
-def _size(tree: Any) -> int:
+def _size(tree: PyTree) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(tree))
 
 
-def _dtype(trees: Any) -> Any:
+def _dtype(trees: Any) -> PyTree:
     return jax.tree.leaves(trees)[0].dtype

@@ -28,6 +28,7 @@ from jaxdist.parallel.pipeline.planning.estimate import shapes_of
 from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.sharding import Dims, Layout
+from jaxdist.types import Buffers, Params, PyTree
 
 WHOLE = PartitionSpec()
 
@@ -108,21 +109,21 @@ class PartedPipeline(Pipeline):
         """None: each step packs parameters, wherever they lie."""
         return None
 
-    def sums(self, params: Any, buffers: Any, batch: Batch) -> Sums:
+    def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
         """As the base's."""
         return super().sums(self._pack(params), buffers, batch)
 
-    def _pack(self, params: Any) -> list[jax.Array]:
+    def _pack(self, params: Params) -> list[jax.Array]:
         """Parameters as vectors `[chunks, length]`, in a list; one of two chunks is in both."""
         leaves = jax.tree.leaves(whole(params))
         vectors = self._packed.pack([[leaves[i] for i in own] for own in self._used])
         # Left to XLA, stages would send one another pieces of what all of them have.
         return [self._gathered(vectors, PartitionSpec(None))]
 
-    def _apart(self, tree: Any) -> tuple[list[Any], list[Any]]:
+    def _apart(self, tree: PyTree) -> tuple[list[Any], list[Any]]:
         return tree, []
 
-    def _together(self, layers: list[Any], shared: list[Any]) -> Any:
+    def _together(self, layers: list[Any], shared: list[Any]) -> PyTree:
         assert not shared, shared
         return layers
 
@@ -135,7 +136,7 @@ class PartedPipeline(Pipeline):
             partial(self._chunk, number, training=training) for number in range(len(self.counts))
         )
 
-        def head(shared: Any, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
+        def head(shared: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
             return minimised(self.loss, lambda *_: x, visit, factor)
 
         parts = replace(self._packed, chunks=chunks, head=head).parts
@@ -156,7 +157,7 @@ class PartedPipeline(Pipeline):
         return self._run(number, structure.unflatten(leaves), x, visit, training=training)
 
     def _run(
-        self, number: int, params: Any, x: jax.Array, visit: Visit, *, training: bool
+        self, number: int, params: Params, x: jax.Array, visit: Visit, *, training: bool
     ) -> jax.Array:
         module: Any = self.model.bind(params, {}, visit.key)
         module.train() if training else module.eval()
@@ -173,7 +174,7 @@ class PartedPipeline(Pipeline):
         x, found = None, []
         for number in range(len(self.counts)):
 
-            def run(leaves: Any, x: Any, visit: Any, number: int = number) -> jax.Array:
+            def run(leaves: Any, x: PyTree, visit: Any, number: int = number) -> jax.Array:
                 return self._run(number, structure.unflatten(leaves), x, visit, training=True)
 
             trace = jax.make_jaxpr(run, return_shape=True)
@@ -200,12 +201,12 @@ class PartedPipeline(Pipeline):
         params = [[leaves[i] for i in own] for own in self._used]
         first = jax.eval_shape(chunks[0], params[0], None, self._visit)
 
-        def embed(shared: Any, visit: Visit) -> jax.Array:
+        def embed(shared: PyTree, visit: Visit) -> jax.Array:
             # The first chunk reads the rows themselves, which every stage has.
             rows = len(jax.tree.leaves(visit.rows)[0])
             return jnp.zeros((rows, 1), first.dtype)
 
-        def head(shared: Any, x: jax.Array, visit: Visit) -> tuple[jax.Array, Any]:
+        def head(shared: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, Any]:
             raise AssertionError("shapes only")
 
         return pack_model(embed, chunks, head, params, [], self._visit)

@@ -31,14 +31,15 @@ from jaxdist.parallel.pipeline.schedules.derived import eager, forward_only
 from jaxdist.parallel.pipeline.schedules.schedule import Schedule
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
+from jaxdist.types import Buffers, Leaf, Params, PyTree, Specs
 
 
 class Stackable(Protocol):
     """A module that a pipeline can cut; called, it is head(trunk(embed(*inputs), *inputs))."""
 
-    def embed(self, *inputs: Any) -> jax.Array: ...
-    def trunk(self, x: jax.Array, *inputs: Any) -> jax.Array: ...
-    def head(self, x: jax.Array) -> Any: ...
+    def embed(self, *inputs: PyTree) -> jax.Array: ...
+    def trunk(self, x: jax.Array, *inputs: PyTree) -> jax.Array: ...
+    def head(self, x: jax.Array) -> PyTree: ...
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ class Pipeline:
         factor = None if held.scale is None else held.scale.scale / self._weight(shared, rows)
         everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
 
-        def local(chunks: Any, shared: Any, rows: Any, key: Any, factor: Any) -> Found:
+        def local(chunks: PyTree, shared: PyTree, rows: PyTree, key: Leaf, factor: Leaf) -> Found:
             parts, specs = self._parts(training=True, factor=factor), self._specs
             return run(self.ticks, parts, chunks, shared, rows, axis=AXIS, key=key, specs=specs)
 
@@ -105,13 +106,13 @@ class Pipeline:
         """The same over the weight of the whole batch."""
         return over_weight(self.gradients(held, batch, key, around))
 
-    def _weight(self, shared: Any, rows: Any) -> jax.Array:
+    def _weight(self, shared: PyTree, rows: PyTree) -> jax.Array:
         """What a microbatch's loss weighs, on average over microbatches and devices; not 0."""
         visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None)
         parts = self._parts(training=False)
         x = jax.eval_shape(parts.embed, shared, visit)
 
-        def weight(rows: Any) -> jax.Array:
+        def weight(rows: PyTree) -> jax.Array:
             zeros = jnp.zeros(x.shape, x.dtype)
             return parts.head(shared, zeros, visit._replace(rows=rows))[1]["loss"].weight
 
@@ -120,13 +121,13 @@ class Pipeline:
         mean = jax.lax.pmean(mean, axes) if axes else mean
         return jnp.where(mean == 0, 1, mean)
 
-    def sums(self, params: Any, buffers: Any, batch: Batch) -> Sums:
+    def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
         """What the loss measures of a batch, in evaluation mode."""
         layers, shared = self._apart(params)
         rows = split_rows(dict(batch), self.forward.microbatches, self.layout)
         everywhere, data = PartitionSpec(), self._axes_of("batch")
 
-        def local(chunks: Any, shared: Any, rows: Any) -> Sums:
+        def local(chunks: PyTree, shared: PyTree, rows: PyTree) -> Sums:
             parts, specs = self._parts(training=False), self._specs
             found = evaluate(self.forward, parts, chunks, shared, rows, axis=AXIS, specs=specs)
             return jax.lax.psum(found, data)
@@ -136,7 +137,7 @@ class Pipeline:
         return on_stages(self._to_stages(layers), shared, rows)
 
     def _on_stages(
-        self, local: Callable[..., Any], inside: Any, outside: Any, *more: str
+        self, local: Callable[..., Any], inside: Specs, outside: Specs, *more: str
     ) -> Callable[..., Any]:
         """`local` on each stage, manual on `more` axes too; it may be in a `jax.shard_map`."""
         nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
@@ -152,7 +153,7 @@ class Pipeline:
     def _parts(self, *, training: bool, factor: jax.Array | None = None) -> ModelFns:
         layers, shared = self._apart(self.model.params)
 
-        def bind(layers: Any, shared: Any, visit: Visit) -> Any:
+        def bind(layers: PyTree, shared: PyTree, visit: Visit) -> PyTree:
             module = self.model.bind(self._together(layers, shared), {}, visit.key)
             module.train() if training else module.eval()
             return module
@@ -160,26 +161,26 @@ class Pipeline:
         def inputs(visit: Visit) -> tuple[Any, ...]:
             return inputs_of(self.loss, weighted(visit.rows))
 
-        def embed(shared: Any, visit: Visit) -> jax.Array:
+        def embed(shared: PyTree, visit: Visit) -> jax.Array:
             return bind(_absent(layers), shared, visit).embed(*inputs(visit))
 
-        def trunk(layers: Any, x: jax.Array, visit: Visit) -> jax.Array:
+        def trunk(layers: PyTree, x: jax.Array, visit: Visit) -> jax.Array:
             return bind(layers, _absent(shared), visit).trunk(x, *inputs(visit))
 
-        def blocks(layers: Any, x: jax.Array, visit: Visit) -> jax.Array:
+        def blocks(layers: PyTree, x: jax.Array, visit: Visit) -> jax.Array:
             if self.cut.even:
                 return trunk(layers, x, visit)
             key = visit.key
             keys = None if key is None else jax.random.split(key, self.cut.most)
 
-            def layer(own: Any, x: jax.Array) -> jax.Array:
+            def layer(own: PyTree, x: jax.Array) -> jax.Array:
                 alone, key = own
                 one = jax.tree.map(lambda leaf: leaf[None], alone)
                 return trunk(one, x, visit._replace(key=key))
 
             return self.cut.scan(layer, (layers, keys), x, visit.chunk)
 
-        def head(shared: Any, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
+        def head(shared: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
             module = bind(_absent(layers), shared, visit)
             return minimised(self.loss, lambda *_: module.head(x), visit, factor)
 
@@ -203,7 +204,7 @@ class Pipeline:
         axis = self.layout.axis_of(dim)
         return axis_names(self.layout.mesh, axis) if axis else ()
 
-    def _apart(self, tree: Any) -> tuple[list[Any], list[Any]]:
+    def _apart(self, tree: PyTree) -> tuple[list[Any], list[Any]]:
         """Of a tree like the parameters: the leaves of stacked layers, and the others."""
         apart: tuple[list[Any], list[Any]] = ([], [])
         leaves = jax.tree.structure(self.model.params).flatten_up_to(tree)
@@ -211,7 +212,7 @@ class Pipeline:
             apart[name not in self.model.stacked].append(leaf)
         return apart
 
-    def _together(self, layers: list[Any], shared: list[Any]) -> Any:
+    def _together(self, layers: list[Any], shared: list[Any]) -> PyTree:
         """The inverse of `_apart`."""
         left = {True: iter(layers), False: iter(shared)}
         names = [name for name, _ in flatten_with_names(self.model.params)]
@@ -237,7 +238,7 @@ class Pipeline:
         ordered = chunks if self._arranged else from_stages(chunks, self.ticks.placement)
         return self.cut.from_chunks(ordered)
 
-    def _gathered(self, chunks: Any, spec: PartitionSpec) -> Any:
+    def _gathered(self, chunks: PyTree, spec: PartitionSpec) -> PyTree:
         """All places on every stage; `spec` is that of one place."""
         inside = jax.sharding.get_abstract_mesh()
         mesh = inside if inside.manual_axes else self.layout.mesh
