@@ -90,7 +90,7 @@ def our_program(kind):
 
 @pytest.mark.parametrize("kind", pipeline_race.PIPELINES)
 def test_our_stages_run_the_schedule_and_keep_activations(small, kind):
-    ticks = our_program(kind).pipeline.ticks
+    ticks = our_program(kind).compute.ticks
     assert ticks.name == {"1f1b": "1f1b-eager"}.get(kind, kind)
     assert (ticks.stages, ticks.microbatches) == (2, 4)
     assert ticks.activations == "stash"
