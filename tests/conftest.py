@@ -24,6 +24,7 @@ import pytest  # noqa: E402  (the same)
 from jax.experimental.compilation_cache.compilation_cache import (  # noqa: E402  (the same)
     reset_cache,
 )
+from run_fixtures import compiled, finished, jaxdist, trained  # noqa: E402, F401  (fixtures)
 
 from jaxdist.mesh import Device  # noqa: E402  (the same)
 from jaxdist.runtime.topology import topology_devices  # noqa: E402  (the same)

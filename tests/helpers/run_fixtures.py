@@ -1,3 +1,5 @@
+"""Fixtures of tests that use the command line; `tests/conftest.py` has them for all folders."""
+
 from __future__ import annotations
 
 import shutil
