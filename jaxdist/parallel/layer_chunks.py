@@ -24,17 +24,17 @@ def by_layers(
     function: Function,
     leaves: Sequence[jax.Array],
     layers: Sequence[int | None],
-    turn_bytes: int,
+    chunk_bytes: int,
     *,
     into: Sequence[jax.Array] | None = None,
 ) -> Layers:
-    """`function` of all leaves: of stacks in turns of some layers, of the rest at once.
+    """Call `function` on all leaves: on stacks a chunk of layers at a time, on the rest at once.
 
-    A stack of which all layers fit in one turn is of the rest.
+    A stack of which all layers fit in one chunk counts as the rest.
 
     Args:
       layers: how many each leaf has along its first dim; None is no stack.
-      turn_bytes: of a turn's layers, unless one layer is larger.
+      chunk_bytes: of a chunk's layers, unless one layer is larger.
       into: of stacks, the buffers that results fill; None fills the stacks themselves. Results keep
         the dtypes of what they fill, and may be shorter along any dim but the first.
     """
@@ -43,12 +43,12 @@ def by_layers(
     for mine in group(layers):
         held = [leaves[i] for i in mine]
         filled = None if into is None else [into[i] for i in mine]
-        count = min(layers_at_once(stacks, turn_bytes) for stacks in (held, filled or held))
+        count = min(layers_at_once(stacks, chunk_bytes) for stacks in (held, filled or held))
         if count == held[0].shape[0]:
             once += mine
         else:
-            _replace(found, mine, _in_turns(partial(function, mine), held, filled, count))
-    # What needs one turn goes with what has no layers, so that all of it can be one message.
+            _replace(found, mine, _in_chunks(partial(function, mine), held, filled, count))
+    # What needs one chunk goes with what has no layers, so that all of it can be one message.
     once.sort()
     _replace(found, once, function(once, [leaves[i] for i in once]))
     return found
@@ -67,8 +67,8 @@ def group(layers: Sequence[int | None]) -> list[list[int]]:
     return list(found.values())
 
 
-def layers_at_once(stacks: Sequence[jax.Array], turn_bytes: int) -> int:
-    """How many layers of all stacks together take at most `turn_bytes`, and divide their number.
+def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
+    """How many layers of all stacks together take at most `chunk_bytes`, and divide their number.
 
     >>> import numpy as np
     >>> layers_at_once([np.zeros((6, 4), "float32")], 63)
@@ -76,21 +76,23 @@ def layers_at_once(stacks: Sequence[jax.Array], turn_bytes: int) -> int:
     """
     layers = stacks[0].shape[0]
     layer_bytes = sum(leaf_bytes(stack) for stack in stacks) / layers
-    fitting = [n for n in range(1, layers + 1) if layers % n == 0 and n * layer_bytes <= turn_bytes]
+    fitting = [
+        n for n in range(1, layers + 1) if layers % n == 0 and n * layer_bytes <= chunk_bytes
+    ]
     return max(fitting, default=1)
 
 
-def _in_turns(
+def _in_chunks(
     function: Callable[[Layers], Layers], stacks: Layers, into: Layers | None, count: int
 ) -> Layers:
-    """In turns of `count` layers."""
-    turns = stacks[0].shape[0] // count
+    """In chunks of `count` layers."""
+    chunks = stacks[0].shape[0] // count
 
-    def turn(at: jax.Array, filled: Layers) -> Layers:
+    def chunk(at: jax.Array, filled: Layers) -> Layers:
         layers = function(_take(filled if into is None else stacks, at * count, count))
         return _put(filled, layers, at * count)
 
-    filled = lax.fori_loop(0, turns, turn, stacks if into is None else into)
+    filled = lax.fori_loop(0, chunks, chunk, stacks if into is None else into)
     shapes = jax.eval_shape(function, stacks)
     return [lax.slice(f, [0] * f.ndim, s.shape) for f, s in zip(filled, shapes, strict=True)]
 
