@@ -36,13 +36,13 @@ class Wanted(NamedTuple):
       target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`; any mesh.
       shapes: a tree like it with the tensors' own shapes, where the target's have zeros at their
         ends to fill up shards; None are those of the target.
-      ignored: beginning of the names of saved arrays that may be left where they are.
+      ignored: names of saved arrays that are left where they are.
       finish: from the loaded tree to what the caller gets.
     """
 
     target: PyTree
     shapes: PyTree = None
-    ignored: tuple[str, ...] = ()
+    ignored: frozenset[str] = frozenset()
     finish: Callable[[PyTree], PyTree] = lambda tree: tree
 
 
@@ -148,7 +148,7 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
             "the run directory on a file system that all hosts share"
         ) from error
     target, shapes, ignored, finish = adapt(manifest.leaves)
-    compared = {n: leaf for n, leaf in manifest.leaves.items() if not n.startswith(ignored)}
+    compared = {n: leaf for n, leaf in manifest.leaves.items() if n not in ignored}
     check_structure(compared, target if shapes is None else shapes, where=str(path))
     try:
         state = load_arrays(path / ARRAYS, manifest.leaves, target)

@@ -15,7 +15,6 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.checkpoint.structure import describe
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
 EXCHANGE = "exchange"
@@ -67,33 +66,28 @@ def _adapted(
     program: Program, say: Callable[[str], None], saved: Mapping[str, LeafRecord]
 ) -> Wanted:
     target, shapes = program.state_shapes, program.own_shapes
-    own = {f"{EXCHANGE}/{n}": leaf for n, leaf in describe(target.exchange).items()}
-    found = {n: leaf for n, leaf in saved.items() if n == EXCHANGE or n.startswith(EXCHANGE + "/")}
+    own, found = _of_exchange(describe(target)), _of_exchange(saved)
     if own == found:
         return Wanted(target, shapes, finish=program.home.from_files)
     if own.keys() == found.keys():
-        as_saved = _as_saved(program, target.exchange, found)
-        finish = partial(_resharded, program)
+        # As they were saved, whole on every device.
+        leaves = [
+            jax.ShapeDtypeStruct(
+                found[name].shape, found[name].dtype, sharding=program.layout.replicated
+            )
+            for name in own
+        ]
+        given = jax.tree.unflatten(jax.tree.structure(target.exchange), leaves)
+        ignored, finish = frozenset(), partial(_resharded, program)
     else:
         if jax.process_index() == 0:
             say("what the exchange of gradients carries begins anew: another one saved this")
-        as_saved, finish = (), partial(_begun, program)
-    return Wanted(
-        replace(target, exchange=as_saved),
-        replace(shapes, exchange=as_saved),
-        ignored=(EXCHANGE + "/",) if own.keys() != found.keys() else (),
-        finish=finish,
-    )
+        given, ignored, finish = (), frozenset(found), partial(_begun, program)
+    return Wanted(replace(target, exchange=given), replace(shapes, exchange=given), ignored, finish)
 
 
-def _as_saved(program: Program, state: PyTree, found: Mapping[str, LeafRecord]) -> PyTree:
-    """Shapes of an exchange's state as they were saved, whole on every device."""
-    named = [name for name, _ in flatten_with_names(state)]
-    leaves = [
-        jax.ShapeDtypeStruct(record.shape, record.dtype, sharding=program.layout.replicated)
-        for record in (found[f"{EXCHANGE}/{name}"] for name in named)
-    ]
-    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+def _of_exchange(leaves: Mapping[str, LeafRecord]) -> dict[str, LeafRecord]:
+    return {name: leaf for name, leaf in leaves.items() if name.split("/")[0] == EXCHANGE}
 
 
 def _resharded(program: Program, state: TrainState) -> TrainState:

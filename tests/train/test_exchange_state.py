@@ -47,6 +47,17 @@ class Rounded(AllReduce):
         return found._replace(grads=self.mean(sent, found.sums["loss"].weight)), left
 
 
+class Counted(AllReduce):
+    """Its state is one bare array: how many exchanges there were."""
+
+    def init(self, params):
+        return jnp.int32(0)
+
+    def gradients(self, compute, held, batch, key, state):
+        found, _ = super().gradients(compute, held, batch, key, ())
+        return found, state + 1
+
+
 class Model(nnx.Module):
     def __init__(self, rngs):
         self.w = nnx.Param(jax.random.normal(rngs.params(), (3, 5)), dims=("embed", "mlp"))
@@ -68,14 +79,14 @@ def rows(seed=0):
     }
 
 
-def program(devices, stateful=True, **plan):
+def program(devices, stateful=True, kind=Rounded, **plan):
     plan = {"reduce": Ring(), **plan}
     found = build_program(Model, squares, OPTIM, rows(), {"data": devices}, **plan)
     if not stateful:
         return found
     own = found.exchange
     given = {"mesh": own.mesh, "axes": own.axes, "algorithm": own.algorithm}
-    return replace(found, exchange=Rounded(own.whole, None, **given))
+    return replace(found, exchange=kind(own.whole, None, **given))
 
 
 def bits(tree):
@@ -145,6 +156,17 @@ def test_another_number_of_devices_shares_the_same_sum(saved):
     np.testing.assert_allclose(after.sum(0), before.sum(0), rtol=1e-6)
     assert bits(state.params) == bits(old.params)
     trained(found, 1, state)
+
+
+def test_a_state_of_one_bare_array_is_restored_and_left(tmp_path):
+    found = program(8, kind=Counted)
+    state = trained(found, 3)
+    with CheckpointStore(tmp_path, keep=1, keep_best=False, on_event=pytest.fail) as store:
+        store.save(3, state, metadata={})
+    assert int(restored(tmp_path, program(4, kind=Counted)).exchange) == 3
+    said = []
+    assert restored(tmp_path, program(4, stateful=False), said.append).exchange == ()
+    assert len(said) == 1
 
 
 def test_an_exchange_without_leaves_it_and_one_with_begins_anew(saved, tmp_path):
