@@ -161,9 +161,8 @@ def markdown(directory: Path) -> str:
         "median and",
         "range are of the ratio, ours over the reference, in all runs. A goal holds if the median "
         "run holds;",
-        f"times of fewer than {ENOUGH_RUNS} runs are marked. [One run in detail](measurements.md) "
-        "says what",
-        "each figure is, and what moves it.",
+        f"times of fewer than {ENOUGH_RUNS} runs are marked. "
+        "[What moves the figures](measurements.md) says how to read them.",
     ]
     for path in paths:
         lines += _section(path.stem, read_runs(path))
