@@ -112,13 +112,9 @@ class Program:
 
         opt_state = jax.tree.map(placed, shapes.opt_state, self.home.owners)
         outer = jax.tree.map(placed, shapes.outer, self.home.owners_of_outer)
-        buffers, loss_scale = jax.tree.map(
-            lambda _: replicated, (shapes.buffers, shapes.loss_scale)
-        )
+        others = jax.tree.map(lambda _: replicated, (shapes.buffers, shapes.loss_scale))
         exchange = self.exchange.state_shardings(shapes.exchange)
-        return TrainState(
-            replicated, placements.params, opt_state, buffers, loss_scale, exchange, outer
-        )
+        return TrainState(replicated, placements.params, opt_state, *others, exchange, outer)
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         """Keys of the initial parameters and of the steps."""
