@@ -110,11 +110,15 @@ class Program:
                 return replicated
             return NamedSharding(replicated.mesh, owner.spec(shares[owner.name].spec))
 
-        opt_state = jax.tree.map(placed, shapes.opt_state, self.home.owners)
-        outer = jax.tree.map(placed, shapes.outer, self.home.owners_of_outer)
-        others = jax.tree.map(lambda _: replicated, (shapes.buffers, shapes.loss_scale))
-        exchange = self.exchange.state_shardings(shapes.exchange)
-        return TrainState(replicated, placements.params, opt_state, *others, exchange, outer)
+        return TrainState(
+            step=replicated,
+            params=placements.params,
+            opt_state=jax.tree.map(placed, shapes.opt_state, self.home.owners),
+            buffers=jax.tree.map(lambda _: replicated, shapes.buffers),
+            loss_scale=jax.tree.map(lambda _: replicated, shapes.loss_scale),
+            exchange=self.exchange.state_shardings(shapes.exchange),
+            outer=jax.tree.map(placed, shapes.outer, self.home.owners_of_outer),
+        )
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
         """Keys of the initial parameters and of the steps."""
@@ -280,14 +284,11 @@ class Program:
         """A program that takes a state and gives the next one in its memory."""
         # XLA:CPU drops barriers before it fuses; they make replicas of new parameters equal.
         keep = self.exchange.keeps_barriers and self._on_cpu
-        return self._on_platform(
-            jax.jit(
-                function,
-                donate_argnums=0,
-                out_shardings=shardings,
-                compiler_options=KEEP_BARRIERS if keep else None,
-            )
+        options = KEEP_BARRIERS if keep else None
+        jitted = jax.jit(
+            function, donate_argnums=0, out_shardings=shardings, compiler_options=options
         )
+        return self._on_platform(jitted)
 
     @property
     def _on_cpu(self) -> bool:
