@@ -84,13 +84,9 @@ def restore(
     *,
     shapes: PyTree = None,
     step: int | None = None,
-    adapt: Adapt | None = None,
     on_event: Callable[[str], None],
 ) -> Restored:
     """Load a checkpoint into the structure and shardings of `target`; every process calls it.
-
-    Every file is compared with the manifest before any array is loaded. With `step` None the newest
-    comes first and a damaged one is reported through `on_event` and passed over.
 
     Args:
       directory: where the `step_*` directories stand, on a file system that all processes share.
@@ -98,7 +94,31 @@ def restore(
       shapes: a tree like it with the tensors' own shapes, where the target's have zeros at their
         ends to fill up shards; None are those of the target.
       step: the step to load; None for the newest that is whole.
-      adapt: for a target that depends on what was saved; `target` and `shapes` are then unused.
+      on_event: called on process 0 with one line for each damaged checkpoint.
+
+    Raises:
+      CheckpointError: what `restore_as` raises.
+    """
+    wanted = Wanted(target, shapes)
+    return restore_as(directory, lambda saved: wanted, step=step, on_event=on_event)
+
+
+def restore_as(
+    directory: Path,
+    adapt: Adapt,
+    *,
+    step: int | None = None,
+    on_event: Callable[[str], None],
+) -> Restored:
+    """Load of a checkpoint what `adapt` asks for, which it may do by what was saved.
+
+    Every process calls it. Every file is compared with the manifest before any array is loaded.
+    With `step` None the newest comes first and a damaged one is reported through `on_event` and
+    passed over.
+
+    Args:
+      directory: where the `step_*` directories stand, on a file system that all processes share.
+      step: the step to load; None for the newest that is whole.
       on_event: called on process 0 with one line for each damaged checkpoint.
 
     Raises:
@@ -115,7 +135,7 @@ def restore(
     refused: list[str] = []
     while remaining:
         candidate = remaining.pop(0)
-        restored, problem = _try(directory, candidate, adapt or (lambda _: Wanted(target, shapes)))
+        restored, problem = _try(directory, candidate, adapt)
         if restored is not None:
             return restored
         following = f"trying step {remaining[0]} next" if remaining else "there is no other to try"

@@ -22,7 +22,14 @@ from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.arrays import ArrayWriter
 from jaxdist.checkpoint.manifest import LeafRecord, seal
 from jaxdist.checkpoint.reasons import how_lost, is_disk_full, one_line
-from jaxdist.checkpoint.restore import Adapt, Restored, committed_steps, restore, valid_manifests
+from jaxdist.checkpoint.restore import (
+    Adapt,
+    Restored,
+    committed_steps,
+    restore,
+    restore_as,
+    valid_manifests,
+)
 from jaxdist.checkpoint.retention import Saved, to_delete
 from jaxdist.checkpoint.structure import describe
 from jaxdist.config.schema import Config, Count
@@ -194,12 +201,15 @@ class CheckpointStore:
         *,
         shapes: PyTree = None,
         step: int | None = None,
-        adapt: Adapt | None = None,
     ) -> Restored:
         """Load a checkpoint; see `jaxdist.checkpoint.restore.restore`."""
         self.wait()
-        given = {"shapes": shapes, "step": step, "adapt": adapt}
-        return restore(self.directory, target, **given, on_event=self._on_event)
+        return restore(self.directory, target, shapes=shapes, step=step, on_event=self._on_event)
+
+    def restore_as(self, adapt: Adapt, *, step: int | None = None) -> Restored:
+        """Load what `adapt` asks for; see `jaxdist.checkpoint.restore.restore_as`."""
+        self.wait()
+        return restore_as(self.directory, adapt, step=step, on_event=self._on_event)
 
     def _prepare_directory(self) -> None:
         probe = self.directory / f".probe-{jax.process_index()}"

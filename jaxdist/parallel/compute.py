@@ -20,13 +20,25 @@ from jaxdist.types import Buffers, Grads, Params, PyTree
 
 
 @dataclass(frozen=True)
-class Whole:
-    """The batch at once."""
+class Unstaged:
+    """A pass in which every device has all layers; evaluation takes the batch at once."""
 
     objective: Objective
     layout: Layout
-    microbatches: int = field(default=1, init=False)
     explicit: bool = field(default=False, init=False)
+
+    def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
+        return self.objective.sums(params, buffers, batch, None)[1][0]
+
+    def resized(self, microbatches: int) -> Compute:
+        return whole_or_accumulated(self.objective, self.layout, microbatches)
+
+
+@dataclass(frozen=True)
+class Whole(Unstaged):
+    """The batch at once."""
+
+    microbatches: int = field(default=1, init=False)
 
     def gradients(
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
@@ -38,21 +50,12 @@ class Whole:
     ) -> Gradients:
         return self.objective.mean_gradients(held, batch, key, around)
 
-    def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        return self.objective.sums(params, buffers, batch, None)[1][0]
-
-    def resized(self, microbatches: int) -> Compute:
-        return whole_or_accumulated(self.objective, self.layout, microbatches)
-
 
 @dataclass(frozen=True)
-class Accumulated:
+class Accumulated(Unstaged):
     """Microbatches one after another; their gradients are added up in float32 at least."""
 
-    objective: Objective
-    layout: Layout
     microbatches: int
-    explicit: bool = field(default=False, init=False)
 
     def gradients(
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
@@ -80,12 +83,6 @@ class Accumulated:
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
     ) -> Gradients:
         return over_weight(self.gradients(held, batch, key, around))
-
-    def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        return Whole(self.objective, self.layout).sums(params, buffers, batch)
-
-    def resized(self, microbatches: int) -> Compute:
-        return whole_or_accumulated(self.objective, self.layout, microbatches)
 
 
 def whole_or_accumulated(objective: Objective, layout: Layout, microbatches: int) -> Compute:

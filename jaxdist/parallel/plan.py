@@ -1,4 +1,4 @@
-"""From a config to how gradients are exchanged; `validity.py` refuses what does not combine."""
+"""From a config to how gradients are exchanged; `validity/` refuses what does not combine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.exchange.unsharded import Unsharded
 from jaxdist.parallel.exchange.xla import Xla
 from jaxdist.parallel.pipeline.planning.plan import AXIS, PipelineConfig
-from jaxdist.parallel.validity import Facts, check, notices
+from jaxdist.parallel.validity.notices import notices
+from jaxdist.parallel.validity.table import Facts, check
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout
 from jaxdist.types import Leaf, Params, Shardings

@@ -18,7 +18,7 @@ from jaxdist.parallel.pipeline.executor.ticks import Activations
 from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.csv_form import Csv
 from jaxdist.parallel.pipeline.schedules.schedule import loop
-from jaxdist.parallel.validity import Facts, violations
+from jaxdist.parallel.validity.table import Facts, violations
 from jaxdist.parallel.zero import Stage, ZeroConfig
 from jaxdist.types import Json, JsonObject
 

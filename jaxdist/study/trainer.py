@@ -110,6 +110,12 @@ class Trainer:
                     f"{self._path}: its runs go through the batch sizes {sizes}, but a study "
                     "trains each at one; set train.batch_ramp=null and train.phases=null"
                 )
+            strategy = experiment.config.strategy.type
+            if strategy != "synchronous":
+                raise ConfigError(
+                    f"{self._path}: strategy.type {strategy} does more than steps, which is all "
+                    "that a study compares; set strategy={type: synchronous}"
+                )
             if experiment.heldout is None:
                 raise DataError(
                     f"data of {self._path} has no held-out split, by which a study judges; "

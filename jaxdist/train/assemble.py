@@ -16,6 +16,7 @@ from jaxdist.parallel.objective import Objective
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.home import views_of
+from jaxdist.train.state import Outer
 from jaxdist.train.step import Program
 
 
@@ -31,6 +32,7 @@ def assemble(
     microbatches: int = 1,
     exchange: Exchange | None = None,
     pipeline: Pipeline | None = None,
+    outer: Outer | None = None,
 ) -> Program:
     """The program of a plan.
 
@@ -40,6 +42,7 @@ def assemble(
       microbatches: pieces that the batch is computed in; a pipeline has those of its schedule.
       exchange: of gradients; None leaves it to XLA.
       pipeline: the stages that the layers lie on; None where each device has all of them.
+      outer: what exchanges parameters between steps; None is nothing.
 
     Raises:
       ShardingError: a parameter does not divide over the mesh.
@@ -49,4 +52,4 @@ def assemble(
         exchange = Xla(param_shardings(layout, model.params, dims), None)
     compute = pipeline or whole_or_accumulated(objective, layout, microbatches)
     views = views_of(model, exchange.zero, None if pipeline is None else pipeline.stack)
-    return Program(model, optimizer, layout, dims, batch, seed, compute, exchange, views)
+    return Program(model, optimizer, layout, dims, batch, seed, compute, exchange, views, outer)

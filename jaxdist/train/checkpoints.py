@@ -15,9 +15,7 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.checkpoint.structure import describe
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.types import PyTree
-
-EXCHANGE = "exchange"
+from jaxdist.types import Params, PyTree
 
 
 def save(
@@ -49,15 +47,16 @@ def restore(
     Raises:
       CheckpointError: there is none, or none that fits.
     """
-    return store.restore(program.state_shapes, step=step, adapt=adapted(program, say))
+    return store.restore_as(adapted(program, say), step=step)
 
 
 def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
     """What `program` loads of a checkpoint, and how it becomes a state as devices hold it.
 
-    All but the exchange's state must be as `program` has it. The exchange's own is loaded as it was
-    saved and passed through `Exchange.reshard` where another plan had other shapes; it begins anew,
-    which is said, where another exchange saved it, or none.
+    All but what the exchanges carry must be as `program` has it. The state of the exchange of
+    gradients is loaded as it was saved and passed through `Exchange.reshard` where another plan had
+    other shapes; that of the exchange between steps has the same shapes on every plan. Each begins
+    anew, which is said, where another exchange saved it, or none.
     """
     return partial(_adapted, program, say)
 
@@ -65,49 +64,89 @@ def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
 def _adapted(
     program: Program, say: Callable[[str], None], saved: Mapping[str, LeafRecord]
 ) -> Wanted:
-    target, shapes = program.state_shapes, program.own_shapes
-    own, found = _of_exchange(describe(target)), _of_exchange(saved)
-    if own == found:
-        return Wanted(target, shapes, finish=program.home.from_files)
-    if own.keys() == found.keys():
+    own, given, ignored = describe(program.own_shapes), {}, frozenset()
+    remake, begins = None, False
+    wanted, found = _part(own, "exchange"), _part(saved, "exchange")
+    if wanted != found and wanted.keys() == found.keys():
         # As they were saved, whole on every device.
         leaves = [
             jax.ShapeDtypeStruct(
                 found[name].shape, found[name].dtype, sharding=program.layout.replicated
             )
-            for name in own
+            for name in wanted
         ]
-        given = jax.tree.unflatten(jax.tree.structure(target.exchange), leaves)
-        ignored, finish = frozenset(), partial(_resharded, program)
-    else:
-        if jax.process_index() == 0:
-            say("what the exchange of gradients carries begins anew: another one saved this")
-        given, ignored, finish = (), frozenset(found), partial(_begun, program)
-    return Wanted(replace(target, exchange=given), replace(shapes, exchange=given), ignored, finish)
+        structure = jax.tree.structure(program.own_shapes.exchange)
+        given["exchange"], remake = jax.tree.unflatten(structure, leaves), _resharded
+    elif wanted != found:
+        _tell(say, "what the exchange of gradients carries begins anew: another one saved this")
+        given["exchange"], remake, ignored = (), _begun, ignored.union(found)
+    wanted, found = _part(own, "outer"), _part(saved, "outer")
+    if wanted != found:
+        _tell(say, "what the strategy carries begins anew: another one saved this")
+        given["outer"], begins, ignored = (), True, ignored.union(found)
+    target, shapes = (replace(s, **given) for s in (program.state_shapes, program.own_shapes))
+    finish = partial(_finished, program, remake, begins)
+    return Wanted(target, shapes, ignored, finish)
 
 
-def _of_exchange(leaves: Mapping[str, LeafRecord]) -> dict[str, LeafRecord]:
-    return {name: leaf for name, leaf in leaves.items() if name.split("/")[0] == EXCHANGE}
+def _part(leaves: Mapping[str, LeafRecord], name: str) -> dict[str, LeafRecord]:
+    """The leaves of one field of the state; it may be one bare leaf."""
+    return {path: leaf for path, leaf in leaves.items() if path.split("/")[0] == name}
 
 
-def _resharded(program: Program, state: TrainState) -> TrainState:
+def _tell(say: Callable[[str], None], text: str) -> None:
+    if jax.process_index() == 0:
+        say(text)
+
+
+def _finished(
+    program: Program,
+    remake: Callable[[Program, PyTree], PyTree] | None,
+    begins: bool,
+    state: TrainState,
+) -> TrainState:
+    """A state as devices hold it from one as checkpoints have it.
+
+    Args:
+      remake: makes what the exchange carries from what was loaded of it; None leaves it.
+      begins: whether what the strategy carries begins anew.
+    """
+    if remake is not None:
+        state = replace(state, exchange=remake(program, state.exchange))
+    if not begins:
+        return program.home.from_files(state)
+    stored = replace(program.home, outer=()).from_files(state)
+    return replace(stored, outer=_begun_outer(program, stored.params))
+
+
+def _resharded(program: Program, saved: PyTree) -> PyTree:
     shapes = program.state_shapes.exchange
     reshard = jax.jit(
         lambda saved: program.exchange.reshard(saved, shapes), out_shardings=_shardings(shapes)
     )
-    return program.home.from_files(replace(state, exchange=reshard(state.exchange)))
+    return reshard(saved)
 
 
-def _begun(program: Program, state: TrainState) -> TrainState:
-    shapes = program.state_shapes.exchange
+def _begun(program: Program, saved: PyTree) -> PyTree:
     params = program.own_shapes.params
 
     def begin() -> PyTree:
         zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), params)
         return program.exchange.init(zeros)
 
-    begun = jax.jit(begin, out_shardings=_shardings(shapes))()
-    return program.home.from_files(replace(state, exchange=begun))
+    return jax.jit(begin, out_shardings=_shardings(program.state_shapes.exchange))()
+
+
+def _begun_outer(program: Program, params: Params) -> PyTree:
+    """What the exchange between steps carries where it begins with these stored parameters."""
+    outer, home = program.outer, program.home
+    if outer is None:
+        return ()
+
+    def begin(params: Params) -> PyTree:
+        return home.stored_outer(outer.begin(home.used_params(params)))
+
+    return jax.jit(begin, out_shardings=_shardings(program.state_shapes.outer))(params)
 
 
 def _shardings(shapes: PyTree) -> PyTree:

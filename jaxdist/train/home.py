@@ -134,19 +134,26 @@ class Home:
 
     Attributes:
       transform: the optimizer, of whose state some leaves belong to parameters.
+      outer: shapes of what `jaxdist.train.state.Outer` carries, of which some do too. Steps leave
+        it as it is stored.
     """
 
     views: tuple[View, ...]
     model: Functional
     transform: optax.GradientTransformation
+    outer: PyTree = ()
 
     def stored(self, state: TrainState) -> TrainState:
         """The model's state as devices hold it."""
-        return self._store(self.views, state)
+        return self._store_all(self.views, state)
 
     def used(self, state: TrainState) -> TrainState:
         """The inverse of `stored`."""
-        return self._use(self.views, state)
+        return self._use_all(self.views, state)
+
+    def stored_outer(self, carried: PyTree) -> PyTree:
+        """`stored` of what a state's outer exchange carries alone."""
+        return self._store_outer(self.views, carried)
 
     def used_params(self, params: Params) -> PyTree:
         """`used` of a state's parameters alone."""
@@ -159,6 +166,14 @@ class Home:
     def from_step(self, state: TrainState) -> TrainState:
         """The inverse of `to_step`."""
         return self._store(self._not_in_steps, state)
+
+    def outer_to_step(self, carried: PyTree) -> PyTree:
+        """From what devices hold to what an outer exchange computes with."""
+        return self._use_outer(self._not_in_steps, carried)
+
+    def outer_from_step(self, carried: PyTree) -> PyTree:
+        """The inverse of `outer_to_step`."""
+        return self._store_outer(self._not_in_steps, carried)
 
     def params_to_step(self, params: Params) -> PyTree:
         """`to_step` of a state's parameters alone."""
@@ -178,11 +193,11 @@ class Home:
 
     def to_files(self, state: TrainState) -> TrainState:
         """From devices to what checkpoints have."""
-        return self._use(self._not_in_files, state)
+        return self._use_all(self._not_in_files, state)
 
     def from_files(self, state: TrainState) -> TrainState:
         """The inverse of `to_files`."""
-        return self._store(self._not_in_files, state)
+        return self._store_all(self._not_in_files, state)
 
     @property
     def _not_in_steps(self) -> tuple[View, ...]:
@@ -197,6 +212,27 @@ class Home:
         """For each leaf of the optimizer's state the parameter that it belongs to, or None."""
         params = self.model.params
         return owners(jax.eval_shape(self.transform.init, params), params)
+
+    @cached_property
+    def owners_of_outer(self) -> PyTree:
+        """The same for each leaf of what the outer exchange carries."""
+        return owners(self.outer, self.model.params)
+
+    def _store_all(self, views: Sequence[View], state: TrainState) -> TrainState:
+        return replace(self._store(views, state), outer=self._store_outer(views, state.outer))
+
+    def _use_all(self, views: Sequence[View], state: TrainState) -> TrainState:
+        return replace(self._use(views, state), outer=self._use_outer(views, state.outer))
+
+    def _store_outer(self, views: Sequence[View], carried: PyTree) -> PyTree:
+        for view in views:
+            carried = _owned(view.store, carried, self.owners_of_outer)
+        return carried
+
+    def _use_outer(self, views: Sequence[View], carried: PyTree) -> PyTree:
+        for view in reversed(views):
+            carried = _owned(view.use, carried, self.owners_of_outer)
+        return carried
 
     def _store(self, views: Sequence[View], state: TrainState) -> TrainState:
         for view in views:
@@ -218,10 +254,15 @@ class Home:
 
     def _changed(self, change: Change, state: TrainState, *, params: bool) -> TrainState:
         """What the optimizer has for each parameter, and the parameters if they change too."""
-
-        def changed(leaf: Leaf, owner: Owner | None) -> PyTree:
-            return leaf if owner is None else change(leaf, owner)
-
-        opt_state = jax.tree.map(changed, state.opt_state, self.owners)
+        opt_state = _owned(change, state.opt_state, self.owners)
         held = self._each(change, state.params) if params else state.params
         return replace(state, params=held, opt_state=opt_state)
+
+
+def _owned(change: Change, tree: PyTree, owners: PyTree) -> PyTree:
+    """The tree with those of its leaves changed that belong to a parameter."""
+
+    def changed(leaf: Leaf, owner: Owner | None) -> PyTree:
+        return leaf if owner is None else change(leaf, owner)
+
+    return jax.tree.map(changed, tree, owners)

@@ -144,21 +144,26 @@ class Stop(Hook):
         return self.stopped
 
     def at(self, moment: Moment) -> None:
-        moment.stop = self.stopped
+        moment.stop = moment.stop or self.stopped
 
 
 @dataclass
 class Between(Hook):
-    """Exchanges parameters between steps, where a plan does so."""
+    """Exchanges parameters between steps, where a strategy does so.
+
+    Attributes:
+      exchange: from a state to the one that training goes on with.
+    """
 
     outer: Outer
+    exchange: Callable[[TrainState], TrainState]
 
     def due(self, step: int) -> bool:
         return self.outer.due(step)
 
     def at(self, moment: Moment) -> None:
         if self.outer.due(moment.step):
-            moment.state = self.outer.exchange(moment.step, moment.state)
+            moment.state = self.exchange(moment.state)
 
 
 @dataclass

@@ -54,7 +54,12 @@ def check_state_fits(state: TrainState) -> None:
         return
     parts = ", ".join(
         f"{name} {bytes_per_device(part) / 1e9:,.1f} GB"
-        for name, part in (("parameters", state.params), ("optimizer", state.opt_state))
+        for name, part in (
+            ("parameters", state.params),
+            ("optimizer", state.opt_state),
+            ("strategy", state.outer),
+        )
+        if jax.tree.leaves(part)
     )
     raise RunError(
         f"the training state needs {needed / 1e9:,.1f} GB on each device ({parts}), but a "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 
@@ -36,23 +36,21 @@ class TrainState:
 class Outer(Protocol):
     """An exchange of parameters that does not happen at every step.
 
-    Local updates (DiLoCo, elastic averaging) and parameter servers let replicas go their own way
-    for some steps and then exchange parameters; such a way is one more implementation of this.
-    What it carries (outer momentum, say) is `TrainState.outer`: saved and restored with the rest.
+    What it carries (slow weights, outer momentum) is `TrainState.outer`. Its leaves that belong to
+    a parameter (`jaxdist.optim.owners`) lie on the mesh as that parameter's moments do, in shards
+    with ZeRO; all others lie whole on every device. They are saved with the rest and load into any
+    plan, to the bit. Where a checkpoint has other leaves, another one saved it, and it begins anew
+    with the parameters of the checkpoint.
     """
 
-    def begin(self, state: TrainState) -> PyTree:
-        """What it carries before the first step; `state` has none yet."""
-        ...
-
-    def shardings(self, carried: PyTree) -> PyTree:
-        """Where the leaves of what it carries lie; `carried` may be shapes."""
+    def begin(self, params: Params) -> PyTree:
+        """What it carries before the first step; traced."""
         ...
 
     def due(self, step: int) -> bool:
         """Whether to exchange after `step`; the same on every process."""
         ...
 
-    def exchange(self, step: int, state: TrainState) -> TrainState:
-        """The state that training goes on with after `step`."""
+    def exchange(self, params: Params, carried: Any) -> tuple[Any, Any]:
+        """The parameters that training goes on with, and what is carried on; traced."""
         ...

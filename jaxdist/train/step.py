@@ -82,7 +82,8 @@ class Program:
     @cached_property
     def home(self) -> Home:
         """Between the state as it is stored and as the model knows it."""
-        return Home(self.views, self.model, self.optimizer.transform)
+        outer = () if self.outer is None else self.own_shapes.outer
+        return Home(self.views, self.model, self.optimizer.transform, outer)
 
     @cached_property
     def state_shapes(self) -> TrainState:
@@ -109,14 +110,14 @@ class Program:
                 return replicated
             return NamedSharding(replicated.mesh, owner.spec(shares[owner.name].spec))
 
-        opt_state = jax.tree.map(placed, shapes.opt_state, self.home.owners)
-        buffers, loss_scale = jax.tree.map(
-            lambda _: replicated, (shapes.buffers, shapes.loss_scale)
-        )
-        exchange = self.exchange.state_shardings(shapes.exchange)
-        outer = self.outer.shardings(shapes.outer) if self.outer is not None else ()
         return TrainState(
-            replicated, placements.params, opt_state, buffers, loss_scale, exchange, outer
+            step=replicated,
+            params=placements.params,
+            opt_state=jax.tree.map(placed, shapes.opt_state, self.home.owners),
+            buffers=jax.tree.map(lambda _: replicated, shapes.buffers),
+            loss_scale=jax.tree.map(lambda _: replicated, shapes.loss_scale),
+            exchange=self.exchange.state_shardings(shapes.exchange),
+            outer=jax.tree.map(placed, shapes.outer, self.home.owners_of_outer),
         )
 
     def _keys(self) -> tuple[jax.Array, jax.Array]:
@@ -127,15 +128,15 @@ class Program:
     def _init(self) -> TrainState:
         params, buffers = self.model.init(self._keys()[0])
         optimizer = self.optimizer
-        state = TrainState(
+        return TrainState(
             step=jnp.zeros((), jnp.int32),
             params=optimizer.stored(params),
             opt_state=optimizer.transform.init(params),
             buffers=buffers,
             loss_scale=optimizer.loss_scale.init() if optimizer.loss_scale else None,
             exchange=self.exchange.init(params),
+            outer=() if self.outer is None else self.outer.begin(params),
         )
-        return state if self.outer is None else replace(state, outer=self.outer.begin(state))
 
     def init(self) -> TrainState:
         """A fresh state, created where it will live: no device holds more than its shards."""
@@ -143,7 +144,7 @@ class Program:
         def init() -> TrainState:
             return self.home.stored(self._init())
 
-        return jax.jit(init, out_shardings=jax.tree.map(lambda s: s.sharding, self.state_shapes))()
+        return jax.jit(init, out_shardings=self._stored_shardings)()
 
     def _gradients(self, stored: TrainState, state: TrainState, batch: Batch) -> Found:
         """Of a state as it is stored, and as steps compute with it."""
@@ -219,7 +220,7 @@ class Program:
 
         It is `gradients` and `update` in one program.
         """
-        return self._updating(self._train)
+        return self._updating(self._train, (self._stored_shardings, self.layout.replicated))
 
     @cached_property
     def gradients(self) -> Compiled:
@@ -247,7 +248,24 @@ class Program:
             own = found._replace(grads=self.home.grads_to_step(found.grads))
             return self._update(self.home.to_step(stored), own)
 
-        return self._updating(update)
+        return self._updating(update, (self._stored_shardings, self.layout.replicated))
+
+    @cached_property
+    def between(self) -> Compiled:
+        """State to state: the exchange of `outer`, where there is one; the state is donated."""
+        outer = self.outer
+        assert outer is not None
+
+        def between(stored: TrainState) -> TrainState:
+            state, carried = self.home.to_step(stored), self.home.outer_to_step(stored.outer)
+            # As in a step: each device computes its share, which then goes where it is stored.
+            _, shares = self.exchange.shares(state.params, state.params)
+            moved, carried = outer.exchange(shares, carried)
+            params = self.exchange.publish(moved, state.params)
+            new = self.home.from_step(replace(state, params=params))
+            return replace(new, outer=self.home.outer_from_step(carried))
+
+        return self._updating(between, self._stored_shardings)
 
     @cached_property
     def evaluate(self) -> Compiled:
@@ -258,19 +276,19 @@ class Program:
 
         return self._on_platform(jax.jit(evaluate, out_shardings=self.layout.replicated))
 
-    def _updating(self, function: Any) -> Compiled:
-        """A program that takes a state and gives the next one in its memory, and metrics."""
-        shardings = jax.tree.map(lambda s: s.sharding, self.state_shapes)
+    @property
+    def _stored_shardings(self) -> TrainState:
+        return jax.tree.map(lambda s: s.sharding, self.state_shapes)
+
+    def _updating(self, function: Any, shardings: Any) -> Compiled:
+        """A program that takes a state and gives the next one in its memory."""
         # XLA:CPU drops barriers before it fuses; they make replicas of new parameters equal.
         keep = self.exchange.keeps_barriers and self._on_cpu
-        return self._on_platform(
-            jax.jit(
-                function,
-                donate_argnums=0,
-                out_shardings=(shardings, self.layout.replicated),
-                compiler_options=KEEP_BARRIERS if keep else None,
-            )
+        options = KEEP_BARRIERS if keep else None
+        jitted = jax.jit(
+            function, donate_argnums=0, out_shardings=shardings, compiler_options=options
         )
+        return self._on_platform(jitted)
 
     @property
     def _on_cpu(self) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxdist.checkpoint.restore import Restored, restore
+from jaxdist.checkpoint.restore import Restored, restore_as
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.train.checkpoints import adapted
@@ -38,13 +38,8 @@ def open_run(
     def say(text: str) -> None:
         console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True)
 
-    restored = restore(
-        directory.checkpoints,
-        experiment.program.state_shapes,
-        step=step,
-        adapt=adapted(experiment.program, say),
-        on_event=say,
-    )
+    adapt = adapted(experiment.program, say)
+    restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
     check_order(directory, restored.step)
     return experiment, restored
 

@@ -98,6 +98,7 @@ JUDGED = {
         | {
             "loss": {"type": "classification", "label_smoothing": 0.1},
             "seed": 3,
+            "strategy": {"type": "lookahead", "steps": 3},
             "mesh": {"data": 8, "fake_devices": 8},
         },
         {
@@ -112,6 +113,7 @@ JUDGED = {
             "optim.max_skipped": "not in the step: ends a run",
             "eval.every": "not in the step: evaluates",
             "checkpoint.every": "not in the step: saves",
+            "strategy.steps": "not in the step: exchanges",
             "seed": "not in the step: draws",
             "mesh.data": "default: ",
             "mesh.fake_devices": "not in the step: the devices",

@@ -20,7 +20,8 @@ from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_exchange
-from jaxdist.parallel.validity import FEATURES, ROWS, Facts, footnotes, markdown, violations
+from jaxdist.parallel.validity.page import footnotes, markdown
+from jaxdist.parallel.validity.table import FEATURES, ROWS, Facts, violations
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.sharding import ShardingConfig, make_layout
 

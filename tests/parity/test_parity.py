@@ -21,7 +21,7 @@ from jaxdist.cli import app
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.parallel.plan import ParallelConfig
-from jaxdist.parallel.validity import violations
+from jaxdist.parallel.validity.table import violations
 from jaxdist.parity import cells as parity_cells
 from jaxdist.parity import compare as command
 from jaxdist.parity import run as parity_run

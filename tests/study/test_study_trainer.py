@@ -121,6 +121,12 @@ def test_a_batch_that_changes_within_a_run_is_refused(config: Path) -> None:
         trainer.check([Trial("sgd", 64, 0, 1.0, 0)])
 
 
+def test_a_run_that_does_more_than_steps_is_refused(config: Path) -> None:
+    trainer = Trainer(config, ["strategy={type: lookahead}"])
+    with pytest.raises(ConfigError, match=r"tiny\.yaml: strategy\.type lookahead does more than"):
+        trainer.check([Trial("sgd", 64, 0, 1.0, 0)])
+
+
 def test_data_without_a_held_out_split_is_refused(config: Path) -> None:
     folder = config.parent / "idx"
     folder.mkdir()

@@ -136,7 +136,7 @@ def saved(tmp_path):
 
 def restored(directory, found, say=pytest.fail):
     with CheckpointStore(directory, keep=1, keep_best=False, on_event=pytest.fail) as store:
-        return store.restore(found.state_shapes, adapt=adapted(found, say)).state
+        return store.restore_as(adapted(found, say)).state
 
 
 def test_it_is_saved_and_goes_on_to_the_bit(saved):

@@ -92,14 +92,11 @@ def evaluated(losses: list[float], best: float | None = None) -> tuple[Evaluate,
     return measured, saved
 
 
-class Halves:
-    """An outer exchange that halves the state every second step."""
+class Second:
+    """An outer exchange every second step."""
 
     def due(self, step):
         return step % 2 == 0
-
-    def exchange(self, step, state):
-        return state / 2
 
 
 def test_what_happens_between_steps_is_what_is_evaluated_saved_and_gone_on_with():
@@ -112,8 +109,8 @@ def test_what_happens_between_steps_is_what_is_evaluated_saved_and_gone_on_with(
 
     measured = Evaluate(Cadence(1, 9), run, quiet, None)
     kept = Save(Cadence(2, 9), lambda state, *_: saved.append(state), measured)
-    outer: Any = Halves()
-    found = RunHooks([Between(outer), measured, kept])
+    outer: Any = Second()
+    found = RunHooks([Between(outer, lambda state: state / 2), measured, kept])
     assert [found.due(step) for step in (1, 2)] == [True, True]
     state: Any = 8.0
     for step in range(1, 5):

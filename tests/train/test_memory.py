@@ -43,6 +43,12 @@ def test_a_state_that_no_device_can_hold():
     assert "mesh axis tensor" in message
 
 
+def test_what_a_strategy_carries_is_told_too():
+    large = state(2**36)
+    with pytest.raises(RunError, match=r"optimizer 1,099.5 GB, strategy 549.8 GB\)"):
+        check_state_fits(dataclasses.replace(large, outer=large.params))
+
+
 class Square(nnx.Module):
     """Compares every value of an example with every other, as attention does."""
 

@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import DCN, ICI
-from jaxdist.parallel.validity import Facts, violations
+from jaxdist.parallel.validity.table import Facts, violations
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.parity.cells import (
     ACTIVATIONS,

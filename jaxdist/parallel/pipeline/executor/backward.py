@@ -37,9 +37,7 @@ def backward(
     branches = [kinds.index(kind) + 1 if kind in kinds else 0 for kind in KINDS] + [0]
     # These buffers are only read. They are closed over rather than passed through the conditional,
     # since XLA may copy what a conditional returns.
-    unchanged = {"inputs": state.inputs, "gradients": state.gradients}
-    if not state.kept:
-        unchanged["residuals"] = state.residuals
+    unchanged = {name: getattr(state, name) for name in ("inputs", "gradients", "residuals")}
 
     def branch(
         task: BackwardTask,

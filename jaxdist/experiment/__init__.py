@@ -1,0 +1,19 @@
+"""A configuration as a whole: reading it, its cross-checks, and what it builds.
+
+Only this room sees the whole tree; nothing below it ever receives more than its own section.
+"""
+
+from jaxdist.experiment.config import EvalConfig, ExperimentConfig, RunConfig, load
+from jaxdist.experiment.experiment import Experiment, TrainStage, build
+from jaxdist.experiment.explain import explain_config
+
+__all__ = [
+    "EvalConfig",
+    "Experiment",
+    "ExperimentConfig",
+    "RunConfig",
+    "TrainStage",
+    "build",
+    "explain_config",
+    "load",
+]

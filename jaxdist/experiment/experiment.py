@@ -1,0 +1,157 @@
+"""All that a configuration names, built and checked; nothing is computed yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import jax
+
+from jaxdist.config import Document
+from jaxdist.data import Dataset
+from jaxdist.data.loader import Loader
+from jaxdist.experiment.config import ExperimentConfig, at_setting
+from jaxdist.experiment.program import make_program
+from jaxdist.mesh import Device, build_mesh
+from jaxdist.sharding import Layout, make_layout
+from jaxdist.train.plan import Plan, check_batch, explain, plan_learning_rate, plan_stages
+from jaxdist.train.step import Program
+from jaxdist.train.strategy.contract import TrainStage
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A built experiment: everything is checked, nothing is computed yet.
+
+    Attributes:
+      program: the step and the evaluation at train.batch_size, and the state of every stage.
+      loader: training batches of train.batch_size.
+      stages: what a run goes through; for most runs one, with `program` and `loader`.
+      explained: how derived values came about, a line each.
+      notices: settings that do nothing here, a sentence each.
+    """
+
+    config: ExperimentConfig
+    dataset: Dataset
+    layout: Layout
+    program: Program
+    loader: Loader
+    heldout: Loader | None
+    total_steps: int
+    stages: tuple[TrainStage, ...]
+    explained: tuple[str, ...]
+    notices: tuple[str, ...] = ()
+
+    @property
+    def unit(self) -> str:
+        """What the rate counts: "tokens" or "examples"."""
+        return "tokens" if "tokens" in self.program.batch else "examples"
+
+    @property
+    def units_per_step(self) -> int:
+        """Tokens trained on, or examples, in one step at train.batch_size."""
+        return self.config.train.batch_size * self.units_per_example
+
+    @property
+    def units_per_example(self) -> int:
+        """Tokens of an example, or 1."""
+        return self.program.batch["tokens"].shape[1] - 1 if self.unit == "tokens" else 1
+
+
+def build(
+    config: ExperimentConfig,
+    document: Document | None = None,
+    *,
+    devices: Sequence[Device] | None = None,
+) -> Experiment:
+    """Build everything that a config names, on all devices or on those given.
+
+    Raises:
+      ConfigError: a part that cannot be built, or parts that do not go together.
+    """
+    at = partial(at_setting, document or Document(config.model_dump(mode="json")))
+    with at("mesh"):
+        layout = make_layout(config.sharding, build_mesh(config.mesh, devices))
+    with at("train", "batch_size"):
+        check_batch(config.train.batch_size, config.train.microbatches, layout)
+    with at("data"):
+        dataset = config.data.build()
+    with at("data"):
+        loader = _loader(config, layout, dataset)
+        heldout = (
+            None if dataset.heldout is None else _loader(config, layout, dataset, heldout=True)
+        )
+    with at("train"):
+        plan = plan_stages(config.train, len(dataset.train))
+    with at("optim"):
+        rate = plan_learning_rate(config.train, config.optim, plan, len(dataset.train))
+    program, derived, notices = make_program(
+        config, layout, dataset, loader.batch_shapes, plan, rate, at
+    )
+    with at("train"):
+        stages = _stages(config, layout, dataset, plan, program, loader)
+    return Experiment(
+        config=config,
+        dataset=dataset,
+        layout=layout,
+        program=program,
+        loader=loader,
+        heldout=heldout,
+        total_steps=plan.total_steps,
+        stages=stages,
+        explained=(*explain(plan, rate), *derived),
+        notices=notices,
+    )
+
+
+def _stages(
+    config: ExperimentConfig,
+    layout: Layout,
+    dataset: Dataset,
+    plan: Plan,
+    program: Program,
+    loader: Loader,
+) -> tuple[TrainStage, ...]:
+    """A program and a loader for each stage; those of one batch size share the program."""
+    train = config.train
+    programs = {train.batch_size: program}
+    stages = []
+    for stage, seen in zip(plan.stages, plan.first_examples, strict=True):
+        size, batches = stage.batch_size, loader
+        compute = program.compute.resized(train.microbatches_of(size))
+        check_batch(size, compute.microbatches, layout)
+        if seen or size != train.batch_size:
+            batches = _loader(config, layout, dataset, batch_size=size, start_example=seen)
+        if size not in programs:
+            programs[size] = replace(program, batch=batches.batch_shapes, compute=compute)
+        last = stage.first_step + stage.steps
+        stages.append(TrainStage(stage.first_step, last, size, programs[size], batches))
+    return tuple(stages)
+
+
+def _loader(
+    config: ExperimentConfig,
+    layout: Layout,
+    dataset: Dataset,
+    *,
+    heldout: bool = False,
+    batch_size: int | None = None,
+    start_example: int = 0,
+) -> Loader:
+    def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
+        return layout.sharding(("batch", *(None,) * (len(shape) - 1)))
+
+    source = dataset.heldout if heldout else dataset.train
+    assert source is not None
+    return Loader(
+        source,
+        batch_size=batch_size or config.train.batch_size,
+        seed=config.seed,
+        shuffle=not heldout,
+        start_example=start_example,
+        sharding=sharding,
+        prefetch=config.train.prefetch,
+        allowed=dataset.allowed,
+        split="held-out split" if heldout else "training split",
+    )

@@ -1,0 +1,71 @@
+"""What a configuration leads to, told before anything is built."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.config import Document
+from jaxdist.data import DataConfig, Dataset
+from jaxdist.errors import JaxdistError
+from jaxdist.experiment.config import At, ExperimentConfig, at_setting
+from jaxdist.experiment.program import chunks_of, loss_of, model_of
+from jaxdist.train.plan import explain, needs_examples, plan_learning_rate, plan_stages
+
+
+def explain_config(config: ExperimentConfig, document: Document | None = None) -> tuple[str, ...]:
+    """What the run of a config derives, a line each; nothing where all is as the config says.
+
+    The data is read for its size where that is quick.
+
+    Raises:
+      ConfigError: values that do not go together.
+    """
+    at = partial(at_setting, document or Document(config.model_dump(mode="json")))
+    return (*_explain_steps(config, at), *_explain_pipeline(config, at))
+
+
+def _explain_steps(config: ExperimentConfig, at: At) -> tuple[str, ...]:
+    train, optim, examples = config.train, config.optim, None
+    if needs_examples(train, optim):
+        if optim.scale_from is None and train.batch_ramp is None and train.phases is None:
+            return ()
+        data = _at_hand(config.data)
+        if data is None:
+            return ("learning rate, warm-up and stages: unknown until the data is read",)
+        examples = len(data.train)
+    with at("train"):
+        plan = plan_stages(train, examples)
+    with at("optim"):
+        return explain(plan, plan_learning_rate(train, optim, plan, examples))
+
+
+def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
+    stages, rows = config.mesh.stage, config.train.batch_size
+    if not isinstance(stages, int) or stages < 2:
+        return ()
+    data = _at_hand(config.data)
+    if data is None or "import" in (config.model.type, config.loss and config.loss.type):
+        return ("pipeline: unknown until the data and the model are read",)
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *jnp.shape(value)), jnp.result_type(value))
+        for name, value in data.train[0].items()
+    }
+    with at("model"):
+        model = model_of(config, data, batch)
+    with at("loss"):
+        loss = loss_of(config, batch)
+    with at("parallel", "pipeline"):
+        chunks = chunks_of(config, model, loss, batch, stages)
+    return () if chunks is None else chunks.explained
+
+
+def _at_hand(data: DataConfig) -> Dataset | None:
+    """The data where no download, large file or user's code stands before."""
+    quick = data.type == "synthetic" or getattr(data, "source", "") in ("digits", "python-stdlib")
+    try:
+        return data.build() if quick else None
+    except JaxdistError:
+        return None

@@ -1,0 +1,194 @@
+"""The program of a configuration: model, loss, optimizer and plan, each in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.data import Dataset
+from jaxdist.experiment.config import At, ExperimentConfig, own_code
+from jaxdist.models.build import choose_loss, make_model
+from jaxdist.models.functional import Functional, functional
+from jaxdist.models.layers import no_hint
+from jaxdist.models.loss import Loss, weighted
+from jaxdist.optim.build import Rate, build_optimizer
+from jaxdist.parallel.pipeline.model.parted import plan_parted
+from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
+from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
+from jaxdist.parallel.plan import plan_exchange
+from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
+from jaxdist.train.assemble import assemble
+from jaxdist.train.plan import Plan
+from jaxdist.train.step import Program
+from jaxdist.trees import flatten_with_names
+
+
+def make_program(
+    config: ExperimentConfig,
+    layout: Layout,
+    dataset: Dataset,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    plan: Plan,
+    rate: Rate,
+    at: At,
+) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
+    """The program, how its pipeline came about, and settings of its plan that do nothing.
+
+    Args:
+      batch: shapes, dtypes and shardings of a global batch.
+      at: reports what goes wrong at the setting to blame.
+
+    Raises:
+      ConfigError: a part that cannot be built, or parts that do not go together.
+    """
+    own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
+    with at("model"):
+        model = model_of(config, dataset, batch, layout)
+    with at("loss"):
+        loss = loss_of(config, batch)
+    with at("loss"), own("loss", "model") as imported:
+        # Built-in models mark their stacks; a model of unlike parts is traced part by part.
+        if imported and not model.in_parts:
+            rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+            model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)
+    shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
+    with at("sharding"):
+        dims = resolve_dims(config.sharding, shapes, model.dims, model.stacked)
+        model = model.with_dims(dims)
+    with at("parallel", "pipeline"), own("loss", "model"):
+        chunks = chunks_of(config, model, loss, batch, stages_of(layout.mesh))
+    stored = layout if chunks is None else chunks.stored(layout)
+    with at("sharding"):
+        whole = param_shardings(stored, model.params, dims)
+    with at("parallel"):
+        exchange, notices = plan_exchange(
+            config.parallel, layout, model.params, dims, whole, model.stacked
+        )
+    with at("optim"), own("optim"):
+        optimizer = build_optimizer(
+            config.optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
+        )
+    with at("strategy"):
+        outer = config.strategy.outer(optimizer)
+    with at("parallel", "pipeline"), own("loss", "model"):
+        pipeline = None
+        if chunks is not None:
+            pipeline = _pipeline(config, chunks, model, loss, stored, dims, batch)
+    with at("loss"):
+        program = assemble(
+            model,
+            loss,
+            optimizer,
+            stored,
+            dims,
+            batch,
+            seed=config.seed,
+            microbatches=config.train.microbatches,
+            exchange=exchange,
+            pipeline=pipeline,
+            outer=outer,
+        )
+        with own("loss", "model"):
+            _ = program.metrics
+    _trace(program, at, own)
+    notices = (*notices, *config.strategy.notices(plan.total_steps))
+    if chunks is None:
+        return program, (), notices
+    return program, chunks.explained, (*notices, *chunks.notices(stored, model, dims))
+
+
+def model_of(
+    config: ExperimentConfig,
+    dataset: Dataset,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    layout: Layout | None = None,
+) -> Functional:
+    """The model, for data like this.
+
+    Args:
+      batch: shapes of a batch.
+      layout: that its activations are constrained to; None leaves them free.
+
+    Raises:
+      ConfigError: it does not fit the data or the devices.
+    """
+    make = make_model(
+        config.model,
+        shapes=_shapes(batch),
+        vocab_size=dataset.vocab_size,
+        classes=dataset.classes,
+        hint=no_hint if layout is None else layout,
+        # Not this process's own: programs are compiled for devices that are not there.
+        platform=None if layout is None else layout.mesh.devices.flat[0].platform,
+    )
+    return functional(make)
+
+
+def loss_of(config: ExperimentConfig, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Loss:
+    """What is minimised: the config's choice, or the model's own.
+
+    Raises:
+      ConfigError: it does not fit the model or the data.
+    """
+    return choose_loss(config.model, config.loss, _shapes(batch)).build()
+
+
+def _shapes(batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:
+    """Of one example, by field."""
+    return {name: struct.shape[1:] for name, struct in batch.items()}
+
+
+def chunks_of(
+    config: ExperimentConfig,
+    model: Functional,
+    loss: Loss,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    stages: int,
+) -> ChunkPlan | None:
+    """The chunks of a pipeline of so many stages; None where there is one stage.
+
+    Raises:
+      ConfigError: the model or the schedule does not fit the stages.
+    """
+    microbatches = config.train.microbatches
+    return plan_chunks(
+        config.parallel.pipeline, model, loss, batch, stages=stages, microbatches=microbatches
+    )
+
+
+def _pipeline(
+    config: ExperimentConfig,
+    chunks: ChunkPlan,
+    model: Functional,
+    loss: Loss,
+    layout: Layout,
+    dims: Mapping[str, Dims],
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+) -> Pipeline:
+    given = (config.parallel.pipeline, chunks, model, loss, layout, dims)
+    return plan_parted(*given, batch) if chunks.parted else plan_pipeline(*given)
+
+
+def _trace(
+    program: Program,
+    at: At,
+    own: Callable[..., AbstractContextManager[bool]],
+) -> None:
+    """Trace what may fail, so that the config's author hears of it before anything is compiled."""
+    if program.exchange.explicit:
+        with at("parallel", "reduce"):
+            jax.eval_shape(program.train, program.state_shapes, program.batch)
+    # Built-in parts are known to trace, so that only the user's cost a second tracing.
+    with at("optim"), own("optim") as imported:
+        if imported:
+            own_state, number = program.own_shapes, jax.ShapeDtypeStruct((), jnp.float32)
+            given = (own_state.params, own_state.opt_state, own_state.params)
+            jax.eval_shape(program.optimizer.update, *given, grad_norm=number, value=number)
+            _ = program.state_shapes
+    with at("train"), own("optim", "loss", "model") as imported:
+        if imported:
+            jax.eval_shape(program.train, program.state_shapes, program.batch)

@@ -1,0 +1,1 @@
+"""How a run is made of steps and processes: one contract, and its alternatives."""

@@ -1,0 +1,117 @@
+"""Slow weights that follow the trained ones: Lookahead, and the outer optimizer of local updates.
+
+Zhang et al., "Lookahead Optimizer: k steps forward, 1 step back" (arXiv 1907.08610), algorithm 1.
+With momentum it is the outer step of SlowMo (Wang et al., arXiv 1910.00643, algorithm 1) and of
+DiLoCo (Douillard et al., arXiv 2311.08105, algorithm 1) for one replica.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, model_validator
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError
+from jaxdist.optim.build import Optimizer
+from jaxdist.optim.common import Beta
+from jaxdist.train.state import Outer, TrainState
+from jaxdist.train.strategy.contract import Job
+from jaxdist.train.strategy.synchronous import through_stages
+from jaxdist.types import OptState, Params
+
+
+class Lookahead(Config):
+    """After so many steps, go back part of the way to where they began, and on from there.
+
+    The parameters where they began are the slow weights. What the steps changed, with its sign
+    turned, is taken for a gradient of the slow weights, by which SGD moves them; training goes on
+    from there. The optimizer's own state stays as it is.
+    """
+
+    type: Literal["lookahead"] = "lookahead"
+    """Selects this strategy."""
+    steps: Count = 5
+    """Steps from one move of the slow weights to the next."""
+    learning_rate: Annotated[float, Field(gt=0)] = 0.5
+    """Of the slow weights: 0.5 goes half of the way, 1 without momentum all of it."""
+    momentum: Beta = 0.0
+    """Of the slow weights' SGD; 0 keeps none."""
+    nesterov: bool = False
+    """Look ahead along the slow weights' velocity."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Lookahead:
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov has no effect without momentum")
+        return self
+
+    def outer(self, optimizer: Optimizer) -> Outer:
+        if optimizer.param_dtype is not None:
+            raise ConfigError(
+                "strategy.type lookahead moves the parameters between steps, which "
+                "optim.master_weights would set back from its own copy at the next one; drop one "
+                "of the two"
+            )
+        sgd = optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
+        return SlowWeights(self.steps, sgd)
+
+    def notices(self, total_steps: int) -> tuple[str, ...]:
+        left = total_steps % self.steps
+        if not left:
+            return ()
+        if left == total_steps:
+            return (
+                f"strategy.type lookahead has no effect: the run ends after {total_steps} steps, "
+                f"before the first {self.steps} (strategy.steps) are over",
+            )
+        return (
+            f"strategy.steps {self.steps}: the run ends {left} steps after the slow weights moved "
+            "for the last time, with the parameters of its last step; train for a multiple to end "
+            "with the slow weights",
+        )
+
+    def run(self, job: Job) -> TrainState:
+        with job.prepared() as prepared:
+            return through_stages(prepared)
+
+
+class Slow(NamedTuple):
+    """The slow weights, and the state of what moves them."""
+
+    params: Params
+    optimizer: OptState
+
+
+@dataclass(frozen=True)
+class SlowWeights:
+    """Moves slow weights by what the steps since the last time changed.
+
+    Cost: one more copy of the parameters, one more with momentum; both in shards where the
+    optimizer's state is.
+
+    Attributes:
+      every: steps from one time to the next.
+      optimizer: of the slow weights.
+    """
+
+    every: int
+    optimizer: optax.GradientTransformation
+
+    def begin(self, params: Params) -> Slow:
+        # A copy, since a step is given the memory of the whole state to reuse.
+        copied = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
+        return Slow(copied, self.optimizer.init(copied))
+
+    def due(self, step: int) -> bool:
+        return step % self.every == 0
+
+    def exchange(self, params: Params, carried: Slow) -> tuple[Params, Slow]:
+        back = jax.tree.map(jnp.subtract, carried.params, params)
+        updates, moved = self.optimizer.update(back, carried.optimizer, carried.params)
+        slow = optax.apply_updates(carried.params, updates)
+        return slow, Slow(slow, moved)
