@@ -1,14 +1,12 @@
 """What the executor computes, and in how much time, beside the usual SPMD pipeline.
 
 The usual form is one scan over m + p - 1 ticks: in each, every stage runs its layers, on anything
-where it has no microbatch, and `jax.grad` goes back through the scan. `python -m
-jaxdist.bench.pipeline.work` prints the cells as JSON.
+where it has no microbatch, and `jax.grad` goes back through the scan.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -39,7 +37,6 @@ from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import NONE, Activations, Ticks
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
-from jaxdist.runtime.environment import plan_environment
 from jaxdist.types import Params, PyTree
 
 STAGES, ROUNDS = 4, (1, 2, 4)
@@ -177,17 +174,20 @@ def measure() -> list[WorkCell]:
     Raises:
       RunError: it fails or takes too long.
     """
-    environ = dict(os.environ)
-    found = child.records(
-        child.module("jaxdist.bench.pipeline.work"),
+    return child.call(
+        cells,
+        WorkCell,
         what="the executor beside the usual scan",
-        environ=environ | plan_environment(environ, fake_devices=STAGES),
+        environ=child.with_devices(STAGES),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    timed = ("seconds", "scan_seconds")
-    return [
-        WorkCell(**{**values, **{name: tuple(values[name]) for name in timed}}) for values in found
-    ]
+
+
+def cells() -> Iterator[WorkCell]:
+    """Each way to treat activations at each number of microbatches; the first of each is timed."""
+    for activations in get_args(Activations):
+        for rounds in ROUNDS:
+            yield cell(STAGES, rounds * STAGES, activations, timed=rounds == 1)
 
 
 def figures(cells: Sequence[WorkCell]) -> list[Figure]:
@@ -243,16 +243,3 @@ def listing(cells: Sequence[WorkCell]) -> Listing:
         rows.append((one.activations, one.microbatches, *(f"{ratio:.3f}" for ratio in ratios)))
     title = "executed over model work: the executor with 1F1B, and the usual scan"
     return Listing(title, dict.fromkeys(columns, ""), rows)
-
-
-def main() -> None:
-    """Print the cells as JSON."""
-    child.show(
-        cell(STAGES, rounds * STAGES, activations, timed=rounds == 1)
-        for activations in get_args(Activations)
-        for rounds in ROUNDS
-    )
-
-
-if __name__ == "__main__":
-    main()

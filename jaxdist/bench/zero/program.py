@@ -1,12 +1,10 @@
 """Train steps under each stage of ZeRO, compiled and read beside the formulas; nothing is run.
 
-`python -m jaxdist.bench.zero.program cpu` (or `tpu`) prints the rows as JSON. It is a process of
-its own, since the number of devices is fixed when jax starts.
+The rows are made in a process of their own, since the number of devices is fixed when jax starts.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -178,13 +176,21 @@ def measure(platform: str) -> list[ZeroRow]:
     Raises:
       RunError: it fails or takes too long.
     """
-    found = child.records(
-        child.module("jaxdist.bench.zero.program", platform),
+    return child.call(
+        platform_rows,
+        ZeroRow,
+        platform,
         what=f"compiling steps for {platform}",
         environ=child.compiling_on(max(CPU_COUNTS) if platform == "cpu" else None),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [ZeroRow(**values) for values in found]
+
+
+def platform_rows(platform: str) -> Iterator[ZeroRow]:
+    """Those of "cpu" or "tpu"."""
+    if platform == "tpu":
+        return tpu_rows(topology_devices(TOPOLOGY))
+    return cpu_rows(jax.devices())
 
 
 def cpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
@@ -201,16 +207,3 @@ def tpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
     """Every stage in the explicit form."""
     for stage in STAGES:
         yield row("tpu", devices, stage, "explicit")
-
-
-def main() -> None:
-    """Print the rows of one platform as JSON."""
-    platform = sys.argv[1]
-    if platform not in ("cpu", "tpu"):
-        sys.exit(f"no rows for {platform!r}: cpu or tpu")
-    rows = cpu_rows(jax.devices()) if platform == "cpu" else tpu_rows(topology_devices(TOPOLOGY))
-    child.show(rows)
-
-
-if __name__ == "__main__":
-    main()

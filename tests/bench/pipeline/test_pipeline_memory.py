@@ -84,7 +84,11 @@ def test_cells_come_from_a_process_with_a_device_for_each_stage(monkeypatch):
     assert pipeline_memory.measure() == CELLS
     assert "device_count=4" in seen["flags"]
     assert child.QUICK_FLAG in seen["flags"]
-    assert seen["command"][1:] == ["-m", "jaxdist.bench.pipeline.memory"]
+    assert seen["command"][1:] == [
+        "-m",
+        "jaxdist.bench.core.child",
+        "jaxdist.bench.pipeline.memory:cells",
+    ]
 
 
 def test_it_always_ends(monkeypatch):
@@ -93,9 +97,8 @@ def test_it_always_ends(monkeypatch):
         pipeline_memory.measure()
 
 
-def test_what_is_printed_is_what_is_read(monkeypatch, capsys):
+def test_the_cells(monkeypatch):
     monkeypatch.setattr(pipeline_memory, "cell", lambda *args: MemoryCell(*args, temp_bytes=1.0))
-    pipeline_memory.main()
-    found = [MemoryCell(**values) for values in json.loads(capsys.readouterr().out)]
+    found = [*pipeline_memory.cells()]
     assert len(found) == 3 * 2 * 4
     assert {one.microbatches for one in found} == {4, 8, 16, 32}
