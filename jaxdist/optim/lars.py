@@ -16,7 +16,7 @@ from jaxdist.optim.layers import StepCount
 from jaxdist.optim.layerwise import Leaves, StepInputs, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
     Mask,
-    Norms,
+    NormPair,
     check_betas,
     check_numbers,
     layer_norms,
@@ -163,7 +163,7 @@ class _Tensors(NamedTuple):
 
 
 def _ratio(
-    x: _Tensors, norms: Norms, *, coefficient: float, eps: float, rate: Scalar, rule: LarsRule
+    x: _Tensors, norms: NormPair, *, coefficient: float, eps: float, rate: Scalar, rule: LarsRule
 ) -> tuple[jax.Array, Scalar]:
     """The ratio of each layer, and its rate of decay."""
     added = eps if rule.norm_of_sum else eps + x.decay * norms.weight

@@ -27,7 +27,7 @@ WORLD = 2
 """Processes of a contender that is not alone, each on a core of its own."""
 SIZES = {"layers": 4, "embed": 256, "heads": 4, "mlp": 704, "vocab": 320}
 WARMUP, LOSS_TOLERANCE = 3, 1e-4
-Contender = tuple[str, list[Command]]
+RaceEntry = tuple[str, list[Command]]
 
 
 def missing() -> str | None:
@@ -41,7 +41,7 @@ def missing() -> str | None:
 
 
 def measure(
-    contenders: Callable[[Path], Iterable[Contender]],
+    contenders: Callable[[Path], Iterable[RaceEntry]],
     rows: int,
     window: int,
     check_losses: Callable[[Mapping[str, float]], None],

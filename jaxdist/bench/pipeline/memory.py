@@ -13,7 +13,7 @@ from typing import get_args
 from jaxdist.bench.core import child
 from jaxdist.bench.core.report import Figure, Listing
 from jaxdist.bench.pipeline.program import (
-    Size,
+    ModelSize,
     arguments,
     compile_step,
     executor,
@@ -33,7 +33,7 @@ STAGES, ROUNDS = 4, (1, 2, 4, 8)
 FLAT_FROM = 2
 """Microbatches per stage that fill the pipeline whichever way its forward tasks run ahead."""
 FLAT_GOAL, GROWS_GOAL = "<= 1.05", ">= 2"
-SIZE = Size(rows=256, features=256, layers=2)
+SIZE = ModelSize(rows=256, features=256, layers=2)
 BUILDS: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b": one_f_one_b,
     "1f1b, ahead": lambda p, m: eager(one_f_one_b(p, m)),

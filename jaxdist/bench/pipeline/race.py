@@ -16,7 +16,7 @@ from pathlib import Path
 
 from jaxdist.bench.core import race
 from jaxdist.bench.core.harness import Sample, paired_ratio
-from jaxdist.bench.core.race import SIZES, Contender
+from jaxdist.bench.core.race import SIZES, RaceEntry
 from jaxdist.bench.core.report import Figure, Listing, Report
 from jaxdist.types import JsonObject
 
@@ -69,7 +69,7 @@ def check_losses(losses: Mapping[str, float]) -> None:
         race.must_agree("pipeline", name, loss, "ours alone", losses["ours alone"])
 
 
-def contenders(directory: Path) -> Iterator[Contender]:
+def contenders(directory: Path) -> Iterator[RaceEntry]:
     """Ours alone first."""
     sizes = {**SIZES, "microbatches": MICROBATCHES, "chunks": CHUNKS}
     for kind in ("alone", *PIPELINES):

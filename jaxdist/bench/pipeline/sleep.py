@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from jaxdist.bench.core import child
 from jaxdist.bench.core.report import Figure, Listing
 from jaxdist.bench.pipeline.program import (
-    Program,
-    Size,
+    ModelSize,
+    PlacedStep,
     arguments,
     compile_step,
     executor,
@@ -42,7 +42,7 @@ UNIT_SECONDS = 0.04
 UNITS = {TaskKind.FORWARD: 1.0, TaskKind.INPUT: 1.25, TaskKind.WEIGHT: 0.75, TaskKind.FULL: 2.0}
 """Of a task of any chunk; a FULL task sleeps for both of its halves."""
 REPEATS = 3
-SIZE = Size(rows=1, features=2, layers=1)
+SIZE = ModelSize(rows=1, features=2, layers=1)
 BUILDS: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b": one_f_one_b,
     "1f1b, ahead": lambda p, m: eager(one_f_one_b(p, m)),
@@ -79,7 +79,7 @@ class Slept:
         return max(ratio, 1 / ratio)
 
 
-def sleeping(ticks: Ticks, unit_seconds: float) -> Program:
+def sleeping(ticks: Ticks, unit_seconds: float) -> PlacedStep:
     """A step whose passes sleep and compute next to nothing."""
 
     def sleep(kind: TaskKind) -> None:

@@ -22,8 +22,8 @@ from jaxdist.bench.pipeline.program import (
     AXIS,
     PASSES,
     Local,
-    Program,
-    Size,
+    ModelSize,
+    PlacedStep,
     Tell,
     arguments,
     compile_step,
@@ -41,8 +41,8 @@ from jaxdist.types import Params, PyTree
 
 STAGES, ROUNDS = 4, (1, 2, 4)
 """Stages, and microbatches per stage."""
-SIZE = Size(rows=256, features=512, layers=2)
-COUNTED = Size(rows=2, features=4, layers=1)
+SIZE = ModelSize(rows=256, features=512, layers=2)
+COUNTED = ModelSize(rows=2, features=4, layers=1)
 """Of the programs whose passes are counted while they run."""
 PAIRS = 21
 """Steps of each form that are timed: four devices on fewer cores are easily disturbed."""
@@ -104,8 +104,12 @@ def usual_scan(model: ModelFns, stages: int, microbatches: int, activations: Act
 
 
 def programs(
-    size: Size, stages: int, microbatches: int, activations: Activations, tell: Tell | None = None
-) -> tuple[Ticks, Program, Program]:
+    size: ModelSize,
+    stages: int,
+    microbatches: int,
+    activations: Activations,
+    tell: Tell | None = None,
+) -> tuple[Ticks, PlacedStep, PlacedStep]:
     """1F1B by the executor, and the usual form, on the same arguments."""
     ticks = lower(one_f_one_b(stages, microbatches), activations=activations)
     model, given, mesh = parts(tell), arguments(size, stages, microbatches), stage_mesh(stages)

@@ -102,7 +102,7 @@ def experiment(
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledStep:
     """One train step, and how large its model is."""
 
     layers: int
@@ -112,15 +112,17 @@ class Compiled:
 
 def compile_step(
     stage: int, form: Form, devices: Sequence[Device], *, layers: int, remat: str = "full"
-) -> Compiled:
+) -> CompiledStep:
     """The train step of `experiment`, compiled."""
     found = experiment(stage, form, devices, layers=layers, remat=remat)
     program = found.program
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
-    return Compiled(layers, tree_size(program.model.params), ledger(compiled, found.layout.mesh))
+    return CompiledStep(
+        layers, tree_size(program.model.params), ledger(compiled, found.layout.mesh)
+    )
 
 
-def added_bytes_per_param(deep: Compiled, shallow: Compiled) -> float:
+def added_bytes_per_param(deep: CompiledStep, shallow: CompiledStep) -> float:
     """Peak memory that further layers add, over the number of their parameters.
 
     All that does not grow with depth cancels: what a layer computes, one gathered layer, logits,

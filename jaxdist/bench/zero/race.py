@@ -15,7 +15,7 @@ from pathlib import Path
 
 from jaxdist.bench.core import race
 from jaxdist.bench.core.harness import Sample, paired_ratio
-from jaxdist.bench.core.race import SIZES, WORLD, Contender
+from jaxdist.bench.core.race import SIZES, WORLD, RaceEntry
 from jaxdist.bench.core.report import Figure, Listing, Report
 from jaxdist.bench.core.team import Command
 from jaxdist.types import JsonObject
@@ -73,7 +73,7 @@ def check_losses(losses: Mapping[str, float]) -> None:
         race.must_agree("zero", ours, losses[ours], torch, losses[torch])
 
 
-def contenders(directory: Path) -> Iterator[Contender]:
+def contenders(directory: Path) -> Iterator[RaceEntry]:
     """Ours alone first; torch's "alone" is one for both of ours."""
     for kind in (*ALONE.values(), *FORMS):
         yield f"ours {kind}", _ours(kind, directory)

@@ -12,7 +12,7 @@ from rich.console import Console
 from jaxdist.bench.core import child
 from jaxdist.bench.pipeline import memory as pipeline_memory
 from jaxdist.bench.pipeline.memory import BUILDS, MemoryCell, growths
-from jaxdist.bench.pipeline.program import Size
+from jaxdist.bench.pipeline.program import ModelSize
 from jaxdist.errors import RunError
 
 MIB = 2.0**20
@@ -33,7 +33,7 @@ CELLS = [
 )
 def test_a_schedule_holds_what_it_promises(monkeypatch, name, activations):
     """The tables of ticks lie in this memory, too, so that activations must not be tiny."""
-    monkeypatch.setattr(pipeline_memory, "SIZE", Size(rows=64, features=64, layers=1))
+    monkeypatch.setattr(pipeline_memory, "SIZE", ModelSize(rows=64, features=64, layers=1))
     cells = (pipeline_memory.cell(name, activations, 2, m) for m in (4, 16))
     (growth,) = growths(cells)
     if name == "gpipe":

@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 from jaxdist.bench.pipeline import work as pipeline_work
-from jaxdist.bench.pipeline.program import Size, arguments, parts, stage_mesh
+from jaxdist.bench.pipeline.program import ModelSize, arguments, parts, stage_mesh
 from jaxdist.bench.pipeline.work import WorkCell, executed_flops, programs, same
 from jaxdist.errors import RunError
 from jaxdist.hlo import ledger
 from jaxdist.parallel.pipeline.executor.model_fns import Found, Visit
 
-SMALL = Size(rows=4, features=8, layers=2)
+SMALL = ModelSize(rows=4, features=8, layers=2)
 P, M = 2, 4
 CELLS = [
     WorkCell("recompute", 4, 4, 100, 175, 100, 60, 112, 64, (1.0, 1.2, 1.1), (2.0, 2.0, 2.2)),

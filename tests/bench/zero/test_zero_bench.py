@@ -24,7 +24,7 @@ from jaxdist.bench.zero.program import (
     FLOAT32,
     MIXED,
     STAGES,
-    Compiled,
+    CompiledStep,
     ZeroRow,
     added_bytes_per_param,
     bound_bytes,
@@ -86,7 +86,7 @@ def test_a_step_is_read_beside_its_formula(small):
 def test_what_further_layers_add_is_their_state_and_not_their_inputs():
     def step(layers, params, peak_bytes):
         memory = Memory(0, 0, 0, 0, 0, peak_bytes)
-        return Compiled(layers, params, Ledger((), 0.0, 0.0, memory, 1, {"data": 1}))
+        return CompiledStep(layers, params, Ledger((), 0.0, 0.0, memory, 1, {"data": 1}))
 
     kept_bytes = zero_program.WINDOW * int(zero_program.MODEL["embed"]) * 4
     shallow, deep = step(2, 700, 5000), step(4, 900, 5000 + 200 * 16 + 2 * kept_bytes)
