@@ -1,4 +1,4 @@
-"""What the configs of all optimizers share, and what they know of the parameters."""
+"""The settings that all optimizers share, and the parameters with their logical dims."""
 
 from __future__ import annotations
 

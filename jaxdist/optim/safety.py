@@ -1,7 +1,7 @@
 """Steps that survive bad gradients: NaN and spike skipping, clipping.
 
 Everything is a pure function or an `optax.GradientTransformationExtraArgs` and runs under jit with
-no word to the host. With `precision.py`, outermost first, the wrappers nest as
+no transfer to the host. With `precision.py`, outermost first, the wrappers nest as
 
     skip_nonfinite(skip_spikes(master_weights(bf16_moments(optax.adamw(1e-3)))))
 

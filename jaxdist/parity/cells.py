@@ -211,10 +211,10 @@ def _crossed(cell: Combination) -> bool:
     return cell.sequence == "whole" and (cell.schedule is None or plain)
 
 
-Settings = frozenset[tuple[Any, ...]]
+SettingPairs = frozenset[tuple[Any, ...]]
 
 
-def pairs(cell: Combination) -> Settings:
+def pairs(cell: Combination) -> SettingPairs:
     """Every two settings of a combination, of pipelines apart from the others.
 
     A reduction meets a schedule by its kind: it sees where the chunks lie, and no more.
@@ -231,7 +231,7 @@ def pairs(cell: Combination) -> Settings:
 def cover(
     cells: Sequence[Combination],
     given: Iterable[Combination] = (),
-    settings: Callable[[Combination], Settings] = pairs,
+    settings: Callable[[Combination], SettingPairs] = pairs,
 ) -> list[Combination]:
     """Few of the cells that together have every two settings that any of them has.
 

@@ -21,7 +21,7 @@ from jaxdist.trees import tree_size
 
 Form = Literal["explicit", "auto"]
 REDUCE: Mapping[Form, Any] = {"explicit": {"type": "xla"}, "auto": None}
-"""Collectives of ours on a manual axis, and XLA's own from sharding constraints alone."""
+"""Explicit collectives on a manual axis, and XLA's own from sharding constraints alone."""
 STAGES = (0, 1, 2, 3)
 CPU_COUNTS = (8, 64)
 TOPOLOGY = "v5e:2x4"

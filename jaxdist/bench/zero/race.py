@@ -32,8 +32,9 @@ FORMS: Mapping[str, JsonObject] = {
     "ddp": {"reduce": {"type": "halving"}, "zero": {"stage": 0}},
     "fsdp": {"reduce": {"type": "auto"}, "zero": {"stage": 3}},
 }
-"""What of ours meets which of torch's. The permutes behind `halving`, and behind `auto` for
-gathers, take half the time over gloo of its own all-reduce and gather, which are behind `xla`."""
+"""Our settings, by the form of torch that they race. The permutes behind `halving`, and behind
+`auto` for gathers, take half the time over gloo of its own all-reduce and gather, which are behind
+`xla`."""
 ALONE = {"ddp": "alone", "fsdp": "alone, whole"}
 """What ours does in one process with the same work; torch's is "alone" for both."""
 PAIRS = (("ddp", "stage 0", "DDP"), ("fsdp", "stage 3", "FSDP2"))
