@@ -42,6 +42,7 @@ def line(result: ParityResult, told: dict[str, int] | None = None) -> str:
       told: numbers of the reasons that lines before this one have given, of which this gives the
         number alone; a new one is put in.
 
+    >>> from jaxdist.parity.trace import Differences
     >>> print(line(ParityResult(Combination("data 8", 2, "all", None, 1, "full"), "equal",
     ...                   Differences(0, 1e-6, 2e-6))))
     data 8                    2     null         1     full  0.0e+00 1.0e-06 2.0e-06
