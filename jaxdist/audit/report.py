@@ -35,8 +35,8 @@ def audit(
     """Build the train step with and without each knob that is set, and print what it changes.
 
     Equal texts before compilation prove that a knob does nothing. Where they differ, the knobs of
-    `audit_step.LAYOUT` are judged by the compiled program, others by that difference: what the
-    compiler would still optimise away is seen with `full`.
+    `jaxdist.audit.step.LAYOUT` are judged by the compiled program, others by that difference: what
+    the compiler would still optimise away is seen with `full`.
 
     Args:
       path: the configuration file, with `overrides` on top.

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 from collections.abc import Mapping
 from functools import cached_property
 
@@ -22,7 +21,7 @@ from jaxdist.bench.core.shapes import Shapes, bert_base, resnet50
 from jaxdist.hlo import Ledger, ledger
 from jaxdist.optim.lamb import lamb
 from jaxdist.optim.lars import lars
-from jaxdist.types import Grads, JsonObject, OptState, Params, PyTree
+from jaxdist.types import Grads, OptState, Params, PyTree
 
 RATE = 1e-3
 LAMB_FLOOR_BYTES, LARS_FLOOR_BYTES, SGD_BYTES = 40, 28, 12
@@ -37,8 +36,7 @@ def bench(repeats: int = REPEATS) -> Report:
     Times are taken twice: in a process as a training loop of your own has it, and in this one,
     which the command line has started with huge pages, so that optax's temporaries cost it less.
     """
-    plain = [Figure(**found) for found in _in_plain_process(repeats)]
-    figures = [*plain, *timed(repeats, "huge pages"), *counted()]
+    figures = [*_in_plain_process(repeats), *timed(repeats, "huge pages"), *counted()]
     if len(jax.devices()) >= SHARDS:
         figures += sharded_figures(bert_base())
     return Report("optim", figures)
@@ -101,16 +99,15 @@ def counted() -> list[Figure]:
     return figures
 
 
-def _in_plain_process(repeats: int) -> list[JsonObject]:
+def _in_plain_process(repeats: int) -> list[Figure]:
     """The figures of `timed` from a process of its own, without our settings of glibc's malloc.
 
     Raises:
       RunError: it fails.
     """
-    code = f"from jaxdist.bench import child, optim; child.show(optim.timed({repeats}))"
     plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
     what = "timing in a process of its own"
-    return child.records([sys.executable, "-c", code], what=what, environ=plain)
+    return child.call(timed, Figure, repeats, what=what, environ=plain)
 
 
 class OptimizerStep:

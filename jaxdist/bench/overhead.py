@@ -93,7 +93,7 @@ def experiment(settings: JsonObject, devices: int | None = None) -> Experiment:
 
 def step_figure(name: str, ours: Experiment, loss: PlainLoss, repeats: int = REPEATS) -> Figure:
     """Our step over the hand-written step of the same model, equal in its losses."""
-    steps = Steps(ours, loss)
+    steps = StepPair(ours, loss)
     with ours.loader.batches() as batches:
         steps.check(list(itertools.islice(batches, 3)))
     return Figure.compare(
@@ -110,7 +110,7 @@ def step_figure(name: str, ours: Experiment, loss: PlainLoss, repeats: int = REP
     )
 
 
-class Steps:
+class StepPair:
     """One step of each side, on states that begin equal and on the batch last checked."""
 
     def __init__(self, experiment: Experiment, loss: PlainLoss):
@@ -149,7 +149,7 @@ def loop_figure(tiny: Experiment, *, steps: int = 500, repeats: int = REPEATS) -
     """Seconds per step of the loop with its hooks, where no device work hides them."""
     with tiny.loader.batches() as batches:
         fixed = next(batches)
-    loops = Loops(tiny, tiny.program.train, fixed, steps)
+    loops = LoopPair(tiny, tiny.program.train, fixed, steps)
     note = "log every 10 steps, a fixed batch, and a step so small that nothing hides the loop"
     with hooks(tiny) as each_step:
         ours = interleave(
@@ -166,7 +166,7 @@ def loop_with_loader_figure(
     A ratio, not microseconds: those would be the small difference of two noisy milliseconds.
     """
     with tiny.loader.batches() as batches, hooks(tiny) as each_step:
-        loops = Loops(tiny, busy_step(tiny, BUSY_ITERATIONS), next(batches), steps)
+        loops = LoopPair(tiny, busy_step(tiny, BUSY_ITERATIONS), next(batches), steps)
         pair = interleave(lambda: loops.ours(batches, each_step), loops.bare, repeats=repeats)
     note = (
         f"{steps} steps, each of which keeps one core busy for milliseconds, as a device would; "
@@ -192,7 +192,7 @@ def beyond_figure(name: str, ours: Sample, bare: Sample, steps: int, note: str) 
     )
 
 
-class Loops:
+class LoopPair:
     """A number of steps of one program: by `run_loop`, or by calling it on a fixed batch."""
 
     def __init__(self, experiment: Experiment, train: StepFunction, batch: Batch, steps: int):

@@ -74,7 +74,7 @@ def doctor(
     devices: shared.Devices = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Print and judge what a run stands on."""
+    """Check what a run depends on: versions, devices, memory, caches."""
     from jaxdist.doctor import main as examine
 
     raise typer.Exit(examine(devices=devices, as_json=as_json))

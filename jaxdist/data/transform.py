@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import numpy as np
 from jax.typing import ArrayLike
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from jaxdist.config.importing import load_object, user_code
 from jaxdist.config.schema import Config
@@ -18,7 +18,6 @@ from jaxdist.errors import DataError
 from jaxdist.types import Kwargs
 
 Transform = Callable[[HostBatch], Mapping[str, ArrayLike]]
-PositiveFloat = Annotated[float, Field(gt=0)]
 
 
 class ScaleConfig(Config):

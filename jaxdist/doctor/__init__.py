@@ -1,4 +1,4 @@
-"""What a run stands on: gathered (`facts`), judged (`checks`), printed here."""
+"""What a run depends on: read from the machine (`facts`), judged (`checks`), printed here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The thin edge of the doctor: reads the machine, judges nothing."""
+"""What the doctor reads from the machine; nothing is judged here."""
 
 from __future__ import annotations
 

@@ -19,13 +19,12 @@ from itertools import accumulate
 from typing import Annotated, Literal
 
 import optax
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
 from jaxdist.optim.schedules import ScheduleConfig, build_schedule
 
-Positive = Annotated[float, Field(gt=0)]
 RULES = {"linear": (1.0, 0.0), "sqrt": (0.5, 0.0), "lamb": (0.5, 1.0)}
 """Rule to powers of the growth in batch size: of the learning rate, of the warm-up's epochs."""
 
@@ -35,11 +34,11 @@ class ScaleFromConfig(Config):
 
     batch_size: Count
     """Examples per optimizer step, over all devices and microbatches, that the values belong to."""
-    learning_rate: Positive
+    learning_rate: PositiveFloat
     """Peak learning rate at that batch size."""
     rule: Literal["linear", "sqrt", "lamb"] = "lamb"
     """`linear` and `sqrt` of the batch, warm-up epochs fixed; `lamb`: sqrt, epochs ~ batch."""
-    warmup_epochs: Positive | None = None
+    warmup_epochs: PositiveFloat | None = None
     """Epochs of warm-up at that batch size; null for none, or for warmup_fraction."""
     warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
     """The same as a fraction of the run, for runs without epochs."""
@@ -77,38 +76,6 @@ class Scaled:
 
     learning_rate: Derived
     warmup_steps: Derived
-
-
-def effective_batch_size(
-    microbatch_size: int, *, devices: int = 1, microbatches: int = 1, accumulation: int = 1
-) -> Derived:
-    """Examples per optimizer step, from those that one device sees in one pass.
-
-    Args:
-      microbatch_size: examples per device and pass.
-      devices: data-parallel devices; those that share a replica's tensors or stages count once.
-      microbatches: passes per gradient.
-      accumulation: gradients summed per optimizer step.
-
-    Raises:
-      ConfigError: one of them is under 1.
-
-    >>> effective_batch_size(4, devices=8, accumulation=2)
-    Derived(value=64, why='64 = 4 examples x 8 devices x 1 microbatches x 2 accumulated')
-    """
-    given = {
-        "microbatch_size": microbatch_size,
-        "devices": devices,
-        "microbatches": microbatches,
-        "accumulation": accumulation,
-    }
-    _at_least_one("effective batch", given)
-    size = math.prod(given.values())
-    return Derived(
-        size,
-        f"{size} = {microbatch_size} examples x {devices} devices x {microbatches} microbatches "
-        f"x {accumulation} accumulated",
-    )
 
 
 def scale(
@@ -249,16 +216,6 @@ def ramp_stages(
     return tuple(stages)
 
 
-def stage_at(stages: Sequence[BatchPhase], step: int) -> BatchPhase:
-    """The stage that a step belongs to; the last one from its start on.
-
-    >>> stage_at([BatchPhase(0, 2, 8), BatchPhase(2, 5, 16)], 2).batch_size
-    16
-    """
-    assert stages, "a run has a stage"
-    return next((s for s in stages if step < s.first_step + s.steps), stages[-1])
-
-
 class PhaseConfig(Config):
     """A part of a run with its own batch size, learning rate and, once more, warm-up."""
 
@@ -266,7 +223,7 @@ class PhaseConfig(Config):
     """Share of the run's examples."""
     batch_size: Count
     """Examples per optimizer step, over all devices and microbatches."""
-    learning_rate: Positive
+    learning_rate: PositiveFloat
     """Peak learning rate of the phase."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the phase's steps in which the learning rate rises from zero."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from jaxdist.config.importing import load_object
 from jaxdist.errors import ConfigError
@@ -18,9 +18,7 @@ from jaxdist.optim.batch_scaling import scale
 from jaxdist.optim.common import (
     Beta,
     NamedParams,
-    NonNegative,
     OptimizerConfig,
-    Positive,
     decay_mask,
 )
 from jaxdist.optim.lamb import LambConfig
@@ -53,9 +51,9 @@ class AdamWConfig(OptimizerConfig):
     """Decay of the first moment."""
     b2: Beta = 0.999
     """Decay of the second moment."""
-    eps: Positive = 1e-8
+    eps: PositiveFloat = 1e-8
     """Added to the root of the second moment."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """Decoupled decay, times the learning rate; biases and norm scales are left out."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
@@ -74,7 +72,7 @@ class SgdConfig(OptimizerConfig):
     """Decay of the velocity; 0 keeps none."""
     nesterov: bool = False
     """Look ahead along the velocity."""
-    weight_decay: NonNegative = 0.0
+    weight_decay: NonNegativeFloat = 0.0
     """L2 decay added to the gradient; biases and norm scales are left out."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:

@@ -1,4 +1,4 @@
-"""What the configs of all optimizers share, and what they know of the parameters."""
+"""The settings that all optimizers share, and the parameters with their logical dims."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Annotated, Literal
 
 import jax
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, model_validator
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.optim.batch_scaling import ScaleFromConfig
@@ -21,21 +21,19 @@ from jaxdist.optim.trust_ratio import UNBOUNDED
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Kwargs, Masks, Params, PyTree
 
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimizerConfig(Config):
     """The settings that every optimizer has."""
 
-    learning_rate: Positive | None = None
+    learning_rate: PositiveFloat | None = None
     """Peak learning rate."""
     scale_from: ScaleFromConfig | None = None
     """In place of learning_rate: derive it, and the warm-up, from what works at another batch."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Warm-up and decay of the learning rate."""
-    clip_norm: Positive | None = None
+    clip_norm: PositiveFloat | None = None
     """Scale the gradient down to this global norm when it is larger; null never clips."""
     skip_nonfinite: bool = False
     """Skip steps whose gradients hold a NaN or an infinity, instead of ending the run."""

@@ -11,14 +11,13 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from jaxdist.errors import ConfigError
 from jaxdist.optim.common import (
     Beta,
     NamedParams,
-    NonNegative,
     OptimizerConfig,
-    Positive,
     given,
 )
 from jaxdist.optim.layers import Squares, StepCount
@@ -251,9 +250,9 @@ class LambConfig(OptimizerConfig):
     """Decay of the first moment."""
     b2: Beta = 0.999
     """Decay of the second moment."""
-    eps: Positive = 1e-6
+    eps: PositiveFloat = 1e-6
     """Added to the root of the second moment."""
-    weight_decay: NonNegative = 0.01
+    weight_decay: NonNegativeFloat = 0.01
     """Decay of weights, inside the direction that the ratio scales."""
     layer_dims: tuple[str, ...] = ("layers",)
     """Dims whose every index has a norm of its own, by name, where a parameter has them; add heads
@@ -268,11 +267,11 @@ class LambConfig(OptimizerConfig):
     """Scale parameters that do not decay by the ratio too."""
     nesterov: bool | None = None
     """Look ahead along the first moment."""
-    max_grad_norm: Positive | Literal["off"] | None = None
+    max_grad_norm: PositiveFloat | Literal["off"] | None = None
     """Global norm that gradients are scaled down to before the moments."""
-    phi: tuple[NonNegative, NonNegative] | Literal["off"] | None = None
+    phi: tuple[NonNegativeFloat, NonNegativeFloat] | Literal["off"] | None = None
     """Bounds of the weight norm in the ratio."""
-    ratio_bounds: tuple[NonNegative, NonNegative] | Literal["off"] | None = None
+    ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] | Literal["off"] | None = None
     """Bounds of the ratio."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:

@@ -9,13 +9,14 @@ from typing import Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from pydantic import NonNegativeFloat, PositiveFloat
 
-from jaxdist.optim.common import Beta, NamedParams, NonNegative, OptimizerConfig, Positive, given
+from jaxdist.optim.common import Beta, NamedParams, OptimizerConfig, given
 from jaxdist.optim.layers import StepCount
 from jaxdist.optim.layerwise import Leaves, StepInputs, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
     Mask,
-    Norms,
+    NormPair,
     check_betas,
     check_numbers,
     layer_norms,
@@ -162,7 +163,7 @@ class _Tensors(NamedTuple):
 
 
 def _ratio(
-    x: _Tensors, norms: Norms, *, coefficient: float, eps: float, rate: Scalar, rule: LarsRule
+    x: _Tensors, norms: NormPair, *, coefficient: float, eps: float, rate: Scalar, rule: LarsRule
 ) -> tuple[jax.Array, Scalar]:
     """The ratio of each layer, and its rate of decay."""
     added = eps if rule.norm_of_sum else eps + x.decay * norms.weight
@@ -193,11 +194,11 @@ class LarsConfig(OptimizerConfig):
     """Whose LARS; the settings below that are null are as it has them."""
     momentum: Beta = 0.9
     """Decay of the velocity."""
-    weight_decay: NonNegative = 1e-4
+    weight_decay: NonNegativeFloat = 1e-4
     """L2 decay added to the gradient."""
-    trust_coefficient: Positive = 0.001
+    trust_coefficient: PositiveFloat = 0.001
     """How far a layer moves for a learning rate of 1, as a fraction of its norm."""
-    eps: NonNegative = 0.0
+    eps: NonNegativeFloat = 0.0
     """Added to the ratio's denominator."""
     layer_dims: tuple[str, ...] = ("layers",)
     """Dims whose every index has a norm of its own, by name, where a parameter has them; add heads

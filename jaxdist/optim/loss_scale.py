@@ -7,13 +7,11 @@ from typing import Annotated, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
 from jaxdist.types import Grads
-
-Positive = Annotated[float, Field(gt=0)]
 
 
 class DynamicLossScaleConfig(Config):
@@ -21,7 +19,7 @@ class DynamicLossScaleConfig(Config):
 
     type: Literal["dynamic"]
     """Selects this rule."""
-    init_scale: Positive = 2.0**15
+    init_scale: PositiveFloat = 2.0**15
     """Factor of the first step; powers of two scale exactly."""
     growth: Annotated[float, Field(gt=1)] = 2.0
     """Factor on the scale after `growth_steps` steps without overflow."""
@@ -29,9 +27,9 @@ class DynamicLossScaleConfig(Config):
     """Factor on the scale after a step with overflow, which is skipped."""
     growth_steps: Count = 2000
     """Finite steps in a row before the scale grows."""
-    min_scale: Positive = 1.0
+    min_scale: PositiveFloat = 1.0
     """Least scale."""
-    max_scale: Positive = 2.0**24
+    max_scale: PositiveFloat = 2.0**24
     """Largest scale."""
 
     def build(self) -> DynamicLossScale:

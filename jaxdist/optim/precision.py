@@ -14,7 +14,6 @@ from jaxdist.errors import ConfigError
 from jaxdist.optim.owners import owners
 from jaxdist.types import OptState, Params, Scalar, Updates
 
-Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
@@ -48,7 +47,9 @@ class MomentsState(NamedTuple):
     step: Scalar
 
 
-def bf16_moments(inner: Transform, *, seed: int = 0) -> optax.GradientTransformationExtraArgs:
+def bf16_moments(
+    inner: optax.GradientTransformation, *, seed: int = 0
+) -> optax.GradientTransformationExtraArgs:
     """`inner`, with its float32 moments kept in bfloat16 between steps, stochastically rounded.
 
     Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a
@@ -132,7 +133,7 @@ def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 
 
 def master_weights(
-    inner: Transform, dtype: DTypeLike = jnp.bfloat16
+    inner: optax.GradientTransformation, dtype: DTypeLike = jnp.bfloat16
 ) -> optax.GradientTransformationExtraArgs:
     """`inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
 

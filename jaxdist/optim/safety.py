@@ -1,7 +1,7 @@
 """Steps that survive bad gradients: NaN and spike skipping, clipping.
 
 Everything is a pure function or an `optax.GradientTransformationExtraArgs` and runs under jit with
-no word to the host. With `precision.py`, outermost first, the wrappers nest as
+no transfer to the host. With `precision.py`, outermost first, the wrappers nest as
 
     skip_nonfinite(skip_spikes(master_weights(bf16_moments(optax.adamw(1e-3)))))
 
@@ -28,8 +28,6 @@ from jaxdist.errors import ConfigError, RunError
 from jaxdist.mesh import entry_names
 from jaxdist.optim.layers import StepCount
 from jaxdist.types import Grads, OptState, Params, PyTree, Shardings, Specs, Updates
-
-Transform = optax.GradientTransformation | optax.GradientTransformationExtraArgs
 
 
 def _axes(spec: PartitionSpec) -> set[str]:
@@ -122,7 +120,9 @@ class SkipSpikesConfig(Config):
     """Steps that the mean reaches back; none is skipped in the first so many."""
 
 
-def clip_to_norm(inner: Transform, limit: float | None) -> optax.GradientTransformationExtraArgs:
+def clip_to_norm(
+    inner: optax.GradientTransformation, limit: float | None
+) -> optax.GradientTransformationExtraArgs:
     """`inner` on gradients scaled down to the global norm `limit` when theirs is larger.
 
     Its update takes the norm as `grad_norm` where the caller knows it already, which saves a read
@@ -151,7 +151,7 @@ def clip_to_norm(inner: Transform, limit: float | None) -> optax.GradientTransfo
     return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
-Memory: TypeAlias = Any
+RuleMemory: TypeAlias = Any
 """What a rule for skipping keeps from step to step: a tree of arrays, or None."""
 
 
@@ -163,10 +163,10 @@ class SkipState(NamedTuple):
     """Steps skipped since the start."""
     consecutive: jax.Array
     """Steps skipped since the last accepted one."""
-    rule: Memory
+    rule: RuleMemory
 
 
-SkipRule = Callable[[Grads, Memory], tuple[jax.Array, Memory]]
+SkipRule = Callable[[Grads, RuleMemory], tuple[jax.Array, RuleMemory]]
 """(gradients, memory) to (whether to accept the step, a bool scalar; the next memory)."""
 
 
@@ -178,7 +178,7 @@ def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
 
 
 def _skip_unless(
-    inner: Transform, first: Memory, rule: SkipRule
+    inner: optax.GradientTransformation, first: RuleMemory, rule: SkipRule
 ) -> optax.GradientTransformationExtraArgs:
     inner = optax.with_extra_args_support(inner)
 
@@ -207,7 +207,7 @@ def _skip_unless(
 
 
 def skip_nonfinite(
-    inner: Transform, *, specs: Specs = None
+    inner: optax.GradientTransformation, *, specs: Specs = None
 ) -> optax.GradientTransformationExtraArgs:
     """`inner`, but a step with any NaN or infinity among its gradients moves nothing.
 
@@ -231,7 +231,11 @@ class NormMean(NamedTuple):
 
 
 def skip_spikes(
-    inner: Transform, *, factor: float = 4.0, window: int = 100, specs: Specs = None
+    inner: optax.GradientTransformation,
+    *,
+    factor: float = 4.0,
+    window: int = 100,
+    specs: Specs = None,
 ) -> optax.GradientTransformationExtraArgs:
     """`inner`, but a step whose gradient norm exceeds `factor` times the recent mean moves nothing.
 
@@ -270,18 +274,8 @@ def skip_states(state: OptState) -> list[SkipState]:
     return [found for node in stop if isinstance(node, SkipState) for found in skip_states(node)]
 
 
-def check_progress(state: OptState, *, max_consecutive: int) -> None:
-    """Read the counters on the host, now and then, and stop a run that only skips.
-
-    Raises:
-      RunError: more than `max_consecutive` steps in a row were skipped.
-    """
-    for found in skip_states(state):
-        check_skips(int(found.consecutive), int(found.skipped), max_consecutive=max_consecutive)
-
-
 def check_skips(consecutive: int, skipped: int, *, max_consecutive: int) -> None:
-    """`check_progress` for counters that are on the host already.
+    """Stop a run that only skips, by counters of a `SkipState` on the host.
 
     Raises:
       RunError: more than `max_consecutive` steps in a row were skipped.

@@ -21,7 +21,7 @@ Mask = bool | Masks | Callable[[Params], Masks]
 """True or False for all, a tree (or prefix) of bools, or a function of the parameters to one."""
 
 
-class Norms(NamedTuple):
+class NormPair(NamedTuple):
     """l2 norms of a leaf's weights and of their update; float32, one a layer."""
 
     weight: jax.Array
@@ -30,7 +30,7 @@ class Norms(NamedTuple):
 
 def layer_norms(
     pairs: Sequence[tuple[jax.Array, jax.Array]], leaves: Sequence[LayeredLeaf]
-) -> list[Norms]:
+) -> list[NormPair]:
     """Norms of (weight, update) of each leaf, one a layer, exact over shards.
 
     Cost: one all-reduce for the tree (see `add_shards`), none where no leaf is split.
@@ -40,9 +40,9 @@ def layer_norms(
 
 def norms_of(
     squares: Sequence[tuple[jax.Array, ...]], leaves: Sequence[LayeredLeaf]
-) -> list[Norms]:
+) -> list[NormPair]:
     """Norms from this device's sums of squares."""
-    return [Norms(*map(jnp.sqrt, pair)) for pair in add_shards(squares, leaves)]
+    return [NormPair(*map(jnp.sqrt, pair)) for pair in add_shards(squares, leaves)]
 
 
 def clip_global_norm(
@@ -58,14 +58,14 @@ def clip_global_norm(
     return [g * scale.astype(g.dtype) for g in grads]
 
 
-def usable(norms: Norms) -> jax.Array:
+def usable(norms: NormPair) -> jax.Array:
     """Where a ratio means something: both norms positive and finite in float32."""
     weight, update = norms
     return (weight > 0) & (weight < jnp.inf) & (update > 0) & (update < jnp.inf)
 
 
 def trust_ratio(
-    norms: Norms,
+    norms: NormPair,
     *,
     phi: Bounds = UNBOUNDED,
     ratio_bounds: Bounds = UNBOUNDED,
@@ -77,9 +77,9 @@ def trust_ratio(
     1 where a norm is zero or not finite. Squares are summed in float32, so that a norm below 1e-19
     or above 1e19 counts as zero or infinite.
 
-    >>> float(trust_ratio(Norms(jnp.float32(6), jnp.float32(3))))
+    >>> float(trust_ratio(NormPair(jnp.float32(6), jnp.float32(3))))
     2.0
-    >>> float(trust_ratio(Norms(jnp.float32(0), jnp.float32(3)), ratio_bounds=(0.01, 0.3)))
+    >>> float(trust_ratio(NormPair(jnp.float32(0), jnp.float32(3)), ratio_bounds=(0.01, 0.3)))
     1.0
     """
     fine = usable(norms)

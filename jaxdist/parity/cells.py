@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter
 
 from jaxdist.collectives.algorithms.build import ReduceConfig
-from jaxdist.mesh import DCN, ICI
+from jaxdist.mesh import DCN, ICI, MeshConfig, Split
 from jaxdist.models.layers import Remat
 from jaxdist.parallel.pipeline.executor.ticks import Activations
 from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
@@ -146,18 +146,23 @@ def kind_of(schedule: str) -> str:
 @cache
 def facts_of(cell: Combination) -> Facts:
     """What the table of validity asks of a combination."""
+    reduce = None if cell.reduce is None else {"type": cell.reduce}
+    return facts(MESHES[cell.mesh], reduce, ZeroConfig(stage=cell.stage, scope=cell.scope))
+
+
+def facts(mesh: Mapping[str, Json], reduce: JsonObject | None, zero: ZeroConfig) -> Facts:
+    """What the table of validity asks of sections of a config."""
     sizes: dict[str, int] = {}
-    for axis, size in MESHES[cell.mesh].items():
-        sizes |= (
-            {axis: size}
-            if isinstance(size, int)
-            else {axis + DCN: size["dcn"], axis + ICI: size["ici"]}
-        )
+    for axis, size in MeshConfig.model_validate(mesh).sizes().items():
+        if isinstance(size, Split):
+            sizes |= {axis + DCN: size.dcn, axis + ICI: size.ici}
+        else:
+            sizes[axis] = size
     return Facts(
         mesh=sizes,
         batch_axes=tuple(name for name in sizes if name.startswith("data")),
-        reduce=None if cell.reduce is None else _REDUCE.validate_python({"type": cell.reduce}),
-        zero=ZeroConfig(stage=cell.stage, scope=cell.scope),
+        reduce=None if reduce is None else _REDUCE.validate_python(reduce),
+        zero=zero,
     )
 
 
@@ -206,10 +211,10 @@ def _crossed(cell: Combination) -> bool:
     return cell.sequence == "whole" and (cell.schedule is None or plain)
 
 
-Settings = frozenset[tuple[Any, ...]]
+SettingPairs = frozenset[tuple[Any, ...]]
 
 
-def pairs(cell: Combination) -> Settings:
+def pairs(cell: Combination) -> SettingPairs:
     """Every two settings of a combination, of pipelines apart from the others.
 
     A reduction meets a schedule by its kind: it sees where the chunks lie, and no more.
@@ -226,7 +231,7 @@ def pairs(cell: Combination) -> Settings:
 def cover(
     cells: Sequence[Combination],
     given: Iterable[Combination] = (),
-    settings: Callable[[Combination], Settings] = pairs,
+    settings: Callable[[Combination], SettingPairs] = pairs,
 ) -> list[Combination]:
     """Few of the cells that together have every two settings that any of them has.
 

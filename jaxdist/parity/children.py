@@ -7,7 +7,7 @@ import os
 import re
 import signal
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -33,12 +33,13 @@ def answers(
     function: Callable[[Any], Any],
     items: Iterable[Any],
     jobs: int,
-    limit_seconds: float = LIMIT_SECONDS,
-) -> Iterator[Any]:
+    limit_seconds: float | None = LIMIT_SECONDS,
+) -> Generator[Any, None, None]:
     """The function's values in the order of `items`, or `Ended`, by so many processes.
 
     Args:
-      function: one that its name finds in its module.
+      function: one that its name finds in its module, or a partial of one.
+      limit_seconds: for one answer; None waits for ever.
     """
     idle: SimpleQueue[_Child] = SimpleQueue()
     children = [_Child(function, limit_seconds) for _ in range(jobs)]
@@ -65,7 +66,7 @@ def answers(
 class _Child:
     """One process at a time, begun when it is needed; what it says goes to a file."""
 
-    def __init__(self, function: Callable[[Any], Any], limit_seconds: float):
+    def __init__(self, function: Callable[[Any], Any], limit_seconds: float | None):
         self._function, self._limit_seconds = function, limit_seconds
         self._process: Any = None
         self._pipe: Connection | None = None

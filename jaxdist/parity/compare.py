@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import multiprocessing
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
@@ -16,7 +13,8 @@ from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import load
 from jaxdist.metrics.report import write_json
 from jaxdist.parity.cells import Combination, cover, possible_cells, valid_cells
-from jaxdist.parity.report import HEADER, from_json, line, to_json
+from jaxdist.parity.children import Ended, answers
+from jaxdist.parity.report import HEADER, REMEDY, from_json, line, read_earlier, to_json
 from jaxdist.parity.run import (
     BUILT_IN,
     ParityResult,
@@ -27,7 +25,7 @@ from jaxdist.parity.run import (
     sections_of,
 )
 from jaxdist.parity.trace import compiled_at
-from jaxdist.types import Json
+from jaxdist.types import Json, JsonObject
 
 BUILT_IN_NAME = "A gpt of 8 layers of width 32"
 
@@ -99,18 +97,17 @@ def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
       ConfigError: the report of another run, or none: the losses on one device tell another model
         or batch, whatever its name.
     """
-    if not file.exists():
-        return []
-    remedy = "give another file to --json, or leave --resume out to write this one anew"
-    try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-        results = from_json(report)
-        other = [name for name in empty if name != "results" and report[name] != empty[name]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot go on with {file}: {error!r}; {remedy}") from error
+
+    def parse(report: JsonObject) -> tuple[list[ParityResult], JsonObject]:
+        names = [name for name in empty if name != "results"]
+        return from_json(report), {n: report[n] for n in names if report[n] != empty[n]}
+
+    results, other = read_earlier(file, parse) or ([], {})
     if other:
-        pairs = ", ".join(f"{name} {report[name]} there, {empty[name]} here" for name in other)
-        raise ConfigError(f"cannot go on with {file}, of another run: {pairs}; {remedy}")
+        pairs = ", ".join(
+            f"{name} {there} there, {empty[name]} here" for name, there in other.items()
+        )
+        raise ConfigError(f"cannot go on with {file}, of another run: {pairs}; {REMEDY}")
     return results
 
 
@@ -121,33 +118,16 @@ def _compared(
     if jobs == 1:
         yield from (compare(subject, cell) for cell in cells)
         return
-    # Spawned, not forked: a fork copies the locks of jax's device threads, but not the threads.
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(jobs, context, initializer=_take, initargs=(subject,))
-    # `pool.map` takes back what waits when a process ends, as the pool's own thread does: they
-    # meet, and the thread dies of it.
-    try:
-        waiting = [pool.submit(_compare_taken, cell) for cell in cells]
-        yield from (future.result() for future in waiting)
-    except BrokenProcessPool as error:
-        raise RunError(
-            f"one of {jobs} processes that compare has ended, for lack of memory perhaps: "
-            "give fewer --jobs, and --resume to go on with --json's file"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_taken: list[ParitySubject] = []
-
-
-def _take(subject: ParitySubject) -> None:
-    """Begin a process of `_compared`."""
-    _taken[:] = [subject]
-
-
-def _compare_taken(cell: Combination) -> ParityResult:
-    return compare(_taken[0], cell)
+    # Without a limit of time: nobody knows how large the user's model is.
+    with closing(answers(partial(compare, subject), cells, jobs, limit_seconds=None)) as found:
+        for answer in found:
+            if isinstance(answer, Ended):
+                raise RunError(
+                    f"one of {jobs} processes that compare has ended, for lack of memory perhaps "
+                    f"({answer.reason}): give fewer --jobs, and --resume to go on with the file "
+                    "of --json"
+                )
+            yield answer
 
 
 def verdict(results: Sequence[ParityResult]) -> str:

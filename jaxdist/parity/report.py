@@ -5,10 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, fields
 from pathlib import Path
+from typing import TypeVar
 
+from pydantic import TypeAdapter
+
+from jaxdist.errors import ConfigError
 from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.cells import (
     ACTIVATIONS,
@@ -20,7 +24,7 @@ from jaxdist.parity.cells import (
     possible_cells,
 )
 from jaxdist.parity.run import ParityResult
-from jaxdist.parity.trace import STEPS, Differences
+from jaxdist.parity.trace import STEPS
 from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
@@ -38,6 +42,7 @@ def line(result: ParityResult, told: dict[str, int] | None = None) -> str:
       told: numbers of the reasons that lines before this one have given, of which this gives the
         number alone; a new one is put in.
 
+    >>> from jaxdist.parity.trace import Differences
     >>> print(line(ParityResult(Combination("data 8", 2, "all", None, 1, "full"), "equal",
     ...                   Differences(0, 1e-6, 2e-6))))
     data 8                    2     null         1     full  0.0e+00 1.0e-06 2.0e-06
@@ -115,17 +120,33 @@ def to_json(
 
 
 def from_json(report: Mapping[str, Json]) -> list[ParityResult]:
-    """The results of `to_json`."""
-    return [
-        ParityResult(
-            Combination(**{name: row[name] for name in Combination.__dataclass_fields__}),
-            row["verdict"],
-            row["differences"] and Differences(**row["differences"]),
-            row["limit"] and Differences(**row["limit"]),
-            row["reason"],
-        )
-        for row in report["results"]
-    ]
+    """The results of `to_json`.
+
+    Raises:
+      ValueError, KeyError, TypeError: it is none of these.
+    """
+    names = [field.name for field in fields(Combination)]
+    return TypeAdapter(list[ParityResult]).validate_python(
+        [{**row, "cell": {name: row[name] for name in names}} for row in report["results"]]
+    )
+
+
+REMEDY = "give another file to --json, or leave --resume out to write this one anew"
+T = TypeVar("T")
+
+
+def read_earlier(file: Path, parse: Callable[[JsonObject], T]) -> T | None:
+    """What a run that was ended left in its file; None where there is no file.
+
+    Raises:
+      ConfigError: the file cannot be read or parsed.
+    """
+    if not file.exists():
+        return None
+    try:
+        return parse(json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"cannot go on with {file}: {error!r}; {REMEDY}") from error
 
 
 COMMAND = "jaxdist parity --json docs/parity.json"

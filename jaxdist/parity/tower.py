@@ -8,7 +8,7 @@ from flax import nnx
 from jaxdist.models.layers import Linear, scan_blocks, stack
 
 
-class Block(nnx.Module):
+class TowerBlock(nnx.Module):
     """x + down(tanh(up(x))), both with biases."""
 
     def __init__(self, embed: int, mlp: int, rngs: nnx.Rngs):
@@ -35,7 +35,7 @@ class Tower(nnx.Module):
         batch_norm: bool = False,
     ):
         self.first = Linear((features, embed), ("features", "embed"), rngs)
-        self.blocks = stack(lambda rngs: Block(embed, mlp, rngs), layers, rngs)
+        self.blocks = stack(lambda rngs: TowerBlock(embed, mlp, rngs), layers, rngs)
         # The fast variance, a difference of two means, is rounded by more than parity allows.
         norm = nnx.BatchNorm(embed, use_fast_variance=False, rngs=rngs) if batch_norm else None
         self.norm = norm

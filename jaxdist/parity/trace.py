@@ -121,7 +121,7 @@ def compiled_at() -> str:
 
 
 @dataclass(frozen=True)
-class Steps:
+class FirstSteps:
     """The first steps of an experiment that is `noted`, from any state, compiled once."""
 
     experiment: Experiment
@@ -169,7 +169,7 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
       experiment: one that is `noted`.
       initial: the state to begin with, on the host; None is the experiment's own.
     """
-    steps = Steps(experiment)
+    steps = FirstSteps(experiment)
     return steps.run(steps.begin() if initial is None else initial)[0]
 
 
@@ -177,7 +177,7 @@ def _named(tree: PyTree) -> dict[str, np.ndarray]:
     return {name: np.asarray(leaf, np.float64) for name, leaf in flatten_with_names(tree)}
 
 
-def differences(found: Trace, reference: Trace, least: Norms | None = None) -> Differences:
+def differences(found: Trace, reference: Trace, least: NormFloors | None = None) -> Differences:
     """The three differences; NaN or infinite where a number is.
 
     Args:
@@ -207,8 +207,8 @@ def _norm(x: np.ndarray) -> float:
 
 
 @dataclass(frozen=True)
-class Norms:
-    """One of each tensor of a `Trace`."""
+class NormFloors:
+    """For each tensor of a `Trace` the least norm that its difference is divided by."""
 
     loss_of_step: Mapping[str, float]
     gradients: Mapping[str, float]
@@ -219,7 +219,7 @@ SMALL = 1e-2
 """Part of the norm of all gradients, from which a tensor's own is judged by itself."""
 
 
-def norms_at_least(reference: Trace, moved: Trace, limit: Differences) -> Norms:
+def norms_at_least(reference: Trace, moved: Trace, limit: Differences) -> NormFloors:
     """The scale of differences in ill-conditioned tensors, so that one limit serves all tensors.
 
     A gradient whose terms nearly cancel has the rounding of its terms, not of itself: one that is
@@ -244,7 +244,7 @@ def norms_at_least(reference: Trace, moved: Trace, limit: Differences) -> Norms:
             for name, value in ours.items()
         }
 
-    return Norms(
+    return NormFloors(
         moves("loss_of_step", limit.loss, {}),
         moves("gradients", limit.gradient, gradients),
         moves("updates", limit.update, updates),

@@ -17,9 +17,16 @@ from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import Experiment, load
 from jaxdist.runtime import compilation_cache
 from jaxdist.study.optimizers import CONTENDERS, check_names
-from jaxdist.study.plan import RULE, TUNING_SEEDS, StudyCell, StudyPlan, parse_batches, run_plan
+from jaxdist.study.plan import (
+    FACTOR,
+    RULE,
+    TUNING_SEEDS,
+    StudyCell,
+    StudyPlan,
+    parse_batches,
+    run_plan,
+)
 from jaxdist.study.plot import plot_batch_scaling
-from jaxdist.study.search import FACTOR
 from jaxdist.study.table import markdown, metric_of, verdict
 from jaxdist.study.trainer import Trainer
 from jaxdist.study.trial import Journal, Trial, TrialOutcome

@@ -7,18 +7,21 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from jaxdist.errors import ConfigError
 from jaxdist.optim.batch_scaling import ScaleFromConfig, scale
 from jaxdist.study.optimizers import CONTENDERS
-from jaxdist.study.search import rounded, search
 from jaxdist.study.trial import Trial, TrialOutcome
 
 RULE = "lamb"
 LARGEST_WARMUP = 0.2
 """Share of the run that warms up at the largest batch, as in LAMB's table for BERT."""
 TUNING_SEEDS = 3
+FACTOR, EXTENSIONS = 2.0, 8
+"""Between learning rates that are tried; how often a search may go beyond its first three."""
 Runner = Callable[[Trial], TrialOutcome]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -165,3 +168,27 @@ def _best_rate(runs: Callable[[float], tuple[TrialOutcome, ...]], start: float) 
 def _mean_score(outcomes: Sequence[TrialOutcome]) -> tuple[float, ...]:
     scores = zip(*(outcome.score for outcome in outcomes), strict=True)
     return tuple(sum(values) / len(outcomes) for values in scores)
+
+
+def rounded(learning_rate: float) -> float:
+    """The rate rounded to six digits, so that equal rates compare equal."""
+    return float(f"{learning_rate:.6g}")
+
+
+def search(start: float, run: Callable[[float], T], score: Callable[[T], tuple[float, ...]]) -> T:
+    """The result of the best of `start` x 1/2, 1, 2.
+
+    While the best is the smallest or the largest, one more beyond it is tried, up to 8 of them, so
+    that the best one lies inside what was tried. Of equally good ones the smallest rate wins.
+
+    >>> search(1.0, lambda rate: rate, lambda rate: (-abs(rate - 16.0),))
+    16.0
+    """
+    results = {i: run(rounded(start * FACTOR**i)) for i in (-1, 0, 1)}
+    for _ in range(EXTENSIONS):
+        best = max(sorted(results), key=lambda i: score(results[i]))
+        beyond = {min(results): min(results) - 1, max(results): max(results) + 1}.get(best)
+        if beyond is None:
+            break
+        results[beyond] = run(rounded(start * FACTOR**beyond))
+    return results[max(sorted(results), key=lambda i: score(results[i]))]

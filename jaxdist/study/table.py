@@ -12,10 +12,10 @@ MARGIN = 0.01
 
 One point of accuracy, or 1% of a loss.
 """
-Rows = Mapping[tuple[str, bool], Sequence[StudyCell]]
+CellRows = Mapping[tuple[str, bool], Sequence[StudyCell]]
 
 
-def by_row(cells: Iterable[StudyCell]) -> Rows:
+def by_row(cells: Iterable[StudyCell]) -> CellRows:
     """Cells by optimizer and tuned, untuned first, each row by ascending batch size."""
     rows: dict[tuple[str, bool], list[StudyCell]] = {}
     for cell in sorted(cells, key=lambda cell: (cell.tuned, cell.batch_size)):

@@ -1,4 +1,4 @@
-"""`jaxdist init`: the shipped configurations as files of one's own."""
+"""`jaxdist init`: copies the shipped configurations, to be edited."""
 
 from __future__ import annotations
 

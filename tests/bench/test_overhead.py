@@ -9,7 +9,7 @@ import pytest
 from jaxdist.bench import overhead
 from jaxdist.bench.core.harness import Sample
 from jaxdist.bench.core.plain import gpt_loss, mlp_loss
-from jaxdist.bench.overhead import GPT, MLP, TINY, Loops, Steps, beyond_figure, experiment
+from jaxdist.bench.overhead import GPT, MLP, TINY, LoopPair, StepPair, beyond_figure, experiment
 from jaxdist.train.hooks import Log
 
 SMALL_GPT = {
@@ -26,7 +26,7 @@ SMALL_GPT = {
 )
 def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
     ours = experiment(settings)
-    steps = Steps(ours, loss)
+    steps = StepPair(ours, loss)
     names = ours.program.metrics
     with ours.loader.batches() as batches:
         steps.check(list(itertools.islice(batches, 3)))
@@ -42,7 +42,7 @@ def test_both_steps_report_the_same_losses_and_gradient_norms(settings, loss):
 )
 def test_our_program_does_no_more_than_the_plain_one(settings, loss):
     ours = experiment(settings)
-    steps = Steps(ours, loss)
+    steps = StepPair(ours, loss)
     with ours.loader.batches() as batches:
         batch = next(batches)
     mine = steps._train.lower(steps._state, batch).compile()
@@ -54,7 +54,7 @@ def test_our_program_does_no_more_than_the_plain_one(settings, loss):
 
 def test_steps_that_differ_are_noticed():
     ours = experiment(TINY)
-    steps = Steps(ours, lambda params, batch: 1.01 * mlp_loss(params, batch))
+    steps = StepPair(ours, lambda params, batch: 1.01 * mlp_loss(params, batch))
     with ours.loader.batches() as batches, pytest.raises(AssertionError):
         steps.check([next(batches)])
 
@@ -63,7 +63,7 @@ def test_both_sides_of_the_loop_take_the_same_steps():
     tiny = experiment(TINY, devices=1)
     with tiny.loader.batches() as batches, overhead.hooks(tiny) as each_step:
         fixed = next(batches)
-        ours, bare = (Loops(tiny, tiny.program.train, fixed, 12) for _ in range(2))
+        ours, bare = (LoopPair(tiny, tiny.program.train, fixed, 12) for _ in range(2))
         ours.ours(itertools.repeat(fixed), each_step)
         bare.bare()
         assert int(ours._state.step) == int(bare._state.step) == 12

@@ -6,7 +6,7 @@ import pytest
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.parity.trace import Steps, noted
+from jaxdist.parity.trace import FirstSteps, noted
 from jaxdist.trees import flatten_with_names
 
 SECTIONS = {
@@ -31,7 +31,7 @@ def test_a_shard_that_is_kept_equals_the_one_that_was_sent(stage, devices):
     reduce = {"type": "ring", "chunks": 3, "bucket_bytes": 4096}
     parallel = {"reduce": reduce, "zero": {"stage": stage, "whole_below": 0}}
     config = validate(Document({**SECTIONS, "parallel": parallel}), ExperimentConfig)
-    steps = Steps(noted(build(config, devices=devices[:6])))
+    steps = FirstSteps(noted(build(config, devices=devices[:6])))
     state = steps.run(steps.begin())[1]
     for name, leaf in flatten_with_names(state.params):
         first: dict[str, np.ndarray] = {}

@@ -13,11 +13,9 @@ from jaxdist.optim.batch_scaling import (
     BatchRampConfig,
     PhaseConfig,
     ScaleFromConfig,
-    effective_batch_size,
     plan_phases,
     ramp_stages,
     scale,
-    stage_at,
 )
 
 BERT_EXAMPLES = 512 * 1_000_000
@@ -126,14 +124,6 @@ def test_the_config_is_read_from_yaml_values():
     assert found == ScaleFromConfig(batch_size=512, learning_rate=1.0, rule="sqrt")
 
 
-def test_the_effective_batch_multiplies_all_three():
-    found = effective_batch_size(4, devices=8, microbatches=3, accumulation=2)
-    assert found.value == 192
-    assert found.why == "192 = 4 examples x 8 devices x 3 microbatches x 2 accumulated"
-    with pytest.raises(ConfigError, match="effective batch: accumulation 0 must be at least 1"):
-        effective_batch_size(4, accumulation=0)
-
-
 def ramp(start, increment, examples, batch_size, total):
     config = BatchRampConfig(start_batch_size=start, increment=increment, ramp_examples=examples)
     return ramp_stages(config, batch_size=batch_size, total_examples=total)
@@ -161,12 +151,10 @@ def test_a_ramp_is_the_walk_over_its_examples(start, increment, count, examples,
     stages = ramp(*given)
     sizes = [size for stage in stages for size in [stage.batch_size] * stage.steps]
     assert sizes == megatron(*given)
-    assert [stage_at(stages, step).batch_size for step in range(len(sizes))] == sizes
+    assert [stage.first_step for stage in stages] == [
+        sum(before.steps for before in stages[:index]) for index in range(len(stages))
+    ]
     assert all(stage.steps > 0 for stage in stages)
-
-
-def test_steps_after_the_last_stage_belong_to_it():
-    assert stage_at([BatchPhase(0, 2, 8), BatchPhase(2, 2, 16)], 99).batch_size == 16
 
 
 @pytest.mark.parametrize(("start", "increment"), [(4, 5), (16, 4), (20, 4)])

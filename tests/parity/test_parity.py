@@ -388,7 +388,7 @@ def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
 
 def test_a_process_that_ends_is_told(monkeypatch, subject):
     """And no thread of the pool dies of it, which pytest would tell, nor waits for ever."""
-    monkeypatch.setattr(command, "_compare_taken", signal.raise_signal)
+    monkeypatch.setattr(command, "partial", lambda *_: signal.raise_signal)
     compared = command._compared(subject, [0, 0, signal.SIGKILL, *[0] * 1000], 2)
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)

@@ -9,8 +9,7 @@ from study_runs import cell, outcome
 
 from jaxdist.errors import ConfigError
 from jaxdist.study.optimizers import CONTENDERS, check_names
-from jaxdist.study.plan import StudyCell, StudyPlan, parse_batches, run_plan
-from jaxdist.study.search import search
+from jaxdist.study.plan import StudyCell, StudyPlan, parse_batches, run_plan, search
 from jaxdist.study.trial import Trial, TrialOutcome
 
 # The best learning rate, by batch size: it grows faster than the rule says.

@@ -1,6 +1,6 @@
 """`torch.distributed` over gloo, the peer of `jaxdist bench collectives`: a program of its own.
 
-`python collectives_peer.py WORLD STORE` starts WORLD processes and prints an empty line. For each
+`python peer.py WORLD STORE` starts WORLD processes and prints an empty line. For each
 line "BYTES TIMES" on its input they run so many all-reduces of so many bytes of float32, one after
 the other; it prints an empty line when all are done. It imports torch and nothing of ours.
 """

@@ -1,14 +1,12 @@
 """What compiled collectives send, step by step, beside the formulas: no device runs anything.
 
-`python -m jaxdist.bench.collectives.traffic cpu` (or `tpu`) prints the rows as JSON. It is a
-process of its own, since the number of devices is fixed when jax starts.
+The rows are made in a process of their own, since the number of devices is fixed when jax starts.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -71,18 +69,14 @@ def measure(platform: str) -> list[TrafficRow]:
     Raises:
       RunError: it fails or takes too long.
     """
-    found = child.records(
-        command(platform),
+    return child.call(
+        platform_rows,
+        TrafficRow,
+        platform,
         what=f"compiling the programs for {platform}",
         environ=child.compiling_on(max(CPU_SIZES) if platform == "cpu" else None),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [TrafficRow(**{**values, "sizes": tuple(values["sizes"])}) for values in found]
-
-
-def command(platform: str) -> list[str]:
-    """The program that prints the rows."""
-    return child.module("jaxdist.bench.collectives.traffic", platform)
 
 
 def figures(platform: str, found: Sequence[TrafficRow]) -> list[Figure]:
@@ -230,17 +224,10 @@ def longest_chain(module: Module) -> int:
     return inside(module.entry.name)
 
 
-def main() -> None:
-    """Print the rows of one platform as JSON."""
-    platform = sys.argv[1]
-    if platform not in ("cpu", "tpu"):
-        sys.exit(f"no rows for {platform!r}: cpu or tpu")
-    if platform == "tpu":
-        machines = [(topology_devices(name), counts) for name, counts in TPU_SIZES.items()]
+def platform_rows(platform: str) -> Iterator[TrafficRow]:
+    """Every row of "cpu" or "tpu"."""
+    if platform == "cpu":
+        yield from rows(platform, jax.devices(), CPU_SIZES)
     else:
-        machines = [(jax.devices(), CPU_SIZES)]
-    child.show(row for machine in machines for row in rows(platform, *machine))
-
-
-if __name__ == "__main__":
-    main()
+        for topology, counts in TPU_SIZES.items():
+            yield from rows(platform, topology_devices(topology), counts)

@@ -198,19 +198,7 @@ def script(lab: Lab, command: Sequence[str]) -> str:
     lines.append("trap 'exit $(cat /run/code)' USR1")
     for host, name in enumerate(lab.names):
         variables = [f"{key}={value}" for key, value in lab.environ(host).items()]
-        enter = [
-            "ip",
-            "netns",
-            "exec",
-            name,
-            "unshare",
-            "--uts",
-            "bash",
-            "-ec",
-            _ON_HOST,
-            "-",
-            name,
-        ]
+        enter = [*f"ip netns exec {name} unshare --uts bash -ec".split(), _ON_HOST, "-", name]
         lines.append(f"{{ {shlex.join([*enter, 'env', *variables, *command])} || {_FAILED}; }} &")
     return "\n".join([*lines, "wait"])
 

@@ -18,15 +18,15 @@ from jaxdist.runtime.environment import has_idle_libtpu, plan_environment, plan_
 from jaxdist.types import JsonObject
 
 PATIENCE_SECONDS = 300.0
-"""For one answer; the first comes after compilation."""
+"""The longest wait for one answer; the first one comes after compilation."""
 
 Command = tuple[Sequence[str], Mapping[str, str]]
-"""Of a process: program and arguments, and variables of its environment."""
+"""What starts a process: program and arguments, and additional environment variables."""
 
 
 @dataclass(frozen=True)
 class Team:
-    """The processes of one contender; `errors` holds what each prints."""
+    """The processes of one contender; `errors` are the files of their standard error."""
 
     name: str
     processes: tuple[subprocess.Popen[str], ...]
@@ -47,7 +47,7 @@ class Team:
         return seconds, statistics.mean(answer["loss"] for answer in found)
 
     def answers(self) -> list[JsonObject]:
-        """One of each process, in order; the first that fails is heard though others wait for it.
+        """One answer of each process, by rank; the first that fails raises while others still wait.
 
         Raises:
           RunError: a process has ended, or says nothing.
@@ -81,7 +81,7 @@ class Team:
 
 @contextmanager
 def start(name: str, commands: Sequence[Command], directory: Path) -> Iterator[Team]:
-    """A team of a process a command, each on a core of its own; killed when the context ends.
+    """One process for each command, each on a core of its own; killed when the context ends.
 
     Args:
       commands: of each process.

@@ -32,7 +32,7 @@ ROUNDING = 0.005
 
 
 @dataclass(frozen=True)
-class Auto:
+class AutoSchedule:
     """One automatic schedule.
 
     Attributes:
@@ -52,7 +52,9 @@ class Auto:
     paper_percent: float | None = None
 
 
-def measure(stages: Sequence[int] = STAGES, models: Sequence[str] = tuple(MODELS)) -> list[Auto]:
+def measure(
+    stages: Sequence[int] = STAGES, models: Sequence[str] = tuple(MODELS)
+) -> list[AutoSchedule]:
     """Unequal times in twice the memory; the paper's models in once and twice the memory."""
     found = [
         _auto(" ".join(f"{time:g}" for time in times), p, ROUNDS * p, 2.0, costs)
@@ -69,12 +71,12 @@ def measure(stages: Sequence[int] = STAGES, models: Sequence[str] = tuple(MODELS
 
 def _auto(
     name: str, p: int, m: int, memory: float, costs: Costs, paper: float | None = None
-) -> Auto:
+) -> AutoSchedule:
     made = simulate(zb_auto(p, m, costs, memory_limit=memory, search=0), costs)
-    return Auto(name, p, m, memory, made.peak / p, 100 * made.bubble_fraction, paper)
+    return AutoSchedule(name, p, m, memory, made.peak / p, 100 * made.bubble_fraction, paper)
 
 
-def figures(autos: Sequence[Auto]) -> list[Figure]:
+def figures(autos: Sequence[AutoSchedule]) -> list[Figure]:
     """The worst bubble over the goal, the worst over the paper's, and the most memory."""
     plain = [one for one in autos if one.paper_percent is None]
     worst = max(plain, key=lambda one: one.bubble_percent)
@@ -92,7 +94,7 @@ def figures(autos: Sequence[Auto]) -> list[Figure]:
     return [bubble, _paper_figure(autos), memory]
 
 
-def _paper_figure(autos: Sequence[Auto]) -> Figure:
+def _paper_figure(autos: Sequence[AutoSchedule]) -> Figure:
     cases = [(one, one.paper_percent + ROUNDING) for one in autos if one.paper_percent is not None]
     worst, paper = max(cases, key=lambda case: case[0].bubble_percent / case[1])
     return Figure(
@@ -106,7 +108,7 @@ def _paper_figure(autos: Sequence[Auto]) -> Figure:
     )
 
 
-def listing(autos: Sequence[Auto]) -> Listing:
+def listing(autos: Sequence[AutoSchedule]) -> Listing:
     """Every automatic schedule."""
     units = dict.fromkeys(("times", "stages", "microbatches", "limit", "peak"), "")
     return Listing(

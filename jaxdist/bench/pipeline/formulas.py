@@ -30,7 +30,7 @@ MOST = {32: 256}
 """Most microbatches by stages; four per stage elsewhere."""
 CHUNKS = 2
 
-Times = tuple[int, int, int]
+TaskTimes = tuple[int, int, int]
 
 
 class Law(NamedTuple):
@@ -47,13 +47,13 @@ class Law(NamedTuple):
     """
 
     build: Callable[[int, int], Schedule]
-    bubble: Callable[[int, Times], float]
+    bubble: Callable[[int, TaskTimes], float]
     peak: Callable[[int, int], float] | None
     serves: Callable[[int, int], bool] = lambda p, m: True
-    times: Times = UNEQUAL
+    times: TaskTimes = UNEQUAL
 
 
-def _fill_and_drain(p: int, times: Times) -> float:
+def _fill_and_drain(p: int, times: TaskTimes) -> float:
     return (p - 1) * sum(times)
 
 
@@ -112,7 +112,7 @@ class Worst(NamedTuple):
     where: str
 
 
-class Held(NamedTuple):
+class FormulaCheck(NamedTuple):
     """One schedule against its formulas over `sizes` sizes."""
 
     name: str
@@ -126,12 +126,14 @@ def sizes(stages: Iterable[int] = STAGES) -> list[tuple[int, int]]:
     return [(p, m) for p in stages for m in sorted({1, p, 2 * p - 1, 2 * p, MOST.get(p, 4 * p)})]
 
 
-def measure(laws: dict[str, Law] = LAWS, grid: Sequence[tuple[int, int]] = ()) -> list[Held]:
+def measure(
+    laws: dict[str, Law] = LAWS, grid: Sequence[tuple[int, int]] = ()
+) -> list[FormulaCheck]:
     """Every law at every size that it serves; the grid is that of `sizes` by default."""
     return [hold(name, law, grid or sizes()) for name, law in laws.items()]
 
 
-def hold(name: str, law: Law, grid: Sequence[tuple[int, int]]) -> Held:
+def hold(name: str, law: Law, grid: Sequence[tuple[int, int]]) -> FormulaCheck:
     """One schedule against its formulas."""
     bubbles, peaks = [], []
     for p, m in grid:
@@ -141,7 +143,7 @@ def hold(name: str, law: Law, grid: Sequence[tuple[int, int]]) -> Held:
         bubbles.append(_apart(found.bubble, law.bubble(p, law.times), where))
         if law.peak:
             peaks.append(_apart(found.peak, law.peak(p, m), where))
-    return Held(name, len(bubbles), _worst(bubbles), _worst(peaks) if peaks else None)
+    return FormulaCheck(name, len(bubbles), _worst(bubbles), _worst(peaks) if peaks else None)
 
 
 def _apart(found: float, formula: float, where: str) -> Worst:
@@ -155,7 +157,7 @@ def _worst(found: Sequence[Worst]) -> Worst:
     return max(reversed(found), key=lambda worst: (worst.apart, worst.formula))
 
 
-def figures(held: Sequence[Held]) -> list[Figure]:
+def figures(held: Sequence[FormulaCheck]) -> list[Figure]:
     """Bubble and peak of the schedule that is furthest from its formula."""
     found = []
     for what in ("bubble", "peak"):
@@ -171,7 +173,7 @@ def figures(held: Sequence[Held]) -> list[Figure]:
     return found
 
 
-def listing(held: Sequence[Held]) -> Listing:
+def listing(held: Sequence[FormulaCheck]) -> Listing:
     """Every schedule at its worst."""
     rows = []
     for one in held:

@@ -1,20 +1,19 @@
 """Temporary memory of the executor's programs as microbatches grow: 1F1B flat, GPipe not.
 
-The batch itself is an argument of the program, which every schedule takes whole. `python -m
-jaxdist.bench.pipeline.memory` compiles, runs nothing, and prints the cells as JSON.
+The batch itself is an argument of the program, which every schedule takes whole. Nothing is run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, product
 from typing import get_args
 
 from jaxdist.bench.core import child
 from jaxdist.bench.core.report import Figure, Listing
 from jaxdist.bench.pipeline.program import (
-    Size,
+    ModelSize,
     arguments,
     compile_step,
     executor,
@@ -34,7 +33,7 @@ STAGES, ROUNDS = 4, (1, 2, 4, 8)
 FLAT_FROM = 2
 """Microbatches per stage that fill the pipeline whichever way its forward tasks run ahead."""
 FLAT_GOAL, GROWS_GOAL = "<= 1.05", ">= 2"
-SIZE = Size(rows=256, features=256, layers=2)
+SIZE = ModelSize(rows=256, features=256, layers=2)
 BUILDS: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b": one_f_one_b,
     "1f1b, ahead": lambda p, m: eager(one_f_one_b(p, m)),
@@ -94,13 +93,19 @@ def measure() -> list[MemoryCell]:
     Raises:
       RunError: it fails or takes too long.
     """
-    found = child.records(
-        child.module("jaxdist.bench.pipeline.memory"),
+    return child.call(
+        cells,
+        MemoryCell,
         what="compiling pipelines for their memory",
         environ=child.compiling_on(STAGES),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [MemoryCell(**values) for values in found]
+
+
+def cells() -> Iterator[MemoryCell]:
+    """Each schedule and policy, by growing number of microbatches."""
+    for name, activations, rounds in product(BUILDS, get_args(Activations), ROUNDS):
+        yield cell(name, activations, STAGES, rounds * STAGES)
 
 
 def growths(cells: Iterable[MemoryCell]) -> list[Growth]:
@@ -147,17 +152,3 @@ def listing(cells: Sequence[MemoryCell]) -> Listing:
     names = ("schedule", "activations", *(f"m={count}" for count in counts), f"{many} over {few}")
     title = f"temporaries of one of {cells[0].stages} stages in MiB, from the compiler"
     return Listing(title, dict.fromkeys(names, ""), rows)
-
-
-def main() -> None:
-    """Print the cells as JSON."""
-    child.show(
-        cell(name, activations, STAGES, rounds * STAGES)
-        for name in BUILDS
-        for activations in get_args(Activations)
-        for rounds in ROUNDS
-    )
-
-
-if __name__ == "__main__":
-    main()

@@ -2,14 +2,12 @@
 
 The train step of `pipeline_pod.yaml`, as stage x data x tensor, is compiled ahead of time by
 libtpu, which says what it takes of a chip's memory; its text says what it sends over each axis.
-`jaxdist inspect` shows all of it. `python -m jaxdist.bench.pipeline.pod [TOPOLOGY [SETTING...]]`
-prints the result as JSON; libtpu wants a process of its own.
+`jaxdist inspect` shows all of it. libtpu wants a process of its own.
 """
 
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -66,13 +64,18 @@ def measure() -> list[Pod]:
     """
     if find_spec("libtpu") is None:
         return []
-    found = child.records(
-        child.module("jaxdist.bench.pipeline.pod"),
+    return child.call(
+        pods,
+        Pod,
         what="compiling the pod's step",
         environ=child.compiling_on(None),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [Pod(**values) for values in found]
+
+
+def pods(topology: str = TOPOLOGY, *overrides: str) -> list[Pod]:
+    """The one pod."""
+    return [compile_pod(topology_devices(topology), overrides)]
 
 
 def compile_pod(devices: Sequence[Device], overrides: Sequence[str] = ()) -> Pod:
@@ -128,12 +131,3 @@ def listing(found: Sequence[Pod]) -> Listing:
 
 def _described(mesh: Mapping[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
-
-
-def main(topology: str = TOPOLOGY, *overrides: str) -> None:
-    """Print the pod as JSON."""
-    child.show([compile_pod(topology_devices(topology), overrides)])
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -33,7 +33,7 @@ Tell = Callable[[TaskKind], None]
 
 
 @dataclass(frozen=True)
-class Size:
+class ModelSize:
     """Of one microbatch, and of one chunk."""
 
     rows: int
@@ -43,7 +43,7 @@ class Size:
     def model_flops(self, activations: Activations, microbatches: int) -> float:
         """FLOPs of the matmuls that one chunk needs.
 
-        >>> Size(rows=2, features=3, layers=1).model_flops("stash", 1)
+        >>> ModelSize(rows=2, features=3, layers=1).model_flops("stash", 1)
         108
         """
         product = 2 * self.rows * self.features**2
@@ -64,7 +64,7 @@ class Arguments(NamedTuple):
     rows: PyTree
 
 
-def arguments(size: Size, chunks: int, microbatches: int) -> Arguments:
+def arguments(size: ModelSize, chunks: int, microbatches: int) -> Arguments:
     """Random float32 parameters and rows."""
     random = np.random.default_rng(0)
     width = size.features
@@ -131,7 +131,7 @@ def stage_mesh(stages: int) -> Mesh:
     return build_mesh(MeshConfig(stage=stages), jax.devices()[:stages])
 
 
-class Program(NamedTuple):
+class PlacedStep(NamedTuple):
     """A compiled step, and the arguments that it takes, placed."""
 
     step: jax.stages.Compiled
@@ -151,7 +151,9 @@ def executor(ticks: Ticks, model: ModelFns) -> Local:
     return partial(run, ticks, model, axis=AXIS)
 
 
-def compile_step(local: Local, mesh: Mesh, given: Arguments, placement: tuple[int, ...]) -> Program:
+def compile_step(
+    local: Local, mesh: Mesh, given: Arguments, placement: tuple[int, ...]
+) -> PlacedStep:
     """A step on all stages."""
     staged, everywhere = PartitionSpec(AXIS), PartitionSpec()
     specs = Arguments(staged, everywhere, everywhere)
@@ -167,4 +169,4 @@ def compile_step(local: Local, mesh: Mesh, given: Arguments, placement: tuple[in
         jax.device_put(value, NamedSharding(mesh, spec))
         for value, spec in zip(given._replace(weights=chunks), specs, strict=True)
     ]
-    return Program(jax.jit(function).lower(*placed).compile(), Arguments(*placed))
+    return PlacedStep(jax.jit(function).lower(*placed).compile(), Arguments(*placed))

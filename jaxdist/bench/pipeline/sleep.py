@@ -3,23 +3,20 @@
 Its ticks are in lock step: in each tick the stages wait for one another where they exchange what
 they have made. So a step should take the sum over ticks of the busiest stage's tasks
 (`Ticks.seconds`). A time line without ticks, where each stage waits for what it needs alone
-(`simulate`), is shorter or as long. `python -m jaxdist.bench.pipeline.sleep 4` prints the runs of 4
-stages as JSON.
+(`simulate`), is shorter or as long.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from jaxdist.bench.core import child
 from jaxdist.bench.core.report import Figure, Listing
 from jaxdist.bench.pipeline.program import (
-    Program,
-    Size,
+    ModelSize,
+    PlacedStep,
     arguments,
     compile_step,
     executor,
@@ -36,7 +33,6 @@ from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
 from jaxdist.parallel.pipeline.schedules.simulate import simulate
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
-from jaxdist.runtime.environment import plan_environment
 
 STAGES, ROUNDS = (4, 8), 2
 """Stages, and microbatches per stage."""
@@ -46,7 +42,7 @@ UNIT_SECONDS = 0.04
 UNITS = {TaskKind.FORWARD: 1.0, TaskKind.INPUT: 1.25, TaskKind.WEIGHT: 0.75, TaskKind.FULL: 2.0}
 """Of a task of any chunk; a FULL task sleeps for both of its halves."""
 REPEATS = 3
-SIZE = Size(rows=1, features=2, layers=1)
+SIZE = ModelSize(rows=1, features=2, layers=1)
 BUILDS: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b": one_f_one_b,
     "1f1b, ahead": lambda p, m: eager(one_f_one_b(p, m)),
@@ -83,7 +79,7 @@ class Slept:
         return max(ratio, 1 / ratio)
 
 
-def sleeping(ticks: Ticks, unit_seconds: float) -> Program:
+def sleeping(ticks: Ticks, unit_seconds: float) -> PlacedStep:
     """A step whose passes sleep and compute next to nothing."""
 
     def sleep(kind: TaskKind) -> None:
@@ -126,14 +122,20 @@ def measure(stages: Sequence[int] = STAGES) -> list[Slept]:
     """
     found = []
     for count in stages:
-        environ = dict(os.environ)
-        found += child.records(
-            child.module("jaxdist.bench.pipeline.sleep", str(count)),
+        found += child.call(
+            play_all,
+            Slept,
+            count,
             what=f"a pipeline of {count} stages that sleep",
-            environ=environ | plan_environment(environ, fake_devices=count),
+            environ=child.with_devices(count),
             timeout_seconds=TIMEOUT_SECONDS,
         )
-    return [Slept(**values) for values in found]
+    return found
+
+
+def play_all(stages: int) -> Iterator[Slept]:
+    """Every schedule on so many stages."""
+    return (play(name, stages) for name in BUILDS)
 
 
 def figures(slept: Sequence[Slept]) -> list[Figure]:
@@ -171,12 +173,3 @@ def listing(slept: Sequence[Slept]) -> Listing:
     ]
     title = "the executor on devices that sleep their tasks"
     return Listing(title, {**units, "ratio": "", "time line": "s"}, rows)
-
-
-def main() -> None:
-    """Print the runs on so many stages as JSON."""
-    child.show(play(name, int(sys.argv[1])) for name in BUILDS)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,14 +1,12 @@
 """What the executor computes, and in how much time, beside the usual SPMD pipeline.
 
 The usual form is one scan over m + p - 1 ticks: in each, every stage runs its layers, on anything
-where it has no microbatch, and `jax.grad` goes back through the scan. `python -m
-jaxdist.bench.pipeline.work` prints the cells as JSON.
+where it has no microbatch, and `jax.grad` goes back through the scan.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -24,8 +22,8 @@ from jaxdist.bench.pipeline.program import (
     AXIS,
     PASSES,
     Local,
-    Program,
-    Size,
+    ModelSize,
+    PlacedStep,
     Tell,
     arguments,
     compile_step,
@@ -39,13 +37,12 @@ from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import NONE, Activations, Ticks
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
-from jaxdist.runtime.environment import plan_environment
 from jaxdist.types import Params, PyTree
 
 STAGES, ROUNDS = 4, (1, 2, 4)
 """Stages, and microbatches per stage."""
-SIZE = Size(rows=256, features=512, layers=2)
-COUNTED = Size(rows=2, features=4, layers=1)
+SIZE = ModelSize(rows=256, features=512, layers=2)
+COUNTED = ModelSize(rows=2, features=4, layers=1)
 """Of the programs whose passes are counted while they run."""
 PAIRS = 21
 """Steps of each form that are timed: four devices on fewer cores are easily disturbed."""
@@ -107,8 +104,12 @@ def usual_scan(model: ModelFns, stages: int, microbatches: int, activations: Act
 
 
 def programs(
-    size: Size, stages: int, microbatches: int, activations: Activations, tell: Tell | None = None
-) -> tuple[Ticks, Program, Program]:
+    size: ModelSize,
+    stages: int,
+    microbatches: int,
+    activations: Activations,
+    tell: Tell | None = None,
+) -> tuple[Ticks, PlacedStep, PlacedStep]:
     """1F1B by the executor, and the usual form, on the same arguments."""
     ticks = lower(one_f_one_b(stages, microbatches), activations=activations)
     model, given, mesh = parts(tell), arguments(size, stages, microbatches), stage_mesh(stages)
@@ -177,17 +178,20 @@ def measure() -> list[WorkCell]:
     Raises:
       RunError: it fails or takes too long.
     """
-    environ = dict(os.environ)
-    found = child.records(
-        child.module("jaxdist.bench.pipeline.work"),
+    return child.call(
+        cells,
+        WorkCell,
         what="the executor beside the usual scan",
-        environ=environ | plan_environment(environ, fake_devices=STAGES),
+        environ=child.with_devices(STAGES),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    timed = ("seconds", "scan_seconds")
-    return [
-        WorkCell(**{**values, **{name: tuple(values[name]) for name in timed}}) for values in found
-    ]
+
+
+def cells() -> Iterator[WorkCell]:
+    """Each way to treat activations at each number of microbatches; the first of each is timed."""
+    for activations in get_args(Activations):
+        for rounds in ROUNDS:
+            yield cell(STAGES, rounds * STAGES, activations, timed=rounds == 1)
 
 
 def figures(cells: Sequence[WorkCell]) -> list[Figure]:
@@ -243,16 +247,3 @@ def listing(cells: Sequence[WorkCell]) -> Listing:
         rows.append((one.activations, one.microbatches, *(f"{ratio:.3f}" for ratio in ratios)))
     title = "executed over model work: the executor with 1F1B, and the usual scan"
     return Listing(title, dict.fromkeys(columns, ""), rows)
-
-
-def main() -> None:
-    """Print the cells as JSON."""
-    child.show(
-        cell(STAGES, rounds * STAGES, activations, timed=rounds == 1)
-        for activations in get_args(Activations)
-        for rounds in ROUNDS
-    )
-
-
-if __name__ == "__main__":
-    main()

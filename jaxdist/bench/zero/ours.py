@@ -1,11 +1,11 @@
 """Our side of `jaxdist.bench.zero.race`: one process that takes steps when told.
 
 `python -m jaxdist.bench.zero.ours CONFIG DIRECTORY` joins the processes that
-`JAX_COORDINATOR_ADDRESS` and its fellows name (none: it is alone). The batch is what its mesh gives
-it of DIRECTORY/tokens.npy. Alone it writes its first parameters, by torch's names, to
-DIRECTORY/weights.npz. It says how many parameters there are and on which cores it may run; for
-each line "STEPS" on its input it takes so many steps and says the seconds and the last loss.
-CONFIG is the experiment, answers are lines of JSON.
+`JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name; without them it is alone.
+Each process trains on its part of DIRECTORY/tokens.npy. A process alone writes its initial
+parameters, by torch's names, to DIRECTORY/weights.npz. First it prints the number of parameters and
+the cores that it may run on; then, for each number N on its input, it takes N steps and prints
+their seconds and the last loss. CONFIG is the experiment; it and all answers are lines of JSON.
 """
 
 from __future__ import annotations

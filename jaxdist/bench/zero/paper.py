@@ -3,7 +3,7 @@
 The paper computes what 7.5 billion parameters take on each of 64 devices. Here the whole train step
 of such a model is compiled for 64 TPU v5p, and XLA says what it takes, or that it does not fit.
 
-`python -m jaxdist.bench.zero.paper` prints the rows as JSON; libtpu wants a process of its own.
+libtpu wants a process of its own.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ def measure() -> list[PaperRow]:
     Raises:
       RunError: it fails or takes too long.
     """
-    found = child.records(
-        child.module("jaxdist.bench.zero.paper"),
+    return child.call(
+        rows,
+        PaperRow,
         what="compiling the paper's steps",
         environ=child.compiling_on(None),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [PaperRow(**values) for values in found]
 
 
 def row(stage: int, form: Form, devices: Sequence[Device], model: JsonObject) -> PaperRow:
@@ -98,16 +98,7 @@ def compiled_bytes(lowered: jax.stages.Lowered) -> tuple[float, float | None]:
         return sizes
 
 
-def rows(devices: Sequence[Device]) -> Iterator[PaperRow]:
+def rows() -> Iterator[PaperRow]:
     """Every stage in the explicit form."""
-    for stage in STAGES:
-        yield row(stage, "explicit", devices, MODEL)
-
-
-def main() -> None:
-    """Print the rows as JSON."""
-    child.show(rows(topology_devices(TOPOLOGY)))
-
-
-if __name__ == "__main__":
-    main()
+    devices = topology_devices(TOPOLOGY)
+    return (row(stage, "explicit", devices, MODEL) for stage in STAGES)

@@ -1,12 +1,10 @@
 """Train steps under each stage of ZeRO, compiled and read beside the formulas; nothing is run.
 
-`python -m jaxdist.bench.zero.program cpu` (or `tpu`) prints the rows as JSON. It is a process of
-its own, since the number of devices is fixed when jax starts.
+The rows are made in a process of their own, since the number of devices is fixed when jax starts.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +21,7 @@ from jaxdist.trees import tree_size
 
 Form = Literal["explicit", "auto"]
 REDUCE: Mapping[Form, Any] = {"explicit": {"type": "xla"}, "auto": None}
-"""Collectives of ours on a manual axis, and XLA's own from sharding constraints alone."""
+"""Explicit collectives on a manual axis, and XLA's own from sharding constraints alone."""
 STAGES = (0, 1, 2, 3)
 CPU_COUNTS = (8, 64)
 TOPOLOGY = "v5e:2x4"
@@ -104,7 +102,7 @@ def experiment(
 
 
 @dataclass(frozen=True)
-class Compiled:
+class CompiledStep:
     """One train step, and how large its model is."""
 
     layers: int
@@ -114,15 +112,17 @@ class Compiled:
 
 def compile_step(
     stage: int, form: Form, devices: Sequence[Device], *, layers: int, remat: str = "full"
-) -> Compiled:
+) -> CompiledStep:
     """The train step of `experiment`, compiled."""
     found = experiment(stage, form, devices, layers=layers, remat=remat)
     program = found.program
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
-    return Compiled(layers, tree_size(program.model.params), ledger(compiled, found.layout.mesh))
+    return CompiledStep(
+        layers, tree_size(program.model.params), ledger(compiled, found.layout.mesh)
+    )
 
 
-def added_bytes_per_param(deep: Compiled, shallow: Compiled) -> float:
+def added_bytes_per_param(deep: CompiledStep, shallow: CompiledStep) -> float:
     """Peak memory that further layers add, over the number of their parameters.
 
     All that does not grow with depth cancels: what a layer computes, one gathered layer, logits,
@@ -178,13 +178,21 @@ def measure(platform: str) -> list[ZeroRow]:
     Raises:
       RunError: it fails or takes too long.
     """
-    found = child.records(
-        child.module("jaxdist.bench.zero.program", platform),
+    return child.call(
+        platform_rows,
+        ZeroRow,
+        platform,
         what=f"compiling steps for {platform}",
         environ=child.compiling_on(max(CPU_COUNTS) if platform == "cpu" else None),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return [ZeroRow(**values) for values in found]
+
+
+def platform_rows(platform: str) -> Iterator[ZeroRow]:
+    """Those of "cpu" or "tpu"."""
+    if platform == "tpu":
+        return tpu_rows(topology_devices(TOPOLOGY))
+    return cpu_rows(jax.devices())
 
 
 def cpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
@@ -201,16 +209,3 @@ def tpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
     """Every stage in the explicit form."""
     for stage in STAGES:
         yield row("tpu", devices, stage, "explicit")
-
-
-def main() -> None:
-    """Print the rows of one platform as JSON."""
-    platform = sys.argv[1]
-    if platform not in ("cpu", "tpu"):
-        sys.exit(f"no rows for {platform!r}: cpu or tpu")
-    rows = cpu_rows(jax.devices()) if platform == "cpu" else tpu_rows(topology_devices(TOPOLOGY))
-    child.show(rows)
-
-
-if __name__ == "__main__":
-    main()

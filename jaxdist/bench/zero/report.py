@@ -114,7 +114,7 @@ def _worst(
     unit: str = "B",
     note: str = "the worst of {} programs is stage {}",
 ) -> Figure:
-    """The explicit program whose ratio, of ours and reference as `pair` has them, is largest."""
+    """The explicit program with the largest ratio; `pair` gives its figure and its reference."""
     explicit = [row for row in rows if row.form == "explicit"]
     worst = max(explicit, key=lambda row: operator.truediv(*pair(row)))
     return Figure(name, *pair(worst), goal, unit, note.format(len(explicit), worst.stage))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 import jax
-from pydantic import Field
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from jaxdist.collectives.algorithms.double_tree import DoubleTree
 from jaxdist.collectives.algorithms.halving import Halving
@@ -38,15 +38,14 @@ HIERARCHICAL: tuple[Algorithm, ...] = tuple(
     for across in (Ring(directions=2), Halving())
 )
 """The alternatives that are added on several axes."""
-Positive = Annotated[float, Field(gt=0)]
 
 
 class LinkConfig(Config):
     """A link of your own network, where the figures of `hardware.py` do not fit it."""
 
-    latency_seconds: Annotated[float, Field(ge=0)]
+    latency_seconds: NonNegativeFloat
     """From the start of a message to its first byte at the neighbour."""
-    bytes_per_second: Positive
+    bytes_per_second: PositiveFloat
     """One way, through one port."""
     topology: Topology = "switch"
     """A switch joins all devices; a torus joins neighbours, and sends both ways at once."""

@@ -15,12 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxdist.collectives.algorithms import binomial
 from jaxdist.collectives.axis import Axis, axis_size, neighbour, shift
 from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 class Circulant(Algorithm):
-    """The operations without a root; the others are up to the subclass."""
+    """The operations without a root, and those with one along a binomial tree."""
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         return reduce_scatter(blocks, axis, combine)
@@ -31,6 +32,12 @@ class Circulant(Algorithm):
 
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
         return all_to_all(blocks, axis)
+
+    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
+        return binomial.broadcast(flat, axis, binomial.rooted(root, axis_size(axis)))
+
+    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
+        return binomial.reduce(flat, axis, binomial.rooted(root, axis_size(axis)), combine)
 
 
 def rounds(size: int) -> list[tuple[int, int]]:

@@ -34,12 +34,6 @@ class Halving(circulant.Circulant):
         # The input is not needed any more: where nobody else does, the result takes its memory.
         return circulant.all_gather(mine, axis, blocks.reshape(-1))[: flat.size]
 
-    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
-        return binomial.broadcast(flat, axis, binomial.rooted(root, axis_size(axis)))
-
-    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
-        return binomial.reduce(flat, axis, binomial.rooted(root, axis_size(axis)), combine)
-
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         if kind in ("broadcast", "reduce"):
             return binomial.traffic(kind, payload_bytes, [binomial.rooted(0, size)])

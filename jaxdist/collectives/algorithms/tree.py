@@ -28,12 +28,6 @@ class Tree(circulant.Circulant):
         places = binomial.rooted(0, axis_size(axis))
         return binomial.broadcast(binomial.reduce(flat, axis, places, combine), axis, places)
 
-    def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
-        return binomial.broadcast(flat, axis, binomial.rooted(root, axis_size(axis)))
-
-    def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
-        return binomial.reduce(flat, axis, binomial.rooted(root, axis_size(axis)), combine)
-
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
         if kind in ("all_reduce", "broadcast", "reduce"):
             return binomial.traffic(kind, payload_bytes, [binomial.rooted(0, size)])

@@ -65,7 +65,7 @@ def notices(facts: Facts, plan: Zero | None) -> list[str]:
         if value != unset and not gathers:
             found.append(
                 f"parallel.zero.{name} {value} has no effect with {shown_stage(facts)} and "
-                f"{shown_reduce(facts)}: only stage 3 with a reduction of ours gathers parameters"
+                f"{shown_reduce(facts)}: only stage 3 with an explicit reduction gathers parameters"
             )
     found += [
         f"mesh axis {name} of size {facts.mesh[name]} has no effect: no rule splits anything over "

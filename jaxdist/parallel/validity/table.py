@@ -194,7 +194,7 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         (REDUCTIONS, ("a sharding rule over data",)),
-        "a reduction of ours needs parameters that are whole along the axis of the batch",
+        "an explicit reduction needs parameters that are not split along the axis of the batch",
         "set that rule to null, or parallel.reduce: null",
     ),
     Row(
@@ -226,8 +226,8 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         (("stage (a pipeline)",), ("a sharding rule over data",)),
-        "gradients of stages are summed by a reduction of ours (xla, where none is chosen), which "
-        "needs parameters that are whole along the axis of the batch",
+        "gradients of stages are summed by an explicit reduction (xla by default), which "
+        "needs parameters that are not split along the axis of the batch",
         "set that rule to null, or take mesh.stage away",
     ),
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from jaxdist.parity.draw.report import (
     verdict,
 )
 from jaxdist.parity.draw.run import DrawOutcome, judge
+from jaxdist.parity.report import REMEDY, read_earlier
 from jaxdist.parity.trace import compiled_at
 
 WRONG = Path("runs/parity")
@@ -82,19 +82,13 @@ def _earlier(file: Path, seeds: Sequence[int]) -> list[DrawOutcome]:
     Raises:
       ConfigError: a file that is no report of draws, or of draws as they were another time.
     """
-    if not file.exists():
-        return []
-    remedy = "give another file to --json, or leave --resume out to write this one anew"
-    try:
-        found = from_json(json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"cannot go on with {file}: {error!r}; {remedy}") from error
+    found = read_earlier(file, from_json) or []
     own = [outcome for outcome in found if outcome.seed in seeds]
     for outcome in own:
         drawn = draw(outcome.seed)
         if (outcome.sections, outcome.reader) != (drawn.sections, drawn.reader):
             raise ConfigError(
-                f"cannot go on with {file}: seed {outcome.seed} draws another config now; {remedy}"
+                f"cannot go on with {file}: seed {outcome.seed} draws another config now; {REMEDY}"
             )
     return own
 

@@ -12,25 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from random import Random
-from typing import Any
 
-from pydantic import TypeAdapter
-
-from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import DCN, ICI
-from jaxdist.parallel.validity.table import Facts, violations
+from jaxdist.parallel.validity.table import violations
 from jaxdist.parallel.zero import ZeroConfig
-from jaxdist.parity.cells import (
-    ACTIVATIONS,
-    REDUCTIONS,
-    REMATS,
-    SCHEDULES,
-    SCOPES,
-)
+from jaxdist.parity.cells import ACTIVATIONS, REDUCTIONS, REMATS, SCHEDULES, SCOPES, facts
 from jaxdist.parity.draw.model import (
     MODELS,
-    Needs,
+    ModelNeeds,
     Sections,
     embeds_of,
     layers_of,
@@ -47,7 +36,6 @@ WIDEST = 8
 SINGLE_DEVICE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}
 COMMON = ("data", "loss", "optim", "seed")
 """Sections that both plans of a draw have alike."""
-_REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ def draw(seed: int) -> Draw:
     first = second = _plan(random, kind)
     while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)
-    needs = Needs(
+    needs = ModelNeeds(
         tensor=math.lcm(first.tensor, second.tensor),
         chunks=max(first.chunks, second.chunks),
         whole=first.stages == second.stages == first.microbatches == 1,
@@ -226,7 +214,7 @@ def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections
         reduce = None if kind is None else {"type": kind, **_options(random, kind)}
         scope = random.choice(SCOPES) if stage else "all"
         config = ZeroConfig(stage=stage, scope=scope)
-        if violations(_facts(mesh, reduce, config)):
+        if violations(facts(mesh, reduce, config)):
             continue
         zero: Sections = {"stage": stage, "scope": scope}
         zero["whole_below"] = random.choice((0, 0, 16, 64, ZeroConfig().whole_below))
@@ -246,23 +234,6 @@ def _options(random: Random, kind: str) -> Sections:
         flat = [name for name in REDUCTIONS if name not in (None, "hierarchical", "auto")]
         found |= {level: {"type": random.choice(flat)} for level in ("inside", "across")}
     return found
-
-
-def _facts(mesh: Mapping[str, Json], reduce: Sections | None, zero: ZeroConfig) -> Facts:
-    """What the table of validity asks of a plan."""
-    sizes: dict[str, int] = {}
-    for axis, size in mesh.items():
-        if axis != "fake_devices":
-            parts = {axis: size} if isinstance(size, int) else {
-                axis + DCN: size["dcn"], axis + ICI: size["ici"],
-            }  # fmt: skip
-            sizes |= parts
-    return Facts(
-        mesh=sizes,
-        batch_axes=tuple(name for name in sizes if name.startswith("data")),
-        reduce=None if reduce is None else _REDUCE.validate_python(reduce),
-        zero=zero,
-    )
 
 
 def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:

@@ -1,7 +1,7 @@
 """Draws random models with their data, and optimizers, as sections of a config.
 
 Learning rates move parameters by far more than their last digits, and what divides by the size of a
-gradient adds a large `eps`, as `parity_run` says.
+gradient adds a large `eps`, as `jaxdist.parity.run` says.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NARROWEST = 6
 
 
 @dataclass(frozen=True)
-class Needs:
+class ModelNeeds:
     """What two plans ask of their model.
 
     Attributes:
@@ -63,7 +63,7 @@ def embeds_of(model: Mapping[str, Json]) -> list[int]:
     return [] if model["type"] == "cnn" else [model.get("args", model)["embed"]]
 
 
-def _gpt(random: Random, needs: Needs) -> Sections:
+def _gpt(random: Random, needs: ModelNeeds) -> Sections:
     """Odd widths, grouped heads, uneven layers: whatever the tensor axis does not forbid."""
     groups, head_dim = random.choice((1, 1, 2)), random.choice((2, 4, 6))
     kv_heads = needs.tensor * random.choice((1, 1, 2) if needs.tensor < 4 else (1,))
@@ -91,7 +91,7 @@ def _gpt(random: Random, needs: Needs) -> Sections:
     return {"model": model, "data": _synthetic(random, data)}
 
 
-def _mlp(random: Random, needs: Needs) -> Sections:
+def _mlp(random: Random, needs: ModelNeeds) -> Sections:
     """Every other width is split."""
     widths = [
         (needs.tensor, 1)[i % 2] * random.choice((2, 3, 5, 8)) for i in range(random.randint(1, 4))
@@ -99,7 +99,7 @@ def _mlp(random: Random, needs: Needs) -> Sections:
     return {"model": {"type": "mlp", "hidden": widths}, "data": _images(random)}
 
 
-def _cnn(random: Random, needs: Needs) -> Sections:
+def _cnn(random: Random, needs: ModelNeeds) -> Sections:
     """Each convolution is a part of a pipeline, and two layers more."""
     count = max(random.randint(1, 3), needs.chunks - 2)
     model = {
@@ -110,7 +110,7 @@ def _cnn(random: Random, needs: Needs) -> Sections:
     return {"model": model, "data": _images(random)}
 
 
-def _tower(random: Random, needs: Needs) -> Sections:
+def _tower(random: Random, needs: ModelNeeds) -> Sections:
     """A model as a user's own, with blocks and biases, and batch statistics where it may."""
     data = _images(random)
     norm = needs.whole and random.random() < 0.8
@@ -146,7 +146,7 @@ def _synthetic(random: Random, data: Sections) -> Sections:
     return {"type": "synthetic", **data, **more}
 
 
-MODELS: Mapping[str, Callable[[Random, Needs], Sections]] = {
+MODELS: Mapping[str, Callable[[Random, ModelNeeds], Sections]] = {
     "gpt": _gpt,
     "cnn": _cnn,
     "mlp": _mlp,

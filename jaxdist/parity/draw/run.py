@@ -21,7 +21,7 @@ from jaxdist.parity.draw.draw import Draw, draw, single_device
 from jaxdist.parity.draw.model import Sections
 from jaxdist.parity.trace import (
     Differences,
-    Steps,
+    FirstSteps,
     differences,
     limit_of,
     norms_at_least,
@@ -86,10 +86,10 @@ def compare(drawn: Draw) -> JsonObject:
         experiment = _built(drawn.sections)
     except JaxdistError as error:
         return {"verdict": "refused", "reason": _reason(error)}
-    steps = Steps(reference)
+    steps = FirstSteps(reference)
     initial = steps.begin()
     expected, moved = (steps.run(begun)[0] for begun in (initial, nudged(initial)))
-    found, state = Steps(experiment).run(initial)
+    found, state = FirstSteps(experiment).run(initial)
     limit = limit_of(_cuts(drawn.sections), experiment.units_per_step)
     off = differences(found, expected, norms_at_least(expected, moved, limit))
     apart, name = _apart(state)

@@ -4,7 +4,6 @@ import dataclasses
 import io
 import json
 import math
-import subprocess
 import sys
 
 import jax
@@ -20,6 +19,7 @@ from jaxdist.bench.collectives import time as collectives_time
 from jaxdist.bench.collectives import traffic as collectives_traffic
 from jaxdist.bench.collectives.plot import plot_time_over_size
 from jaxdist.bench.collectives.traffic import TrafficRow, busiest_sent_bytes, longest_chain, row
+from jaxdist.bench.core import child
 from jaxdist.bench.core.report import Listing, Report
 from jaxdist.collectives import Halving, Hierarchical, Ring, Tree, Xla
 from jaxdist.errors import RunError
@@ -124,7 +124,7 @@ def test_figures_show_the_row_that_is_farthest_off_either_way():
 
 def test_rows_come_back_from_a_process_of_their_own(monkeypatch):
     answer = f"import json; print('noise'); print(json.dumps([{dataclasses.asdict(ROW)!r}]))"
-    monkeypatch.setattr(collectives_traffic, "command", lambda _: [sys.executable, "-c", answer])
+    monkeypatch.setattr(child, "command", lambda *_: [sys.executable, "-c", answer])
     assert collectives_traffic.measure("tpu") == [ROW]
 
 
@@ -135,7 +135,7 @@ def test_rows_come_back_from_a_process_of_their_own(monkeypatch):
 def test_a_process_that_fails_is_said(monkeypatch, program, said):
     monkeypatch.setattr(collectives_traffic, "TIMEOUT_SECONDS", 0.5 if "after" in said else 60)
     program = program.replace("input()", "import time; time.sleep(60)")
-    monkeypatch.setattr(collectives_traffic, "command", lambda _: [sys.executable, "-c", program])
+    monkeypatch.setattr(child, "command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(RunError, match=rf"the programs for cpu .*{said}"):
         collectives_traffic.measure("cpu")
 
@@ -316,11 +316,3 @@ def test_every_formula_holds(platform):
     sizes = {row.sizes[0] for row in found if len(row.sizes) == 1}
     assert sizes == {2, 3, 4, 5, 6, 7, 8, 16, 64}
     assert all(figure.holds for figure in collectives_traffic.figures(platform, found))
-
-
-def test_the_module_runs_by_itself_and_names_its_rows():
-    done = subprocess.run(
-        [*collectives_traffic.command("none")], capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode
-    assert "no rows for 'none': cpu or tpu" in done.stderr

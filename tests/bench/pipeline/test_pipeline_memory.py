@@ -12,7 +12,7 @@ from rich.console import Console
 from jaxdist.bench.core import child
 from jaxdist.bench.pipeline import memory as pipeline_memory
 from jaxdist.bench.pipeline.memory import BUILDS, MemoryCell, growths
-from jaxdist.bench.pipeline.program import Size
+from jaxdist.bench.pipeline.program import ModelSize
 from jaxdist.errors import RunError
 
 MIB = 2.0**20
@@ -33,7 +33,7 @@ CELLS = [
 )
 def test_a_schedule_holds_what_it_promises(monkeypatch, name, activations):
     """The tables of ticks lie in this memory, too, so that activations must not be tiny."""
-    monkeypatch.setattr(pipeline_memory, "SIZE", Size(rows=64, features=64, layers=1))
+    monkeypatch.setattr(pipeline_memory, "SIZE", ModelSize(rows=64, features=64, layers=1))
     cells = (pipeline_memory.cell(name, activations, 2, m) for m in (4, 16))
     (growth,) = growths(cells)
     if name == "gpipe":
@@ -84,7 +84,11 @@ def test_cells_come_from_a_process_with_a_device_for_each_stage(monkeypatch):
     assert pipeline_memory.measure() == CELLS
     assert "device_count=4" in seen["flags"]
     assert child.QUICK_FLAG in seen["flags"]
-    assert seen["command"][1:] == ["-m", "jaxdist.bench.pipeline.memory"]
+    assert seen["command"][1:] == [
+        "-m",
+        "jaxdist.bench.core.child",
+        "jaxdist.bench.pipeline.memory:cells",
+    ]
 
 
 def test_it_always_ends(monkeypatch):
@@ -93,9 +97,8 @@ def test_it_always_ends(monkeypatch):
         pipeline_memory.measure()
 
 
-def test_what_is_printed_is_what_is_read(monkeypatch, capsys):
+def test_the_cells(monkeypatch):
     monkeypatch.setattr(pipeline_memory, "cell", lambda *args: MemoryCell(*args, temp_bytes=1.0))
-    pipeline_memory.main()
-    found = [MemoryCell(**values) for values in json.loads(capsys.readouterr().out)]
+    found = [*pipeline_memory.cells()]
     assert len(found) == 3 * 2 * 4
     assert {one.microbatches for one in found} == {4, 8, 16, 32}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
+import subprocess
 
 import jax
 import pytest
@@ -66,11 +66,13 @@ def test_the_child_prints_what_the_parent_reads(monkeypatch, capsys):
 
     monkeypatch.setattr(pipeline_pod, "topology_devices", lambda topology: [topology])
     monkeypatch.setattr(pipeline_pod, "compile_pod", compile_pod)
-    pipeline_pod.main("v5p:2x2x2", "model.layers=2")
+    name = f"{pipeline_pod.__name__}:pods"
+    child.main(name, '"v5p:2x2x2"', '"model.layers=2"')
     assert compiled == [(["v5p:2x2x2"], ("model.layers=2",))]
-    printed = json.loads(capsys.readouterr().out)
+    printed = capsys.readouterr().out
     monkeypatch.setattr(pipeline_pod, "find_spec", lambda _: True)
-    monkeypatch.setattr(child, "records", lambda command, **_: printed)
+    done = subprocess.CompletedProcess([], 0, printed, "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     assert pipeline_pod.measure() == [POD]
 
 

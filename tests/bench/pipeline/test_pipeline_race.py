@@ -14,11 +14,10 @@ import numpy as np
 import pytest
 from bench_needs import needs_cores, needs_torch
 
-from jaxdist.bench.core import team
+from jaxdist.bench.core import race, team
 from jaxdist.bench.core.harness import Sample
 from jaxdist.bench.pipeline import race as pipeline_race
 from jaxdist.bench.zero import ours as zero_ours
-from jaxdist.bench.zero import race as zero_race
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.parallel.pipeline.executor.lower import typical_seconds
@@ -61,14 +60,14 @@ def test_losses_that_do_not_agree_end_the_race():
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    monkeypatch.setattr(zero_race, "find_spec", lambda _: None)
+    monkeypatch.setattr(race, "find_spec", lambda _: None)
     report = pipeline_race.bench()
     assert math.isnan(report.figures[0].ours)
     assert report.figures[0].note == (
         "skipped: torch is not installed: pip install 'jaxdist[peers]'"
     )
     assert not report.listings
-    monkeypatch.setattr(zero_race, "find_spec", lambda _: True)
+    monkeypatch.setattr(race, "find_spec", lambda _: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert "it needs 2 cores" in pipeline_race.bench().figures[0].note
 
@@ -114,7 +113,8 @@ def test_torch_alone_and_in_stages_trains_what_ours_does(small, monkeypatch):
     expected = [answer["loss"] for answer in mine]
     assert expected[1] < expected[0]
     for kind in ("alone", "interleaved"):
-        with team.start(f"torch {kind}", pipeline_race._torch(kind, small), small) as them:
+        commands = dict(pipeline_race.contenders(small))[f"torch {kind}"]
+        with team.start(f"torch {kind}", commands, small) as them:
             assert {answer["params"] for answer in them.answers()} == {hello["params"]}
             found = [them.take_steps(steps)[1] for steps in (1, 2)]
         np.testing.assert_allclose(found, expected, rtol=1e-5, err_msg=kind)

@@ -74,7 +74,11 @@ def test_each_number_of_stages_has_a_process(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     assert pipeline_sleep.measure() == SLEPT
     assert seen == [
-        (["-m", "jaxdist.bench.pipeline.sleep", count], count, pipeline_sleep.TIMEOUT_SECONDS)
+        (
+            ["-m", "jaxdist.bench.core.child", "jaxdist.bench.pipeline.sleep:play_all", count],
+            count,
+            pipeline_sleep.TIMEOUT_SECONDS,
+        )
         for count in ("4", "8")
     ]
 
@@ -85,9 +89,6 @@ def test_it_always_ends(monkeypatch):
         pipeline_sleep.measure((4,))
 
 
-def test_what_is_printed_is_what_is_read(monkeypatch, capsys):
+def test_every_schedule_is_played(monkeypatch):
     monkeypatch.setattr(pipeline_sleep, "play", lambda name, stages: SLEPT[0])
-    monkeypatch.setattr(pipeline_sleep.sys, "argv", ["pipeline_sleep", "4"])
-    pipeline_sleep.main()
-    found = [Slept(**values) for values in json.loads(capsys.readouterr().out)]
-    assert found == [SLEPT[0]] * len(BUILDS)
+    assert [*pipeline_sleep.play_all(4)] == [SLEPT[0]] * len(BUILDS)

@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 from jaxdist.bench.pipeline import work as pipeline_work
-from jaxdist.bench.pipeline.program import Size, arguments, parts, stage_mesh
+from jaxdist.bench.pipeline.program import ModelSize, arguments, parts, stage_mesh
 from jaxdist.bench.pipeline.work import WorkCell, executed_flops, programs, same
 from jaxdist.errors import RunError
 from jaxdist.hlo import ledger
 from jaxdist.parallel.pipeline.executor.model_fns import Found, Visit
 
-SMALL = Size(rows=4, features=8, layers=2)
+SMALL = ModelSize(rows=4, features=8, layers=2)
 P, M = 2, 4
 CELLS = [
     WorkCell("recompute", 4, 4, 100, 175, 100, 60, 112, 64, (1.0, 1.2, 1.1), (2.0, 2.0, 2.2)),
@@ -150,7 +150,11 @@ def test_cells_come_from_a_process_with_a_device_for_each_stage(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     assert pipeline_work.measure() == CELLS
     assert "device_count=4" in seen["flags"]
-    assert seen["command"][1:] == ["-m", "jaxdist.bench.pipeline.work"]
+    assert seen["command"][1:] == [
+        "-m",
+        "jaxdist.bench.core.child",
+        "jaxdist.bench.pipeline.work:cells",
+    ]
     assert seen["timeout"] == pipeline_work.TIMEOUT_SECONDS
 
 
@@ -160,9 +164,8 @@ def test_it_always_ends(monkeypatch):
         pipeline_work.measure()
 
 
-def test_what_is_printed_is_what_is_read(monkeypatch, capsys):
+def test_the_cells(monkeypatch):
     monkeypatch.setattr(pipeline_work, "cell", lambda *_, timed: CELLS[0] if timed else CELLS[1])
-    pipeline_work.main()
-    found = json.loads(capsys.readouterr().out)
-    assert [one["microbatches"] for one in found] == [4, 8, 8] * 2
-    assert tuple(found[0]["seconds"]) == CELLS[0].seconds
+    found = [*pipeline_work.cells()]
+    assert [one.microbatches for one in found] == [4, 8, 8] * 2
+    assert found[0].seconds == CELLS[0].seconds

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from bench_needs import needs_cores, needs_torch
 
-from jaxdist.bench.core import team
+from jaxdist.bench.core import race, team
 from jaxdist.bench.core.harness import Sample
 from jaxdist.bench.zero import ours as zero_ours
 from jaxdist.bench.zero import race as zero_race
@@ -58,9 +58,9 @@ def test_a_step_is_split_into_compute_and_communication():
 def test_losses_that_do_not_agree_end_the_race():
     losses = dict.fromkeys(SAMPLES, 5.0)
     zero_race.check_losses(losses)
-    with pytest.raises(RunError, match=r"3 steps fsdp has loss 5.0.* with jaxdist and 5.01.*torch"):
+    with pytest.raises(RunError, match=r"3 steps ours fsdp has loss 5.0.* and torch fsdp 5.01"):
         zero_race.check_losses(losses | {"torch fsdp": 5.01})
-    with pytest.raises(RunError, match=r"3 steps alone, whole has loss 5.1"):
+    with pytest.raises(RunError, match=r"3 steps ours alone, whole has loss 5.1"):
         zero_race.check_losses(losses | {"ours alone, whole": 5.1})
 
 
@@ -82,15 +82,15 @@ def test_everybody_goes_first_in_turn():
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    monkeypatch.setattr(zero_race, "find_spec", lambda _: None)
+    monkeypatch.setattr(race, "find_spec", lambda _: None)
     (figure,) = zero_race.bench().figures
     assert math.isnan(figure.ours)
     assert figure.note == "skipped: torch is not installed: pip install 'jaxdist[peers]'"
-    monkeypatch.setattr(zero_race, "find_spec", lambda _: True)
+    monkeypatch.setattr(race, "find_spec", lambda _: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
-    assert zero_race.missing() == "it needs 2 cores and this process has 1"
+    assert race.missing() == "it needs 2 cores and this process has 1"
     monkeypatch.delattr(os, "sched_getaffinity")
-    assert "run it on Linux" in str(zero_race.missing())
+    assert "run it on Linux" in str(race.missing())
 
 
 ANSWER = """

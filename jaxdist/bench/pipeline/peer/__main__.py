@@ -1,11 +1,12 @@
 """torch's side of `jaxdist.bench.pipeline.race`: our GPT in stages, a program of its own.
 
-`python pipeline_peer KIND RANK WORLD DIRECTORY SIZES` joins WORLD processes over gloo and runs a
+`python peer KIND RANK WORLD DIRECTORY SIZES` joins WORLD processes over gloo and runs a
 schedule of torch.distributed.pipelining (KIND "alone" joins none and takes the microbatches one
 after another). It starts from DIRECTORY/weights.npz and takes DIRECTORY/tokens.npy; then it answers
-as `zero_ours` does, each process with its share of the loss times WORLD, so that their mean is the
+as `ours.py` does, each process with its share of the loss times WORLD, so that their mean is the
 loss. SIZES is JSON: layers, embed, heads, mlp, vocab, microbatches, chunks (of a stage, where there
-are several). It imports torch and nothing of ours but the model and optimizer of `zero_torch`.
+are several). It imports torch, and of this package the model and optimizer of ZeRO's
+torch_peer alone.
 
 Dims: B batch, L sequence, D embed, V vocab.
 """

@@ -1,8 +1,8 @@
 """torch's side of `jaxdist.bench.zero.race`: our GPT under DDP or FSDP2, a program of its own.
 
-`python zero_torch KIND RANK WORLD DIRECTORY SIZES` joins WORLD processes over gloo (KIND "alone"
+`python torch_peer KIND RANK WORLD DIRECTORY SIZES` joins WORLD processes over gloo (KIND "alone"
 joins none). It starts from DIRECTORY/weights.npz and takes its rows of DIRECTORY/tokens.npy; then
-it answers as `zero_ours` does. SIZES is JSON: layers, embed, heads, mlp, vocab, batch (of one
+it answers as `ours.py` does. SIZES is JSON: layers, embed, heads, mlp, vocab, batch (of one
 process). It imports torch and nothing of ours.
 
 Dims: B batch, L sequence, D embed, H heads, d head_dim, F mlp, V vocab.

@@ -1,0 +1,45 @@
+"""A function in a process of its own: it is called there, and what it gives comes back."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from jaxdist.bench.core import child
+from jaxdist.bench.core.lab import Lab, LabLink
+from jaxdist.bench.optim import timed
+from jaxdist.errors import RunError
+
+
+def labs(sites: int) -> list[Lab]:
+    assert sites < 9, "too many"
+    return [Lab(sites, across=LabLink(1e6, 0.5)), Lab(1)]
+
+
+def called(sites, timeout_seconds=60.0):
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *PATHS])}
+    return child.call(
+        labs, Lab, sites, what="labs", environ=environ, timeout_seconds=timeout_seconds
+    )
+
+
+PATHS = [path for path in [os.environ.get("PYTHONPATH")] if path]
+
+
+def test_what_is_printed_is_what_is_read():
+    assert called(2) == labs(2)
+
+
+def test_a_process_that_fails_is_heard():
+    with pytest.raises(RunError, match=r"labs ended with exit code 1: AssertionError: too many; "):
+        called(9)
+
+
+def test_a_process_that_takes_too_long_is_ended():
+    with pytest.raises(RunError, match=r"labs is not done after 0.01 s: run `"):
+        called(2, 0.01)
+
+
+def test_a_function_is_named_by_its_module():
+    assert child.command(timed, 3)[3:] == ["jaxdist.bench.optim:timed", "3"]
