@@ -65,7 +65,8 @@ class Blockwise:
         given = [_filled(x, blocks * size) for x in (q_BLHd, k_BLKd, v_BLKd)]
         if segments_BL is not None:
             segments_BL = _filled(segments_BL, blocks * size)
-        return _attention(Blocks(blocks, size, window), *given, segments_BL)[:, :length]
+        out: Any = _attention(Blocks(blocks, size, window), *given, segments_BL)
+        return out[:, :length]
 
 
 def _filled(x: jax.Array, length: int) -> jax.Array:

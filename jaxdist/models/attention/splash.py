@@ -21,8 +21,6 @@ LANES = 128
 """Of a TPU's vector unit: blocks are of multiples."""
 MOST = 512
 """Positions of the largest block."""
-MOST_FEATURES = 256
-"""Of a head: blocks of more do not fit into the TPU's fast memory."""
 QUERIES = ("batch", "seq", "heads", "head_dim")
 KEYS = ("batch", "seq", "kv_heads", "head_dim")
 
@@ -42,8 +40,6 @@ class Splash:
         """Other devices than TPUs, sequences without blocks, heads apart from their keys."""
         if ask.platform not in (None, self.platform) and not self.interpret:
             return f"runs on TPUs, and the mesh is of {ask.platform} devices"
-        if ask.head_dim > MOST_FEATURES:
-            return f"needs a head size of at most {MOST_FEATURES}, here it is {ask.head_dim}"
         if ask.length is not None and ask.length % LANES:
             return f"needs a sequence that {LANES} divides, here it is {ask.length}"
         if ask.seq_parts > 1:
