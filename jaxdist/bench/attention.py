@@ -1,14 +1,16 @@
-"""Blockwise attention beside plain attention: time, and memory to long sequences."""
+"""Blockwise attention beside plain attention: time, and memory to long sequences.
+
+Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
+"""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.bench.core.harness import REPEATS, interleave
 from jaxdist.bench.core.report import Figure, Report
+from jaxdist.hlo import memory
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.contract import Kernel
 from jaxdist.models.attention.plain import Plain
@@ -57,19 +59,19 @@ def shapes_of(rows: int, length: int) -> Shapes:
     return queries, keys, values
 
 
-def gradient(kernel: Kernel) -> Callable[..., tuple[jax.Array, ...]]:
+def gradient(kernel: Kernel) -> jax.stages.Wrapped:
     """The jitted gradients of the result's square, by query, key and value."""
 
-    def total(*arrays: jax.Array) -> jax.Array:
-        return jnp.square(kernel(*arrays, None, window=None, hint=no_hint)).sum()
+    def total(q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array) -> jax.Array:
+        out_BLHd = kernel(q_BLHd, k_BLKd, v_BLKd, None, window=None, hint=no_hint)
+        return jnp.square(out_BLHd).sum()
 
     return jax.jit(jax.grad(total, argnums=(0, 1, 2)))
 
 
 def temp_bytes(kernel: Kernel, length: int) -> int:
     """Of the compiled gradients of one row, beside arguments and results; nothing is run."""
-    compiled = gradient(kernel).lower(*shapes_of(1, length)).compile()
-    return compiled.memory_analysis().temp_size_in_bytes
+    return memory(gradient(kernel).lower(*shapes_of(1, length)).compile()).temp_bytes
 
 
 def linear(length: int) -> Figure:
