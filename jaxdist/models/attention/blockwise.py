@@ -1,0 +1,238 @@
+"""Attention block by block in plain jax, on any device, in memory linear in the sequence.
+
+A scan goes over the pairs (block of queries, block of keys) that see each other; pairs that
+causality or the window hides are left out. The forward pass keeps a running maximum and sum of each
+query's softmax (Rabe and Staats 2021, arXiv 2112.05682); the backward pass computes the scores
+again from the logarithm of that sum (Dao 2023, arXiv 2307.08691, algorithm 2).
+
+Dims: B batch, L sequence, H heads, K kv_heads, G = H / K, d head_dim; N blocks of S positions each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxdist.models.attention.contract import KEPT, Ask
+from jaxdist.models.layers import Hint
+
+MOST = 256
+"""Positions of the largest block."""
+HIDDEN = -0.7 * float(np.finfo(np.float32).max)
+"""Score of a key that a query does not see: finite, for a row that sees nothing yet."""
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """Attention in blocks by plain jax.
+
+    Attributes:
+      most: positions of the largest block.
+    """
+
+    most: int = MOST
+    platform: str | None = field(default=None, init=False)
+
+    def fits(self, ask: Ask) -> str | None:
+        """Always: it is written in plain jax."""
+        del ask
+        return None
+
+    def __call__(
+        self,
+        q_BLHd: jax.Array,
+        k_BLKd: jax.Array,
+        v_BLKd: jax.Array,
+        segments_BL: jax.Array | None,
+        *,
+        window: int | None,
+        hint: Hint,
+    ) -> jax.Array:
+        """See the contract. Kept for the backward pass: the operands, the result, a float a row."""
+        del hint
+        length = q_BLHd.shape[1]
+        blocks = -(-length // self.most)
+        size = -(-length // (8 * blocks)) * 8
+        # Filled up at the end, where no query of the sequence looks.
+        given = [_filled(x, blocks * size) for x in (q_BLHd, k_BLKd, v_BLKd)]
+        if segments_BL is not None:
+            segments_BL = _filled(segments_BL, blocks * size)
+        out: Any = _attention(Blocks(blocks, size, window), *given, segments_BL)
+        return out[:, :length]
+
+
+def _filled(x: jax.Array, length: int) -> jax.Array:
+    missing = length - x.shape[1]
+    return jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) if missing else x
+
+
+Segments = jax.Array
+"""int32 `[N, B, S]`."""
+Grads = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """A sequence in `count` blocks of `size` positions; `window` as in the contract."""
+
+    count: int
+    size: int
+    window: int | None
+
+    def pairs(self) -> tuple[jax.Array, jax.Array]:
+        """Blocks of queries and of keys that see each other, int32 `[pairs]` each.
+
+        >>> [pair.tolist() for pair in Blocks(3, 4, window=1).pairs()]
+        [[0, 1, 1, 2, 2], [0, 0, 1, 1, 2]]
+        """
+        found = np.array([(i, j) for i in range(self.count) for j in self._seen_by(i)], np.int32)
+        return jnp.asarray(found[:, 0]), jnp.asarray(found[:, 1])
+
+    def _seen_by(self, i: int) -> Iterator[int]:
+        reach = self.count * self.size if self.window is None else self.window
+        yield from range(max(0, i * self.size - reach) // self.size, i + 1)
+
+    def scores(
+        self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array, segments: Segments | None
+    ) -> jax.Array:
+        """Of queries `[B, K, G S, d]` of block i with keys `[B, K, S, d]` of block j, float32."""
+        scores = _einsum("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
+        by_position = scores.reshape(*scores.shape[:2], -1, self.size, self.size)
+        seen = self._seen(i, j, segments)
+        return jnp.where(seen, by_position, HIDDEN).reshape(scores.shape)
+
+    def _seen(self, i: jax.Array, j: jax.Array, segments: Segments | None) -> jax.Array:
+        """Which keys of block j each query of block i sees, bool `[B or 1, 1, 1, S, S]`."""
+        within = jnp.arange(self.size)
+        distance = (i - j) * self.size + within[:, None] - within[None, :]
+        seen = distance >= 0
+        if self.window is not None:
+            seen &= distance <= self.window
+        seen = seen[None, None, None]
+        if segments is not None:
+            ours, theirs = segments[i], segments[j]
+            seen = seen & (ours[:, :, None] == theirs[:, None, :])[:, None, None]
+        return seen
+
+    def cut(self, x_BLHd: jax.Array, kv_heads: int) -> jax.Array:
+        """`[N, B, K, G S, d]`: the queries that share keys are rows of one matrix."""
+        B, _, H, d = x_BLHd.shape
+        x = x_BLHd.reshape(B, self.count, self.size, kv_heads, H // kv_heads, d)
+        return x.transpose(1, 0, 3, 4, 2, 5).reshape(self.count, B, kv_heads, -1, d)
+
+    def joined(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `cut`, of shape `[B, L, H, d]`."""
+        B, _, H, d = shape
+        x = x.reshape(self.count, B, x.shape[2], H // x.shape[2], self.size, d)
+        return x.transpose(1, 0, 4, 2, 3, 5).reshape(shape)
+
+    def cut_segments(self, segments_BL: jax.Array | None) -> Segments | None:
+        """Segments by block."""
+        if segments_BL is None:
+            return None
+        return segments_BL.reshape(-1, self.count, self.size).transpose(1, 0, 2)
+
+
+class Rows(NamedTuple):
+    """What is known of each query after some of its keys: float32.
+
+    Attributes:
+      out: `[N, B, K, G S, d]`, the sum of values by weight.
+      top: `[N, B, K, G S]`, the largest score.
+      total: `[N, B, K, G S]`, the sum of weights.
+    """
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+"""q, k, v, segments, the result, and the logarithm of each query's sum of weights."""
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    blocks: Blocks,
+    q_BLHd: jax.Array,
+    k_BLKd: jax.Array,
+    v_BLKd: jax.Array,
+    segments_BL: jax.Array | None,
+) -> jax.Array:
+    return _forward(blocks, q_BLHd, k_BLKd, v_BLKd, segments_BL)[0]
+
+
+def _forward(
+    blocks: Blocks,
+    q_BLHd: jax.Array,
+    k_BLKd: jax.Array,
+    v_BLKd: jax.Array,
+    segments_BL: jax.Array | None,
+) -> tuple[jax.Array, Residuals]:
+    given = (q_BLHd, k_BLKd, v_BLKd)
+    q, k, v = (blocks.cut(x, k_BLKd.shape[2]) for x in given)
+    segments = blocks.cut_segments(segments_BL)
+
+    def body(rows: Rows, pair: tuple[jax.Array, jax.Array]) -> tuple[Rows, None]:
+        i, j = pair
+        own = Rows(*(x[i] for x in rows))
+        scores = blocks.scores(q[i], k[j], i, j, segments)
+        top = jnp.maximum(own.top, scores.max(-1))
+        weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(own.top - top)
+        values = _einsum("bkrs,bksd->bkrd", weights.astype(v.dtype), v[j])
+        out = own.out * kept[..., None] + values
+        new = Rows(out, top, own.total * kept + weights.sum(-1))
+        return Rows(*(x.at[i].set(y) for x, y in zip(rows, new, strict=True))), None
+
+    start = Rows(
+        out=jnp.zeros(q.shape, jnp.float32),
+        top=jnp.full(q.shape[:-1], HIDDEN, jnp.float32),
+        total=jnp.zeros(q.shape[:-1], jnp.float32),
+    )
+    rows, _ = lax.scan(body, start, blocks.pairs())
+    found = (rows.out / rows.total[..., None]).astype(q.dtype)
+    out_BLHd = checkpoint_name(blocks.joined(found, q_BLHd.shape), KEPT)
+    log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)
+    return out_BLHd, (*given, segments_BL, out_BLHd, log_total)
+
+
+def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tuple[Any, ...]:
+    *given, segments_BL, out_BLHd, log_total = kept
+    arrays = (*given, out_BLHd, cotangent_BLHd)
+    q, k, v, out, dout = (blocks.cut(x, given[1].shape[2]) for x in arrays)
+    segments = blocks.cut_segments(segments_BL)
+    delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
+
+    def body(grads: Grads, pair: tuple[jax.Array, jax.Array]) -> tuple[Grads, None]:
+        i, j = pair
+        dq, dk, dv = grads
+        scores = blocks.scores(q[i], k[j], i, j, segments)
+        weights = jnp.exp(scores - log_total[i][..., None])
+        dweights = _einsum("bkrd,bksd->bkrs", dout[i], v[j])
+        dscores = weights * (dweights - delta[i][..., None]) * q.shape[-1] ** -0.5
+        weights, dscores = weights.astype(q.dtype), dscores.astype(q.dtype)
+        return (
+            dq.at[i].add(_einsum("bkrs,bksd->bkrd", dscores, k[j])),
+            dk.at[j].add(_einsum("bkrs,bkrd->bksd", dscores, q[i])),
+            dv.at[j].add(_einsum("bkrs,bkrd->bksd", weights, dout[i])),
+        ), None
+
+    dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    grads, _ = lax.scan(body, (dq, dk, dv), blocks.pairs())
+    found = (blocks.joined(g.astype(x.dtype), x.shape) for g, x in zip(grads, given, strict=True))
+    return *found, None
+
+
+_attention.defvjp(_forward, _backward)
+
+
+def _einsum(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(dims, a, b, preferred_element_type=jnp.float32)
