@@ -40,7 +40,9 @@ class GptConfig(Config):
     embed: Count
     """Width of the residual stream."""
     heads: Count
-    """Query heads; must divide embed into even head sizes."""
+    """Query heads; must divide embed into even head sizes, where head_size says none."""
+    head_size: Count | None = None
+    """Width of a head, an even number; null is embed / heads."""
     kv_heads: Count | None = None
     """Key and value heads shared by groups of query heads; null is one each (multi-head)."""
     mlp: Count | None = None
@@ -67,7 +69,9 @@ class GptConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> GptConfig:
-        if self.embed % self.heads or (self.embed // self.heads) % 2:
+        if self.head_size is not None and self.head_size % 2:
+            raise ValueError(f"head_size {self.head_size} must be even: positions rotate pairs")
+        if not self.head_size and (self.embed % self.heads or (self.embed // self.heads) % 2):
             raise ValueError(
                 f"embed {self.embed} over heads {self.heads} must give an even head size: "
                 f"use heads {_even_heads(self.embed, self.heads)}"
@@ -84,13 +88,20 @@ class GptConfig(Config):
 
     @property
     def head_dim(self) -> int:
-        """Count of one head."""
-        return self.embed // self.heads
+        """Width of one head."""
+        return self.head_size or self.embed // self.heads
 
     @property
     def mlp_width(self) -> int:
         """Hidden width of the SwiGLU."""
         return self.mlp or -(-8 * self.embed // 3 // 64) * 64
+
+    def masked_flops(self, batch: int, length: int) -> float:
+        """FLOPs of a training step that causal attention computes for nothing, or leaves out.
+
+        Half of its products: 2 in the forward pass and 4 in the backward, of 2 B L^2 H d each.
+        """
+        return 0.5 * 6 * 2 * batch * length**2 * self.heads * self.head_dim * self.layers
 
     def build(
         self,
