@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from jaxdist.cost.kernels import kernel_work
 from jaxdist.cost.torus import Torus, torus_of
 from jaxdist.hlo.estimates import Effort
 from jaxdist.hlo.groups import MeshLayout
@@ -20,13 +21,6 @@ from jaxdist.hlo.records import Collective
 from jaxdist.hlo.timeline import Entry, Resource, play
 from jaxdist.runtime.hardware import Device, find_device
 from jaxdist.types import JsonObject
-
-KERNEL_EFFICIENCY = 0.5
-"""Share of the peak at which the FLOPs of a kernel are taken that the compiler does not estimate.
-
-An assumption, the same for every program: XLA's own matmuls are estimated at 0.83 to 0.93.
-"""
-
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
@@ -90,12 +84,13 @@ class TpuRates:
         return size_bytes / rate
 
     def work(self, effort: Effort) -> tuple[float, str]:
-        """Seconds of FLOPs and bytes, whichever take longer, at the assumed efficiency."""
-        peak = self.device.flops_per_second["bfloat16"] * KERNEL_EFFICIENCY
-        compute, memory = effort.flops / peak, effort.bytes / self.device.memory_bytes_per_second
-        if compute > memory:
-            return compute, f"{effort.what}: FLOPs at {KERNEL_EFFICIENCY:.0%} of peak"
-        return memory, f"{effort.what}: bytes at memory bandwidth"
+        """Seconds of FLOPs or of bytes, whichever take longer."""
+        flops, share, assumption = kernel_work(effort, self.device.name)
+        compute = flops / (self.device.flops_per_second["bfloat16"] * share)
+        memory = effort.bytes / self.device.memory_bytes_per_second
+        return max(compute, memory), (
+            assumption if compute > memory else f"{effort.what}: bytes at memory bandwidth"
+        )
 
 
 def can_predict(devices: Sequence[Any]) -> bool:

@@ -9,17 +9,19 @@ call), else its operands' and results' bytes alone.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from jaxdist.hlo.flops import instruction_flops
-from jaxdist.hlo.parse import Computation, Instruction
+from jaxdist.hlo.parse import ArrayShape, Computation, Instruction
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**62
 _TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _STATED_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
 _TRANSCENDENTALS = re.compile(r'"transcendentals":"?(\d+)')
+_BLOCKS = re.compile(r'\\"(block_\w+)\\": (\d+)')
 _HOST = "S(5)"
 
 NO_TIME = frozenset({
@@ -36,7 +38,7 @@ IDLE_TARGETS = frozenset({
 """Custom calls that only name or reserve memory."""
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Effort:
     """What an instruction without an estimate does: to be timed by a rate that is assumed."""
 
@@ -47,6 +49,12 @@ class Effort:
     bytes: int
     stated: bool
     """Whether the kernel states these itself."""
+    kernel: str = ""
+    """Name of the kernel; empty for all that is none."""
+    operands: tuple[ArrayShape, ...] = ()
+    results: tuple[ArrayShape, ...] = ()
+    blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Sizes of its blocks, where the kernel's metadata says them (`block_q`, `block_kv`, ...)."""
 
 
 def estimated_cycles(instruction: Instruction) -> int | None:
@@ -92,6 +100,10 @@ def effort(instruction: Instruction, computation: Computation) -> Effort:
         transcendentals=float(transcendentals[1]) if transcendentals else 0.0,
         bytes=int(stated[1]) if stated else moved_bytes,
         stated=stated is not None,
+        kernel=kernel_name(instruction),
+        operands=tuple(shapes),
+        results=instruction.shapes,
+        blocks={name: int(size) for name, size in _BLOCKS.findall(attributes)},
     )
 
 
