@@ -89,7 +89,7 @@ def takes_no_time(instruction: Instruction) -> bool:
 def effort(instruction: Instruction, computation: Computation) -> Effort:
     """FLOPs and bytes of an instruction that the compiler gives no estimate for."""
     shapes = [s for operand in computation.operand_shapes(instruction) for s in operand]
-    moved_bytes = sum(shape.bytes for shape in (*shapes, *instruction.shapes))
+    moved_bytes = sum(shape.bytes for shape in _touched(instruction, shapes))
     attributes = instruction.attributes
     stated = _STATED_BYTES.search(attributes)
     transcendentals = _TRANSCENDENTALS.search(attributes)
@@ -105,6 +105,15 @@ def effort(instruction: Instruction, computation: Computation) -> Effort:
         results=instruction.shapes,
         blocks={name: int(size) for name, size in _BLOCKS.findall(attributes)},
     )
+
+
+def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArrayShape]:
+    """The arrays that are read and written: of a slice or an update in place, that part twice."""
+    if instruction.opcode == "dynamic-update-slice":
+        return [shapes[1]] * 2
+    if instruction.opcode in ("dynamic-slice", "slice"):
+        return [*instruction.shapes] * 2
+    return [*shapes, *instruction.shapes]
 
 
 def kernel_name(instruction: Instruction) -> str:
