@@ -21,12 +21,9 @@ import numpy as np
 
 from jaxdist.hlo.records import Collective
 from jaxdist.runtime.hardware import Link
+from jaxdist.runtime.topology import FAMILIES, rings
 
 Coordinates = tuple[int, ...]
-
-RING = {"v5e": 16, "v6e": 16}
-"""Length of a dim at which its ends are joined; other families join cubes of 4 x 4 x 4 to rings."""
-CUBE = 4
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Torus:
     Attributes:
       places: for each position in the program's device assignment, the chip's coordinates, the
         slice in front.
-      rings: for each dim of the torus, whether its ends are joined.
+      rings: for each dim of the torus, whether its ends are joined; may go on after the last.
       fast: between neighbours.
       slow: between slices.
     """
@@ -82,8 +79,8 @@ class Torus:
             return Transfer(
                 seconds + collective.sent_bytes / self.slow.bytes_per_second, frozenset({0})
             )
-        for dim, ring in enumerate(self.rings, start=1):
-            if ring:
+        for dim in range(1, apart.shape[1]):
+            if self.rings[dim - 1]:
                 size = self.places[:, dim].max() + 1
                 apart[:, dim] = np.minimum(apart[:, dim], size - apart[:, dim])
         hops = int(apart.sum(axis=1).max())
@@ -115,9 +112,6 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
       fast, slow: between neighbours, and between slices.
     """
     places = np.array([(getattr(d, "slice_index", 0) or 0, *d.coords) for d in devices])
-    sizes = places.max(axis=0)[1:] + 1
-    if family in RING:
-        rings = tuple(bool(size == RING[family]) for size in sizes)
-    else:
-        rings = (bool((sizes % CUBE == 0).all()),) * len(sizes)
-    return Torus(places, rings, fast, slow)
+    sizes = tuple(int(size) for size in places.max(axis=0)[1:] + 1)
+    # A dim that a family of two does not have has length 1, and no ring.
+    return Torus(places, rings(family, sizes[:FAMILIES[family].dims]) + (False,) * 3, fast, slow)
