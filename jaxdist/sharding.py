@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import glob
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -138,7 +138,11 @@ class Layout:
     @property
     def data_size(self) -> int:
         """Into how many parts the batch is split."""
-        axis = self.axis_of("batch")
+        return self.parts("batch")
+
+    def parts(self, dim: str) -> int:
+        """Into how many parts the mesh splits a dim."""
+        axis = self.axis_of(dim)
         return axis_size(self.mesh, axis) if axis else 1
 
     def __call__(self, x: jax.Array, *dims: str | None, was: Dims | None = None) -> jax.Array:
@@ -160,22 +164,64 @@ class Layout:
                 return x
             x = self(x, *was)
         mesh = jax.sharding.get_abstract_mesh()
-        taken = set(mesh.manual_axes)
+        entries = self._entries(x, dims, mesh.manual_axes)
+        if mesh.manual_axes and not any(entries):
+            return x
+        inside = mesh if mesh.manual_axes else self.mesh
+        return jax.lax.with_sharding_constraint(x, NamedSharding(inside, PartitionSpec(*entries)))
+
+    def _entries(
+        self, x: jax.Array, dims: Dims, manual: Iterable[str]
+    ) -> list[tuple[str, ...] | None]:
+        """For each dim of an activation the axes, none of them manual, that split it."""
+        taken = set(manual)
         entries: list[tuple[str, ...] | None] = []
         for dim, length, entry in zip(dims, x.shape, self.spec(dims), strict=True):
             names = entry if isinstance(entry, tuple) else (entry,)
             free = tuple(name for name in names if name is not None and name not in taken)
             taken.update(free)
             entries.append(free or None)
-            parts = math.prod(self.mesh.shape[name] for name in free)
+            parts = self._size(free)
             # A lone row may be padded to a batch, but a padded dim is work and bytes for nothing.
             if dim != "batch" and length % parts:
                 shown = f"activation {dims} {x.shape}"
                 raise ShardingError(_indivisible(shown, dim, length, self.axis_of(dim), parts))
-        if mesh.manual_axes and not any(entries):
-            return x
-        inside = mesh if mesh.manual_axes else self.mesh
-        return jax.lax.with_sharding_constraint(x, NamedSharding(inside, PartitionSpec(*entries)))
+        return entries
+
+    def _size(self, axes: Iterable[str] | None) -> int:
+        return math.prod(self.mesh.shape[axis] for axis in axes or ())
+
+    def on_blocks(
+        self, function: Callable[..., jax.Array], *dims: Dims
+    ) -> Callable[..., jax.Array]:
+        """`function` of each device's blocks of arrays with these dims; for use under jit.
+
+        It runs in a `jax.shard_map` over all axes that are not manual already, those that split no
+        dim too: of an automatic axis XLA would have to partition the function. The result lies as
+        the first array does. Rows that do not divide over their axis are whole on each device.
+        """
+
+        def run(*arrays: jax.Array) -> jax.Array:
+            mesh = jax.sharding.get_abstract_mesh()
+            free = {*self.mesh.axis_names} - {*mesh.manual_axes}
+            if not free or self.mesh.size == 1:
+                return function(*arrays)
+            specs = [self._block(x, of, mesh.manual_axes) for x, of in zip(arrays, dims, strict=True)]
+            return jax.shard_map(
+                function,
+                mesh=None if mesh.manual_axes else self.mesh,
+                axis_names=free,
+                in_specs=tuple(specs),
+                out_specs=specs[0],
+                check_vma=False,
+            )(*arrays)
+
+        return run
+
+    def _block(self, x: jax.Array, dims: Dims, manual: Iterable[str]) -> PartitionSpec:
+        entries = self._entries(x, dims, manual)
+        sizes = zip(x.shape, entries, strict=True)
+        return PartitionSpec(*(e if n % self._size(e) == 0 else None for n, e in sizes))
 
     def problem(self, name: str, shape: Sequence[int], dims: Dims, count: int = 1) -> str | None:
         """Why a tensor of this shape cannot be laid out with these dims; None when it can.

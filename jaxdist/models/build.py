@@ -79,8 +79,9 @@ def make_model(
     if isinstance(config, GptConfig):
         if vocab_size is None:
             raise ConfigError(f"model.type gpt needs tokens, but the data gives {sorted(shapes)}")
-        given: Kwargs = {"vocab_size": vocab_size, "hint": hint, "platform": platform}
-        return lambda rngs: config.build(rngs, **given)
+        length = next(iter(shapes.get("segments", ())), None)
+        given: Kwargs = {"hint": hint, "platform": platform, "length": length}
+        return lambda rngs: config.build(rngs, vocab_size=vocab_size, **given)
     image = shapes.get("image")
     if image is None or len(image) != 3 or classes is None:
         raise ConfigError(

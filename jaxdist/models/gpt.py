@@ -5,15 +5,16 @@ Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim, F mlp, V vo
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.schema import Config, Count
-from jaxdist.errors import ConfigError
+from jaxdist.models.attention.choose import Attend, KernelName, choose, refusal
+from jaxdist.models.attention.contract import Ask
 from jaxdist.models.layers import (
     RESIDUAL,
     WITHIN,
@@ -55,8 +56,12 @@ class GptConfig(Config):
     """Base wavelength of the rotary positions."""
     isolate_documents: bool = False
     """Block attention across the documents packed in one window."""
-    attention: Literal["auto", "xla", "cudnn"] = "auto"
-    """Kernel of `jax.nn.dot_product_attention`; auto is cuDNN's on a mesh of GPUs in bfloat16."""
+    attention: KernelName = "auto"
+    """Kernel: plain (XLA's, whose memory grows with the square of the sequence), blockwise (in
+    blocks, linear, on any device), splash (fused, TPU) or cudnn (fused, GPU, bfloat16); auto is a
+    fused one where it runs, else blockwise from 2048 positions, else plain."""
+    attention_window: Count | None = None
+    """How many positions before itself each position sees; null is all."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
     remat: Remat | Annotated[tuple[Remat, ...], Field(min_length=1)] = "none"
@@ -82,9 +87,17 @@ class GptConfig(Config):
             raise ValueError(f"scan_unroll {self.scan_unroll} exceeds layers {self.layers}")
         if isinstance(self.remat, tuple) and len(self.remat) > self.layers:
             raise ValueError(f"remat lists {len(self.remat)} blocks, and layers is {self.layers}")
-        if self.attention == "cudnn" and self.compute_dtype != "bfloat16":
-            raise ValueError("attention: cudnn needs compute_dtype: bfloat16")
+        refused = refusal(self.attention, self.ask())
+        if refused is not None:
+            raise ValueError(refused)
         return self
+
+    @field_validator("attention", mode="before")
+    @classmethod
+    def _check_kernel(cls, name: Any) -> Any:
+        if name == "xla":
+            raise ValueError("the kernel that XLA makes is called plain")
+        return name
 
     @property
     def head_dim(self) -> int:
@@ -110,31 +123,39 @@ class GptConfig(Config):
         vocab_size: int,
         hint: Hint = no_hint,
         platform: str | None = None,
+        length: int | None = None,
     ) -> Gpt:
         """The module for a vocabulary of `vocab_size` tokens.
 
         Args:
           platform: of the devices that it will run on, as jax names it; None is not known.
+          length: positions of the sequences that it will see; None is not known.
 
         Raises:
-          ConfigError: a kernel that these devices do not have.
+          ConfigError: a kernel of attention that these devices or sequences cannot have.
         """
-        found = self.model_copy(update={"attention": self.kernel_on(platform)})
-        return Gpt(found, rngs, vocab_size=vocab_size, hint=hint)
+        ask = self.ask(platform, hint, length)
+        choose(self.attention, ask)
+        attend = Attend(self.attention, ask, hint)
+        return Gpt(self, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
 
-    def kernel_on(self, platform: str | None) -> Literal["xla", "cudnn"]:
-        """The kernel of attention on such devices; XLA's, which runs on all, where none is known.
-
-        Raises:
-          ConfigError: cuDNN's on other devices than GPUs.
-        """
-        if self.attention == "cudnn" and platform not in ("gpu", None):
-            raise ConfigError(
-                f"attention cudnn runs on GPUs, and the mesh is of {platform} devices; use auto, "
-                "which is cuDNN's on GPUs alone"
-            )
-        fused = self.attention != "xla" and self.compute_dtype == "bfloat16"
-        return "cudnn" if fused and platform == "gpu" else "xla"
+    def ask(
+        self, platform: str | None = None, hint: Hint = no_hint, length: int | None = None
+    ) -> Ask:
+        """What this model asks of a kernel of attention; arguments as for `build`."""
+        return Ask(
+            platform,
+            self.compute_dtype,
+            heads=self.heads,
+            kv_heads=self.kv_heads or self.heads,
+            head_dim=self.head_dim,
+            window=self.attention_window,
+            segments=self.isolate_documents,
+            length=length,
+            head_parts=hint.parts("heads"),
+            kv_head_parts=hint.parts("kv_heads"),
+            seq_parts=hint.parts("seq"),
+        )
 
 
 def _even_heads(embed: int, heads: int) -> str:
@@ -146,7 +167,7 @@ def _even_heads(embed: int, heads: int) -> str:
 class Attention(nnx.Module):
     """Causal grouped-query attention with rotary positions (Ainslie et al., arXiv 2305.13245)."""
 
-    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint):
+    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
         D, H, d = config.embed, config.heads, config.head_dim
         K = config.kv_heads or H
         init = nnx.initializers.normal(D**-0.5)
@@ -156,23 +177,15 @@ class Attention(nnx.Module):
         self.value = param(rngs, init, (D, K, d), ("embed", "kv_heads", "head_dim"))
         self.out = param(rngs, out, (H, d, D), ("heads", "head_dim", "embed"))
         self.theta = config.rope_theta
-        assert config.attention != "auto"  # `GptConfig.build` has chosen
-        self.kernel: Literal["xla", "cudnn"] = config.attention
-        self.hint = hint
+        self.attend, self.hint = attend, hint
 
-    def __call__(self, x_BLD: jax.Array, mask_B1LL: jax.Array | None) -> jax.Array:
-        """x `[B, L, D]`, mask true where a query may look (besides causality)."""
+    def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
+        """x `[B, L, D]`, segments the document of each position; None is one document."""
         q_BLHd = self.hint(matmul(x_BLD, self.query[...]), "batch", "seq", "heads", "head_dim")
         k_BLKd = self.hint(matmul(x_BLD, self.key[...]), "batch", "seq", "kv_heads", "head_dim")
         v_BLKd = self.hint(matmul(x_BLD, self.value[...]), "batch", "seq", "kv_heads", "head_dim")
-        y_BLHd = jax.nn.dot_product_attention(
-            rotate(q_BLHd, theta=self.theta),
-            rotate(k_BLKd, theta=self.theta),
-            v_BLKd,
-            mask=mask_B1LL,
-            is_causal=True,
-            implementation=self.kernel,
-        )
+        q_BLHd, k_BLKd = (rotate(x, theta=self.theta) for x in (q_BLHd, k_BLKd))
+        y_BLHd = self.attend(q_BLHd, k_BLKd, v_BLKd, segments_BL)
         flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
         return matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
 
@@ -198,17 +211,17 @@ class SwiGLU(nnx.Module):
 class Block(nnx.Module):
     """Pre-norm residual block."""
 
-    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint):
+    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, attend: Attend):
         self.attention_norm = RMSNorm(config.embed, rngs)
-        self.attention = Attention(config, rngs, hint)
+        self.attention = Attention(config, rngs, hint, attend)
         self.mlp_norm = RMSNorm(config.embed, rngs)
         self.mlp = SwiGLU(config, rngs, hint)
         self.hint = hint
 
-    def __call__(self, x_BLD: jax.Array, mask_B1LL: jax.Array | None) -> jax.Array:
+    def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
         h_BLD = self.hint(self.attention_norm(x_BLD), *WITHIN, was=RESIDUAL)
-        y_BLD = self.attention(h_BLD, mask_B1LL)
+        y_BLD = self.attention(h_BLD, segments_BL)
         x_BLD = x_BLD + self.hint(y_BLD, *RESIDUAL, was=WITHIN)
         h_BLD = self.hint(self.mlp_norm(x_BLD), *WITHIN, was=RESIDUAL)
         x_BLD = x_BLD + self.hint(self.mlp(h_BLD), *RESIDUAL, was=WITHIN)
@@ -222,14 +235,16 @@ class Gpt(Stacked):
     apart where `isolate_documents` says so.
     """
 
-    def __init__(self, config: GptConfig, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint):
+    def __init__(
+        self, config: GptConfig, rngs: nnx.Rngs, *, vocab_size: int, hint: Hint, attend: Attend
+    ):
         self.config, self.hint = config, hint
         self.vocab_size = vocab_size
         self.remat, self.unroll = config.remat, config.scan_unroll
         D, V = config.embed, -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
         init = nnx.initializers.normal(0.02)
         self.embedding = param(rngs, init, (V, D), ("vocab", "embed"))
-        self.blocks = stack(lambda r: Block(config, r, hint), config.layers, rngs)
+        self.blocks = stack(lambda r: Block(config, r, hint, attend), config.layers, rngs)
         self.norm = RMSNorm(D, rngs)
         if not config.tied_head:
             self.output = param(rngs, init, (D, V), ("embed", "vocab"))
@@ -243,11 +258,9 @@ class Gpt(Stacked):
     def operands(
         self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None
     ) -> tuple[jax.Array | None]:
-        """True where a query may look (besides causality); None is everywhere."""
+        """The document of each position, for attention; None is one for all."""
         del tokens_BL
-        if not self.config.isolate_documents or segments_BL is None:
-            return (None,)
-        return ((segments_BL[:, :, None] == segments_BL[:, None, :])[:, None],)
+        return (segments_BL if self.config.isolate_documents else None,)
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Final norm and logits `[B, L, V]` in the compute dtype."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import jax
@@ -40,13 +41,42 @@ class Hint(Protocol):
         self, x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
     ) -> jax.Array: ...
 
+    def parts(self, dim: str) -> int:
+        """Into how many parts the mesh splits a dim."""
+        ...
 
-def no_hint(
-    x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
-) -> jax.Array:
+    def on_blocks(
+        self, function: Callable[..., jax.Array], *dims: tuple[str | None, ...]
+    ) -> Callable[..., jax.Array]:
+        """`function` of each device's blocks of arrays with these dims, each device by itself.
+
+        For what XLA cannot partition. The result lies as the first array does.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class NoHint:
     """The hint on a single device: x as it is."""
-    return x
 
+    def __call__(
+        self, x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
+    ) -> jax.Array:
+        """x, whatever its dims."""
+        return x
+
+    def parts(self, dim: str) -> int:
+        """1."""
+        return 1
+
+    def on_blocks(
+        self, function: Callable[..., jax.Array], *dims: tuple[str | None, ...]
+    ) -> Callable[..., jax.Array]:
+        """The function: the one block is the array."""
+        return function
+
+
+no_hint = NoHint()
 
 RESIDUAL = ("batch", "residual_seq", "embed")
 """Dims of the residual stream, between blocks; its sequence may be split over a mesh axis.

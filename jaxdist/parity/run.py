@@ -96,7 +96,7 @@ def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
     kept = ("data", "loss", "sharding", "seed")
     values = {name: document.values[name] for name in kept if name in document.values}
     fields = type(config.model).model_fields
-    float32 = {"compute_dtype": "float32", "attention": "xla", "remat": "none"}
+    float32 = {"compute_dtype": "float32", "attention": "plain", "remat": "none"}
     model = {name: value for name, value in float32.items() if name in fields}
     return {
         **values,

@@ -80,7 +80,7 @@ def _gpt(random: Random, needs: Needs) -> Sections:
         "vocab_multiple": needs.tensor * random.choice((1, 2, 3)),
         "tied_head": random.random() < 0.5,
         "isolate_documents": random.random() < 0.3,
-        "attention": "xla",
+        "attention": "plain",
         "scan_unroll": random.choice((1, 1, 1, min(2, layers))),
     }
     data = {

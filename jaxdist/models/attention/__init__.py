@@ -1,0 +1,1 @@
+"""Kernels of causal attention: one contract, an alternative a file, and `choose`."""

@@ -1,0 +1,98 @@
+"""Which kernel attends: the one that is named, or the best that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import jax
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.attention.blockwise import Blockwise
+from jaxdist.models.attention.contract import Ask, Kernel
+from jaxdist.models.attention.cudnn import Cudnn
+from jaxdist.models.attention.plain import Plain
+from jaxdist.models.attention.splash import Splash
+from jaxdist.models.layers import Hint
+
+KernelName = Literal["auto", "plain", "blockwise", "splash", "cudnn"]
+
+KERNELS: Mapping[str, Kernel] = {
+    "plain": Plain(),
+    "blockwise": Blockwise(),
+    "splash": Splash(),
+    "cudnn": Cudnn(),
+}
+
+SPLASH_FROM, BLOCKWISE_FROM = 1024, 2048
+"""Positions from which auto takes the kernel: scores of shorter sequences are small beside a block
+of a model, and programs without loops or kernels of their own compile sooner."""
+
+
+def choose(name: KernelName, ask: Ask) -> str:
+    """The name of the kernel: the one that is named, or for auto the best of those that fit.
+
+    Auto is cuDNN's or splash where they run, blockwise for other long sequences, else plain. On
+    devices that are not known, plain stands for kernels of one platform.
+
+    Raises:
+      ConfigError: the kernel that is named cannot do what is asked.
+    """
+    if name == "auto":
+        return _best(ask)
+    refused = refusal(name, ask)
+    if refused is not None:
+        raise ConfigError(refused)
+    return name if KERNELS[name].platform in (None, ask.platform) else "plain"
+
+
+def refusal(name: KernelName, ask: Ask) -> str | None:
+    """Why the kernel cannot do what is asked, and which can; None if it can."""
+    reason = None if name == "auto" else KERNELS[name].fits(ask)
+    if reason is None:
+        return None
+    fitting = " or ".join(other for other in KERNELS if _runs(other, ask))
+    here = "" if ask.platform is None else f" (here {_best(ask)})"
+    return f"attention {name} {reason}; use auto{here} or {fitting}"
+
+
+def _best(ask: Ask) -> str:
+    wanted = {"cudnn": 0, "splash": SPLASH_FROM, "blockwise": BLOCKWISE_FROM, "plain": 0}
+    length = ask.length or 0
+    return next(name for name, least in wanted.items() if length >= least and _runs(name, ask))
+
+
+def _runs(name: str, ask: Ask) -> bool:
+    kernel = KERNELS[name]
+    return kernel.platform in (None, ask.platform) and kernel.fits(ask) is None
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Attention by the kernel that `choose` takes for each shape that it is called with.
+
+    Attributes:
+      ask: what is asked wherever it is called; length and segments are those of the call.
+      hint: how activations lie on the mesh.
+    """
+
+    name: KernelName
+    ask: Ask
+    hint: Hint
+
+    def __call__(
+        self,
+        q_BLHd: jax.Array,
+        k_BLKd: jax.Array,
+        v_BLKd: jax.Array,
+        segments_BL: jax.Array | None,
+    ) -> jax.Array:
+        """See `Kernel`.
+
+        Raises:
+          ConfigError: the kernel that is named cannot do this.
+        """
+        ask = replace(self.ask, length=q_BLHd.shape[1], segments=segments_BL is not None)
+        kernel = KERNELS[choose(self.name, ask)]
+        return kernel(q_BLHd, k_BLKd, v_BLKd, segments_BL, window=ask.window, hint=self.hint)

@@ -1,0 +1,47 @@
+"""NVIDIA's fused attention. Segments are a mask of L x L, one for all heads: all it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import jax
+
+from jaxdist.models.attention.contract import Ask
+from jaxdist.models.attention.plain import of_jax
+from jaxdist.models.layers import Hint
+
+MOST_FEATURES = 128
+"""Of a head, on every GPU that has the kernel."""
+
+
+@dataclass(frozen=True)
+class Cudnn:
+    """`jax.nn.dot_product_attention` by cuDNN."""
+
+    platform: str | None = field(default="gpu", init=False)
+
+    def fits(self, ask: Ask) -> str | None:
+        """Other devices than GPUs, other dtypes, head sizes that cuDNN lacks."""
+        if ask.platform not in (None, self.platform):
+            return f"runs on GPUs, and the mesh is of {ask.platform} devices"
+        if ask.dtype != "bfloat16":
+            return f"needs compute_dtype: bfloat16, here it is {ask.dtype}"
+        if ask.head_dim % 8 or ask.head_dim > MOST_FEATURES:
+            return f"needs a head size of 8, 16, ... to {MOST_FEATURES}, here it is {ask.head_dim}"
+        if ask.segments and ask.length is not None and ask.length % 2:
+            return f"isolates documents in sequences of even length, here it is {ask.length}"
+        return None
+
+    def __call__(
+        self,
+        q_BLHd: jax.Array,
+        k_BLKd: jax.Array,
+        v_BLKd: jax.Array,
+        segments_BL: jax.Array | None,
+        *,
+        window: int | None,
+        hint: Hint,
+    ) -> jax.Array:
+        """See the contract."""
+        del hint
+        return of_jax("cudnn", q_BLHd, k_BLKd, v_BLKd, segments_BL, window)

@@ -1,0 +1,60 @@
+"""Attention by XLA alone: all scores at once, in memory quadratic in the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import jax
+
+from jaxdist.models.attention.contract import Ask
+from jaxdist.models.layers import Hint
+
+
+@dataclass(frozen=True)
+class Plain:
+    """`jax.nn.dot_product_attention` as XLA compiles it."""
+
+    platform: str | None = field(default=None, init=False)
+
+    def fits(self, ask: Ask) -> str | None:
+        """Always."""
+        del ask
+        return None
+
+    def __call__(
+        self,
+        q_BLHd: jax.Array,
+        k_BLKd: jax.Array,
+        v_BLKd: jax.Array,
+        segments_BL: jax.Array | None,
+        *,
+        window: int | None,
+        hint: Hint,
+    ) -> jax.Array:
+        """See the contract."""
+        del hint
+        return of_jax("xla", q_BLHd, k_BLKd, v_BLKd, segments_BL, window)
+
+
+def of_jax(
+    implementation: Literal["xla", "cudnn"],
+    q_BLHd: jax.Array,
+    k_BLKd: jax.Array,
+    v_BLKd: jax.Array,
+    segments_BL: jax.Array | None,
+    window: int | None,
+) -> jax.Array:
+    """`jax.nn.dot_product_attention` with the arguments of the contract."""
+    mask_B1LL = None
+    if segments_BL is not None:
+        mask_B1LL = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
+    return jax.nn.dot_product_attention(
+        q_BLHd,
+        k_BLKd,
+        v_BLKd,
+        mask=mask_B1LL,
+        is_causal=True,
+        local_window_size=None if window is None else (window, 0),
+        implementation=implementation,
+    )

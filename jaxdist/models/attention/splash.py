@@ -1,0 +1,126 @@
+"""The TPU's fused attention, a Pallas kernel of jax: memory linear in the sequence.
+
+XLA cannot partition such a kernel, so that it runs in a `jax.shard_map`, on each device's rows and
+heads. It states no cost: a ledger of the compiled program counts none of its FLOPs.
+
+Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from jaxdist.models.attention.contract import KEPT, Ask
+from jaxdist.models.layers import Hint
+
+LANES = 128
+"""Of a TPU's vector unit: blocks are of multiples."""
+MOST = 512
+"""Positions of the largest block."""
+MOST_FEATURES = 256
+"""Of a head: blocks of more do not fit into the TPU's fast memory."""
+
+
+@dataclass(frozen=True)
+class Splash:
+    """`jax.experimental.pallas.ops.tpu.splash_attention`.
+
+    Attributes:
+      interpret: run on any device, slowly, for tests.
+    """
+
+    interpret: bool = False
+    platform: str | None = field(default="tpu", init=False)
+
+    def fits(self, ask: Ask) -> str | None:
+        """Other devices than TPUs, sequences without blocks, heads apart from their keys."""
+        if ask.platform not in (None, self.platform) and not self.interpret:
+            return f"runs on TPUs, and the mesh is of {ask.platform} devices"
+        if ask.head_dim > MOST_FEATURES:
+            return f"needs a head size of at most {MOST_FEATURES}, here it is {ask.head_dim}"
+        if ask.length is not None and ask.length % LANES:
+            return f"needs a sequence that {LANES} divides, here it is {ask.length}"
+        if ask.seq_parts > 1:
+            return f"needs whole sequences, and a mesh axis splits them into {ask.seq_parts} parts"
+        if ask.head_parts != ask.kv_head_parts and ask.kv_heads > 1:
+            return (
+                f"needs kv_heads split as heads are, so that each lies with its queries: here "
+                f"{ask.heads} heads are in {ask.head_parts} parts, {ask.kv_heads} kv_heads in "
+                f"{ask.kv_head_parts}"
+            )
+        return None
+
+    def __call__(
+        self,
+        q_BLHd: jax.Array,
+        k_BLKd: jax.Array,
+        v_BLKd: jax.Array,
+        segments_BL: jax.Array | None,
+        *,
+        window: int | None,
+        hint: Hint,
+    ) -> jax.Array:
+        """See the contract."""
+        q_BLHd = (q_BLHd * q_BLHd.shape[-1] ** -0.5).astype(q_BLHd.dtype)
+        given, rows = [q_BLHd, k_BLKd, v_BLKd], ("batch", "seq")
+        dims = [(*rows, name, "head_dim") for name in ("heads", "kv_heads", "kv_heads")]
+        if segments_BL is not None:
+            given.append(segments_BL)
+            dims.append(rows)
+
+        def local(
+            q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array, segments_BL: Any = None
+        ) -> jax.Array:
+            attend = self._kernel(q_BLHd.shape[1], q_BLHd.shape[2], window)
+            by_head = [x.swapaxes(1, 2) for x in (q_BLHd, k_BLKd, v_BLKd)]
+            if segments_BL is None:
+                return jax.vmap(attend)(*by_head).swapaxes(1, 2)
+            return jax.vmap(attend)(*by_head, _both(segments_BL)).swapaxes(1, 2)
+
+        return hint.on_blocks(local, *dims)(*given)
+
+    def _kernel(self, length: int, heads: int, window: int | None) -> Callable[..., jax.Array]:
+        """(q `[H, L, d]`, k and v `[K, L, d]`, segments) to `[H, L, d]`; q is scaled already."""
+        # It takes a third of a second, and most runs go without.
+        from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+        shape, size = (length, length), block_size(length)
+        if window is None or window >= length:
+            mask = splash.CausalMask(shape)
+        else:
+            mask = splash.LocalMask(shape, window_size=(window, 0), offset=0)
+        sizes = splash.BlockSizes(
+            block_q=size,
+            block_kv=size,
+            block_q_dkv=size,
+            block_kv_dkv=size,
+            block_q_dq=size,
+            block_kv_dq=size,
+        )
+        return splash.make_splash_mha(
+            splash.MultiHeadMask([mask] * heads),
+            block_sizes=sizes,
+            head_shards=1,
+            q_seq_shards=1,
+            residual_checkpoint_name=KEPT,
+            interpret=self.interpret,
+        )
+
+
+def _both(segments_BL: jax.Array) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    return splash.SegmentIds(segments_BL, segments_BL)
+
+
+def block_size(length: int) -> int:
+    """The largest multiple of `LANES` that divides the sequence, `MOST` at most.
+
+    >>> [block_size(length) for length in (128, 640, 768, 4096)]
+    [128, 128, 384, 512]
+    """
+    return max(size for size in range(LANES, MOST + 1, LANES) if length % size == 0)
