@@ -220,11 +220,14 @@ class Block(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
-        h_BLD = self.hint(self.attention_norm(x_BLD), *WITHIN, was=RESIDUAL)
-        y_BLD = self.attention(h_BLD, segments_BL)
-        x_BLD = x_BLD + self.hint(y_BLD, *RESIDUAL, was=WITHIN)
-        h_BLD = self.hint(self.mlp_norm(x_BLD), *WITHIN, was=RESIDUAL)
-        x_BLD = x_BLD + self.hint(self.mlp(h_BLD), *RESIDUAL, was=WITHIN)
+        # The names stand in the compiled program, and so in `inspect`'s dearest operations.
+        with jax.named_scope("attention"):
+            h_BLD = self.hint(self.attention_norm(x_BLD), *WITHIN, was=RESIDUAL)
+            y_BLD = self.attention(h_BLD, segments_BL)
+            x_BLD = x_BLD + self.hint(y_BLD, *RESIDUAL, was=WITHIN)
+        with jax.named_scope("mlp"):
+            h_BLD = self.hint(self.mlp_norm(x_BLD), *WITHIN, was=RESIDUAL)
+            x_BLD = x_BLD + self.hint(self.mlp(h_BLD), *RESIDUAL, was=WITHIN)
         return self.hint(x_BLD, *RESIDUAL)
 
 
@@ -252,7 +255,8 @@ class Gpt(Stacked):
     def embed(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
         """Tokens `[B, L]` to `[B, L, D]` in the compute dtype; segments change nothing."""
         del segments_BL
-        x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
+        with jax.named_scope("embed"):
+            x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
     def operands(
@@ -265,5 +269,6 @@ class Gpt(Stacked):
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Final norm and logits `[B, L, V]` in the compute dtype."""
         table = self.embedding[...].T if self.config.tied_head else self.output[...]
-        h_BLD = self.hint(self.norm(x_BLD), *WITHIN, was=RESIDUAL)
-        return self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")
+        with jax.named_scope("head"):
+            h_BLD = self.hint(self.norm(x_BLD), *WITHIN, was=RESIDUAL)
+            return self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")
