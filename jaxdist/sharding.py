@@ -206,7 +206,9 @@ class Layout:
             free = {*self.mesh.axis_names} - {*mesh.manual_axes}
             if not free or self.mesh.size == 1:
                 return function(*arrays)
-            specs = [self._block(x, of, mesh.manual_axes) for x, of in zip(arrays, dims, strict=True)]
+            specs = [
+                self._block(x, of, mesh.manual_axes) for x, of in zip(arrays, dims, strict=True)
+            ]
             return jax.shard_map(
                 function,
                 mesh=None if mesh.manual_axes else self.mesh,

@@ -15,6 +15,7 @@ from jaxdist.errors import JaxdistError, did_you_mean
 __all__ = ["BENCHES", "Figure", "Report", "Sample", "alternate_processes", "interleave", "run"]
 
 BENCHES: dict[str, str] = {
+    "attention": "jaxdist.bench.attention:bench",
     "collectives": "jaxdist.bench.collectives.report:bench",
     "compile": "jaxdist.bench.compile:bench",
     "optim": "jaxdist.bench.optim:bench",

@@ -18,13 +18,15 @@ from jaxdist.sharding import param_shardings
 def model_flops(config: ExperimentConfig, device: Device) -> float:
     """FLOPs of the matrix products and convolutions of one train step, over all devices.
 
-    They are counted in the step as jax traces it for one device, without the model's remat:
-    nothing is computed twice and nothing on two devices. What a model of the user's own recomputes
+    They are counted in the step as jax traces it for one device, without the model's remat and with
+    plain attention: nothing is computed twice, nothing on two devices, and nothing in a kernel that
+    hides it. What a model of the user's own recomputes
     by itself is counted. A loop whose length is data counts once.
     """
     model: Any = config.model
-    if "remat" in type(model).model_fields:
-        model = model.model_copy(update={"remat": "none"})
+    plain = {"remat": "none", "attention": "plain"}
+    own = type(model).model_fields
+    model = model.model_copy(update={name: plain[name] for name in plain if name in own})
     alone = config.model_copy(
         update={
             "model": model,

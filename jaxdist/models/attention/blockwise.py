@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,12 +65,18 @@ class Blockwise:
         given = [_filled(x, blocks * size) for x in (q_BLHd, k_BLKd, v_BLKd)]
         if segments_BL is not None:
             segments_BL = _filled(segments_BL, blocks * size)
-        return _attention(Blocks(blocks, size, window), *given, segments_BL)[:, :length]
+        out: Any = _attention(Blocks(blocks, size, window), *given, segments_BL)
+        return out[:, :length]
 
 
 def _filled(x: jax.Array, length: int) -> jax.Array:
     missing = length - x.shape[1]
     return jnp.pad(x, [(0, 0), (0, missing), *[(0, 0)] * (x.ndim - 2)]) if missing else x
+
+
+Segments = jax.Array
+"""int32 `[N, B, S]`."""
+Grads = tuple[jax.Array, jax.Array, jax.Array]
 
 
 @dataclass(frozen=True)
@@ -81,20 +87,29 @@ class Blocks:
     size: int
     window: int | None
 
-    def pairs(self) -> tuple[np.ndarray, np.ndarray]:
+    def pairs(self) -> tuple[jax.Array, jax.Array]:
         """Blocks of queries and of keys that see each other, int32 `[pairs]` each.
 
         >>> [pair.tolist() for pair in Blocks(3, 4, window=1).pairs()]
         [[0, 1, 1, 2, 2], [0, 0, 1, 1, 2]]
         """
         found = np.array([(i, j) for i in range(self.count) for j in self._seen_by(i)], np.int32)
-        return found[:, 0], found[:, 1]
+        return jnp.asarray(found[:, 0]), jnp.asarray(found[:, 1])
 
     def _seen_by(self, i: int) -> Iterator[int]:
         reach = self.count * self.size if self.window is None else self.window
         yield from range(max(0, i * self.size - reach) // self.size, i + 1)
 
-    def seen(self, i: jax.Array, j: jax.Array, segments: Segments | None) -> jax.Array:
+    def scores(
+        self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array, segments: Segments | None
+    ) -> jax.Array:
+        """Of queries `[B, K, G S, d]` of block i with keys `[B, K, S, d]` of block j, float32."""
+        scores = _einsum("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
+        by_position = scores.reshape(*scores.shape[:2], -1, self.size, self.size)
+        seen = self._seen(i, j, segments)
+        return jnp.where(seen, by_position, HIDDEN).reshape(scores.shape)
+
+    def _seen(self, i: jax.Array, j: jax.Array, segments: Segments | None) -> jax.Array:
         """Which keys of block j each query of block i sees, bool `[B or 1, 1, 1, S, S]`."""
         within = jnp.arange(self.size)
         distance = (i - j) * self.size + within[:, None] - within[None, :]
@@ -107,9 +122,23 @@ class Blocks:
             seen = seen & (ours[:, :, None] == theirs[:, None, :])[:, None, None]
         return seen
 
+    def cut(self, x_BLHd: jax.Array, kv_heads: int) -> jax.Array:
+        """`[N, B, K, G S, d]`: the queries that share keys are rows of one matrix."""
+        B, _, H, d = x_BLHd.shape
+        x = x_BLHd.reshape(B, self.count, self.size, kv_heads, H // kv_heads, d)
+        return x.transpose(1, 0, 3, 4, 2, 5).reshape(self.count, B, kv_heads, -1, d)
 
-Segments = jax.Array
-"""int32 `[N, B, S]`."""
+    def joined(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        """The inverse of `cut`, of shape `[B, L, H, d]`."""
+        B, _, H, d = shape
+        x = x.reshape(self.count, B, x.shape[2], H // x.shape[2], self.size, d)
+        return x.transpose(1, 0, 4, 2, 3, 5).reshape(shape)
+
+    def cut_segments(self, segments_BL: jax.Array | None) -> Segments | None:
+        """Segments by block."""
+        if segments_BL is None:
+            return None
+        return segments_BL.reshape(-1, self.count, self.size).transpose(1, 0, 2)
 
 
 class Rows(NamedTuple):
@@ -126,6 +155,10 @@ class Rows(NamedTuple):
     total: jax.Array
 
 
+Residuals = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]
+"""q, k, v, segments, the result, and the logarithm of each query's sum of weights."""
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
     blocks: Blocks,
@@ -137,96 +170,69 @@ def _attention(
     return _forward(blocks, q_BLHd, k_BLKd, v_BLKd, segments_BL)[0]
 
 
-def _forward(blocks, q_BLHd, k_BLKd, v_BLKd, segments_BL):
-    K = k_BLKd.shape[2]
-    q, k, v = (_cut(blocks, x, K) for x in (q_BLHd, k_BLKd, v_BLKd))
-    segments = _segments(blocks, segments_BL)
+def _forward(
+    blocks: Blocks,
+    q_BLHd: jax.Array,
+    k_BLKd: jax.Array,
+    v_BLKd: jax.Array,
+    segments_BL: jax.Array | None,
+) -> tuple[jax.Array, Residuals]:
+    given = (q_BLHd, k_BLKd, v_BLKd)
+    q, k, v = (blocks.cut(x, k_BLKd.shape[2]) for x in given)
+    segments = blocks.cut_segments(segments_BL)
 
-    def body(rows, pair):
+    def body(rows: Rows, pair: tuple[jax.Array, jax.Array]) -> tuple[Rows, None]:
         i, j = pair
-        own = Rows(*(lax.dynamic_index_in_dim(x, i, keepdims=False) for x in rows))
-        scores = _scores(blocks, q[i], k[j], i, j, segments)
+        own = Rows(*(x[i] for x in rows))
+        scores = blocks.scores(q[i], k[j], i, j, segments)
         top = jnp.maximum(own.top, scores.max(-1))
-        weights = jnp.exp(scores - top[..., None])
-        kept = jnp.exp(own.top - top)
-        new = Rows(
-            own.out * kept[..., None] + _dot("bkrs,bksd->bkrd", weights.astype(v.dtype), v[j]),
-            top,
-            own.total * kept + weights.sum(-1),
-        )
-        return Rows(*(lax.dynamic_update_index_in_dim(x, y, i, 0) for x, y in zip(rows, new))), None
+        weights, kept = jnp.exp(scores - top[..., None]), jnp.exp(own.top - top)
+        values = _einsum("bkrs,bksd->bkrd", weights.astype(v.dtype), v[j])
+        out = own.out * kept[..., None] + values
+        new = Rows(out, top, own.total * kept + weights.sum(-1))
+        return Rows(*(x.at[i].set(y) for x, y in zip(rows, new, strict=True))), None
 
     start = Rows(
-        jnp.zeros(q.shape, jnp.float32),
-        jnp.full(q.shape[:-1], HIDDEN, jnp.float32),
-        jnp.zeros(q.shape[:-1], jnp.float32),
+        out=jnp.zeros(q.shape, jnp.float32),
+        top=jnp.full(q.shape[:-1], HIDDEN, jnp.float32),
+        total=jnp.zeros(q.shape[:-1], jnp.float32),
     )
     rows, _ = lax.scan(body, start, blocks.pairs())
-    out = _joined(blocks, (rows.out / rows.total[..., None]).astype(q.dtype), q_BLHd.shape)
-    log_total = rows.top + jnp.log(rows.total)
-    out, log_total = (checkpoint_name(x, KEPT) for x in (out, log_total))
-    return out, (q_BLHd, k_BLKd, v_BLKd, segments_BL, out, log_total)
+    found = (rows.out / rows.total[..., None]).astype(q.dtype)
+    out_BLHd = checkpoint_name(blocks.joined(found, q_BLHd.shape), KEPT)
+    log_total = checkpoint_name(rows.top + jnp.log(rows.total), KEPT)
+    return out_BLHd, (*given, segments_BL, out_BLHd, log_total)
 
 
-def _backward(blocks, kept, cotangent):
-    q_BLHd, k_BLKd, v_BLKd, segments_BL, out_BLHd, log_total = kept
-    K = k_BLKd.shape[2]
-    q, k, v, out, dout = (_cut(blocks, x, K) for x in (q_BLHd, k_BLKd, v_BLKd, out_BLHd, cotangent))
-    segments = _segments(blocks, segments_BL)
+def _backward(blocks: Blocks, kept: Residuals, cotangent_BLHd: jax.Array) -> tuple[Any, ...]:
+    *given, segments_BL, out_BLHd, log_total = kept
+    arrays = (*given, out_BLHd, cotangent_BLHd)
+    q, k, v, out, dout = (blocks.cut(x, given[1].shape[2]) for x in arrays)
+    segments = blocks.cut_segments(segments_BL)
     delta = (out.astype(jnp.float32) * dout.astype(jnp.float32)).sum(-1)
 
-    def body(grads, pair):
+    def body(grads: Grads, pair: tuple[jax.Array, jax.Array]) -> tuple[Grads, None]:
         i, j = pair
         dq, dk, dv = grads
-        weights = jnp.exp(_scores(blocks, q[i], k[j], i, j, segments) - log_total[i][..., None])
-        dweights = _dot("bkrd,bksd->bkrs", dout[i], v[j])
-        dscores = (weights * (dweights - delta[i][..., None]) * q.shape[-1] ** -0.5).astype(q.dtype)
+        scores = blocks.scores(q[i], k[j], i, j, segments)
+        weights = jnp.exp(scores - log_total[i][..., None])
+        dweights = _einsum("bkrd,bksd->bkrs", dout[i], v[j])
+        dscores = weights * (dweights - delta[i][..., None]) * q.shape[-1] ** -0.5
+        weights, dscores = weights.astype(q.dtype), dscores.astype(q.dtype)
         return (
-            dq.at[i].add(_dot("bkrs,bksd->bkrd", dscores, k[j])),
-            dk.at[j].add(_dot("bkrs,bkrd->bksd", dscores, q[i])),
-            dv.at[j].add(_dot("bkrs,bkrd->bksd", weights.astype(q.dtype), dout[i])),
+            dq.at[i].add(_einsum("bkrs,bksd->bkrd", dscores, k[j])),
+            dk.at[j].add(_einsum("bkrs,bkrd->bksd", dscores, q[i])),
+            dv.at[j].add(_einsum("bkrs,bkrd->bksd", weights, dout[i])),
         ), None
 
-    start = tuple(jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
-    grads, _ = lax.scan(body, start, blocks.pairs())
-    like = (q_BLHd, k_BLKd, v_BLKd)
-    return (
-        *(_joined(blocks, g.astype(x.dtype), x.shape) for g, x in zip(grads, like, strict=True)),
-        None,
-    )
+    dq, dk, dv = (jnp.zeros(x.shape, jnp.float32) for x in (q, k, v))
+    grads, _ = lax.scan(body, (dq, dk, dv), blocks.pairs())
+    found = (blocks.joined(g.astype(x.dtype), x.shape) for g, x in zip(grads, given, strict=True))
+    return *found, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _scores(blocks, q, k, i, j, segments):
-    S = blocks.size
-    scores = _dot("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
-    B, K, R, _ = scores.shape
-    seen = blocks.seen(i, j, segments)
-    return jnp.where(seen, scores.reshape(B, K, R // S, S, S), HIDDEN).reshape(B, K, R, S)
-
-
-def _dot(dims, a, b):
+def _einsum(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.einsum(dims, a, b, preferred_element_type=jnp.float32)
-
-
-def _cut(blocks, x_BLHd, kv_heads):
-    """`[B, L, H, d]` as `[N, B, K, G S, d]`: the queries that share keys are rows of one matrix."""
-    B, _, H, d = x_BLHd.shape
-    x = x_BLHd.reshape(B, blocks.count, blocks.size, kv_heads, H // kv_heads, d)
-    return x.transpose(1, 0, 3, 4, 2, 5).reshape(blocks.count, B, kv_heads, -1, d)
-
-
-def _joined(blocks, x, shape):
-    B, L, H, d = shape
-    K = x.shape[2]
-    x = x.reshape(blocks.count, B, K, H // K, blocks.size, d)
-    return x.transpose(1, 0, 4, 2, 3, 5).reshape(shape)
-
-
-def _segments(blocks, segments_BL):
-    if segments_BL is None:
-        return None
-    B = segments_BL.shape[0]
-    return segments_BL.reshape(B, blocks.count, blocks.size).transpose(1, 0, 2)

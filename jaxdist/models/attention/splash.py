@@ -1,7 +1,7 @@
 """The TPU's fused attention, a Pallas kernel of jax: memory linear in the sequence.
 
-XLA cannot partition such a kernel, so that it runs in a `jax.shard_map`, on each device's rows and
-heads. It states no cost: a ledger of the compiled program counts none of its FLOPs.
+XLA cannot partition such a kernel: it runs on each device's rows and heads by itself. It states no
+cost, so that a ledger of the compiled program counts none of its FLOPs.
 
 Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
 """
@@ -21,8 +21,8 @@ LANES = 128
 """Of a TPU's vector unit: blocks are of multiples."""
 MOST = 512
 """Positions of the largest block."""
-MOST_FEATURES = 256
-"""Of a head: blocks of more do not fit into the TPU's fast memory."""
+QUERIES = ("batch", "seq", "heads", "head_dim")
+KEYS = ("batch", "seq", "kv_heads", "head_dim")
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,6 @@ class Splash:
         """Other devices than TPUs, sequences without blocks, heads apart from their keys."""
         if ask.platform not in (None, self.platform) and not self.interpret:
             return f"runs on TPUs, and the mesh is of {ask.platform} devices"
-        if ask.head_dim > MOST_FEATURES:
-            return f"needs a head size of at most {MOST_FEATURES}, here it is {ask.head_dim}"
         if ask.length is not None and ask.length % LANES:
             return f"needs a sequence that {LANES} divides, here it is {ask.length}"
         if ask.seq_parts > 1:
@@ -66,11 +64,11 @@ class Splash:
     ) -> jax.Array:
         """See the contract."""
         q_BLHd = (q_BLHd * q_BLHd.shape[-1] ** -0.5).astype(q_BLHd.dtype)
-        given, rows = [q_BLHd, k_BLKd, v_BLKd], ("batch", "seq")
-        dims = [(*rows, name, "head_dim") for name in ("heads", "kv_heads", "kv_heads")]
+        given: list[jax.Array] = [q_BLHd, k_BLKd, v_BLKd]
+        dims: list[tuple[str, ...]] = [QUERIES, KEYS, KEYS]
         if segments_BL is not None:
             given.append(segments_BL)
-            dims.append(rows)
+            dims.append(QUERIES[:2])
 
         def local(
             q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array, segments_BL: Any = None
@@ -83,7 +81,7 @@ class Splash:
 
         return hint.on_blocks(local, *dims)(*given)
 
-    def _kernel(self, length: int, heads: int, window: int | None) -> Callable[..., jax.Array]:
+    def _kernel(self, length: int, heads: int, window: int | None) -> Callable[..., Any]:
         """(q `[H, L, d]`, k and v `[K, L, d]`, segments) to `[H, L, d]`; q is scaled already."""
         # It takes a third of a second, and most runs go without.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
