@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from jaxdist.config.schema import Config, Count
 from jaxdist.models.attention.choose import Attend, KernelName, choose, refusal
 from jaxdist.models.attention.contract import Ask
+from jaxdist.models.fences import Pass, fence
 from jaxdist.models.layers import (
     RESIDUAL,
     WITHIN,
@@ -26,9 +27,9 @@ from jaxdist.models.layers import (
     matmul,
     no_hint,
     param,
-    rotate,
     stack,
 )
+from jaxdist.models.rotary import rotate
 
 
 class GptConfig(Config):
@@ -178,14 +179,18 @@ class Attention(nnx.Module):
         self.out = param(rngs, out, (H, d, D), ("heads", "head_dim", "embed"))
         self.theta = config.rope_theta
         self.attend, self.hint = attend, hint
+        self.on_tpu = attend.ask.platform == "tpu"
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]`, segments the document of each position; None is one document."""
         q_BLHd = self.hint(matmul(x_BLD, self.query[...]), "batch", "seq", "heads", "head_dim")
         k_BLKd = self.hint(matmul(x_BLD, self.key[...]), "batch", "seq", "kv_heads", "head_dim")
         v_BLKd = self.hint(matmul(x_BLD, self.value[...]), "batch", "seq", "kv_heads", "head_dim")
-        q_BLHd, k_BLKd = (rotate(x, theta=self.theta) for x in (q_BLHd, k_BLKd))
+        q_BLHd, k_BLKd = (
+            rotate(x, theta=self.theta, by_product=self.on_tpu) for x in (q_BLHd, k_BLKd)
+        )
         y_BLHd = self.attend(q_BLHd, k_BLKd, v_BLKd, segments_BL)
+        y_BLHd = fence(y_BLHd, "backward" if self.on_tpu else "none")
         flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
         return matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
 
@@ -193,19 +198,23 @@ class Attention(nnx.Module):
 class SwiGLU(nnx.Module):
     """down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint):
+    def __init__(
+        self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, *, fences: Pass = "none"
+    ):
         D, F = config.embed, config.mlp_width
         init = nnx.initializers.normal(D**-0.5)
         down = nnx.initializers.normal(F**-0.5 / (2 * config.layers) ** 0.5)
         self.gate = param(rngs, init, (D, F), ("embed", "mlp"))
         self.up = param(rngs, init, (D, F), ("embed", "mlp"))
         self.down = param(rngs, down, (F, D), ("mlp", "embed"))
-        self.hint = hint
+        self.hint, self.fences = hint, fences
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
-        h_BLF = jax.nn.silu(matmul(x_BLD, self.gate[...])) * matmul(x_BLD, self.up[...])
-        return matmul(self.hint(h_BLF, "batch", "seq", "mlp"), self.down[...])
+        gate_BLF = fence(matmul(x_BLD, self.gate[...]), self.fences)
+        up_BLF = fence(matmul(x_BLD, self.up[...]), self.fences)
+        h_BLF = self.hint(jax.nn.silu(gate_BLF) * up_BLF, "batch", "seq", "mlp")
+        return matmul(fence(h_BLF, self.fences), self.down[...])
 
 
 class Block(nnx.Module):
@@ -215,18 +224,22 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(config.embed, rngs)
         self.attention = Attention(config, rngs, hint, attend)
         self.mlp_norm = RMSNorm(config.embed, rngs)
-        self.mlp = SwiGLU(config, rngs, hint)
+        on_tpu = attend.ask.platform == "tpu"
+        self.mlp = SwiGLU(config, rngs, hint, fences="both" if on_tpu else "none")
         self.hint = hint
+        self.after_norms: Pass = "backward" if on_tpu else "none"
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
         # The names stand in the compiled program, and so in `inspect`'s dearest operations.
         with jax.named_scope("attention"):
-            h_BLD = self.hint(self.attention_norm(x_BLD), *WITHIN, was=RESIDUAL)
+            h_BLD = fence(self.attention_norm(x_BLD), self.after_norms)
+            h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
             y_BLD = self.attention(h_BLD, segments_BL)
             x_BLD = x_BLD + self.hint(y_BLD, *RESIDUAL, was=WITHIN)
         with jax.named_scope("mlp"):
-            h_BLD = self.hint(self.mlp_norm(x_BLD), *WITHIN, was=RESIDUAL)
+            h_BLD = fence(self.mlp_norm(x_BLD), self.after_norms)
+            h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
             x_BLD = x_BLD + self.hint(self.mlp(h_BLD), *RESIDUAL, was=WITHIN)
         return self.hint(x_BLD, *RESIDUAL)
 
