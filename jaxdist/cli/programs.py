@@ -30,7 +30,7 @@ def inspect(
         Path | None, typer.Option(help="Draw the predicted step (TPUs) into this directory.")
     ] = None,
 ) -> None:
-    """Print what a train step will cost: collectives, FLOPs, memory, on TPUs time. Nothing is run."""
+    """Print what a train step will cost: bytes, FLOPs, memory, on TPUs time. Nothing is run."""
     extra = shared.compile_for(devices, topology, [*(overrides or []), *(settings or [])])
     changes = diff_set or []
     other = (diff or config, [*extra, *changes])

@@ -22,6 +22,7 @@ from jaxdist.hlo.timeline import Entry, Resource, play
 from jaxdist.runtime.hardware import Device, find_device
 from jaxdist.types import JsonObject
 
+
 @dataclasses.dataclass(frozen=True)
 class StepTime:
     """The predicted time of one run of a program on each device, and where it goes.

@@ -114,4 +114,4 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
     places = np.array([(getattr(d, "slice_index", 0) or 0, *d.coords) for d in devices])
     sizes = tuple(int(size) for size in places.max(axis=0)[1:] + 1)
     # A dim that a family of two does not have has length 1, and no ring.
-    return Torus(places, rings(family, sizes[:FAMILIES[family].dims]) + (False,) * 3, fast, slow)
+    return Torus(places, rings(family, sizes[: FAMILIES[family].dims]) + (False,) * 3, fast, slow)

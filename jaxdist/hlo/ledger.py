@@ -20,9 +20,7 @@ _WRITTEN = ("*after_codegen.txt", "*after_optimizations.txt")
 NO_MEMORY = Memory(0, 0, 0, 0, 0, 0)
 
 
-def ledger(
-    compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None = None
-) -> Ledger:
+def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None = None) -> Ledger:
     """Everything that one run of a compiled program does on each device.
 
     Args:

@@ -27,7 +27,7 @@ from jaxdist.hlo.estimates import (
 from jaxdist.hlo.flops import instruction_flops
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.loops import Frame
-from jaxdist.hlo.parse import Computation, Instruction, Module
+from jaxdist.hlo.parse import Instruction, Module
 from jaxdist.hlo.records import Collective
 from jaxdist.hlo.schedule import (
     FUSED_DONE,

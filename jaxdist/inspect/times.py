@@ -18,7 +18,7 @@ from jaxdist.types import JsonObject
 DEAREST = 10
 """Sources in the table of the dearest."""
 _WRAPPERS = re.compile(r"jit\([^)]*\)|while|body|checkpoint|closed_call|shard_map|pjit|cond|branch")
-NO_PREDICTION = "No time is predicted: the compilers of {kind} write no estimates (those of TPUs do)."
+NO_PREDICTION = "No time is predicted: compilers for {kind} write no estimates, as for TPUs."
 
 
 @dataclass(frozen=True)
@@ -188,5 +188,7 @@ def draw_times(inspection: Inspection, directory: Path) -> Path:
     axes.set_yticks([])
     axes.set_xlabel("seconds of a step")
     axes.set_title(f"{inspection.model}: {show_seconds(found.seconds)}", fontsize=10)
-    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8
+    )
     return save(figure, directory, "step_time", formats=("svg",), what="the step's time")[0]

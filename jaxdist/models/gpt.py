@@ -183,24 +183,31 @@ class Attention(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]`, segments the document of each position; None is one document."""
-        q_BLHd = self.hint(matmul(x_BLD, self.query[...]), "batch", "seq", "heads", "head_dim")
-        k_BLKd = self.hint(matmul(x_BLD, self.key[...]), "batch", "seq", "kv_heads", "head_dim")
-        v_BLKd = self.hint(matmul(x_BLD, self.value[...]), "batch", "seq", "kv_heads", "head_dim")
+        q_BLHd = self.hint(self._project(x_BLD, self.query), "batch", "seq", "heads", "head_dim")
+        k_BLKd = self.hint(self._project(x_BLD, self.key), "batch", "seq", "kv_heads", "head_dim")
+        v_BLKd = self.hint(self._project(x_BLD, self.value), "batch", "seq", "kv_heads", "head_dim")
         q_BLHd, k_BLKd = (
             rotate(x, theta=self.theta, by_product=self.on_tpu) for x in (q_BLHd, k_BLKd)
         )
         y_BLHd = self.attend(q_BLHd, k_BLKd, v_BLKd, segments_BL)
         y_BLHd = fence(y_BLHd, "backward" if self.on_tpu else "none")
+        if self.on_tpu:
+            return jnp.tensordot(y_BLHd, self.out[...].astype(y_BLHd.dtype), 2)
         flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
         return matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
+
+    def _project(self, x_BLD: jax.Array, kernel: nnx.Param) -> jax.Array:
+        """x `[B, L, D]` to heads."""
+        if self.on_tpu:
+            # Rows that stay apart let XLA:TPU lay out heads as the kernel wants them, uncopied.
+            return jnp.tensordot(x_BLD, kernel[...].astype(x_BLD.dtype), 1)
+        return matmul(x_BLD, kernel[...])
 
 
 class SwiGLU(nnx.Module):
     """down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(
-        self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, *, fences: Pass = "none"
-    ):
+    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, *, fences: Pass = "none"):
         D, F = config.embed, config.mlp_width
         init = nnx.initializers.normal(D**-0.5)
         down = nnx.initializers.normal(F**-0.5 / (2 * config.layers) ** 0.5)

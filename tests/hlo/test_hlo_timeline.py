@@ -33,7 +33,9 @@ class Seconds:
 
 def program(*lines, other=""):
     body = "\n".join(f"  {line}" for line in lines)
-    return parse(f"HloModule m, num_partitions=4\n\n{other}\nENTRY %main () -> f32[1] {{\n{body}\n}}\n")
+    return parse(
+        f"HloModule m, num_partitions=4\n\n{other}\nENTRY %main () -> f32[1] {{\n{body}\n}}\n"
+    )
 
 
 def work(name, cycles, operand="p"):

@@ -95,7 +95,7 @@ def test_a_loop_of_unknown_length_is_said_loudly():
 
 def test_where_there_are_no_estimates_none_is_made_up():
     found = inspection(step_time=None, device_kind="cpu")
-    assert "No time is predicted: the compilers of cpu write no estimates" in printed(found)
+    assert "No time is predicted: compilers for cpu write no estimates" in printed(found)
     assert times_json(found) is None
 
 

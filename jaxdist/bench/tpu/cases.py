@@ -12,12 +12,8 @@ SCALE_16B = (
     "model.layers=32 model.embed=4096 model.heads=64 model.kv_heads=64 model.head_size=128 "
     "model.mlp=28672"
 )
-SCALE_32B = (
-    "model.layers=32 model.embed=8192 model.heads=64 model.kv_heads=64 model.mlp=28672"
-)
-SCALE_64B = (
-    "model.layers=64 model.embed=8192 model.heads=64 model.kv_heads=64 model.mlp=28672"
-)
+SCALE_32B = "model.layers=32 model.embed=8192 model.heads=64 model.kv_heads=64 model.mlp=28672"
+SCALE_64B = "model.layers=64 model.embed=8192 model.heads=64 model.kv_heads=64 model.mlp=28672"
 SCALE_128B = (
     "model.layers=64 model.embed=8192 model.heads=128 model.kv_heads=128 model.head_size=128 "
     "model.mlp=57344"

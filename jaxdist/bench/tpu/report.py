@@ -1,4 +1,4 @@
-"""`jaxdist bench tpu`: predicted steps of pods beside what is published, and a test of the estimator.
+"""`jaxdist bench tpu`: predicted steps of pods, beside what is published of them.
 
 Nothing runs on a TPU: libtpu compiles, its estimates are added up (`jaxdist.cost.step_time`).
 """
@@ -65,9 +65,7 @@ def step_figures(found: Sequence[tuple[Case, Step]]) -> list[Figure]:
         if case.published_mfu:
             goal = ">= 0.95" if case.name.startswith(("128B", "16B")) else ""
             note = "MFU with attention counted whole, over MaxText's as published"
-            figures.append(
-                Figure(f"MFU, {name}", step.mfu, case.published_mfu, goal, "", note)
-            )
+            figures.append(Figure(f"MFU, {name}", step.mfu, case.published_mfu, goal, "", note))
             errors.append(abs(step.mfu / case.published_mfu - 1))
     if errors:
         note = "median of |predicted / published - 1| over the published rows"

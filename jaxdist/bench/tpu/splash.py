@@ -140,8 +140,9 @@ def main(*arguments: str) -> None:
         for block in (512, 1024):
             for one in measure(family, block):
                 print(
-                    f"{one.family} {one.kernel:<4} {one.block:>5}  products {one.product_cycles:>6} "
-                    f"cycles, turn {one.cycles:>7.0f}: {one.efficiency:.2f}"
+                    f"{one.family} {one.kernel:<4} {one.block:>5}  products "
+                    f"{one.product_cycles:>6} cycles, turn {one.cycles:>7.0f}: "
+                    f"{one.efficiency:.2f}"
                 )
 
 
