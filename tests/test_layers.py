@@ -9,7 +9,8 @@ import jaxdist
 ROOT = Path(jaxdist.__file__).parent
 LAYERS = (
     ("errors", "types", "trees", "runtime", "config"),
-    ("mesh", "hlo", "cost"),
+    ("mesh", "hlo"),
+    ("cost",),
     ("sharding", "collectives", "models", "data"),
     ("compression", "optim"),
     ("parallel", "param_server"),

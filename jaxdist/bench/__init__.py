@@ -23,6 +23,7 @@ BENCHES: dict[str, str] = {
     "pipeline": "jaxdist.bench.pipeline.report:bench",
     "quickstart": "jaxdist.bench.quickstart:bench",
     "startup": "jaxdist.bench.startup:bench",
+    "tpu": "jaxdist.bench.tpu.report:bench",
     "zero": "jaxdist.bench.zero.report:bench",
 }
 """Name to `module:function`, imported when run. Each function returns a `Report`."""

@@ -26,8 +26,11 @@ def inspect(
     diff_set: Annotated[
         list[str] | None, typer.Option(help="One setting of the second: what does it change?")
     ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the predicted step (TPUs) into this directory.")
+    ] = None,
 ) -> None:
-    """Print what a train step will cost: collectives, FLOPs, memory. Nothing is run."""
+    """Print what a train step will cost: bytes, FLOPs, memory, on TPUs time. Nothing is run."""
     extra = shared.compile_for(devices, topology, [*(overrides or []), *(settings or [])])
     changes = diff_set or []
     other = (diff or config, [*extra, *changes])
@@ -41,6 +44,7 @@ def inspect(
         other=diff,
         changes=changes,
         json_file=json_file,
+        plot=plot,
         console=shared.console(),
     )
 

@@ -12,20 +12,21 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxdist.hlo.account import account
 from jaxdist.hlo.groups import MeshLayout
-from jaxdist.hlo.parse import LedgerError, parse
+from jaxdist.hlo.parse import LedgerError, Module, parse
 from jaxdist.hlo.records import Ledger, Memory
 
-_WRITTEN = "*after_optimizations.txt"
+_WRITTEN = ("*after_codegen.txt", "*after_optimizations.txt")
+"""What XLA writes while it compiles; after code generation, with its estimates of time."""
 NO_MEMORY = Memory(0, 0, 0, 0, 0, 0)
 
 
-def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | None = None) -> Ledger:
+def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None = None) -> Ledger:
     """Everything that one run of a compiled program does on each device.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for CPU, GPU or TPU, also ahead of time.
       mesh: the mesh that the program was compiled for; it names the axes.
-      text: of the program, where `compile_with_text` gave one.
+      text: of the program, where `compile_with_text` gave one; or that text, parsed.
 
     Raises:
       LedgerError: the program runs on other devices than the mesh's, or XLA cannot print it.
@@ -33,7 +34,7 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | None = None) -
     return ledger_of_text(
         program_text(compiled) if text is None else text,
         dict(mesh.shape),
-        order=_order(compiled, mesh),
+        order=device_order(compiled, mesh),
         memory=memory(compiled),
     )
 
@@ -51,8 +52,10 @@ def compile_with_text(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled,
     with TemporaryDirectory() as directory:
         options: dict[str, str | bool] = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
         compiled = lowered.compile(options)
-        written = [path.read_text() for path in Path(directory).glob(_WRITTEN)]
-        return compiled, max(written, key=len) if written else program_text(compiled)
+        for pattern in _WRITTEN:
+            if written := [path.read_text() for path in Path(directory).glob(pattern)]:
+                return compiled, max(written, key=len)
+    return compiled, program_text(compiled)
 
 
 def program_text(compiled: jax.stages.Compiled) -> str:
@@ -92,7 +95,7 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
 
 
 def ledger_of_text(
-    text: str,
+    text: str | Module,
     axes: Mapping[str, int],
     *,
     order: tuple[int, ...] | None = None,
@@ -110,7 +113,7 @@ def ledger_of_text(
     Raises:
       LedgerError: the text is no compiled program, or runs on another number of devices.
     """
-    module = parse(text)
+    module = parse(text) if isinstance(text, str) else text
     order = order or tuple(range(module.devices))
     layout = MeshLayout(dict(axes), order)
     if layout.size(tuple(axes)) != module.devices:
@@ -131,7 +134,7 @@ def ledger_of_text(
     )
 
 
-def _order(compiled: jax.stages.Compiled, mesh: Mesh) -> tuple[int, ...] | None:
+def device_order(compiled: jax.stages.Compiled, mesh: Mesh) -> tuple[int, ...] | None:
     """Index in the mesh of each device of the program; None where no sharding tells."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = list(mesh.devices.flat)

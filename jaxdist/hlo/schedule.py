@@ -79,29 +79,49 @@ def is_overlapped(start: Instruction, computation: Computation, module: Module) 
     A start whose done stands in the loop's next turn runs beside all that follows it.
     """
     first = computation.positions[start.name] + 1
-    end = _done(start, computation, module)
-    between = computation.instructions[first : computation.positions[end] if end else None]
-    return any(_computes(instruction, module) for instruction in between)
+    end = done_of(start, computation, module)
+    last = computation.positions[end] if isinstance(end, str) else None
+    return any(_computes(one, module) for one in computation.instructions[first:last])
 
 
-def _done(start: Instruction, computation: Computation, module: Module) -> str | None:
-    """Name of the instruction that waits for `start`; None when it is not in this computation."""
+def done_of(
+    start: Instruction, computation: Computation, module: Module, index: int | None = None
+) -> str | int | None:
+    """Where `start` is waited for.
+
+    Args:
+      index: of a `start` that is a tuple (a loop's, or a computation's parameter), the element
+        that is under way.
+
+    Returns:
+      The name of the instruction that waits; else the element of the computation's result that it
+      becomes; else None.
+    """
+    carriers = start.opcode in ("fusion", "parameter", "while")
     pending = [start]
-    seen = {start.name}
+    if index is not None:
+        users = computation.users.get(start.name, [])
+        pending = [user for user in users if user.number("index") == index]
+    seen = {one.name for one in pending}
+    place: int | None = None
     while pending:
-        for user in computation.users.get(pending.pop().name, []):
-            if user.opcode.endswith("-done") or FUSED_DONE in _targets(user, module):
+        name = pending.pop().name
+        for user in computation.users.get(name, []):
+            if user.opcode.endswith("-done") or FUSED_DONE in targets_of(user, module):
                 return user.name
+            if user.is_root and user.opcode == "tuple":
+                place = user.operands.index(name)
             follows = user.opcode in ("get-tuple-element", "async-update") or (
-                user.opcode == "fusion" and start.opcode == "fusion"
+                user.opcode == "fusion" and carriers
             )
             if follows and user.name not in seen:
                 seen.add(user.name)
                 pending.append(user)
-    return None
+    return place
 
 
-def _targets(instruction: Instruction, module: Module) -> frozenset[str]:
+def targets_of(instruction: Instruction, module: Module) -> frozenset[str]:
+    """Targets of the custom calls inside a fusion; none of what is no fusion."""
     if instruction.opcode != "fusion":
         return frozenset()
     return module.computations[instruction.called("calls")[0]].custom_call_targets
@@ -115,6 +135,6 @@ def _computes(instruction: Instruction, module: Module) -> bool:
     moves = instruction.opcode.endswith(("-start", "-done", "-update"))
     if instruction.opcode in _IDLE or moves or kind_of(instruction):
         return False
-    if {FUSED_START, FUSED_DONE} & _targets(instruction, module):
+    if {FUSED_START, FUSED_DONE} & targets_of(instruction, module):
         return False
     return any(shape.dims for shape in instruction.shapes)

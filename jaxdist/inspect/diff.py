@@ -7,6 +7,7 @@ from typing import Literal
 
 from rich.console import Console
 
+from jaxdist.cost.step_time import StepTime
 from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.rows import by_kind, show_bytes, show_number
 from jaxdist.inspect.tables import table
@@ -78,12 +79,24 @@ def _numbers(inspection: Inspection) -> dict[tuple[str, str], Value]:
         found["memory", f"{name.replace(' ', '_')}_bytes"] = size
     for name in ("temp_bytes", "output_bytes", "alias_bytes", "code_bytes", "peak_bytes"):
         found["memory", name] = getattr(ledger.memory, name)
+    if inspection.step_time is not None:
+        found |= _seconds(inspection.step_time)
     for row in by_kind(ledger):
         of = f"{row.label}: {row.kind}"
         found[of, "times"] = row.times
         found[of, "dtype"] = " ".join(row.dtypes)
         for what in ("payload_bytes", "sent_bytes", "overlapped_bytes"):
             found[of, what] = getattr(row, what)
+    return found
+
+
+def _seconds(step_time: StepTime) -> dict[tuple[str, str], Value]:
+    found: dict[tuple[str, str], Value] = {
+        ("predicted", "step_seconds"): step_time.seconds,
+        ("predicted", "compute_seconds"): step_time.compute_seconds,
+    }
+    for axes, seconds in step_time.exposed_seconds.items():
+        found["predicted", f"waits for {axes}_seconds"] = seconds
     return found
 
 
@@ -98,7 +111,7 @@ def print_difference(difference: Difference, console: Console) -> None:
         for change in difference.changes:
             label = "" if change.of == previous else change.of
             previous = change.of
-            what = change.what.removesuffix("_bytes").replace("_", " ")
+            what = change.what.removesuffix("_bytes").removesuffix("_seconds").replace("_", " ")
             cells = (_show(change.what, value) for value in (change.before, change.after))
             made.add_row(label, what, *cells, _factor(change))
         console.print(made)
@@ -117,6 +130,8 @@ def _show(what: str, value: Value) -> str:
         return "-"
     if isinstance(value, str):
         return value
+    if what.endswith("_seconds"):
+        return show_number(value, "s")
     return show_bytes(value) if what.endswith("_bytes") else show_number(value)
 
 

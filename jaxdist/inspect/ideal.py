@@ -39,6 +39,16 @@ def model_flops(config: ExperimentConfig, device: Device) -> float:
     return jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)
 
 
+def masked_flops(experiment: Experiment) -> float:
+    """FLOPs of attention's products in one step that its mask throws away; 0 of other models."""
+    model: Any = experiment.config.model
+    count = getattr(model, "masked_flops", None)
+    if count is None:
+        return 0.0
+    examples = experiment.config.train.batch_size
+    return float(count(examples, experiment.units_per_step // examples))
+
+
 def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | None:
     """The mesh axes that share the batch, and the least bytes a device must send over them.
 

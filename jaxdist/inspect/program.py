@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from jaxdist.cost.step_time import StepTime, can_predict, step_time
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.hlo import (
@@ -19,7 +20,10 @@ from jaxdist.hlo import (
     program_text,
     refused_bytes,
 )
-from jaxdist.inspect.ideal import bound_notes, gradient_bound, model_flops
+from jaxdist.hlo.groups import MeshLayout
+from jaxdist.hlo.ledger import device_order
+from jaxdist.hlo.parse import parse
+from jaxdist.inspect.ideal import bound_notes, gradient_bound, masked_flops, model_flops
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.text import digest
 from jaxdist.mesh import Device
@@ -44,6 +48,10 @@ class Inspection:
       gradient_axes: mesh axes that share the batch.
       gradient_bound_bytes: the least that a device must send over them.
       bound_notes: what that assumes, and what of this step it leaves out.
+      step_time: how long it takes, where the compiler estimates it (on TPUs); else None.
+      masked_flops: of `model_flops`, those of attention's products that its mask throws away.
+      tokens: of one step, or examples.
+      estimate_seconds: what reading the program and predicting its time took.
       arguments: bytes of each kind of argument.
       memory_bytes: of the device; None when it is not known.
       compile_seconds: XLA's time, without tracing.
@@ -62,11 +70,29 @@ class Inspection:
     memory_bytes: int | None
     compile_seconds: float
     bound_notes: tuple[str, ...]
+    step_time: StepTime | None = None
+    masked_flops: float = 0.0
+    tokens: int = 0
+    estimate_seconds: float = 0.0
 
     @property
     def ideal_flops(self) -> float:
         """The model's FLOPs over the devices."""
         return self.model_flops / self.ledger.devices
+
+    def mfu(self, *, masked: bool) -> float | None:
+        """Model FLOPs utilization: the model's FLOPs over what the devices' peak is in a step.
+
+        Args:
+          masked: whether the products that attention's mask throws away count (as in PaLM, arXiv
+            2204.02311, appendix B), or not (causal attention counts half).
+        """
+        known = find_device(self.device_kind)
+        if self.step_time is None or known is None or not self.step_time.seconds:
+            return None
+        flops = self.model_flops - (0.0 if masked else self.masked_flops)
+        peak = known.flops_per_second["bfloat16"] * self.ledger.devices
+        return flops / (peak * self.step_time.seconds)
 
 
 @dataclass(frozen=True)
@@ -125,12 +151,19 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
         raise _refusal(subject, arguments, str(error)) from error
     seconds = time.perf_counter() - begun
     axes, bound_bytes = gradient_bound(experiment) or ((), 0.0)
+    mesh, timed, begun = experiment.layout.mesh, None, time.perf_counter()
+    module = parse(text)
+    if can_predict(subject.devices):
+        order = device_order(compiled, mesh) or tuple(range(module.devices))
+        layout = MeshLayout(dict(mesh.shape), order)
+        timed = step_time(module, layout, list(mesh.devices.flat))
+    estimate_seconds = time.perf_counter() - begun
     return Inspection(
         config=subject.name,
         model=f"{config.model.type}, {tree_size(program.model.params):,} parameters",
         step=f"{experiment.units_per_step:,} {experiment.unit}",
         device_kind=subject.device_kind,
-        ledger=ledger(compiled, experiment.layout.mesh, text),
+        ledger=ledger(compiled, mesh, module),
         program_sha256=digest(text, lowered.as_text()),
         model_flops=model_flops(config, subject.devices[0]),
         gradient_axes=axes,
@@ -139,6 +172,10 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
         memory_bytes=_memory_bytes(subject.devices),
         compile_seconds=seconds,
         bound_notes=bound_notes(experiment),
+        step_time=timed,
+        masked_flops=masked_flops(experiment),
+        tokens=experiment.units_per_step,
+        estimate_seconds=estimate_seconds,
     )
 
 

@@ -9,10 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist.errors import RunError
 from jaxdist.inspect.diff import Difference, difference, print_difference
 from jaxdist.inspect.program import Inspection, inspect_step, open_subject
 from jaxdist.inspect.rows import CollectiveRow, by_axes, by_kind
 from jaxdist.inspect.tables import bound_bytes, print_inspection
+from jaxdist.inspect.times import draw_times, print_times, times_json
 from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.runtime import environment
 from jaxdist.runtime.topology import topology_devices
@@ -27,6 +29,7 @@ def inspect(
     other: Path | None = None,
     changes: Sequence[str] = (),
     json_file: Path | None = None,
+    plot: Path | None = None,
     console: Console,
 ) -> Inspection | Difference:
     """Compile an experiment's train step and print what it costs; with a second, what differs.
@@ -37,11 +40,17 @@ def inspect(
       other: a second file (None: the same), with `overrides` and then `changes` on top.
       changes: settings of the second program; none and no `other` compares nothing.
       json_file: where to write the same as JSON.
+      plot: a directory for a picture of the predicted step; for TPUs, and for one program.
 
     Raises:
       JaxdistError: anything that the user can mend.
     """
     devices = None if topology is None else topology_devices(topology)
+    if plot is not None and (topology is None or other is not None or changes):
+        raise RunError(
+            "--plot draws the predicted step of one program for TPUs: give --topology, and no "
+            "--diff or --diff-set"
+        )
     first = open_subject(path, overrides, devices)
     for text in first.experiment.explained:
         console.print(f"plan   {escape(text)}", soft_wrap=True)
@@ -50,6 +59,9 @@ def inspect(
     if other is None and not changes:
         result: Inspection | Difference = inspect_step(first)
         print_inspection(result, console)
+        print_times(result, console)
+        if plot is not None:
+            console.print(f"drawn in {draw_times(result, plot)}", soft_wrap=True)
         report = inspection_json(result)
     else:
         # Both are checked before either is compiled, which may take minutes.
@@ -86,6 +98,7 @@ def inspection_json(inspection: Inspection) -> JsonObject:
             "ideal": ideal,
             "ratio": ledger.flops_high / ideal if ideal else None,
         },
+        "time": times_json(inspection),
         "memory": {
             "device_bytes": inspection.memory_bytes,
             "arguments": _snake(inspection.arguments),

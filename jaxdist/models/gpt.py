@@ -15,6 +15,7 @@ from pydantic import Field, field_validator, model_validator
 from jaxdist.config.schema import Config, Count
 from jaxdist.models.attention.choose import Attend, KernelName, choose, refusal
 from jaxdist.models.attention.contract import Ask
+from jaxdist.models.fences import Pass, fence
 from jaxdist.models.layers import (
     RESIDUAL,
     WITHIN,
@@ -26,9 +27,9 @@ from jaxdist.models.layers import (
     matmul,
     no_hint,
     param,
-    rotate,
     stack,
 )
+from jaxdist.models.rotary import rotate
 
 
 class GptConfig(Config):
@@ -41,7 +42,9 @@ class GptConfig(Config):
     embed: Count
     """Width of the residual stream."""
     heads: Count
-    """Query heads; must divide embed into even head sizes."""
+    """Query heads; must divide embed into even head sizes, where head_size says none."""
+    head_size: Count | None = None
+    """Width of a head, an even number; null is embed / heads."""
     kv_heads: Count | None = None
     """Key and value heads shared by groups of query heads; null is one each (multi-head)."""
     mlp: Count | None = None
@@ -72,7 +75,9 @@ class GptConfig(Config):
 
     @model_validator(mode="after")
     def _check(self) -> GptConfig:
-        if self.embed % self.heads or (self.embed // self.heads) % 2:
+        if self.head_size is not None and self.head_size % 2:
+            raise ValueError(f"head_size {self.head_size} must be even: positions rotate pairs")
+        if not self.head_size and (self.embed % self.heads or (self.embed // self.heads) % 2):
             raise ValueError(
                 f"embed {self.embed} over heads {self.heads} must give an even head size: "
                 f"use heads {_even_heads(self.embed, self.heads)}"
@@ -97,13 +102,20 @@ class GptConfig(Config):
 
     @property
     def head_dim(self) -> int:
-        """Count of one head."""
-        return self.embed // self.heads
+        """Width of one head."""
+        return self.head_size or self.embed // self.heads
 
     @property
     def mlp_width(self) -> int:
         """Hidden width of the SwiGLU."""
         return self.mlp or -(-8 * self.embed // 3 // 64) * 64
+
+    def masked_flops(self, batch: int, length: int) -> float:
+        """FLOPs of a training step that causal attention computes for nothing, or leaves out.
+
+        Half of its products: 2 in the forward pass and 4 in the backward, of 2 B L^2 H d each.
+        """
+        return 0.5 * 6 * 2 * batch * length**2 * self.heads * self.head_dim * self.layers
 
     def build(
         self,
@@ -167,34 +179,49 @@ class Attention(nnx.Module):
         self.out = param(rngs, out, (H, d, D), ("heads", "head_dim", "embed"))
         self.theta = config.rope_theta
         self.attend, self.hint = attend, hint
+        self.on_tpu = attend.ask.platform == "tpu"
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]`, segments the document of each position; None is one document."""
-        q_BLHd = self.hint(matmul(x_BLD, self.query[...]), "batch", "seq", "heads", "head_dim")
-        k_BLKd = self.hint(matmul(x_BLD, self.key[...]), "batch", "seq", "kv_heads", "head_dim")
-        v_BLKd = self.hint(matmul(x_BLD, self.value[...]), "batch", "seq", "kv_heads", "head_dim")
-        q_BLHd, k_BLKd = (rotate(x, theta=self.theta) for x in (q_BLHd, k_BLKd))
+        q_BLHd = self.hint(self._project(x_BLD, self.query), "batch", "seq", "heads", "head_dim")
+        k_BLKd = self.hint(self._project(x_BLD, self.key), "batch", "seq", "kv_heads", "head_dim")
+        v_BLKd = self.hint(self._project(x_BLD, self.value), "batch", "seq", "kv_heads", "head_dim")
+        q_BLHd, k_BLKd = (
+            rotate(x, theta=self.theta, by_product=self.on_tpu) for x in (q_BLHd, k_BLKd)
+        )
         y_BLHd = self.attend(q_BLHd, k_BLKd, v_BLKd, segments_BL)
+        y_BLHd = fence(y_BLHd, "backward" if self.on_tpu else "none")
+        if self.on_tpu:
+            return jnp.tensordot(y_BLHd, self.out[...].astype(y_BLHd.dtype), 2)
         flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
         return matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
+
+    def _project(self, x_BLD: jax.Array, kernel: nnx.Param) -> jax.Array:
+        """x `[B, L, D]` to heads."""
+        if self.on_tpu:
+            # Rows that stay apart let XLA:TPU lay out heads as the kernel wants them, uncopied.
+            return jnp.tensordot(x_BLD, kernel[...].astype(x_BLD.dtype), 1)
+        return matmul(x_BLD, kernel[...])
 
 
 class SwiGLU(nnx.Module):
     """down(silu(gate x) * up x) (Shazeer 2020, arXiv 2002.05202)."""
 
-    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint):
+    def __init__(self, config: GptConfig, rngs: nnx.Rngs, hint: Hint, *, fences: Pass = "none"):
         D, F = config.embed, config.mlp_width
         init = nnx.initializers.normal(D**-0.5)
         down = nnx.initializers.normal(F**-0.5 / (2 * config.layers) ** 0.5)
         self.gate = param(rngs, init, (D, F), ("embed", "mlp"))
         self.up = param(rngs, init, (D, F), ("embed", "mlp"))
         self.down = param(rngs, down, (F, D), ("mlp", "embed"))
-        self.hint = hint
+        self.hint, self.fences = hint, fences
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
-        h_BLF = jax.nn.silu(matmul(x_BLD, self.gate[...])) * matmul(x_BLD, self.up[...])
-        return matmul(self.hint(h_BLF, "batch", "seq", "mlp"), self.down[...])
+        gate_BLF = fence(matmul(x_BLD, self.gate[...]), self.fences)
+        up_BLF = fence(matmul(x_BLD, self.up[...]), self.fences)
+        h_BLF = self.hint(jax.nn.silu(gate_BLF) * up_BLF, "batch", "seq", "mlp")
+        return matmul(fence(h_BLF, self.fences), self.down[...])
 
 
 class Block(nnx.Module):
@@ -204,16 +231,23 @@ class Block(nnx.Module):
         self.attention_norm = RMSNorm(config.embed, rngs)
         self.attention = Attention(config, rngs, hint, attend)
         self.mlp_norm = RMSNorm(config.embed, rngs)
-        self.mlp = SwiGLU(config, rngs, hint)
+        on_tpu = attend.ask.platform == "tpu"
+        self.mlp = SwiGLU(config, rngs, hint, fences="both" if on_tpu else "none")
         self.hint = hint
+        self.after_norms: Pass = "backward" if on_tpu else "none"
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
-        h_BLD = self.hint(self.attention_norm(x_BLD), *WITHIN, was=RESIDUAL)
-        y_BLD = self.attention(h_BLD, segments_BL)
-        x_BLD = x_BLD + self.hint(y_BLD, *RESIDUAL, was=WITHIN)
-        h_BLD = self.hint(self.mlp_norm(x_BLD), *WITHIN, was=RESIDUAL)
-        x_BLD = x_BLD + self.hint(self.mlp(h_BLD), *RESIDUAL, was=WITHIN)
+        # The names stand in the compiled program, and so in `inspect`'s dearest operations.
+        with jax.named_scope("attention"):
+            h_BLD = fence(self.attention_norm(x_BLD), self.after_norms)
+            h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
+            y_BLD = self.attention(h_BLD, segments_BL)
+            x_BLD = x_BLD + self.hint(y_BLD, *RESIDUAL, was=WITHIN)
+        with jax.named_scope("mlp"):
+            h_BLD = fence(self.mlp_norm(x_BLD), self.after_norms)
+            h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
+            x_BLD = x_BLD + self.hint(self.mlp(h_BLD), *RESIDUAL, was=WITHIN)
         return self.hint(x_BLD, *RESIDUAL)
 
 
@@ -241,7 +275,8 @@ class Gpt(Stacked):
     def embed(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
         """Tokens `[B, L]` to `[B, L, D]` in the compute dtype; segments change nothing."""
         del segments_BL
-        x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
+        with jax.named_scope("embed"):
+            x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
         return self.hint(self.hint(x_BLD, *WITHIN), *RESIDUAL, was=WITHIN)
 
     def operands(
@@ -254,5 +289,6 @@ class Gpt(Stacked):
     def head(self, x_BLD: jax.Array) -> jax.Array:
         """Final norm and logits `[B, L, V]` in the compute dtype."""
         table = self.embedding[...].T if self.config.tied_head else self.output[...]
-        h_BLD = self.hint(self.norm(x_BLD), *WITHIN, was=RESIDUAL)
-        return self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")
+        with jax.named_scope("head"):
+            h_BLD = self.hint(self.norm(x_BLD), *WITHIN, was=RESIDUAL)
+            return self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")

@@ -15,7 +15,6 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.extend.core import Primitive
 
@@ -182,27 +181,6 @@ class Linear(nnx.Module):
         """x `[..., in]` to `[..., out]`."""
         bias = self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return matmul(x, self.kernel[...]) + bias
-
-
-MOST_ANGLES = 2**18
-"""The most rotary angles (sine and cosine, float32) that a program holds as constants."""
-
-
-def rotate(x_BLHd: jax.Array, *, theta: float) -> jax.Array:
-    """Rotary positions (Su et al. 2021, arXiv 2104.09864), halves paired; positions 0..L-1.
-
-    Attention sees only differences of positions, so packed documents need no restart.
-    """
-    length, half = x_BLHd.shape[1], x_BLHd.shape[-1] // 2
-    # As an expression, XLA would compute the angles again for each row and head; constants are
-    # only read.
-    xp = np if length * half <= MOST_ANGLES else jnp
-    frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
-    angle = xp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
-    cos, sin = (jnp.asarray(f(angle))[None, :, None, :] for f in (xp.cos, xp.sin))
-    first, second = jnp.split(x_BLHd.astype(jnp.float32), 2, axis=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(turned, axis=-1).astype(x_BLHd.dtype)
 
 
 def dims_of(variable: nnx.Variable) -> tuple[str | None, ...] | None:

@@ -3,7 +3,9 @@
 Sources. Peak FLOPs, memory bandwidth and links of TPUs and GPUs: "How to Scale Your Model"
 (jax-ml.github.io/scaling-book, chapters TPUs and GPUs), where a TPU's hop takes about 1 us. Memory
 of a TPU: what XLA calls available when it compiles for one (libtpu 0.0.42). Memory of a GPU: its
-data sheet. Latency of NVLink and of a GPU's network: NCCL's own tuning table (`hwLat`, ring,
+data sheet. Clock of a TPU: the one at which its matrix units (four of 128 x 128 in each core of v4,
+v5e and v5p, four of 256 x 256 in v6e) reach the peak. Link of a TPU to its host: PCIe, in the same
+chapter. Latency of NVLink and of a GPU's network: NCCL's own tuning table (`hwLat`, ring,
 protocol Simple). Latency between TPU slices: taken to be that of a GPU's network. The CPU: fake
 devices in one process on two cores, measured with `jaxdist bench collectives`.
 """
@@ -62,6 +64,9 @@ class Device:
       memory_bytes_per_second: of its main memory.
       fast: the network inside (ICI, NVLink), per mesh axis.
       slow: the network between slices or hosts (DCN, Ethernet, InfiniBand), per device.
+      clock_hz: of a TPU's cores, in which its compiler counts; None of all others.
+      host_bytes_per_second: between the device's memory and its host's, one way; None where it is
+        not known.
     """
 
     name: str
@@ -70,6 +75,8 @@ class Device:
     memory_bytes_per_second: float
     fast: Link
     slow: Link
+    clock_hz: float | None = None
+    host_bytes_per_second: float | None = None
 
 
 def _ici(bytes_per_second: float) -> Link:
@@ -99,6 +106,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 1.2e12,
                 _ici(4.5e10),
                 _network(6.25e9),
+                1.05e9,
+                1.6e10,
             ),
             Device(
                 "v5e",
@@ -107,6 +116,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 8.1e11,
                 _ici(4.5e10),
                 _network(3.125e9),
+                1.5e9,
+                1.6e10,
             ),
             Device(
                 "v5p",
@@ -115,6 +126,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 2.8e12,
                 _ici(9e10),
                 _network(6.25e9),
+                1.75e9,
+                1.6e10,
             ),
             Device(
                 "v6e",
@@ -123,6 +136,8 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 1.6e12,
                 _ici(9e10),
                 _network(12.5e9),
+                1.75e9,
+                3.2e10,
             ),
             Device(
                 "a100",

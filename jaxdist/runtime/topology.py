@@ -9,6 +9,7 @@ import importlib.util
 import math
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,21 +27,30 @@ ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Family:
-    """One generation of TPU: dims of its torus, chips of its largest pod, jax's chip config."""
+    """One generation of TPU.
+
+    Attributes:
+      dims: of its torus.
+      most_chips: of its largest pod.
+      ring: the length at which the ends of a dim are joined; None where cubes of 4 x 4 x 4 chips
+        are joined to rings in all dims.
+      chip_config: jax's.
+    """
 
     dims: int
     most_chips: int
     example: str
+    ring: int | None = None
     chip_config: str = "default"
 
 
 FAMILIES = {
-    "v2": Family(2, 256, "v2:4x4"),
-    "v3": Family(2, 1024, "v3:4x4"),
-    "v4": Family(3, 4096, "v4:2x2x2", "megacore"),
-    "v5e": Family(2, 256, "v5e:2x4"),
+    "v2": Family(2, 256, "v2:4x4", ring=16),
+    "v3": Family(2, 1024, "v3:4x4", ring=32),
+    "v4": Family(3, 4096, "v4:2x2x2", chip_config="megacore"),
+    "v5e": Family(2, 256, "v5e:2x4", ring=16),
     "v5p": Family(3, 8960, "v5p:4x4x4"),
-    "v6e": Family(2, 256, "v6e:4x4"),
+    "v6e": Family(2, 256, "v6e:4x4", ring=16),
     "tpu7x": Family(3, 9216, "tpu7x:2x2x1"),
 }
 _FORM = re.compile(r"([a-z0-9]+):(\d{1,4}(?:x\d{1,4})*)")
@@ -92,6 +102,24 @@ def parse_topology(text: str) -> Topology:
     return Topology(name, shape)
 
 
+CUBE = 4
+
+
+def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:
+    """For each dim of a slice, whether its ends are joined.
+
+    With lines in place of rings libtpu compiles other programs: no all-gather along all dims at
+    once, but an all-reduce of zeros around a shard.
+
+    >>> rings("v5p", (4, 4, 8)), rings("v5p", (2, 2, 4)), rings("v5e", (8, 16))
+    ((True, True, True), (False, False, False), (False, True))
+    """
+    known = FAMILIES.get(family)
+    if known is None or known.ring is None:
+        return (all(size % CUBE == 0 for size in shape),) * len(shape)
+    return tuple(size == known.ring for size in shape)
+
+
 def topology_devices(text: str) -> list[Any]:
     """The `jax.Device`s of a TPU topology such as `v5e:2x4`: to compile for, not to run on.
 
@@ -116,6 +144,7 @@ def topology_devices(text: str) -> list[Any]:
             f"{topology.family}:{'x'.join(map(str, topology.shape))}",
             "tpu",
             chip_config_name=FAMILIES[topology.family].chip_config,
+            wrap=(*rings(topology.family, topology.shape), False)[:3],
         )
     except jax.errors.JaxRuntimeError as error:
         raise MeshError(

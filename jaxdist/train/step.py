@@ -159,9 +159,10 @@ class Program:
         grads, params = self.exchange.shares(found.grads, state.params)
         norm = self.exchange.norm(grads)
         values = {name: mean.total / mean.weight for name, mean in found.sums.items()}
-        updates, opt_state = self.optimizer.update(
-            grads, state.opt_state, params, grad_norm=norm, value=values["loss"]
-        )
+        with jax.named_scope("optimizer"):
+            updates, opt_state = self.optimizer.update(
+                grads, state.opt_state, params, grad_norm=norm, value=values["loss"]
+            )
         values |= {"grad_norm": norm, "learning_rate": self.optimizer.schedule(state.step)}
         params = self.exchange.publish(optax.apply_updates(params, updates), state.params)
         new = replace(

@@ -2,7 +2,7 @@ import importlib
 import inspect
 import pkgutil
 import re
-from functools import cache
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,12 @@ from pydantic import ValidationError
 import jaxdist.models
 from jaxdist.hlo import ledger
 from jaxdist.models.cnn import CnnConfig, max_pool
+from jaxdist.models.fences import fence
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
-from jaxdist.models.layers import RMSNorm, rotate
+from jaxdist.models.layers import RMSNorm
 from jaxdist.models.mlp import MlpConfig
+from jaxdist.models.rotary import rotate
 from jaxdist.trees import tree_size
 
 VOCAB = 257
@@ -218,6 +220,37 @@ def test_rotary_scores_depend_on_distance_only():
     for distance in range(-5, 6):
         diagonal = np.diagonal(scores, distance)
         np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-4, atol=1e-5)
+
+
+def test_rotation_by_a_product_has_the_same_bits():
+    x = jax.random.normal(jax.random.key(0), (2, 33, 3, 16), jnp.bfloat16)
+
+    def rotated(x, by_product):
+        return rotate(x, theta=100.0, by_product=by_product)
+
+    np.testing.assert_array_equal(*(rotated(x, way) for way in (False, True)))
+    of_x = (jax.vjp(partial(rotated, by_product=way), x)[1](x)[0] for way in (False, True))
+    np.testing.assert_allclose(*(g.astype(jnp.float32) for g in of_x), atol=0.04)
+
+
+@pytest.mark.parametrize(("passes", "barriers"), [("none", 0), ("backward", 1), ("both", 2)])
+def test_a_fence_is_an_identity_that_xla_sees(passes, barriers):
+    value, gradient = jax.value_and_grad(lambda x: fence(x, passes) ** 2)(3.0)
+    assert (value, gradient) == (9.0, 6.0)
+    program = str(jax.make_jaxpr(jax.grad(lambda x: fence(x, passes) ** 2))(3.0))
+    assert program.count("optimization_barrier") == barriers
+
+
+@pytest.mark.parametrize(("platform", "fenced"), [("tpu", True), ("cpu", False), (None, False)])
+def test_only_models_for_tpus_have_fences(platform, fenced):
+    config = GptConfig(type="gpt", layers=1, embed=8, heads=2, compute_dtype="bfloat16")
+
+    def loss(state, graph):
+        return nnx.merge(graph, state)(jnp.zeros((1, 4), jnp.int32)).sum()
+
+    graph, state = nnx.split(config.build(nnx.Rngs(0), vocab_size=64, platform=platform))
+    program = str(jax.make_jaxpr(jax.grad(lambda state: loss(state, graph)))(state))
+    assert ("optimization_barrier" in program) == fenced
 
 
 def test_rms_norm_by_hand():

@@ -19,8 +19,10 @@ from jaxdist.models.layers import Hint
 
 LANES = 128
 """Of a TPU's vector unit: blocks are of multiples."""
-MOST = 512
-"""Positions of the largest block."""
+MOST_FORWARD, MOST_BACKWARD = 1024, 512
+"""Positions of the largest block of each pass. By the kernels' schedules (`python -m
+jaxdist.bench.tpu.splash`) larger blocks pay forward; backward the masked part of them costs more
+than they save."""
 QUERIES = ("batch", "seq", "heads", "head_dim")
 KEYS = ("batch", "seq", "kv_heads", "head_dim")
 
@@ -86,14 +88,15 @@ class Splash:
         # It takes a third of a second, and most runs go without.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-        shape, size = (length, length), block_size(length)
+        shape = (length, length)
+        forward, size = block_size(length, MOST_FORWARD), block_size(length, MOST_BACKWARD)
         if window is None or window >= length:
             mask = splash.CausalMask(shape)
         else:
             mask = splash.LocalMask(shape, window_size=(window, 0), offset=0)
         sizes = splash.BlockSizes(
-            block_q=size,
-            block_kv=size,
+            block_q=forward,
+            block_kv=forward,
             block_q_dkv=size,
             block_kv_dkv=size,
             block_q_dq=size,
@@ -115,10 +118,10 @@ def _both(segments_BL: jax.Array) -> Any:
     return splash.SegmentIds(segments_BL, segments_BL)
 
 
-def block_size(length: int) -> int:
-    """The largest multiple of `LANES` that divides the sequence, `MOST` at most.
+def block_size(length: int, most: int) -> int:
+    """The largest multiple of `LANES` that divides the sequence, `most` at most.
 
-    >>> [block_size(length) for length in (128, 640, 768, 4096)]
+    >>> [block_size(length, 512) for length in (128, 640, 768, 4096)]
     [128, 128, 384, 512]
     """
-    return max(size for size in range(LANES, MOST + 1, LANES) if length % size == 0)
+    return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)

@@ -1,0 +1,99 @@
+"""One step compiled for a pod: what it is predicted to take. In a process of its own, for libtpu.
+
+`python -m jaxdist.bench.tpu.program TOPOLOGY [SETTING...]` prints the record as JSON.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxdist.bench.core import child
+from jaxdist.bench.tpu.cases import Case
+from jaxdist.errors import RunError
+from jaxdist.inspect.program import inspect_step, open_subject
+from jaxdist.inspect.times import dearest, parts_of
+from jaxdist.runtime.topology import topology_devices
+
+CONFIG = Path(__file__).with_name("llama.yaml")
+TIMEOUT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step; bytes and seconds are of one device.
+
+    Attributes:
+      fits: whether the compiler takes it; where not, `refusal` says why and all else is 0.
+      mfu, mfu_causal: attention counted whole, and half.
+      parts: seconds by what the device does or waits for.
+      overlapped_seconds: of collectives beside compute, by axes.
+      dearest: operations and their seconds.
+      estimate_seconds: what the prediction itself took.
+      compile_seconds: what the compiler took.
+    """
+
+    fits: bool
+    refusal: str
+    model: str
+    mesh: str
+    seconds: float
+    mfu: float
+    mfu_causal: float
+    peak_bytes: int
+    parts: Mapping[str, float]
+    overlapped_seconds: Mapping[str, float]
+    dearest: Sequence[tuple[str, float]]
+    estimate_seconds: float
+    compile_seconds: float
+
+
+def measure(case: Case) -> Step:
+    """Compile a case in a process of its own.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    (found,) = child.records(
+        child.module("jaxdist.bench.tpu.program", case.topology, *case.settings),
+        what=f"compiling {case.name} for {case.topology}",
+        environ=child.compiling_on(None),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    return Step(**found)
+
+
+def predicted(topology: str, settings: Sequence[str]) -> Step:
+    """The step of `llama.yaml` with settings on top, compiled for a topology."""
+    try:
+        found = inspect_step(open_subject(CONFIG, settings, topology_devices(topology)))
+    except RunError as error:
+        nothing = dict.fromkeys(("seconds", "mfu", "mfu_causal", "estimate_seconds"), 0.0)
+        return Step(
+            fits=False, refusal=str(error), model="", mesh="", peak_bytes=0, parts={},
+            overlapped_seconds={}, dearest=(), compile_seconds=0.0, **nothing,
+        )  # fmt: skip
+    time = found.step_time
+    assert time is not None, "the compiler of TPUs writes estimates"
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found.ledger.axes.items() if size > 1)
+    return Step(
+        fits=True,
+        refusal="",
+        model=found.model,
+        mesh=mesh,
+        seconds=time.seconds,
+        mfu=found.mfu(masked=True) or 0.0,
+        mfu_causal=found.mfu(masked=False) or 0.0,
+        peak_bytes=found.ledger.memory.peak_bytes,
+        parts=parts_of(time),
+        overlapped_seconds=time.overlapped_seconds,
+        dearest=[(source.name, source.seconds) for source in dearest(time)],
+        estimate_seconds=found.estimate_seconds,
+        compile_seconds=found.compile_seconds,
+    )
+
+
+if __name__ == "__main__":
+    child.show([predicted(sys.argv[1], sys.argv[2:])])

@@ -1,0 +1,150 @@
+"""How many cycles splash attention's kernels take for a block, by the schedule that libtpu prints.
+
+`python -m jaxdist.bench.tpu.splash` compiles jax's kernels alone, forward and backward, for one
+chip of each family, with the low-level schedule written to a directory. A turn of a kernel's loop
+computes one block of queries by one of keys:
+
+- its largest region holds the products: it takes its bundles, or the cycles of the matrix units;
+- regions that begin the loop or follow a branch start and await copies: in every turn;
+- the rest clears and writes the accumulators: once for each row of blocks, which is (n + 1) / 2
+  turns under a causal mask of n x n blocks.
+
+The share of the peak that follows stands in `jaxdist.cost.kernels`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_kernel as kernels,
+)
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    splash_attention_mask as masks,
+)
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdist.bench.core import child
+from jaxdist.cost.kernels import SPLASH
+from jaxdist.runtime.topology import topology_devices
+
+TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1"}
+LENGTH, HEADS, WIDTH = 4096, 8, 128
+PER_CYCLE = 4 * 128 * 128
+"""Multiply-adds of one core's matrix units in a cycle."""
+
+_LINE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s+((?:> ?)*)")
+_KERNEL = re.compile(r"splash_mqa_(fwd|dq|dkv)\w*\.\d+-\d+-final_bundles\.txt$")
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Cycles of one block: what its products need, and what the schedule gives them."""
+
+    family: str
+    kernel: str
+    block: int
+    product_cycles: int
+    cycles: float
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the matrix units' peak."""
+        return self.product_cycles / self.cycles
+
+
+def regions(lines: Iterable[str]) -> list[tuple[str, int]]:
+    """Label and bundles of each region in the loop of a listing."""
+    found: list[tuple[str, int]] = []
+    label, depth, count = "", 0, 0
+    for line in lines:
+        matched = _LINE.match(line)
+        if matched is None:
+            continue
+        here = matched[2].count(">")
+        if matched[1] or here != depth:
+            found += [(label, count)] * bool(depth)
+            label, depth, count = matched[1] or "", here, 0
+        count += 1
+    return found + [(label, count)] * bool(depth)
+
+
+def turn(family: str, kernel: str, block: int, listing: str) -> Turn:
+    """The cycles of a turn, from the final bundles of a kernel."""
+    product_cycles = SPLASH[kernel].products * block * block * WIDTH // PER_CYCLE
+    parts = sorted(regions(listing.splitlines()), key=lambda part: -part[1])
+    each = sum(count for label, count in parts[1:] if label)
+    row = sum(count for label, count in parts[1:] if not label)
+    turns = (LENGTH // block + 1) / 2
+    cycles = max(parts[0][1], product_cycles) + each + row / turns
+    return Turn(family, kernel, block, product_cycles, cycles)
+
+
+def compile_kernels(family: str, block: int) -> None:
+    """Compile forward and backward of causal attention on one chip."""
+    chip = topology_devices(TOPOLOGIES[family])[:1]
+    mask = masks.MultiHeadMask([masks.CausalMask((LENGTH, LENGTH))] * HEADS)
+    sides = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv",
+             "block_kv_dkv_compute", "block_q_dq", "block_kv_dq")  # fmt: skip
+    sizes = kernels.BlockSizes(**dict.fromkeys(sides, block))
+    attend = kernels.make_splash_mqa_single_device(mask, block_sizes=sizes)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return attend(q, k, v).astype(jnp.float32).sum()
+
+    whole = NamedSharding(Mesh(np.array(chip), ("data",)), PartitionSpec())
+    query = jax.ShapeDtypeStruct((HEADS, LENGTH, WIDTH), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((LENGTH, WIDTH), jnp.bfloat16)
+    grad = jax.grad(loss, (0, 1, 2))
+    jax.jit(grad, in_shardings=whole, out_shardings=whole).lower(query, key, key).compile()
+
+
+def measure(family: str, block: int) -> list[Turn]:
+    """Compile in a process of its own, which reads its flags as it starts, and read what it wrote.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    with TemporaryDirectory() as directory:
+        flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
+        environ = child.compiling_on(None) | {"LIBTPU_INIT_ARGS": flags}
+        child.records(
+            child.module("jaxdist.bench.tpu.splash", family, str(block)),
+            what="compiling splash attention",
+            environ=environ,
+            timeout_seconds=300,
+        )
+        return [
+            turn(family, found[1], block, (Path(directory) / name).read_text(errors="replace"))
+            for name in sorted(os.listdir(directory))
+            if (found := _KERNEL.search(name))
+        ]
+
+
+def main(*arguments: str) -> None:
+    """Print a table; with a family and a block size, only compile."""
+    if arguments:
+        compile_kernels(arguments[0], int(arguments[1]))
+        child.show([])
+        return
+    for family in TOPOLOGIES:
+        for block in (512, 1024):
+            for one in measure(family, block):
+                print(
+                    f"{one.family} {one.kernel:<4} {one.block:>5}  products "
+                    f"{one.product_cycles:>6} cycles, turn {one.cycles:>7.0f}: "
+                    f"{one.efficiency:.2f}"
+                )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,78 @@
+"""Kernels that the TPU compiler gives no estimate for: what they compute, and how fast.
+
+XLA knows nothing of a Pallas kernel. What is known of one is its schedule: libtpu prints, for each
+core, the bundles (VLIW instructions, one a cycle) of the kernel's loop over blocks. A turn of it
+takes no fewer cycles than it has bundles, nor than its products take in the matrix units.
+`python -m jaxdist.bench.tpu.splash` compiles the kernels alone and prints those cycles; from them
+come the efficiencies below. Waits for memory are left out: a turn's operands are fetched during
+the turn before it.
+
+All other kernels are taken at `OTHERS`, an assumption and the same for every program.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxdist.hlo.estimates import Effort
+
+OTHERS = 0.5
+"""Share of the peak at which the stated FLOPs of an unknown kernel are taken."""
+
+_SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel of splash attention.
+
+    Attributes:
+      products: matrix products of a block of queries with a block of keys.
+      side: which of the block sizes in its metadata is that of the queries.
+      efficiency: for each family, block size to the share of the peak on the blocks computed.
+    """
+
+    products: int
+    side: str
+    efficiency: Mapping[str, Mapping[int, float]]
+
+
+SPLASH = {
+    "fwd": Kernel(2, "block_q", {"v5e": {512: 0.68, 1024: 0.74}, "v5p": {512: 0.60, 1024: 0.72}}),
+    "dq": Kernel(3, "block_q_dq", {"v5e": {512: 0.93, 1024: 0.97}, "v5p": {512: 0.89, 1024: 0.95}}),
+    "dkv": Kernel(
+        4, "block_q_dkv", {"v5e": {512: 0.92, 1024: 0.95}, "v5p": {512: 0.88, 1024: 0.95}}
+    ),
+}
+"""jax's own splash attention, heads of 128, by libtpu 0.0.52. Other families are taken as v5p;
+narrower heads fill as much less of the matrix units."""
+HEAD = 128
+
+
+def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
+    """FLOPs of one call, the share of the peak that it runs at, and what is assumed, in words.
+
+    A causal mask is taken: of n x n blocks, n (n + 1) / 2 are computed.
+
+    Args:
+      family: of the chip, "v5e" for example.
+    """
+    found = _SPLASH.match(effort.kernel)
+    if found is None:
+        return effort.flops, OTHERS, f"{effort.what}: {OTHERS:.0%} of peak"
+    kernel = SPLASH[found[1]]
+    block = effort.blocks.get(kernel.side, 512)
+    query = max(effort.operands, key=lambda shape: shape.elements)
+    turns = max(1, query.dims[-2] // block)
+    # A fused backward kernel gives the queries' gradient besides.
+    fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in effort.results)
+    products = kernel.products + int(fused)
+    share_computed = (turns + 1) / (2 * turns)
+    flops = products * 2.0 * query.elements * query.dims[-2] * share_computed
+    by_block = kernel.efficiency.get(family, kernel.efficiency["v5p"])
+    nearest = min(by_block, key=lambda size: abs(size - block))
+    share = by_block[nearest] * min(1.0, query.dims[-1] / HEAD)
+    words = f"{found[0]}, blocks of {block}: causal blocks at {share:.0%} of peak"
+    return flops, share, words

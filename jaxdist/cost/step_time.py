@@ -1,0 +1,142 @@
+"""How long a step takes on a TPU, read from the compiled program.
+
+Compute is what the compiler itself estimates, collectives are bytes over links, and the schedule
+decides what of them the device waits for. What has no estimate is timed at an assumed rate and
+listed. There is no such prediction for a CPU or a GPU: their compilers write no estimates.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from jaxdist.cost.kernels import kernel_work
+from jaxdist.cost.torus import Torus, torus_of
+from jaxdist.hlo.estimates import Effort
+from jaxdist.hlo.groups import MeshLayout
+from jaxdist.hlo.parse import Module
+from jaxdist.hlo.records import Collective
+from jaxdist.hlo.timeline import Entry, Resource, play
+from jaxdist.runtime.hardware import Device, find_device
+from jaxdist.types import JsonObject
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The predicted time of one run of a program on each device, and where it goes.
+
+    Attributes:
+      seconds: of the whole; where branches decide, with the dearest ones.
+      seconds_low: with the cheapest branches.
+      compute_seconds: what the device computes, kernels of an assumed rate with it.
+      assumed_seconds: of these, those of an assumed rate.
+      copy_seconds: waits for copies between memories.
+      exposed_seconds: waits for collectives, by the mesh axes that they span.
+      overlapped_seconds: collectives that run while the device computes, by axes.
+      entries: every instruction that takes time, the dearest first.
+      unknown_loops: loops of unknown length, of which one turn counts: the step takes longer.
+    """
+
+    seconds: float
+    seconds_low: float
+    compute_seconds: float
+    assumed_seconds: float
+    copy_seconds: float
+    exposed_seconds: Mapping[str, float]
+    overlapped_seconds: Mapping[str, float]
+    entries: tuple[Entry, ...]
+    unknown_loops: tuple[str, ...]
+
+    @property
+    def communication_seconds(self) -> float:
+        """All waits for collectives."""
+        return math.fsum(self.exposed_seconds.values())
+
+    def to_json(self) -> JsonObject:
+        """Totals and the entries that an assumption stands behind, as plain data."""
+        found = dataclasses.asdict(self)
+        found["entries"] = [dataclasses.asdict(e) for e in self.entries if e.basis == "assumed"]
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuRates:
+    """The speeds of a TPU: its clock, its memory, its links."""
+
+    device: Device
+    torus: Torus
+
+    def cycles(self, count: int) -> float:
+        """Seconds of so many cycles."""
+        assert self.device.clock_hz
+        return count / self.device.clock_hz
+
+    def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
+        """Seconds of a collective alone on its links, and the dims of the torus that it uses."""
+        found = self.torus.transfer(collective)
+        return found.seconds, frozenset(found.dims)
+
+    def copy(self, size_bytes: int, *, host: bool) -> float:
+        """Seconds of a copy at the bandwidth of the memory, or of the link to the host."""
+        host_rate = self.device.host_bytes_per_second
+        rate = host_rate if host and host_rate else self.device.memory_bytes_per_second
+        return size_bytes / rate
+
+    def work(self, effort: Effort) -> tuple[float, str]:
+        """Seconds of FLOPs or of bytes, whichever take longer."""
+        flops, share, assumption = kernel_work(effort, self.device.name)
+        compute = flops / (self.device.flops_per_second["bfloat16"] * share)
+        memory = effort.bytes / self.device.memory_bytes_per_second
+        return max(compute, memory), (
+            assumption if compute > memory else f"{effort.what}: bytes at memory bandwidth"
+        )
+
+
+def can_predict(devices: Sequence[Any]) -> bool:
+    """Whether the compiler of these devices writes estimates, and their clock is known."""
+    known = find_device(devices[0].device_kind)
+    return known is not None and known.clock_hz is not None
+
+
+def step_time(module: Module, layout: MeshLayout, devices: Sequence[Any]) -> StepTime:
+    """Predict one run of a program.
+
+    Args:
+      module: the program as the TPU's compiler scheduled it, with its estimates.
+      layout: of the mesh that it was compiled for.
+      devices: of the mesh, flattened; those for which `can_predict` holds.
+    """
+    device = find_device(devices[0].device_kind)
+    assert device is not None, devices[0].device_kind
+    assert device.clock_hz, f"{device.name} has no clock"
+    assigned = [devices[index] for index in layout.order]
+    rates = TpuRates(device, torus_of(assigned, device.name, device.fast, device.slow))
+    timeline = play(module, layout, rates)
+    low = play(module, layout, rates, dearest=False) if timeline.has_branches else timeline
+    entries = sorted(timeline.entries.values(), key=lambda entry: -entry.waited_seconds)
+    links = [entry for entry in entries if entry.basis == "links"]
+    return StepTime(
+        seconds=timeline.seconds,
+        seconds_low=low.seconds,
+        compute_seconds=_waited(e for e in entries if e.basis in ("compiler", "assumed")),
+        assumed_seconds=_waited(e for e in entries if e.basis == "assumed"),
+        copy_seconds=_waited(e for e in entries if e.basis == "copy"),
+        exposed_seconds=_by_axes(links, lambda e: e.waited_seconds),
+        overlapped_seconds=_by_axes(links, lambda e: max(0.0, e.seconds - e.waited_seconds)),
+        entries=tuple(entries),
+        unknown_loops=timeline.unknown_loops,
+    )
+
+
+def _waited(entries: Iterable[Entry]) -> float:
+    return math.fsum(entry.waited_seconds for entry in entries)
+
+
+def _by_axes(entries: Iterable[Entry], seconds: Any) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for entry in entries:
+        label = "other groups" if entry.axes is None else " x ".join(entry.axes)
+        found[label] = found.get(label, 0.0) + seconds(entry)
+    return found

@@ -1,0 +1,128 @@
+"""What the compiler says that one instruction of a TPU program takes, and what it does not say.
+
+XLA:TPU writes `estimated_cycles` into the backend config of fusions, copies, converts and
+reductions: cycles of the TensorCore's clock for one execution, over all cores of the device. Where
+it does not know it writes 2^63 - 1, and collectives and custom calls have none. Those that run a
+kernel are counted by FLOPs and bytes: those that the kernel states (the `cost_estimate` of a Pallas
+call), else its operands' and results' bytes alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+
+from jaxdist.hlo.flops import instruction_flops
+from jaxdist.hlo.parse import ArrayShape, Computation, Instruction
+
+_CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+_UNKNOWN = 2**62
+_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
+_STATED_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
+_TRANSCENDENTALS = re.compile(r'"transcendentals":"?(\d+)')
+_BLOCKS = re.compile(r'\\"(block_\w+)\\": (\d+)')
+_HOST = "S(5)"
+
+NO_TIME = frozenset({
+    "add-dependency", "after-all", "bitcast", "constant", "domain", "get-dimension-size",
+    "get-tuple-element", "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
+})  # fmt: skip
+"""Operations that name values, or are computed where they are used."""
+
+IDLE_TARGETS = frozenset({
+    "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart",
+    "ConcatBitcast", "SliceBitcast", "Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape",
+    "annotate_device_placement", "xla.sdy.FuncResultSharding",
+})  # fmt: skip
+"""Custom calls that only name or reserve memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """What an instruction without an estimate does: to be timed by a rate that is assumed."""
+
+    what: str
+    """The custom call's target and kernel name, or the operation."""
+    flops: float
+    transcendentals: float
+    bytes: int
+    stated: bool
+    """Whether the kernel states these itself."""
+    kernel: str = ""
+    """Name of the kernel; empty for all that is none."""
+    operands: tuple[ArrayShape, ...] = ()
+    results: tuple[ArrayShape, ...] = ()
+    blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Sizes of its blocks, where the kernel's metadata says them (`block_q`, `block_kv`, ...)."""
+
+
+def estimated_cycles(instruction: Instruction) -> int | None:
+    """Cycles of one execution as the compiler estimates them; None where it does not.
+
+    >>> from jaxdist.hlo.parse import parse_instruction
+    >>> line = '  %a = f32[] add(%b, %b), backend_config={"estimated_cycles":"288"}'
+    >>> estimated_cycles(parse_instruction(line))
+    288
+    """
+    found = _CYCLES.search(instruction.attributes)
+    cycles = int(found[1]) if found else _UNKNOWN
+    return cycles if cycles < _UNKNOWN else None
+
+
+def target_of(instruction: Instruction) -> str:
+    """The target of a custom call; empty for all others."""
+    found = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
+    return found[1] if found else ""
+
+
+def takes_no_time(instruction: Instruction) -> bool:
+    """Whether an instruction without an estimate does nothing on the device.
+
+    Scalars are computed on another unit, beside what the device does.
+    """
+    if instruction.opcode in NO_TIME or target_of(instruction) in IDLE_TARGETS:
+        return True
+    return not any(shape.dims for shape in instruction.shapes)
+
+
+def effort(instruction: Instruction, computation: Computation) -> Effort:
+    """FLOPs and bytes of an instruction that the compiler gives no estimate for."""
+    shapes = [s for operand in computation.operand_shapes(instruction) for s in operand]
+    moved_bytes = sum(shape.bytes for shape in _touched(instruction, shapes))
+    attributes = instruction.attributes
+    stated = _STATED_BYTES.search(attributes)
+    transcendentals = _TRANSCENDENTALS.search(attributes)
+    return Effort(
+        what=" ".join(filter(None, (target_of(instruction), kernel_name(instruction))))
+        or instruction.opcode,
+        flops=float(instruction_flops(instruction, computation)),
+        transcendentals=float(transcendentals[1]) if transcendentals else 0.0,
+        bytes=int(stated[1]) if stated else moved_bytes,
+        stated=stated is not None,
+        kernel=kernel_name(instruction),
+        operands=tuple(shapes),
+        results=instruction.shapes,
+        blocks={name: int(size) for name, size in _BLOCKS.findall(attributes)},
+    )
+
+
+def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArrayShape]:
+    """The arrays that are read and written: of a slice or an update in place, that part twice."""
+    if instruction.opcode == "dynamic-update-slice":
+        return [shapes[1]] * 2
+    if instruction.opcode in ("dynamic-slice", "slice"):
+        return [*instruction.shapes] * 2
+    return [*shapes, *instruction.shapes]
+
+
+def kernel_name(instruction: Instruction) -> str:
+    """What a kernel of its own is called in the program; empty for all others."""
+    if target_of(instruction) != "tpu_custom_call":
+        return ""
+    return re.sub(r"[.\d]+$", "", instruction.name)
+
+
+def is_on_host(instruction: Instruction) -> bool:
+    """Whether an array of the instruction lies in the host's memory (memory space 5 on TPU)."""
+    return _HOST in instruction.type_text

@@ -1,0 +1,194 @@
+"""The predicted time of a step, as tables, as plain data and as a picture."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxdist.cost.step_time import StepTime
+from jaxdist.hlo.timeline import Entry
+from jaxdist.inspect.program import Inspection
+from jaxdist.inspect.tables import table
+from jaxdist.metrics.figure import new_figure, save
+from jaxdist.types import JsonObject
+
+DEAREST = 10
+"""Sources in the table of the dearest."""
+_WRAPPERS = re.compile(r"jit\([^)]*\)|while|body|checkpoint|closed_call|shard_map|pjit|cond|branch")
+NO_PREDICTION = "No time is predicted: compilers for {kind} write no estimates, as for TPUs."
+
+
+@dataclass(frozen=True)
+class Source:
+    """The instructions of one jax operation together.
+
+    Attributes:
+      name: the operation with what encloses it: `backward/attention/dot_general`.
+      times: executions of its instructions.
+      seconds: that the device waits for them.
+      assumed: whether a rate is assumed for any of them.
+    """
+
+    name: str
+    times: float
+    seconds: float
+    assumed: bool
+
+
+def show_seconds(seconds: float) -> str:
+    """Seconds with three digits in a readable unit.
+
+    >>> show_seconds(23.0771), show_seconds(0.0123), show_seconds(2e-6)
+    ('23.1 s', '12.3 ms', '2 us')
+    """
+    for factor, unit in ((1.0, "s"), (1e3, "ms"), (1e6, "us")):
+        if seconds * factor >= 1 or unit == "us":
+            return f"{seconds * factor:.3g} {unit}"
+    raise AssertionError
+
+
+def source_name(entry: Entry) -> str:
+    """What a person calls the operation behind an instruction.
+
+    >>> op = "jit(train)/transpose(jvp(attention))/while/body/checkpoint/dot_general"
+    >>> source_name(Entry("f.1", op, "compiler", (), "fusion", 1, 0.0, 0.0))
+    'backward/attention/dot_general'
+    """
+    if not entry.source:
+        return f"{entry.what}, from XLA"
+    parts = []
+    for part in entry.source.split("/"):
+        direction = "backward" if "transpose(" in part else ""
+        if part == "rematted_computation":
+            direction, part = "recomputed", ""
+        inner = re.sub(r"^(?:jvp|transpose|vmap|remat)\(|\)+$", "", part)
+        while inner != (inner := re.sub(r"^(?:jvp|transpose|vmap|remat)\(|\)+$", "", inner)):
+            pass
+        if direction and direction not in parts:
+            parts.append(direction)
+        if inner and not _WRAPPERS.fullmatch(part):
+            parts.append(inner)
+    return "/".join(parts)
+
+
+def dearest(found: StepTime) -> list[Source]:
+    """The operations that a device spends most time on, dearest first; collectives by kind."""
+    grouped: dict[str, Source] = {}
+    for entry in found.entries:
+        name = source_name(entry)
+        if entry.basis == "links":
+            name = f"{entry.what}: {name}"
+        old = grouped.get(name, Source(name, 0, 0.0, assumed=False))
+        grouped[name] = Source(
+            name,
+            old.times + entry.times,
+            old.seconds + entry.waited_seconds,
+            old.assumed or entry.basis == "assumed",
+        )
+    return sorted(grouped.values(), key=lambda source: -source.seconds)[:DEAREST]
+
+
+def parts_of(found: StepTime) -> dict[str, float]:
+    """Seconds of the step by what the device does or waits for; they add up to the step."""
+    parts = {
+        "compute": found.compute_seconds - found.assumed_seconds,
+        "compute at an assumed rate": found.assumed_seconds,
+        "waits for copies": found.copy_seconds,
+    }
+    parts |= {f"waits for {axes}": s for axes, s in found.exposed_seconds.items()}
+    return {name: seconds for name, seconds in parts.items() if seconds}
+
+
+def print_times(inspection: Inspection, console: Console) -> None:
+    """The split of the predicted step, and its ten dearest sources."""
+    console.print()
+    found = inspection.step_time
+    if found is None:
+        kind = inspection.device_kind
+        console.print(NO_PREDICTION.format(kind=kind), style="dim", soft_wrap=True)
+        return
+    made = table("Predicted step of each device", "", "seconds", "share")
+    for name, seconds in parts_of(found).items():
+        made.add_row(name, show_seconds(seconds), f"{seconds / found.seconds:.1%}")
+    made.add_row("step", show_seconds(found.seconds), "100%")
+    console.print(made)
+    for line in _notes(inspection, found):
+        console.print(line, style="dim", soft_wrap=True)
+    console.print()
+    sources = table("The dearest operations", "operation", "times", "seconds", "share")
+    for source in dearest(found):
+        mark = " *" if source.assumed else ""
+        share = f"{source.seconds / found.seconds:.1%}"
+        sources.add_row(
+            source.name[-48:] + mark, f"{source.times:,.0f}", show_seconds(source.seconds), share
+        )
+    console.print(sources)
+    if found.assumed_seconds:
+        console.print("* without an estimate of the compiler's: a rate is assumed.", style="dim")
+
+
+def _notes(inspection: Inspection, found: StepTime) -> list[str]:
+    whole, causal = inspection.mfu(masked=True), inspection.mfu(masked=False)
+    assert whole is not None
+    assert causal is not None
+    rate = inspection.tokens / found.seconds / inspection.ledger.devices
+    notes = [
+        f"MFU {causal:.1%} (causal attention counts half), {whole:.1%} (attention counts whole); "
+        f"{rate:,.0f} {inspection.step.split()[-1]} a second and chip."
+    ]
+    beside = {axes: s for axes, s in found.overlapped_seconds.items() if s}
+    if beside:
+        said = ", ".join(f"{show_seconds(s)} over {axes}" for axes, s in beside.items())
+        notes.append(f"Beside compute: {said}.")
+    if found.seconds_low < found.seconds:
+        notes.append(f"With the cheapest branches {show_seconds(found.seconds_low)}.")
+    if found.unknown_loops:
+        notes.append(
+            f"LONGER THAN THAT: of unknown length, and counted as one turn: "
+            f"{', '.join(found.unknown_loops)}."
+        )
+    assumptions = sorted({e.what for e in found.entries if e.basis == "assumed"})
+    notes += [f"Assumed: {what}." for what in assumptions[:4]]
+    if len(assumptions) > 4:
+        notes.append(f"And {len(assumptions) - 4} more assumptions; --json lists all.")
+    return notes
+
+
+def times_json(inspection: Inspection) -> JsonObject | None:
+    """The prediction as plain data; None where there is none."""
+    found = inspection.step_time
+    if found is None:
+        return None
+    return {
+        **found.to_json(),
+        "parts": parts_of(found),
+        "mfu": inspection.mfu(masked=True),
+        "mfu_causal": inspection.mfu(masked=False),
+        "per_second_and_device": inspection.tokens / found.seconds / inspection.ledger.devices,
+        "dearest": [
+            {"name": s.name, "times": s.times, "seconds": s.seconds, "assumed": s.assumed}
+            for s in dearest(found)
+        ],
+    }
+
+
+def draw_times(inspection: Inspection, directory: Path) -> Path:
+    """Write the split of the step as one stacked bar, `step_time.svg`."""
+    found = inspection.step_time
+    assert found is not None, "there is a prediction"
+    figure = new_figure((7.5, 2.2))
+    axes = figure.add_subplot()
+    left = 0.0
+    for name, seconds in parts_of(found).items():
+        axes.barh([0], [seconds], left=left, label=f"{name}: {show_seconds(seconds)}")
+        left += seconds
+    axes.set_yticks([])
+    axes.set_xlabel("seconds of a step")
+    axes.set_title(f"{inspection.model}: {show_seconds(found.seconds)}", fontsize=10)
+    figure.legend(
+        *axes.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8
+    )
+    return save(figure, directory, "step_time", formats=("svg",), what="the step's time")[0]
