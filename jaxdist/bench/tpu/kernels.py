@@ -1,7 +1,4 @@
-"""The compiler's estimates of single kernels beside what the chip can do at best.
-
-`python -m jaxdist.bench.tpu.kernels` prints the records as JSON; libtpu wants its own process.
-"""
+"""The compiler's estimates of single kernels beside what the chip can do at best."""
 
 from __future__ import annotations
 
@@ -40,13 +37,13 @@ class Kernel:
 
 def measure() -> list[Kernel]:
     """Compile them all in a process of their own."""
-    found = child.records(
-        child.module("jaxdist.bench.tpu.kernels"),
+    return child.call(
+        compiled_kernels,
+        Kernel,
         what="compiling single kernels for TPUs",
         environ=child.compiling_on(None),
         timeout_seconds=600,
     )
-    return [Kernel(**values) for values in found]
 
 
 def figures(found: Sequence[Kernel]) -> list[Figure]:
@@ -81,7 +78,3 @@ def _predicted(
     lowered = jax.jit(function, in_shardings=whole, out_shardings=whole).lower(*shapes)
     _, text = compile_with_text(lowered)
     return step_time(parse(text), MeshLayout({"data": 1}, (0,)), list(mesh.devices.flat)).seconds
-
-
-if __name__ == "__main__":
-    child.show(compiled_kernels())

@@ -1,13 +1,9 @@
-"""One step compiled for a pod: what it is predicted to take. In a process of its own, for libtpu.
-
-`python -m jaxdist.bench.tpu.program TOPOLOGY [SETTING...]` prints the record as JSON.
-"""
+"""One step compiled for a pod: what it is predicted to take. In a process of its own, for libtpu."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxdist.bench.core import child
@@ -37,17 +33,17 @@ class Step:
 
     fits: bool
     refusal: str
-    model: str
-    mesh: str
-    seconds: float
-    mfu: float
-    mfu_causal: float
-    peak_bytes: int
-    parts: Mapping[str, float]
-    overlapped_seconds: Mapping[str, float]
-    dearest: Sequence[tuple[str, float]]
-    estimate_seconds: float
-    compile_seconds: float
+    model: str = ""
+    mesh: str = ""
+    seconds: float = 0.0
+    mfu: float = 0.0
+    mfu_causal: float = 0.0
+    peak_bytes: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    overlapped_seconds: Mapping[str, float] = field(default_factory=dict)
+    dearest: Sequence[tuple[str, float]] = ()
+    estimate_seconds: float = 0.0
+    compile_seconds: float = 0.0
 
 
 def measure(case: Case) -> Step:
@@ -56,29 +52,28 @@ def measure(case: Case) -> Step:
     Raises:
       RunError: it fails or takes too long.
     """
-    (found,) = child.records(
-        child.module("jaxdist.bench.tpu.program", case.topology, *case.settings),
+    (found,) = child.call(
+        predicted,
+        Step,
+        case.topology,
+        list(case.settings),
         what=f"compiling {case.name} for {case.topology}",
         environ=child.compiling_on(None),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    return Step(**found)
+    return found
 
 
-def predicted(topology: str, settings: Sequence[str]) -> Step:
+def predicted(topology: str, settings: Sequence[str]) -> list[Step]:
     """The step of `llama.yaml` with settings on top, compiled for a topology."""
     try:
         found = inspect_step(open_subject(CONFIG, settings, topology_devices(topology)))
     except RunError as error:
-        nothing = dict.fromkeys(("seconds", "mfu", "mfu_causal", "estimate_seconds"), 0.0)
-        return Step(
-            fits=False, refusal=str(error), model="", mesh="", peak_bytes=0, parts={},
-            overlapped_seconds={}, dearest=(), compile_seconds=0.0, **nothing,
-        )  # fmt: skip
+        return [Step(fits=False, refusal=str(error))]
     time = found.step_time
     assert time is not None, "the compiler of TPUs writes estimates"
     mesh = " x ".join(f"{axis} {size}" for axis, size in found.ledger.axes.items() if size > 1)
-    return Step(
+    step = Step(
         fits=True,
         refusal="",
         model=found.model,
@@ -93,7 +88,4 @@ def predicted(topology: str, settings: Sequence[str]) -> Step:
         estimate_seconds=found.estimate_seconds,
         compile_seconds=found.compile_seconds,
     )
-
-
-if __name__ == "__main__":
-    child.show([predicted(sys.argv[1], sys.argv[2:])])
+    return [step]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +88,7 @@ def turn(family: str, kernel: str, block: int, listing: str) -> Turn:
     return Turn(family, kernel, block, product_cycles, cycles)
 
 
-def compile_kernels(family: str, block: int) -> None:
+def compile_kernels(family: str, block: int) -> list[Turn]:
     """Compile forward and backward of causal attention on one chip."""
     chip = topology_devices(TOPOLOGIES[family])[:1]
     mask = masks.MultiHeadMask([masks.CausalMask((LENGTH, LENGTH))] * HEADS)
@@ -106,6 +105,7 @@ def compile_kernels(family: str, block: int) -> None:
     key = jax.ShapeDtypeStruct((LENGTH, WIDTH), jnp.bfloat16)
     grad = jax.grad(loss, (0, 1, 2))
     jax.jit(grad, in_shardings=whole, out_shardings=whole).lower(query, key, key).compile()
+    return []
 
 
 def measure(family: str, block: int) -> list[Turn]:
@@ -117,8 +117,11 @@ def measure(family: str, block: int) -> list[Turn]:
     with TemporaryDirectory() as directory:
         flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
         environ = child.compiling_on(None) | {"LIBTPU_INIT_ARGS": flags}
-        child.records(
-            child.module("jaxdist.bench.tpu.splash", family, str(block)),
+        child.call(
+            compile_kernels,
+            Turn,
+            family,
+            block,
             what="compiling splash attention",
             environ=environ,
             timeout_seconds=300,
@@ -130,12 +133,8 @@ def measure(family: str, block: int) -> list[Turn]:
         ]
 
 
-def main(*arguments: str) -> None:
-    """Print a table; with a family and a block size, only compile."""
-    if arguments:
-        compile_kernels(arguments[0], int(arguments[1]))
-        child.show([])
-        return
+def main() -> None:
+    """Print a table."""
     for family in TOPOLOGIES:
         for block in (512, 1024):
             for one in measure(family, block):
@@ -147,4 +146,4 @@ def main(*arguments: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()
