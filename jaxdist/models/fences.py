@@ -9,14 +9,13 @@ or a gate's work is fused into takes up to 1.4 times as long, more than both by 
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
 Pass = Literal["none", "backward", "both"]
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
 def fence(x: jax.Array, passes: Pass) -> jax.Array:
     """x as it is, kept apart from what it is used for.
 
@@ -24,15 +23,21 @@ def fence(x: jax.Array, passes: Pass) -> jax.Array:
       passes: where: only in the backward pass, for the gradient of x, or in both; "none" is no
         fence.
     """
+    return x if passes == "none" else _fence(x, passes)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _fence(x: jax.Array, passes: Pass) -> Any:
     return jax.lax.optimization_barrier(x) if passes == "both" else x
 
 
-def _forward(x: jax.Array, passes: Pass) -> tuple[jax.Array, None]:
-    return fence(x, passes), None
+def _forward(x: jax.Array, passes: Pass) -> tuple[Any, None]:
+    return _fence(x, passes), None
 
 
 def _backward(passes: Pass, _: None, cotangent: jax.Array) -> tuple[jax.Array]:
-    return (cotangent if passes == "none" else jax.lax.optimization_barrier(cotangent),)
+    del passes
+    return (jax.lax.optimization_barrier(cotangent),)
 
 
-fence.defvjp(_forward, _backward)
+_fence.defvjp(_forward, _backward)

@@ -1,4 +1,4 @@
-"""One step compiled for a pod: what it is predicted to take. In a process of its own, for libtpu."""
+"""One step compiled for a pod, in a process of its own: what it is predicted to take."""
 
 from __future__ import annotations
 

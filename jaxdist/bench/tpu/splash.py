@@ -14,6 +14,7 @@ The share of the peak that follows stands in `jaxdist.cost.kernels`.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterable
@@ -146,4 +147,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    # Under its own name, by which the child process finds `compile_kernels`.
+    importlib.import_module("jaxdist.bench.tpu.splash").main()
