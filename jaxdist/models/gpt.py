@@ -214,7 +214,8 @@ class SwiGLU(nnx.Module):
         self.gate = param(rngs, init, (D, F), ("embed", "mlp"))
         self.up = param(rngs, init, (D, F), ("embed", "mlp"))
         self.down = param(rngs, down, (F, D), ("mlp", "embed"))
-        self.hint, self.fences = hint, fences
+        self.hint = hint
+        self.fences: Pass = fences
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
