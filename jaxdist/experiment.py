@@ -31,7 +31,7 @@ from jaxdist.errors import (
     ShardingError,
 )
 from jaxdist.mesh import Device, MeshConfig, build_mesh
-from jaxdist.models.build import ModelConfig, choose_loss, make_model
+from jaxdist.models.build import ModelConfig, choose_loss, make_model, offloads_of
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.layers import no_hint
 from jaxdist.models.loss import Loss, LossConfig, weighted
@@ -370,9 +370,8 @@ def _program(
     with at("sharding"):
         whole = param_shardings(stored, model.params, dims)
     with at("parallel"):
-        exchange, notices = plan_exchange(
-            config.parallel, layout, model.params, dims, whole, model.stacked
-        )
+        given = (config.parallel, layout, model.params, dims, whole, model.stacked)
+        exchange, notices = plan_exchange(*given, offloads=offloads_of(config.model))
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
             config.optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
@@ -415,7 +414,7 @@ def _model(
         classes=dataset.classes,
         hint=no_hint if layout is None else layout,
         # Not this process's own: programs are compiled for devices that are not there.
-        platform=None if layout is None else layout.mesh.devices.flat[0].platform,
+        device=None if layout is None else layout.mesh.local_devices[0],
     )
     return functional(make)
 

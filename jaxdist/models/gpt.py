@@ -19,7 +19,6 @@ from jaxdist.models.layers import (
     WITHIN,
     ComputeDtype,
     Hint,
-    Remat,
     RMSNorm,
     Stacked,
     matmul,
@@ -28,6 +27,7 @@ from jaxdist.models.layers import (
     rotate,
     stack,
 )
+from jaxdist.models.remat import RematConfig, named
 
 
 class GptConfig(Config):
@@ -57,10 +57,12 @@ class GptConfig(Config):
     """Kernel of `jax.nn.dot_product_attention`; auto is cuDNN's on a mesh of GPUs in bfloat16."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
-    remat: Remat | Annotated[tuple[Remat, ...], Field(min_length=1)] = "none"
+    remat: RematConfig | Annotated[tuple[RematConfig, ...], Field(min_length=1)] = "none"
     """What the backward pass recomputes: nothing, cheap operations on single elements (rotations,
-    products, masks), all but matmul results, or whole blocks; or a list that says it block by
-    block, over and over (anew in each chunk of a pipeline): `[full, none]` recomputes every other
+    products, masks), all but matmul results, or whole blocks; or all but the activations of a
+    preset; or what a mapping says of each activation, `{query: save, attention: offload}` (to the
+    host's memory; those that are not named are recomputed); or a list that says it block by block,
+    over and over (anew in each chunk of a pipeline): `[full, none]` recomputes every other
     block."""
     scan_unroll: Count = 1
     """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
@@ -155,14 +157,14 @@ class Attention(nnx.Module):
         k_BLKd = self.hint(matmul(x_BLD, self.key[...]), "batch", "seq", "kv_heads", "head_dim")
         v_BLKd = self.hint(matmul(x_BLD, self.value[...]), "batch", "seq", "kv_heads", "head_dim")
         y_BLHd = jax.nn.dot_product_attention(
-            rotate(q_BLHd, theta=self.theta),
-            rotate(k_BLKd, theta=self.theta),
-            v_BLKd,
+            named(rotate(q_BLHd, theta=self.theta), "query"),
+            named(rotate(k_BLKd, theta=self.theta), "key"),
+            named(v_BLKd, "value"),
             mask=mask_B1LL,
             is_causal=True,
             implementation=self.kernel,
         )
-        flat = y_BLHd.reshape(*y_BLHd.shape[:2], -1)
+        flat = named(y_BLHd, "attention").reshape(*y_BLHd.shape[:2], -1)
         return matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
 
 
@@ -180,7 +182,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
-        h_BLF = jax.nn.silu(matmul(x_BLD, self.gate[...])) * matmul(x_BLD, self.up[...])
+        gate_BLF = named(matmul(x_BLD, self.gate[...]), "mlp_gate")
+        h_BLF = jax.nn.silu(gate_BLF) * named(matmul(x_BLD, self.up[...]), "mlp_up")
         return matmul(self.hint(h_BLF, "batch", "seq", "mlp"), self.down[...])
 
 
@@ -196,9 +199,11 @@ class Block(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, mask_B1LL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
+        x_BLD = named(x_BLD, "block_input")
         h_BLD = self.hint(self.attention_norm(x_BLD), *WITHIN, was=RESIDUAL)
         y_BLD = self.attention(h_BLD, mask_B1LL)
-        x_BLD = x_BLD + self.hint(y_BLD, *RESIDUAL, was=WITHIN)
+        # Named after the hint: kept as it lies on the mesh, and not reduced over it again.
+        x_BLD = x_BLD + named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
         h_BLD = self.hint(self.mlp_norm(x_BLD), *WITHIN, was=RESIDUAL)
         x_BLD = x_BLD + self.hint(self.mlp(h_BLD), *RESIDUAL, was=WITHIN)
         return self.hint(x_BLD, *RESIDUAL)
