@@ -19,10 +19,13 @@ from jaxdist.config import resolved_yaml
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, build, load
+from jaxdist.mesh import Device
 from jaxdist.metrics.curve import plot_loss
 from jaxdist.metrics.progress import Progress
+from jaxdist.metrics.rates import Efficiency
 from jaxdist.metrics.writer import MetricsWriter, read_metrics
 from jaxdist.runtime import compilation_cache
+from jaxdist.runtime.hardware import find_device
 from jaxdist.train.checkpoints import restore, save
 from jaxdist.train.directory import RunDirectory, prepare, take
 from jaxdist.train.evaluate import evaluate
@@ -33,9 +36,12 @@ from jaxdist.train.hooks import (
     Guard,
     Hook,
     Log,
+    Profile,
+    ProfiledSteps,
     RunHooks,
     Save,
     Stop,
+    parse_profile,
 )
 from jaxdist.train.loop import run_loop
 from jaxdist.train.memory import check_state_fits, check_step_fits, told_if_too_large
@@ -47,20 +53,32 @@ from jaxdist.types import Json
 from jaxdist.verbs.compare import changes
 from jaxdist.verbs.results import print_results
 
+ModelFlops = Callable[[ExperimentConfig, Device], float]
+"""Of a whole step of train.batch_size on such devices, nothing computed twice."""
+
 
 def run(
-    path: Path, overrides: Sequence[str] = (), *, resume: bool = False, console: Console
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    profile: str | None = None,
+    model_flops: ModelFlops | None = None,
+    console: Console,
 ) -> RunDirectory:
     """Train as the config says; returns the run directory.
 
     Args:
       resume: continue the newest run of this config from its newest whole checkpoint.
+      profile: steps to trace into the run directory, as `parse_profile` reads them.
+      model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
       console: where process 0 prints; the others are silent.
 
     Raises:
       JaxdistError: anything that the user can mend.
     """
     document, config = load(path, overrides)
+    profiled = None if profile is None else parse_profile(profile)
     if jax.process_index() != 0:
         console = Console(quiet=True)
     elif jax.process_count() > 1:
@@ -75,10 +93,36 @@ def run(
     ):
         experiment = build(config, document)
         check_step_fits(experiment.program)
+        if profiled is not None and not resume:
+            profiled.after(0, experiment.total_steps)  # before the directory is begun
         _begin_directory(directory, config, console)
         _describe(experiment, directory, console)
-        _train(experiment, directory, termination, resume=resume, console=console)
+        efficiency = efficiency_of(experiment, model_flops)
+        _train(
+            experiment,
+            directory,
+            termination,
+            resume=resume,
+            profiled=profiled,
+            efficiency=efficiency,
+            console=console,
+        )
     return directory
+
+
+def efficiency_of(experiment: Experiment, model_flops: ModelFlops | None) -> Efficiency | None:
+    """What MFU is measured by; None on CPU, and where the peak in the model's dtype is unknown."""
+    device, config = experiment.layout.mesh.local_devices[0], experiment.config
+    known = find_device(device.device_kind) if device.platform != "cpu" else None
+    dtype = getattr(config.model, "compute_dtype", "float32")
+    if model_flops is None or known is None or dtype not in known.flops_per_second:
+        return None
+    return Efficiency(
+        experiment.unit,
+        model_flops(config, device) / experiment.units_per_step,
+        experiment.layout.mesh.devices.size,
+        known.flops_per_second[dtype],
+    )
 
 
 @contextmanager
@@ -139,6 +183,8 @@ def _train(
     termination: Termination,
     *,
     resume: bool,
+    profiled: ProfiledSteps | None,
+    efficiency: Efficiency | None,
     console: Console,
 ) -> None:
     config = experiment.config
@@ -147,6 +193,7 @@ def _train(
         store = stack.enter_context(_store(config, directory, console))
         state, metadata = _begin(experiment, directory, store, resume=resume, console=console)
         start = int(state.step)
+        steps = None if profiled is None else profiled.after(start, experiment.total_steps)
         writer = None
         if primary:
             # Not earlier: a resume that is refused leaves the run's own config as it was.
@@ -161,9 +208,16 @@ def _train(
                 experiment.units_per_step,
                 console,
                 enabled=primary,
+                efficiency=efficiency,
             )
         )
         hooks, measured = _hooks(experiment, store, writer, progress, termination, metadata)
+        if steps is not None:
+            folder = directory.profile if primary else None
+            # The last hook, so that a trace begins after what else a boundary holds.
+            profile = Profile(*steps, folder, progress.note)
+            stack.callback(profile.close)
+            hooks.hooks = [*hooks.hooks, profile]
         begun = time.perf_counter()
         state = _through_stages(experiment, state, hooks, progress)
         store.wait()
