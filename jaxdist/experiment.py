@@ -36,6 +36,7 @@ from jaxdist.models.functional import Functional, functional
 from jaxdist.models.layers import no_hint
 from jaxdist.models.loss import Loss, LossConfig, weighted
 from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
+from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
@@ -372,6 +373,8 @@ def _program(
     with at("parallel"):
         given = (config.parallel, layout, model.params, dims, whole, model.stacked)
         exchange, notices = plan_exchange(*given, offloads=offloads_of(config.model))
+    with at("parallel", "xla"):
+        options = compiler_options(config.parallel.xla, list(layout.mesh.local_devices))
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
             config.optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
@@ -392,6 +395,7 @@ def _program(
             microbatches=config.train.microbatches,
             exchange=exchange,
             pipeline=pipeline,
+            options=options,
         )
         with own("loss", "model"):
             _ = program.metrics

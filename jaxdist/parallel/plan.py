@@ -9,6 +9,7 @@ from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.config.schema import Config
 from jaxdist.mesh import axis_names
+from jaxdist.parallel.compiler import XlaConfig
 from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.all_reduce import AllReduce
 from jaxdist.parallel.exchange.scatter import Scatter
@@ -34,6 +35,8 @@ class ParallelConfig(Config):
     """What of the training state each device keeps only a shard of."""
     pipeline: PipelineConfig = PipelineConfig()
     """How the stages of mesh axis `stage` share the work; `reduce: null` is then `xla`."""
+    xla: XlaConfig = XlaConfig()
+    """What the compiler is told."""
 
 
 def plan_exchange(
