@@ -22,12 +22,12 @@ from jaxdist.config import Document, KeyPath, dotted, validate
 from jaxdist.config.importing import load_object
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.hlo import program_text
 from jaxdist.inspect.diff import difference
 from jaxdist.inspect.program import InspectedExperiment, Inspection, inspect_step
 from jaxdist.inspect.rows import show_number
 from jaxdist.inspect.text import digest
 from jaxdist.models.build import default_loss
+from jaxdist.parallel.compiler import OptionValue
 from jaxdist.types import Json
 
 KnobVerdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
@@ -82,12 +82,15 @@ class AuditedStep:
         """The compiled step, read."""
         return inspect_step(self.subject)
 
-    @cached_property
+    @property
     def structure(self) -> str:
-        """Of the compiled step, and its large constants, which its own text leaves out."""
-        program = self.subject.experiment.program
-        compiled = program.train.lower(program.state_shapes, program.batch).compile()
-        return digest(program_text(compiled), self.lowered)
+        """Of the compiled step, and of all stages their large constants, which no text shows."""
+        return self.inspection.program_sha256 + digest("", self.lowered)
+
+    @property
+    def options(self) -> dict[str, OptionValue]:
+        """What the compiler is told, which no text before compilation shows."""
+        return dict(self.subject.experiment.program.options)
 
     @property
     def mesh(self) -> dict[str, int]:
@@ -184,7 +187,7 @@ def _step(
 
 def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> str:
     """What differs, in words; empty where nothing does."""
-    if before.lowered == after.lowered:
+    if before.lowered == after.lowered and before.options == after.options:
         return "" if before.initial == after.initial else "initial state"
     if not compile_both:
         return "program"
@@ -196,10 +199,10 @@ def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> s
     if not difference(old, new).changes and before.structure == after.structure:
         return ""
     changes = (
-        _change("bytes", _sent_bytes(old), _sent_bytes(new), "B"),
-        _change("memory", old.ledger.memory.peak_bytes, new.ledger.memory.peak_bytes, "B"),
-        _change("FLOPs", old.ledger.flops_high, new.ledger.flops_high),
-        _change("messages", _messages(old), _messages(new)),
+        change("bytes", _sent_bytes(old), _sent_bytes(new), "B"),
+        change("memory", old.ledger.memory.peak_bytes, new.ledger.memory.peak_bytes, "B"),
+        change("FLOPs", old.ledger.flops_high, new.ledger.flops_high),
+        change("messages", _messages(old), _messages(new)),
     )
     return ", ".join(filter(None, changes)) or "program"
 
@@ -212,10 +215,10 @@ def _messages(inspection: Inspection) -> int:
     return sum(c.times_high for c in inspection.ledger.collectives)
 
 
-def _change(name: str, before: float, after: float, unit: str = "") -> str:
+def change(name: str, before: float, after: float, unit: str = "") -> str:
     """`bytes -50%`; in absolute terms where there were none.
 
-    >>> _change("bytes", 200, 100), _change("bytes", 0, 1500, "B"), _change("bytes", 3, 3)
+    >>> change("bytes", 200, 100), change("bytes", 0, 1500, "B"), change("bytes", 3, 3)
     ('bytes -50%', 'bytes +1.5 kB', '')
     """
     if before == after:

@@ -58,11 +58,22 @@ def audit(
     full: Annotated[
         bool, typer.Option("--full", help="Compile without each knob: bytes, memory, FLOPs.")
     ] = False,
+    options: Annotated[
+        bool, typer.Option("--options", help="Instead: what does each compiler option change?")
+    ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Check that each knob of CONFIG changes the train step; exit code 1 if one does not."""
     extra = shared.compile_for(devices, topology, overrides or [])
     shared.set_environment((config, extra), topology=topology)
+    if options:
+        from jaxdist.audit.options import audit_options
+
+        shared.alone("--options", **{"--full": full})
+        audit_options(
+            config, extra, topology=topology, json_file=json_file, console=shared.console()
+        )
+        return
     from jaxdist.audit.report import audit as judge
     from jaxdist.audit.report import has_no_effect
 

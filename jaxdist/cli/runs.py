@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from jaxdist.cli import shared
 from jaxdist.runtime.rendezvous import JOIN_SECONDS
+
+if TYPE_CHECKING:
+    from jaxdist.experiment import ExperimentConfig
+    from jaxdist.mesh import Device
 
 
 def train(
@@ -19,6 +23,13 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")
     ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="STEPS",
+            help="Trace these steps for xprof and Perfetto: 10:13, or 4 after a warm-up.",
+        ),
+    ] = None,
     coordinator: shared.Coordinator = None,
     num_processes: shared.NumProcesses = None,
     process_id: shared.ProcessId = None,
@@ -39,7 +50,20 @@ def train(
         detect=distributed,
     )
     with connected(processes, shared.report, seconds=join_timeout):
-        run(config, extra, resume=resume, console=shared.console())
+        run(
+            config,
+            extra,
+            resume=resume,
+            profile=profile,
+            model_flops=_model_flops,
+            console=shared.console(),
+        )
+
+
+def _model_flops(config: ExperimentConfig, device: Device) -> float:
+    from jaxdist.inspect.ideal import model_flops  # only where a device's peak is known
+
+    return model_flops(config, device)
 
 
 def evaluate(

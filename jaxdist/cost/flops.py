@@ -37,7 +37,7 @@ def _flops(equation: JaxprEqn, elementwise: bool) -> float:
         return equation.params["length"] * sum(inner)
     if name == "cond":
         return max(inner)
-    if inner or not elementwise or name == "sharding_constraint":
+    if inner or not elementwise or name in ("sharding_constraint", "name"):
         return sum(inner)
     return float(sum(math.prod(_shape(var)) for var in equation.outvars))
 

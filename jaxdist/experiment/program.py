@@ -11,11 +11,12 @@ import jax.numpy as jnp
 
 from jaxdist.data import Dataset
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
-from jaxdist.models.build import choose_loss, make_model
+from jaxdist.models.build import choose_loss, make_model, offloads_of
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.layers import no_hint
 from jaxdist.models.loss import Loss, weighted
 from jaxdist.optim.build import Rate, build_optimizer
+from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
@@ -65,9 +66,10 @@ def make_program(
     with at("sharding"):
         whole = param_shardings(stored, model.params, dims)
     with at("parallel"):
-        exchange, notices = plan_exchange(
-            config.parallel, layout, model.params, dims, whole, model.stacked
-        )
+        given = (config.parallel, layout, model.params, dims, whole, model.stacked)
+        exchange, notices = plan_exchange(*given, offloads=offloads_of(config.model))
+    with at("parallel", "xla"):
+        options = compiler_options(config.parallel.xla, list(layout.mesh.local_devices))
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
             config.optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
@@ -91,6 +93,7 @@ def make_program(
             exchange=exchange,
             pipeline=pipeline,
             outer=outer,
+            options=options,
         )
         with own("loss", "model"):
             _ = program.metrics
@@ -123,7 +126,7 @@ def model_of(
         classes=dataset.classes,
         hint=no_hint if layout is None else layout,
         # Not this process's own: programs are compiled for devices that are not there.
-        platform=None if layout is None else layout.mesh.devices.flat[0].platform,
+        device=None if layout is None else layout.mesh.local_devices[0],
     )
     return functional(make)
 

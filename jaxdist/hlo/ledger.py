@@ -39,19 +39,29 @@ def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None 
     )
 
 
-def compile_with_text(lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled, str]:
+def compile_with_text(
+    lowered: jax.stages.Lowered, options: Mapping[str, bool | int | float | str] | None = None
+) -> tuple[jax.stages.Compiled, str]:
     """Compile a program for TPU and return it with its text.
 
     The text is what XLA dumps while it compiles. `program_text` cannot replace it for every
     program: it makes XLA read a serialized program, which fails on asynchronous collectives of
     several arrays (with a message on standard error).
 
+    Args:
+      options: for the compiler, beside those of the `jax.jit`.
+
     Raises:
       LedgerError: as for `program_text`, if the compiler dumps nothing.
     """
     with TemporaryDirectory() as directory:
-        options: dict[str, str | bool] = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
-        compiled = lowered.compile(options)
+        # Numbers too, which jax's types leave out.
+        told: dict[str, Any] = {
+            **(options or {}),
+            "xla_dump_to": directory,
+            "xla_dump_hlo_as_text": True,
+        }
+        compiled = lowered.compile(told)
         for pattern in _WRITTEN:
             if written := [path.read_text() for path in Path(directory).glob(pattern)]:
                 return compiled, max(written, key=len)

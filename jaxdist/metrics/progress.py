@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxdist.metrics.rates import (
+    Efficiency,
     StepTime,
     format_duration,
     format_loss,
@@ -42,6 +43,7 @@ class Progress:
       units_per_step: tokens or examples of one step, over all devices; may be set later, too.
       console: where to write; standard output when None.
       enabled: False shows nothing (every process but the first).
+      efficiency: tells the MFU; None where the devices' peak is not known.
       seconds_between_lines: cadence of the plain lines.
       clock: seconds that never go back; for tests.
 
@@ -63,6 +65,7 @@ class Progress:
         console: Console | None = None,
         enabled: bool = True,
         *,
+        efficiency: Efficiency | None = None,
         seconds_between_lines: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -72,6 +75,7 @@ class Progress:
         self.units_per_step = units_per_step
         self._console = Console() if console is None else console
         self._enabled = enabled
+        self.efficiency = efficiency
         self._seconds_between_lines = seconds_between_lines
         self._clock = clock
         self._loss = float("nan")
@@ -156,8 +160,15 @@ class Progress:
             f"loss {format_loss(self._loss)}",
             f"{format_rate(rate)} {self._unit}/s",
             format_step_time(seconds),
+            *(f"{100 * value:.1f}% MFU" for name, value in self.measured(seconds) if name == "mfu"),
             f"{format_duration(left)} left",
         ]
+
+    def measured(self, step_seconds: float) -> list[tuple[str, float]]:
+        """What a step of this duration says about the devices, by name."""
+        if self.efficiency is None:
+            return []
+        return [*self.efficiency.of(self.units_per_step, step_seconds).items()]
 
     def _bar(self) -> RenderableType:
         total = max(self._total_steps, 1)

@@ -3,6 +3,38 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """How much of the devices' peak a run uses.
+
+    Attributes:
+      unit: "tokens" or "examples".
+      flops_per_unit: of the model for one of these, forward and backward, nothing computed twice.
+      devices: all that take part.
+      flops_per_second: the peak of one device, in the dtype of the model's products.
+    """
+
+    unit: str
+    flops_per_unit: float
+    devices: int
+    flops_per_second: float
+
+    def of(self, units: int, seconds: float) -> dict[str, float]:
+        """Rate of one device, and MFU: the model's FLOPs over those of the peak (0 to 1).
+
+        MFU is as of PaLM (arXiv 2204.02311, appendix B): what is recomputed does not count.
+
+        >>> Efficiency("tokens", 6e9, devices=4, flops_per_second=2e14).of(100_000, 1.5)
+        {'tokens_per_second_per_device': 16666.666666666668, 'mfu': 0.5}
+        """
+        rate = units / seconds / self.devices if seconds > 0 else math.inf
+        return {
+            f"{self.unit}_per_second_per_device": rate,
+            "mfu": rate * self.flops_per_unit / self.flops_per_second,
+        }
 
 
 class StepTime:

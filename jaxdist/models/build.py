@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from flax import nnx
 from pydantic import Field
@@ -21,6 +21,7 @@ from jaxdist.models.loss import (
     check_fields,
 )
 from jaxdist.models.mlp import MlpConfig
+from jaxdist.models.remat import check_memory, offloads
 from jaxdist.types import Kwargs
 
 
@@ -60,7 +61,7 @@ def make_model(
     vocab_size: int | None,
     classes: int | None,
     hint: Hint,
-    platform: str | None = None,
+    device: Any | None = None,
 ) -> Callable[[nnx.Rngs], nnx.Module]:
     """A function of random streams that makes the module.
 
@@ -69,16 +70,19 @@ def make_model(
       vocab_size: size of the data's vocabulary, if it has tokens.
       classes: number of the data's classes, if it has labels.
       hint: how activations lie on the mesh.
-      platform: of the mesh's devices, as jax names it; None is not known.
+      device: one of those that it will run on; None is not known.
 
     Raises:
-      ConfigError: the model does not fit the data.
+      ConfigError: the model does not fit the data or the devices.
     """
     if isinstance(config, ImportedModelConfig):
         return lambda rngs: _imported(config, rngs)
     if isinstance(config, GptConfig):
         if vocab_size is None:
             raise ConfigError(f"model.type gpt needs tokens, but the data gives {sorted(shapes)}")
+        platform = None if device is None else device.platform
+        if device is not None:
+            check_memory(config.remat, [memory.kind for memory in device.addressable_memories()])
         length = next(iter(shapes.get("segments", ())), None)
         given: Kwargs = {"hint": hint, "platform": platform, "length": length}
         return lambda rngs: config.build(rngs, vocab_size=vocab_size, **given)
@@ -90,6 +94,11 @@ def make_model(
         )
     shape = (image[0], image[1], image[2])
     return lambda rngs: config.build(rngs, shape=shape, classes=classes, hint=hint)
+
+
+def offloads_of(config: ModelConfig) -> bool:
+    """Whether a model's activations go to the host's memory."""
+    return isinstance(config, GptConfig) and offloads(config.remat)
 
 
 def choose_loss(

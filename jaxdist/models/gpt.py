@@ -21,7 +21,6 @@ from jaxdist.models.layers import (
     WITHIN,
     ComputeDtype,
     Hint,
-    Remat,
     RMSNorm,
     Stacked,
     matmul,
@@ -29,6 +28,7 @@ from jaxdist.models.layers import (
     param,
     stack,
 )
+from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.rotary import rotate
 
 
@@ -65,10 +65,12 @@ class GptConfig(Config):
     """How many positions before itself each position sees; null is all."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
-    remat: Remat | Annotated[tuple[Remat, ...], Field(min_length=1)] = "none"
+    remat: RematConfig | Annotated[tuple[RematConfig, ...], Field(min_length=1)] = "none"
     """What the backward pass recomputes: nothing, cheap operations on single elements (rotations,
-    products, masks), all but matmul results, or whole blocks; or a list that says it block by
-    block, over and over (anew in each chunk of a pipeline): `[full, none]` recomputes every other
+    products, masks), all but matmul results, or whole blocks; or all but the activations of a
+    preset; or what a mapping says of each activation, `{query: save, attention: offload}` (to the
+    host's memory; those that are not named are recomputed); or a list that says it block by block,
+    over and over (anew in each chunk of a pipeline): `[full, none]` recomputes every other
     block."""
     scan_unroll: Count = 1
     """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
@@ -189,7 +191,8 @@ class Attention(nnx.Module):
         q_BLHd, k_BLKd = (
             rotate(x, theta=self.theta, by_product=self.on_tpu) for x in (q_BLHd, k_BLKd)
         )
-        y_BLHd = self.attend(q_BLHd, k_BLKd, v_BLKd, segments_BL)
+        taken = named(q_BLHd, "query"), named(k_BLKd, "key"), named(v_BLKd, "value")
+        y_BLHd = self.attend(*taken, segments_BL)
         y_BLHd = fence(y_BLHd, "backward" if self.on_tpu else "none")
         if self.on_tpu:
             return jnp.tensordot(y_BLHd, self.out[...].astype(y_BLHd.dtype), 2)
@@ -219,8 +222,8 @@ class SwiGLU(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
-        gate_BLF = fence(matmul(x_BLD, self.gate[...]), self.fences)
-        up_BLF = fence(matmul(x_BLD, self.up[...]), self.fences)
+        gate_BLF = fence(named(matmul(x_BLD, self.gate[...]), "mlp_gate"), self.fences)
+        up_BLF = fence(named(matmul(x_BLD, self.up[...]), "mlp_up"), self.fences)
         h_BLF = self.hint(jax.nn.silu(gate_BLF) * up_BLF, "batch", "seq", "mlp")
         return matmul(fence(h_BLF, self.fences), self.down[...])
 
@@ -239,12 +242,14 @@ class Block(nnx.Module):
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
         """x `[B, L, D]` to the same shape."""
-        # The names stand in the compiled program, and so in `inspect`'s dearest operations.
+        x_BLD = named(x_BLD, "block_input")
+        # Scopes stand in the compiled program, and so in `inspect`'s dearest operations.
         with jax.named_scope("attention"):
             h_BLD = fence(self.attention_norm(x_BLD), self.after_norms)
             h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
             y_BLD = self.attention(h_BLD, segments_BL)
-            x_BLD = x_BLD + self.hint(y_BLD, *RESIDUAL, was=WITHIN)
+            # Named after the hint: kept as it lies on the mesh, and not reduced over it again.
+            x_BLD = x_BLD + named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
         with jax.named_scope("mlp"):
             h_BLD = fence(self.mlp_norm(x_BLD), self.after_norms)
             h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)

@@ -16,10 +16,10 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.extend.core import Primitive
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.ahead import BlockFn, scan_ahead
+from jaxdist.models.remat import Remat, check_names, listed, recomputed, shown
 from jaxdist.types import Grads, Params, PyTree
 
 ComputeDtype = Literal["float32", "bfloat16"]
@@ -209,30 +209,6 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) ->
     return module
 
 
-Remat = Literal["none", "elementwise", "dots", "full"]
-
-# Cheap to recompute: XLA fuses them into the loop that reads their operands. Random bits are drawn
-# again rather than kept.
-_ELEMENTWISE = {
-    "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
-    "convert_element_type", "copy", "div", "eq", "floor", "ge", "gt", "integer_pow", "iota",
-    "le", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "random_bits",
-    "random_unwrap", "reshape", "rev", "round", "select_n", "shift_right_logical", "sign",
-    "slice", "split", "square", "squeeze", "stop_gradient", "sub", "transpose", "xor",
-}  # fmt: skip
-
-
-def _not_elementwise(primitive: Primitive, *_: object, **__: object) -> bool:
-    return primitive.name not in _ELEMENTWISE
-
-
-_POLICIES: dict[str, Callable[..., bool]] = {
-    "elementwise": _not_elementwise,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    "full": jax.checkpoint_policies.nothing_saveable,
-}
-
-
 def scan_blocks(
     stacked: nnx.Module,
     x: jax.Array,
@@ -244,14 +220,14 @@ def scan_blocks(
 
     Args:
       stacked: from `stack` or `nnx.vmap`; each block maps `(x, *operands)` to a new x.
-      remat: what the backward pass recomputes: nothing, cheap operations on single elements, all
-        but matmul results, or all. A list gives one of these for each block and starts again after
-        its last; its blocks make one loop iteration, which holds the activations of all of them.
+      remat: what the backward pass recomputes, and what it keeps: see `jaxdist.models.remat`. A
+        list says it for one block after another and starts again after its last; its blocks make
+        one loop iteration, which holds the activations of all of them.
       unroll: blocks per loop iteration, rounded down to whole lists of `remat`, at most all.
 
     Raises:
-      ConfigError: parameters are to be fetched ahead, and `remat` is not "full"; a block changes
-        its own state.
+      ConfigError: parameters are to be fetched ahead, and `remat` is not "full"; it keeps a name
+        that the blocks do not give; a block changes its own state.
     """
     graph, state = nnx.split(stacked)
     if _fetches_ahead(state):
@@ -262,11 +238,17 @@ def scan_blocks(
     def block(x: jax.Array, layer: Params) -> jax.Array:
         return _run(graph, whole(layer), x, operands)
 
-    if not isinstance(remat, str):
-        return _scan_lists(block, remat, state, x, unroll)
+    check_names(remat, lambda x, state: block(x, _first(state)), x, state)
+    policy, *more = listed(remat)
+    if more:
+        return _scan_lists(block, (policy, *more), state, x, unroll)
     # A loop keeps forward and backward apart; where it is unrolled away, CSE would undo remat.
-    run = _recomputed(block, remat, prevent_cse=unroll > 1)
+    run = recomputed(block, policy, prevent_cse=unroll > 1)
     return jax.lax.scan(lambda x, layer: (run(x, layer), None), x, state, unroll=unroll)[0]
+
+
+def _first(state: nnx.State) -> Params:
+    return jax.tree.map(operator.itemgetter(0), state)
 
 
 def _run(
@@ -307,7 +289,7 @@ def _scan_lists(
     def run(x: jax.Array, layers: Params, *, prevent_cse: bool) -> jax.Array:
         for i, policy in zip(range(jax.tree.leaves(layers)[0].shape[0]), policies, strict=False):
             layer = jax.tree.map(operator.itemgetter(i), layers)
-            x = _recomputed(block, policy, prevent_cse=prevent_cse)(x, layer)
+            x = recomputed(block, policy, prevent_cse=prevent_cse)(x, layer)
         return x
 
     def body(x: jax.Array, layers: Params) -> tuple[jax.Array, None]:
@@ -316,12 +298,6 @@ def _scan_lists(
     lists = jax.tree.map(lambda a: a[:looped].reshape(-1, together, *a.shape[1:]), state)
     x = jax.lax.scan(body, x, lists, unroll=max(1, unroll // together))[0]
     return run(x, jax.tree.map(lambda a: a[looped:], state), prevent_cse=True)
-
-
-def _recomputed(block: BlockFn, policy: Remat, *, prevent_cse: bool) -> BlockFn:
-    if policy == "none":
-        return block
-    return jax.checkpoint(block, policy=_POLICIES[policy], prevent_cse=prevent_cse)
 
 
 def _fetches_ahead(state: nnx.State) -> bool:
@@ -337,10 +313,10 @@ def _scan_ahead(
     remat: Remat | Sequence[Remat],
 ) -> jax.Array:
     if remat != "full":
-        said = remat if isinstance(remat, str) else ", ".join(remat)
         raise ConfigError(
-            f"parallel.zero.prefetch keeps the inputs of layers alone and recomputes the rest, and "
-            f"model.remat is {said}: set model.remat: full, or parallel.zero.prefetch: false"
+            "parallel.zero.prefetch keeps the inputs of layers alone and recomputes the rest, and "
+            f"model.remat is {shown(remat)}: set model.remat: full, or parallel.zero.prefetch: "
+            "false"
         )
 
     def block(layer: Params, x: jax.Array, *operands: PyTree) -> jax.Array:

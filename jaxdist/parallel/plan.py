@@ -9,6 +9,7 @@ from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.config.schema import Config
 from jaxdist.mesh import axis_names
+from jaxdist.parallel.compiler import XlaConfig
 from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.all_reduce import AllReduce
 from jaxdist.parallel.exchange.scatter import Scatter
@@ -35,6 +36,8 @@ class ParallelConfig(Config):
     """What of the training state each device keeps only a shard of."""
     pipeline: PipelineConfig = PipelineConfig()
     """How the stages of mesh axis `stage` share the work; `reduce: null` is then `xla`."""
+    xla: XlaConfig = XlaConfig()
+    """What the compiler is told."""
 
 
 def plan_exchange(
@@ -44,6 +47,8 @@ def plan_exchange(
     dims: Mapping[str, Dims],
     whole: Shardings,
     scanned: frozenset[str] = frozenset(),
+    *,
+    offloads: bool = False,
 ) -> tuple[Exchange, tuple[str, ...]]:
     """The exchange that the config asks for, and settings that do nothing here, a sentence each.
 
@@ -52,11 +57,12 @@ def plan_exchange(
       dims: logical dims of each parameter, by name.
       whole: shardings of the parameters that every replica holds, a tree like them.
       scanned: names of the parameters whose first dim counts layers.
+      offloads: whether activations go to the host's memory.
 
     Raises:
       ConfigError: settings that do not go together, or not with the layout, all at once.
     """
-    facts = facts_of(config, layout, dims)
+    facts = facts_of(config, layout, dims, offloads=offloads)
     check(facts)
     zero = plan_zero(config.zero, layout, params, dims)
     told = tuple(notices(facts, zero))
@@ -98,11 +104,14 @@ def explicit_exchange(
     )
 
 
-def facts_of(config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims]) -> Facts:
+def facts_of(
+    config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims], *, offloads: bool = False
+) -> Facts:
     """What the table of validity needs to know.
 
     Args:
       dims: logical dims of each parameter, by name.
+      offloads: whether activations go to the host's memory.
     """
     axis = layout.axis_of("batch")
     batch_axes = axis_names(layout.mesh, axis) if axis else ()
@@ -128,6 +137,7 @@ def facts_of(config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims]) -
         reduce_dtype=config.reduce_dtype,
         local_statistics=config.batch_norm == "local",
         pipeline=_chosen(config.pipeline),
+        offloads=offloads,
     )
 
 

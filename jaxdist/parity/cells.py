@@ -13,7 +13,7 @@ from pydantic import TypeAdapter
 
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.mesh import DCN, ICI, MeshConfig, Split
-from jaxdist.models.layers import Remat
+from jaxdist.models.remat import ByKind
 from jaxdist.parallel.pipeline.executor.ticks import Activations
 from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.csv_form import Csv
@@ -47,8 +47,8 @@ SCHEDULES: Mapping[str, type[Any]] = {
 """Every schedule of a pipeline that is generated, by type."""
 Scope = Literal["all", "ici"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
-REMATS: Mapping[str, Remat | tuple[Remat, ...]] = {
-    **{policy: policy for policy in get_args(Remat)},
+REMATS: Mapping[str, ByKind | tuple[ByKind, ...]] = {
+    **{policy: policy for policy in get_args(ByKind)},
     "some": ("full", "none"),
 }
 """What a model's `remat` is, by the name that the tables show; some is every other layer."""

@@ -9,6 +9,7 @@ import jax
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Loss
 from jaxdist.optim.build import Optimizer
+from jaxdist.parallel.compiler import Options
 from jaxdist.parallel.compute import whole_or_accumulated
 from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.xla import Xla
@@ -33,6 +34,7 @@ def assemble(
     exchange: Exchange | None = None,
     pipeline: Pipeline | None = None,
     outer: Outer | None = None,
+    options: Options | None = None,
 ) -> Program:
     """The program of a plan.
 
@@ -43,6 +45,7 @@ def assemble(
       exchange: of gradients; None leaves it to XLA.
       pipeline: the stages that the layers lie on; None where each device has all of them.
       outer: what exchanges parameters between steps; None is nothing.
+      options: for the compiler.
 
     Raises:
       ShardingError: a parameter does not divide over the mesh.
@@ -52,4 +55,16 @@ def assemble(
         exchange = Xla(param_shardings(layout, model.params, dims), None)
     compute = pipeline or whole_or_accumulated(objective, layout, microbatches)
     views = views_of(model, exchange.zero, None if pipeline is None else pipeline.stack)
-    return Program(model, optimizer, layout, dims, batch, seed, compute, exchange, views, outer)
+    return Program(
+        model,
+        optimizer,
+        layout,
+        dims,
+        batch,
+        seed,
+        compute,
+        exchange,
+        views,
+        outer,
+        options=options or {},
+    )

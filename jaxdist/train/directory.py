@@ -54,6 +54,11 @@ class RunDirectory:
         return self.path / "loss.png"
 
     @property
+    def profile(self) -> Path:
+        """Traces of steps, where a run was asked for them."""
+        return self.path / "profile"
+
+    @property
     def lock(self) -> Path:
         """Who is writing here; gone when nobody is."""
         return self.path / FILE_NAME

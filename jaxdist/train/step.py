@@ -8,7 +8,7 @@ are contracts; `jaxdist.train.assemble` chooses.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from jaxdist.models.loss import Batch, Sums
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.owners import Owner
 from jaxdist.optim.safety import skip_states
+from jaxdist.parallel.compiler import PASSES, Options, merged
 from jaxdist.parallel.contract import Compute, Exchange, Held
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
@@ -32,7 +33,7 @@ from jaxdist.types import Buffers, Grads, Params, PyTree
 
 STEP_METRICS = ("grad_norm", "learning_rate")
 SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
-KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+KEEP_BARRIERS: Options = {PASSES: "cse_barrier_expander"}
 """Of jax.lax.optimization_barrier, on CPU."""
 Compiled = jax.stages.Wrapped | SeparateChannels
 
@@ -66,6 +67,7 @@ class Program:
       exchange: from each device's gradients to the share that it updates.
       views: how devices hold a state otherwise than the model knows it.
       outer: what happens between steps; None is nothing.
+      options: for the compiler, of all programs but `init`.
     """
 
     model: Functional
@@ -78,6 +80,7 @@ class Program:
     exchange: Exchange
     views: tuple[View, ...] = ()
     outer: Outer | None = None
+    options: Options = field(default_factory=dict)
 
     @cached_property
     def home(self) -> Home:
@@ -239,7 +242,7 @@ class Program:
         sums, buffers = jax.tree.map(lambda _: replicated, (shapes.sums, shapes.buffers))
         carried = self.exchange.state_shardings(shapes.exchange)
         lie = Found(self.exchange.placements.shares, sums, buffers, carried)
-        return self._on_platform(jax.jit(gradients, out_shardings=lie))
+        return self._jitted(gradients, out_shardings=lie)
 
     @cached_property
     def update(self) -> Compiled:
@@ -275,7 +278,7 @@ class Program:
         def evaluate(params: Params, buffers: Buffers, batch: Batch) -> Sums:
             return self.compute.sums(self.home.params_to_step(params), buffers, batch)
 
-        return self._on_platform(jax.jit(evaluate, out_shardings=self.layout.replicated))
+        return self._jitted(evaluate, out_shardings=self.layout.replicated)
 
     @property
     def _stored_shardings(self) -> TrainState:
@@ -285,11 +288,14 @@ class Program:
         """A program that takes a state and gives the next one in its memory."""
         # XLA:CPU drops barriers before it fuses; they make replicas of new parameters equal.
         keep = self.exchange.keeps_barriers and self._on_cpu
-        options = KEEP_BARRIERS if keep else None
-        jitted = jax.jit(
-            function, donate_argnums=0, out_shardings=shardings, compiler_options=options
+        return self._jitted(
+            function, KEEP_BARRIERS if keep else {}, donate_argnums=0, out_shardings=shardings
         )
-        return self._on_platform(jitted)
+
+    def _jitted(self, function: Any, more: Options | None = None, **settings: Any) -> Compiled:
+        """Compiled with the program's options and with `more`."""
+        options = merged(self.options, more or {})
+        return self._on_platform(jax.jit(function, compiler_options=options, **settings))
 
     @property
     def _on_cpu(self) -> bool:

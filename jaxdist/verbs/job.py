@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,9 @@ from jaxdist.experiment import Experiment, ExperimentConfig, TrainStage, build
 from jaxdist.mesh import Device
 from jaxdist.metrics.curve import plot_loss
 from jaxdist.metrics.progress import Progress
+from jaxdist.metrics.rates import Efficiency
 from jaxdist.metrics.writer import MetricsWriter, read_metrics
+from jaxdist.runtime.hardware import find_device
 from jaxdist.train.checkpoints import restore, save
 from jaxdist.train.directory import RunDirectory, prepare
 from jaxdist.train.evaluate import evaluate
@@ -31,6 +33,8 @@ from jaxdist.train.hooks import (
     Guard,
     Hook,
     Log,
+    Profile,
+    ProfiledSteps,
     RunHooks,
     Save,
     Stop,
@@ -45,6 +49,9 @@ from jaxdist.types import Json
 from jaxdist.verbs.compare import changes
 from jaxdist.verbs.results import print_results
 
+ModelFlops = Callable[[ExperimentConfig, Device], float]
+"""Of a whole step of train.batch_size on such devices, nothing computed twice."""
+
 
 @dataclass
 class RunJob:
@@ -52,6 +59,8 @@ class RunJob:
 
     Attributes:
       resume: whether it goes on from the newest checkpoint.
+      profiled: the steps to trace.
+      model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
       seconds: how long it has run, without what prepared it.
       experiment: as it was built last.
       heldout: means of the last evaluation.
@@ -63,6 +72,8 @@ class RunJob:
     termination: Termination
     resume: bool
     console: Console
+    profiled: ProfiledSteps | None = None
+    model_flops: ModelFlops | None = None
     seconds: float = 0.0
     experiment: Experiment | None = None
     heldout: Mapping[str, float] = field(default_factory=dict)
@@ -72,13 +83,23 @@ class RunJob:
         """See `jaxdist.train.strategy.contract.Job.prepared`."""
         self.experiment = experiment = build(self.config, self.document, devices=devices)
         check_step_fits(experiment.program)
+        if self.profiled is not None and not self.resume:
+            self.profiled.after(0, experiment.total_steps)  # before the directory is begun
         self._begin_directory()
         describe(experiment, self.directory, self.console)
         with ExitStack() as stack:
             store = stack.enter_context(self._store())
             state, metadata = self._begin(experiment, store)
-            writer, progress = self._open(experiment, int(state.step), stack)
+            start = int(state.step)
+            traced = self.profiled and self.profiled.after(start, experiment.total_steps)
+            writer, progress = self._open(experiment, start, stack)
             hooks, measured = self._hooks(experiment, store, writer, progress, metadata)
+            if traced is not None:
+                folder = self.directory.profile if jax.process_index() == 0 else None
+                # The last hook, so that a trace begins after what else a boundary holds.
+                profile = Profile(*traced, folder, progress.note)
+                stack.callback(profile.close)
+                hooks.hooks = [*hooks.hooks, profile]
 
             def enter(stage: TrainStage) -> None:
                 progress.units_per_step = stage.batch_size * experiment.units_per_example
@@ -165,7 +186,9 @@ class RunJob:
             writer = stack.enter_context(MetricsWriter(self.directory.path, resume_step=resumed))
         unit = "tokens" if experiment.unit == "tokens" else "examples"
         given = (experiment.total_steps, start, unit, experiment.units_per_step, self.console)
-        return writer, stack.enter_context(Progress(*given, enabled=primary))
+        efficiency = efficiency_of(experiment, self.model_flops)
+        progress = Progress(*given, enabled=primary, efficiency=efficiency)
+        return writer, stack.enter_context(progress)
 
     def _hooks(
         self,
@@ -200,6 +223,21 @@ class RunJob:
             hooks.append(measured)
         hooks.append(Save(every(config.checkpoint.every), saved, measured))
         return RunHooks(hooks), measured
+
+
+def efficiency_of(experiment: Experiment, model_flops: ModelFlops | None) -> Efficiency | None:
+    """What MFU is measured by; None on CPU, and where the peak in the model's dtype is unknown."""
+    device, config = experiment.layout.mesh.local_devices[0], experiment.config
+    known = find_device(device.device_kind) if device.platform != "cpu" else None
+    dtype = getattr(config.model, "compute_dtype", "float32")
+    if model_flops is None or known is None or dtype not in known.flops_per_second:
+        return None
+    return Efficiency(
+        experiment.unit,
+        model_flops(config, device) / experiment.units_per_step,
+        experiment.layout.mesh.devices.size,
+        known.flops_per_second[dtype],
+    )
 
 
 def describe(experiment: Experiment, directory: RunDirectory, console: Console) -> None:

@@ -16,23 +16,33 @@ from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.runtime import compilation_cache
 from jaxdist.train.directory import RunDirectory, take
+from jaxdist.train.hooks import parse_profile
 from jaxdist.train.termination import Termination
-from jaxdist.verbs.job import RunJob
+from jaxdist.verbs.job import ModelFlops, RunJob
 
 
 def run(
-    path: Path, overrides: Sequence[str] = (), *, resume: bool = False, console: Console
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    resume: bool = False,
+    profile: str | None = None,
+    model_flops: ModelFlops | None = None,
+    console: Console,
 ) -> RunDirectory:
     """Train as the config says; returns the run directory.
 
     Args:
       resume: continue the newest run of this config from its newest whole checkpoint.
+      profile: steps to trace into the run directory, as `parse_profile` reads them.
+      model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
       console: where process 0 prints; the others are silent.
 
     Raises:
       JaxdistError: anything that the user can mend.
     """
     document, config = load(path, overrides)
+    profiled = None if profile is None else parse_profile(profile)
     if jax.process_index() != 0:
         console = Console(quiet=True)
     elif jax.process_count() > 1:
@@ -45,7 +55,9 @@ def run(
         _taken(base, named=named, resume=resume, say=say) as directory,
         Termination(say) as termination,
     ):
-        job = RunJob(document, config, directory, termination, resume, console)
+        job = RunJob(
+            document, config, directory, termination, resume, console, profiled, model_flops
+        )
         state = config.strategy.run(job)
         job.finish(int(state.step))
     return directory

@@ -13,9 +13,11 @@ import pytest
 from rich.console import Console
 from runs import DIGITS, Jaxdist
 
+from jaxdist.audit.options import ALL, audit_options
 from jaxdist.audit.report import audit, has_no_effect
 from jaxdist.audit.step import Finding
 from jaxdist.errors import RunError
+from jaxdist.parallel import compiler
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "configs").rglob("*.yaml"))
@@ -258,3 +260,49 @@ def test_for_tpus(folder: Path) -> None:
     findings = audited(folder, mesh, topology="v5e:2x2")
     assert findings["parallel.zero.stage"].verdict == "ok"
     assert findings["mesh.data"].verdict == "default"
+
+
+XLA = {"options": {"xla_disable_hlo_passes": "fusion", "xla_dump_hlo_as_text": True}}
+
+
+def test_options_for_the_compiler_are_judged_by_the_compiled_program(folder: Path) -> None:
+    findings = audited(folder, {"parallel": {"xla": {"preset": "default", **XLA}}})
+    judged = {knob.rpartition(".")[2]: found.verdict for knob, found in findings.items()}
+    assert judged["xla_disable_hlo_passes"] == "ok"
+    assert judged["xla_dump_hlo_as_text"] == "NO EFFECT"
+    assert judged["preset"] == "default"
+
+
+def test_the_table_of_options_says_what_each_changes(jaxdist: Jaxdist) -> None:
+    jaxdist.config(parallel={"xla": XLA})
+    done = jaxdist.here(
+        "audit", "config.yaml", "--devices", 8, "--options", "--json", "report.json"
+    )
+    assert (done.code, done.err) == (0, ""), done
+    lines = [line.split()[:3] for line in done.out.splitlines()[1:]]
+    assert ["changes", "options", "xla_disable_hlo_passes=fusion:"] in lines
+    assert ["same", "program", "options"] in lines
+    report = json.loads((jaxdist.folder / "report.json").read_text())
+    assert [row["verdict"] for row in report["options"]] == ["changes", "same program", "changes"]
+    assert report["options"][2]["option"] == "all of them"
+
+
+def test_the_table_says_where_there_are_no_options(jaxdist: Jaxdist) -> None:
+    jaxdist.config()
+    done = jaxdist.here("audit", "config.yaml", "--devices", 8, "--options")
+    assert "no preset has options for cpu, and parallel.xla.options gives none" in done.out
+    refused = jaxdist.here("audit", "config.yaml", "--devices", 8, "--options", "--full")
+    assert "--full has no effect with --options" in refused.message
+
+
+@pytest.mark.needs_libtpu
+def test_a_preset_is_taken_apart_on_tpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    presets: Any = compiler.PRESETS
+    monkeypatch.delitem(presets, "overlap")  # the largest
+    mesh = {"mesh": {"data": 4}, "parallel": {"zero": {"stage": 3, "whole_below": 1}}}
+    path = folder / "config.yaml"
+    path.write_text(json.dumps({**DIGITS, **mesh}))
+    found = audit_options(path, topology="v5e:2x2", console=Console(quiet=True))
+    named = {name for options in presets.values() for name in options}
+    assert {effect.option for effect in found} - {ALL} == named
+    assert not [effect for effect in found if effect.verdict == "refused"]

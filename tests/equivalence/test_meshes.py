@@ -35,7 +35,10 @@ MODELS = {
         "sharding": {"rules": {"kv_heads": None}},
     },
     "gpt-four-layers": {
-        "model": {"type": "gpt", "layers": 4, "embed": 64, "heads": 8, "vocab_multiple": 8},
+        "model": {
+            "type": "gpt", "layers": 4, "embed": 64, "heads": 8, "vocab_multiple": 8,
+            "remat": "save_qkv",
+        },
         "data": {"type": "synthetic", "kind": "tokens", "window": 32},
     },
     "cnn": {

@@ -110,6 +110,7 @@ MODELS = {
     "gpt": gpt,
     "wide gpt": partial(gpt, config=GPT.model_copy(update={"embed": 64, "mlp": 128})),
     "gpt dots": partial(gpt, config=GPT.model_copy(update={"remat": "dots"})),
+    "gpt named": partial(gpt, config=GPT.model_copy(update={"remat": {"query": "save"}})),
     "dropout": partial(mlp, dropout=0.2),
 }
 

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from jaxdist.metrics.progress import Progress
-from jaxdist.metrics.rates import StepTime, format_rate
+from jaxdist.metrics.rates import Efficiency, StepTime, format_rate
 
 
 class Clock:
@@ -50,6 +50,16 @@ def test_a_log_gets_the_first_line_the_last_and_one_per_interval():
     lines = text_of(console).splitlines()
     assert lines[0] == "step 1/100  loss 4.000  9.0 s for the first step, compilation included"
     assert lines[1] == "step 21/100  loss 0.190  8,192 tokens/s  500 ms/step  0:40 left"
+
+
+def test_a_log_tells_the_mfu_where_the_peak_is_known():
+    console = log()
+    measured = Efficiency("tokens", 6e9, devices=2, flops_per_second=1e14)
+    with Progress(9, 0, "tokens", 4096, console, efficiency=measured) as bar:
+        bar.update(1, loss=1.0, step_seconds=9.0)
+        bar.update(9, loss=1.0, step_seconds=0.5)
+    assert "8,192 tokens/s  500 ms/step  24.6% MFU  0:00 left" in text_of(console)
+    assert dict(bar.measured(0.5)) == {"tokens_per_second_per_device": 4096, "mfu": 0.24576}
 
 
 def test_a_log_after_a_resume_counts_what_is_left_of_the_whole():

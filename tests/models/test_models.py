@@ -107,6 +107,8 @@ def test_isolated_documents_do_not_see_each_other():
         pytest.param({"remat": ("full", "none"), "layers": 6}, marks=pytest.mark.full),
         {"remat": ("full", "none"), "layers": 6, "scan_unroll": 4},
         {"remat": ("full", "none", "dots", "elementwise"), "layers": 6},
+        {"remat": ("minimal", "save_dots_except_mlp", "save_qkv", "save_attention"), "layers": 6},
+        {"remat": {"query": "save", "mlp_gate": "save", "value": "recompute"}},
         {"remat": ("full", "none")},
         {"remat": ("full", "none", "dots")},
     ],

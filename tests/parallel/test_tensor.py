@@ -138,7 +138,7 @@ def alone():
             {"reduce": {"type": "ring"}, "remat": "dots"},
             marks=pytest.mark.full,
         ),
-        ({"data": 4, "tensor": 2}, {"reduce": {"type": "xla"}, "zero": 3, "remat": "full"}),
+        ({"data": 4, "tensor": 2}, {"reduce": {"type": "xla"}, "zero": 3, "remat": "minimal"}),
     ],
     ids=str,
 )

@@ -44,9 +44,10 @@ EVERY = [
         None if kind is None else TypeAdapter(ReduceConfig).validate_python({"type": kind}),
         ZeroConfig(stage=stage, scope=scope),
         split if any(name.startswith("data") for name in mesh) else {},
+        offloads=offloads,
     )
-    for mesh, kind, stage, scope, split in itertools.product(
-        MESHES, (None, *TYPES), (0, 1, 2, 3), ("all", "ici"), ({}, {"w": "embed"})
+    for mesh, kind, stage, scope, split, offloads in itertools.product(
+        MESHES, (None, *TYPES), (0, 1, 2, 3), ("all", "ici"), ({}, {"w": "embed"}), (False, True)
     )
 ]
 """Facts of every kind that the features tell apart."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from jaxdist.models.attention.contract import Ask
+from jaxdist.models.attention.contract import KEPT, Ask
 from jaxdist.models.layers import Hint
 
 
@@ -49,7 +50,7 @@ def of_jax(
     mask_B1LL = None
     if segments_BL is not None:
         mask_B1LL = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]
-    return jax.nn.dot_product_attention(
+    y_BLHd = jax.nn.dot_product_attention(
         q_BLHd,
         k_BLKd,
         v_BLKd,
@@ -58,3 +59,4 @@ def of_jax(
         local_window_size=None if window is None else (window, 0),
         implementation=implementation,
     )
+    return checkpoint_name(y_BLHd, KEPT)

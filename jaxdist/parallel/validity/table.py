@@ -30,6 +30,7 @@ class Facts:
       reduce_dtype: in which gradients travel; None is their own.
       local_statistics: whether batch norms keep to each device's own rows.
       pipeline: settings of parallel.pipeline that are not the default, as the user knows them.
+      offloads: whether the model's activations go to the host's memory.
     """
 
     mesh: Mapping[str, int]
@@ -41,6 +42,7 @@ class Facts:
     reduce_dtype: str | None = None
     local_statistics: bool = False
     pipeline: tuple[str, ...] = ()
+    offloads: bool = False
 
     @property
     def stages(self) -> int:
@@ -139,6 +141,9 @@ FEATURES: Mapping[str, Feature] = {
     "reduce: hierarchical": Feature(_is("hierarchical"), shown_reduce),
     "train.microbatches": Feature(lambda f: True, lambda f: "train.microbatches"),
     "model.remat": Feature(lambda f: True, lambda f: "model.remat"),
+    "model.remat: {...: offload}": Feature(
+        lambda f: f.offloads, lambda f: "offload in model.remat"
+    ),
 }
 """All that the table can speak of, in the order of the matrix."""
 
@@ -229,6 +234,12 @@ ROWS: tuple[Row, ...] = (
         "gradients of stages are summed by an explicit reduction (xla by default), which "
         "needs parameters that are not split along the axis of the batch",
         "set that rule to null, or take mesh.stage away",
+    ),
+    Row(
+        (("model.remat: {...: offload}",), ("stage (a pipeline)",)),
+        "a stage keeps activations of its microbatches in buffers of its own, which are in the "
+        "device's memory",
+        "save or recompute them, or take mesh.stage away",
     ),
 )
 """Every combination that is refused."""

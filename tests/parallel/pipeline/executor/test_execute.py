@@ -23,6 +23,7 @@ CELLS = [
     ("mlp", {"stage": 2, "data": 2, "tensor": 2}, "breadth_first", "recompute"),
     ("gpt", {"stage": 2, "data": 2, "tensor": 2}, "eager", "recompute"),
     ("gpt dots", {"stage": 2, "data": 2}, "zb_h1", "stash"),
+    ("gpt named", {"stage": 2, "data": 2}, "zb_h1", "stash"),
 ]
 
 

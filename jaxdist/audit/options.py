@@ -1,0 +1,150 @@
+"""`jaxdist audit --options`: which options for the compiler change the train step, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import jax
+from rich.console import Console
+from rich.text import Text
+
+from jaxdist.audit.step import change
+from jaxdist.experiment import load
+from jaxdist.hlo import Ledger, compile_with_text, ledger
+from jaxdist.inspect.program import InspectedExperiment, open_subject
+from jaxdist.inspect.text import digest
+from jaxdist.metrics.report import write_json
+from jaxdist.parallel.compiler import PRESETS, Options, OptionValue, preset_options
+from jaxdist.runtime import environment
+from jaxdist.runtime.topology import topology_devices
+from jaxdist.train.directory import PACKAGES
+
+OptionVerdict = Literal["changes", "same program", "refused"]
+ALL = "all of them"
+
+
+@dataclass(frozen=True)
+class OptionEffect:
+    """What one option of a preset does by itself, or all of them together.
+
+    Attributes:
+      preset: `options` for those that the config itself gives.
+      option: XLA's name, or `ALL`.
+      effect: in what the program differs, or what the compiler says against the option.
+    """
+
+    preset: str
+    option: str
+    value: OptionValue | None
+    verdict: OptionVerdict
+    effect: str
+
+
+@dataclass(frozen=True)
+class _Program:
+    ledger: Ledger
+    sha256: str
+
+
+def audit_options(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    topology: str | None = None,
+    json_file: Path | None = None,
+    console: Console,
+) -> tuple[OptionEffect, ...]:
+    """Compile the train step with each option of each preset, and print what that changes.
+
+    The options of the config itself (`parallel.xla.options`) are asked too. Each stands against
+    the step without any.
+
+    Args:
+      path: the configuration file, with `overrides` on top.
+      topology: TPUs to compile for, such as `v5e:2x4`; None is the devices that jax has.
+      json_file: where to write the findings as JSON.
+
+    Raises:
+      JaxdistError: anything that the user can mend.
+    """
+    devices = None if topology is None else topology_devices(topology)
+    given = load(path, overrides)[1].parallel.xla.options
+    subject = open_subject(path, overrides, devices)
+    console.print(f"options of {subject.name}", soft_wrap=True, markup=False)
+    found: list[OptionEffect] = []
+    for effect in _effects(subject, given):
+        found.append(effect)
+        _print(effect, console)
+    if not found:
+        console.print(
+            f"no preset has options for {subject.device_kind}, and parallel.xla.options gives none"
+        )
+    if json_file is not None:
+        report = {
+            "versions": environment.versions((*PACKAGES, "libtpu")),
+            "config": subject.name,
+            "devices": {"kind": subject.device_kind, "count": len(subject.devices)},
+            "options": [asdict(effect) for effect in found],
+        }
+        write_json(json_file, report, what="audit")
+    return tuple(found)
+
+
+def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEffect]:
+    program = replace(subject.experiment.program, options={})
+    mesh, device = subject.experiment.layout.mesh, subject.devices[0]
+    groups = {name: preset_options(name, device) for name in PRESETS} | {"options": given}
+    if not any(groups.values()):
+        return
+    lowered = program.train.lower(program.state_shapes, program.batch)
+
+    def compiled(options: Options) -> _Program:
+        executable, text = compile_with_text(lowered, options)
+        return _Program(ledger(executable, mesh, text), digest(text, lowered.as_text()))
+
+    plain = compiled({})
+    for preset, options in groups.items():
+        each: list[tuple[str, OptionValue | None, Options]]
+        each = [(name, value, {name: value}) for name, value in options.items()]
+        if len(each) > 1:
+            each.append((ALL, None, options))
+        for name, value, asked in each:
+            try:
+                other = compiled(asked)
+            except jax.errors.JaxRuntimeError as error:
+                yield OptionEffect(preset, name, value, "refused", str(error).splitlines()[0])
+                continue
+            same = other.sha256 == plain.sha256
+            effect = "" if same else _effect(plain.ledger, other.ledger)
+            yield OptionEffect(preset, name, value, "same program" if same else "changes", effect)
+
+
+def _effect(before: Ledger, after: Ledger) -> str:
+    changes = (
+        change("asynchronous bytes", _bytes(before, "is_async"), _bytes(after, "is_async"), "B"),
+        change("overlapped bytes", _bytes(before, "overlapped"), _bytes(after, "overlapped"), "B"),
+        change("bytes", before.sent_bytes(), after.sent_bytes(), "B"),
+        change("messages", _messages(before), _messages(after)),
+        change("memory", before.memory.peak_bytes, after.memory.peak_bytes, "B"),
+        change("FLOPs", before.flops_high, after.flops_high),
+    )
+    return ", ".join(filter(None, changes)) or "neither bytes nor memory nor FLOPs"
+
+
+def _bytes(found: Ledger, which: Literal["is_async", "overlapped"]) -> float:
+    return sum(c.times_high * c.sent_bytes for c in found.collectives if getattr(c, which))
+
+
+def _messages(found: Ledger) -> int:
+    return sum(c.times_high for c in found.collectives)
+
+
+def _print(effect: OptionEffect, console: Console) -> None:
+    value = "" if effect.value is None else f"={str(effect.value).lower()}"
+    line = Text(f"{effect.verdict:<13} {effect.preset:<18} {effect.option}{value}")
+    if effect.effect:
+        line.append(f": {effect.effect}")
+    console.print(line, soft_wrap=True)

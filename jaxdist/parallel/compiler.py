@@ -1,0 +1,136 @@
+"""What XLA is told beside the program: `parallel.xla`, by preset and option by option.
+
+An option is no promise: `jaxdist audit CONFIG --topology T --options` compiles with and without
+each and says whether the program changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from pydantic import Field
+
+from jaxdist.config.schema import Config
+from jaxdist.errors import ConfigError, did_you_mean
+from jaxdist.mesh import Device
+from jaxdist.runtime.hardware import find_device
+
+OptionValue = bool | int | float | str
+Options = Mapping[str, OptionValue]
+PresetName = Literal["default", "overlap", "collective_matmul"]
+
+PLATFORM = "tpu"
+"""Of the presets; `default` says nothing and is for all."""
+_FUSION = "xla_tpu_enable_async_collective_fusion"
+PRESETS: Mapping[PresetName, Options] = {
+    "default": {},
+    "overlap": {
+        "xla_tpu_enable_latency_hiding_scheduler": True,
+        "xla_tpu_overlap_compute_collective_tc": True,
+        "xla_enable_async_all_gather": True,
+        "xla_enable_async_collective_permute": True,
+        _FUSION: True,
+        f"{_FUSION}_fuse_all_gather": True,
+        f"{_FUSION}_multiple_steps": True,
+        "xla_tpu_enable_data_parallel_all_reduce_opt": True,
+        "xla_tpu_data_parallel_opt_different_sized_ops": True,
+    },
+    "collective_matmul": {
+        "xla_tpu_all_gather_collective_matmul_mode": "post_spmd",
+        "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
+    },
+}
+"""The options of each preset. `overlap` has those that MaxText sets for v5e and v5p; most are what
+libtpu does by itself in the versions that are around, and then the program is the same."""
+ONLY_ON: Mapping[str, tuple[str, ...]] = {f"{_FUSION}_fuse_all_gather": ("v5e",)}
+"""Devices that an option of a preset is for: libtpu 0.0.52 refuses this one in programs for v5p
+that it would change."""
+PASSES = "xla_disable_hlo_passes"
+"""An option that holds a list."""
+
+
+class XlaConfig(Config):
+    """Options for the compiler of the train step and of the evaluation."""
+
+    preset: PresetName = "default"
+    """Options for TPUs by what they are for: `overlap` runs collectives beside computation,
+    `collective_matmul` cuts a matmul into pieces that run beside the collective of its operand or
+    result, which a tensor axis with `residual_seq: tensor` has."""
+    options: dict[str, OptionValue] = Field(default_factory=dict)
+    """Further options by XLA's names, without dashes; they stand over the preset's."""
+
+
+def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, OptionValue]:
+    """The options that a config asks for, checked with the compiler of these devices.
+
+    A program that does nothing is compiled with them; none where there are no options.
+
+    Raises:
+      ConfigError: a preset for other devices; an option, or a value of it, that the compiler of
+        these devices does not take.
+    """
+    device = devices[0]
+    if config.preset != "default" and device.platform != PLATFORM:
+        raise ConfigError(
+            f"preset {config.preset} is for TPUs, and the mesh is of {device.platform} devices: "
+            "use preset: default, and what XLA has for these devices as options"
+        )
+    found = {**preset_options(config.preset, device), **config.options}
+    problem = refusal(found, device)
+    if problem is not None:
+        raise ConfigError(_told(found, device) or problem)
+    return found
+
+
+def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]:
+    """The options of a preset on such a device; none where it is no TPU."""
+    if device.platform != PLATFORM:
+        return {}
+    known = find_device(device.device_kind)
+    name = known.name if known else ""
+    return {
+        option: value
+        for option, value in PRESETS[preset].items()
+        if name in ONLY_ON.get(option, (name,))
+    }
+
+
+def merged(options: Options, more: Options) -> dict[str, OptionValue] | None:
+    """Both; lists are joined. None where there are none, as `jax.jit` wants it.
+
+    >>> merged({PASSES: "a"}, {PASSES: "b", "xla_x": True})
+    {'xla_disable_hlo_passes': 'a,b', 'xla_x': True}
+    """
+    found = {**options, **more}
+    if PASSES in options and PASSES in more:
+        found[PASSES] = f"{options[PASSES]},{more[PASSES]}"
+    return found or None
+
+
+def refusal(options: Options, device: Device) -> str | None:
+    """What the compiler of a device says against options; None where it takes them."""
+    if not options:
+        return None
+    shape = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
+    try:
+        jax.jit(jnp.negative, compiler_options=dict(options)).lower(shape).compile()
+    except (jax.errors.JaxRuntimeError, TypeError) as error:
+        return str(error)
+    return None
+
+
+def _told(options: Options, device: Device) -> str | None:
+    """Which of several options is refused, and what may be meant; None where no single one is."""
+    known = {name for preset in PRESETS.values() for name in preset}
+    for name, value in options.items():
+        problem = refusal({name: value}, device)
+        if problem is None:
+            continue
+        near = f"; {did_you_mean(name, sorted(known))}" if name not in known else ""
+        shown = str(value).lower() if isinstance(value, bool) else value
+        return f"the compiler for {device.device_kind} refuses {name}: {shown} ({problem}){near}"
+    return None
