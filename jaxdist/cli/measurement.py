@@ -14,8 +14,8 @@ def bench(
     name: Annotated[
         str,
         typer.Argument(
-            help="overhead, compile, startup, quickstart, attention, collectives, optim, zero or "
-            "pipeline."
+            help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
+            "pipeline or tpu."
         ),
     ],
     json_file: Annotated[

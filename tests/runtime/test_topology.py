@@ -5,8 +5,10 @@ import os
 
 import jax
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxdist.errors import MeshError
+from jaxdist.hlo.ledger import compile_with_text, ledger_of_text
 from jaxdist.runtime.topology import FAMILIES, Topology, parse_topology, topology_devices
 
 
@@ -71,6 +73,20 @@ def test_what_the_user_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TPU_WORKER_ID", raising=False)
     topology_devices("v5e:2x2")
     assert (os.environ["TPU_WORKER_HOSTNAMES"], os.environ["TPU_WORKER_ID"]) == ("elsewhere", "0")
+
+
+@pytest.mark.needs_libtpu
+def test_rings_gather_along_all_dims_at_once() -> None:
+    """On lines libtpu gathers by an all-reduce of zeros around a shard, which sends twice that."""
+    chips = topology_devices("v5p:4x4x4")
+    mesh = jax.make_mesh((len(chips),), ("data",), (AxisType.Auto,), devices=chips)
+    split, whole = (NamedSharding(mesh, PartitionSpec(axis)) for axis in ("data", None))
+    lowered = jax.jit(lambda x: x, in_shardings=split, out_shardings=whole).lower(
+        jax.ShapeDtypeStruct((8192, 1024), "bfloat16")
+    )
+    _, text = compile_with_text(lowered)
+    (found,) = ledger_of_text(text, {"data": len(chips)}).collectives
+    assert found.kind == "all-gather"
 
 
 @pytest.mark.needs_libtpu
