@@ -18,8 +18,8 @@ LAYERS = (
     ("elastic",),
     ("train",),
     ("experiment",),
-    ("inspect", "parity", "planner", "verbs", "bench", "doctor", "study"),
-    ("audit",),
+    ("inspect", "parity", "planner", "verbs", "doctor", "study"),
+    ("audit", "bench"),
     ("cli",),
 )
 MOST_FILES = 16

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import tempfile
+import threading
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -71,6 +72,8 @@ class _Child:
         self._process: Any = None
         self._pipe: Connection | None = None
         self._said = Path()
+        # A child may be ended by another thread than the one that is just beginning it.
+        self._changing = threading.Lock()
 
     def ask(self, item: Any) -> Any:
         """The function's value, or `Ended`."""
@@ -89,7 +92,8 @@ class _Child:
 
     def end(self) -> None:
         """End the process, if there is one."""
-        process, self._process = self._process, None
+        with self._changing:
+            process, self._process = self._process, None
         if process is not None:
             process.kill()
             process.join()
@@ -101,10 +105,11 @@ class _Child:
             handle, name = tempfile.mkstemp(prefix="jaxdist-", suffix=".log")
             os.close(handle)
             self._said = Path(name)
-            self._process = _CONTEXT.Process(
-                target=_serve, args=(self._function, theirs, name), daemon=True
-            )
-            self._process.start()
+            with self._changing:
+                self._process = _CONTEXT.Process(
+                    target=_serve, args=(self._function, theirs, name), daemon=True
+                )
+                self._process.start()
             theirs.close()
         return self._pipe
 
