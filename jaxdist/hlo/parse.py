@@ -22,7 +22,7 @@ BITS = {"pred": 8, "token": 0, "opaque": 0}
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
-_NAME = re.compile(r"%([\w.\-]+)")
+_NAME = re.compile(r"%([\w.\-#]+)")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
 _PARENTHESIS = re.compile(r"[()]")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -200,6 +200,45 @@ def parse_instruction(line: str) -> Instruction | None:
     )
 
 
+def members(type_text: str) -> list[str]:
+    """The types in a tuple's type.
+
+    >>> members("(f32[2,3]{1,0:T(8,128)}, /*index=1*/(u32[], s8[4]))")
+    ['f32[2,3]{1,0:T(8,128)}', '/*index=1*/(u32[], s8[4])']
+    """
+    found, depth, begun = [], 0, 1
+    for place, letter in enumerate(type_text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or (place and not depth):
+            found.append(type_text[begun:place].strip())
+            begun = place + 1
+        if place and not depth:
+            break
+    return found
+
+
+def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
+    """With an instruction for each element of a tuple that is named in place, such as `%loop#1`.
+
+    The XLA of jax 0.11 and newer writes so what older ones take out by a `get-tuple-element`.
+    """
+    known = {instruction.name: instruction for instruction in instructions}
+    after: dict[str, list[Instruction]] = {}
+    for name in (n for i in instructions for n in i.operands if "#" in n):
+        base, *path = name.split("#")
+        whole = base
+        for index in path:
+            element = f"{whole}#{index}"
+            if element not in known:
+                text = members(known[whole].type_text)[int(index)]
+                known[element] = Instruction(
+                    element, "get-tuple-element", text, f"%{whole}", f", index={index}", False
+                )
+                after.setdefault(base, []).append(known[element])
+            whole = element
+    return tuple(one for i in instructions for one in (i, *after.get(i.name, ())))
+
+
 def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
     """Lines, with an instruction whose attributes go on over several put onto one."""
     begun: str | None = None
@@ -239,7 +278,7 @@ def parse(text: str) -> Module:
     header, _, body = text.partition("\n")
     for line in _whole_lines(body.splitlines()):
         if name is not None and line.startswith("}"):
-            computations[name] = Computation(name, tuple(instructions))
+            computations[name] = Computation(name, _with_elements(instructions))
             name, instructions = None, []
         elif name is None:
             found = _COMPUTATION.match(line)

@@ -61,6 +61,8 @@ def inspect(
         print_inspection(result, console)
         print_times(result, console)
         if plot is not None:
+            if result.step_time is None:
+                raise RunError(f"--plot: no time is predicted for {result.device_kind}")
             console.print(f"drawn in {draw_times(result, plot)}", soft_wrap=True)
         report = inspection_json(result)
     else:

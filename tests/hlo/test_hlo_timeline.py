@@ -145,6 +145,36 @@ def test_a_loop_of_unknown_length_is_named_and_never_taken_for_one_turn():
     assert found.unknown_loops == ("l",)
 
 
+NAMED_IN_PLACE = """
+%body (s: (s32[], f32[8])) -> (s32[], f32[8]) {{
+  %q = (s32[], f32[8]{{0:T(8)}}) parameter(0)
+  %one = s32[] constant(1)
+  %i = s32[] add(%q#0, %one)
+  {work}
+  ROOT %n = (s32[], f32[8]) tuple(%i, %w)
+}}
+
+%condition (s: (s32[], f32[8])) -> pred[] {{
+  %cq = (s32[], f32[8]) parameter(0)
+  %limit = s32[] constant(80)
+  ROOT %less = pred[] compare(%cq#0, %limit), direction=LT
+}}
+"""
+
+
+def test_elements_that_are_named_in_place_count_a_loop_too():
+    """As jax 0.11 and newer print them: `%q#0` for a get-tuple-element."""
+    module = program(
+        P,
+        "%zero = s32[] constant(0)",
+        "%s0 = (s32[], f32[8]) tuple(%zero, %p)",
+        "ROOT %l = (s32[], f32[8]) while(%s0), condition=%condition, body=%body",
+        other=NAMED_IN_PLACE.format(work=work("w", 3, "q#1")),
+    )
+    found = timeline(module)
+    assert (found.seconds, found.entries["w"].times, found.unknown_loops) == (240, 80, ())
+
+
 CARRIED = """
 %body (s: ((f32[8], f32[8]), f32[8])) -> ((f32[8], f32[8]), f32[8]) {{
   %q = ((f32[8], f32[8]), f32[8]) parameter(0)
