@@ -228,6 +228,7 @@ def experiment(plan: str) -> Experiment:
     return build(config(mesh=mesh, parallel=parallel, train=train), devices=devices)
 
 
+@pytest.mark.full
 def test_stages_keep_it_in_their_order_and_checkpoints_in_the_model_s(tmp_path):
     """What each plan saves every other one loads to the bit, and goes on as one device does."""
     begun = jax.device_get(experiment("one device").program.init())

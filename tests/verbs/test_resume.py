@@ -71,7 +71,14 @@ def resume_to_the_end(jaxdist: Jaxdist, whole: Path) -> None:
     assert_same_run(jaxdist.run, whole)
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2, 3))])
+# Always on: kills of a save at random times (test_checkpoint_kill.py), and every signal here.
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(0, marks=pytest.mark.full),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in (1, 2, 3)),
+    ],
+)
 def test_sigkill_at_random_steps(noisy: Jaxdist, whole: Path, seed: int) -> None:
     kills = sorted(random.Random(seed).sample(range(5, STEPS - 20), 3))
     for step in kills:
