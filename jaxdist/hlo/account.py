@@ -135,14 +135,9 @@ class _Walk:
         )
 
     def _conditional(self, frame: Frame, instruction: Instruction) -> Totals:
-        names = instruction.called("branch_computations") or (
-            *instruction.called("true_computation"),
-            *instruction.called("false_computation"),
-        )
-        branches = zip(names, instruction.operands[1:], strict=True)
         return one_of(
             [
                 self.computation(frame.enter_branch(name, operand), Surroundings())
-                for name, operand in branches
+                for name, operand in instruction.branches
             ]
         )

@@ -18,9 +18,7 @@ from jaxdist.hlo.parse import ArrayShape, Computation, Instruction
 
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _UNKNOWN = 2**62
-_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _STATED_BYTES = re.compile(r'"bytes_accessed":"?(\d+)')
-_TRANSCENDENTALS = re.compile(r'"transcendentals":"?(\d+)')
 _BLOCKS = re.compile(r'\\"(block_\w+)\\": (\d+)')
 _HOST = "S(5)"
 
@@ -45,10 +43,7 @@ class Effort:
     what: str
     """The custom call's target and kernel name, or the operation."""
     flops: float
-    transcendentals: float
     bytes: int
-    stated: bool
-    """Whether the kernel states these itself."""
     kernel: str = ""
     """Name of the kernel; empty for all that is none."""
     operands: tuple[ArrayShape, ...] = ()
@@ -70,18 +65,12 @@ def estimated_cycles(instruction: Instruction) -> int | None:
     return cycles if cycles < _UNKNOWN else None
 
 
-def target_of(instruction: Instruction) -> str:
-    """The target of a custom call; empty for all others."""
-    found = _TARGET.search(instruction.attributes) if instruction.opcode == "custom-call" else None
-    return found[1] if found else ""
-
-
 def takes_no_time(instruction: Instruction) -> bool:
     """Whether an instruction without an estimate does nothing on the device.
 
     Scalars are computed on another unit, beside what the device does.
     """
-    if instruction.opcode in NO_TIME or target_of(instruction) in IDLE_TARGETS:
+    if instruction.opcode in NO_TIME or instruction.custom_call_target in IDLE_TARGETS:
         return True
     return not any(shape.dims for shape in instruction.shapes)
 
@@ -92,14 +81,11 @@ def effort(instruction: Instruction, computation: Computation) -> Effort:
     moved_bytes = sum(shape.bytes for shape in _touched(instruction, shapes))
     attributes = instruction.attributes
     stated = _STATED_BYTES.search(attributes)
-    transcendentals = _TRANSCENDENTALS.search(attributes)
     return Effort(
-        what=" ".join(filter(None, (target_of(instruction), kernel_name(instruction))))
+        what=" ".join(filter(None, (instruction.custom_call_target, kernel_name(instruction))))
         or instruction.opcode,
         flops=float(instruction_flops(instruction, computation)),
-        transcendentals=float(transcendentals[1]) if transcendentals else 0.0,
         bytes=int(stated[1]) if stated else moved_bytes,
-        stated=stated is not None,
         kernel=kernel_name(instruction),
         operands=tuple(shapes),
         results=instruction.shapes,
@@ -118,7 +104,7 @@ def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArraySh
 
 def kernel_name(instruction: Instruction) -> str:
     """What a kernel of its own is called in the program; empty for all others."""
-    if target_of(instruction) != "tpu_custom_call":
+    if instruction.custom_call_target != "tpu_custom_call":
         return ""
     return re.sub(r"[.\d]+$", "", instruction.name)
 

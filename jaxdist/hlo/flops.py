@@ -17,7 +17,6 @@ from jaxdist.hlo.parse import ArrayShape, Computation, Instruction
 
 _DIM_LABELS = re.compile(r"\bdim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
-_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _STATED = re.compile(r'"flops":"?(\d+)')
 # For each cuDNN direction, which of (result, operand 0, operand 1) plays input, kernel, output.
@@ -52,8 +51,7 @@ def _dot(result: ArrayShape, left: ArrayShape, contracting: tuple[int, ...]) -> 
 
 def _custom_call(instruction: Instruction, computation: Computation) -> int:
     """Library calls that hide a dot or a convolution, and kernels that state their FLOPs."""
-    found = _TARGET.search(instruction.attributes)
-    target = found[1] if found else ""
+    target = instruction.custom_call_target
     if target in _CUDNN:
         shapes = [instruction.shapes[0], *_operands(instruction, computation)]
         left, kernel, result = (shapes[role] for role in _CUDNN[target])

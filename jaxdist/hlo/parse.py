@@ -24,6 +24,7 @@ _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _NAME = re.compile(r"%([\w.\-#]+)")
 _OPCODE = re.compile(r"\s*([\w\-]+)\(")
+_TARGET = re.compile(r'\bcustom_call_target="([^"]*)"')
 _PARENTHESIS = re.compile(r"[()]")
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
 _BITS = re.compile(r"^[a-z]+(\d+)")
@@ -105,6 +106,23 @@ class Instruction:
         return tuple(_NAME.findall(found[1])) if found else ()
 
     @property
+    def custom_call_target(self) -> str:
+        """What a custom call runs; empty for all others."""
+        if self.opcode != "custom-call":
+            return ""
+        found = _TARGET.search(self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def branches(self) -> list[tuple[str, str]]:
+        """Of a conditional: each branch's computation and the operand that it takes."""
+        names = self.called("branch_computations") or (
+            *self.called("true_computation"),
+            *self.called("false_computation"),
+        )
+        return list(zip(names, self.operands[1:], strict=True))
+
+    @property
     def source(self) -> str:
         """`op_name` of the metadata, or empty."""
         found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
@@ -141,9 +159,7 @@ class Computation:
 
     @cached_property
     def custom_call_targets(self) -> frozenset[str]:
-        calls = (i.attributes for i in self.instructions if i.opcode == "custom-call")
-        found = (re.search(r'custom_call_target="([^"]*)"', text) for text in calls)
-        return frozenset(match[1] for match in found if match)
+        return frozenset(i.custom_call_target for i in self.instructions) - {""}
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[ArrayShape, ...]]:
         """Shapes of each operand."""

@@ -245,14 +245,9 @@ class _Run:
             self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
 
     def _branch(self, instruction: Instruction) -> None:
-        names = instruction.called("branch_computations") or (
-            *instruction.called("true_computation"),
-            *instruction.called("false_computation"),
-        )
-        branches = zip(names, instruction.operands[1:], strict=True)
         pieces = [
             self.player.computation(self.frame.enter_branch(name, operand), {})
-            for name, operand in branches
+            for name, operand in instruction.branches
         ]
         self._inline(self.player.choose(pieces, key=lambda piece: piece.timeline.seconds))
         self.has_branches = True
