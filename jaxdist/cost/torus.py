@@ -13,7 +13,7 @@ What is not a box (a group whose chips lie scattered) is taken at one link of on
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,16 @@ Coordinates = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective on the links: its seconds, and the dims of the torus that it keeps busy."""
+    """A collective on the links.
+
+    Attributes:
+      seconds: alone on its links.
+      links: those that it keeps busy: d and -d are the two directions along dim d of the torus,
+        counted from 1; 0 is the network between slices.
+    """
 
     seconds: float
-    dims: frozenset[int]
+    links: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -61,32 +67,34 @@ class Torus:
         dims = frozenset(dim for dim, extent in enumerate(extents) if extent > 1)
         if 0 in dims:
             latency = self.slow.latency_seconds * math.log2(max(collective.group_size, 2))
-            return Transfer(latency + collective.sent_bytes / self.slow.bytes_per_second, dims)
+            return Transfer(
+                latency + collective.sent_bytes / self.slow.bytes_per_second, both_ways(dims)
+            )
         is_box = math.prod(extents) == collective.group_size
         ports = sum(self._ports(dim, extents[dim]) for dim in dims) if is_box else 1
         hops = sum(self._hops(dim, extents[dim]) for dim in dims)
         rounds = 2 if collective.kind == "all-reduce" else 1
         share = 0.25 if collective.kind == "all-to-all" else 1.0
         wire = share * collective.sent_bytes / (ports * self.fast.bytes_per_second)
-        return Transfer(rounds * hops * self.fast.latency_seconds + wire, dims)
+        return Transfer(rounds * hops * self.fast.latency_seconds + wire, both_ways(dims))
 
     def _permute(self, collective: Collective) -> Transfer:
         """A message between two chips; those that travel several hops share the links between."""
         ends = self.places[np.array(collective.groups)]
-        apart = np.abs(ends[:, 0] - ends[:, 1])
-        if apart[:, 0].any():
+        way = ends[:, 1] - ends[:, 0]
+        if way[:, 0].any():
             seconds = self.slow.latency_seconds
             return Transfer(
                 seconds + collective.sent_bytes / self.slow.bytes_per_second, frozenset({0})
             )
-        for dim in range(1, apart.shape[1]):
+        for dim in range(1, way.shape[1]):
             if self.rings[dim - 1]:
                 size = self.places[:, dim].max() + 1
-                apart[:, dim] = np.minimum(apart[:, dim], size - apart[:, dim])
-        hops = int(apart.sum(axis=1).max())
-        dims = frozenset(int(dim) for dim in np.flatnonzero(apart.any(axis=0)))
+                way[:, dim] = (way[:, dim] + (size - 1) // 2) % size - (size - 1) // 2
+        hops = int(np.abs(way).sum(axis=1).max())
+        links = {sign * dim for sign in (1, -1) for dim in np.flatnonzero((sign * way > 0).any(0))}
         wire = hops * collective.sent_bytes / self.fast.bytes_per_second
-        return Transfer(hops * self.fast.latency_seconds + wire, dims)
+        return Transfer(hops * self.fast.latency_seconds + wire, frozenset(map(int, links)))
 
     def _extents(self, groups: Sequence[Sequence[int]]) -> list[int]:
         """How many different coordinates a group has in each dim, at most over the groups."""
@@ -101,6 +109,15 @@ class Torus:
 
     def _hops(self, dim: int, extent: int) -> int:
         return extent // 2 if self._ports(dim, extent) == 2 else extent - 1
+
+
+def both_ways(dims: Iterable[int]) -> frozenset[int]:
+    """The links of both directions along dims.
+
+    >>> sorted(both_ways({1, 3}))
+    [-3, -1, 1, 3]
+    """
+    return frozenset(sign * dim for dim in dims for sign in (1, -1))
 
 
 def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Torus:

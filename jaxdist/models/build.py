@@ -75,6 +75,11 @@ def make_model(
     Raises:
       ConfigError: the model does not fit the data or the devices.
     """
+    if hint.ring is not None and not isinstance(config, GptConfig):
+        raise ConfigError(
+            f"sharding.collective_matmul is for model.type gpt, and {config.type} would not use "
+            "it: set sharding.collective_matmul: false"
+        )
     if isinstance(config, ImportedModelConfig):
         return lambda rngs: _imported(config, rngs)
     if isinstance(config, GptConfig):

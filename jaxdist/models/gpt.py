@@ -5,6 +5,7 @@ Dims: B batch, L sequence, D embed, H heads, K kv_heads, d head_dim, F mlp, V vo
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import jax
@@ -21,6 +22,7 @@ from jaxdist.models.layers import (
     WITHIN,
     ComputeDtype,
     Hint,
+    Ring,
     RMSNorm,
     Stacked,
     matmul,
@@ -221,11 +223,31 @@ class SwiGLU(nnx.Module):
         self.fences: Pass = fences
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """x `[B, L, D]` to the same shape."""
-        gate_BLF = fence(named(matmul(x_BLD, self.gate[...]), "mlp_gate"), self.fences)
-        up_BLF = fence(named(matmul(x_BLD, self.up[...]), "mlp_up"), self.fences)
+        """x `[B, L, D]` as it lies in the residual stream, to the same shape."""
+        gate_DF, up_DF, down_FD = self.gate[...], self.up[...], self.down[...]
+        ring = self.hint.ring
+        if ring is None:
+            x_BLD = self.hint(x_BLD, *WITHIN, was=RESIDUAL)
+            h_BLF = self._gated(matmul(x_BLD, gate_DF), matmul(x_BLD, up_DF))
+            return self.hint(matmul(h_BLF, down_FD), *RESIDUAL, was=WITHIN)
+        dims = RESIDUAL, ("embed", "mlp"), ("embed", "mlp"), ("mlp", "embed")
+        on_ring = self.hint.on_blocks(partial(self._on_ring, ring), *dims, axes=(ring.axis,))
+        return on_ring(x_BLD, *(w.astype(x_BLD.dtype) for w in (gate_DF, up_DF, down_FD)))
+
+    def _gated(self, gate_BLF: jax.Array, up_BLF: jax.Array) -> jax.Array:
+        gate_BLF = fence(named(gate_BLF, "mlp_gate"), self.fences)
+        up_BLF = fence(named(up_BLF, "mlp_up"), self.fences)
         h_BLF = self.hint(jax.nn.silu(gate_BLF) * up_BLF, "batch", "seq", "mlp")
-        return matmul(fence(h_BLF, self.fences), self.down[...])
+        return fence(h_BLF, self.fences)
+
+    def _on_ring(
+        self, ring: Ring, x_BlD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
+    ) -> jax.Array:
+        """The same for one device's piece of the sequence and its part of F."""
+        columns = ring.products(ring.gathered(x_BlD), gate_DF, up_DF)
+        h_BlF = tuple(self._gated(gate, up) for gate, up in zip(*columns, strict=True))
+        (y_BlD,) = ring.products(h_BlF, down_FD, leaving=True)
+        return ring.reduced(y_BlD)
 
 
 class Block(nnx.Module):
@@ -251,9 +273,7 @@ class Block(nnx.Module):
             # Named after the hint: kept as it lies on the mesh, and not reduced over it again.
             x_BLD = x_BLD + named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
         with jax.named_scope("mlp"):
-            h_BLD = fence(self.mlp_norm(x_BLD), self.after_norms)
-            h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
-            x_BLD = x_BLD + self.hint(self.mlp(h_BLD), *RESIDUAL, was=WITHIN)
+            x_BLD = x_BLD + self.mlp(fence(self.mlp_norm(x_BLD), self.after_norms))
         return self.hint(x_BLD, *RESIDUAL)
 
 

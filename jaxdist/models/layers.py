@@ -29,6 +29,29 @@ Initializer = Callable[..., jax.Array]
 _LECUN = nnx.initializers.lecun_normal()
 
 
+class Ring(Protocol):
+    """Devices that pass the pieces of a sequence on, beside the matmuls that need them."""
+
+    @property
+    def axis(self) -> str:
+        """The mesh axis that they lie on."""
+        ...
+
+    def gathered(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """The pieces of all devices; x `[B, l, ...]` is this device's."""
+        ...
+
+    def products(
+        self, pieces: tuple[jax.Array, ...], *kernels: jax.Array, leaving: bool = False
+    ) -> tuple[tuple[jax.Array, ...], ...]:
+        """For each kernel the products of all pieces, which are to be `reduced` if `leaving`."""
+        ...
+
+    def reduced(self, pieces: tuple[jax.Array, ...]) -> jax.Array:
+        """This device's piece, summed over all devices."""
+        ...
+
+
 class Hint(Protocol):
     """Says how an activation lies on the mesh: takes it with its dims, returns it constrained.
 
@@ -44,12 +67,23 @@ class Hint(Protocol):
         """Into how many parts the mesh splits a dim."""
         ...
 
+    @property
+    def ring(self) -> Ring | None:
+        """What runs the collectives of an MLP beside its matmuls; None leaves them in one piece."""
+        ...
+
     def on_blocks(
-        self, function: Callable[..., jax.Array], *dims: tuple[str | None, ...]
+        self,
+        function: Callable[..., jax.Array],
+        *dims: tuple[str | None, ...],
+        axes: Sequence[str] | None = None,
     ) -> Callable[..., jax.Array]:
         """`function` of each device's blocks of arrays with these dims, each device by itself.
 
         For what XLA cannot partition. The result lies as the first array does.
+
+        Args:
+          axes: the mesh axes whose blocks it sees; None is all.
         """
         ...
 
@@ -68,8 +102,15 @@ class NoHint:
         """1."""
         return 1
 
+    @property
+    def ring(self) -> None:
+        """None."""
+
     def on_blocks(
-        self, function: Callable[..., jax.Array], *dims: tuple[str | None, ...]
+        self,
+        function: Callable[..., jax.Array],
+        *dims: tuple[str | None, ...],
+        axes: Sequence[str] | None = None,
     ) -> Callable[..., jax.Array]:
         """The function: the one block is the array."""
         return function
@@ -356,7 +397,29 @@ class Stacked(nnx.Module):
         more = self.operands(*inputs)
         return scan_blocks(self.blocks, x, *more, remat=self.remat, unroll=self.unroll)
 
-    def __call__(self, *inputs: PyTree) -> PyTree:
-        """`head(trunk(embed(*inputs), *inputs))`."""
+    def hidden(self, *inputs: PyTree) -> jax.Array:
+        """What the head is given: `trunk(embed(*inputs), *inputs)`."""
         model: Any = self
-        return model.head(self.trunk(model.embed(*inputs), *inputs))
+        return self.trunk(model.embed(*inputs), *inputs)
+
+    def __call__(self, *inputs: PyTree) -> PyTree:
+        """`head(hidden(*inputs))`."""
+        model: Any = self
+        return model.head(self.hidden(*inputs))
+
+
+@dataclass(frozen=True)
+class HeadOnly:
+    """The last part of a `Stacked`, which a loss calls as it does the whole; its input is given."""
+
+    head: Callable[[jax.Array], PyTree]
+    x: jax.Array
+
+    def hidden(self, *inputs: PyTree) -> jax.Array:
+        """x, whatever the model's inputs."""
+        del inputs
+        return self.x
+
+    def __call__(self, *inputs: PyTree) -> PyTree:
+        """`head(x)`."""
+        return self.head(self.hidden(*inputs))

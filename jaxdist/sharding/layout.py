@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from jaxdist.config.schema import Config
 from jaxdist.errors import ShardingError, did_you_mean
 from jaxdist.mesh import AXES, axis_names, axis_size
+from jaxdist.sharding.collective_matmul import Ring
 from jaxdist.trees import flatten_with_names, pattern_of
 from jaxdist.types import Dims, Params, PyTree
 
@@ -51,6 +52,10 @@ class ShardingConfig(Config):
     Null is a dim that is never split, `...` any number of these, as in `[..., mlp]`; `whole` is all
     of them. Of stacked layers a pattern names the dims of one."""
 
+    collective_matmul: bool = False
+    """Where `residual_seq` is split: MLPs (gpt) pass pieces of the sequence round that axis beside
+    their matmuls, in place of a gather before and a reduction after them."""
+
     @field_validator("rules")
     @classmethod
     def _known_axes(cls, rules: dict[str, str | None]) -> dict[str, str | None]:
@@ -79,6 +84,7 @@ class Layout:
 
     mesh: Mesh
     rules: tuple[tuple[str, str | None], ...] = field(default=tuple(DEFAULT_RULES.items()))
+    collective_matmul: bool = False
 
     def axis_of(self, dim: str | None) -> str | None:
         """The mesh axis that splits `dim`, or None.
@@ -124,6 +130,12 @@ class Layout:
         """Into how many parts the mesh splits a dim."""
         axis = self.axis_of(dim)
         return axis_size(self.mesh, axis) if axis else 1
+
+    @property
+    def ring(self) -> Ring | None:
+        """The ring of collective matmuls; None without them."""
+        axis = self.axis_of("residual_seq") if self.collective_matmul else None
+        return Ring(axis) if axis and axis_size(self.mesh, axis) > 1 else None
 
     def __call__(self, x: jax.Array, *dims: str | None, was: Dims | None = None) -> jax.Array:
         """Constrain an activation's layout; for use under jit.
@@ -172,23 +184,28 @@ class Layout:
         return math.prod(self.mesh.shape[axis] for axis in axes or ())
 
     def on_blocks(
-        self, function: Callable[..., jax.Array], *dims: Dims
+        self,
+        function: Callable[..., jax.Array],
+        *dims: Dims,
+        axes: Sequence[str] | None = None,
     ) -> Callable[..., jax.Array]:
         """`function` of each device's blocks of arrays with these dims; for use under jit.
 
         It runs in a `jax.shard_map` over all axes that are not manual already, those that split no
         dim too: of an automatic axis XLA would have to partition the function. The result lies as
         the first array does. Rows that do not divide over their axis are whole on each device.
+
+        Args:
+          axes: only these are manual, and XLA partitions over the others; None is all.
         """
 
         def run(*arrays: jax.Array) -> jax.Array:
             mesh = jax.sharding.get_abstract_mesh()
-            free = {*self.mesh.axis_names} - {*mesh.manual_axes}
+            free = {*(axes or self.mesh.axis_names)} - {*mesh.manual_axes}
             if not free or self.mesh.size == 1:
                 return function(*arrays)
-            specs = [
-                self._block(x, of, mesh.manual_axes) for x, of in zip(arrays, dims, strict=True)
-            ]
+            others = {*self.mesh.axis_names} - free
+            specs = [self._block(x, of, others) for x, of in zip(arrays, dims, strict=True)]
             return jax.shard_map(
                 function,
                 mesh=None if mesh.manual_axes else self.mesh,
@@ -243,8 +260,26 @@ def _indivisible(shown: str, dim: str | None, length: int, axis: str | None, par
 
 
 def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
-    """The default rules with the config's on top, on a mesh."""
-    return Layout(mesh, tuple({**DEFAULT_RULES, **config.rules}.items()))
+    """The default rules with the config's on top, on a mesh.
+
+    Raises:
+      ShardingError: collective matmuls without an axis that they can go round.
+    """
+    rules = {**DEFAULT_RULES, **config.rules}
+    axis = rules["residual_seq"]
+    if config.collective_matmul and (axis is None or rules["mlp"] != axis):
+        raise ShardingError(
+            "sharding.collective_matmul passes pieces of the sequence to matmuls that are split "
+            f"over the same axis, and residual_seq is mapped to {axis or 'none'}, mlp to "
+            f"{rules['mlp'] or 'none'}: set sharding.rules: {{residual_seq: tensor}}, or "
+            "sharding.collective_matmul: false"
+        )
+    if config.collective_matmul and axis is not None and len(axis_names(mesh, axis)) > 1:
+        raise ShardingError(
+            f"sharding.collective_matmul goes round one axis of one network, and {axis} is split "
+            f"over two: give mesh.{axis} one size, or set sharding.collective_matmul: false"
+        )
+    return Layout(mesh, tuple(rules.items()), config.collective_matmul)
 
 
 def param_shardings(layout: Layout, params: Params, dims: Mapping[str, Dims]) -> PyTree:

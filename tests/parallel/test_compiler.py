@@ -86,7 +86,7 @@ def test_what_the_compiler_does_not_take_is_refused(
 
 def test_options_of_one_device_only_are_in_a_preset() -> None:
     assert {*ONLY_ON} <= {name for options in PRESETS.values() for name in options}
-    assert all(options for preset, options in PRESETS.items() if preset != "default")
+    assert all(options for preset, options in PRESETS.items() if preset != "none")
 
 
 @pytest.mark.needs_libtpu

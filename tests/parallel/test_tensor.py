@@ -30,7 +30,9 @@ ALL_REDUCES = 4 * LAYERS + 2
 SPLIT: dict[str, str | None] = {"residual_seq": "tensor"}
 
 
-def experiment(rules, reduce=None, *, devices=None, mesh=None, window=LENGTH, zero=0, **model):
+def experiment(
+    rules, reduce=None, *, devices=None, mesh=None, window=LENGTH, zero=0, ring=False, **model
+):
     sections = {
         "model": {
             "type": "gpt", "layers": LAYERS, "embed": EMBED, "heads": 4, "vocab_multiple": VOCAB,
@@ -40,7 +42,7 @@ def experiment(rules, reduce=None, *, devices=None, mesh=None, window=LENGTH, ze
         "optim": {"type": "sgd", "learning_rate": 0.1},
         "train": {"steps": 9, "batch_size": BATCH},
         "parallel": {"reduce": reduce, "zero": {"stage": zero}},
-        "sharding": {"rules": rules},
+        "sharding": {"rules": rules, "collective_matmul": ring},
         "mesh": mesh or {"data": DATA, "tensor": TENSOR},
     }  # fmt: skip
     return build(validate(Document(sections), ExperimentConfig), devices=devices)
@@ -139,6 +141,12 @@ def alone():
             marks=pytest.mark.full,
         ),
         ({"data": 4, "tensor": 2}, {"reduce": {"type": "xla"}, "zero": 3, "remat": "minimal"}),
+        ({"data": 2, "tensor": 4}, {"ring": True, "zero": 3, "remat": "minimal"}),
+        pytest.param(
+            {"data": 4, "tensor": 2},
+            {"ring": True, "reduce": {"type": "ring"}, "zero": 2, "remat": "full"},
+            marks=pytest.mark.full,
+        ),
     ],
     ids=str,
 )

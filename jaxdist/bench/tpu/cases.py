@@ -18,10 +18,7 @@ SCALE_128B = (
     "model.layers=64 model.embed=8192 model.heads=128 model.kv_heads=128 model.head_size=128 "
     "model.mlp=57344"
 )
-TENSOR = "sharding.rules={residual_seq: tensor}"
-WHOLE = "parallel.xla={options: {xla_jf_spmd_threshold_for_windowed_einsum_mib: 1000000}}"
-"""Gather whole weights: in pieces between small products, which XLA prefers on few chips, a step of
-7B is predicted to take 1.16 times as long."""
+TENSOR = "sharding={rules: {residual_seq: tensor}, collective_matmul: true}"
 ALL_BUT_NONLINEAR = (
     "model.remat={query: save, key: save, value: save, attention: save, attention_out: save, "
     "mlp_gate: save, mlp_up: save}"
@@ -70,14 +67,14 @@ CASES = (
         most_seconds=23.0, published_mfu=0.654,
     ),
     _case(
-        "7B, ZeRO 3, attention saved", "v5e:4x4", LLAMA_7B, "train.batch_size=32", WHOLE,
+        "7B, ZeRO 3, attention saved", "v5e:4x4", LLAMA_7B, "train.batch_size=32",
         "model.remat=save_attention", least_mfu=0.6,
     ),
     _case(
-        "7B, ZeRO 3, all named saved", "v5p:2x2x2", LLAMA_7B, "train.batch_size=32", WHOLE,
+        "7B, ZeRO 3, all named saved", "v5p:2x2x2", LLAMA_7B, "train.batch_size=32",
         ALL_BUT_NONLINEAR, least_mfu=0.6,
     ),
-    _case("7B, ZeRO 3, full remat", "v5p:2x2x2", LLAMA_7B, "train.batch_size=32", WHOLE),
+    _case("7B, ZeRO 3, full remat", "v5p:2x2x2", LLAMA_7B, "train.batch_size=32"),
     _case(
         "16B, ZeRO 3, full remat", "v5e:16x16", SCALE_16B, "data.window=2048",
         "train.batch_size=1536", published_mfu=0.611,
