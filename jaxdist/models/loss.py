@@ -91,10 +91,14 @@ class NextTokenConfig(Config):
     needs: ClassVar[Needs] = {"tokens": ("length + 1",), "segments": ("length",)}
     type: Literal["next_token"]
     """Selects this loss."""
+    chunks: Annotated[int, Field(ge=1)] = 1
+    """Compute the logits of this many pieces of the sequence one after another, and again in the
+    backward pass: for large vocabularies, whose logits are then never whole in memory. It divides
+    the sequence."""
 
     def build(self) -> Loss:
         """The loss of a module called as `module(tokens, segments)`."""
-        return next_token
+        return next_token if self.chunks == 1 else partial(next_token_in_chunks, chunks=self.chunks)
 
 
 class ClassificationConfig(Config):
@@ -141,9 +145,12 @@ def check_fields(config: LossConfig, shapes: Mapping[str, tuple[int, ...]]) -> N
 
     Raises:
       ConfigError: a field that is missing or has another number of dims; the message says which
-        fields the loss reads, which there are, and a loss that fits them.
+        fields the loss reads, which there are, and a loss that fits them; a sequence that does not
+        divide into the loss's chunks.
     """
     if _reads(config.needs, shapes):
+        if isinstance(config, NextTokenConfig):
+            _check_chunks(config.chunks, shapes["segments"][0])
         return
     built_in = (NextTokenConfig(type="next_token"), ClassificationConfig(type="classification"))
     fitting = [f"loss.type {other.type}" for other in built_in if _reads(other.needs, shapes)]
@@ -174,10 +181,55 @@ def next_token(module: Callable[..., jax.Array], batch: Batch) -> Sums:
       batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, weight float32 `[B]`.
     """
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    logits = module(inputs, batch["segments"]).astype(jnp.float32)
-    nats_BL = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
-    weight_BL = jnp.broadcast_to(batch["weight"][:, None], nats_BL.shape)
-    return {"loss": Mean((nats_BL * weight_BL).sum(), weight_BL.sum())}
+    return {"loss": _nats(module(inputs, batch["segments"]), targets, batch["weight"])}
+
+
+def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
+    """As `next_token`, with the logits of one piece of the sequence at a time.
+
+    Args:
+      module: gives `hidden(tokens, segments)` `[B, L, D]`, and `head` of it, logits: a `Stacked`.
+
+    Raises:
+      ConfigError: the module has no `hidden`, or the sequence does not divide.
+    """
+    inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+    if not hasattr(module, "hidden"):
+        raise ConfigError(
+            "loss.chunks needs a model that is embedding, blocks and head, a "
+            f"jaxdist.models.layers.Stacked, and this is {type(module).__name__}: set loss.chunks: "
+            "1"
+        )
+    _check_chunks(chunks, inputs.shape[1])
+
+    @jax.checkpoint
+    def nats(x_BlD: jax.Array, targets_Bl: jax.Array) -> Mean:
+        return _nats(module.head(x_BlD), targets_Bl, batch["weight"])
+
+    def add(sums: Mean, piece: tuple[jax.Array, jax.Array]) -> tuple[Mean, None]:
+        return jax.tree.map(jnp.add, sums, nats(*piece)), None
+
+    def cut(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
+
+    pieces = cut(module.hidden(inputs, batch["segments"])), cut(targets)
+    nothing = jnp.zeros((), jnp.float32)
+    return {"loss": jax.lax.scan(add, Mean(nothing, nothing), pieces)[0]}
+
+
+def _check_chunks(chunks: int, length: int) -> None:
+    if length % chunks:
+        near = max(n for n in range(1, chunks) if length % n == 0)
+        raise ConfigError(
+            f"loss.chunks {chunks} does not divide sequences of {length} positions: use {near}"
+        )
+
+
+def _nats(logits_BLV: jax.Array, targets_BL: jax.Array, weight_B: jax.Array) -> Mean:
+    logits_BLV = logits_BLV.astype(jnp.float32)
+    nats_BL = optax.softmax_cross_entropy_with_integer_labels(logits_BLV, targets_BL)
+    weight_BL = jnp.broadcast_to(weight_B[:, None], nats_BL.shape)
+    return Mean((nats_BL * weight_BL).sum(), weight_BL.sum())
 
 
 def classification(

@@ -1,9 +1,19 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.errors import RunError
-from jaxdist.models.loss import Mean, as_sums, classification, next_token
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.models.functional import functional
+from jaxdist.models.gpt import GptConfig
+from jaxdist.models.loss import (
+    Mean,
+    NextTokenConfig,
+    as_sums,
+    check_fields,
+    classification,
+    next_token,
+)
 
 ROWS = {"weight": jnp.array([1.0, 1.0, 0.0])}
 
@@ -18,6 +28,53 @@ def test_next_token_by_hand():
     found = next_token(lambda tokens, segments: logits, batch)["loss"]
     np.testing.assert_allclose(found.total, np.log(2) + np.log(4), rtol=1e-6)
     assert found.weight == 2
+
+
+B, L, VOCAB = 4, 32, 1000
+
+
+@pytest.mark.parametrize("chunks", [2, 8, 32])
+def test_chunks_change_nothing_but_memory(chunks):
+    """Loss, weight, all gradients; some rows without weight, some with a half."""
+    config = GptConfig(type="gpt", layers=1, embed=16, heads=2)
+    model = functional(lambda rngs: config.build(rngs, vocab_size=VOCAB))
+    params, buffers = model.init(jax.random.key(0))
+    batch = {
+        "tokens": jax.random.randint(jax.random.key(1), (B, L + 1), 0, VOCAB),
+        "segments": jnp.zeros((B, L), jnp.int32),
+        "weight": jnp.array([1.0, 0.0, 0.5, 1.0]),
+    }
+
+    def compiled(chunks):
+        loss = NextTokenConfig(type="next_token", chunks=chunks).build()
+
+        def total(params):
+            found = loss(model.bind(params, buffers), batch)["loss"]
+            return found.total, found.weight
+
+        return jax.jit(jax.value_and_grad(total, has_aux=True)).lower(params).compile()
+
+    whole, cut = compiled(1), compiled(chunks)
+    for ours, reference in zip(*map(jax.tree.leaves, (cut(params), whole(params))), strict=True):
+        np.testing.assert_allclose(ours, reference, rtol=1e-5, atol=1e-5)
+    # Logits and their gradient are whole in the one, a chunk's in the other.
+    logits_bytes = B * L * VOCAB * 4
+    saved = [c.memory_analysis().temp_size_in_bytes for c in (whole, cut)]
+    assert saved[0] - saved[1] > 0.9 * (1 - 1 / chunks) * logits_bytes
+
+
+def test_chunks_divide_the_sequence():
+    shapes = {"tokens": (31,), "segments": (30,)}
+    with pytest.raises(ConfigError, match=r"loss\.chunks 4 does not divide .* 30 positions: use 3"):
+        check_fields(NextTokenConfig(type="next_token", chunks=4), shapes)
+
+
+def test_chunks_need_a_head():
+    batch = {"tokens": jnp.zeros((1, 5), int), "segments": jnp.zeros((1, 4), int), **ROWS}
+    with pytest.raises(
+        ConfigError, match=r"needs a model that is embedding, blocks and head.*chun"
+    ):
+        NextTokenConfig(type="next_token", chunks=2).build()(lambda *_: None, batch)
 
 
 def test_classification_counts_only_rows_with_weight():

@@ -16,6 +16,15 @@ class _CalledError(Exception):
         self.inputs = inputs
 
 
+class _Asked:
+    """Stands in the model's place."""
+
+    def hidden(self, *inputs: PyTree) -> Any:
+        raise _CalledError(inputs)
+
+    __call__ = hidden
+
+
 def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
     """The arguments of a loss's call of its module.
 
@@ -26,11 +35,8 @@ def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
     (2,)
     """
 
-    def module(*inputs: PyTree) -> PyTree:
-        raise _CalledError(inputs)
-
     try:
-        loss(module, batch)
+        loss(_Asked(), batch)
     except _CalledError as called:
         return called.inputs
     raise ConfigError("the loss does not call the model, so that a pipeline cannot feed it")

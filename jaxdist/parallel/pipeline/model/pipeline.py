@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import axis_names, axis_size, entry_names
 from jaxdist.models.functional import Functional
-from jaxdist.models.layers import RESIDUAL
+from jaxdist.models.layers import RESIDUAL, HeadOnly
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
@@ -182,7 +182,7 @@ class Pipeline:
 
         def head(shared: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
             module = bind(_absent(layers), shared, visit)
-            return minimised(self.loss, lambda *_: module.head(x), visit, factor)
+            return minimised(self.loss, HeadOnly(module.head, x), visit, factor)
 
         return ModelFns(embed, blocks, head)
 

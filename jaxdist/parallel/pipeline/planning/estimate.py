@@ -10,6 +10,7 @@ import jax
 from jaxdist.cost.flops import jaxpr_flops
 from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
+from jaxdist.models.layers import HeadOnly
 from jaxdist.models.loss import Loss, Model, weighted
 from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.parallel.pipeline.planning.partition import LayerCosts
@@ -40,7 +41,7 @@ def block_costs(
 
     def head(params: Params, rows: Mapping[str, Leaf], x: jax.Array) -> PyTree:
         module, _ = bound(params, rows)
-        return loss(lambda *_: module.head(x), weighted(rows))
+        return loss(HeadOnly(module.head, x), weighted(rows))
 
     given = _with_one_layer(model), shapes_of(batch)
     x = jax.eval_shape(embed, *given)
