@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 from jaxdist.cost.step_time import StepTime
+from jaxdist.hlo.entries import Entry
 from jaxdist.hlo.ledger import NO_MEMORY
 from jaxdist.hlo.records import Ledger
-from jaxdist.hlo.timeline import Entry
 from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.times import dearest, draw_times, parts_of, print_times, times_json
 
