@@ -22,7 +22,7 @@ SCOPE = "tick."
 _SCOPES = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}([\w\-]+)")
 _DECIDED = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}[\w\-]+\)*/cond$")
 
-Choices = tuple[tuple[str, int], ...]
+Choices = tuple[tuple[str, float], ...]
 """The number of the branch that is taken, by the conditional's name; sorted by name."""
 
 
@@ -32,8 +32,10 @@ class Decision:
 
     Attributes:
       branches: how many it has.
-      taken: `[ticks, groups]`, int or bool: the number of the branch that a group takes in a tick;
-        any number where it does not take the branch that encloses the conditional.
+      taken: `[ticks, groups]`, of any numeric dtype: the number of the branch that a group takes in
+        a tick, any where it does not take the branch that encloses the conditional. In a loop
+        within the tick it is the mean over the turns: 0.75 is branch 1 in three turns of four, and
+        branch 0 in the other.
     """
 
     branches: int
@@ -65,7 +67,7 @@ class Lockstep:
     def turns(self) -> Iterator[Counter[Choices]]:
         """Tick by tick, how many groups take the same branches."""
         names = sorted(self.decisions)
-        taken = np.stack([self.decisions[name].taken.astype(int) for name in names], axis=-1)
+        taken = np.stack([self.decisions[name].taken.astype(float) for name in names], axis=-1)
         for tick in taken.tolist():
             yield Counter(tuple(zip(names, row, strict=True)) for row in tick)
 

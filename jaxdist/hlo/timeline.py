@@ -93,7 +93,7 @@ class _Player:
         self.module, self.layout, self.rates, self.choose = module, layout, rates, choose
         self.lockstep = lockstep
         self.loop = tick_loops(module)[0].name if lockstep else ""
-        self.choices: Mapping[str, int] = {}
+        self.choices: Mapping[str, float] = {}
         self.in_flight = channels_in_flight(module)
 
     def computation(self, frame: Frame, pending: Mapping[int, _Flight]) -> _Piece:
@@ -226,16 +226,20 @@ class _Run:
             self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
 
     def _branch(self, instruction: Instruction) -> None:
-        number = self.player.choices.get(name_of(instruction) or "")
-        branches = instruction.branches
-        if number is not None:
-            branches = [branches[place_of(instruction, number)]]
-        pieces = [
-            self.player.computation(self.frame.enter_branch(name, operand), {})
-            for name, operand in branches
-        ]
+        taken = self.player.choices.get(name_of(instruction) or "")
+        if taken is not None:
+            number, share = divmod(taken, 1)
+            for one, times in ((int(number), 1 - share), (int(number) + 1, share)):
+                if times:
+                    place = place_of(instruction, one)
+                    self._inline(self._taken(*instruction.branches[place]), times)
+            return
+        pieces = [self._taken(*branch) for branch in instruction.branches]
         self._inline(self.player.choose(pieces, key=lambda piece: piece.timeline.seconds))
-        self.has_branches |= number is None
+        self.has_branches = True
+
+    def _taken(self, branch: str, operand: str) -> _Piece:
+        return self.player.computation(self.frame.enter_branch(branch, operand), {})
 
     # What runs beside
 

@@ -201,7 +201,9 @@ def _timed(
 def _ticks_of(program: Program) -> Lockstep | None:
     """The branches that a pipeline's stages take; None of a program without one."""
     compute = program.compute
-    return lockstep(compute.ticks) if isinstance(compute, Pipeline) else None
+    if not isinstance(compute, Pipeline):
+        return None
+    return lockstep(compute.ticks, compute.cut.layers)
 
 
 def _argument_bytes(state: TrainState, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:

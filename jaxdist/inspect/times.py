@@ -73,7 +73,7 @@ def source_name(entry: Entry) -> str:
             parts.append(direction)
         if inner and not _WRAPPERS.fullmatch(part):
             parts.append(inner)
-    return "/".join(parts)
+    return "/".join(parts) or entry.what
 
 
 def dearest(found: StepTime) -> list[Source]:

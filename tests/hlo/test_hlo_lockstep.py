@@ -64,6 +64,15 @@ def test_a_branch_in_a_branch_counts_where_that_is_taken():
     assert timeline(module, taken).seconds == 2 * 5 + 4 * 2 + 3 + 7 + (3 + 7 + 20) + (7 + 1)
 
 
+def test_of_the_turns_of_a_loop_within_the_tick_each_branch_has_its_share():
+    module = ticked(COSTS, ticks=4, nested=INSIDE)
+    taken = lockstep(backward_last=Decision(2, np.full((4, 2), 0.25)))
+    found = timeline(module, taken)
+    mean = 0.75 * 1 + 0.25 * 20
+    assert found.seconds == 2 * 5 + 4 * 2 + 3 + 7 + (3 + 7 + mean) + (7 + mean)
+    assert found.entries["backward.last.1"].times == 0.25 * 3 / 2
+
+
 def test_a_branch_that_nothing_decides_leaves_two_bounds():
     """One in a branch of a tick's, as a model may have it; the name is not the tick's."""
     module = ticked(COSTS, ticks=4, nested=INSIDE)

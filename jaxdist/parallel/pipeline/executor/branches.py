@@ -6,6 +6,7 @@ that enclose it, one in another, are its name in the compiled program: "forward"
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import jax
@@ -16,7 +17,7 @@ from jaxdist.parallel.pipeline.executor.ticks import KINDS, NONE, Channel, Entri
 from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 
 FORWARD, BACKWARD = "forward", "backward"
-FIRST, LAST, CHUNK = "first", "last", "chunk"
+FIRST, LAST, CHUNK, LAYER = "first", "last", "chunk", "layer"
 OUTPUTS, COTANGENTS = "outputs", "cotangents"
 
 
@@ -52,9 +53,14 @@ def channel_scope(channels: str, channel: Channel) -> str:
     return f"{channels}_{channel.offset}"
 
 
-def lockstep(ticks: Ticks) -> Lockstep:
-    """The branches that each stage takes, tick by tick, under the names of their conditionals."""
+def lockstep(ticks: Ticks, layers: Sequence[int]) -> Lockstep:
+    """The branches that each stage takes, tick by tick, under the names of their conditionals.
+
+    Args:
+      layers: of each chunk; all loop over as many as the largest has, and skip those they have not.
+    """
     ahead, back = ticks.forward, ticks.backward
+    shares = np.array(layers) / max(layers)
     decisions = {
         FORWARD: Decision(2, goes_forward(ticks, ahead)),
         BACKWARD: Decision(1 + len(backward_kinds(ticks)), backward_branches(ticks)[back.kind]),
@@ -62,7 +68,9 @@ def lockstep(ticks: Ticks) -> Lockstep:
     }
     for outer, work in ((FORWARD, ahead), (BACKWARD, back)):
         decisions[f"{outer}/{FIRST}"] = Decision(2, work.chunk == 0)
-        decisions[f"{outer}/{CHUNK}"] = Decision(ticks.chunks, np.maximum(work.chunk, 0))
+        chunk = np.maximum(work.chunk, 0)
+        decisions[f"{outer}/{CHUNK}"] = Decision(ticks.chunks, chunk)
+        decisions[f"{outer}/{LAYER}"] = Decision(2, shares[chunk])
     for name, channels in ((OUTPUTS, ticks.outputs), (COTANGENTS, ticks.cotangents)):
         for channel in channels:
             used = np.broadcast_to(channel.used[:, None], channel.slot.shape)

@@ -35,7 +35,7 @@ def predicted(ticks, seconds, *, every=0, outside=0):
         "backward": (0, *(seconds[kind] for kind in backward_kinds(ticks))),
     }
     module = ticked(branches, ticks=ticks.ticks, every=every, outside=outside)
-    taken = lockstep(ticks)
+    taken = lockstep(ticks, [1] * ticks.chunks)
     assert mismatch(module, taken) is None
     return play(module, LAYOUT, Seconds(), lockstep=taken)
 
@@ -115,7 +115,7 @@ def test_one_stage_has_no_bubble():
 
 def test_every_conditional_of_a_tick_is_decided():
     ticks = lower(TABLES["zb_v"](2, 4), activations="stash")
-    found = lockstep(ticks)
+    found = lockstep(ticks, [3, 3, 2, 3])
     assert found.ticks == ticks.ticks
     assert found.groups == 2
     first = found.decisions["forward/first"].taken
@@ -123,6 +123,9 @@ def test_every_conditional_of_a_tick_is_decided():
     last = found.decisions["backward/last"].taken & (ticks.backward.kind == 2)
     assert last.sum() == ticks.microbatches  # INPUT tasks of the last chunk
     assert found.decisions["backward"].branches == 3
+    layers = found.decisions["forward/layer"].taken
+    assert {*layers[ticks.forward.chunk == 2]} == {2 / 3}
+    assert {*layers[ticks.forward.chunk == 3]} == {1}
     channels = {name for name in found.decisions if name.startswith(("outputs", "cotangents"))}
     offsets = [("outputs", c) for c in ticks.outputs] + [
         ("cotangents", c) for c in ticks.cotangents
