@@ -64,9 +64,10 @@ class Lockstep:
         """Groups of devices, of which each takes its own branches."""
         return next(iter(self.decisions.values())).taken.shape[1]
 
-    def turns(self) -> Iterator[Counter[Choices]]:
-        """Tick by tick, how many groups take the same branches."""
-        names = sorted(self.decisions)
+    def turns(self, module: Module) -> Iterator[Counter[Choices]]:
+        """Tick by tick, how many groups take the same branches of a program."""
+        there = {name_of(one) for one in _decided(module.computations.values())}
+        names = [name for name in sorted(self.decisions) if name in there]
         taken = np.stack([self.decisions[name].taken.astype(float) for name in names], axis=-1)
         for tick in taken.tolist():
             yield Counter(tuple(zip(names, row, strict=True)) for row in tick)

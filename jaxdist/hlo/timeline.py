@@ -95,6 +95,7 @@ class _Player:
         self.loop = tick_loops(module)[0].name if lockstep else ""
         self.choices: Mapping[str, float] = {}
         self.in_flight = channels_in_flight(module)
+        self.collectives: dict[Instruction, Collective | None] = {}
 
     def computation(self, frame: Frame, pending: Mapping[int, _Flight]) -> _Piece:
         return _Run(self, frame, pending).piece()
@@ -207,7 +208,7 @@ class _Run:
         groups: dict[_Piece, int] = defaultdict(int)
         pending: Mapping[int, _Flight] = {}
         seconds = 0.0
-        for tick in lockstep.turns():
+        for tick in lockstep.turns(self.player.module):
             pieces: list[_Piece] = []
             for choices, count in tick.items():
                 key = (choices, frozenset(pending.items()))
@@ -245,6 +246,12 @@ class _Run:
 
     def _collective(self, instruction: Instruction) -> Collective | None:
         """The collective that an instruction begins, by itself or in what it calls."""
+        known = self.player.collectives
+        if instruction not in known:
+            known[instruction] = self._described(instruction)
+        return known[instruction]
+
+    def _described(self, instruction: Instruction) -> Collective | None:
         player = self.player
         if kind_of(instruction) is not None:
             return describe(instruction, self.body, Surroundings(), player.module, player.layout)

@@ -99,7 +99,7 @@ def test_the_step_is_the_sum_of_its_ticks(inspected: Inspected) -> None:
     """By hand: a step in which all stages take one choice in every tick gives its seconds."""
     whole, total = inspected.lockstep, 0.0
     of: dict[Any, float] = {}
-    for tick in whole.turns():
+    for tick in whole.turns(inspected.timed[0]):
         for choices in tick:
             if choices not in of:
                 shape = (whole.ticks, whole.groups)
@@ -111,6 +111,7 @@ def test_the_step_is_the_sum_of_its_ticks(inspected: Inspected) -> None:
         # Each has a share of what stands outside of the loop, which so counts once.
         total += max(of[choices] for choices in tick)
     assert len({round(seconds, 12) for seconds in of.values()}) > 3
+    assert {name for choices in of for name, _ in choices} < {*whole.decisions}
     assert inspected.time.seconds == pytest.approx(total, rel=1e-9)
 
 
