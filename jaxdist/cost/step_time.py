@@ -84,9 +84,9 @@ class TpuRates:
         return count / self.device.clock_hz
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Seconds of a collective alone on its links, and the links of the torus that it uses."""
+        """Seconds of a collective alone on its links, and the dims of the torus that it uses."""
         found = self.torus.transfer(collective)
-        return found.seconds, found.links
+        return found.seconds, frozenset(found.dims)
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
         """Seconds of a copy at the bandwidth of the memory, or of the link to the host."""

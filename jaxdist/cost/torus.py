@@ -8,9 +8,6 @@ long, an all-reduce twice that, an all-to-all a quarter of the all-gather (Austi
 Scale Your Model", chapter "Sharded matrices"). To that come the hops that the first byte travels.
 
 What is not a box (a group whose chips lie scattered) is taken at one link of one dim.
-
-A link carries both directions at once: a message that goes one way along a dim leaves the other way
-to one that comes back.
 """
 
 from __future__ import annotations
@@ -26,16 +23,15 @@ from jaxdist.hlo.records import Collective
 from jaxdist.runtime.hardware import Link
 from jaxdist.runtime.topology import FAMILIES, rings
 
-DirectedLink = tuple[int, int]
-"""A dim of the torus, and the way along it: 1 towards larger coordinates, or -1."""
+Coordinates = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective on the links: its seconds, and the links that it keeps busy."""
+    """A collective on the links: its seconds, and the dims of the torus that it keeps busy."""
 
     seconds: float
-    links: frozenset[DirectedLink]
+    dims: frozenset[int]
 
 
 @dataclass(frozen=True)
@@ -62,36 +58,35 @@ class Torus:
         if collective.kind == "collective-permute":
             return self._permute(collective)
         extents = self._extents(collective.groups)
-        dims = [dim for dim, extent in enumerate(extents) if extent > 1]
-        links = _both_ways(dims)
+        dims = frozenset(dim for dim, extent in enumerate(extents) if extent > 1)
         if 0 in dims:
             latency = self.slow.latency_seconds * math.log2(max(collective.group_size, 2))
-            return Transfer(latency + collective.sent_bytes / self.slow.bytes_per_second, links)
+            return Transfer(latency + collective.sent_bytes / self.slow.bytes_per_second, dims)
         is_box = math.prod(extents) == collective.group_size
         ports = sum(self._ports(dim, extents[dim]) for dim in dims) if is_box else 1
         hops = sum(self._hops(dim, extents[dim]) for dim in dims)
         rounds = 2 if collective.kind == "all-reduce" else 1
         share = 0.25 if collective.kind == "all-to-all" else 1.0
         wire = share * collective.sent_bytes / (ports * self.fast.bytes_per_second)
-        return Transfer(rounds * hops * self.fast.latency_seconds + wire, links)
+        return Transfer(rounds * hops * self.fast.latency_seconds + wire, dims)
 
     def _permute(self, collective: Collective) -> Transfer:
         """A message between two chips; those that travel several hops share the links between."""
         ends = self.places[np.array(collective.groups)]
-        apart = ends[:, 1] - ends[:, 0]
+        apart = np.abs(ends[:, 0] - ends[:, 1])
         if apart[:, 0].any():
             seconds = self.slow.latency_seconds
             return Transfer(
-                seconds + collective.sent_bytes / self.slow.bytes_per_second, _both_ways([0])
+                seconds + collective.sent_bytes / self.slow.bytes_per_second, frozenset({0})
             )
         for dim in range(1, apart.shape[1]):
-            if self.rings[dim - 1]:  # the shorter way round
+            if self.rings[dim - 1]:
                 size = self.places[:, dim].max() + 1
-                apart[:, dim] = (apart[:, dim] + (size - 1) // 2) % size - (size - 1) // 2
-        hops = int(np.abs(apart).sum(axis=1).max())
-        links = _ways(apart)
+                apart[:, dim] = np.minimum(apart[:, dim], size - apart[:, dim])
+        hops = int(apart.sum(axis=1).max())
+        dims = frozenset(int(dim) for dim in np.flatnonzero(apart.any(axis=0)))
         wire = hops * collective.sent_bytes / self.fast.bytes_per_second
-        return Transfer(hops * self.fast.latency_seconds + wire, links)
+        return Transfer(hops * self.fast.latency_seconds + wire, dims)
 
     def _extents(self, groups: Sequence[Sequence[int]]) -> list[int]:
         """How many different coordinates a group has in each dim, at most over the groups."""
@@ -106,20 +101,6 @@ class Torus:
 
     def _hops(self, dim: int, extent: int) -> int:
         return extent // 2 if self._ports(dim, extent) == 2 else extent - 1
-
-
-def _both_ways(dims: Sequence[int]) -> frozenset[DirectedLink]:
-    return frozenset((dim, way) for dim in dims for way in (1, -1))
-
-
-def _ways(apart: np.ndarray) -> frozenset[DirectedLink]:
-    """The links that messages of these distances `[messages, dims]` travel."""
-    return frozenset(
-        (dim, way)
-        for dim in range(apart.shape[1])
-        for way in (1, -1)
-        if (apart[:, dim] * way > 0).any()
-    )
 
 
 def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Torus:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from typing import Literal, Protocol
 
 from jaxdist.hlo.estimates import Effort
@@ -14,8 +14,7 @@ Basis = Literal["compiler", "links", "copy", "assumed", "schedule"]
 memory bandwidth, FLOPs and bytes at an assumed rate, or what others do in the ticks of a schedule
 that this device waits through."""
 
-Resource = Hashable
-"""What one transfer at a time uses: a link, a memory."""
+Resource = int | str
 
 
 class Rates(Protocol):

@@ -94,23 +94,6 @@ def test_a_permute_shares_the_links_that_it_passes():
     assert found == pytest.approx([4e-6, 8e-6])
 
 
-def links(shape, kind, groups, family="v5e"):
-    torus = torus_of(chips(*shape), family, FAST, SLOW)
-    return torus.transfer(collective(kind, {"data": 16}, groups)).links
-
-
-def test_messages_to_the_left_and_to_the_right_share_no_link():
-    right, left, far = (
-        links((16, 1), "collective-permute", [[i, (i + hops) % 16] for i in range(16)])
-        for hops in (1, -1, 3)
-    )
-    assert (right, left, far) == ({(1, 1)}, {(1, -1)}, {(1, 1)})
-    # On a line the last one sends back to the first through all links of the other direction.
-    line = links((4, 4), "collective-permute", [[i, (i + 1) % 4] for i in range(4)])
-    assert line == {(1, 1), (1, -1)}
-    assert links((16, 1), "all-gather", everyone(16)) == right | left
-
-
 def test_only_whole_cubes_close_to_rings():
     line = seconds((2, 2, 4), "all-gather", {"data": 16}, everyone(16))
     assert line == pytest.approx(4000 * 15 / 3e9)
