@@ -14,11 +14,13 @@ from typing import Any
 
 from jaxdist.cost.kernels import kernel_work
 from jaxdist.cost.torus import Torus, torus_of
+from jaxdist.hlo.entries import Entry, Resource, Timeline
 from jaxdist.hlo.estimates import Effort
 from jaxdist.hlo.groups import MeshLayout
+from jaxdist.hlo.lockstep import Lockstep, mismatch
 from jaxdist.hlo.parse import Module
 from jaxdist.hlo.records import Collective
-from jaxdist.hlo.timeline import Entry, Resource, play
+from jaxdist.hlo.timeline import play
 from jaxdist.runtime.hardware import Device, find_device
 from jaxdist.types import JsonObject
 
@@ -37,6 +39,11 @@ class StepTime:
       overlapped_seconds: collectives that run while the device computes, by axes.
       entries: every instruction that takes time, the dearest first.
       unknown_loops: loops of unknown length, of which one turn counts: the step takes longer.
+      bubble_seconds: of a pipeline, what the mean stage waits for the longest one, in all ticks;
+        what stages do (`compute_seconds` and the others) is their mean.
+      schedule: of the ticks that this is the time of; empty where there are none.
+      unmatched: why the ticks of a pipeline's schedule were not found in the program, so that the
+        dearest branches stand in every tick; empty where they were, or where there is no pipeline.
     """
 
     seconds: float
@@ -48,6 +55,9 @@ class StepTime:
     overlapped_seconds: Mapping[str, float]
     entries: tuple[Entry, ...]
     unknown_loops: tuple[str, ...]
+    bubble_seconds: float = 0.0
+    schedule: str = ""
+    unmatched: str = ""
 
     @property
     def communication_seconds(self) -> float:
@@ -100,26 +110,49 @@ def can_predict(devices: Sequence[Any]) -> bool:
     return known is not None and known.clock_hz is not None
 
 
-def step_time(module: Module, layout: MeshLayout, devices: Sequence[Any]) -> StepTime:
+def step_time(
+    module: Module,
+    layout: MeshLayout,
+    devices: Sequence[Any],
+    lockstep: Lockstep | None = None,
+) -> StepTime:
     """Predict one run of a program.
 
     Args:
       module: the program as the TPU's compiler scheduled it, with its estimates.
       layout: of the mesh that it was compiled for.
       devices: of the mesh, flattened; those for which `can_predict` holds.
+      lockstep: of a pipeline, which branches its stages take in each tick.
     """
+    rates = _rates(devices, layout)
+    unmatched = mismatch(module, lockstep) if lockstep else None
+    ticks = None if unmatched else lockstep
+    timeline = play(module, layout, rates, lockstep=ticks)
+    low = timeline
+    if timeline.has_branches:
+        low = play(module, layout, rates, dearest=False, lockstep=ticks)
+    found = _split(timeline, low.seconds)
+    if lockstep is None:
+        return found
+    schedule = f"{lockstep.name}, {lockstep.ticks} ticks" if ticks else ""
+    return dataclasses.replace(found, schedule=schedule, unmatched=unmatched or "")
+
+
+def _rates(devices: Sequence[Any], layout: MeshLayout) -> TpuRates:
     device = find_device(devices[0].device_kind)
     assert device is not None, devices[0].device_kind
     assert device.clock_hz, f"{device.name} has no clock"
     assigned = [devices[index] for index in layout.order]
-    rates = TpuRates(device, torus_of(assigned, device.name, device.fast, device.slow))
-    timeline = play(module, layout, rates)
-    low = play(module, layout, rates, dearest=False) if timeline.has_branches else timeline
+    return TpuRates(device, torus_of(assigned, device.name, device.fast, device.slow))
+
+
+def _split(timeline: Timeline, seconds_low: float) -> StepTime:
+    """The seconds of a timeline by what the device does or waits for."""
     entries = sorted(timeline.entries.values(), key=lambda entry: -entry.waited_seconds)
     links = [entry for entry in entries if entry.basis == "links"]
     return StepTime(
         seconds=timeline.seconds,
-        seconds_low=low.seconds,
+        seconds_low=seconds_low,
         compute_seconds=_waited(e for e in entries if e.basis in ("compiler", "assumed")),
         assumed_seconds=_waited(e for e in entries if e.basis == "assumed"),
         copy_seconds=_waited(e for e in entries if e.basis == "copy"),
@@ -127,6 +160,7 @@ def step_time(module: Module, layout: MeshLayout, devices: Sequence[Any]) -> Ste
         overlapped_seconds=_by_axes(links, lambda e: max(0.0, e.seconds - e.waited_seconds)),
         entries=tuple(entries),
         unknown_loops=timeline.unknown_loops,
+        bubble_seconds=_waited(e for e in entries if e.basis == "schedule"),
     )
 
 

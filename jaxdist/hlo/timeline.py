@@ -6,6 +6,11 @@ begins when its start is reached and its links are free, and its done waits unti
 loop the first turn is played, and a second one where something is still under way at the end of
 the first; the other turns are taken to be like it.
 
+Of a loop of ticks (`jaxdist.hlo.lockstep`) every tick is played once for each choice of branches
+that some group of devices takes in it. The groups begin each tick together, so it lasts as long as
+the longest of them; what the mean group waits for it in all ticks is one entry, of the loop. What
+groups do is their mean.
+
 Every second of the result belongs to one instruction: `Entry.waited_seconds` of all entries add
 up to the whole.
 """
@@ -13,10 +18,11 @@ up to the whole.
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Literal, Protocol
 
 from jaxdist.hlo.collective import Surroundings, describe
+from jaxdist.hlo.entries import Basis, Entry, Rates, Resource, Timeline
 from jaxdist.hlo.estimates import (
     Effort,
     effort,
@@ -26,6 +32,7 @@ from jaxdist.hlo.estimates import (
 )
 from jaxdist.hlo.flops import instruction_flops
 from jaxdist.hlo.groups import MeshLayout
+from jaxdist.hlo.lockstep import Choices, Lockstep, name_of, place_of, tick_loops
 from jaxdist.hlo.loops import Frame
 from jaxdist.hlo.parse import Instruction, Module
 from jaxdist.hlo.records import Collective
@@ -38,85 +45,6 @@ from jaxdist.hlo.schedule import (
     targets_of,
 )
 
-Basis = Literal["compiler", "links", "copy", "assumed"]
-"""Where the seconds of an entry come from: the compiler's estimate, bytes and links, bytes and
-memory bandwidth, or FLOPs and bytes at an assumed rate."""
-
-Resource = int | str
-
-
-class Rates(Protocol):
-    """The speeds of the device and its links."""
-
-    def cycles(self, count: int) -> float:
-        """Seconds of so many cycles."""
-        ...
-
-    def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Seconds of one execution, and the links that it occupies."""
-        ...
-
-    def copy(self, size_bytes: int, *, host: bool) -> float:
-        """Seconds of a copy within the device's memories, or to or from the host's."""
-        ...
-
-    def work(self, effort: Effort) -> tuple[float, str]:
-        """Seconds of what has no estimate, and the assumption behind them."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """What one instruction contributes to the step, over all its executions."""
-
-    name: str
-    source: str
-    """The jax operation (`op_name`), or empty."""
-    basis: Basis
-    axes: tuple[str, ...] | None
-    """Mesh axes of a collective; () for all else, None for groups that are no product of axes."""
-    what: str
-    """The kind of collective, the assumption behind `seconds`, or the operation."""
-    times: float
-    seconds: float
-    """How long it runs, alone or beside others."""
-    waited_seconds: float
-    """How long the device does nothing else because of it."""
-
-    def scaled(self, times: int) -> Entry:
-        """So many times as often."""
-        return dataclasses.replace(
-            self,
-            times=self.times * times,
-            seconds=self.seconds * times,
-            waited_seconds=self.waited_seconds * times,
-        )
-
-    def plus(self, other: Entry) -> Entry:
-        """Both together; the rest is of `self`."""
-        return dataclasses.replace(
-            self,
-            times=self.times + other.times,
-            seconds=self.seconds + other.seconds,
-            waited_seconds=self.waited_seconds + other.waited_seconds,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Timeline:
-    """A program, or a piece of it, from its beginning to its end."""
-
-    seconds: float
-    entries: Mapping[str, Entry]
-    unknown_loops: tuple[str, ...] = ()
-    """Loops whose length only running tells: one turn of each is counted."""
-    has_branches: bool = False
-
-    def scaled(self, times: int) -> Timeline:
-        """So many times one after another."""
-        entries = {name: entry.scaled(times) for name, entry in self.entries.items()}
-        return dataclasses.replace(self, seconds=self.seconds * times, entries=entries)
-
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
@@ -126,7 +54,7 @@ class _Flight:
     end: float
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Piece:
     timeline: Timeline
     pending: Mapping[int, _Flight]
@@ -134,25 +62,50 @@ class _Piece:
     the piece."""
 
 
-def play(module: Module, layout: MeshLayout, rates: Rates, *, dearest: bool = True) -> Timeline:
+def play(
+    module: Module,
+    layout: MeshLayout,
+    rates: Rates,
+    *,
+    dearest: bool = True,
+    lockstep: Lockstep | None = None,
+) -> Timeline:
     """The whole program.
 
     Args:
       dearest: of a conditional, take the branch that lasts longest; else the shortest.
+      lockstep: which branches are taken in the program's loop of ticks; it must fit the program
+        (`jaxdist.hlo.lockstep.mismatch`).
     """
-    player = _Player(module, layout, rates, max if dearest else min)
+    player = _Player(module, layout, rates, max if dearest else min, lockstep)
     return player.computation(Frame(module, module.entry), {}).timeline
 
 
 class _Player:
     def __init__(
-        self, module: Module, layout: MeshLayout, rates: Rates, choose: Callable[..., _Piece]
+        self,
+        module: Module,
+        layout: MeshLayout,
+        rates: Rates,
+        choose: Callable[..., _Piece],
+        lockstep: Lockstep | None,
     ) -> None:
         self.module, self.layout, self.rates, self.choose = module, layout, rates, choose
+        self.lockstep = lockstep
+        self.loop = tick_loops(module)[0].name if lockstep else ""
+        self.choices: Mapping[str, float] = {}
         self.in_flight = channels_in_flight(module)
+        self.collectives: dict[Instruction, Collective | None] = {}
 
     def computation(self, frame: Frame, pending: Mapping[int, _Flight]) -> _Piece:
         return _Run(self, frame, pending).piece()
+
+    def turn(self, body: Frame, choices: Choices, pending: Mapping[int, _Flight]) -> _Piece:
+        """One turn of the loop of ticks, with the branches that are chosen."""
+        self.choices = dict(choices)
+        piece = self.computation(body, pending)
+        self.choices = {}
+        return piece
 
 
 class _Run:
@@ -219,7 +172,7 @@ class _Run:
         flops = sum(instruction_flops(inner, inside) for inner in inside.instructions)
         return dataclasses.replace(found, flops=float(flops))
 
-    def _inline(self, piece: _Piece, times: int = 1) -> None:
+    def _inline(self, piece: _Piece, times: float = 1) -> None:
         timeline = piece.timeline.scaled(times)
         self.now += timeline.seconds
         for name, entry in timeline.entries.items():
@@ -228,6 +181,10 @@ class _Run:
         self.has_branches |= timeline.has_branches
 
     def _loop(self, loop: Instruction) -> None:
+        if loop.name == self.player.loop:
+            assert self.player.lockstep is not None
+            self._ticks(loop, self.player.lockstep)
+            return
         trips = self.frame.trips(loop)
         if trips is None:
             self.unknown[loop.source or loop.name] = None
@@ -244,18 +201,57 @@ class _Run:
         for index, flight in piece.pending.items():
             self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
 
+    def _ticks(self, loop: Instruction, lockstep: Lockstep) -> None:
+        """The loop of ticks: what the mean group does, and what it waits for the others."""
+        body = self.frame.enter_loop(loop, "body")
+        played: dict[tuple[Choices, frozenset[tuple[int, _Flight]]], _Piece] = {}
+        groups: dict[_Piece, int] = defaultdict(int)
+        pending: Mapping[int, _Flight] = {}
+        seconds = 0.0
+        for tick in lockstep.turns(self.player.module):
+            pieces: list[_Piece] = []
+            for choices, count in tick.items():
+                key = (choices, frozenset(pending.items()))
+                if key not in played:
+                    played[key] = self.player.turn(body, choices, pending)
+                groups[played[key]] += count
+                pieces.append(played[key])
+            last = max(pieces, key=lambda piece: piece.timeline.seconds)
+            seconds, pending = seconds + last.timeline.seconds, last.pending
+        end = self.now + seconds
+        for piece, count in groups.items():
+            self._inline(piece, count / lockstep.groups)
+        bubble = max(0.0, end - self.now)
+        self._add(loop, "schedule", f"bubble of {lockstep.name}", bubble, bubble)
+        for index, flight in pending.items():
+            self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
+
     def _branch(self, instruction: Instruction) -> None:
-        pieces = [
-            self.player.computation(self.frame.enter_branch(name, operand), {})
-            for name, operand in instruction.branches
-        ]
+        taken = self.player.choices.get(name_of(instruction) or "")
+        if taken is not None:
+            number, share = divmod(taken, 1)
+            for one, times in ((int(number), 1 - share), (int(number) + 1, share)):
+                if times:
+                    place = place_of(instruction, one)
+                    self._inline(self._taken(*instruction.branches[place]), times)
+            return
+        pieces = [self._taken(*branch) for branch in instruction.branches]
         self._inline(self.player.choose(pieces, key=lambda piece: piece.timeline.seconds))
         self.has_branches = True
+
+    def _taken(self, branch: str, operand: str) -> _Piece:
+        return self.player.computation(self.frame.enter_branch(branch, operand), {})
 
     # What runs beside
 
     def _collective(self, instruction: Instruction) -> Collective | None:
         """The collective that an instruction begins, by itself or in what it calls."""
+        known = self.player.collectives
+        if instruction not in known:
+            known[instruction] = self._described(instruction)
+        return known[instruction]
+
+    def _described(self, instruction: Instruction) -> Collective | None:
         player = self.player
         if kind_of(instruction) is not None:
             return describe(instruction, self.body, Surroundings(), player.module, player.layout)

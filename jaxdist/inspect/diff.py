@@ -95,6 +95,8 @@ def _seconds(step_time: StepTime) -> dict[tuple[str, str], Value]:
         ("predicted", "step_seconds"): step_time.seconds,
         ("predicted", "compute_seconds"): step_time.compute_seconds,
     }
+    if step_time.bubble_seconds:
+        found["predicted", "bubble_seconds"] = step_time.bubble_seconds
     for axes, seconds in step_time.exposed_seconds.items():
         found["predicted", f"waits for {axes}_seconds"] = seconds
     return found

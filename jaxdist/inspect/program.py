@@ -22,14 +22,18 @@ from jaxdist.hlo import (
 )
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.ledger import device_order
-from jaxdist.hlo.parse import parse
+from jaxdist.hlo.lockstep import Lockstep
+from jaxdist.hlo.parse import Module, parse
 from jaxdist.inspect.ideal import bound_notes, gradient_bound, masked_flops, model_flops
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.text import digest
 from jaxdist.mesh import Device
+from jaxdist.parallel.pipeline.executor.branches import lockstep
+from jaxdist.parallel.pipeline.model.pipeline import Pipeline
 from jaxdist.runtime.hardware import find_device
 from jaxdist.train.memory import bytes_per_device, device_memory_bytes
 from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
 from jaxdist.trees import tree_size
 
 
@@ -135,28 +139,16 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
       RunError: a program that is too large for the device.
     """
     experiment, config = subject.experiment, subject.experiment.config
-    program = experiment.program
+    program, mesh = experiment.program, experiment.layout.mesh
     arguments = _argument_bytes(program.state_shapes, program.batch)
     lowered = program.train.lower(program.state_shapes, program.batch)
     begun = time.perf_counter()
-    try:
-        if subject.devices[0].platform == "tpu":
-            compiled, text = compile_with_text(lowered)
-        else:
-            compiled = lowered.compile()
-            text = program_text(compiled)
-    except jax.errors.JaxRuntimeError as error:
-        if not is_too_large(str(error)):
-            raise
-        raise _refusal(subject, arguments, str(error)) from error
+    compiled, text = _compiled(subject, lowered, arguments)
     seconds = time.perf_counter() - begun
     axes, bound_bytes = gradient_bound(experiment) or ((), 0.0)
-    mesh, timed, begun = experiment.layout.mesh, None, time.perf_counter()
+    begun = time.perf_counter()
     module = parse(text)
-    if can_predict(subject.devices):
-        order = device_order(compiled, mesh) or tuple(range(module.devices))
-        layout = MeshLayout(dict(mesh.shape), order)
-        timed = step_time(module, layout, list(mesh.devices.flat))
+    timed = _timed(subject, compiled, module)
     estimate_seconds = time.perf_counter() - begun
     return Inspection(
         config=subject.name,
@@ -177,6 +169,41 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
         tokens=experiment.units_per_step,
         estimate_seconds=estimate_seconds,
     )
+
+
+def _compiled(
+    subject: InspectedExperiment, lowered: jax.stages.Lowered, arguments: Mapping[str, int]
+) -> tuple[jax.stages.Compiled, str]:
+    """The program and its text."""
+    try:
+        if subject.devices[0].platform == "tpu":
+            return compile_with_text(lowered)
+        compiled = lowered.compile()
+        return compiled, program_text(compiled)
+    except jax.errors.JaxRuntimeError as error:
+        if not is_too_large(str(error)):
+            raise
+        raise _refusal(subject, arguments, str(error)) from error
+
+
+def _timed(
+    subject: InspectedExperiment, compiled: jax.stages.Compiled, module: Module
+) -> StepTime | None:
+    """The predicted time; None where the compiler writes no estimates."""
+    if not can_predict(subject.devices):
+        return None
+    mesh = subject.experiment.layout.mesh
+    order = device_order(compiled, mesh) or tuple(range(module.devices))
+    layout, ticks = MeshLayout(dict(mesh.shape), order), _ticks_of(subject.experiment.program)
+    return step_time(module, layout, list(mesh.devices.flat), ticks)
+
+
+def _ticks_of(program: Program) -> Lockstep | None:
+    """The branches that a pipeline's stages take; None of a program without one."""
+    compute = program.compute
+    if not isinstance(compute, Pipeline):
+        return None
+    return lockstep(compute.ticks, compute.cut.layers)
 
 
 def _argument_bytes(state: TrainState, batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, int]:

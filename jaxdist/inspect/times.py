@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.cost.step_time import StepTime
-from jaxdist.hlo.timeline import Entry
+from jaxdist.hlo.entries import Entry
 from jaxdist.inspect.program import Inspection
 from jaxdist.inspect.tables import table
 from jaxdist.metrics.figure import new_figure, save
@@ -17,7 +17,9 @@ from jaxdist.types import JsonObject
 
 DEAREST = 10
 """Sources in the table of the dearest."""
-_WRAPPERS = re.compile(r"jit\([^)]*\)|while|body|checkpoint|closed_call|shard_map|pjit|cond|branch")
+_WRAPPERS = re.compile(
+    r"jit\([^)]*\)|while|body|checkpoint|closed_call|shard_map|pjit|cond|branch(?:_\d+_fun)?"
+)
 NO_PREDICTION = "No time is predicted: compilers for {kind} write no estimates, as for TPUs."
 
 
@@ -71,7 +73,7 @@ def source_name(entry: Entry) -> str:
             parts.append(direction)
         if inner and not _WRAPPERS.fullmatch(part):
             parts.append(inner)
-    return "/".join(parts)
+    return "/".join(parts) or entry.what
 
 
 def dearest(found: StepTime) -> list[Source]:
@@ -81,6 +83,8 @@ def dearest(found: StepTime) -> list[Source]:
         name = source_name(entry)
         if entry.basis == "links":
             name = f"{entry.what}: {name}"
+        elif entry.basis == "schedule":
+            name = entry.what
         old = grouped.get(name, Source(name, 0, 0.0, assumed=False))
         grouped[name] = Source(
             name,
@@ -99,6 +103,7 @@ def parts_of(found: StepTime) -> dict[str, float]:
         "waits for copies": found.copy_seconds,
     }
     parts |= {f"waits for {axes}": s for axes, s in found.exposed_seconds.items()}
+    parts["bubble of the pipeline"] = found.bubble_seconds
     return {name: seconds for name, seconds in parts.items() if seconds}
 
 
@@ -143,8 +148,7 @@ def _notes(inspection: Inspection, found: StepTime) -> list[str]:
     if beside:
         said = ", ".join(f"{show_seconds(s)} over {axes}" for axes, s in beside.items())
         notes.append(f"Beside compute: {said}.")
-    if found.seconds_low < found.seconds:
-        notes.append(f"With the cheapest branches {show_seconds(found.seconds_low)}.")
+    notes += _schedule_notes(found)
     if found.unknown_loops:
         notes.append(
             f"LONGER THAN THAT: of unknown length, and counted as one turn: "
@@ -154,6 +158,24 @@ def _notes(inspection: Inspection, found: StepTime) -> list[str]:
     notes += [f"Assumed: {what}." for what in assumptions[:4]]
     if len(assumptions) > 4:
         notes.append(f"And {len(assumptions) - 4} more assumptions; --json lists all.")
+    return notes
+
+
+def _schedule_notes(found: StepTime) -> list[str]:
+    """What branches are counted, of a pipeline's ticks and of all others."""
+    notes: list[str] = []
+    if found.schedule:
+        notes.append(
+            f"Branches are those of the schedule ({found.schedule}): the bubble is what the mean "
+            "stage waits for the longest one, tick by tick; all else is the mean stage's."
+        )
+    if found.unmatched:
+        notes.append(
+            f"NOT THE PIPELINE'S STEP: {found.unmatched}, so that the schedule cannot be followed: "
+            "each tick counts its dearest branches."
+        )
+    if found.seconds_low < found.seconds:
+        notes.append(f"With the cheapest branches {show_seconds(found.seconds_low)}.")
     return notes
 
 

@@ -42,5 +42,5 @@ def _swapped(x_BLHd: jax.Array) -> jax.Array:
     """Of (first, second) halves: (-second, first)."""
     half = x_BLHd.shape[-1] // 2
     permutation = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)
-    rows = x_BLHd.reshape(-1, 2 * half) @ jnp.asarray(permutation, x_BLHd.dtype)
-    return rows.reshape(x_BLHd.shape)
+    # Rows are not flattened: where an axis splits the heads, XLA would gather them for that.
+    return jnp.tensordot(x_BLHd, jnp.asarray(permutation, x_BLHd.dtype), 1)

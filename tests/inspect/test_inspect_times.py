@@ -8,11 +8,18 @@ import pytest
 from rich.console import Console
 
 from jaxdist.cost.step_time import StepTime
+from jaxdist.hlo.entries import Entry
 from jaxdist.hlo.ledger import NO_MEMORY
 from jaxdist.hlo.records import Ledger
-from jaxdist.hlo.timeline import Entry
 from jaxdist.inspect.program import Inspection
-from jaxdist.inspect.times import dearest, draw_times, parts_of, print_times, times_json
+from jaxdist.inspect.times import (
+    dearest,
+    draw_times,
+    parts_of,
+    print_times,
+    source_name,
+    times_json,
+)
 
 ENTRIES = (
     Entry("f.1", "jit(train)/while/body/attention/dot_general", "compiler", (), "fusion", 80, 4, 4),
@@ -91,6 +98,30 @@ def test_the_table_fits_80_columns_and_says_what_is_assumed():
 def test_a_loop_of_unknown_length_is_said_loudly():
     time = dataclasses.replace(TIME, unknown_loops=("while.7",))
     assert "LONGER THAN THAT" in printed(inspection(step_time=time))
+
+
+def test_a_schedule_that_is_not_in_the_program_is_said_loudly():
+    time = dataclasses.replace(TIME, unmatched="the program's loop has 7 turns, not 8")
+    text = " ".join(printed(inspection(step_time=time)).split())
+    assert "NOT THE PIPELINE'S STEP: the program's loop has 7 turns, not 8" in text
+    assert "With the cheapest branches 8 s." in text
+
+
+def test_the_bubble_is_a_part_and_a_source():
+    bubble = Entry("l", "jit(f)/while", "schedule", (), "bubble of 1f1b", 1, 2.0, 2.0)
+    time = dataclasses.replace(
+        TIME, seconds=12.0, bubble_seconds=2.0, entries=(*ENTRIES, bubble), schedule="1f1b, 9 ticks"
+    )
+    assert math.fsum(parts_of(time).values()) == time.seconds
+    assert "bubble of 1f1b" in [source.name for source in dearest(time)]
+    text = " ".join(printed(inspection(step_time=time)).split())
+    assert "bubble of the pipeline │ 2 s │ 16.7%" in text
+    assert "Branches are those of the schedule (1f1b, 9 ticks)" in text
+
+
+def test_what_only_wrappers_enclose_is_called_by_its_operation():
+    source = "jit(f)/shard_map/while/body/closed_call/cond/branch_1_fun"
+    assert source_name(Entry("f.1", source, "compiler", (), "fusion", 1, 0.0, 0.0)) == "fusion"
 
 
 def test_where_there_are_no_estimates_none_is_made_up():

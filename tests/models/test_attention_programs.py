@@ -18,6 +18,7 @@ from jaxdist.models.attention import choose
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.splash import Splash
 from jaxdist.models.layers import no_hint
+from jaxdist.models.rotary import rotate
 from jaxdist.sharding import Layout
 
 SPLIT = {"data": 4, "tensor": 2}
@@ -139,6 +140,33 @@ def test_splash_is_lowered_for_tpu(mesh, settings, kernels, tpu_devices):
 def test_splash_is_in_the_program_for_tpu(mesh, settings, kernels, tpu_devices):
     step, _ = compiled(tpu_devices, mesh, **SPLASH, **settings)
     assert len(re.findall('custom_call_target="tpu_custom_call"', step.as_text())) == kernels
+
+
+@pytest.mark.needs_libtpu
+def test_heads_that_an_axis_splits_are_turned_where_they_lie(tpu_devices):
+    """In a stage too, where another axis is manual; forward and backward."""
+    types = (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("stage", "tensor"), axis_types=types, devices=tpu_devices)
+    whole = NamedSharding(mesh, PartitionSpec("stage", None, "tensor"))
+    x = jax.ShapeDtypeStruct((4, 128, 8, 128), jnp.bfloat16, sharding=whole)
+
+    def local(x):
+        by_heads = PartitionSpec(None, None, "tensor")
+        inside = NamedSharding(jax.sharding.get_abstract_mesh(), by_heads)
+        x = jax.lax.with_sharding_constraint(x, inside)
+        return rotate(x, theta=1e4, by_product=True)
+
+    stage = PartitionSpec("stage")
+    on_stages = jax.shard_map(
+        local, mesh=mesh, axis_names={"stage"}, in_specs=stage, out_specs=stage, check_vma=False
+    )
+
+    def turned(x, dy):
+        y, pull = jax.vjp(on_stages, x)
+        return y, pull(dy)[0]
+
+    step = jax.jit(turned, out_shardings=(whole, whole)).lower(x, x).compile()
+    assert ledger(step, mesh).collectives == ()
 
 
 @pytest.mark.full

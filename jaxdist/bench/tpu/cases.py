@@ -19,6 +19,11 @@ SCALE_128B = (
     "model.mlp=57344"
 )
 TENSOR = "sharding={rules: {residual_seq: tensor}, collective_matmul: true}"
+STAGES = (
+    "mesh={stage: 8, data: 8, tensor: 8}", TENSOR, "train.microbatches=64",
+    "parallel={zero: {stage: 1}, pipeline: {schedule: {type: 1f1b}, ahead: true}}",
+)  # fmt: skip
+"""The plan of `jaxdist/bench/pipeline/pod.yaml`."""
 ALL_BUT_NONLINEAR = (
     "model.remat={query: save, key: save, value: save, attention: save, attention_out: save, "
     "mlp_gate: save, mlp_up: save}"
@@ -96,6 +101,16 @@ CASES = (
         "128B, ZeRO 3 x tensor 8, minimal", "v5p:4x4x8", SCALE_128B, "data.window=2048",
         "train.batch_size=128", "mesh={data: 16, tensor: 8}", TENSOR, "model.remat=minimal",
         published_mfu=0.687,
+    ),
+    _case("70B, ZeRO 3", "v5p:8x8x8", "train.batch_size=1024"),
+    _case(
+        "70B, ZeRO 3 x tensor 8", "v5p:8x8x8", "train.batch_size=1024",
+        "mesh={data: 64, tensor: 8}", TENSOR,
+    ),
+    _case("70B, 1F1B x ZeRO 1 x tensor 8", "v5p:8x8x8", "train.batch_size=1024", *STAGES),
+    _case(
+        "70B, 1F1B x ZeRO 1 x tensor 8, stash", "v5p:8x8x8", "train.batch_size=1024", *STAGES,
+        "parallel.pipeline.activations=stash",
     ),
 )  # fmt: skip
 """Published: README files of MaxText's configs for v5e and v5p; 70B: its model table for v5p."""

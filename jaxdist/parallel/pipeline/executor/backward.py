@@ -9,10 +9,18 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.models.layers import carried
+from jaxdist.parallel.pipeline.executor.branches import (
+    BACKWARD,
+    FIRST,
+    LAST,
+    backward_branches,
+    backward_kinds,
+    tick,
+)
 from jaxdist.parallel.pipeline.executor.buffers import add, put, read, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import Activation, Sums, Visit
 from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
-from jaxdist.parallel.pipeline.executor.ticks import KINDS, Work
+from jaxdist.parallel.pipeline.executor.ticks import Work
 from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 from jaxdist.types import Grads
 
@@ -32,9 +40,6 @@ def backward(
     Returns:
       The next state, y, and the gradient of the chunk's input (zeros without a task).
     """
-    kinds = [kind for kind in _TASKS if (stage.ticks.backward.kind == KINDS.index(kind)).any()]
-    # Index of the branch for each kind. No task is kind -1, which reads the last entry: `wait`.
-    branches = [kinds.index(kind) + 1 if kind in kinds else 0 for kind in KINDS] + [0]
     # These buffers are only read. They are closed over rather than passed through the conditional,
     # since XLA may copy what a conditional returns.
     unchanged = {name: getattr(state, name) for name in ("inputs", "gradients", "residuals")}
@@ -51,12 +56,13 @@ def backward(
     def wait(rest: StageState, y: Activation) -> tuple[StageState, Activation, Activation]:
         return rest, y, zeros(stage.x_shapes)
 
-    rest, y, dx = lax.switch(
-        jnp.asarray(branches)[work.kind],
-        [wait, *(branch(_TASKS[kind]) for kind in kinds)],
-        state._replace(**dict.fromkeys(unchanged)),
-        y,
-    )
+    with tick(BACKWARD):
+        rest, y, dx = lax.switch(
+            jnp.asarray(backward_branches(stage.ticks))[work.kind],
+            [wait, *(branch(_TASKS[kind]) for kind in backward_kinds(stage.ticks))],
+            state._replace(**dict.fromkeys(unchanged)),
+            y,
+        )
     return rest._replace(**unchanged), y, dx
 
 
@@ -123,9 +129,10 @@ def _loss(
     def other(grads: Grads, sums: Sums) -> tuple[Grads, Sums, Activation]:
         return grads, sums, read(state.gradients, work.gradient)
 
-    grads, sums, dy = lax.cond(
-        work.chunk == stage.last, last, other, state.shared_grads, state.sums
-    )
+    with tick(LAST):
+        grads, sums, dy = lax.cond(
+            work.chunk == stage.last, last, other, state.shared_grads, state.sums
+        )
     return state._replace(shared_grads=grads, sums=sums), dy
 
 
@@ -136,7 +143,8 @@ def _embedding(stage: StageContext, state: StageState, visit: Visit, dx: Activat
         pull = jax.vjp(lambda shared: stage.embed(shared, visit), stage.shared)[1]
         return add(grads, carried(pull(dx)[0]))
 
-    grads = lax.cond(visit.chunk == 0, first, lambda grads: grads, state.shared_grads)
+    with tick(FIRST):
+        grads = lax.cond(visit.chunk == 0, first, lambda grads: grads, state.shared_grads)
     return state._replace(shared_grads=grads)
 
 

@@ -16,6 +16,14 @@ from jax import lax
 
 from jaxdist.collectives.axis import permute
 from jaxdist.parallel.pipeline.executor.backward import backward
+from jaxdist.parallel.pipeline.executor.branches import (
+    COTANGENTS,
+    FORWARD,
+    OUTPUTS,
+    channel_scope,
+    goes_forward,
+    tick,
+)
 from jaxdist.parallel.pipeline.executor.buffers import add, put, put_one, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import (
     Activation,
@@ -111,8 +119,8 @@ def _train(stage: StageContext, state: StageState, tables: PyTree) -> StageState
         # no stage has both tasks in one tick: with a backward task, y is already zeros.
         state, y, dx = backward(stage, state, back, y)
     return state._replace(
-        inputs=_send(stage, state.inputs, y, stage.ticks.outputs, outputs),
-        gradients=_send(stage, state.gradients, dx, stage.ticks.cotangents, cotangents),
+        inputs=_send(stage, state.inputs, y, stage.ticks.outputs, outputs, OUTPUTS),
+        gradients=_send(stage, state.gradients, dx, stage.ticks.cotangents, cotangents, COTANGENTS),
     )
 
 
@@ -133,7 +141,7 @@ def _evaluate(stage: StageContext, state: StageState, tables: PyTree) -> StageSt
     y, sums = lax.cond(
         work.kind != NONE, forward, lambda sums: (zeros(stage.x_shapes), sums), state.sums
     )
-    inputs = _send(stage, state.inputs, y, stage.ticks.outputs, outputs)
+    inputs = _send(stage, state.inputs, y, stage.ticks.outputs, outputs, OUTPUTS)
     return state._replace(inputs=inputs, sums=sums)
 
 
@@ -151,14 +159,14 @@ def _forward(stage: StageContext, state: StageState, work: Work) -> tuple[StageS
         slot = jnp.where(work.chunk == stage.last, work.input, NONE)
         return put(inputs, slot, y), put_one(residuals, work.residual, leaves), y
 
-    nothing, runs = zeros(stage.x_shapes), work.kind != NONE
+    nothing, runs = zeros(stage.x_shapes), goes_forward(stage.ticks, work)
     if not stage.stashes:
-        # The last chunk's forward task does nothing: its output is only used by the loss, which the
-        # backward task takes of the output that it recomputes.
-        return state, lax.cond(runs & (work.chunk != stage.last), recompute, lambda: nothing)
-    inputs, residuals, y = lax.cond(
-        runs, stash, lambda *held: (*held, nothing), state.inputs, state.residuals
-    )
+        with tick(FORWARD):
+            return state, lax.cond(runs, recompute, lambda: nothing)
+    with tick(FORWARD):
+        inputs, residuals, y = lax.cond(
+            runs, stash, lambda *held: (*held, nothing), state.inputs, state.residuals
+        )
     return state._replace(inputs=inputs, residuals=residuals), y
 
 
@@ -168,6 +176,7 @@ def _send(
     value: Activation,
     channels: tuple[Channel, ...],
     now: list[tuple[jax.Array, jax.Array]],
+    name: str,
 ) -> TreeT:
     """The buffer with what arrives on each channel: `[stage] -> [stage + offset]`."""
     for channel, (slot, used) in zip(channels, now, strict=True):
@@ -180,6 +189,7 @@ def _send(
         # A collective under a conditional is safe here, since all devices agree on `used`. Outside
         # of a conditional the transfer can overlap with the tick's other task, so it is sent in
         # every tick unless most of them send nothing.
-        moved = lax.cond(used, along, zeros, value) if channel.rare else along(value)
+        with tick(channel_scope(name, channel)):
+            moved = lax.cond(used, along, zeros, value) if channel.rare else along(value)
         held = put(held, slot, moved)
     return held

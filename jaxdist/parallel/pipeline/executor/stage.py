@@ -12,6 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxdist.models.layers import carried
+from jaxdist.parallel.pipeline.executor.branches import FIRST, tick
 from jaxdist.parallel.pipeline.executor.buffers import buffer, constrain, no_gradients, read, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import (
     Activation,
@@ -99,11 +100,12 @@ class StageContext:
 
     def x(self, inputs: Activation, work: Work, visit: Visit) -> Activation:
         """The input of a chunk: the embedding, or what has arrived."""
-        return lax.cond(
-            work.chunk == 0,
-            lambda: self.laid_out(self.embed(self.shared, visit)),
-            lambda: self.laid_out(read(inputs, work.input)),
-        )
+        with tick(FIRST):
+            return lax.cond(
+                work.chunk == 0,
+                lambda: self.laid_out(self.embed(self.shared, visit)),
+                lambda: self.laid_out(read(inputs, work.input)),
+            )
 
     def laid_out(self, x: Activation) -> Activation:
         """`x` with the layout that activations between chunks have over automatic axes.

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxdist.parallel.pipeline.executor.branches import LAYER, tick
 from jaxdist.types import Params, PyTree
 
 
@@ -120,6 +121,7 @@ class Cut:
 
         def body(x: PyTree, own: tuple[jax.Array, Any]) -> tuple[Any, None]:
             place, weights = own
-            return lax.cond(place < count, lambda: layer(weights, x), lambda: x), None
+            with tick(LAYER):
+                return lax.cond(place < count, lambda: layer(weights, x), lambda: x), None
 
         return lax.scan(body, x, (jnp.arange(self.most), params))[0]

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.executor.branches import CHUNK, tick
 from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, Visit
 from jaxdist.types import PyTree
 
@@ -96,7 +97,8 @@ class Packed:
 
             return taken
 
-        return lax.switch(visit.chunk, [branch(chunk) for chunk in range(len(self.chunks))])
+        with tick(CHUNK):
+            return lax.switch(visit.chunk, [branch(chunk) for chunk in range(len(self.chunks))])
 
 
 def pack_model(

@@ -1,0 +1,163 @@
+"""A loop whose turns are ticks: in each, groups of devices take branches that are known before.
+
+All devices run one program, and a transfer in each tick joins them. Which branch a group takes is
+data there, and here as well (`Decision`): so a program can be timed with the branches that are
+taken. A conditional that ticks decide stands in a named scope that begins with `SCOPE`. The rest of
+that name, after those of the branches that enclose it, is the conditional's: "backward/last".
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxdist.hlo.loops import Frame
+from jaxdist.hlo.parse import Computation, Instruction, Module
+
+SCOPE = "tick."
+_SCOPES = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}([\w\-]+)")
+_DECIDED = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}[\w\-]+\)*/cond$")
+
+Choices = tuple[tuple[str, float], ...]
+"""The number of the branch that is taken, by the conditional's name; sorted by name."""
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What decides one conditional.
+
+    Attributes:
+      branches: how many it has.
+      taken: `[ticks, groups]`, of any numeric dtype: the number of the branch that a group takes in
+        a tick, any where it does not take the branch that encloses the conditional. In a loop
+        within the tick it is the mean over the turns: 0.75 is branch 1 in three turns of four, and
+        branch 0 in the other.
+    """
+
+    branches: int
+    taken: np.ndarray
+
+
+@dataclass(frozen=True)
+class Lockstep:
+    """All that decides in a loop of ticks.
+
+    Attributes:
+      name: of the schedule that made the ticks.
+      decisions: by the conditionals' names. The compiler may have made no conditional of some.
+    """
+
+    name: str
+    decisions: Mapping[str, Decision]
+
+    @property
+    def ticks(self) -> int:
+        """Turns of the loop."""
+        return len(next(iter(self.decisions.values())).taken)
+
+    @property
+    def groups(self) -> int:
+        """Groups of devices, of which each takes its own branches."""
+        return next(iter(self.decisions.values())).taken.shape[1]
+
+    def turns(self, module: Module) -> Iterator[Counter[Choices]]:
+        """Tick by tick, how many groups take the same branches of a program."""
+        there = {name_of(one) for one in _decided(module.computations.values())}
+        names = [name for name in sorted(self.decisions) if name in there]
+        taken = np.stack([self.decisions[name].taken.astype(float) for name in names], axis=-1)
+        for tick in taken.tolist():
+            yield Counter(tuple(zip(names, row, strict=True)) for row in tick)
+
+
+def name_of(conditional: Instruction) -> str | None:
+    """The name of a conditional that ticks decide; None of any other instruction.
+
+    >>> from jaxdist.hlo.parse import parse_instruction
+    >>> line = (
+    ...     '  %c = () conditional(%i, %a, %b), branch_computations={%x, %y}, '
+    ...     'metadata={op_name="jit(f)/while/body/tick.backward/cond/branch_1_fun/tick.last/cond"}'
+    ... )
+    >>> name_of(parse_instruction(line))
+    'backward/last'
+    """
+    if conditional.opcode != "conditional" or not _DECIDED.search(conditional.source):
+        return None
+    return "/".join(_SCOPES.findall(conditional.source))
+
+
+def place_of(conditional: Instruction, number: int) -> int:
+    """Where a branch stands in `branches`: by its number, except that true (1) is before false."""
+    return 1 - number if conditional.called("true_computation") else number
+
+
+def tick_loops(module: Module) -> list[Instruction]:
+    """The program's outermost loops in which ticks decide."""
+    return [
+        loop
+        for loop in module.entry.instructions
+        if loop.opcode == "while" and _decided(_reached(module, loop.called("body")))
+    ]
+
+
+def mismatch(module: Module, lockstep: Lockstep) -> str | None:
+    """Why the program does not run these ticks, for people to read; None if it does.
+
+    It does if it has one loop, of as many turns as there are ticks, around all conditionals of
+    their names, and each has the branches that are decided between, in their order: instructions
+    in a branch say its number, which jax writes there.
+    """
+    loops = tick_loops(module)
+    if len(loops) != 1:
+        return f"{len(loops)} loops of the program have branches that ticks decide"
+    (loop,) = loops
+    trips = Frame(module, module.entry).trips(loop)
+    if trips != lockstep.ticks:
+        return f"the program's loop has {trips or 'unknown'} turns, not {lockstep.ticks}"
+    inside = _decided(_reached(module, loop.called("body")))
+    if len(inside) != len(_decided(module.computations.values())):
+        return "branches that ticks decide stand outside of the program's loop"
+    return next(filter(None, (_differs(module, one, lockstep) for one in inside)), None)
+
+
+def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> str | None:
+    """Why a conditional is not the one that its name says."""
+    name = name_of(conditional) or ""
+    decision, count = lockstep.decisions.get(name), len(conditional.branches)
+    if decision is None:
+        return f"ticks do not decide {name}"
+    if count != decision.branches:
+        return f"{name} has {count} branches in the program, not {decision.branches}"
+    scope = re.escape(SCOPE + name.split("/")[-1])
+    written = re.compile(rf"(?:^|[/(]){scope}\)*/cond/branch_(\d+)_fun(?:/|$)")
+    for number in range(count):
+        branch, _ = conditional.branches[place_of(conditional, number)]
+        sources = [i.source for i in module.computations[branch].instructions]
+        found = {int(n) for source in sources for n in written.findall(source)}
+        if found and number not in found:
+            return f"branch {number} of {name} holds what the source has in {sorted(found)}"
+    return None
+
+
+def _decided(computations: Iterable[Computation]) -> list[Instruction]:
+    return [i for c in computations for i in c.instructions if name_of(i) is not None]
+
+
+def _reached(module: Module, names: Iterable[str]) -> list[Computation]:
+    """Computations of these names, and all that they run."""
+    found: dict[str, Computation] = {}
+    pending = [*names]
+    while pending:
+        name = pending.pop()
+        if name in found:
+            continue
+        found[name] = module.computations[name]
+        for instruction in found[name].instructions:
+            if instruction.opcode in ("call", "while"):
+                pending += [*instruction.called("to_apply"), *instruction.called("body")]
+            elif instruction.opcode == "conditional":
+                pending += [branch for branch, _ in instruction.branches]
+    return [*found.values()]
