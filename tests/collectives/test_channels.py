@@ -86,7 +86,7 @@ DOUBLE_TREE = {"reduce": {"type": "double_tree"}}
 @pytest.mark.parametrize(
     ("parallel", "mesh"),
     [
-        (DOUBLE_TREE, None),
+        pytest.param(DOUBLE_TREE, None, marks=pytest.mark.full),
         pytest.param({**DOUBLE_TREE, "zero": {"stage": 1}}, None, marks=pytest.mark.full),
         ({**DOUBLE_TREE, "zero": {"stage": 3}}, None),
         ({"pipeline": {"schedule": {"type": "1f1b"}}}, {"data": 4, "stage": 2}),

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 import pytest
 from mesh_rows import CELLS, REDUCTIONS, SPLIT, ZERO
+from programs import put_state
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
@@ -126,7 +127,7 @@ def build_program(name, mesh, reduce=None, zero=None, optim=ADAMW, pipeline=None
 
 @cache
 def initial(name, lamb=False):
-    """The state that one device draws, on the host: to draw costs more than to train."""
+    """The state that one device draws, on the host."""
     program = build_program(name, {"data": 1}, optim=LAMB if lamb else ADAMW).program
     return jax.device_get(program.init())
 
@@ -135,10 +136,7 @@ def train(name, mesh, reduce=None, zero=None, optim=ADAMW, pipeline=None, **chan
     """Losses of the steps, and the parameters after the last, by name; from `initial`."""
     experiment = build_program(name, mesh, reduce, zero, optim, pipeline, **changes)
     program, losses = experiment.program, []
-    # Copied, since the step is given the memory of its state to reuse.
-    stored = program.home.stored(jax.tree.map(np.array, initial(name, optim == LAMB)))
-    shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
-    state = jax.device_put(stored, shardings)
+    state = put_state(program, initial(name, optim == LAMB))
     with experiment.loader.batches() as batches:
         for batch in itertools.islice(batches, STEPS):
             state, metrics = program.train(state, batch)

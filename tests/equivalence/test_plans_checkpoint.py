@@ -6,6 +6,7 @@ from functools import cache
 import jax
 import numpy as np
 import pytest
+from programs import put_state
 
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import Document, validate
@@ -44,33 +45,31 @@ def experiment(plan):
     return build(config, devices=jax.devices()[: DEVICES.get(plan, 8)])
 
 
-@cache
-def drawn():
-    """The first state, on the host: to draw it on each mesh costs more than to train."""
-    return jax.device_get(experiment("one device").program.init())
+def some_state():
+    """Numbers that are nowhere zero or equal, in the model's order."""
+    rng = np.random.default_rng(0)
+    shapes = experiment("one device").program.own_shapes
+    return jax.tree.map(lambda s: rng.uniform(1, 9, s.shape).astype(s.dtype), shapes)
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, devices):
-    """A directory of checkpoints by plan, and the state that each holds."""
+def saved(tmp_path_factory, devices):
+    """A directory with a checkpoint by plan, all of them of the same state."""
     found = {}
     for plan in PLANS:
-        made, path = experiment(plan), tmp_path_factory.mktemp("plan") / "checkpoints"
-        shardings = jax.tree.map(lambda struct: struct.sharding, made.program.state_shapes)
-        # Copied, since the step is given the memory of its state to reuse.
-        stored = made.program.home.stored(jax.tree.map(np.array, drawn()))
-        state = jax.device_put(stored, shardings)
-        with made.loader.batches() as batches:
-            for batch in itertools.islice(batches, 2):
-                state, _ = made.program.train(state, batch)
-        state = made.program.home.to_files(state)
-        with CheckpointStore(path, keep=1, keep_best=False, on_event=print) as store:
-            store.save(2, state, metadata={})
-            store.wait()
-        found[plan] = path, jax.tree.map(np.asarray, state)
+        program, path = experiment(plan).program, tmp_path_factory.mktemp("plan") / "checkpoints"
+        state = program.home.to_files(put_state(program, some_state()))
+        with store(path) as checkpoints:
+            checkpoints.save(2, state, metadata={})
+        found[plan] = path
     return found
 
 
+def store(path):
+    return CheckpointStore(path, keep=1, keep_best=False, on_event=print)
+
+
+full = pytest.mark.full
 HUB = "zero 3, manual"
 STAGED, V_SHAPED = "stage x data, zero 1", "two stages' layers in a V"
 AWKWARD = {
@@ -83,23 +82,36 @@ AWKWARD = {
 
 def pair(writer, reader):
     always = HUB in (writer, reader) or (writer, reader) in AWKWARD
-    return pytest.param(writer, reader, marks=() if always else pytest.mark.full)
+    return pytest.param(writer, reader, marks=() if always else full)
 
 
 @pytest.mark.parametrize(
     ("writer", "reader"), [pair(*both) for both in itertools.product(PLANS, PLANS)]
 )
-def test_what_one_plan_saved_another_loads(writer, reader, trained):
-    path, saved = trained[writer]
-    made = experiment(reader)
-    with CheckpointStore(path, keep=1, keep_best=False, on_event=print) as store:
-        state = store.restore(made.program.state_shapes).state
-    for (name, ours), theirs in zip(flatten_with_names(state), jax.tree.leaves(saved), strict=True):
+def test_what_one_plan_saved_another_loads(writer, reader, saved):
+    program = experiment(reader).program
+    state = restored(saved[writer], program)
+    for (name, ours), theirs in zip(
+        flatten_with_names(state), jax.tree.leaves(some_state()), strict=True
+    ):
         np.testing.assert_array_equal(np.asarray(ours), theirs, err_msg=name)
-    shardings = jax.tree.map(lambda struct: struct.sharding, made.program.state_shapes)
+    shardings = jax.tree.map(lambda struct: struct.sharding, program.state_shapes)
     assert jax.tree.all(jax.tree.map(lambda x, s: x.sharding == s, state, shardings))
-    state = made.program.home.from_files(state)
-    with made.loader.batches(2) as batches:
+
+
+def restored(path, program):
+    with store(path) as checkpoints:
+        return checkpoints.restore(program.state_shapes).state
+
+
+@pytest.mark.parametrize(
+    "reader", [plan if plan == V_SHAPED else pytest.param(plan, marks=full) for plan in PLANS]
+)
+def test_steps_go_on_with_what_is_loaded(reader, saved):
+    made = experiment(reader)
+    state = made.program.home.from_files(restored(saved[HUB], made.program))
+    begun = int(state.step)
+    with made.loader.batches(begun) as batches:
         after, metrics = made.program.train(state, next(batches))
-    assert int(after.step) == 3
+    assert int(after.step) == begun + 1
     assert np.isfinite(float(metrics[0]))

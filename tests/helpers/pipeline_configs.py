@@ -5,6 +5,7 @@ from functools import partial
 
 import jax
 import numpy as np
+from programs import put_state
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
@@ -36,10 +37,14 @@ def experiment(mesh, *given, **options):
     return build(config_of(mesh, *given, **options), devices=jax.devices()[:count])
 
 
-def trained(made):
-    """Losses of the steps and of an evaluation after them, and the last parameters."""
+def trained(made, begun=None):
+    """Losses of the steps and of an evaluation after them, and the last parameters.
+
+    `begun` is the state to begin with, of `drawn`; None draws one.
+    """
     program = made.program
-    state, losses, batch = program.init(), [], None
+    state = program.init() if begun is None else put_state(program, begun)
+    losses, batch = [], None
     with made.loader.batches() as batches:
         for batch in itertools.islice(batches, STEPS):
             state, metrics = program.train(state, batch)
@@ -47,6 +52,11 @@ def trained(made):
     loss = program.evaluate(state.params, state.buffers, batch)["loss"]
     losses.append(float(loss.total / loss.weight))
     return np.array(losses), jax.tree.map(np.asarray, program.home.used(state).params)
+
+
+def drawn(made):
+    """The state that one device draws, on the host."""
+    return jax.device_get(made.program.init())
 
 
 def same(found, expected):

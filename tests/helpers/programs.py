@@ -3,6 +3,7 @@
 import math
 
 import jax
+import numpy as np
 
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.functional import functional
@@ -56,6 +57,14 @@ def shapes_of(layout, batch):
 
 def by_rows(layout, values):
     return layout.sharding(("batch", *(None,) * (values.ndim - 1)))
+
+
+def put_state(program, state):
+    """A state as steps compute with it, on the host, laid where the program keeps it: to draw one
+    on each mesh costs more than to train."""
+    shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
+    # Copied, since the step is given the memory of its state to reuse.
+    return jax.device_put(program.home.stored(jax.tree.map(np.array, state)), shardings)
 
 
 def place(found, values):

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from programs import put_state
 
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
@@ -46,10 +47,10 @@ def experiment(name: str, mesh: dict[str, int], **sections: Any) -> Experiment:
     return build(config, devices=jax.devices()[:count])
 
 
-def trained(found: Experiment) -> tuple[list[float], Any]:
+def trained(found: Experiment, begun: Any) -> tuple[list[float], Any]:
     """The losses of a few steps, and the parameters after them in the model's order."""
     program, losses = found.program, []
-    state = program.init()
+    state = put_state(program, begun)
     with found.loader.batches(0) as batches:
         for _ in range(STEPS):
             state, values = program.train(state, next(batches))
@@ -59,8 +60,11 @@ def trained(found: Experiment) -> tuple[list[float], Any]:
 
 
 @cache
-def alone(name: str) -> tuple[list[float], Any]:
-    return trained(experiment(name, {"data": 1}))
+def alone(name: str) -> tuple[Any, list[float], Any]:
+    """The state that one device draws, and what it comes to."""
+    one = experiment(name, {"data": 1})
+    begun = jax.device_get(one.program.init())
+    return begun, *trained(one, begun)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +81,8 @@ def alone(name: str) -> tuple[list[float], Any]:
 def test_it_trains_as_on_one_device(name: str, mesh: Any, parallel: Any) -> None:
     found = experiment(name, mesh, parallel=parallel)
     assert not [notice for notice in found.notices if "no effect" in notice]
-    losses, params = trained(found)
-    expected, reference = alone(name)
+    begun, expected, reference = alone(name)
+    losses, params = trained(found, begun)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), params, reference)
 

@@ -150,7 +150,7 @@ def dtypes(found, *kinds):
     return {dtype for c in larger for dtype in c.dtypes}
 
 
-@pytest.mark.parametrize("stage", [full(0), full(1), 2, 3])
+@pytest.mark.parametrize("stage", [full(0), full(1), full(2), 3])
 def test_gradients_travel_in_the_dtype_asked_for(stage, tpu_devices):
     """On the TPU program, since XLA:CPU widens bfloat16 reductions."""
     found, _ = compiled(stage, {"type": "xla"}, reduce_dtype="bfloat16", devices=tpu_devices)
@@ -209,7 +209,7 @@ def test_layers_fetched_ahead_are_recomputed(devices, remat, said):
 
 
 @pytest.mark.parametrize(
-    ("stage", "reduce"), [(0, None), full(2, LAYERS), (3, LAYERS), full(3, None)]
+    ("stage", "reduce"), [full(0, None), full(2, LAYERS), (3, LAYERS), full(3, None)]
 )
 def test_what_some_blocks_keep_lies_between_what_none_and_all_keep(stage, reduce, devices):
     none, some, full = (

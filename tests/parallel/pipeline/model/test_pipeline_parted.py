@@ -3,7 +3,7 @@
 from functools import cache
 
 import pytest
-from pipeline_configs import experiment, same, trained
+from pipeline_configs import drawn, experiment, same, trained
 
 from jaxdist.errors import ConfigError
 from jaxdist.hlo import ledger
@@ -25,7 +25,10 @@ def tied(mesh, pipeline=None, **args):
 
 @cache
 def alone():
-    return trained(cnn({"data": 1}))
+    """The state that one device draws, and what it comes to."""
+    made = cnn({"data": 1})
+    begun = drawn(made)
+    return begun, trained(made, begun)
 
 
 @pytest.mark.parametrize(
@@ -38,12 +41,15 @@ def alone():
     ids=str,
 )
 def test_unlike_parts_on_stages_equal_one_device(mesh, pipeline, devices):
-    same(trained(cnn(mesh, pipeline)), alone())
+    begun, expected = alone()
+    same(trained(cnn(mesh, pipeline), begun), expected)
 
 
 def test_a_parameter_of_two_chunks_sums_what_both_find(devices):
     cut = {"layers": [2, 2], "schedule": {"type": "gpipe"}}
-    same(trained(tied({"stage": 2}, cut)), trained(tied({"data": 1})))
+    one = tied({"data": 1})
+    begun = drawn(one)
+    same(trained(tied({"stage": 2}, cut), begun), trained(one, begun))
 
 
 def test_parts_are_cut_by_cost_and_what_they_store_is_told(devices):

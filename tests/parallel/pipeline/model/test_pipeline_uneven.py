@@ -4,7 +4,7 @@ from functools import cache, partial
 
 import jax
 import pytest
-from pipeline_configs import TOKENS, config_of, experiment, same, trained
+from pipeline_configs import TOKENS, config_of, drawn, experiment, same, trained
 
 from jaxdist.experiment import explain_config
 from jaxdist.hlo import ledger
@@ -15,7 +15,10 @@ full = partial(pytest.param, marks=pytest.mark.full)
 
 @cache
 def alone(**model):
-    return trained(experiment({"data": 1}, model=model))
+    """The state that one device draws, and what it comes to."""
+    made = experiment({"data": 1}, model=model)
+    begun = drawn(made)
+    return begun, trained(made, begun)
 
 
 def layers_of(made):
@@ -42,7 +45,8 @@ def layers_of(made):
     ids=str,
 )  # fmt: skip
 def test_uneven_chunks_equal_one_device(mesh, pipeline, model, devices):
-    same(trained(experiment(mesh, pipeline, model=model)), alone(**model))
+    begun, expected = alone(**model)
+    same(trained(experiment(mesh, pipeline, model=model), begun), expected)
 
 
 def test_both_passes_of_a_chunk_know_the_same_residuals(devices):
