@@ -55,7 +55,7 @@ def compare(
     microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
 ) -> None:
     """Print bubble, activations and messages of every schedule. Costs are those of a stage."""
-    from jaxdist.verbs.pipelines import compare as judge
+    from jaxdist.verbs.compare_schedules import compare as judge
 
     judge(settings or [], stages=stages, microbatches=microbatches, console=shared.console())
 

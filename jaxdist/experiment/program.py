@@ -27,6 +27,9 @@ from jaxdist.train.plan import Plan
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 
+Own = Callable[..., AbstractContextManager[bool]]
+"""`own_code` of a config: whether the sections that are named have code of the user's."""
+
 
 def make_program(
     config: ExperimentConfig,
@@ -47,19 +50,7 @@ def make_program(
       ConfigError: a part that cannot be built, or parts that do not go together.
     """
     own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
-    with at("model"):
-        model = model_of(config, dataset, batch, layout)
-    with at("loss"):
-        loss = loss_of(config, batch)
-    with at("loss"), own("loss", "model") as imported:
-        # Built-in models mark their stacks; a model of unlike parts is traced part by part.
-        if imported and not model.in_parts:
-            rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
-            model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)
-    shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
-    with at("sharding"):
-        dims = resolve_dims(config.sharding, shapes, model.dims, model.stacked)
-        model = model.with_dims(dims)
+    model, dims, loss = _what_is_trained(config, layout, dataset, batch, at, own)
     with at("parallel", "pipeline"), own("loss", "model"):
         chunks = chunks_of(config, model, loss, batch, stages_of(layout.mesh))
     stored = layout if chunks is None else chunks.stored(layout)
@@ -77,24 +68,13 @@ def make_program(
     with at("strategy"):
         outer = config.strategy.outer(optimizer)
     with at("parallel", "pipeline"), own("loss", "model"):
-        pipeline = None
-        if chunks is not None:
-            pipeline = _pipeline(config, chunks, model, loss, stored, dims, batch)
+        pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
     with at("loss"):
         program = assemble(
-            model,
-            loss,
-            optimizer,
-            stored,
-            dims,
-            batch,
-            seed=config.seed,
-            microbatches=config.train.microbatches,
-            exchange=exchange,
-            pipeline=pipeline,
-            outer=outer,
-            options=options,
-        )
+            model, loss, optimizer, stored, dims, batch,
+            seed=config.seed, microbatches=config.train.microbatches,
+            exchange=exchange, pipeline=pipeline, outer=outer, options=options,
+        )  # fmt: skip
         with own("loss", "model"):
             _ = program.metrics
     _trace(program, at, own)
@@ -102,6 +82,30 @@ def make_program(
     if chunks is None:
         return program, (), notices
     return program, chunks.explained, (*notices, *chunks.notices(stored, model, dims))
+
+
+def _what_is_trained(
+    config: ExperimentConfig,
+    layout: Layout,
+    dataset: Dataset,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+    at: At,
+    own: Own,
+) -> tuple[Functional, Mapping[str, Dims], Loss]:
+    """The model with its stacks, the dims of each of its parameters, and the loss."""
+    with at("model"):
+        model = model_of(config, dataset, batch, layout)
+    with at("loss"):
+        loss = loss_of(config, batch)
+    with at("loss"), own("loss", "model") as imported:
+        # Built-in models mark their stacks; a model of unlike parts is traced part by part.
+        if imported and not model.in_parts:
+            rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
+            model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)
+    shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
+    with at("sharding"):
+        dims = resolve_dims(config.sharding, shapes, model.dims, model.stacked)
+        return model.with_dims(dims), dims, loss
 
 
 def model_of(
@@ -176,11 +180,7 @@ def _pipeline(
     return plan_parted(*given, batch) if chunks.parted else plan_pipeline(*given)
 
 
-def _trace(
-    program: Program,
-    at: At,
-    own: Callable[..., AbstractContextManager[bool]],
-) -> None:
+def _trace(program: Program, at: At, own: Own) -> None:
     """Trace what may fail, so that the config's author hears of it before anything is compiled."""
     if program.exchange.explicit:
         with at("parallel", "reduce"):

@@ -56,14 +56,10 @@ def inspect(
         console.print(f"plan   {escape(text)}", soft_wrap=True)
     for notice in first.experiment.notices:
         console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
+    result: Inspection | Difference
     if other is None and not changes:
-        result: Inspection | Difference = inspect_step(first)
-        print_inspection(result, console)
-        print_times(result, console)
-        if plot is not None:
-            if result.step_time is None:
-                raise RunError(f"--plot: no time is predicted for {result.device_kind}")
-            console.print(f"drawn in {draw_times(result, plot)}", soft_wrap=True)
+        result = inspect_step(first)
+        _print(result, plot, console)
         report = inspection_json(result)
     else:
         # Both are checked before either is compiled, which may take minutes.
@@ -79,6 +75,15 @@ def inspect(
         versions = environment.versions((*PACKAGES, "libtpu")) | {"platform": platform.platform()}
         write_json(json_file, {"versions": versions, **report}, what="inspection")
     return result
+
+
+def _print(found: Inspection, plot: Path | None, console: Console) -> None:
+    print_inspection(found, console)
+    print_times(found, console)
+    if plot is not None:
+        if found.step_time is None:
+            raise RunError(f"--plot: no time is predicted for {found.device_kind}")
+        console.print(f"drawn in {draw_times(found, plot)}", soft_wrap=True)
 
 
 def inspection_json(inspection: Inspection) -> JsonObject:

@@ -62,30 +62,6 @@ def bf16_moments(
     """
     inner = optax.with_extra_args_support(inner)
 
-    def flags(state: OptState, like: Params) -> list[bool]:
-        """Which leaves of an inner state are moments; `like` is a tree like the parameters."""
-        leaves, structure = jax.tree.flatten(state)
-        found = structure.flatten_up_to(owners(state, like))
-        return [
-            owner is not None and leaf.dtype in (jnp.float32, jnp.bfloat16)
-            for leaf, owner in zip(leaves, found, strict=True)
-        ]
-
-    def narrowed(state: OptState, like: Params, key: jax.Array) -> OptState:
-        leaves, structure = jax.tree.flatten(state)
-        for i, moment in enumerate(flags(state, like)):
-            if moment and leaves[i].dtype == jnp.float32:
-                leaves[i] = stochastic_round(leaves[i], jax.random.fold_in(key, i))
-        return jax.tree.unflatten(structure, leaves)
-
-    def widened(state: OptState, like: Params) -> OptState:
-        leaves, structure = jax.tree.flatten(state)
-        wide = [
-            leaf.astype(jnp.float32) if moment else leaf
-            for leaf, moment in zip(leaves, flags(state, like), strict=True)
-        ]
-        return jax.tree.unflatten(structure, wide)
-
     def init(params: Params) -> MomentsState:
         state = inner.init(params)
         if _holds_master(state):
@@ -93,18 +69,45 @@ def bf16_moments(
                 "bf16_moments(master_weights(...)) would round the master weights; nest them as "
                 "master_weights(bf16_moments(...))"
             )
-        first = narrowed(state, params, jax.random.key(seed))
+        first = _narrowed(state, params, jax.random.key(seed))
         return MomentsState(first, jnp.zeros((), jnp.int32))
 
     def update(
         updates: Updates, state: OptState, params: Params = None, **extra: object
     ) -> tuple[Updates, OptState]:
         step = optax.safe_increment(state.step)
-        moves, moved = inner.update(updates, widened(state.inner, updates), params, **extra)
+        moves, moved = inner.update(updates, _widened(state.inner, updates), params, **extra)
         key = jax.random.fold_in(jax.random.key(seed), step)
-        return moves, MomentsState(narrowed(moved, updates, key), step)
+        return moves, MomentsState(_narrowed(moved, updates, key), step)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _are_moments(state: OptState, like: Params) -> list[bool]:
+    """Which leaves of an inner state are moments; `like` is a tree like the parameters."""
+    leaves, structure = jax.tree.flatten(state)
+    found = structure.flatten_up_to(owners(state, like))
+    return [
+        owner is not None and leaf.dtype in (jnp.float32, jnp.bfloat16)
+        for leaf, owner in zip(leaves, found, strict=True)
+    ]
+
+
+def _narrowed(state: OptState, like: Params, key: jax.Array) -> OptState:
+    leaves, structure = jax.tree.flatten(state)
+    for i, moment in enumerate(_are_moments(state, like)):
+        if moment and leaves[i].dtype == jnp.float32:
+            leaves[i] = stochastic_round(leaves[i], jax.random.fold_in(key, i))
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _widened(state: OptState, like: Params) -> OptState:
+    leaves, structure = jax.tree.flatten(state)
+    wide = [
+        leaf.astype(jnp.float32) if moment else leaf
+        for leaf, moment in zip(leaves, _are_moments(state, like), strict=True)
+    ]
+    return jax.tree.unflatten(structure, wide)
 
 
 class MasterState(NamedTuple):

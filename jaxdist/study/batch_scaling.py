@@ -114,15 +114,14 @@ def batch_scaling(
     settings = _settings(path, overrides, epochs)
     trainer = Trainer(path, settings)
     _, config = load(path, settings)
-    reported = config.seed + TUNING_SEEDS
-    last = reported + seeds - 1
-    experiments = trainer.check([Trial(names[0], size, last, 1.0, 0) for size in sizes])
+    seeds_of = range(config.seed, config.seed + TUNING_SEEDS + seeds)
+    experiments = trainer.check([Trial(names[0], size, seeds_of[-1], 1.0, 0) for size in sizes])
     experiment = experiments[0]
     plan = StudyPlan(
         optimizers=names,
         steps={size: e.total_steps for size, e in zip(sizes, experiments, strict=True)},
-        seeds=tuple(range(reported, last + 1)),
-        tuning_seeds=tuple(range(config.seed, reported)),
+        seeds=tuple(seeds_of[TUNING_SEEDS:]),
+        tuning_seeds=tuple(seeds_of[:TUNING_SEEDS]),
         tune=tune,
     )
     _check_writable(plot, json_file)
@@ -135,10 +134,8 @@ def batch_scaling(
         _write(json_file, json.dumps(study.as_json(), indent=1, allow_nan=False) + "\n")
     if plot is not None:
         model, length = experiment.config.model.type, experiment.config.train.epochs
-        title = (
-            f"{model} on {path.stem}, {length:g} epochs: mean, lowest and highest of {seeds} seeds"
-        )
-        plot_batch_scaling(cells, plot, title=title)
+        title = f"{model} on {path.stem}, {length:g} epochs: mean, lowest and highest of {seeds}"
+        plot_batch_scaling(cells, plot, title=f"{title} seeds")
     return study
 
 

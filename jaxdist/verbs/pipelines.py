@@ -1,16 +1,14 @@
-"""`jaxdist pipeline`: looks at schedules. No device, and no jax."""
+"""`jaxdist pipeline show` and `check`: looks at a schedule. No device, and no jax."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
-from pydantic import Field, TypeAdapter
+from pydantic import TypeAdapter
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -18,12 +16,12 @@ from rich.text import Text
 from jaxdist.config.document import Document, Node, Origin
 from jaxdist.config.explain import explain
 from jaxdist.config.override import apply_override
-from jaxdist.config.schema import Config, problems_error, validate
+from jaxdist.config.schema import problems_error
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.parallel.pipeline.draw.svg import write_svg
 from jaxdist.parallel.pipeline.draw.text import draw_text
 from jaxdist.parallel.pipeline.draw.trace import write_trace
-from jaxdist.parallel.pipeline.planning.costs import CostsConfig, Time
+from jaxdist.parallel.pipeline.planning.costs import CostsConfig
 from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.check import ring_sizes
 from jaxdist.parallel.pipeline.schedules.csv_form import Csv, read_csv, write_csv
@@ -36,8 +34,6 @@ ALTERNATIVES: dict[str, type[Any]] = {
     for alternative in get_args(get_args(PipelineScheduleConfig)[0])
 }
 """The classes of `PipelineScheduleConfig` by type."""
-AUTO_MEMORY = (1.0, 2.0)
-"""Limits under which `compare` shows schedules that take one."""
 
 
 class Request(NamedTuple):
@@ -45,56 +41,6 @@ class Request(NamedTuple):
 
     config: PipelineScheduleConfig
     costs: CostsConfig
-
-
-class StageCosts(Config):
-    """What a whole stage's tasks take, whatever the number of its chunks."""
-
-    forward: Time = 1.0
-    """Time of a microbatch's forward pass through a stage, in any unit."""
-    backward_input: Time = 1.0
-    """Time of the input half of its backward pass."""
-    backward_weight: Time = 1.0
-    """Time of the weight half."""
-    transfer: Time = 0.0
-    """Time of a message from one stage to another."""
-
-    def of_chunks(self, count: int) -> CostsConfig:
-        """The times of one of `count` chunks of a stage; a message takes as long as before."""
-        return CostsConfig(
-            forward=self.forward / count,
-            backward_input=self.backward_input / count,
-            backward_weight=self.backward_weight / count,
-            transfer=self.transfer,
-        )
-
-
-class Comparison(Config):
-    """What all schedules of a comparison have in common."""
-
-    chunks: Annotated[int, Field(ge=2, le=1024)] = 2
-    """Chunks on each stage, for the schedules that let one choose."""
-    costs: StageCosts = StageCosts()
-    """What the tasks of a stage take."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """One schedule of a comparison.
-
-    Attributes:
-      label: its type, and what was chosen for it.
-      timeline: None where it is refused.
-      reason: why it is refused.
-      least: the fewest microbatches it takes on these stages.
-      whole_rounds: it takes multiples of `least` only.
-    """
-
-    label: str
-    timeline: Timeline | None
-    reason: str
-    least: int
-    whole_rounds: bool
 
 
 def show(
@@ -151,7 +97,7 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
     section = {"type": schedule}
     if schedule not in ALTERNATIVES and _is_path(schedule):
         section = {"type": "csv", "path": schedule}
-    document = _document(overrides, section)
+    document = document_of(overrides, section)
     settings = dict(document.values)
     times = settings.pop("costs", {})
     problems = [
@@ -162,7 +108,7 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
         raise problems_error(document, problems)
     costs = CostsConfig.model_validate_json(json.dumps(times))
     config = TypeAdapter(PipelineScheduleConfig).validate_json(json.dumps(settings))
-    return Request(_with_costs(config, costs), costs)
+    return Request(with_costs(config, costs), costs)
 
 
 def build(request: Request, stages: int | None, microbatches: int | None) -> Schedule:
@@ -181,35 +127,6 @@ def build(request: Request, stages: int | None, microbatches: int | None) -> Sch
             f"is {microbatches or 'not given'}: give both; only a CSV file says them itself"
         )
     return config.build(stages, microbatches)
-
-
-def compare(
-    overrides: Iterable[str] = (), *, stages: int, microbatches: int, console: Console
-) -> list[Entry]:
-    """Print a table of all schedules that a config can name, for these stages and microbatches.
-
-    Args:
-      overrides: `key=value` of `Comparison`. Costs are those of a stage: one that holds several
-        chunks has as much to do as one that holds one.
-
-    Raises:
-      ConfigError: a setting that does not fit.
-    """
-    common = validate(_document(overrides), Comparison)
-    entries = [
-        _entry(label, config, common.costs, stages, microbatches)
-        for label, config in _alternatives(common.chunks)
-    ]
-    console.print(_comparison(entries, stages, microbatches))
-    console.print(
-        "bubble: where a stage may begin its next step before the others end; flushed: where all "
-        "end together. peak: activations, in microbatches through a whole stage. least: the "
-        f"fewest microbatches. {_choices(common.chunks)}"
-    )
-    for entry in entries:
-        if entry.timeline is None:
-            console.print(f"refused: {entry.reason}", markup=False)
-    return entries
 
 
 def check(path: Path, *, console: Console) -> Schedule:
@@ -236,7 +153,7 @@ def _is_path(text: str) -> bool:
     return text.endswith(".csv") or os.sep in text or Path(text).is_file()
 
 
-def _document(overrides: Iterable[str], section: Mapping[str, str] | None = None) -> Document:
+def document_of(overrides: Iterable[str], section: Mapping[str, str] | None = None) -> Document:
     """What the command line says: a section, with the overrides on top."""
     chosen = {key: Node(value, COMMAND_LINE) for key, value in (section or {}).items()}
     root = Node(chosen, COMMAND_LINE)
@@ -245,7 +162,7 @@ def _document(overrides: Iterable[str], section: Mapping[str, str] | None = None
     return Document(root.plain(), root.origins(), Path(str(COMMAND_LINE)))
 
 
-def _with_costs(config: PipelineScheduleConfig, costs: CostsConfig) -> PipelineScheduleConfig:
+def with_costs(config: PipelineScheduleConfig, costs: CostsConfig) -> PipelineScheduleConfig:
     """A schedule that is made for given times, made for these."""
     if "costs" in type(config).model_fields:
         return config.model_copy(update={"costs": costs})
@@ -261,7 +178,7 @@ def _together(timeline: Timeline) -> str:
 
 def _by_stage(timeline: Timeline) -> Table:
     schedule = timeline.schedule
-    table = _table(["stage", "chunks", "works", "waits", "peak", "sends", "receives"])
+    table = plain_table(["stage", "chunks", "works", "waits", "peak", "sends", "receives"])
     for stage, busy in enumerate(timeline.busy):
         chunks = [str(c) for c, home in enumerate(schedule.placement) if home == stage]
         table.add_row(
@@ -276,7 +193,7 @@ def _by_stage(timeline: Timeline) -> Table:
     return table
 
 
-def _table(columns: Sequence[str], title: str | None = None) -> Table:
+def plain_table(columns: Sequence[str], title: str | None = None) -> Table:
     """The first column to the left, numbers to the right."""
     table = Table(title=title, title_justify="left", show_edge=False)
     for index, column in enumerate(columns):
@@ -292,72 +209,3 @@ def _write(path: Path, what: str, write: Callable[[Path], None]) -> None:
         raise RunError(
             f"cannot write the {what} to {path}: {error.strerror}; choose another file"
         ) from None
-
-
-def _alternatives(chunks: int) -> Iterator[tuple[str, PipelineScheduleConfig]]:
-    """Every schedule with a generator, with its label."""
-    for name, alternative in ALTERNATIVES.items():
-        fields = alternative.model_fields
-        if "chunks" in fields:
-            yield name, alternative(chunks=chunks)
-        elif "memory_limit" in fields:
-            for limit in AUTO_MEMORY:
-                yield f"{name} {limit:g}x", alternative(memory_limit=limit)
-        elif alternative is not Csv:
-            yield name, alternative()
-
-
-def _entry(
-    label: str, config: PipelineScheduleConfig, costs: StageCosts, stages: int, microbatches: int
-) -> Entry:
-    least, smallest = next(
-        (count, made)
-        for count in itertools.count(1)
-        if isinstance(made := _made(config, stages, count), Schedule)
-    )
-    rounds = isinstance(_made(config, stages, least + 1), str)
-    of_chunk = costs.of_chunks(smallest.chunks // stages)
-    made = _made(_with_costs(config, of_chunk), stages, microbatches)
-    if isinstance(made, str):
-        return Entry(label, None, made, least, rounds)
-    return Entry(label, simulate(made, of_chunk.costs()), "", least, rounds)
-
-
-def _choices(chunks: int) -> str:
-    """What was chosen for the schedules that leave a choice."""
-    found = {
-        field: [name for name, kind in ALTERNATIVES.items() if field in kind.model_fields]
-        for field in ("chunks", "memory_limit")
-    }
-    limits = ", ".join(f"{limit:g}x" for limit in AUTO_MEMORY)
-    return (
-        f"{', '.join(found['chunks'])}: {chunks} chunks a stage. "
-        f"{', '.join(found['memory_limit'])} {limits}: within so many times 1F1B's peak."
-    )
-
-
-def _made(config: PipelineScheduleConfig, stages: int, microbatches: int) -> Schedule | str:
-    """The schedule, or why there is none."""
-    try:
-        return config.build(stages, microbatches)
-    except ConfigError as error:
-        return str(error)
-
-
-def _comparison(entries: Sequence[Entry], stages: int, microbatches: int) -> Table:
-    columns = ("schedule", "bubble", "flushed", "makespan", "peak", "messages", "least")
-    table = _table(columns, f"{stages} stages, {microbatches} microbatches")
-    for entry in entries:
-        least = f"{entry.least}, {2 * entry.least} .." if entry.whole_rounds else str(entry.least)
-        found = entry.timeline
-        figures = ("refused", "", "", "", "")
-        if found is not None:
-            figures = (
-                f"{found.bubble_fraction:.1%}",
-                f"{found.flushed_bubble_fraction:.1%}",
-                f"{found.makespan:.4g}",
-                f"{found.peak:.4g}",
-                str(found.messages),
-            )
-        table.add_row(entry.label, *figures, least)
-    return table
