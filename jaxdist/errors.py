@@ -17,7 +17,15 @@ class JaxdistError(ValueError):
 
 
 class ConfigError(JaxdistError):
-    """One or more problems of a configuration, all reported at once."""
+    """One or more problems of a configuration, all reported at once.
+
+    Attributes:
+      setting: path of the one to blame, from the section that is built; empty is the section.
+    """
+
+    def __init__(self, message: str, *, setting: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 class MeshError(JaxdistError):

@@ -7,6 +7,7 @@ names, or the one whose shape it has.
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -68,8 +69,23 @@ def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
     try:
         adapter.validate_json(text)
     except ValidationError as error:
-        return error.errors(include_url=False)
+        found = error.errors(include_url=False)
+        return [detail for detail in found if not _follows(detail, found)]
     return []
+
+
+def _follows(detail: ErrorDetails, found: Sequence[ErrorDetails]) -> bool:
+    """Whether it only says again what another one says: a list is too short when wrong items are
+    left out, and what an unknown key holds is wrong whatever it is."""
+    place = detail["loc"]
+    if detail["type"] == "too_short":
+        return any(_is_within(other["loc"], place) for other in found if other is not detail)
+    unknown = [other["loc"][:-1] for other in found if other["loc"][-1:] == ("[key]",)]
+    return place[-1:] != ("[key]",) and any(_is_within(place, key) for key in unknown)
+
+
+def _is_within(place: Sequence[Key], outer: Sequence[Key]) -> bool:
+    return place[: len(outer)] == outer
 
 
 def _explain(

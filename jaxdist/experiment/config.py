@@ -98,7 +98,8 @@ def at_setting(document: Document, *path: str) -> Iterator[None]:
     try:
         yield
     except (ConfigError, MeshError, ShardingError, CollectiveError, DataError, RunError) as error:
-        raise problems_error(document, [Problem(path, str(error))]) from error
+        blamed = (*path, *error.setting) if isinstance(error, ConfigError) else path
+        raise problems_error(document, [Problem(blamed, str(error))]) from error
     except (MemoryError, OverflowError) as error:
         problem = Problem(path, f"too large for this machine: {error}")
         raise problems_error(document, [problem]) from error

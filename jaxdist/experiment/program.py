@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxdist.data import Dataset
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
-from jaxdist.models.build import choose_loss, make_model, offloads_of
+from jaxdist.models.build import choose_loss, make_model, notices_of, offloads_of
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.layers import no_hint
 from jaxdist.models.loss import Loss, weighted
@@ -78,7 +78,8 @@ def make_program(
         with own("loss", "model"):
             _ = program.metrics
     _trace(program, at, own)
-    notices = (*notices, *config.strategy.notices(plan.total_steps))
+    of_model = notices_of(config.model, _shapes(batch))
+    notices = (*of_model, *notices, *config.strategy.notices(plan.total_steps))
     if chunks is None:
         return program, (), notices
     return program, chunks.explained, (*notices, *chunks.notices(stored, model, dims))

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from jaxdist.errors import RunError
+from jaxdist.errors import ConfigError, RunError
 from jaxdist.inspect.diff import Difference, difference, print_difference
 from jaxdist.inspect.program import Inspection, inspect_step, open_subject
 from jaxdist.inspect.rows import CollectiveRow, by_axes, by_kind
@@ -47,7 +47,7 @@ def inspect(
     """
     devices = None if topology is None else topology_devices(topology)
     if plot is not None and (topology is None or other is not None or changes):
-        raise RunError(
+        raise ConfigError(
             "--plot draws the predicted step of one program for TPUs: give --topology, and no "
             "--diff or --diff-set"
         )

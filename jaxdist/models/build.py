@@ -106,6 +106,22 @@ def offloads_of(config: ModelConfig) -> bool:
     return isinstance(config, GptConfig) and offloads(config.remat)
 
 
+def notices_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
+    """Settings of the model that do nothing with data like this, a sentence each.
+
+    Args:
+      shapes: of one example of the data, by field.
+    """
+    window = config.attention_window if isinstance(config, GptConfig) else None
+    length = next(iter(shapes.get("segments", ())), None)
+    if window is None or length is None or window < length:
+        return ()
+    return (
+        f"model.attention_window {window} has no effect: a sequence has {length} tokens, and each "
+        "sees itself and all before it; set a smaller window, or null",
+    )
+
+
 def choose_loss(
     config: ModelConfig, given: LossConfig | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> LossConfig:

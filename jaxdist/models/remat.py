@@ -183,7 +183,8 @@ def check_memory(remat: Remat | Sequence[Remat], memories: Collection[str]) -> N
     if offloads(remat) and HOST_MEMORY not in memories:
         raise ConfigError(
             f"remat {shown(remat)} offloads to the host's memory ({HOST_MEMORY}), and these "
-            f"devices have only {', '.join(memories)}: save or recompute what it offloads"
+            f"devices have only {', '.join(memories)}: save or recompute what it offloads",
+            setting=("remat",),
         )
 
 

@@ -213,13 +213,14 @@ def test_the_command_for_tpus_needs_no_devices(jaxdist: Jaxdist) -> None:
         (["--devices", 4, "--topology", "v5e:2x4"],
          ["error: --devices 4 compiles for CPU, --topology v5e:2x4 for TPU: give one"]),
         (["--diff", "none.yaml"], ["error: none.yaml: no such file"]),
+        (["--plot", "there"], ["error: --plot draws the predicted step", "give --topology"]),
         (["--diff-set", "nothing"], ["error:", "nothing"]),
         (["--set", "nosuch.key=1"], ["1 problem in config.yaml", "nosuch"]),
     ],
 )  # fmt: skip
 def test_the_command_refuses(jaxdist: Jaxdist, arguments: list[object], parts: list[str]) -> None:
     jaxdist.config()
-    refused = jaxdist("inspect", "config.yaml", *arguments)
+    refused = jaxdist.here("inspect", "config.yaml", *arguments)
     assert refused.code == 2, refused
     for part in parts:
         assert part in refused.message

@@ -89,6 +89,13 @@ def test_the_window_reaches_the_model(devices):
         assert (last(params, tokens) != last(params, tokens.at[0, 0].set(9))).any() == seen
 
 
+def test_a_window_that_hides_nothing_is_told(devices):
+    """Sequences have 48 positions here."""
+    for window, told in ((47, []), (48, ["model.attention_window 48 has no effect"])):
+        notices = experiment(devices[:1], {"data": 1}, attention_window=window).notices
+        assert [notice.split(":")[0] for notice in notices] == told
+
+
 def compiled(devices, mesh, **settings):
     program = experiment(devices, mesh, **settings).program
     step = program.train.lower(program.state_shapes, program.batch).compile()
@@ -210,8 +217,9 @@ def test_splash_is_not_run_again_where_its_name_is_saved(tpu_devices):
 @pytest.mark.parametrize(
     ("length", "model", "rules", "message"),
     [
-        (48, {"attention": "splash"}, {}, "attention splash runs on TPUs, and the mesh is of cpu "
-         "devices; use auto (here plain) or plain or blockwise"),
+        (48, {"attention": "splash"}, {}, "model.attention = 'splash' (a config from "
+         "Python): attention splash runs on TPUs, and the mesh is of cpu devices; use auto (here "
+         "plain) or plain or blockwise"),
         (48, {"attention": "cudnn", "compute_dtype": "bfloat16"}, {}, "runs on GPUs, and the mesh"),
     ],
 )  # fmt: skip

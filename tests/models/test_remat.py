@@ -14,7 +14,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import SingleDeviceSharding
 
-from jaxdist.config import Document, validate
+from jaxdist.config import Config, Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.hlo import compile_with_text, ledger
@@ -159,6 +159,12 @@ def test_names_that_blocks_do_not_give_are_refused(
         scanned(kind, remat)
 
 
+class GptSection(Config):
+    """Of a config, what is looked at here."""
+
+    model: GptConfig
+
+
 @pytest.mark.parametrize(
     ("remat", "message"),
     [
@@ -169,6 +175,10 @@ def test_names_that_blocks_do_not_give_are_refused(
         ({"query": "keep"}, r"remat\.query .*allowed: save, offload, recompute"),
         ({"block_input": "recompute"}, r"block_input is what a block is computed again from: save"),
         ({}, r"remat = \{\}"),
+        ([], r"remat = \[\]"),
+        # Of a name that is none, and of a list without one entry that is right, no more is said.
+        ({"quary": ["save"]}, r"remat\.quary .*unknown key"),
+        (["save_qvk"], r"remat\.0 = 'save_qvk'.*did you mean 'save_qkv'"),
         ("save_qvk", r"did you mean 'save_qkv'"),
         (["full", {"quary": "save"}], r"remat\.1\.quary .*unknown key; did you mean 'query'"),
     ],
@@ -176,8 +186,9 @@ def test_names_that_blocks_do_not_give_are_refused(
 )
 def test_a_config_is_refused_with_what_it_may_say(remat: Any, message: str) -> None:
     model = {"type": "gpt", "layers": 3, "embed": 32, "heads": 4, "remat": remat}
-    with pytest.raises(ConfigError, match=message):
-        validate(Document({"model": model}), ExperimentConfig)
+    with pytest.raises(ConfigError, match=message) as refused:
+        validate(Document({"model": model}), GptSection)
+    assert str(refused.value).count("model.remat") == 1
 
 
 @pytest.mark.parametrize(
@@ -225,8 +236,11 @@ def test_offloading_needs_the_hosts_memory() -> None:
         platform="other", addressable_memories=lambda: [SimpleNamespace(kind="device")]
     )
     config = GptConfig(type="gpt", layers=2, embed=32, heads=4, remat=("full", OFFLOADED))
-    with pytest.raises(ConfigError, match=r"remat full, \{query: offload, .*only device: save or"):
+    with pytest.raises(
+        ConfigError, match=r"remat full, \{query: offload, .*only device: save or"
+    ) as refused:
         make_model(config, shapes={}, vocab_size=9, classes=None, hint=no_hint, device=device)
+    assert refused.value.setting == ("remat",)
 
 
 @pytest.mark.needs_libtpu

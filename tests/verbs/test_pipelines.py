@@ -19,7 +19,7 @@ from jaxdist.parallel.pipeline.schedules.csv_form import read_csv, write_csv
 from jaxdist.parallel.pipeline.schedules.derived import forward_only
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
-from jaxdist.verbs import pipelines
+from jaxdist.verbs import compare_schedules, pipelines
 
 SIZES = ["--stages", "4", "--microbatches", "8"]
 VIOLATION = "0F0,0B0\n1B0,1F0\n"
@@ -199,7 +199,7 @@ def test_compare_shows_every_schedule():
 
 def test_costs_of_a_comparison_are_those_of_a_stage(console):
     """Work is the same whatever the number of chunks: a stage's 8 microbatches of 4 + 1 + 1."""
-    entries = pipelines.compare(
+    entries = compare_schedules.compare(
         ["costs.forward=4", "chunks=4"], stages=4, microbatches=8, console=console
     )
     assert "interleaved, breadth_first: 4 chunks a stage" in " ".join(text(console).split())
@@ -209,8 +209,10 @@ def test_costs_of_a_comparison_are_those_of_a_stage(console):
     found = {entry.label: entry.timeline for entry in entries if entry.timeline}
     assert found["interleaved"].bubble == pytest.approx(found["1f1b"].bubble / 4)
     assert found["zb_auto 1x"].peak <= 4 < found["zb_auto 2x"].peak <= 8
-    slower = pipelines.compare(["costs.transfer=1"], stages=4, microbatches=8, console=console)
-    plain = pipelines.compare([], stages=4, microbatches=8, console=console)
+    slower = compare_schedules.compare(
+        ["costs.transfer=1"], stages=4, microbatches=8, console=console
+    )
+    plain = compare_schedules.compare([], stages=4, microbatches=8, console=console)
     for slow, fast in zip(slower, plain, strict=True):
         assert slow.timeline
         assert fast.timeline
@@ -219,7 +221,7 @@ def test_costs_of_a_comparison_are_those_of_a_stage(console):
 
 def test_automatic_schedules_are_compared_under_the_given_costs(console):
     costs = ["costs.forward=3", "costs.backward_input=4", "costs.backward_weight=2"]
-    entries = pipelines.compare(costs, stages=4, microbatches=16, console=console)
+    entries = compare_schedules.compare(costs, stages=4, microbatches=16, console=console)
     found = {entry.label: entry.timeline.period for entry in entries if entry.timeline}
     assert found["zb_auto 1x"] <= found["zb_h1"]
     assert found["zb_auto 2x"] <= found["zb_h2"]
@@ -235,7 +237,7 @@ def test_automatic_schedules_are_compared_under_the_given_costs(console):
 )
 def test_what_compare_refuses(console, settings, message):
     with pytest.raises(ConfigError, match=message):
-        pipelines.compare(settings, stages=2, microbatches=4, console=console)
+        compare_schedules.compare(settings, stages=2, microbatches=4, console=console)
 
 
 @pytest.mark.parametrize(

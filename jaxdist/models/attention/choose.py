@@ -43,7 +43,7 @@ def choose(name: KernelName, ask: Ask) -> str:
         return _best(ask)
     refused = refusal(name, ask)
     if refused is not None:
-        raise ConfigError(refused)
+        raise ConfigError(refused, setting=("attention",))
     return name if KERNELS[name].platform in (None, ask.platform) else "plain"
 
 
