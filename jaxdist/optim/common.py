@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import jax
@@ -112,12 +112,32 @@ class NamedParams:
         return layer_dims(self.params, self.dims, names)
 
 
-def given(config: Config, rule: type) -> Kwargs:
-    """The settings of a config that are fields of a rule and not null; "off" is no bound."""
-    off = {"max_grad_norm": math.inf, "phi": UNBOUNDED, "ratio_bounds": UNBOUNDED}
-    values = {field.name: getattr(config, field.name, None) for field in fields(rule)}
-    return {
-        name: off[name] if value == "off" else value
-        for name, value in values.items()
-        if value is not None
-    }
+class LayerwiseConfig(OptimizerConfig):
+    """The settings that LAMB and LARS have in common beside them."""
+
+    layer_dims: tuple[str, ...] = ("layers",)
+    """Dims whose every index has a norm of its own, by name, where a parameter has them; add heads
+    or expert for one norm each."""
+    exclude_vectors: bool | None = None
+    """Leave biases and norm scales out of decay and ratio; null leaves both to the variant."""
+    adapt_undecayed: bool | None = None
+    """Scale parameters that do not decay by the ratio too."""
+    nesterov: bool | None = None
+    """Look ahead along the momentum."""
+
+    def by_layer(self, rule: Rule, tree: NamedParams) -> Kwargs:
+        """What `lamb` and `lars` are given by name: dims, masks, and options of the variant's rule.
+
+        An option is a setting that is a field of the rule and not null; "off" is no bound.
+        """
+        off = {"max_grad_norm": math.inf, "phi": UNBOUNDED, "ratio_bounds": UNBOUNDED}
+        values = {name: getattr(self, name, None) for name in rule.__dataclass_fields__}
+        return {
+            "layer_dims": tree.layer_dims(self.layer_dims),
+            **tree.masks(rule, self.exclude_vectors),
+            **{
+                name: off[name] if value == "off" else value
+                for name, value in values.items()
+                if value is not None
+            },
+        }

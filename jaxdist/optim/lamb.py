@@ -14,12 +14,7 @@ import optax
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.common import (
-    Beta,
-    NamedParams,
-    OptimizerConfig,
-    given,
-)
+from jaxdist.optim.common import Beta, LayerwiseConfig, NamedParams
 from jaxdist.optim.layers import Squares, StepCount
 from jaxdist.optim.layerwise import Leaves, StepInputs, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
@@ -239,7 +234,7 @@ def _ratios(
     return ratios
 
 
-class LambConfig(OptimizerConfig):
+class LambConfig(LayerwiseConfig):
     """LAMB (You et al., arXiv 1904.00962): Adam scaled layer by layer, for large batches."""
 
     type: Literal["lamb"]
@@ -254,19 +249,10 @@ class LambConfig(OptimizerConfig):
     """Added to the root of the second moment."""
     weight_decay: NonNegativeFloat = 0.01
     """Decay of weights, inside the direction that the ratio scales."""
-    layer_dims: tuple[str, ...] = ("layers",)
-    """Dims whose every index has a norm of its own, by name, where a parameter has them; add heads
-    or expert for one norm each."""
-    exclude_vectors: bool | None = None
-    """Leave biases and norm scales out of decay and ratio; null leaves both to the variant."""
     bias_correction: bool | None = None
     """Divide the moments by 1 - b^t."""
     decay_in_ratio: bool | None = None
     """The ratio sees the decayed direction; false adds decay after the ratio."""
-    adapt_undecayed: bool | None = None
-    """Scale parameters that do not decay by the ratio too."""
-    nesterov: bool | None = None
-    """Look ahead along the first moment."""
     max_grad_norm: PositiveFloat | Literal["off"] | None = None
     """Global norm that gradients are scaled down to before the moments."""
     phi: tuple[NonNegativeFloat, NonNegativeFloat] | Literal["off"] | None = None
@@ -283,7 +269,5 @@ class LambConfig(OptimizerConfig):
             self.eps,
             self.weight_decay,
             variant=self.variant,
-            layer_dims=tree.layer_dims(self.layer_dims),
-            **tree.masks(LAMB_RULES[self.variant], self.exclude_vectors),
-            **given(self, LambRule),
+            **self.by_layer(LAMB_RULES[self.variant], tree),
         )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import NonNegativeFloat, PositiveFloat
 
-from jaxdist.optim.common import Beta, NamedParams, OptimizerConfig, given
+from jaxdist.optim.common import Beta, LayerwiseConfig, NamedParams
 from jaxdist.optim.layers import StepCount
 from jaxdist.optim.layerwise import Leaves, StepInputs, choose_rule, layerwise
 from jaxdist.optim.trust_ratio import (
@@ -185,7 +185,7 @@ def _moved(
     return -(after * move).astype(x.p.dtype), velocity
 
 
-class LarsConfig(OptimizerConfig):
+class LarsConfig(LayerwiseConfig):
     """LARS (You et al., arXiv 1708.03888): momentum scaled layer by layer, for large batches."""
 
     type: Literal["lars"]
@@ -200,23 +200,14 @@ class LarsConfig(OptimizerConfig):
     """How far a layer moves for a learning rate of 1, as a fraction of its norm."""
     eps: NonNegativeFloat = 0.0
     """Added to the ratio's denominator."""
-    layer_dims: tuple[str, ...] = ("layers",)
-    """Dims whose every index has a norm of its own, by name, where a parameter has them; add heads
-    or expert for one norm each."""
-    exclude_vectors: bool | None = None
-    """Leave biases and norm scales out of decay and ratio; null leaves both to the variant."""
     norm_of_sum: bool | None = None
     """Divide by the norm of gradient plus decay rather than by the sum of their norms."""
     rate_in_momentum: bool | None = None
     """Apply the learning rate before the momentum; false applies it after."""
-    adapt_undecayed: bool | None = None
-    """Scale parameters that do not decay by the ratio too."""
     clip_to_rate: bool | None = None
     """Never step farther than plain momentum would (LARC)."""
     decay_zero_grads: bool | None = None
     """Decay layers whose ratio is undefined."""
-    nesterov: bool | None = None
-    """Look ahead along the velocity."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """The update rule for a learning-rate schedule on these parameters."""
@@ -227,7 +218,5 @@ class LarsConfig(OptimizerConfig):
             self.trust_coefficient,
             self.eps,
             variant=self.variant,
-            layer_dims=tree.layer_dims(self.layer_dims),
-            **tree.masks(LARS_RULES[self.variant], self.exclude_vectors),
-            **given(self, LarsRule),
+            **self.by_layer(LARS_RULES[self.variant], tree),
         )
