@@ -43,7 +43,7 @@ def write_config(jaxdist: Jaxdist) -> None:
         optim={"clip_norm": 1.0, "schedule": {"type": "cosine", "warmup_steps": 10}},
         train={"steps": STEPS, "microbatches": 2},
         eval={"every": 30},
-        checkpoint={"every": 10},
+        checkpoint={"every": 24},
         mesh={"data": 2, "fake_devices": 2},
     )
 
