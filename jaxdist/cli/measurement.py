@@ -23,7 +23,10 @@ def bench(
     ] = None,
     devices: shared.Devices = 8,
     lab: Annotated[
-        bool, typer.Option("--lab", help="collectives: between hosts on slow links (Linux, root).")
+        bool,
+        typer.Option(
+            "--lab", help="collectives: between hosts with slow links, played here (Linux, root)."
+        ),
     ] = False,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
@@ -32,7 +35,7 @@ def bench(
         Path | None, typer.Option(help="Add the ratios to DIR/NAME.jsonl, beside earlier runs.")
     ] = None,
 ) -> None:
-    """Measure ours against a reference, interleaved; a missed goal is reported, not failed."""
+    """Measure jaxdist and a reference in turn; a goal that is missed is told, and is no error."""
     from jaxdist.runtime import environment
 
     environment.prepare(fake_devices=devices)
@@ -54,10 +57,10 @@ def batch_scaling(
     batches: Annotated[str, typer.Option(help="Batch sizes: 64,256,1024.")],
     seeds: Annotated[int, typer.Option(min=1, help="Runs for each number in the table.")] = 3,
     optimizers: Annotated[
-        str, typer.Option(help="Which to compare.")
+        str, typer.Option(help="Optimizers to compare.")
     ] = "sgd,nesterov,lars,lamb,adamw",
     epochs: Annotated[
-        float | None, typer.Option(help="Length of every run; the config's by default.")
+        float | None, typer.Option(help="Epochs of every run; the config's by default.")
     ] = None,
     tune: Annotated[
         bool, typer.Option("--tune/--no-tune", help="Search learning rates at every batch size.")
@@ -65,13 +68,13 @@ def batch_scaling(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
     ] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw it into this directory.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
     devices: shared.Devices = None,
 ) -> None:
     """Compare optimizers at growing batch sizes: one rule for all, and tuned at each size.
 
-    Trains on all devices there are (one axis, data), whatever mesh CONFIG names. A study that was
-    interrupted goes on where it was.
+    Trains on all devices there are (one axis, data), whatever mesh CONFIG
+    names. A study that was interrupted goes on where it was.
     """
     # First, so that the fake devices of the config's own mesh are not asked for.
     extra = shared.prepare(config, ["mesh={data: -1}", *(overrides or [])], devices)

@@ -21,16 +21,19 @@ def show(
     ],
     settings: Settings = None,
     *,
-    stages: Annotated[int | None, typer.Option(min=1, help="Not needed for a CSV file.")] = None,
-    microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Not needed for a CSV file.")
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Devices along the stage axis; a CSV file says it.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Draw it into this file.")] = None,
+    microbatches: Annotated[
+        int | None, typer.Option(min=1, help="Pieces of a batch; a CSV file says it.")
+    ] = None,
+    svg: Annotated[Path | None, typer.Option(help="Draw the schedule into this file.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write a trace for ui.perfetto.dev, 1 ms a unit.")
     ] = None,
     csv: Annotated[
-        Path | None, typer.Option(help="Write it as torch.distributed.pipelining reads it.")
+        Path | None,
+        typer.Option(help="Write the schedule as torch.distributed.pipelining reads it."),
     ] = None,
 ) -> None:
     """Draw SCHEDULE, with its bubble, activations and messages. Nothing is run."""
@@ -54,7 +57,7 @@ def compare(
     stages: Annotated[int, typer.Option(min=1, help="Devices along the stage axis.")],
     microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
 ) -> None:
-    """Print bubble, activations and messages of every schedule. Costs are those of a stage."""
+    """Print bubble, activations and messages of every schedule. Costs are of a whole stage."""
     from jaxdist.verbs.compare_schedules import compare as judge
 
     judge(settings or [], stages=stages, microbatches=microbatches, console=shared.console())
@@ -63,7 +66,7 @@ def compare(
 def check(
     file: Annotated[Path, typer.Argument(help="CSV file: a row for each stage.")],
 ) -> None:
-    """Check a schedule of your own; exit code 2 and the first violation if it breaks a rule."""
+    """Check a schedule of your own; if it breaks a rule, says the first and ends with code 2."""
     from jaxdist.verbs.pipelines import check as judge
 
     judge(file, console=shared.console())

@@ -50,12 +50,14 @@ def schema() -> None:
 def tokenize(
     out: Annotated[Path, typer.Argument(help="The tokenizer.json to write.")],
     files: Annotated[
-        list[str] | None, typer.Argument(help="Globs of text; none is Python's own library.")
+        list[str] | None,
+        typer.Argument(help="Globs of text files; none takes Python's own library."),
     ] = None,
     *,
     vocab_size: Annotated[int, typer.Option(help="Tokens to learn.")] = 4096,
     heldout_fraction: Annotated[
-        float, typer.Option(min=0, max=0.99, help="As in the config's data.heldout_fraction.")
+        float,
+        typer.Option(min=0, max=0.99, help="Left out, as by the config's data.heldout_fraction."),
     ] = 0.05,
 ) -> None:
     """Train a BPE tokenizer, for `data.tokenizer: {type: bpe, file: OUT}`."""

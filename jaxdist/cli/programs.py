@@ -17,14 +17,17 @@ def inspect(
     devices: shared.CompileDevices = None,
     topology: shared.TopologyOption = None,
     settings: Annotated[
-        list[str] | None, typer.Option("--set", help="One setting, like an override.")
+        list[str] | None,
+        typer.Option("--set", help="A setting like the overrides; may be given again."),
     ] = None,
     json_file: shared.JsonFile = None,
     diff: Annotated[
-        Path | None, typer.Option(help="A second config, with the same overrides: what differs?")
+        Path | None,
+        typer.Option(help="Print what differs in a second config, with the same overrides."),
     ] = None,
     diff_set: Annotated[
-        list[str] | None, typer.Option(help="One setting of the second: what does it change?")
+        list[str] | None,
+        typer.Option(help="Print what changes with this setting; may be given again."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the predicted step (TPUs) into this directory.")
@@ -56,14 +59,18 @@ def audit(
     devices: shared.CompileDevices = None,
     topology: shared.TopologyOption = None,
     full: Annotated[
-        bool, typer.Option("--full", help="Compile without each knob: bytes, memory, FLOPs.")
+        bool,
+        typer.Option(
+            "--full", help="Print what each changes in bytes, memory, FLOPs; compiles for each."
+        ),
     ] = False,
     options: Annotated[
-        bool, typer.Option("--options", help="Instead: what does each compiler option change?")
+        bool,
+        typer.Option("--options", help="Instead, print what each option for the compiler changes."),
     ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Check that each knob of CONFIG changes the train step; exit code 1 if one does not."""
+    """Check that each setting of CONFIG changes the train step; exit code 1 if one does not."""
     extra = shared.compile_for(devices, topology, overrides or [])
     shared.set_environment((config, extra), topology=topology)
     if options:
@@ -85,30 +92,37 @@ def audit(
 
 def parity(
     config: Annotated[
-        Path | None, typer.Argument(help="YAML file; a small language model without one.")
+        Path | None, typer.Argument(help="YAML file; none compares a small language model.")
     ] = None,
     overrides: shared.Overrides = None,
     *,
     full: Annotated[
-        bool, typer.Option("--full", help="All without stages, more of pipelines: an hour.")
+        bool,
+        typer.Option(
+            "--full", help="Every plan without stages, and more pipelines; takes an hour."
+        ),
     ] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes that compare side by side.")] = 1,
     json_file: shared.JsonFile = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out what the file of --json has already.")
+        bool, typer.Option("--resume", help="Leave out what is in the file of --json.")
     ] = False,
     draw: Annotated[
-        int | None, typer.Option(min=1, help="Instead: so many configs drawn at random.")
+        int | None, typer.Option(min=1, help="Instead, compare this many configs drawn at random.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the first draw; the next has the next.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the first draw; the next ones count up.")
+    ] = 0,
 ) -> None:
-    """Compare every exact way to train CONFIG's model with one device; exit code 1 if one differs.
+    """Check that plans train CONFIG's model as one device does; exit code 1 if one differs.
 
-    On 8 fake CPU devices, in float32, with AdamW: meshes, ZeRO stages, reductions, microbatches,
-    remat, a split sequence, pipeline schedules and activations, whatever CONFIG says of them.
+    Meshes, ZeRO stages, reductions, microbatches, remat, a split sequence,
+    pipeline schedules and activations, on 8 fake CPU devices, in float32,
+    with AdamW, whatever CONFIG says of them.
 
-    With --draw: models, meshes, plans, batches and optimizers at random, each against one device,
-    and its checkpoint loaded by another plan. What goes wrong is printed with its config.
+    With --draw: models, meshes, plans, batches and optimizers at random, each
+    against one device, and its checkpoint loaded by another plan. What goes
+    wrong is printed with its config.
     """
     from jaxdist.runtime import environment
 

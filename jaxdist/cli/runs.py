@@ -27,7 +27,8 @@ def train(
         str | None,
         typer.Option(
             metavar="STEPS",
-            help="Trace these steps for xprof and Perfetto: 10:13, or 4 after a warm-up.",
+            help="Trace steps for xprof and Perfetto: 10:13 the 10th to the 13th, 4 the first "
+            "four after a warm-up.",
         ),
     ] = None,
     coordinator: shared.Coordinator = None,
@@ -86,8 +87,10 @@ def generate(
     *,
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to add.")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest.")] = 0.8,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random choices.")] = 0,
+    temperature: Annotated[
+        float, typer.Option(min=0, help="0 takes the likeliest token each time.")
+    ] = 0.8,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the random choices.")] = 0,
     step: shared.CheckpointStep = None,
     devices: shared.Devices = None,
 ) -> None:

@@ -13,27 +13,33 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file of the experiment.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings on top of it: section.key=value ...")
+    list[str] | None, typer.Argument(help="Settings that replace its own: section.key=value ...")
 ]
-Devices = Annotated[int | None, typer.Option(min=1, help="Train on this many fake CPU devices.")]
+Devices = Annotated[int | None, typer.Option(min=1, help="Use this many fake CPU devices.")]
 Coordinator = Annotated[str | None, typer.Option(help="HOST:PORT of process 0.")]
 NumProcesses = Annotated[int | None, typer.Option(help="Number of processes.")]
 ProcessId = Annotated[int | None, typer.Option(help="Number of this process, from 0.")]
 Detect = Annotated[
-    bool, typer.Option("--distributed", help="Find the peers by Slurm, MPI, Kubernetes or TPU.")
+    bool,
+    typer.Option(
+        "--distributed", help="Find the other processes by Slurm, MPI, Kubernetes or TPU."
+    ),
 ]
 JoinTimeout = Annotated[int, typer.Option(min=1, help="Seconds to wait for the other processes.")]
 Run = Annotated[Path, typer.Argument(help="Run directory.")]
 CheckpointStep = Annotated[
-    int | None, typer.Option(help="Checkpoint to use; the newest by default.")
+    int | None, typer.Option(help="Step of the checkpoint to use; the newest by default.")
 ]
 CompileDevices = Annotated[
     int | None, typer.Option(min=1, help="Compile for this many fake CPU devices.")
 ]
 TopologyOption = Annotated[
-    str | None, typer.Option(help="Compile for TPUs, none needed: v5e:2x4, v5p:4x4x4, ...")
+    str | None,
+    typer.Option(help="Compile for TPUs that need not be there: v5e:2x4, v5p:4x4x4, ..."),
 ]
-JsonFile = Annotated[Path | None, typer.Option("--json", help="Write it as JSON too.")]
+JsonFile = Annotated[
+    Path | None, typer.Option("--json", help="Write the result to this file as well, as JSON.")
+]
 
 
 def console() -> Console:
