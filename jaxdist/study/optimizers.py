@@ -46,4 +46,6 @@ def check_names(names: Sequence[str]) -> None:
         if name not in CONTENDERS:
             raise ConfigError(f"--optimizers {name!r}: {did_you_mean(name, CONTENDERS)}")
         if names.count(name) > 1:
-            raise ConfigError(f"--optimizers {name!r} is given {names.count(name)} times")
+            raise ConfigError(
+                f"--optimizers {name!r} is given {names.count(name)} times: give it once"
+            )

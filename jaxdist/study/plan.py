@@ -120,11 +120,13 @@ def parse_batches(text: str) -> tuple[int, ...]:
         raise ConfigError("--batches is empty; give sizes, e.g. --batches 64,256,1024")
     for word in words:
         if not (word.isascii() and word.isdigit() and int(word) > 0):
-            raise ConfigError(f"--batches {word!r} is not a whole number from 1 on")
+            raise ConfigError(
+                f"--batches {word!r} is no batch size: give whole numbers from 1, such as 64,256"
+            )
     sizes = sorted(map(int, words))
     for size in sizes:
         if sizes.count(size) > 1:
-            raise ConfigError(f"--batches {size} is given {sizes.count(size)} times")
+            raise ConfigError(f"--batches {size} is given {sizes.count(size)} times: give it once")
     return tuple(sizes)
 
 

@@ -113,13 +113,13 @@ class Trainer:
             strategy = experiment.config.strategy.type
             if strategy != "synchronous":
                 raise ConfigError(
-                    f"{self._path}: strategy.type {strategy} does more than steps, which is all "
-                    "that a study compares; set strategy={type: synchronous}"
+                    f"{self._path}: strategy.type {strategy} changes weights between steps, and "
+                    "a study compares optimizers alone; set strategy={type: synchronous}"
                 )
             if experiment.heldout is None:
                 raise DataError(
-                    f"data of {self._path} has no held-out split, by which a study judges; "
-                    "give it one"
+                    f"data of {self._path} has no held-out split, which a study judges by: "
+                    "give its section data one, such as heldout_fraction or heldout_examples"
                 )
         return experiments
 

@@ -31,7 +31,10 @@ def open_run(
     """
     directory = RunDirectory(run)
     if not directory.occupied:
-        raise RunError(f"{run} is no run directory: it has no {directory.config.name}")
+        raise RunError(
+            f"{run} is no run directory, for it has no {directory.config.name}: give the one that "
+            "`jaxdist train` printed after the word run"
+        )
     document, config = load(directory.config, overrides)
     experiment = build(config, document)
 
@@ -54,7 +57,10 @@ def evaluate_run(
     """
     experiment, restored = open_run(run, overrides, step=step, console=console)
     if experiment.heldout is None:
-        raise RunError("the data of this run has no held-out split to evaluate on")
+        raise RunError(
+            "the data of this run has no held-out split to evaluate on: give its section data one, "
+            "such as heldout_fraction or heldout_examples"
+        )
     state: Any = restored.state
     with experiment.heldout.evaluation_batches() as batches:
         means = evaluate(experiment.program, state.params, state.buffers, batches)
