@@ -40,6 +40,10 @@ class CollectiveError(JaxdistError):
     """A collective that means nothing here: its axis, dtype, shape or device."""
 
 
+class CompressionError(JaxdistError):
+    """An array, codec or feedback that do not go together."""
+
+
 class LedgerError(JaxdistError):
     """A program that the ledger cannot read, or a mesh that is not the program's."""
 

@@ -1,0 +1,205 @@
+"""Which codec when, and for which parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, field_validator
+
+from jaxdist.collectives.bucket import plan_buckets
+from jaxdist.compression.codecs.build import CodecConfig
+from jaxdist.compression.codecs.topk import TopK
+from jaxdist.compression.codecs.whole import Whole
+from jaxdist.compression.contract import Codec, described
+from jaxdist.compression.feedback.contract import Feedback
+from jaxdist.config.schema import Config
+from jaxdist.errors import CompressionError, did_you_mean
+from jaxdist.types import Leaf
+
+DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
+"""Of Deep Gradient Compression's warm-up: 75%, 93.75%, 98.4375% and 99.6% are left out."""
+
+
+class Stage(Config):
+    """A codec from a step on."""
+
+    start: Annotated[int, Field(ge=0)]
+    """The first step, from 0."""
+    codec: CodecConfig
+    """How gradients are sent from there."""
+
+
+class Stages(Config):
+    """One codec after another as training goes on, in one compiled program."""
+
+    type: Literal["stages"] = "stages"
+    """Selects this choice."""
+    stages: tuple[Stage, ...]
+    """In order of their starts; the first starts at 0."""
+
+    @field_validator("stages")
+    @classmethod
+    def _in_order(cls, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
+        starts = [stage.start for stage in stages]
+        if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
+            raise ValueError(f"stages start at {starts}: the first at 0, each later than the last")
+        return stages
+
+
+def warm_up(codec: CodecConfig, steps: int) -> Codec | Stages:
+    """`codec` after some steps that send everything.
+
+    >>> [stage.start for stage in warm_up(TopK(), 100).stages]
+    [0, 100]
+    """
+    if not steps:
+        return codec
+    return Stages(stages=(Stage(start=0, codec=Whole()), Stage(start=steps, codec=codec)))
+
+
+def sparsity_warm_up(codec: TopK, steps: int) -> Codec | Stages:
+    """Ever fewer elements over the first steps, as Deep Gradient Compression has it (section 3.3).
+
+    Args:
+      codec: what follows.
+      steps: of the warm-up, in equal parts of 25%, 6.25%, 1.5625% and 0.4% of the elements.
+    """
+    denser = [density for density in DENSITIES if density > codec.fraction]
+    if steps < len(denser) or not denser:
+        return codec
+    starts = [steps * i // len(denser) for i in range(len(denser))]
+    parts = [
+        Stage(start=start, codec=codec.model_copy(update={"fraction": density}))
+        for start, density in zip(starts, denser, strict=True)
+    ]
+    return Stages(stages=(*parts, Stage(start=steps, codec=codec)))
+
+
+AnyStages = Annotated[Stages | CodecConfig, Field(discriminator="type")]
+
+
+class Rule(Config):
+    """A choice for some parameters."""
+
+    pattern: str
+    """Of parameter names, such as `*/bias` or `layers/*/kernel`; the first that fits counts."""
+    codec: AnyStages
+    """For these."""
+
+
+class PerParameter(Config):
+    """A codec by the name of the parameter; vectors (norms, biases) stay whole."""
+
+    type: Literal["per_parameter"] = "per_parameter"
+    """Selects this choice."""
+    rules: tuple[Rule, ...] = ()
+    """In order; each must fit a parameter."""
+    otherwise: AnyStages
+    """For those that no rule fits."""
+    vectors: Literal["whole", "otherwise"] = "whole"
+    """Parameters of less than two dims that no rule fits."""
+
+    def choice(self, name: str, leaf: Leaf) -> Codec | Stages:
+        """What one parameter is sent with."""
+        for rule in self.rules:
+            if fnmatchcase(name, rule.pattern):
+                return rule.codec
+        if self.vectors == "whole" and len(leaf.shape) < 2:
+            return Whole()
+        return self.otherwise
+
+    def check(self, names: Sequence[str]) -> None:
+        """Raises CompressionError for a rule that fits no parameter."""
+        for rule in self.rules:
+            if not any(fnmatchcase(name, rule.pattern) for name in names):
+                raise CompressionError(
+                    f"rule {rule.pattern!r} fits no parameter: {did_you_mean(rule.pattern, names)}"
+                )
+
+
+Choice: TypeAlias = Codec | Stages | PerParameter
+"""What gradients are sent with."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters that one choice is for.
+
+    Attributes:
+      starts, codecs: the stages of the choice; one of them if it has none.
+      buckets: positions of the leaves that are packed together.
+    """
+
+    starts: tuple[int, ...]
+    codecs: tuple[Codec, ...]
+    buckets: tuple[tuple[int, ...], ...]
+
+    @property
+    def lossless(self) -> bool:
+        return all(codec.lossless for codec in self.codecs)
+
+    @property
+    def in_shards(self) -> bool:
+        """Whether each device sums, and encodes again, a shard of each bucket."""
+        return any(codec.exchange == "scatter" for codec in self.codecs)
+
+
+def plan_groups(
+    named: Sequence[tuple[str, Leaf]], choice: Choice, feedback: Feedback, bucket_bytes: int
+) -> list[Group]:
+    """Leaves by choice, packed into buckets of one dtype, from the last to the first.
+
+    Raises:
+      CompressionError: a codec that cannot encode a leaf, stages or feedback that do not go
+        together, a rule that fits nothing.
+    """
+    if isinstance(choice, PerParameter):
+        choice.check([name for name, _ in named])
+    chosen: list[tuple[Codec | Stages, list[int]]] = []
+    for index, (name, leaf) in enumerate(named):
+        if 0 in leaf.shape:
+            continue
+        mine = choice.choice(name, leaf) if isinstance(choice, PerParameter) else choice
+        for stage in _stages(mine):
+            stage.codec.check(leaf, name)
+        same = next((found for other, found in chosen if other == mine), None)
+        if same is None:
+            chosen.append((mine, [index]))
+        else:
+            same.append(index)
+    leaves = [leaf for _, leaf in named]
+    return [_group(_stages(mine), found, leaves, feedback, bucket_bytes) for mine, found in chosen]
+
+
+def _stages(choice: Codec | Stages) -> Sequence[Stage]:
+    if isinstance(choice, Stages):
+        return choice.stages
+    return [Stage.model_construct(start=0, codec=choice)]
+
+
+def _group(
+    stages: Iterable[Stage],
+    positions: Sequence[int],
+    leaves: Sequence[Leaf],
+    feedback: Feedback,
+    bucket_bytes: int,
+) -> Group:
+    starts, codecs = zip(*((stage.start, stage.codec) for stage in stages), strict=True)
+    for codec in codecs:
+        feedback.check(codec)
+    shaped = [codec for codec in codecs if not codec.flat]
+    mine = [leaves[position] for position in positions]
+    buckets = plan_buckets(mine, None if shaped else bucket_bytes)
+    packed = tuple(tuple(positions[index] for index in bucket) for bucket in buckets)
+    group = Group(tuple(starts), tuple(codecs), packed)
+    if shaped and group.in_shards:
+        other = next(codec for codec in codecs if codec.exchange == "scatter")
+        raise CompressionError(
+            f"{described(shaped[0], mine[0])} in stages with {other!r}, which encodes flat shards: "
+            "let both be sums (whole, randomk, lowrank) or choose one of them"
+        )
+    return group

@@ -1,0 +1,22 @@
+"""The choice of a codec in a config, by `type:`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxdist.compression.codecs.adaptive import Adaptive
+from jaxdist.compression.codecs.cast import Cast
+from jaxdist.compression.codecs.chain import Chain
+from jaxdist.compression.codecs.lowrank import LowRank
+from jaxdist.compression.codecs.quantize import Quantize
+from jaxdist.compression.codecs.randomk import RandomK
+from jaxdist.compression.codecs.sign import Sign
+from jaxdist.compression.codecs.topk import TopK
+from jaxdist.compression.codecs.whole import Whole
+
+CodecConfig = Annotated[
+    Whole | Cast | Quantize | Adaptive | Sign | TopK | RandomK | LowRank | Chain,
+    Field(discriminator="type"),
+]

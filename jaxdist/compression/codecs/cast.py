@@ -1,0 +1,50 @@
+"""Fewer bits of each float."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.compression.contract import Codec, CodecState, Message, Round
+from jaxdist.compression.wire import from_words, power_of_two, scale_words, scales_of, to_words
+from jaxdist.types import Leaf
+
+Small = Literal["bfloat16", "float16", "float8_e4m3", "float8_e5m2"]
+DTYPES = {
+    "bfloat16": jnp.bfloat16,
+    "float16": jnp.float16,
+    "float8_e4m3": jnp.float8_e4m3fn,
+    "float8_e5m2": jnp.float8_e5m2,
+}
+
+
+class Cast(Codec):
+    """A smaller float, with one scale for the array where its range is small.
+
+    The scale is the power of two that brings the largest element nearest to the top of the range
+    (one scale for each tensor: Peng et al., FP8-LM, arXiv 2310.18313, section 2.1), so that scaling
+    itself does not round.
+    """
+
+    type: Literal["cast"] = "cast"
+    """Selects this codec."""
+    dtype: Small = "bfloat16"
+    """What each element is rounded to, to nearest."""
+
+    def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
+        small, wide = DTYPES[self.dtype], x.astype(jnp.float32)
+        if self.dtype == "bfloat16":
+            return {"values": to_words(wide.astype(small))}, state
+        most = jnp.max(jnp.abs(wide))
+        limit = float(jnp.finfo(small).max) / jnp.maximum(most, 2.0**-100)
+        scale = jnp.where(jnp.isfinite(most), power_of_two(limit), jnp.nan)
+        values = (wide * scale).astype(small)
+        return {"values": to_words(values), "scale": scale_words(scale[None])}, state
+
+    def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array:
+        values = from_words(message["values"], DTYPES[self.dtype]).astype(jnp.float32)
+        if self.dtype != "bfloat16":
+            values = values / scales_of(message["scale"])[0]
+        return values.reshape(like.shape)

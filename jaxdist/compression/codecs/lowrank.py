@@ -1,0 +1,118 @@
+"""A matrix as the product of two thin ones."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field
+
+from jaxdist.compression.contract import (
+    CodecState,
+    Factored,
+    Factors,
+    Linear,
+    Round,
+    described,
+)
+from jaxdist.config.schema import Count
+from jaxdist.errors import CompressionError
+from jaxdist.types import Leaf
+
+DEPENDENT = 1e-6
+"""Of a column's length: what is left beside others is rounding below this."""
+
+
+class LowRank(Linear):
+    """PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1): one step of a power iteration.
+
+    Of a matrix M and the last round's Q: P = M Q, summed over devices and orthogonalised (Gram and
+    Schmidt); Q = M^T P, summed; the estimate of the sum is P Q^T, and this device's own P Q_own^T.
+    An array of more dims is a matrix of all but the last by the last.
+
+    Cost: 4 r (m + n) bytes of an m x n matrix, in two sums.
+    """
+
+    type: Literal["lowrank"] = "lowrank"
+    """Selects this codec."""
+    rank: Count = 4
+    """r: columns of both factors."""
+    stacked_dims: Annotated[int, Field(ge=0, le=4)] = 0
+    """Leading dims that count matrices, such as the layers of a scanned model."""
+    seed: int = 0
+    """Of the first Q, the same on all devices."""
+
+    flat: ClassVar[bool] = False
+
+    @property
+    def exact(self) -> bool:
+        """A small element may have a large estimate."""
+        return False
+
+    def check(self, like: Leaf, name: str = "") -> None:
+        super().check(like, name)
+        if len(like.shape) - self.stacked_dims < 2:
+            raise CompressionError(
+                f"{described(self, like, name)}: a rank needs a matrix; leave it whole by a rule"
+                + (f" (of its dims {self.stacked_dims} are stacked)" if self.stacked_dims else "")
+            )
+        _, rows, columns = self._sizes(like)
+        if self.rank > min(rows, columns):
+            raise CompressionError(
+                f"{described(self, like, name)}: rank {self.rank} is above that of a {rows} x "
+                f"{columns} matrix: take {min(rows, columns)} or less, or leave it whole by a rule"
+            )
+
+    def init(self, like: Leaf) -> CodecState:
+        count, _, columns = self._sizes(like)
+        shape = (count, columns, self.rank)
+        return {"q": jax.random.normal(jax.random.key(self.seed), shape, jnp.float32)}
+
+    def factors(self, x: jax.Array, state: CodecState, round: Round) -> Factors:
+        m = x.astype(jnp.float32).reshape(self._sizes(x))
+        p = orthogonal((yield product(m, state["q"])))
+        own = product(jnp.swapaxes(m, 1, 2), p)
+        total = yield own
+        # A column of zeros would stay one for ever: the old one is kept until there is a gradient.
+        alive = jnp.any(total != 0, axis=1, keepdims=True)
+        return Factored((p, own), (p, total), {"q": jnp.where(alive, total, state["q"])})
+
+    def expand(self, factors: tuple[jax.Array, ...], like: Leaf, round: Round) -> jax.Array:
+        p, q = factors
+        return product(p, jnp.swapaxes(q, 1, 2)).reshape(like.shape)
+
+    def _sizes(self, like: Leaf) -> tuple[int, int, int]:
+        stacked, rest = like.shape[: self.stacked_dims], like.shape[self.stacked_dims :]
+        return math.prod(stacked), math.prod(rest[:-1]), rest[-1]
+
+
+def product(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The matrix product in full float32 on every device."""
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def orthogonal(columns: jax.Array) -> jax.Array:
+    """[..., m, r] with columns of length one at right angles, by the modified Gram-Schmidt process.
+
+    What is left of each is made orthogonal twice. A column that is a combination of those before
+    it, up to rounding, becomes zero.
+    """
+    done: list[jax.Array] = []
+    for index in range(columns.shape[-1]):
+        column = _of_length_one(columns[..., index])
+        rest = column
+        for other in done * 2:
+            rest = rest - jnp.sum(other * rest, axis=-1, keepdims=True) * other
+        left = jnp.sum(rest * rest, axis=-1, keepdims=True)
+        done.append(jnp.where(left > DEPENDENT**2, _of_length_one(rest), 0.0))
+    return jnp.stack(done, axis=-1)
+
+
+def _of_length_one(column: jax.Array) -> jax.Array:
+    """Scaled by the largest element first, whose square might be no float32."""
+    largest = jnp.max(jnp.abs(column), axis=-1, keepdims=True)
+    scaled = column / jnp.where(largest > 0, largest, 1.0)
+    square = jnp.sum(scaled * scaled, axis=-1, keepdims=True)
+    return scaled / jnp.sqrt(jnp.where(square > 0, square, 1.0))

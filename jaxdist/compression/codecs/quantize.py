@@ -1,0 +1,104 @@
+"""Whole numbers of a few bits, with a scale for each block."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from pydantic import field_validator
+
+from jaxdist.compression.contract import Codec, CodecState, Message, Round
+from jaxdist.compression.wire import (
+    BITS,
+    coarse,
+    in_blocks,
+    out_of_blocks,
+    pack_rows,
+    scale_words,
+    scales_of,
+    unpack_rows,
+)
+from jaxdist.types import Leaf
+
+MAGIC = 1.5 * 2.0**23
+"""Added to a float32 of less than 2^22, it leaves the nearest whole number in the low bits."""
+
+
+class Quantize(Codec):
+    """x as q s, q a whole number from -L to L, L = 2^(bits - 1) - 1, s the block's largest over L.
+
+    Nearest rounding errs by s / 2 at most. Stochastic rounding goes up or down by chance so that
+    the mean is x (QSGD: Alistarh et al., arXiv 1610.02132, section 3.1, with the largest element in
+    place of the norm); its error is below s.
+
+    Cost: bits / 32 of float32, and 2 bytes for each block.
+    """
+
+    type: Literal["quantize"] = "quantize"
+    """Selects this codec."""
+    bits: int = 8
+    """Of each element: 8 or 4."""
+    block: int = 256
+    """Elements that share a scale."""
+    rounding: Literal["nearest", "stochastic"] = "nearest"
+    """stochastic is unbiased, and takes no error feedback."""
+
+    @field_validator("bits")
+    @classmethod
+    def _bits(cls, bits: int) -> int:
+        if bits not in (4, 8):
+            raise ValueError(f"{bits} bits are out of range: 8 or 4 (sign has 1, adaptive mixes)")
+        return bits
+
+    @field_validator("block")
+    @classmethod
+    def _block(cls, block: int) -> int:
+        return checked_block(block)
+
+    @property
+    def unbiased(self) -> bool:
+        return self.rounding == "stochastic"
+
+    @property
+    def exact(self) -> bool:
+        """Chance may take a small element up to a whole number."""
+        return not self.unbiased
+
+    def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
+        blocks = in_blocks(x, self.block)
+        levels = 2 ** (self.bits - 1) - 1
+        scale = coarse(jnp.max(jnp.abs(blocks), axis=1) / levels, up=True)
+        whole = blocks * inverse(scale)[:, None]
+        if self.unbiased:
+            chance = jax.random.uniform(round.own_key, blocks.shape, jnp.float32)
+            whole = jnp.floor(whole + chance)
+            # The sum may round up to the next whole number beyond the last.
+            whole = jnp.clip(whole, -levels, levels)
+        # The low bits of the sum are the code, as two's complement; no conversion is slower.
+        codes = jax.lax.bitcast_convert_type(whole + MAGIC, jnp.uint32)
+        rows = (codes & (2**self.bits - 1)).reshape(len(blocks), BITS // self.bits, -1)
+        return {"codes": pack_rows(rows, self.bits), "scales": scale_words(scale)}, state
+
+    def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array:
+        codes = unpack_rows(message["codes"], self.bits)
+        spare = BITS - self.bits
+        signed = jax.lax.bitcast_convert_type(codes << spare, jnp.int8) >> spare
+        blocks = signed.astype(jnp.float32) * scales_of(message["scales"])[:, None, None]
+        return out_of_blocks(blocks, like.shape)
+
+
+def inverse(scale: jax.Array) -> jax.Array:
+    """1 / scale, and 0 for a block of zeros."""
+    return jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), scale)
+
+
+def checked_block(block: int) -> int:
+    """A number of elements that fill whole bytes.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if block % BITS or not 8 <= block <= 2**20:
+        raise ValueError(f"a block of {block} elements: a multiple of 8 from 8 to 1048576, say 256")
+    return block

@@ -1,0 +1,29 @@
+"""No compression: the codec of what stays whole, and of the first steps of a run."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.compression.contract import CodecState, Factored, Factors, Linear, Round
+from jaxdist.types import Leaf
+
+
+class Whole(Linear):
+    """Every element as float32."""
+
+    type: Literal["whole"] = "whole"
+    """Selects this codec."""
+
+    @property
+    def lossless(self) -> bool:
+        return True
+
+    def factors(self, x: jax.Array, state: CodecState, round: Round) -> Factors:
+        own = x.astype(jnp.float32)
+        return Factored((own,), ((yield own),), state)
+
+    def expand(self, factors: tuple[jax.Array, ...], like: Leaf, round: Round) -> jax.Array:
+        return factors[0].reshape(like.shape)

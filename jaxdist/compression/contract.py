@@ -1,0 +1,241 @@
+"""What every codec is: a frozen configuration that turns an array into a message, and back.
+
+The law, for an array `x` of `like.shape` in any floating dtype:
+
+    init(like) -> state                          a tree of arrays; () for codecs without memory
+    encode(x, state, round) -> message, state    a tree of unsigned integers, of static shapes
+    decode(message, like, round) -> estimate     float32, near x
+
+What travels is packed unsigned integers, since some backends widen small floats on every
+collective. Encoding and decoding run under `jax.jit`, `jax.vmap` and inside `jax.shard_map`; an
+estimate has the same bits wherever its message is decoded. `round` is what all holders know without
+being told.
+
+How messages of several devices become one is the codec's `exchange`: "scatter" decodes and sums
+shards and encodes the sum again, "gather" gives every message to every device, and "sum" adds what
+a `Linear` codec sends, for which the sum of messages is the message of the sum.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.compression.wire import from_words, to_words
+from jaxdist.config.schema import Config
+from jaxdist.errors import CompressionError
+from jaxdist.trees import tree_bytes
+from jaxdist.types import Leaf, PyTree
+
+Message: TypeAlias = Any
+"""A tree of unsigned integer arrays."""
+CodecState: TypeAlias = Any
+"""What a codec keeps from round to round: a tree of arrays."""
+Exchange = Literal["scatter", "gather", "sum"]
+
+
+class Round(NamedTuple):
+    """What every holder of a message knows without being told.
+
+    Attributes:
+      step: rounds before this one, an int32 scalar.
+      key: a random key, the same on all devices.
+      rank: of the device that encodes, an int32 scalar; no decoder reads it.
+    """
+
+    step: jax.Array
+    key: jax.Array
+    rank: jax.Array
+
+    @property
+    def own_key(self) -> jax.Array:
+        """A key that no other device has in this round."""
+        return jax.random.fold_in(self.key, self.rank)
+
+    def part(self, index: jax.Array | int) -> Round:
+        """The round of one of several messages that a device sends in it."""
+        return self._replace(key=jax.random.fold_in(self.key, index))
+
+
+def first_round(seed: int = 0, step: int | jax.Array = 0, rank: int | jax.Array = 0) -> Round:
+    """The round of a step, for a holder of this rank.
+
+    >>> int(first_round(step=3).step)
+    3
+    """
+    count = jnp.asarray(step, jnp.int32)
+    # Apart from keys that a step of training folds its own count into.
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0x636F6465), count)
+    return Round(count, key, jnp.asarray(rank, jnp.int32))
+
+
+class Codec(Config):
+    """One way to write an array in few bytes; an instance is both the choice in a config and code.
+
+    Attributes:
+      exchange: how the messages of several devices become one.
+      flat: whether only the number of elements matters, so that tensors are packed end to end.
+    """
+
+    exchange: ClassVar[Exchange] = "scatter"
+    flat: ClassVar[bool] = True
+
+    @property
+    def exact(self) -> bool:
+        """Whether `x - decode(encode(x))` is a float32 for every float32 x.
+
+        So it is for every estimate that is zero, or between half of x and twice x (Sterbenz).
+        """
+        return True
+
+    @property
+    def unbiased(self) -> bool:
+        """Whether the mean of the estimate over rounds is x."""
+        return False
+
+    @property
+    def contractive(self) -> bool:
+        """Whether the estimate is nearer to x than zero is, which error feedback needs."""
+        return not self.unbiased
+
+    @property
+    def lossless(self) -> bool:
+        """Whether the estimate is x."""
+        return False
+
+    def check(self, like: Leaf, name: str = "") -> None:
+        """Raises CompressionError for an array that this codec cannot encode.
+
+        Args:
+          like: the array, or its shape and dtype.
+          name: of the parameter, for the message.
+        """
+        if not jnp.issubdtype(like.dtype, jnp.floating):
+            raise CompressionError(
+                f"{described(self, like, name)}: codecs take floating-point arrays; leave it whole "
+                "by a rule, or cast it to float32 first"
+            )
+        if 0 in like.shape:
+            raise CompressionError(
+                f"{described(self, like, name)}: there is nothing to encode; leave empty arrays out"
+            )
+
+    def init(self, like: Leaf) -> CodecState:
+        """The state before the first round, the same on all devices."""
+        return ()
+
+    @abstractmethod
+    def encode(
+        self, x: jax.Array, state: CodecState, round: Round
+    ) -> tuple[Message, CodecState]: ...
+
+    @abstractmethod
+    def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array: ...
+
+    def add(self, total: jax.Array, message: Message, like: Leaf, round: Round) -> jax.Array:
+        """`total` plus the estimate."""
+        return total + self.decode(message, like, round)
+
+    def wire_bytes(self, like: Leaf) -> int:
+        """Bytes of the message of one array, static.
+
+        Raises:
+          CompressionError: as `check`.
+        """
+        self.check(like)
+        x = jax.ShapeDtypeStruct(like.shape, like.dtype)
+
+        def message(x: jax.Array) -> Message:
+            return self.encode(x, self.init(x), first_round())[0]
+
+        return tree_bytes(jax.eval_shape(message, x))
+
+
+class Factored(NamedTuple):
+    """What a `Linear` codec found in one round.
+
+    Attributes:
+      own: the factors of this device's array.
+      total: the factors of the sum over devices.
+      state: the next one.
+    """
+
+    own: tuple[jax.Array, ...]
+    total: tuple[jax.Array, ...]
+    state: CodecState
+
+
+Factors: TypeAlias = Generator[jax.Array, jax.Array, Factored]
+
+
+class Linear(Codec):
+    """A codec whose messages are added up: in one round of sums, or in several.
+
+    `factors` is a generator: it yields what this device adds to a sum, float32, and is sent the sum
+    over all devices. So codecs of any number of rounds, and many tensors at once, run in lockstep,
+    with one fused all-reduce for each round.
+    """
+
+    exchange: ClassVar[Exchange] = "sum"
+
+    @abstractmethod
+    def factors(self, x: jax.Array, state: CodecState, round: Round) -> Factors: ...
+
+    @abstractmethod
+    def expand(self, factors: tuple[jax.Array, ...], like: Leaf, round: Round) -> jax.Array:
+        """The estimate that factors stand for, float32 of `like.shape`."""
+        ...
+
+    def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
+        (found,) = in_lockstep([self.factors(x, state, round)], lambda parts: parts)
+        return tuple(to_words(factor) for factor in found.own), found.state
+
+    def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array:
+        return self.expand(tuple(from_words(word, jnp.float32) for word in message), like, round)
+
+
+def in_lockstep(
+    generators: Sequence[Factors],
+    total: Callable[[list[jax.Array]], list[jax.Array]],
+) -> list[Factored]:
+    """Run the factors of several tensors, the sums of one round together.
+
+    Args:
+      total: from what this device adds to what all devices have added.
+    """
+    found: dict[int, Factored] = {}
+    sent: dict[int, jax.Array | None] = dict.fromkeys(range(len(generators)))
+    while sent:
+        parts: dict[int, jax.Array] = {}
+        for index, received in sent.items():
+            try:
+                # None starts a generator.
+                parts[index] = generators[index].send(received)  # pyright: ignore
+            except StopIteration as stop:
+                found[index] = stop.value
+        sent = dict(zip(parts, total(list(parts.values())) if parts else [], strict=True))
+    return [found[index] for index in range(len(generators))]
+
+
+@runtime_checkable
+class Selector(Protocol):
+    """A codec that sends some elements of an array, which another codec may encode in turn."""
+
+    def select(self, x: jax.Array, round: Round) -> tuple[Message, jax.Array]:
+        """Where the elements stand, as far as the round does not tell; and the elements."""
+        ...
+
+    def place(self, where: Message, values: jax.Array, like: Leaf, round: Round) -> jax.Array:
+        """The elements at their places among zeros, float32."""
+        ...
+
+
+def described(codec: Codec, like: Leaf, name: str = "") -> str:
+    """What a message begins with: `sign of parameter layers/kernel int32[3,4]`."""
+    parameter = f" parameter {name}" if name else ""
+    kind: PyTree = getattr(codec, "type", type(codec).__name__)
+    return f"{kind} of{parameter} {like.dtype}{list(like.shape)}"

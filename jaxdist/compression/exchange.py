@@ -1,0 +1,175 @@
+"""The three ways in which messages of all devices become one result, for one bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.collectives.axis import Axis, axis_size, rank
+from jaxdist.collectives.bucket import reduce_tree
+from jaxdist.collectives.contract import Algorithm, split
+from jaxdist.collectives.operations import all_gather, all_to_all
+from jaxdist.compression.contract import Codec, CodecState, Linear, Message, Round, in_lockstep
+from jaxdist.compression.feedback.contract import Feedback, Memory, View
+from jaxdist.compression.feedback.none import NoFeedback
+from jaxdist.types import PyTree
+
+
+@dataclass(frozen=True)
+class Party:
+    """Who takes part in an exchange, and how.
+
+    Attributes:
+      axis: of the devices.
+      algorithm: of the collectives.
+      round: this device's.
+    """
+
+    axis: Axis
+    algorithm: Algorithm
+    feedback: Feedback
+    round: Round
+
+    def part(self, index: int) -> Party:
+        """The same for one of several messages of a round."""
+        return replace(self, round=self.round.part(index))
+
+    def without_feedback(self) -> Party:
+        """The same for what loses nothing."""
+        return replace(self, feedback=NoFeedback())
+
+
+class BucketState(NamedTuple):
+    """What a device keeps of one bucket.
+
+    Attributes:
+      up: memory of what it sends, like the bucket.
+      up_view: of what all sent; where shards are summed, of its shard.
+      down: memory of what it sends of its shard's sum.
+      down_view: of what all sent of these, like the bucket.
+    """
+
+    up: Memory = ()
+    up_view: View = ()
+    down: Memory = ()
+    down_view: View = ()
+
+    @classmethod
+    def init(
+        cls,
+        like: jax.ShapeDtypeStruct,
+        devices: int,
+        codecs: Sequence[Codec],
+        feedback: Feedback,
+        *,
+        in_shards: bool,
+    ) -> BucketState:
+        """Before the first round, for a bucket of this shape."""
+        up = feedback.init(like, codecs)
+        if not in_shards:
+            return cls(up, feedback.view(like))
+        back = feedback.back
+        shard = jax.ShapeDtypeStruct((-(-like.shape[0] // devices),), jnp.float32)
+        return cls(up, feedback.view(shard), back.init(shard, codecs), back.view(like))
+
+
+Exchanged: TypeAlias = tuple[jax.Array, CodecState, BucketState]
+"""The result, like the bucket; the codec's next state; the bucket's."""
+
+
+def scatter(
+    codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: Party
+) -> Exchanged:
+    """Each device sums one shard, and encodes the sum again."""
+    feedback, back, round = party.feedback, party.feedback.back, party.round
+    count, mine = axis_size(party.axis), rank(party.axis)
+    x, up = feedback.correct(gradient, state.up)
+    shards = split(x, count)
+    numbers = jnp.arange(count, dtype=jnp.int32)
+
+    # Up and down draw alike what all share (randomk's positions), and apart what is each one's own.
+    down_round = round._replace(rank=count + mine)
+
+    def encode(shard: jax.Array, number: jax.Array, round: Round) -> Message:
+        return codec.encode(shard, (), round.part(number))[0]
+
+    def decode(message: Message, number: jax.Array) -> jax.Array:
+        return codec.decode(message, shards[0], round.part(number))
+
+    messages = jax.vmap(encode, in_axes=(0, 0, None))(shards, numbers, round)
+    up = feedback.settle(x, _joined(jax.vmap(decode)(messages, numbers), x.size), up)
+
+    # messages: N of this device's shards -> N of this device's shard, one from each device.
+    arrived = _each(messages, lambda m: all_to_all(m, party.axis, algorithm=party.algorithm))
+    total = jnp.sum(jax.vmap(decode, in_axes=(0, None))(arrived, mine), axis=0)
+    value, up_view = feedback.receive(total, state.up_view)
+
+    y, down = back.correct(value, state.down)
+    message = encode(y, mine, down_round)
+    down = back.settle(y, decode(message, mine), down)
+    gathered = _gathered(message, party)
+    result = _joined(jax.vmap(decode)(gathered, numbers), x.size)
+    value, down_view = back.receive(result, state.down_view)
+    return value, held, BucketState(up, up_view, down, down_view)
+
+
+def gather(
+    codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: Party
+) -> Exchanged:
+    """Every device decodes all messages."""
+    x, up = party.feedback.correct(gradient, state.up)
+    message, held = codec.encode(x, held, party.round)
+    up = party.feedback.settle(x, codec.decode(message, x, party.round), up)
+    gathered = _gathered(message, party)
+
+    def add(total: jax.Array, message: Message) -> tuple[jax.Array, None]:
+        return codec.add(total, message, x, party.round), None
+
+    total, _ = jax.lax.scan(add, jnp.zeros_like(x), gathered)
+    value, view = party.feedback.receive(total, state.up_view)
+    return value, held, BucketState(up, view)
+
+
+def sum_up(
+    codec: Codec,
+    gradients: Sequence[jax.Array],
+    held: Sequence[CodecState],
+    states: Sequence[BucketState],
+    party: Party,
+) -> list[Exchanged]:
+    """All buckets at once: those of one round of a linear codec are reduced together."""
+    assert isinstance(codec, Linear), codec
+    feedback = party.feedback
+    rounds = [party.round.part(i) for i in range(len(gradients))]
+    corrected = [feedback.correct(g, s.up) for g, s in zip(gradients, states, strict=True)]
+    xs = [x for x, _ in corrected]
+
+    def total(parts: list[jax.Array]) -> list[jax.Array]:
+        return reduce_tree(parts, party.axis, algorithm=party.algorithm)
+
+    begun = [codec.factors(x, h, r) for x, h, r in zip(xs, held, rounds, strict=True)]
+    found: list[Exchanged] = []
+    for i, factored in enumerate(in_lockstep(begun, total)):
+        own = codec.expand(factored.own, xs[i], rounds[i])
+        up = feedback.settle(xs[i], own, corrected[i][1])
+        result = codec.expand(factored.total, xs[i], rounds[i])
+        value, view = feedback.receive(result, states[i].up_view)
+        found.append((value, factored.state, BucketState(up, view)))
+    return found
+
+
+def _gathered(message: Message, party: Party) -> Message:
+    """Every device's message, stacked in the order of the axis."""
+    return _each(message, lambda m: all_gather(m[None], party.axis, algorithm=party.algorithm))
+
+
+def _each(message: Message, send: PyTree) -> Message:
+    return jax.tree.map(send, message)
+
+
+def _joined(shards: jax.Array, size: int) -> jax.Array:
+    return shards.reshape(-1)[:size]

@@ -1,0 +1,52 @@
+"""What a message leaves out is added to the next gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.compression.contract import Codec
+from jaxdist.compression.feedback.contract import Feedback, Memory
+from jaxdist.types import Leaf
+
+
+class ErrorFeedback(Feedback):
+    """The residual r = x - decode(encode(x)), x = gradient + r (Seide et al., Interspeech 2014).
+
+    The law holds to the bit: `decode(encode(x)) + residual == x`. Where an estimate may be far from
+    a small x (`Codec.exact` is false), no single float32 can hold that: the residual is then the
+    sum of two, the rounded difference and what rounding took off (Møller's and Knuth's two-sum).
+
+    Memory: 4 bytes for each element; 8 for such codecs, unless `rounded`.
+    """
+
+    type: Literal["classic"] = "classic"
+    """Selects this feedback."""
+    rounded: bool = False
+    """Keep one float32 always: the law then holds up to 2^-24 of the estimate."""
+
+    def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory:
+        zero = jnp.zeros(like.shape, jnp.float32)
+        if self.rounded or all(codec.exact for codec in codecs):
+            return {"residual": zero}
+        return {"residual": zero, "rounding": zero}
+
+    def correct(self, gradient: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+        x = gradient.astype(jnp.float32) + memory["residual"]
+        return (x + memory["rounding"] if "rounding" in memory else x), memory
+
+    def settle(self, x: jax.Array, decoded: jax.Array, memory: Memory) -> Memory:
+        residual = x - decoded
+        if "rounding" not in memory:
+            return {"residual": residual}
+        # Two-sum of x and -decoded: residual + rounding is their difference without error.
+        part = residual - x
+        rounding = (x - (residual - part)) - (decoded + part)
+        return {"residual": residual, "rounding": rounding}
+
+
+CLASSIC = ErrorFeedback()
+"""The feedback that is meant where none is named."""

@@ -1,0 +1,44 @@
+"""Both sides keep an estimate of the gradient; what travels is its change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.compression.contract import Codec
+from jaxdist.compression.feedback.contract import Feedback, Memory, View
+from jaxdist.types import Leaf
+
+
+class Ef21(Feedback):
+    """EF21 (Richtárik et al., arXiv 2106.05203, algorithm 2): g_i += C(gradient_i - g_i).
+
+    Every holder steps with the sum of all g_i. The law holds to the bit: each estimate is the
+    running sum of the decoded messages, from zero. With momentum in the gradient that it is given
+    it is EF21-SGDM (arXiv 2305.15155). Where sums are encoded again, that is EF21 too, as in the
+    form for both directions (EF21-BC, arXiv 2110.03294).
+
+    Memory: 4 bytes for each element, and 4 for the holders' view.
+    """
+
+    type: Literal["ef21"] = "ef21"
+    """Selects this feedback."""
+
+    def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory:
+        return {"estimate": jnp.zeros(like.shape, jnp.float32)}
+
+    def view(self, like: Leaf) -> View:
+        return {"estimate": jnp.zeros(like.shape, jnp.float32)}
+
+    def correct(self, gradient: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]:
+        return gradient.astype(jnp.float32) - memory["estimate"], memory
+
+    def settle(self, x: jax.Array, decoded: jax.Array, memory: Memory) -> Memory:
+        return {"estimate": memory["estimate"] + decoded}
+
+    def receive(self, decoded: jax.Array, view: View) -> tuple[jax.Array, View]:
+        estimate = view["estimate"] + decoded
+        return estimate, {"estimate": estimate}

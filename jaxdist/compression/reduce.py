@@ -1,0 +1,251 @@
+"""Compressed all-reduce: messages in place of gradients, with error feedback on every sender.
+
+N devices, a bucket of n elements on each, c = ceil(n / N). By the codec's `exchange`:
+
+    scatter   encode N shards, all-to-all, decode, sum in float32 [c], encode again, all-gather
+    gather    encode, all-gather, decode all N messages and add them up in order
+    sum       all-reduce what a linear codec sends, in as many rounds as it has
+
+Every device decodes the same words in the same order, so that results have the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.collectives.axis import Axis, axis_size, checked, rank
+from jaxdist.collectives.bucket import BUCKET_BYTES, pack, unpack
+from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.operations import XLA
+from jaxdist.compression.choice import Choice, Group, plan_groups
+from jaxdist.compression.contract import CodecState, first_round
+from jaxdist.compression.exchange import BucketState, Party, gather, scatter, sum_up
+from jaxdist.compression.feedback.classic import CLASSIC
+from jaxdist.compression.feedback.contract import Feedback
+from jaxdist.compression.sender import all_finite, choose
+from jaxdist.errors import CompressionError
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Grads, Leaf, PyTree
+
+EXCHANGES = {"scatter": scatter, "gather": gather}
+
+
+class GroupState(NamedTuple):
+    """Of one choice of codec: its stages' states, a list for each stage; and each bucket's."""
+
+    codecs: tuple[tuple[CodecState, ...], ...]
+    buckets: tuple[BucketState, ...]
+
+
+class CompressionState(NamedTuple):
+    """What devices keep between reductions; every leaf has a leading dim over the devices.
+
+    Inside `jax.shard_map` a device sees [1, ...]: in_specs and out_specs are `P(axis)`.
+
+    Attributes:
+      step: reductions so far, int32.
+      skipped: of them those that found a NaN or an infinity, int32.
+      groups: one for each choice of codec.
+    """
+
+    step: jax.Array
+    skipped: jax.Array
+    groups: tuple[GroupState, ...]
+
+
+class Reduced(NamedTuple):
+    """The result of a compressed reduction.
+
+    Attributes:
+      grads: the sum or mean, a tree like the gradients; all NaN where not `finite`.
+      state: the next one; where not `finite` the old one, with one more step, and one skipped.
+      finite: whether all devices' gradients and the result are, the same bool scalar on all.
+    """
+
+    grads: Grads
+    state: CompressionState
+    finite: jax.Array
+
+
+def init_state(
+    grads: Grads,
+    devices: int,
+    *,
+    codec: Choice,
+    feedback: Feedback = CLASSIC,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> CompressionState:
+    """The state before the first reduction, of all devices.
+
+    Args:
+      grads: one device's gradients, or their shapes.
+      devices: N, on the axis of the reduction.
+      codec, feedback, bucket_bytes: as for `compressed_all_reduce`.
+
+    Returns:
+      Arrays [N, ...]; run it under `jax.jit` with `out_shardings` to make them where they lie.
+
+    Raises:
+      CompressionError: as `compressed_all_reduce`.
+    """
+    named = flatten_with_names(grads)
+    leaves = [leaf for _, leaf in named]
+    groups = plan_groups(named, codec, feedback, bucket_bytes)
+    zero = jnp.int32(0)
+    own = CompressionState(
+        zero, zero, tuple(_group_state(group, leaves, devices, feedback) for group in groups)
+    )
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (devices, *x.shape)), own)
+
+
+def _group_state(
+    group: Group, leaves: Sequence[Leaf], devices: int, feedback: Feedback
+) -> GroupState:
+    likes = [_like([leaves[i] for i in bucket], flat=_flat(group)) for bucket in group.buckets]
+    codecs = tuple(tuple(codec.init(like) for like in likes) for codec in group.codecs)
+    buckets = [
+        BucketState.init(like, devices, group.codecs, feedback, in_shards=group.in_shards)
+        for like in likes
+    ]
+    return GroupState(codecs, tuple([BucketState()] * len(likes) if group.lossless else buckets))
+
+
+def _flat(group: Group) -> bool:
+    return all(codec.flat for codec in group.codecs)
+
+
+def _like(leaves: Sequence[Leaf], *, flat: bool) -> jax.ShapeDtypeStruct:
+    shape = (sum(math.prod(leaf.shape) for leaf in leaves),) if flat else leaves[0].shape
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def compressed_all_reduce(
+    grads: Grads,
+    state: CompressionState,
+    axis: Axis,
+    *,
+    codec: Choice,
+    feedback: Feedback = CLASSIC,
+    op: Literal["sum", "mean"] = "sum",
+    algorithm: Algorithm = XLA,
+    bucket_bytes: int = BUCKET_BYTES,
+    seed: int = 0,
+) -> Reduced:
+    """All-reduce gradients as messages of a codec, inside `jax.shard_map`.
+
+    The same bits on all devices. Use `check_vma=False`, as for hand-written collectives.
+
+    Args:
+      grads: this device's, a tree of floating-point arrays.
+      state: of `init_state`, with the same arguments; [1, ...] on each device.
+      axis: mesh axis, or a tuple of them, slowest first.
+      codec: a codec, stages of them, or a choice for each parameter.
+      feedback: what senders keep of what messages left out.
+      op: with "mean", residuals and limits are in units of the mean.
+      algorithm: of the collectives that carry the messages.
+      bucket_bytes: leaves are packed into flat buckets of this size, those of one choice together.
+      seed: of all random choices, the same on all devices.
+
+    Raises:
+      CompressionError: a codec that cannot encode a leaf; feedback or stages that do not go
+        together; a rule that fits nothing; a state of other arguments.
+      CollectiveError: outside of `jax.shard_map`, or an unknown axis.
+    """
+    axis = checked(axis, "compressed_all_reduce")
+    named, structure = flatten_with_names(grads), jax.tree.structure(grads)
+    groups = plan_groups(named, codec, feedback, bucket_bytes)
+    own = jax.tree.map(lambda x: x[0], state)
+    size = axis_size(axis)
+    leaves = [jnp.asarray(leaf) for _, leaf in named]
+    _check_state(own, groups, leaves, size, feedback)
+    party = Party(axis, algorithm, feedback, first_round(seed, own.step, rank(axis)))
+    sent = [x / size for x in leaves] if op == "mean" else leaves
+    ready = feedback.prepare(sent, size)
+    results, after = list(leaves), []
+    for index, (group, held) in enumerate(zip(groups, own.groups, strict=True)):
+        found, next_held = _reduce_group(group, ready, held, party.part(index))
+        after.append(next_held)
+        for position, result in found.items():
+            results[position] = result.astype(leaves[position].dtype)
+    finite = _all_finite(leaves, results, axis)
+    moved = own._replace(groups=choose(finite, tuple(after), own.groups))
+    counted = moved._replace(step=own.step + 1, skipped=own.skipped + jnp.int32(~finite))
+    marked = [jnp.where(finite, x, jnp.nan) for x in results]
+    whole: PyTree = jax.tree.map(lambda x: x[None], counted)
+    return Reduced(structure.unflatten(marked), whole, finite)
+
+
+def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis: Axis) -> jax.Array:
+    """Alike on all devices: one sum of one number, and the results, which are alike already."""
+    bad = sum((jnp.int32(~all_finite(x)) for x in leaves), start=jnp.int32(0))
+    fine = jax.lax.psum(bad, axis) == 0
+    for x in results:
+        fine = fine & all_finite(x)
+    return fine
+
+
+def _reduce_group(
+    group: Group, leaves: Sequence[jax.Array], state: GroupState, party: Party
+) -> tuple[dict[int, jax.Array], GroupState]:
+    """The sums of a group's leaves by their position, and its next state."""
+    members = [[leaves[i].astype(jnp.float32) for i in bucket] for bucket in group.buckets]
+    xs = [pack(member) if _flat(group) else member[0] for member in members]
+    branches = [partial(_run, group, stage, party) for stage in range(len(group.codecs))]
+    if len(branches) == 1:
+        totals, after = branches[0](xs, state)
+    else:
+        starts = jnp.asarray(group.starts[1:], jnp.int32)
+        stage = jnp.sum(party.round.step >= starts)
+        totals, after = jax.lax.switch(stage, branches, xs, state)
+    found: dict[int, jax.Array] = {}
+    for bucket, total, member in zip(group.buckets, totals, members, strict=True):
+        found |= zip(bucket, unpack(total.reshape(-1), member), strict=True)
+    return found, after
+
+
+def _run(
+    group: Group, stage: int, party: Party, xs: list[jax.Array], state: GroupState
+) -> tuple[list[jax.Array], GroupState]:
+    """One stage's codec on all buckets of a group."""
+    codec, states = group.codecs[stage], state.codecs[stage]
+    if group.lossless:
+        party = party.without_feedback()
+    if group.in_shards or codec.exchange == "gather":
+        send = EXCHANGES["scatter" if group.in_shards else "gather"]
+        found = [
+            send(codec, x, held, kept, party.part(i))
+            for i, (x, held, kept) in enumerate(zip(xs, states, state.buckets, strict=True))
+        ]
+    else:
+        found = sum_up(codec, xs, states, state.buckets, party)
+    totals, after, kept = zip(*found, strict=True)
+    codecs = (*state.codecs[:stage], tuple(after), *state.codecs[stage + 1 :])
+    return list(totals), GroupState(codecs, tuple(kept))
+
+
+def _check_state(
+    state: CompressionState,
+    groups: Sequence[Group],
+    leaves: Sequence[Leaf],
+    devices: int,
+    feedback: Feedback,
+) -> None:
+    shapes = jax.eval_shape(
+        lambda: tuple(_group_state(group, leaves, devices, feedback) for group in groups)
+    )
+
+    def forms(tree: PyTree) -> PyTree:
+        return jax.tree.map(lambda x: (x.shape, x.dtype.name), tree)
+
+    if forms(shapes) != forms(state.groups):
+        raise CompressionError(
+            "compressed_all_reduce with a state of other arguments: make it by init_state with the "
+            f"same gradients, codec, feedback and bucket_bytes, for {devices} devices, and give it "
+            "the spec of the axis, so that each device sees [1, ...]"
+        )

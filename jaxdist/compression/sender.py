@@ -1,0 +1,115 @@
+"""A codec with feedback between one sender and the holders of its messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.compression.contract import Codec, CodecState, Message, Round
+from jaxdist.compression.feedback.classic import CLASSIC
+from jaxdist.compression.feedback.contract import Feedback, Memory, View
+from jaxdist.types import Leaf, PyTree
+
+T = TypeVar("T")
+
+
+class SenderState(NamedTuple):
+    """What a sender keeps.
+
+    Attributes:
+      codec: the codec's state.
+      memory: the feedback's.
+      skipped: rounds that held a NaN or an infinity, an int32 scalar.
+    """
+
+    codec: CodecState
+    memory: Memory
+    skipped: jax.Array
+
+
+class Sent(NamedTuple):
+    """What a sender made of a gradient.
+
+    Attributes:
+      message: for the holders; means nothing where not `finite`.
+      decoded: what they make of it, float32.
+      state: the next one; the old one, with one more round skipped, where not `finite`.
+      finite: whether gradient and message hold no NaN and no infinity, a bool scalar.
+    """
+
+    message: Message
+    decoded: jax.Array
+    state: SenderState
+    finite: jax.Array
+
+
+@dataclass(frozen=True)
+class Sender:
+    """Error feedback around a codec: for messages to a server, or between slow rounds.
+
+    >>> from jaxdist.compression import Sign, first_round
+    >>> sender, x = Sender(Sign()), jnp.asarray([3.0, -1.0])
+    >>> sent = sender.encode(x, sender.init(x), first_round())
+    >>> sent.decoded.tolist(), sent.state.memory["residual"].tolist()
+    ([2.0, -2.0], [1.0, 1.0])
+
+    Raises:
+      CompressionError: feedback that does not go with the codec.
+    """
+
+    codec: Codec
+    feedback: Feedback = CLASSIC
+
+    def __post_init__(self) -> None:
+        self.feedback.check(self.codec)
+
+    def init(self, like: Leaf) -> SenderState:
+        """The state before the first round.
+
+        Raises:
+          CompressionError: the codec cannot encode such an array.
+        """
+        self.codec.check(like)
+        memory = self.feedback.init(like, [self.codec])
+        return SenderState(self.codec.init(like), memory, jnp.int32(0))
+
+    def encode(self, gradient: jax.Array, state: SenderState, round: Round) -> Sent:
+        """The message of one round."""
+        self.codec.check(gradient)
+        (ready,) = self.feedback.prepare([gradient], 1)
+        x, memory = self.feedback.correct(ready, state.memory)
+        message, codec = self.codec.encode(x, state.codec, round)
+        decoded = self.codec.decode(message, x, round)
+        memory = self.feedback.settle(x, decoded, memory)
+        finite = all_finite(gradient) & all_finite(decoded)
+        after = SenderState(codec, memory, state.skipped)
+        before = state._replace(skipped=state.skipped + 1)
+        return Sent(message, decoded, choose(finite, after, before), finite)
+
+    def receive(
+        self, message: Message, view: View, like: Leaf, round: Round
+    ) -> tuple[jax.Array, View]:
+        """What stands for the gradient, float32, and the holder's next view.
+
+        Args:
+          view: `feedback.view(like)` before the first round.
+        """
+        return self.feedback.receive(self.codec.decode(message, like, round), view)
+
+
+def all_finite(x: jax.Array) -> jax.Array:
+    """Whether an array holds no NaN and no infinity, a bool scalar."""
+    return jnp.all(jnp.isfinite(x))
+
+
+def choose(condition: jax.Array, yes: T, no: T) -> T:
+    """One of two trees of arrays, by a bool scalar."""
+
+    def pick(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jnp.where(condition, a, b)
+
+    found: PyTree = jax.tree.map(pick, yes, no)
+    return found
