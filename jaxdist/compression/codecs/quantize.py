@@ -75,6 +75,10 @@ class Quantize(Codec):
             whole = jnp.floor(whole + chance)
             # The sum may round up to the next whole number beyond the last.
             whole = jnp.clip(whole, -levels, levels)
+        else:
+            # Not left to the sum below: fused into it, it is rounded once, elsewhere twice, and XLA
+            # may compute the codes anew for the residual.
+            whole = jnp.round(whole)
         # The low bits of the sum are the code, as two's complement; no conversion is slower.
         codes = jax.lax.bitcast_convert_type(whole + MAGIC, jnp.uint32)
         rows = (codes & (2**self.bits - 1)).reshape(len(blocks), BITS // self.bits, -1)
