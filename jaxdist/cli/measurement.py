@@ -15,7 +15,7 @@ def bench(
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline or tpu."
+            "pipeline, tpu or compression."
         ),
     ],
     json_file: Annotated[
