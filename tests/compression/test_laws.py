@@ -47,7 +47,7 @@ CODECS = (
     Chain(first=TopK(fraction=0.2), then=Quantize(bits=4, block=8)),
     Chain(first=RandomK(fraction=0.2), then=Sign(block=8)),
 )
-SHAPES = ((1,), (7,), (33, 5), (3, 4, 30), (12289,))
+SHAPES = ((1,), (33, 5), (3, 4, 30), (12289,))
 
 
 def label(codec):
@@ -105,7 +105,7 @@ def test_what_is_decoded_and_the_residual_are_x_to_the_bit(codec):
 @pytest.mark.parametrize("codec", CODECS, ids=label)
 def test_messages_are_unsigned_integers_of_the_stated_bytes(codec):
     for x in cases(codec):
-        message, _ = jax.jit(codec.encode)(x, codec.init(x), first_round())
+        message, _ = jax.eval_shape(codec.encode, x, codec.init(x), first_round())
         assert all(
             jnp.issubdtype(leaf.dtype, jnp.unsignedinteger) for leaf in jax.tree.leaves(message)
         )

@@ -91,17 +91,21 @@ COMBINED = (
     (Cast(), CLASSIC),
     (Quantize(block=8), Ef21()),
     (Quantize(bits=4, block=8, rounding="stochastic"), NoFeedback()),
-    (Adaptive(bits=3, block=8), CLASSIC),
+    pytest.param(Adaptive(bits=3, block=8), CLASSIC, marks=pytest.mark.full),
     (Sign(block=8), CLASSIC),
-    (Sign(block=8), Ef21()),
+    pytest.param(Sign(block=8), Ef21(), marks=pytest.mark.full),
     (TopK(fraction=0.1), MomentumCorrection(clip_norm=1.0)),
-    (TopK(fraction=0.1, method="exact"), Ef21()),
+    pytest.param(TopK(fraction=0.1, method="exact"), Ef21(), marks=pytest.mark.full),
     (RandomK(fraction=0.1), CLASSIC),
-    (RandomK(fraction=0.1, scaled=True), NoFeedback()),
+    pytest.param(RandomK(fraction=0.1, scaled=True), NoFeedback(), marks=pytest.mark.full),
     (PerParameter(otherwise=LowRank(rank=2)), CLASSIC),
-    (PerParameter(otherwise=LowRank(rank=2)), Ef21()),
-    (Chain(first=TopK(fraction=0.1), then=Quantize(block=8)), CLASSIC),
-    (Chain(first=RandomK(fraction=0.25), then=Sign(block=8)), CLASSIC),
+    pytest.param(PerParameter(otherwise=LowRank(rank=2)), Ef21(), marks=pytest.mark.full),
+    pytest.param(
+        Chain(first=TopK(fraction=0.1), then=Quantize(block=8)), CLASSIC, marks=pytest.mark.full
+    ),
+    pytest.param(
+        Chain(first=RandomK(fraction=0.25), then=Sign(block=8)), CLASSIC, marks=pytest.mark.full
+    ),
     (MIXED, CLASSIC),
     (Stages(stages=(Stage(start=0, codec=Whole()), Stage(start=2, codec=TopK()))), Ef21()),
 )
