@@ -39,6 +39,11 @@ def test_collectives_in_a_shard_map_of_ones_own(capsys, monkeypatch):
     assert "hierarchical" in capsys.readouterr().out
 
 
+def test_compression_in_a_loop_of_ones_own(monkeypatch):
+    losses = ran(ROOT / "docs/reference/compression.md", monkeypatch)["losses"]
+    assert losses[-1] < 0.5 * losses[0]
+
+
 def test_the_ledger_of_any_program(capsys, monkeypatch):
     ran(GUIDES / "inspect.md", monkeypatch)
     assert capsys.readouterr().out.startswith("all-reduce ('data',) ")
@@ -82,7 +87,8 @@ def test_a_model_and_a_loss_of_ones_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_no_python_is_unread(page):
     """A page with Python has a test above."""
-    tested = {"reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md"}
+    guides = {"reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md"}
+    tested = {*guides, "compression.md"}
     assert page.name in tested or not blocks(page, "python")
 
 

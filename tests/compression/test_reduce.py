@@ -117,7 +117,9 @@ def label(value):
 
 @pytest.mark.parametrize(("codec", "feedback"), COMBINED, ids=label)
 def test_results_have_the_same_bits_on_all_devices(devices, codec, feedback):
-    results, state, finite = run(codec, feedback, rounds=3, bucket_bytes=2048)
+    # Several buckets where that is cheap to compile.
+    small = 2048 if isinstance(codec, Sign) else 2**20
+    results, state, finite = run(codec, feedback, rounds=3, bucket_bytes=small)
     for result in results:
         jax.tree.map(
             lambda x: np.testing.assert_array_equal(x, np.broadcast_to(x[:1], x.shape)), result
