@@ -14,7 +14,7 @@ from jaxdist.hlo import memory
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.contract import Kernel
 from jaxdist.models.attention.plain import Plain
-from jaxdist.models.layers import no_hint
+from jaxdist.models.hints import no_hint
 
 LENGTH, LONG = 1024, 32768
 ROWS, HEADS, KV_HEADS, FEATURES = 4, 8, 2, 64

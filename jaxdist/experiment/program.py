@@ -13,7 +13,7 @@ from jaxdist.data import Dataset
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
 from jaxdist.models.build import choose_loss, make_model, notices_of, offloads_of
 from jaxdist.models.functional import Functional, functional
-from jaxdist.models.layers import no_hint
+from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, weighted
 from jaxdist.optim.build import Rate, build_optimizer
 from jaxdist.parallel.compiler import compiler_options

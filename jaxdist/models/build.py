@@ -13,7 +13,7 @@ from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.models.cnn import CnnConfig
 from jaxdist.models.gpt import GptConfig
-from jaxdist.models.layers import Hint
+from jaxdist.models.hints import Hint
 from jaxdist.models.loss import (
     ClassificationConfig,
     LossConfig,

@@ -11,7 +11,8 @@ from flax import nnx
 from pydantic import Field
 
 from jaxdist.config.schema import Config, Count
-from jaxdist.models.layers import Hint, Linear, no_hint, param
+from jaxdist.models.hints import Hint, no_hint
+from jaxdist.models.layers import Linear, param
 
 
 class CnnConfig(Config):

@@ -17,19 +17,8 @@ from jaxdist.config.schema import Config, Count
 from jaxdist.models.attention.choose import Attend, KernelName, choose, refusal
 from jaxdist.models.attention.contract import Ask
 from jaxdist.models.fences import Pass, fence
-from jaxdist.models.layers import (
-    RESIDUAL,
-    WITHIN,
-    ComputeDtype,
-    Hint,
-    Ring,
-    RMSNorm,
-    Stacked,
-    matmul,
-    no_hint,
-    param,
-    stack,
-)
+from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, Ring, no_hint
+from jaxdist.models.layers import ComputeDtype, RMSNorm, Stacked, matmul, param, stack
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.rotary import rotate
 

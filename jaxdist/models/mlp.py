@@ -9,7 +9,8 @@ from flax import nnx
 from pydantic import Field
 
 from jaxdist.config.schema import Config, Count
-from jaxdist.models.layers import Hint, Linear, no_hint
+from jaxdist.models.hints import Hint, no_hint
+from jaxdist.models.layers import Linear
 
 
 class MlpConfig(Config):

@@ -14,7 +14,8 @@ from jaxdist.hlo import ledger
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
-from jaxdist.models.layers import no_hint, scan_blocks
+from jaxdist.models.hints import no_hint
+from jaxdist.models.layers import scan_blocks
 from jaxdist.models.loss import Mean, next_token
 from jaxdist.parallel.pipeline.executor.execute import evaluate, run
 from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, StageSpecs, Visit

@@ -19,7 +19,7 @@ from jaxdist.models.attention.choose import Attend, choose
 from jaxdist.models.attention.contract import Ask
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.attention.splash import Splash
-from jaxdist.models.layers import no_hint
+from jaxdist.models.hints import no_hint
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 

@@ -17,7 +17,7 @@ from jaxdist.hlo import ledger
 from jaxdist.models.attention import choose
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.splash import Splash
-from jaxdist.models.layers import no_hint
+from jaxdist.models.hints import no_hint
 from jaxdist.models.rotary import rotate
 from jaxdist.sharding import Layout
 

@@ -21,7 +21,8 @@ from jaxdist.hlo import compile_with_text, ledger
 from jaxdist.models.build import make_model
 from jaxdist.models.functional import functional
 from jaxdist.models.gpt import GptConfig
-from jaxdist.models.layers import no_hint, scan_blocks, stack
+from jaxdist.models.hints import no_hint
+from jaxdist.models.layers import scan_blocks, stack
 from jaxdist.models.remat import PRESETS, ActivationName, check_memory
 
 VOCAB, B, L, LAYERS, D, H, K, F = 61, 4, 64, 12, 32, 4, 2, 96

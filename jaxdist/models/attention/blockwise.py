@@ -22,7 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.models.attention.contract import KEPT, Ask
-from jaxdist.models.layers import Hint
+from jaxdist.models.hints import Hint
 
 MOST = 256
 """Positions of the largest block."""

@@ -14,7 +14,7 @@ from jaxdist.models.attention.contract import Ask, Kernel
 from jaxdist.models.attention.cudnn import Cudnn
 from jaxdist.models.attention.plain import Plain
 from jaxdist.models.attention.splash import Splash
-from jaxdist.models.layers import Hint
+from jaxdist.models.hints import Hint
 
 KernelName = Literal["auto", "plain", "blockwise", "splash", "cudnn"]
 

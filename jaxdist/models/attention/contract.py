@@ -10,7 +10,7 @@ from typing import Protocol
 
 import jax
 
-from jaxdist.models.layers import Hint
+from jaxdist.models.hints import Hint
 
 KEPT = "attention"
 """Name (`jax.ad_checkpoint.checkpoint_name`) of what fused kernels keep for the backward pass.

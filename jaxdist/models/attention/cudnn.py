@@ -8,7 +8,7 @@ import jax
 
 from jaxdist.models.attention.contract import Ask
 from jaxdist.models.attention.plain import of_jax
-from jaxdist.models.layers import Hint
+from jaxdist.models.hints import Hint
 
 MOST_FEATURES = 128
 """Of a head, on every GPU that has the kernel."""

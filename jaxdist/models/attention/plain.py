@@ -9,7 +9,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxdist.models.attention.contract import KEPT, Ask
-from jaxdist.models.layers import Hint
+from jaxdist.models.hints import Hint
 
 
 @dataclass(frozen=True)

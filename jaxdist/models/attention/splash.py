@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from jaxdist.models.attention.contract import KEPT, Ask
-from jaxdist.models.layers import Hint
+from jaxdist.models.hints import Hint
 
 LANES = 128
 """Of a TPU's vector unit: blocks are of multiples."""

@@ -14,7 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import axis_names, axis_size, entry_names
 from jaxdist.models.functional import Functional
-from jaxdist.models.layers import RESIDUAL, HeadOnly
+from jaxdist.models.hints import RESIDUAL
+from jaxdist.models.layers import HeadOnly
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
