@@ -16,6 +16,7 @@ from jaxdist.collectives.operations import all_gather, all_to_all
 from jaxdist.compression.contract import Codec, CodecState, Linear, Message, Round, in_lockstep
 from jaxdist.compression.feedback.contract import Feedback, Memory, View
 from jaxdist.compression.feedback.none import NoFeedback
+from jaxdist.compression.sender import encode_once
 from jaxdist.types import PyTree
 
 
@@ -95,7 +96,7 @@ def scatter(
     down_round = round._replace(rank=count + mine)
 
     def encode(shard: jax.Array, number: jax.Array, round: Round) -> Message:
-        return codec.encode(shard, (), round.part(number))[0]
+        return encode_once(codec, shard, (), round.part(number))[0]
 
     def decode(message: Message, number: jax.Array) -> jax.Array:
         return codec.decode(message, shards[0], round.part(number))
@@ -122,7 +123,7 @@ def gather(
 ) -> Exchanged:
     """Every device decodes all messages."""
     x, up = party.feedback.correct(gradient, state.up)
-    message, held = codec.encode(x, held, party.round)
+    message, held = encode_once(codec, x, held, party.round)
     up = party.feedback.settle(x, codec.decode(message, x, party.round), up)
     gathered = _gathered(message, party)
 

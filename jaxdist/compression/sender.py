@@ -81,7 +81,7 @@ class Sender:
         self.codec.check(gradient)
         (ready,) = self.feedback.prepare([gradient], 1)
         x, memory = self.feedback.correct(ready, state.memory)
-        message, codec = self.codec.encode(x, state.codec, round)
+        message, codec = encode_once(self.codec, x, state.codec, round)
         decoded = self.codec.decode(message, x, round)
         memory = self.feedback.settle(x, decoded, memory)
         finite = all_finite(gradient) & all_finite(decoded)
@@ -98,6 +98,17 @@ class Sender:
           view: `feedback.view(like)` before the first round.
         """
         return self.feedback.receive(self.codec.decode(message, like, round), view)
+
+
+def encode_once(
+    codec: Codec, x: jax.Array, state: CodecState, round: Round
+) -> tuple[Message, CodecState]:
+    """`codec.encode`, whose message XLA does not compute a second time, rounded in other places.
+
+    The residual would then belong to another message than the one that is sent.
+    """
+    message, state = codec.encode(x, state, round)
+    return jax.lax.optimization_barrier(message), state
 
 
 def all_finite(x: jax.Array) -> jax.Array:

@@ -211,7 +211,9 @@ def with_lamb():
 @pytest.mark.parametrize(
     ("mesh", "reduce", "zero", "microbatches"),
     [
-        ({"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}, 1),
+        pytest.param(
+            {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}, 1, marks=pytest.mark.full
+        ),
         ({"data": 8}, None, {"stage": 1}, 1),
         ({"data": 2, "stage": 2, "tensor": 2}, None, {"stage": 2}, 2),
     ],

@@ -75,7 +75,7 @@ def alone(name: str) -> tuple[Any, list[float], Any]:
         full("Vmapped", THREE, {}),
         full("Helped", {"data": 4, "tensor": 2}, EXPLICIT),
         full("Helped", THREE, {"zero": {"stage": 2}}),
-        (VMAP, THREE, {"pipeline": {"schedule": {"type": "interleaved", "chunks": 2}}}),
+        full(VMAP, THREE, {"pipeline": {"schedule": {"type": "interleaved", "chunks": 2}}}),
     ],
 )
 def test_it_trains_as_on_one_device(name: str, mesh: Any, parallel: Any) -> None:

@@ -87,7 +87,7 @@ def test_mixed_lines_of_gloo_are_left_out() -> None:
         full({"data": 2, "tensor": 2}, {}),
         full({"data": 4}, {"reduce": {"type": "xla"}}),
         full({"data": 4}, {"reduce": {"type": "halving"}, "zero": {"stage": 1, "whole_below": 9}}),
-        ({"data": 4}, {"reduce": {"type": "auto"}, "zero": {"stage": 3, "whole_below": 9}}),
+        full({"data": 4}, {"reduce": {"type": "auto"}, "zero": {"stage": 3, "whole_below": 9}}),
     ],
     ids=str,
 )

@@ -23,10 +23,12 @@ POD = Pod(
     sent_bytes={"stage": 1e9, "data": 2e9, "tensor": 3e9},
     compile_seconds=150.0,
 )
+WHOLE = ("sharding.rules.residual_seq=null", "sharding.collective_matmul=false")
+"""Sequences that CPU programs with stages can have."""
 SMALL = (
     *("mesh.stage=2", "mesh.data=2", "mesh.tensor=2"),
     *("model.layers=2", "model.embed=32", "model.heads=4", "model.kv_heads=2", "model.mlp=64"),
-    "sharding.rules.residual_seq=null",
+    *WHOLE,
     *("data.vocab_size=256", "data.window=16", "train.batch_size=8", "train.microbatches=4"),
 )
 
@@ -80,7 +82,7 @@ def test_the_config_has_70_billion_parameters_in_eight_stages():
     document, config = load(pipeline_pod.CONFIG)
     assert math.prod(config.mesh.sizes().values()) == 512
     assert config.parallel.zero.stage == 1
-    on_eight = [*SMALL[:3], "sharding.rules.residual_seq=null"]
+    on_eight = [*SMALL[:3], *WHOLE]
     document, config = load(pipeline_pod.CONFIG, on_eight)
     program = build(config, document, devices=jax.devices()).program
     params = sum(leaf.size for leaf in jax.tree.leaves(program.model.params))
