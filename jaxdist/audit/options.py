@@ -14,7 +14,8 @@ from rich.text import Text
 from jaxdist.audit.step import change
 from jaxdist.experiment import load
 from jaxdist.hlo import Ledger, compile_with_text, ledger
-from jaxdist.inspect.program import InspectedExperiment, open_subject
+from jaxdist.hlo.parse import parse
+from jaxdist.inspect.program import InspectedExperiment, open_subject, predicted
 from jaxdist.inspect.text import digest
 from jaxdist.metrics.report import write_json
 from jaxdist.parallel.compiler import PRESETS, Options, OptionValue, preset_options
@@ -47,6 +48,7 @@ class OptionEffect:
 class _Program:
     ledger: Ledger
     sha256: str
+    seconds: float
 
 
 def audit_options(
@@ -103,7 +105,13 @@ def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEff
 
     def compiled(options: Options) -> _Program:
         executable, text = compile_with_text(lowered, options)
-        return _Program(ledger(executable, mesh, text), digest(text, lowered.as_text()))
+        module = parse(text)
+        time = predicted(subject, executable, module)
+        return _Program(
+            ledger(executable, mesh, module),
+            digest(text, lowered.as_text()),
+            time.seconds if time else 0.0,
+        )
 
     plain = compiled({})
     for preset, options in groups.items():
@@ -118,11 +126,12 @@ def _effects(subject: InspectedExperiment, given: Options) -> Iterator[OptionEff
                 yield OptionEffect(preset, name, value, "refused", str(error).splitlines()[0])
                 continue
             same = other.sha256 == plain.sha256
-            effect = "" if same else _effect(plain.ledger, other.ledger)
+            effect = "" if same else _effect(plain, other)
             yield OptionEffect(preset, name, value, "same program" if same else "changes", effect)
 
 
-def _effect(before: Ledger, after: Ledger) -> str:
+def _effect(old: _Program, new: _Program) -> str:
+    before, after = old.ledger, new.ledger
     changes = (
         change("asynchronous bytes", _bytes(before, "is_async"), _bytes(after, "is_async"), "B"),
         change("overlapped bytes", _bytes(before, "overlapped"), _bytes(after, "overlapped"), "B"),
@@ -130,6 +139,7 @@ def _effect(before: Ledger, after: Ledger) -> str:
         change("messages", _messages(before), _messages(after)),
         change("memory", before.memory.peak_bytes, after.memory.peak_bytes, "B"),
         change("FLOPs", before.flops_high, after.flops_high),
+        change("predicted time", old.seconds, new.seconds, "s"),
     )
     return ", ".join(filter(None, changes)) or "neither bytes nor memory nor FLOPs"
 

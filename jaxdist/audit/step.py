@@ -203,12 +203,18 @@ def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> s
         change("memory", old.ledger.memory.peak_bytes, new.ledger.memory.peak_bytes, "B"),
         change("FLOPs", old.ledger.flops_high, new.ledger.flops_high),
         change("messages", _messages(old), _messages(new)),
+        change("predicted time", _seconds(old), _seconds(new), "s"),
     )
     return ", ".join(filter(None, changes)) or "program"
 
 
 def _sent_bytes(inspection: Inspection) -> float:
     return math.fsum(c.times_high * c.sent_bytes for c in inspection.ledger.collectives)
+
+
+def _seconds(inspection: Inspection) -> float:
+    """Of a step as it is predicted; 0 where it is not."""
+    return inspection.step_time.seconds if inspection.step_time else 0.0
 
 
 def _messages(inspection: Inspection) -> int:

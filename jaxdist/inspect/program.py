@@ -148,7 +148,7 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
     axes, bound_bytes = gradient_bound(experiment) or ((), 0.0)
     begun = time.perf_counter()
     module = parse(text)
-    timed = _timed(subject, compiled, module)
+    timed = predicted(subject, compiled, module)
     estimate_seconds = time.perf_counter() - begun
     return Inspection(
         config=subject.name,
@@ -186,10 +186,14 @@ def _compiled(
         raise _refusal(subject, arguments, str(error)) from error
 
 
-def _timed(
+def predicted(
     subject: InspectedExperiment, compiled: jax.stages.Compiled, module: Module
 ) -> StepTime | None:
-    """The predicted time; None where the compiler writes no estimates."""
+    """The predicted time of a step; None where the compiler writes no estimates.
+
+    Args:
+      module: the parsed text of the compiled program.
+    """
     if not can_predict(subject.devices):
         return None
     mesh = subject.experiment.layout.mesh

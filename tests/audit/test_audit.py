@@ -305,4 +305,7 @@ def test_a_preset_is_taken_apart_on_tpus(folder: Path, monkeypatch: pytest.Monke
     found = audit_options(path, topology="v5e:2x2", console=Console(quiet=True))
     named = {name for options in presets.values() for name in options}
     assert {effect.option for effect in found} - {ALL} == named
+    changed = [effect.effect for effect in found if effect.verdict == "changes"]
+    assert changed
+    assert all("predicted time " in effect for effect in changed)
     assert not [effect for effect in found if effect.verdict == "refused"]
