@@ -383,7 +383,10 @@ def test_resumed_it_compares_what_is_left_in_as_many_processes_as_jobs(
     assert "2 equal, 0 differ, 0 skipped" in found.output
     kept, new = from_json(json.loads(file.read_text()))
     assert kept == known
-    assert new == compare(subject, new.cell)
+    here = compare(subject, new.cell)
+    # The other process compiles with flags of its own: it rounds otherwise.
+    assert new == dataclasses.replace(here, differences=new.differences)
+    assert 0 < new.differences.gradient <= here.limit.gradient
 
 
 def test_a_process_that_ends_is_told(monkeypatch, subject):
