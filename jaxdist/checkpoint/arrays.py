@@ -89,7 +89,7 @@ class ArrayWriter:
         if packed:
             try:
                 self._orbax.save(path, args=self._tree_args(packed))
-            except Exception:
+            except Exception:  # whatever it is goes on; what `wait` would raise of it is taken away
                 self._failures()
                 raise
 

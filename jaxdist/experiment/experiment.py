@@ -72,7 +72,9 @@ def build(
     """
     at = partial(at_setting, document or Document(config.model_dump(mode="json")))
     with at("mesh"):
-        layout = make_layout(config.sharding, build_mesh(config.mesh, devices))
+        mesh = build_mesh(config.mesh, devices)
+    with at("sharding", "collective_matmul"):
+        layout = make_layout(config.sharding, mesh)
     with at("train", "batch_size"):
         check_batch(config.train.batch_size, config.train.microbatches, layout)
     with at("data"):

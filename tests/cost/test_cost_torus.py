@@ -94,6 +94,18 @@ def test_a_permute_shares_the_links_that_it_passes():
     assert found == pytest.approx([4e-6, 8e-6])
 
 
+def test_a_link_carries_both_ways_at_once():
+    """Messages up and down a ring share no link; what is gathered over the ring uses both."""
+    torus = torus_of(chips(4, 1, 1), "v4", FAST, SLOW)
+    line = [[(i, i + 1) for i in range(3)], [(i + 1, i) for i in range(3)]]
+    up, down = (torus.transfer(collective("collective-permute", {"x": 4}, p)).links for p in line)
+    both = torus.transfer(collective("all-gather", {"x": 4}, everyone(4))).links
+    assert (up, down, both) == ({1}, {-1}, {1, -1})
+    cube = torus_of(chips(4, 4, 4), "v5p", FAST, SLOW)
+    wrapped = collective("collective-permute", {"x": 64}, [(i, (i + 1) % 4) for i in range(4)])
+    assert len(cube.transfer(wrapped).links) == 1
+
+
 def test_only_whole_cubes_close_to_rings():
     line = seconds((2, 2, 4), "all-gather", {"data": 16}, everyone(16))
     assert line == pytest.approx(4000 * 15 / 3e9)

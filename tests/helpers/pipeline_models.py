@@ -62,7 +62,10 @@ def mlp(hint=no_hint, *, dropout=0.0, remat=False):
         return layers, {"table": jax.random.normal(table, (VOCAB, D))}
 
     dims = {"up": ("embed", "mlp"), "down": ("mlp", "embed")}, {"table": (None, None)}
-    embed = lambda shared, visit: shared["table"][visit.rows["tokens"][:, :-1]]  # noqa: E731
+
+    def embed(shared, visit):
+        return shared["table"][visit.rows["tokens"][:, :-1]]
+
     return ModelFns(embed, blocks, head), params, dims
 
 

@@ -127,7 +127,11 @@ def test_the_collectives_of_an_mlp_run_beside_its_matmuls():
 @pytest.mark.parametrize(
     ("sharding", "message"),
     [
-        ({"collective_matmul": True}, r"residual_seq is mapped to none.*set sharding\.rules: {res"),
+        (
+            {"collective_matmul": True},
+            r"  sharding\.collective_matmul = True .*residual_seq is mapped to none"
+            r".*set sharding\.rules: {res",
+        ),
         (
             {**RING, "rules": {"residual_seq": "tensor", "mlp": None}},
             r"residual_seq is mapped to tensor, mlp to none",

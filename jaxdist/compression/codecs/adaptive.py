@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from pydantic import field_validator
 
-from jaxdist.compression.codecs.quantize import checked_block, inverse
+from jaxdist.compression.codecs.fields import Block
+from jaxdist.compression.codecs.quantize import inverse
 from jaxdist.compression.contract import Codec, CodecState, Message, Round
 from jaxdist.compression.wire import (
     BITS,
@@ -39,7 +40,7 @@ class Adaptive(Codec):
     """Selects this codec."""
     bits: float = 4.0
     """Of an element, on average over the blocks: the budget, from 1 to 8."""
-    block: int = 512
+    block: Block = 512
     """Elements that share a scale and a number of bits."""
 
     @field_validator("bits")
@@ -48,11 +49,6 @@ class Adaptive(Codec):
         if not 1 <= bits <= BITS:
             raise ValueError(f"{bits:g} bits on average are out of range: from 1 to 8, say 4")
         return bits
-
-    @field_validator("block")
-    @classmethod
-    def _block(cls, block: int) -> int:
-        return checked_block(block)
 
     def planes(self, blocks: int) -> int:
         """Planes of one bit that the message of so many blocks has."""

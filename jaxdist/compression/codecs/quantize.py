@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from pydantic import field_validator
 
+from jaxdist.compression.codecs.fields import Block
 from jaxdist.compression.contract import Codec, CodecState, Message, Round
 from jaxdist.compression.wire import (
     BITS,
@@ -39,7 +40,7 @@ class Quantize(Codec):
     """Selects this codec."""
     bits: int = 8
     """Of each element: 8 or 4."""
-    block: int = 256
+    block: Block = 256
     """Elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
     """stochastic is unbiased, and takes no error feedback."""
@@ -50,11 +51,6 @@ class Quantize(Codec):
         if bits not in (4, 8):
             raise ValueError(f"{bits} bits are out of range: 8 or 4 (sign has 1, adaptive mixes)")
         return bits
-
-    @field_validator("block")
-    @classmethod
-    def _block(cls, block: int) -> int:
-        return checked_block(block)
 
     @property
     def unbiased(self) -> bool:
@@ -95,14 +91,3 @@ class Quantize(Codec):
 def inverse(scale: jax.Array) -> jax.Array:
     """1 / scale, and 0 for a block of zeros."""
     return jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), scale)
-
-
-def checked_block(block: int) -> int:
-    """A number of elements that fill whole bytes.
-
-    Raises:
-      ValueError: it is none.
-    """
-    if block % BITS or not 8 <= block <= 2**20:
-        raise ValueError(f"a block of {block} elements: a multiple of 8 from 8 to 1048576, say 256")
-    return block

@@ -6,9 +6,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from pydantic import field_validator
 
-from jaxdist.compression.codecs.topk import checked_fraction
+from jaxdist.compression.codecs.fields import Fraction
 from jaxdist.compression.contract import CodecState, Factored, Factors, Linear, Message, Round
 from jaxdist.compression.wire import in_blocks, out_of_blocks
 from jaxdist.types import Leaf
@@ -26,15 +25,10 @@ class RandomK(Linear):
 
     type: Literal["randomk"] = "randomk"
     """Selects this codec."""
-    fraction: float = 0.01
+    fraction: Fraction = 0.01
     """Of the elements that are sent, above 0 and at most 1; 1 / fraction is rounded."""
     scaled: bool = False
     """Send 1 / fraction times each element, which is unbiased."""
-
-    @field_validator("fraction")
-    @classmethod
-    def _fraction(cls, fraction: float) -> float:
-        return checked_fraction(fraction)
 
     @property
     def unbiased(self) -> bool:

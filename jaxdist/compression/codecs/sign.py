@@ -6,9 +6,8 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
-from pydantic import field_validator
 
-from jaxdist.compression.codecs.quantize import checked_block
+from jaxdist.compression.codecs.fields import Block
 from jaxdist.compression.contract import Codec, CodecState, Message, Round
 from jaxdist.compression.wire import (
     BITS,
@@ -36,13 +35,8 @@ class Sign(Codec):
 
     type: Literal["sign"] = "sign"
     """Selects this codec."""
-    block: int = 1024
+    block: Block = 1024
     """Elements that share a scale."""
-
-    @field_validator("block")
-    @classmethod
-    def _block(cls, block: int) -> int:
-        return checked_block(block)
 
     @property
     def exact(self) -> bool:

@@ -8,8 +8,8 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 from jax import lax
-from pydantic import field_validator
 
+from jaxdist.compression.codecs.fields import Fraction
 from jaxdist.compression.contract import Codec, CodecState, Exchange, Message, Round
 from jaxdist.compression.wire import from_words, to_words
 from jaxdist.types import Leaf
@@ -33,17 +33,12 @@ class TopK(Codec):
 
     type: Literal["topk"] = "topk"
     """Selects this codec."""
-    fraction: float = 0.01
+    fraction: Fraction = 0.01
     """Of the elements that are sent, above 0 and at most 1."""
     method: Literal["sampled", "exact"] = "sampled"
     """Threshold from a sample, or `jax.lax.top_k`."""
 
     exchange: ClassVar[Exchange] = "gather"
-
-    @field_validator("fraction")
-    @classmethod
-    def _fraction(cls, fraction: float) -> float:
-        return checked_fraction(fraction)
 
     def count(self, size: int) -> int:
         """k, of an array of this many elements."""
@@ -131,17 +126,3 @@ def _bit_at(words: jax.Array, ordinal: jax.Array) -> jax.Array:
         ordinal = ordinal - jnp.where(beyond, below, 0)
         place = place + jnp.where(beyond, width, 0)
     return place
-
-
-def checked_fraction(fraction: float) -> float:
-    """A fraction of the elements.
-
-    Raises:
-      ValueError: it is none.
-    """
-    if not 0 < fraction <= 1:
-        raise ValueError(
-            f"a fraction of {fraction:g} of the elements cannot be sent: above 0 and at most 1, "
-            "say 0.01 for one in a hundred"
-        )
-    return fraction

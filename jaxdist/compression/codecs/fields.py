@@ -1,0 +1,40 @@
+"""Settings that several codecs have, with what they may be."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import AfterValidator
+
+from jaxdist.compression.wire import BITS
+
+
+def checked_block(block: int) -> int:
+    """A number of elements that fill whole bytes.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if block % BITS or not 8 <= block <= 2**20:
+        raise ValueError(f"a block of {block} elements: a multiple of 8 from 8 to 1048576, say 256")
+    return block
+
+
+def checked_fraction(fraction: float) -> float:
+    """A fraction of the elements.
+
+    Raises:
+      ValueError: it is none.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(
+            f"a fraction of {fraction:g} of the elements cannot be sent: above 0 and at most 1, "
+            "say 0.01 for one in a hundred"
+        )
+    return fraction
+
+
+Block = Annotated[int, AfterValidator(checked_block)]
+"""Elements that share a scale."""
+Fraction = Annotated[float, AfterValidator(checked_fraction)]
+"""Of the elements that are sent."""
