@@ -144,6 +144,9 @@ class Exchange(Protocol):
         Args:
           saved: arrays of the same structure, of any shapes.
           state: shapes of this plan's.
+
+        Raises:
+          CompressionError: no rule is sound; it then begins anew.
         """
         ...
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import jax
+
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.compression.config import CompressionConfig
 from jaxdist.config.schema import Config
+from jaxdist.errors import CompressionError, ConfigError
 from jaxdist.mesh import axis_names
 from jaxdist.parallel.compiler import XlaConfig
 from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.all_reduce import AllReduce
+from jaxdist.parallel.exchange.compressed import compressed_exchange
+from jaxdist.parallel.exchange.messages import Messages, blocks_of
 from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.exchange.unsharded import Unsharded
 from jaxdist.parallel.exchange.xla import Xla
@@ -20,6 +26,7 @@ from jaxdist.parallel.validity.notices import notices
 from jaxdist.parallel.validity.table import Facts, check
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout
+from jaxdist.trees import flatten_with_names
 from jaxdist.types import Leaf, Params, Shardings
 
 
@@ -32,6 +39,8 @@ class ParallelConfig(Config):
     """Dtype in which `reduce` carries and sums gradients; null is their own."""
     batch_norm: Literal["global", "local"] = "global"
     """Whose rows a BatchNorm sees with `reduce`: those of all devices, or each its own."""
+    compression: CompressionConfig | None = None
+    """Send gradients in few bytes, by codec; null sends them as they are."""
     zero: ZeroConfig = ZeroConfig()
     """What of the training state each device keeps only a shard of."""
     pipeline: PipelineConfig = PipelineConfig()
@@ -49,6 +58,7 @@ def plan_exchange(
     scanned: frozenset[str] = frozenset(),
     *,
     offloads: bool = False,
+    seed: int = 0,
 ) -> tuple[Exchange, tuple[str, ...]]:
     """The exchange that the config asks for, and settings that do nothing here, a sentence each.
 
@@ -58,9 +68,11 @@ def plan_exchange(
       whole: shardings of the parameters that every replica holds, a tree like them.
       scanned: names of the parameters whose first dim counts layers.
       offloads: whether activations go to the host's memory.
+      seed: of codecs that draw at random.
 
     Raises:
-      ConfigError: settings that do not go together, or not with the layout, all at once.
+      ConfigError: settings that do not go together, or not with the layout, all at once; a codec
+        that cannot encode a parameter's gradient.
     """
     facts = facts_of(config, layout, dims, offloads=offloads)
     check(facts)
@@ -68,17 +80,57 @@ def plan_exchange(
     told = tuple(notices(facts, zero))
     if facts.reduction is None:
         return Xla(whole, zero), told
-    exchange = explicit_exchange(
-        whole,
-        zero,
-        mesh=layout.mesh,
-        axes=facts.batch_axes,
-        algorithm=facts.reduction,
-        reduce_dtype=config.reduce_dtype,
-        scanned=scanned,
-        global_statistics=config.batch_norm == "global",
-    )
-    return exchange, told
+    settings = {
+        "mesh": layout.mesh,
+        "axes": facts.batch_axes,
+        "algorithm": facts.reduction,
+        "reduce_dtype": config.reduce_dtype,
+        "scanned": scanned,
+        "global_statistics": config.batch_norm == "global",
+    }
+    if config.compression is None:
+        return explicit_exchange(whole, zero, **settings), told
+    inside = zero
+    if zero is None and config.compression.axis == "data.dcn":
+        shards = ZeroConfig(stage=1, scope="ici", whole_below=0)
+        inside = plan_zero(shards, layout, params, dims)
+    messages = _messages(config.compression, facts, inside, params, whole, scanned, seed)
+    found = compressed_exchange(zero, whole=whole, messages=messages, inside=inside, **settings)
+    return found, told
+
+
+def _messages(
+    config: CompressionConfig,
+    facts: Facts,
+    inside: Zero | None,
+    params: Params,
+    whole: Shardings,
+    scanned: frozenset[str],
+    seed: int,
+) -> Messages:
+    """What crosses the axes that the config names.
+
+    Args:
+      inside: what is split while it does.
+    """
+    across = config.axis == "data.dcn"
+    axes = tuple(axis for axis in facts.batch_axes if not across or axis not in facts.fast_axes)
+    mesh = jax.tree.leaves(whole)[0].mesh
+    specs, shapes = jax.tree.map(lambda sharding: sharding.spec, whole), params
+    if across and inside is not None:
+        specs = inside.specs(specs)
+        shapes = jax.eval_shape(inside.filled, params)
+    blocks = blocks_of(shapes, specs, mesh)
+    named = {name: tuple(leaf.shape) for name, leaf in flatten_with_names(blocks)}
+    choice = config.choice(named, scanned)
+    algorithm = facts.reduction
+    assert algorithm is not None, "see Facts.reduction"
+    messages = Messages(mesh, axes, blocks, choice, config.feedback, algorithm, seed)
+    try:
+        jax.eval_shape(messages.init)
+    except CompressionError as error:
+        raise ConfigError(str(error), setting=("compression",)) from error
+    return messages
 
 
 def explicit_exchange(
@@ -138,6 +190,7 @@ def facts_of(
         local_statistics=config.batch_norm == "local",
         pipeline=_chosen(config.pipeline),
         offloads=offloads,
+        compression=config.compression,
     )
 
 

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.manifest import LeafRecord
 from jaxdist.checkpoint.restore import Adapt, Restored, Wanted
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.checkpoint.structure import describe
+from jaxdist.errors import CompressionError
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.types import Params, PyTree
@@ -67,18 +69,11 @@ def _adapted(
     own, given, ignored = describe(program.own_shapes), {}, frozenset()
     remake, begins = None, False
     wanted, found = _part(own, "exchange"), _part(saved, "exchange")
-    if wanted != found and wanted.keys() == found.keys():
-        # As they were saved, whole on every device.
-        leaves = [
-            jax.ShapeDtypeStruct(
-                found[name].shape, found[name].dtype, sharding=program.layout.replicated
-            )
-            for name in wanted
-        ]
-        structure = jax.tree.structure(program.own_shapes.exchange)
-        given["exchange"], remake = jax.tree.unflatten(structure, leaves), _resharded
+    kept = _as_saved(program, wanted, found) if wanted != found else None
+    if kept is not None:
+        given["exchange"], remake = kept, _resharded
     elif wanted != found:
-        _tell(say, "what the exchange of gradients carries begins anew: another one saved this")
+        _tell(say, "what the exchange of gradients carries begins anew: another plan saved it")
         given["exchange"], remake, ignored = (), _begun, ignored.union(found)
     wanted, found = _part(own, "outer"), _part(saved, "outer")
     if wanted != found:
@@ -87,6 +82,33 @@ def _adapted(
     target, shapes = (replace(s, **given) for s in (program.state_shapes, program.own_shapes))
     finish = partial(_finished, program, remake, begins)
     return Wanted(target, shapes, ignored, finish)
+
+
+def _as_saved(
+    program: Program, wanted: Mapping[str, LeafRecord], found: Mapping[str, LeafRecord]
+) -> PyTree | None:
+    """Shapes of what the exchange carries as it was saved, in rows over the devices if they divide.
+
+    None where another exchange saved it, or one whose state no rule brings to this plan.
+    """
+    if wanted.keys() != found.keys():
+        return None
+    mesh = program.layout.mesh
+
+    def lying(shape: tuple[int, ...]) -> NamedSharding:
+        rows = mesh.axis_names if shape and shape[0] % mesh.size == 0 else None
+        return NamedSharding(mesh, PartitionSpec(rows))
+
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lying(tuple(leaf.shape)))
+        for leaf in (found[name] for name in wanted)
+    ]
+    saved = jax.tree.unflatten(jax.tree.structure(program.own_shapes.exchange), leaves)
+    try:
+        jax.eval_shape(program.exchange.reshard, saved, program.own_shapes.exchange)
+    except CompressionError:
+        return None
+    return saved
 
 
 def _part(leaves: Mapping[str, LeafRecord], name: str) -> dict[str, LeafRecord]:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from jaxdist.cli import app
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.algorithms.xla import Xla
+from jaxdist.compression.config import CompressSign
 from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_exchange
@@ -26,7 +27,8 @@ from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.sharding import ShardingConfig, make_layout
 
 DOCS = Path(__file__).parents[2] / "docs"
-TYPES = ("xla", "ring", "tree", "double_tree", "halving", "hierarchical", "auto")
+TYPES = ("xla", "ring", "hierarchical")
+"""Of each that the table tells apart."""
 SPLIT = {"data_dcn": 2, "data_ici": 4}
 MESHES = (
     {"tensor": 8},
@@ -45,11 +47,13 @@ EVERY = [
         ZeroConfig(stage=stage, scope=scope),
         split if any(name.startswith("data") for name in mesh) else {},
         offloads=offloads,
+        compression=None if axis is None else CompressSign(axis=axis),
     )
-    for mesh, kind, stage, scope, split, offloads in itertools.product(
-        MESHES, (None, *TYPES), (0, 1, 2, 3), ("all", "ici"), ({}, {"w": "embed"}), (False, True)
+    for mesh, kind, stage, scope, split, offloads, axis in itertools.product(
+        MESHES, (None, *TYPES), (0, 1, 2, 3), ("all", "ici"), ({}, {"w": "embed"}), (False, True),
+        (None, "data", "data.dcn"),
     )
-]
+]  # fmt: skip
 """Facts of every kind that the features tell apart."""
 
 
@@ -96,6 +100,10 @@ def plan(mesh, dims=None, rules=None, shapes=None, **parallel):
 RING, XLA, HIERARCHICAL = ({"type": kind} for kind in ("ring", "xla", "hierarchical"))
 
 
+SIGN = {"type": "sign"}
+TWO = {"data": {"dcn": 2, "ici": 4}}
+
+
 @pytest.mark.parametrize(
     ("mesh", "rules", "parallel", "message"),
     [
@@ -115,13 +123,27 @@ RING, XLA, HIERARCHICAL = ({"type": kind} for kind in ("ring", "xla", "hierarchi
          r"mesh \{data: 4, stage: 2\} with sharding\.rules\.embed, .*; .* take mesh\.stage away"),
         ({"data": 8}, None, {"reduce": HIERARCHICAL},
          r"type hierarchical with mesh \{data: 8\}: .* \{dcn: D, ici: I\}, or .*type: ring"),
-        ({"data": {"dcn": 2, "ici": 4}}, None,
+        (TWO, None,
          {"reduce": HIERARCHICAL, "zero": {"stage": 1, "scope": "ici"}},
          r"type hierarchical with parallel\.zero\.scope ici: .*; set parallel\.reduce\.type: ring"),
         ({"data": 4, "stage": 2}, None, {"zero": {"stage": 3}},
          r"zero\.stage 3 with mesh \{data: 4, stage: 2\}: .* set parallel\.zero\.stage: 1, or 2"),
         ({"data": 4, "stage": 2}, None, {"zero": {"stage": 2}, "reduce": RING},
          r"stage 2 with mesh .*stage: 2\} with parallel\.reduce\.type ring: .*type: xla, or "),
+        ({"tensor": 8}, None, {"compression": SIGN},
+         r"compression\.type sign over axis data with mesh \{tensor: 8\}: .*compression: null"),
+        ({"data": 8}, {"embed": "data"}, {"compression": SIGN},
+         r"axis data with sharding\.rules\.embed, which splits w over data: .* rule to null"),
+        ({"data": 8}, None, {"compression": {**SIGN, "axis": "data.dcn"}},
+         r"axis data\.dcn with mesh \{data: 8\}: .* \{dcn: D, ici: I\}, or .*axis: data"),
+        ({"data": 8}, None, {"compression": SIGN, "zero": {"stage": 3}},
+         r"zero\.stage 3 with parallel\.compression\.type sign .* set mesh\.data: .*stage: 1"),
+        (TWO, None, {"compression": SIGN, "zero": {"stage": 1, "scope": "ici"}},
+         r"scope ici with parallel\.compression\.type sign over axis data: .*axis: data\.dcn, or "),
+        (TWO, None, {"compression": {**SIGN, "axis": "data.dcn"}, "zero": {"stage": 1}},
+         r"scope all with .* over axis data\.dcn: .*scope: ici, or .*axis: data"),
+        (TWO, None, {"compression": {**SIGN, "axis": "data.dcn"}, "reduce": HIERARCHICAL},
+         r"axis data\.dcn with parallel\.reduce\.type hierarchical: .*type: ring"),
     ],
 )  # fmt: skip
 def test_what_is_refused(mesh, rules, parallel, message, devices):

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxdist.parallel.validity.table import Facts, shown_mesh, shown_reduce, shown_stage
+from jaxdist.parallel.validity.table import (
+    Facts,
+    shown_compression,
+    shown_mesh,
+    shown_reduce,
+    shown_stage,
+)
 from jaxdist.parallel.zero import Zero
 
 
@@ -14,7 +20,8 @@ def notices(facts: Facts, plan: Zero | None) -> list[str]:
     Args:
       plan: what ZeRO splits.
     """
-    return [*_of_stage(facts, plan), *_of_reduction(facts), *_of_gathers(facts), *_of_mesh(facts)]
+    rest = [*_of_messages(facts), *_of_gathers(facts), *_of_mesh(facts)]
+    return [*_of_stage(facts, plan), *_of_reduction(facts), *rest]
 
 
 def _of_stage(facts: Facts, plan: Zero | None) -> Iterator[str]:
@@ -54,16 +61,35 @@ def _of_reduction(facts: Facts) -> Iterator[str]:
             if facts.batch_axes
             else f"{narrow}: no axis of {mesh} splits the batch, so that no gradients are summed"
         )
-    if facts.local_statistics and facts.reduce is None:
+    if facts.local_statistics and facts.reduction is None:
         yield (
             "parallel.batch_norm local has no effect with parallel.reduce null: XLA computes with "
             "the whole batch as one array; set parallel.reduce: {type: xla}"
         )
 
 
+def _of_messages(facts: Facts) -> Iterator[str]:
+    found = facts.compression
+    if found is None:
+        return
+    across = found.axis == "data.dcn"
+    axes = [name for name in facts.batch_axes if not across or name not in facts.fast_axes]
+    if facts.parts(axes) == 1:
+        yield (
+            f"{shown_compression(facts)} has no effect but on what is kept: {', '.join(axes)} of "
+            f"{shown_mesh(facts)} has size 1, so that no message is sent"
+        )
+    if facts.reduce_dtype is not None and not across:
+        yield (
+            f"parallel.reduce_dtype {facts.reduce_dtype} has no effect with "
+            f"{shown_compression(facts)}: a codec says how messages travel, and they are summed in "
+            "float32"
+        )
+
+
 def _of_gathers(facts: Facts) -> Iterator[str]:
     zero = facts.zero
-    if zero.stage == 3 and facts.reduce is not None:
+    if zero.stage == 3 and facts.reduction is not None:
         return
     for name, value, unset in (
         ("gather_dtype", zero.gather_dtype, None),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.parallel.validity.table import FEATURES, REDUCTIONS, ROWS, ZERO_STAGES
+from jaxdist.parallel.validity.table import COMPRESSION, FEATURES, REDUCTIONS, ROWS, ZERO_STAGES
 
 
 def footnotes(first: str, second: str) -> list[tuple[int, bool]]:
@@ -47,6 +47,8 @@ _EXCLUSIVE = (
     set(ZERO_STAGES),
     {"reduce: null", *REDUCTIONS},
     {"no axis splits the batch", "a sharding rule over data"},
+    {"zero.scope: all", "zero.scope: ici"},
+    set(COMPRESSION),
 )
 """Features of which a config has one at most."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.compression.config import Compression
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import ICI, describe
 from jaxdist.parallel.zero import ZeroConfig
@@ -31,6 +32,7 @@ class Facts:
       local_statistics: whether batch norms keep to each device's own rows.
       pipeline: settings of parallel.pipeline that are not the default, as the user knows them.
       offloads: whether the model's activations go to the host's memory.
+      compression: of gradients; None sends them as they are.
     """
 
     mesh: Mapping[str, int]
@@ -43,6 +45,7 @@ class Facts:
     local_statistics: bool = False
     pipeline: tuple[str, ...] = ()
     offloads: bool = False
+    compression: Compression | None = None
 
     @property
     def stages(self) -> int:
@@ -52,8 +55,10 @@ class Facts:
     @property
     def reduction(self) -> Algorithm | None:
         """What sums the gradients: the config's choice, or what a pipeline puts in; None is XLA."""
-        if self.reduce is None and self.stages > 1 and self.batch_axes:
-            # Left to XLA, each microbatch's gradients would be reduced by themselves.
+        # Left to XLA, each of a pipeline's microbatches would be reduced by itself, and messages
+        # need a device's own gradients.
+        named = self.stages > 1 or self.compression is not None
+        if self.reduce is None and named and self.batch_axes:
             return Xla()
         return self.reduce
 
@@ -106,6 +111,21 @@ def shown_stage(facts: Facts) -> str:
     return f"parallel.zero.stage {facts.zero.stage}"
 
 
+def shown_compression(facts: Facts) -> str:
+    kind = getattr(facts.compression, "type", "")
+    return f"parallel.compression.type {kind}"
+
+
+def _messages_over(axis: str) -> Feature:
+    def active(facts: Facts) -> bool:
+        return facts.compression is not None and facts.compression.axis == axis
+
+    def shown(facts: Facts) -> str:
+        return f"{shown_compression(facts)} over axis {axis}"
+
+    return Feature(active, shown)
+
+
 def _rule(facts: Facts) -> str:
     (name, dim), *more = facts.split.items()
     also = f" and {len(more)} more" if more else ""
@@ -132,6 +152,9 @@ FEATURES: Mapping[str, Feature] = {
     "zero 1": Feature(_at_stage(1), shown_stage),
     "zero 2": Feature(_at_stage(2), shown_stage),
     "zero 3": Feature(_at_stage(3), shown_stage),
+    "zero.scope: all": Feature(
+        lambda f: f.zero.stage > 0 and f.zero.scope == "all", lambda f: "parallel.zero.scope all"
+    ),
     "zero.scope: ici": Feature(
         lambda f: f.zero.stage > 0 and f.zero.scope == "ici", lambda f: "parallel.zero.scope ici"
     ),
@@ -139,6 +162,8 @@ FEATURES: Mapping[str, Feature] = {
     "reduce: xla": Feature(_is("xla"), shown_reduce),
     f"reduce: {', '.join(_FLAT)}": Feature(_is(*_FLAT), shown_reduce),
     "reduce: hierarchical": Feature(_is("hierarchical"), shown_reduce),
+    "compression over data": _messages_over("data"),
+    "compression over data.dcn": _messages_over("data.dcn"),
     "train.microbatches": Feature(lambda f: True, lambda f: "train.microbatches"),
     "model.remat": Feature(lambda f: True, lambda f: "model.remat"),
     "model.remat: {...: offload}": Feature(
@@ -147,6 +172,8 @@ FEATURES: Mapping[str, Feature] = {
 }
 """All that the table can speak of, in the order of the matrix."""
 
+COMPRESSION = ("compression over data", "compression over data.dcn")
+SCOPES = ("zero.scope: all", "zero.scope: ici")
 ZERO_STAGES = ("zero 1", "zero 2", "zero 3")
 REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(_FLAT)}", "reduce: hierarchical")
 
@@ -178,12 +205,12 @@ class Row:
 
 ROWS: tuple[Row, ...] = (
     Row(
-        ((*ZERO_STAGES, "zero.scope: ici"), ("no axis splits the batch",)),
+        ((*ZERO_STAGES, *SCOPES), ("no axis splits the batch",)),
         "ZeRO splits the training state over the axis that splits the batch, and none does",
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.zero.stage: 0",
     ),
     Row(
-        ((*ZERO_STAGES, "zero.scope: ici"), ("a sharding rule over data",)),
+        ((*ZERO_STAGES, *SCOPES), ("a sharding rule over data",)),
         "what ZeRO would split over the axis of the batch is split over it already",
         "set that rule to null, or parallel.zero.stage: 0",
     ),
@@ -234,6 +261,44 @@ ROWS: tuple[Row, ...] = (
         "gradients of stages are summed by an explicit reduction (xla by default), which "
         "needs parameters that are not split along the axis of the batch",
         "set that rule to null, or take mesh.stage away",
+    ),
+    Row(
+        (COMPRESSION, ("no axis splits the batch",)),
+        "messages are of gradients that are summed over the axis of the batch, and there is none",
+        "set mesh.data (and leave sharding.rules.batch at data), or parallel.compression: null",
+    ),
+    Row(
+        (COMPRESSION, ("a sharding rule over data",)),
+        "messages are of gradients that are not split along the axis of the batch",
+        "set that rule to null, or parallel.compression: null",
+    ),
+    Row(
+        (("compression over data.dcn",), ("data on one network",)),
+        "messages would cross the slow one of two networks, and the axis names only one",
+        "set mesh.data: {dcn: D, ici: I}, or parallel.compression.axis: data",
+    ),
+    Row(
+        (("zero 2", "zero 3"), ("compression over data",)),
+        "no device ever has a whole gradient to compress, nor keeps what a message of it left out",
+        "set mesh.data: {dcn: D, ici: I}, parallel.zero.scope: ici and parallel.compression.axis: "
+        "data.dcn (exact in the fast network, messages of shards across the slow one), or "
+        "parallel.zero.stage: 1",
+    ),
+    Row(
+        (("zero.scope: ici",), ("compression over data",)),
+        "each part of the state is summed inside the fast network first",
+        "set parallel.compression.axis: data.dcn, or parallel.zero.scope: all",
+    ),
+    Row(
+        (("zero.scope: all",), ("compression over data.dcn",)),
+        "the state is split over both networks, and messages of shards cross one",
+        "set parallel.zero.scope: ici, or parallel.compression.axis: data",
+    ),
+    Row(
+        (("compression over data.dcn",), ("reduce: hierarchical",)),
+        "sums are made inside the fast network and across the slow one in two steps already, each "
+        "on one network",
+        "set parallel.reduce.type: ring",
     ),
     Row(
         (("model.remat: {...: offload}",), ("stage (a pipeline)",)),

@@ -1,0 +1,138 @@
+"""Compression in a config: a codec by `type:`, and what goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from glob import escape
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from jaxdist.compression.choice import PerParameter, Rule, Stages, sparsity_warm_up, warm_up
+from jaxdist.compression.codecs.adaptive import Adaptive
+from jaxdist.compression.codecs.build import CodecConfig
+from jaxdist.compression.codecs.cast import Cast
+from jaxdist.compression.codecs.chain import Chain
+from jaxdist.compression.codecs.lowrank import LowRank
+from jaxdist.compression.codecs.quantize import Quantize
+from jaxdist.compression.codecs.randomk import RandomK
+from jaxdist.compression.codecs.sign import Sign
+from jaxdist.compression.codecs.topk import TopK
+from jaxdist.compression.codecs.whole import Whole
+from jaxdist.compression.contract import Codec
+from jaxdist.compression.feedback.build import FeedbackConfig
+from jaxdist.compression.feedback.classic import CLASSIC
+from jaxdist.compression.feedback.contract import Feedback
+from jaxdist.compression.feedback.none import NoFeedback
+from jaxdist.config.schema import Config
+from jaxdist.errors import CompressionError
+from jaxdist.types import PyTree
+
+
+class Compression(Config):
+    """How gradients are sent in few bytes, beside the codec that its subclasses are."""
+
+    error_feedback: bool | FeedbackConfig = True
+    """Add what a message leaves out to the next gradient: false, true (classic), or one by type."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps at the beginning that send everything, or ever less."""
+    warmup: Literal["whole", "sparser"] = "whole"
+    """sparser (top-k): 25%, 6.25%, 1.6% and 0.4% of the elements in equal parts of warmup_steps."""
+    axis: Literal["data", "data.dcn"] = "data"
+    """All devices that share the batch, or across the slow network alone, exact in the fast one."""
+    rules: tuple[Rule, ...] = ()
+    """Codecs of some parameters, by name; the first that fits counts."""
+    vectors: Literal["whole", "otherwise"] = "whole"
+    """Whether parameters of less than two dims (norms, biases) are sent as they are."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Compression:
+        if self.warmup == "sparser" and (not isinstance(self, TopK) or not self.warmup_steps):
+            raise ValueError("warmup sparser is for type topk with warmup_steps above 0")
+        try:
+            self.feedback.check(self.codec)
+        except CompressionError as error:
+            raise ValueError(str(error)) from None
+        return self
+
+    @property
+    def codec(self) -> CodecConfig:
+        """The codec alone."""
+        (kind,) = (base for base in type(self).__bases__ if issubclass(base, Codec))
+        own = {name: getattr(self, name) for name in kind.model_fields}
+        codec: PyTree = kind.model_construct(**own)
+        return codec
+
+    @property
+    def feedback(self) -> Feedback:
+        """What senders keep of what messages left out."""
+        if isinstance(self.error_feedback, bool):
+            return CLASSIC if self.error_feedback else NoFeedback()
+        return self.error_feedback
+
+    def choice(
+        self, shapes: Mapping[str, tuple[int, ...]], scanned: frozenset[str]
+    ) -> PerParameter:
+        """The codec of each parameter.
+
+        Args:
+          shapes: of the parameters by name.
+          scanned: those whose first dim counts layers, each of which is encoded as one tensor.
+        """
+        own: list[Rule] = []
+        for name in sorted(scanned & shapes.keys()):
+            vector = len(shapes[name]) < 3 and self.vectors == "whole"
+            if vector:
+                own.append(Rule.model_construct(pattern=escape(name), codec=Whole()))
+            elif isinstance(self, LowRank):
+                layered = self.codec.model_copy(update={"stacked_dims": 1})
+                own.append(Rule.model_construct(pattern=escape(name), codec=self._staged(layered)))
+        return PerParameter.model_construct(
+            rules=(*self.rules, *own), otherwise=self._staged(self.codec), vectors=self.vectors
+        )
+
+    def _staged(self, codec: CodecConfig) -> Codec | Stages:
+        if self.warmup == "sparser" and isinstance(codec, TopK):
+            return sparsity_warm_up(codec, self.warmup_steps)
+        return warm_up(codec, self.warmup_steps)
+
+
+class CompressWhole(Compression, Whole): ...
+
+
+class CompressCast(Compression, Cast): ...
+
+
+class CompressQuantize(Compression, Quantize): ...
+
+
+class CompressAdaptive(Compression, Adaptive): ...
+
+
+class CompressSign(Compression, Sign): ...
+
+
+class CompressTopK(Compression, TopK): ...
+
+
+class CompressRandomK(Compression, RandomK): ...
+
+
+class CompressLowRank(Compression, LowRank): ...
+
+
+class CompressChain(Compression, Chain): ...
+
+
+CompressionConfig: TypeAlias = Annotated[
+    CompressWhole
+    | CompressCast
+    | CompressQuantize
+    | CompressAdaptive
+    | CompressSign
+    | CompressTopK
+    | CompressRandomK
+    | CompressLowRank
+    | CompressChain,
+    Field(discriminator="type"),
+]

@@ -1,0 +1,115 @@
+"""The state of a compressed all-reduce for another number of devices.
+
+Residuals are errors of a sum, so their sum over senders stays, in equal parts; so do EF21's
+estimates, whose sum is the holders' view. What devices keep of their shards of a sum lies end to
+end and is cut anew. What all devices have alike, new ones have too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.compression.exchange import BucketState
+from jaxdist.compression.reduce import CompressionState, GroupState
+from jaxdist.errors import CompressionError
+from jaxdist.types import Leaf, PyTree
+
+
+def reshard(
+    saved: CompressionState, state: CompressionState, sizes: Sequence[int], axes: Sequence[int]
+) -> CompressionState:
+    """A state for the mesh at hand, from one that a mesh with other sizes of some axes had.
+
+    Args:
+      saved: arrays [devices of that mesh, ...].
+      state: shapes of the one that is wanted, [devices, ...].
+      sizes: of the axes of the mesh at hand, slowest first.
+      axes: indices of those that messages cross; the others had the same size.
+
+    Raises:
+      CompressionError: devices hold other blocks, so that what one left out is nobody's.
+    """
+    rows = _Rows.of(jax.tree.leaves(saved)[0].shape[0], sizes, axes)
+    groups = [
+        GroupState(
+            jax.tree.map(rows.alike, old.codecs, new.codecs),
+            tuple(map(rows.bucket, old.buckets, new.buckets)),
+        )
+        for old, new in zip(saved.groups, state.groups, strict=True)
+    ]
+    return CompressionState(
+        rows.alike(saved.step, state.step), rows.alike(saved.skipped, state.skipped), tuple(groups)
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Devices of two meshes: `before` slower ones, those of the messages, `after` faster ones."""
+
+    before: int
+    old: int
+    new: int
+    after: int
+
+    @classmethod
+    def of(cls, saved: int, sizes: Sequence[int], axes: Sequence[int]) -> _Rows:
+        first, last = min(axes), max(axes)
+        before, after = math.prod(sizes[:first]), math.prod(sizes[last + 1 :])
+        if list(axes) != list(range(first, last + 1)) or saved % (before * after):
+            raise CompressionError(f"{saved} devices do not become {math.prod(sizes)}")
+        return cls(before, saved // (before * after), math.prod(sizes[first : last + 1]), after)
+
+    def bucket(self, old: BucketState, new: BucketState) -> BucketState:
+        shards = bool(jax.tree.leaves(new.down))
+        sizes = [leaf.shape[1:] for leaf in jax.tree.leaves(new.up)]
+        size = math.prod(sizes[0]) if sizes else 0
+
+        def cut(old: jax.Array, new: Leaf) -> jax.Array:
+            return self._cut(old, new, size)
+
+        return BucketState(
+            jax.tree.map(self.shared, old.up, new.up),
+            jax.tree.map(cut if shards else self.alike, old.up_view, new.up_view),
+            jax.tree.map(cut, old.down, new.down),
+            jax.tree.map(self.alike, old.down_view, new.down_view),
+        )
+
+    def alike(self, old: jax.Array, new: Leaf) -> jax.Array:
+        """What each device has like all others."""
+        return self._moved(old, new, lambda rows: jnp.broadcast_to(rows[:1], self._to(rows)))
+
+    def shared(self, old: jax.Array, new: Leaf) -> jax.Array:
+        """The same sum over devices, in equal parts."""
+
+        def share(rows: jax.Array) -> jax.Array:
+            return jnp.broadcast_to(rows.sum(0, keepdims=True) / self.new, self._to(rows))
+
+        return self._moved(old, new, share)
+
+    def _cut(self, old: jax.Array, new: Leaf, size: int) -> jax.Array:
+        """The same elements end to end, cut into shards for other devices."""
+
+        def cut(rows: jax.Array) -> jax.Array:
+            filled = self.new * new.shape[1]
+            return jnp.pad(rows.reshape(-1)[:size], (0, filled - size)).reshape(self.new, -1)
+
+        return self._moved(old, new, cut, cut=True)
+
+    def _to(self, rows: jax.Array) -> tuple[int, ...]:
+        return (self.new, *rows.shape[1:])
+
+    def _moved(
+        self, old: jax.Array, new: Any, move: Callable[[jax.Array], PyTree], cut: bool = False
+    ) -> jax.Array:
+        if not cut and old.shape[1:] != new.shape[1:]:
+            raise CompressionError(f"blocks of {old.shape[1:]} do not become {new.shape[1:]}")
+        rows = old.reshape(self.before, self.old, self.after, *old.shape[1:])
+        each = jax.vmap(jax.vmap(move, in_axes=1, out_axes=1))
+        moved = each(rows).reshape(new.shape)
+        return moved.astype(new.dtype)

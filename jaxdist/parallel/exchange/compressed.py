@@ -1,0 +1,194 @@
+"""Gradients are sent as messages of a codec, with what they leave out fed back.
+
+Over all devices that share the batch, or only across the slow network of an axis of two: then they
+are summed exactly inside the fast one first, and each device sends messages of its shard alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from jaxdist.collectives.axis import axis_size, rank
+from jaxdist.collectives.split import gather_leaves
+from jaxdist.models.loss import Batch
+from jaxdist.parallel.contract import Compute, Exchange, Gradients, Held
+from jaxdist.parallel.exchange.all_reduce import AllReduce
+from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit, together
+from jaxdist.parallel.exchange.messages import Messages
+from jaxdist.parallel.exchange.scatter import Scatter
+from jaxdist.parallel.exchange.unsharded import Unsharded
+from jaxdist.parallel.unshard import Wire
+from jaxdist.parallel.zero import Zero
+from jaxdist.types import Grads, Params, PyTree
+
+
+@dataclass(frozen=True)
+class Compressed(Explicit):
+    """What compressed exchanges share: the state of their messages."""
+
+    messages: Messages = field(kw_only=True)
+
+    def init(self, params: Params) -> PyTree:
+        return self.messages.init()
+
+    def state_shardings(self, state: PyTree) -> PyTree:
+        return self.messages.shardings(state)
+
+    def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
+        return self.messages.reshard(saved, state)
+
+    def stacked_specs(self) -> PyTree:
+        """Of what `stacked` gives, on all axes."""
+        return jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
+
+    def summed_inside(self, zero: Zero, grads: Grads, *, scatter: bool = True) -> PyTree:
+        """Exact sums over ZeRO's axes: shards of what is split, all of the rest.
+
+        Args:
+          scatter: false where what is split are sums in shards already.
+        """
+        leaves, structure = jax.tree.flatten(grads)
+        dims = zero.dims_of(grads)
+        if scatter:
+            wire = Wire(zero.axes, self.algorithm, reduce_dtype=self.reduce_dtype)
+            leaves = together(wire.scatter, leaves, dims)
+        whole = [i for i, dim in enumerate(dims) if dim is None]
+        sums = self.sum([leaves[i] for i in whole], zero.axes) if whole else []
+        for i, total in zip(whole, sums, strict=True):
+            leaves[i] = total
+        return structure.unflatten(leaves)
+
+
+@dataclass(frozen=True)
+class CompressedAllReduce(Compressed, AllReduce):
+    """Every device gets the sum of all gradients.
+
+    Attributes:
+      inside: what is split over the fast network while messages cross the slow one; None where
+        messages cross all.
+    """
+
+    inside: Zero | None = field(default=None, kw_only=True)
+
+    def gradients(
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+    ) -> tuple[Gradients, Any]:
+        found = self.stacked(compute, held, batch, key)
+        ways: dict[str, Any] = {}
+        if self.inside is not None:
+            ways["before"] = partial(self.summed_inside, self.inside)
+            ways["after"] = partial(_gathered, self.inside, found.grads, self)
+        grads, state = self.messages.exchange(
+            found.grads,
+            self.stacked_specs(),
+            found.sums["loss"].weight,
+            state,
+            out_specs=self.specs,
+            **ways,
+        )
+        return found._replace(grads=grads), state
+
+
+def _gathered(zero: Zero, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
+    """Whole tensors of shards over the fast network."""
+    leaves, structure = jax.tree.flatten(shards)
+    dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
+    cut = [n for n, dim in zip(lengths, dims, strict=True) if dim is not None]
+    gather = partial(gather_leaves, axis=zero.axes, lengths=cut, algorithm=exchange.algorithm)
+    return structure.unflatten(together(gather, leaves, dims))
+
+
+@dataclass(frozen=True)
+class CompressedScatter(Compressed, Scatter):
+    """Every device gets its shard of the sum (ZeRO 1)."""
+
+    def gradients(
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+    ) -> tuple[Gradients, Any]:
+        found = self.stacked(compute, held, batch, key)
+        ways: dict[str, Any] = {"before": partial(self.summed_inside, self.zero)}
+        if self.messages.axes == self.axes:
+            # All devices have the whole sum then, and each one takes its shard.
+            ways = {"after": partial(_own_shards, self.zero)}
+        grads, state = self.messages.exchange(
+            found.grads,
+            self.stacked_specs(),
+            found.sums["loss"].weight,
+            state,
+            out_specs=self.zero.specs(self.specs),
+            **ways,
+        )
+        return found._replace(grads=self.zero.cut(grads)), state
+
+
+def _own_shards(zero: Zero, whole: Grads) -> PyTree:
+    count, mine = axis_size(zero.axes), rank(zero.axes)
+
+    def own(x: jax.Array, dim: int | None) -> jax.Array:
+        if dim is None:
+            return x
+        length = x.shape[dim] // count
+        return jax.lax.dynamic_slice_in_dim(x, mine * length, length, dim)
+
+    return zero.map(own, zero.filled(whole))
+
+
+@dataclass(frozen=True)
+class CompressedUnsharded(Compressed, Unsharded):
+    """Each layer's gradients are summed into shards inside the fast network (ZeRO 2 and 3).
+
+    Messages cross the slow one after the backward pass, once a step: the residual of a device is as
+    large as its shard.
+    """
+
+    def gradients(
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+    ) -> tuple[Gradients, Any]:
+        zero = self.zero
+        shards = zero.specs(jax.tree.map(lambda _: EVERYWHERE, held.stored))
+        found = self.on_rows(
+            compute,
+            held,
+            batch,
+            key,
+            enter=self._deferred,
+            leave=lambda grads: jax.tree.map(lambda g: g[None], grads),
+            params_specs=shards if zero.stage == 3 else EVERYWHERE,
+            grads_specs=self._unsummed(shards),
+        )
+        grads, state = self.messages.exchange(
+            found.grads,
+            self._unsummed(zero.specs(self.specs)),
+            found.sums["loss"].weight,
+            state,
+            before=partial(self.summed_inside, zero, scatter=False),
+            out_specs=zero.specs(self.specs),
+        )
+        return found._replace(grads=zero.cut(grads)), state
+
+    def _unsummed(self, specs: PyTree) -> PyTree:
+        """With a leading dim over the axes along which each leaf is unsummed."""
+        others = tuple(axis for axis in self.axes if axis not in self.zero.axes)
+
+        def leading(spec: PartitionSpec, dim: int | None) -> PartitionSpec:
+            return PartitionSpec(self.axes if dim is None else others, *spec)
+
+        return self.zero.map(leading, specs)
+
+
+def compressed_exchange(zero: Zero | None, inside: Zero | None, **settings: Any) -> Exchange:
+    """The compressed exchange that ZeRO's stage needs.
+
+    Args:
+      inside: as for `CompressedAllReduce`.
+      settings: further fields of `Compressed`.
+    """
+    if zero is None:
+        return CompressedAllReduce(zero=None, inside=inside, **settings)
+    kind = CompressedScatter if zero.stage == 1 else CompressedUnsharded
+    return kind(zero=zero, **settings)

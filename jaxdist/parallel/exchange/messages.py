@@ -1,0 +1,131 @@
+"""Gradients as messages of a codec: the step of an exchange that carries state."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxdist.collectives.contract import Algorithm
+from jaxdist.compression import CompressionState, Reduced, compressed_all_reduce, init_state
+from jaxdist.compression.choice import Choice
+from jaxdist.compression.feedback.contract import Feedback
+from jaxdist.compression.reshard import reshard
+from jaxdist.types import Grads, PyTree, Specs
+
+EVERYWHERE = PartitionSpec()
+
+
+@dataclass(frozen=True)
+class Messages:
+    """A compressed all-reduce of the blocks that devices hold of a tree.
+
+    Its state has a leading dim over all devices of the mesh: each one keeps what it left out of its
+    own messages.
+
+    Attributes:
+      axes: that messages cross, slowest first.
+      blocks: shapes of one device's blocks, float32, a tree like the parameters.
+      seed: of random choices.
+    """
+
+    mesh: Mesh
+    axes: tuple[str, ...]
+    blocks: PyTree
+    choice: Choice
+    feedback: Feedback
+    algorithm: Algorithm
+    seed: int = 0
+
+    @property
+    def spec(self) -> PartitionSpec:
+        """Of every leaf of the state."""
+        return PartitionSpec(self.mesh.axis_names)
+
+    def init(self) -> CompressionState:
+        """The state of all devices before the first step."""
+        own = init_state(self.blocks, self.parties, codec=self.choice, feedback=self.feedback)
+        shape = (self.mesh.size,)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], shape + x.shape[1:]), own)
+
+    @cached_property
+    def parties(self) -> int:
+        """Devices on the axes that messages cross."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    def shardings(self, state: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: NamedSharding(self.mesh, self.spec), state)
+
+    def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
+        """See `jaxdist.compression.reshard`; the axes that messages cross may have changed."""
+        sizes = dict(self.mesh.shape)
+        return reshard(saved, state, [sizes[name] for name in sizes], self._places)
+
+    @property
+    def _places(self) -> list[int]:
+        names = list(self.mesh.axis_names)
+        return [names.index(axis) for axis in self.axes]
+
+    def exchange(
+        self,
+        grads: Grads,
+        specs: Specs,
+        weight: jax.Array,
+        state: CompressionState,
+        *,
+        before: Callable[[Any], Any] = lambda own: own,
+        after: Callable[[Any], Any] = lambda total: total,
+        out_specs: Specs,
+    ) -> tuple[Any, CompressionState]:
+        """Mean gradients, and the next state.
+
+        Args:
+          grads: a device's own, under a leading dim over the axes along which they are unsummed.
+          specs: of them.
+          weight: of the whole batch; residuals are in units of the mean.
+          before: from a device's own to the blocks that it sends, inside a `jax.shard_map` that is
+            manual on all axes.
+          after: from sums of blocks to what the exchange gives, there too.
+          out_specs: of that.
+        """
+
+        def run(grads: Grads, weight: jax.Array, state: CompressionState) -> PyTree:
+            own = jax.tree.map(lambda g: g[0].astype(jnp.float32) / weight, grads)
+            found = self._reduced(before(own), state)
+            total = jax.tree.map(lambda x, g: x.astype(g.dtype), found.grads, grads)
+            return after(total), found.state
+
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(specs, EVERYWHERE, self.spec),
+            out_specs=(out_specs, self.spec),
+            check_vma=False,
+        )(grads, weight, state)
+
+    def _reduced(self, blocks: Grads, state: CompressionState) -> Reduced:
+        return compressed_all_reduce(
+            blocks,
+            state,
+            self.axes,
+            codec=self.choice,
+            feedback=self.feedback,
+            algorithm=self.algorithm,
+            seed=self.seed,
+        )
+
+
+def blocks_of(shapes: PyTree, specs: Specs, mesh: Mesh) -> PyTree:
+    """What one device holds of arrays of these shapes, float32."""
+
+    def block(like: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        shape: Sequence[int] = NamedSharding(mesh, spec).shard_shape(tuple(like.shape))
+        return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
+
+    return jax.tree.map(block, shapes, specs)
