@@ -9,6 +9,7 @@ import jax
 
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.compression import Codec
 from jaxdist.compression.config import CompressionConfig
 from jaxdist.config.schema import Config
 from jaxdist.errors import CompressionError, ConfigError
@@ -90,6 +91,9 @@ def plan_exchange(
     }
     if config.compression is None:
         return explicit_exchange(whole, zero, **settings), told
+    if zero is not None and zero.stage >= 2 and config.compression.axis == "data":
+        settings["reduce_codec"] = _layer_codec(config.compression)
+        return explicit_exchange(whole, zero, **settings), told
     inside = zero
     if zero is None and config.compression.axis == "data.dcn":
         shards = ZeroConfig(stage=1, scope="ici", whole_below=0)
@@ -97,6 +101,30 @@ def plan_exchange(
     messages = _messages(config.compression, facts, inside, params, whole, scanned, seed)
     found = compressed_exchange(zero, whole=whole, messages=messages, inside=inside, **settings)
     return found, told
+
+
+def _layer_codec(config: CompressionConfig) -> Codec:
+    """The codec of gradients that leave layer by layer, in the backward pass.
+
+    Raises:
+      ConfigError: it does not sum shards, or differs by parameter or by step.
+    """
+    codec = config.codec
+    for name, unset in (("rules", ()), ("warmup_steps", 0)):
+        if getattr(config, name) != unset:
+            raise ConfigError(
+                f"{name} in parallel.zero.stage 2 and 3, where a layer's gradients are sent "
+                "together as soon as they are there; leave it out, or set parallel.zero.stage: 1",
+                setting=("compression", name),
+            )
+    if codec.exchange != "scatter" or codec.unbiased:
+        what = "draws alike in every step" if codec.unbiased else "sums no shards"
+        raise ConfigError(
+            f"{config.type} in parallel.zero.stage 2 and 3 {what}; take cast, quantize with "
+            "rounding nearest, or adaptive, or set parallel.zero.stage: 1",
+            setting=("compression",),
+        )
+    return codec
 
 
 def _messages(

@@ -36,8 +36,8 @@ class Feedback(Config):
             why = "sends elements several times as large, and what is fed back would grow"
         raise CompressionError(
             f"{getattr(self, 'type', type(self).__name__)} feedback on {codec!r}, which {why}; "
-            "leave the feedback out (error_feedback: false; in code NoFeedback()), or take a biased "
-            "codec: rounding: nearest, scaled: false"
+            "leave the feedback out (error_feedback: false; in code NoFeedback()), or take a codec "
+            "that is biased: rounding: nearest, scaled: false"
         )
 
     @property
