@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
@@ -10,14 +11,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.collectives.axis import Axis, axis_size, rank
-from jaxdist.collectives.bucket import reduce_tree
+from jaxdist.collectives.bucket import reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm, split
 from jaxdist.collectives.operations import all_gather, all_to_all
 from jaxdist.compression.contract import Codec, CodecState, Linear, Message, Round, in_lockstep
 from jaxdist.compression.feedback.contract import Feedback, Memory, View
 from jaxdist.compression.feedback.none import NoFeedback
 from jaxdist.compression.sender import encode_once
-from jaxdist.types import PyTree
+
+UNROLL = 8
+"""Messages that are decoded and added in one pass."""
 
 
 @dataclass(frozen=True)
@@ -105,8 +108,8 @@ def scatter(
     up = feedback.settle(x, _joined(jax.vmap(decode)(messages, numbers), x.size), up)
 
     # messages: N of this device's shards -> N of this device's shard, one from each device.
-    arrived = _each(messages, lambda m: all_to_all(m, party.axis, algorithm=party.algorithm))
-    total = jnp.sum(jax.vmap(decode, in_axes=(0, None))(arrived, mine), axis=0)
+    arrived = _each(messages, lambda m: all_to_all(m, party.axis, algorithm=party.algorithm), 1)
+    total = _summed(codec, arrived, shards[0], round.part(mine))
     value, up_view = feedback.receive(total, state.up_view)
 
     y, down = back.correct(value, state.down)
@@ -125,12 +128,7 @@ def gather(
     x, up = party.feedback.correct(gradient, state.up)
     message, held = encode_once(codec, x, held, party.round)
     up = party.feedback.settle(x, codec.decode(message, x, party.round), up)
-    gathered = _gathered(message, party)
-
-    def add(total: jax.Array, message: Message) -> tuple[jax.Array, None]:
-        return codec.add(total, message, x, party.round), None
-
-    total, _ = jax.lax.scan(add, jnp.zeros_like(x), gathered)
+    total = _summed(codec, _gathered(message, party), x, party.round)
     value, view = party.feedback.receive(total, state.up_view)
     return value, held, BucketState(up, view)
 
@@ -163,13 +161,49 @@ def sum_up(
     return found
 
 
+def _summed(codec: Codec, messages: Message, like: jax.Array, round: Round) -> jax.Array:
+    """The estimates of stacked messages, added up in order: several in each pass over the sum."""
+
+    def add(total: jax.Array, message: Message) -> tuple[jax.Array, None]:
+        return codec.add(total, message, like, round), None
+
+    return jax.lax.scan(add, jnp.zeros_like(like), messages, unroll=UNROLL)[0]
+
+
 def _gathered(message: Message, party: Party) -> Message:
     """Every device's message, stacked in the order of the axis."""
     return _each(message, lambda m: all_gather(m[None], party.axis, algorithm=party.algorithm))
 
 
-def _each(message: Message, send: PyTree) -> Message:
-    return jax.tree.map(send, message)
+def _each(message: Message, send: Callable[[jax.Array], jax.Array], lead: int = 0) -> Message:
+    """Every array of a message; as bytes of one, where each collective has a latency of its own.
+
+    Args:
+      send: from [..., b] to [N, ..., b].
+      lead: leading dims, which count messages.
+    """
+    arrays, structure = jax.tree.flatten(message)
+    if len(arrays) == 1 or not sends_apart():
+        return structure.unflatten([send(x) for x in arrays])
+    parts = [_to_bytes(x, lead) for x in arrays]
+    arrived = send(jnp.concatenate(parts, axis=-1))
+    ends = itertools.accumulate(part.shape[-1] for part in parts)
+    found = [
+        _from_bytes(arrived[..., end - part.shape[-1] : end], x.dtype, x.shape[lead:])
+        for x, part, end in zip(arrays, parts, ends, strict=True)
+    ]
+    return structure.unflatten(found)
+
+
+def _to_bytes(x: jax.Array, lead: int) -> jax.Array:
+    """[*lead, ...] to uint8 [*lead, b]."""
+    return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:lead], -1)
+
+
+def _from_bytes(part: jax.Array, dtype: jnp.dtype, shape: tuple[int, ...]) -> jax.Array:
+    """uint8 [N, b] to [N, *shape]."""
+    width = (dtype.itemsize,) if dtype.itemsize > 1 else ()
+    return jax.lax.bitcast_convert_type(part.reshape(len(part), *shape, *width), dtype)
 
 
 def _joined(shards: jax.Array, size: int) -> jax.Array:

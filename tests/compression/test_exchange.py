@@ -1,0 +1,47 @@
+"""How messages travel: in one collective for all of their arrays where that saves latency."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+from sharded import mesh_of
+
+from jaxdist.compression import Sign, TopK, compressed_all_reduce, exchange, init_state
+from jaxdist.hlo import ledger
+
+N = 4
+SIZE = 300  # no multiple of a block, nor of the devices
+
+
+def reduced(codec):
+    """Results and residuals of all devices after two rounds, and the program's ledger."""
+    mesh = mesh_of({"data": N})
+
+    def one(grads, state):
+        for _ in range(2):
+            found = compressed_all_reduce(grads, state, "data", codec=codec)
+            state = found.state
+        return found.grads, state
+
+    spec = PartitionSpec("data")
+    mapped = jax.jit(
+        jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )
+    grads = jnp.asarray(np.random.default_rng(5).standard_normal(N * SIZE), jnp.float32)
+    state = init_state(jax.ShapeDtypeStruct((SIZE,), jnp.float32), N, codec=codec)
+    compiled = mapped.lower(grads, state).compile()
+    return jax.tree.map(np.asarray, compiled(grads, state)), ledger(compiled, mesh)
+
+
+@pytest.mark.parametrize("codec", [Sign(block=16), TopK(fraction=0.1)], ids=lambda c: c.type)
+def test_one_collective_for_all_arrays_of_a_message(devices, monkeypatch, codec):
+    apart, several = reduced(codec)
+    monkeypatch.setattr(exchange, "sends_apart", lambda: True)
+    together, one = reduced(codec)
+    jax.tree.map(np.testing.assert_array_equal, together, apart)
+    exchanges = 2 if codec.exchange == "scatter" else 1
+    assert len(several.collectives) - len(one.collectives) == 2 * exchanges
+    assert one.sent_bytes() == several.sent_bytes()
