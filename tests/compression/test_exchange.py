@@ -27,9 +27,7 @@ def reduced(codec):
         return found.grads, state
 
     spec = PartitionSpec("data")
-    mapped = jax.jit(
-        jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    )
+    mapped = jax.jit(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False))
     grads = jnp.asarray(np.random.default_rng(5).standard_normal(N * SIZE), jnp.float32)
     state = init_state(jax.ShapeDtypeStruct((SIZE,), jnp.float32), N, codec=codec)
     compiled = mapped.lower(grads, state).compile()
