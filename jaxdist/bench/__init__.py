@@ -18,7 +18,7 @@ BENCHES: dict[str, str] = {
     "attention": "jaxdist.bench.attention:bench",
     "collectives": "jaxdist.bench.collectives.report:bench",
     "compile": "jaxdist.bench.compile:bench",
-    "compression": "jaxdist.bench.compression:bench",
+    "compression": "jaxdist.bench.compression.report:bench",
     "optim": "jaxdist.bench.optim:bench",
     "overhead": "jaxdist.bench.overhead:bench",
     "pipeline": "jaxdist.bench.pipeline.report:bench",

@@ -25,9 +25,15 @@ def bench(
     lab: Annotated[
         bool,
         typer.Option(
-            "--lab", help="collectives: between hosts with slow links, played here (Linux, root)."
+            "--lab",
+            help="collectives, compression: between hosts with slow links, played here (Linux, "
+            "root).",
         ),
     ] = False,
+    torch: Annotated[
+        str | None,
+        typer.Option(help="compression --lab: a Python that has torch, if this one has not."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
@@ -42,7 +48,7 @@ def bench(
     from jaxdist.bench import run
     from jaxdist.bench.core import ranges
 
-    options = {"lab": lab or None, "plot": plot}
+    options = {"lab": lab or None, "torch": torch, "plot": plot}
     given = {option: value for option, value in options.items() if value is not None}
     report = run(name, json_file, **given)
     report.print()

@@ -143,6 +143,11 @@ class Group:
         return all(codec.lossless for codec in self.codecs)
 
     @property
+    def positions(self) -> list[int]:
+        """Of all its leaves."""
+        return [index for bucket in self.buckets for index in bucket]
+
+    @property
     def in_shards(self) -> bool:
         """Whether each device sums, and encodes again, a shard of each bucket."""
         return any(codec.exchange == "scatter" for codec in self.codecs)

@@ -10,6 +10,8 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, axis_size, rank
 from jaxdist.collectives.bucket import reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm, split
@@ -111,7 +113,7 @@ def scatter(
     up = feedback.settle(x, _joined(jax.vmap(decode)(messages, numbers), x.size), up)
 
     # messages: N of this device's shards -> N of this device's shard, one from each device.
-    arrived = _each(messages, lambda m: all_to_all(m, party.axis, algorithm=party.algorithm), 1)
+    arrived = _each(messages, lambda m: all_to_all(m, party.axis, algorithm=in_turns(party)), 1)
     total = _summed(codec, arrived, shards[0], round.part(mine))
     value, up_view = feedback.receive(total, state.up_view)
 
@@ -184,6 +186,15 @@ def _summed(codec: Codec, messages: Message, like: jax.Array, round: Round) -> j
 def _gathered(message: Message, party: Party) -> Message:
     """Every device's message, stacked in the order of the axis."""
     return _each(message, lambda m: all_gather(m[None], party.axis, algorithm=party.algorithm))
+
+
+def in_turns(party: Party) -> Algorithm:
+    """Of the all-to-all: over gloo one peer after another, else as it is.
+
+    XLA's own lets all of them send at once there, and where several meet at one host their
+    connections lose packets: half of a slow link is left unused.
+    """
+    return Ring() if sends_apart() and isinstance(party.algorithm, Xla) else party.algorithm
 
 
 def _each(message: Message, send: Callable[[jax.Array], jax.Array], lead: int = 0) -> Message:

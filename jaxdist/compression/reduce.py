@@ -173,7 +173,9 @@ def compressed_all_reduce(
         after.append(next_held)
         for position, result in found.items():
             results[position] = result.astype(leaves[position].dtype)
-    finite = _all_finite(leaves, results, axis)
+    # A sum of what is sent as it is tells by itself.
+    encoded = [leaves[i] for group in groups if not group.lossless for i in group.positions]
+    finite = _all_finite(encoded, results, axis)
     moved = own._replace(groups=choose(finite, tuple(after), own.groups))
     counted = moved._replace(step=own.step + 1, skipped=own.skipped + jnp.int32(~finite))
     marked = [jnp.where(finite, x, jnp.nan) for x in results]
@@ -183,8 +185,10 @@ def compressed_all_reduce(
 
 def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis: Axis) -> jax.Array:
     """Alike on all devices: one sum of one number, and the results, which are alike already."""
-    bad = sum((jnp.int32(~all_finite(x)) for x in leaves), start=jnp.int32(0))
-    fine = jax.lax.psum(bad, axis) == 0
+    fine = jnp.bool_(True)
+    if leaves:
+        bad = sum((jnp.int32(~all_finite(x)) for x in leaves), start=jnp.int32(0))
+        fine = jax.lax.psum(bad, axis) == 0
     for x in results:
         fine = fine & all_finite(x)
     return fine

@@ -1,4 +1,4 @@
-"""How messages travel: in one collective for all of their arrays where that saves latency."""
+"""How messages travel where latency counts: all arrays in one collective, one peer at a time."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from jaxdist.compression import Sign, TopK, compressed_all_reduce, exchange, ini
 from jaxdist.hlo import ledger
 
 N = 4
+KINDS = ("all-to-all", "collective-permute", "all-gather")
 SIZE = 300  # no multiple of a block, nor of the devices
 
 
@@ -40,6 +41,8 @@ def test_one_collective_for_all_arrays_of_a_message(devices, monkeypatch, codec)
     monkeypatch.setattr(exchange, "sends_apart", lambda: True)
     together, one = reduced(codec)
     jax.tree.map(np.testing.assert_array_equal, together, apart)
-    exchanges = 2 if codec.exchange == "scatter" else 1
-    assert len(several.collectives) - len(one.collectives) == 2 * exchanges
+    scatters = codec.exchange == "scatter"
+    assert [several.count(kind) for kind in KINDS] == [4 * scatters, 0, 4]
+    # One peer after another, where all at once would meet at one host.
+    assert [one.count(kind) for kind in KINDS] == [0, 2 * (N - 1) * scatters, 2]
     assert one.sent_bytes() == several.sent_bytes()

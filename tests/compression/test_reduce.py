@@ -199,12 +199,14 @@ def test_the_view_of_ef21_is_the_running_sum_on_every_device(devices):
     np.testing.assert_array_equal(shards, last)
 
 
-def test_a_bad_gradient_on_one_device_is_skipped_on_all(devices):
-    codec, grads = Sign(block=8), gradients()
+@pytest.mark.parametrize("codec", [Sign(block=8), Whole()], ids=label)
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_a_bad_gradient_on_one_device_is_skipped_on_all(devices, codec, value):
+    grads = gradients()
     state = init_state(of_one(grads), N, codec=codec)
     reduce = reducer(mesh_of({"data": N}), codec=codec)
     _, state, _ = reduce(grads, state)
-    bad = {**grads, "kernel": grads["kernel"].at[5, 0, 0, 0].set(jnp.inf)}
+    bad = {**grads, "kernel": grads["kernel"].at[5, 0, 0, 0].set(value)}
     result, after, finite = reduce(bad, state)
     assert not finite.any()
     assert all(np.isnan(x).all() for x in result.values())

@@ -182,13 +182,13 @@ def measure(
         "repeats": repeats,
     }
     command = [sys.executable, "-m", "jaxdist.bench.collectives.lab", json.dumps(task)]
-    printed = lab.run(hosts, command, environ=_one_device(os.environ))
+    printed = lab.run(hosts, command, environ=one_device(os.environ))
     (found,) = (line for line in printed.splitlines() if line.startswith(_FOUND))
     measured = json.loads(found.removeprefix(_FOUND))
     return [Measured(tuple(one["seconds"]), one["sent_bytes"]) for one in measured]
 
 
-def _one_device(environ: Mapping[str, str]) -> dict[str, str]:
+def one_device(environ: Mapping[str, str]) -> dict[str, str]:
     """The environment of a host: without this process's fake devices."""
     ours = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")
     kept = {name: value for name, value in environ.items() if name not in ours}

@@ -154,19 +154,12 @@ class Auto(Algorithm):
         """
         levels = self.levels(sizes, on)
         found = sorted(self.candidates(kind, payload_bytes, levels), key=_seconds)
-        shown = ", ".join(f"{name}: {size}" for name, size in sizes.items())
-        lines = [f"{kind} of {payload_bytes:.0f} bytes on {{{shown}}}"]
-        for name, level in zip(sizes, levels, strict=True):
-            link = level.link
-            lines.append(
-                f"  {name}: {link.latency_seconds * 1e6:g} us latency, "
-                f"{link.bytes_per_second / 1e9:g} GB/s, {link.topology}"
-            )
+        lines = described_levels(f"{kind} of {payload_bytes:.0f} bytes", sizes, levels)
         rows = [
             _row(candidate, found[0], kind, payload_bytes, [*sizes.values()]) for candidate in found
         ]
         header = ("predicted", "of best", "steps", "sent bytes", "algorithm")
-        return "\n".join([*lines, *_aligned([header, *rows])])
+        return "\n".join([*lines, *aligned([header, *rows])])
 
     def _chosen(self, kind: Operation, x: jax.Array, axis: Axis) -> Algorithm:
         return self.choose_here(kind, leaf_bytes(x), axis)
@@ -210,8 +203,25 @@ def here_kind() -> str:
     return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
-def label(algorithm: Algorithm) -> str:
-    """The algorithm as a config writes it, without what is at its default.
+def described_levels(what: str, sizes: Mapping[str, int], levels: Sequence[Level]) -> list[str]:
+    """The lines that a table of alternatives begins with: what is sent, and over which links.
+
+    Args:
+      sizes, levels: of the axes, in the same order.
+    """
+    shown = ", ".join(f"{name}: {size}" for name, size in sizes.items())
+    lines = [f"{what} on {{{shown}}}"]
+    for name, level in zip(sizes, levels, strict=True):
+        link = level.link
+        lines.append(
+            f"  {name}: {link.latency_seconds * 1e6:g} us latency, "
+            f"{link.bytes_per_second / 1e9:g} GB/s, {link.topology}"
+        )
+    return lines
+
+
+def label(algorithm: Config) -> str:
+    """The algorithm, or another section, as a config writes it, without what is at its default.
 
     >>> label(Ring(directions=2)), label(Xla())
     ('{type: ring, directions: 2}', '{type: xla}')
@@ -222,7 +232,7 @@ def label(algorithm: Algorithm) -> str:
         if name == "type":
             shown.insert(0, f"type: {value}")
         elif value != field.get_default(call_default_factory=True):
-            text = label(value) if isinstance(value, Algorithm) else value
+            text = label(value) if isinstance(value, Config) else value
             shown.append(f"{name}: {'null' if text is None else text}")
     return "{" + ", ".join(shown) + "}"
 
@@ -246,7 +256,7 @@ def _row(
     )
 
 
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Columns to the right, the last one to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [

@@ -1,0 +1,1 @@
+"""`jaxdist bench compression`."""

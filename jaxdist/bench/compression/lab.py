@@ -1,0 +1,315 @@
+"""Steps of training on slow links, real time: each codec beside its prediction, and torch's DDP.
+
+One process a host, one CPU device a process, gloo between them; see `host.py` for what they run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+
+import jax
+from pydantic import TypeAdapter
+
+from jaxdist.bench.collectives.lab import one_device
+from jaxdist.bench.compression.host import FOUND, ONE_NUMBER, Task, Timed
+from jaxdist.bench.compression.step import ROWS, Contender, first_params
+from jaxdist.bench.core import lab
+from jaxdist.bench.core.harness import Sample, paired_ratio
+from jaxdist.bench.core.lab import Lab, LabLink
+from jaxdist.bench.core.report import Figure, Listing, Report
+from jaxdist.collectives.algorithms.auto import LinkConfig, label
+from jaxdist.collectives.cost import Level
+from jaxdist.collectives.cost import predict_seconds as collective_seconds
+from jaxdist.collectives.operations import XLA
+from jaxdist.compression.auto import AutoCodec, resolve
+from jaxdist.compression.cost import coding_bytes_per_second, predict
+from jaxdist.errors import RunError
+from jaxdist.runtime.environment import plan_tunables
+from jaxdist.runtime.hardware import Link
+
+STEPS, WARMUP, REPEATS = 2, 2, 9
+TIMEOUT_SECONDS = 900.0
+NOTHING = "nothing sent"
+CODECS: Mapping[str, dict[str, str]] = {
+    "float32": {"type": "whole"},
+    "bfloat16": {"type": "cast"},
+    "int8": {"type": "quantize"},
+    "sign": {"type": "sign"},
+    "top 1%": {"type": "topk"},
+    "rank 4": {"type": "lowrank"},
+}
+FLAT = (
+    Contender(NOTHING, None),
+    *(Contender(name, codec) for name, codec in CODECS.items()),
+)
+PAIRED = (
+    Contender(NOTHING, None),
+    *(Contender(name, CODECS[name]) for name in ("float32", "sign")),
+    *(
+        Contender(f"{name}, exact inside", CODECS[name], inside=True)
+        for name in ("float32", "bfloat16", "sign")
+    ),
+)
+COUNTERPARTS = (("float32", "plain"), ("bfloat16", "fp16"), ("rank 4", "powersgd"))
+"""Ours and torch's kind that sends as much."""
+SLOW, FAST = LabLink(100e6), LabLink(1e9)
+FURTHEST_GOAL, GAIN_GOAL, PEER_GOAL, AUTO_GOAL = "<= 1.2", ">= 5", "<= 1", "<= 1.1"
+MISSING = "no torch here: pip install 'jaxdist[peers]', or give --torch a Python that has it"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one lab gave.
+
+    Attributes:
+      timed: each contender, and torch's kinds.
+      predicted: seconds of a step, of ours.
+      sent: bytes of a step by `compression.cost`, of ours.
+    """
+
+    hosts: Lab
+    timed: Mapping[str, Timed]
+    predicted: Mapping[str, float]
+    sent: Mapping[str, float]
+
+    def sample(self, name: str) -> Sample:
+        """Seconds of a step."""
+        return Sample(self.timed[name].seconds)
+
+    @property
+    def where(self) -> str:
+        """For the names of figures."""
+        per = self.hosts.hosts_per_site
+        size = f"{self.hosts.sites} x {per}" if per > 1 else f"{self.hosts.sites}"
+        return f"{size} hosts, {self.hosts.across.bits_per_s / 1e6:g} Mbit/s"
+
+
+def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
+    """Four hosts at 100 Mbit/s and at 1 Gbit/s, and two pairs of hosts.
+
+    Args:
+      torch: a Python that has torch; None: this one, if it has.
+
+    Skipped, with the reason in the report, where the lab cannot be built.
+
+    Raises:
+      RunError: a host fails.
+    """
+    slow, fast = (Lab(sites=4, across=link) for link in (SLOW, FAST))
+    pairs = Lab(sites=2, hosts_per_site=2, across=SLOW)
+    if reason := lab.unavailable(slow):
+        return Report("compression_lab", [_skipped("slow-link lab", reason)])
+    torch = torch or (sys.executable if find_spec("torch") else None)
+    found = [measure(hosts, FLAT, torch, repeats) for hosts in (slow, fast)]
+    between = measure(pairs, PAIRED, None, repeats)
+    figures = [*gain_figures(found[0], found[1]), *pair_figures(between)]
+    for one in found:
+        figures += [*peer_figures(one, torch), *prediction_figures(one), auto_figure(one)]
+    figures += prediction_figures(between)
+    return Report("compression_lab", figures, [listing(one) for one in (*found, between)])
+
+
+def measure(
+    hosts: Lab,
+    contenders: Sequence[Contender],
+    torch: str | None,
+    repeats: int = REPEATS,
+    *,
+    warmup: int = WARMUP,
+    steps: int = STEPS,
+) -> Found:
+    """Time the contenders, and torch's where there is a torch, in turn over all hosts of a lab.
+
+    Raises:
+      RunError: this machine cannot hold the lab, or a host fails.
+    """
+    peers = ("plain", "fp16", "powersgd") if torch else ()
+    task = Task(
+        hosts.sites, hosts.hosts_per_site, tuple(contenders), peers, torch, ROWS, steps, warmup,
+        repeats,
+    )  # fmt: skip
+    command = [sys.executable, "-m", "jaxdist.bench.compression.host", json.dumps(asdict(task))]
+    printed = lab.run(hosts, command, environ=_environ(), timeout_seconds=TIMEOUT_SECONDS)
+    (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
+    read = TypeAdapter(list[Timed]).validate_json(line.removeprefix(FOUND))
+    timed = {one.name: one for one in read}
+    check_losses(timed)
+    seconds, sent = predictions(hosts, contenders, timed)
+    return Found(hosts, timed, seconds, sent)
+
+
+def _environ() -> dict[str, str]:
+    """Of all hosts: one device, and malloc as `jaxdist` starts itself with, torch's too."""
+    environ = one_device(os.environ)
+    tunables = plan_tunables(environ, platform.libc_ver()[0])
+    return environ if tunables is None else {**environ, "GLIBC_TUNABLES": tunables}
+
+
+def check_losses(timed: Mapping[str, Timed]) -> None:
+    """Raises RunError where ours and torch's do not train the same network."""
+    ours, theirs = timed.get("float32"), timed.get("torch plain")
+    if ours and theirs and not math.isclose(ours.loss, theirs.loss, rel_tol=1e-4):
+        raise RunError(
+            f"float32 has loss {ours.loss:.6f} and torch {theirs.loss:.6f} after as many steps: "
+            "the two do not train the same network, so their times say nothing"
+        )
+
+
+def links(hosts: Lab, timed: Mapping[str, Timed]) -> tuple[Link, Link]:
+    """Across and inside: bytes as `tc` lets them pass, latency by the all-reduce of one number."""
+    steps = collective_seconds(XLA, "all_reduce", 0, [Level(hosts.size, Link(1.0, 1.0))])
+    latency = statistics.median(timed[ONE_NUMBER].seconds) / steps
+    across, inside = (
+        Link(latency + link.delay_seconds, link.payload_bytes_per_s)
+        for link in (hosts.across, hosts.inside)
+    )
+    return across, inside
+
+
+def predictions(
+    hosts: Lab, contenders: Sequence[Contender], timed: Mapping[str, Timed]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds and bytes of each step: the step that sends nothing, and the reduction by cost."""
+    across, inside = links(hosts, timed)
+    levels = [Level(hosts.sites, across), Level(hosts.hosts_per_site, inside)]
+    compute = statistics.median(timed[NOTHING].seconds)
+    seconds, sent = {NOTHING: compute}, {NOTHING: 0.0}
+    for one in contenders:
+        if one.choice is not None:
+            found = predict(
+                _gradients(),
+                one.choice,
+                levels,
+                bytes_per_second=coding_speed(hosts),
+                inside=one.inside,
+            )
+            seconds[one.name] = compute + found.seconds
+            sent[one.name] = found.sent_bytes
+    return seconds, sent
+
+
+def coding_speed(hosts: Lab) -> float:
+    """Of one host: all of them share the cores of this machine."""
+    cores = len(os.sched_getaffinity(0))
+    return coding_bytes_per_second("cpu") * min(1.0, cores / hosts.size)
+
+
+def _gradients() -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first_params())
+
+
+def gain_figures(slow: Found, fast: Found) -> list[Figure]:
+    """How many times faster sign is than float32, on both links."""
+    return [
+        Figure(
+            f"float32 over sign, {one.where}",
+            one.sample("float32").median,
+            one.sample("sign").median,
+            goal,
+            "s",
+            "the whole step; 1.57 million parameters, 8 rows a host",
+            one.sample("float32").iqr,
+            one.sample("sign").iqr,
+            paired_ratio(one.sample("float32"), one.sample("sign")),
+        )
+        for one, goal in ((slow, GAIN_GOAL), (fast, ""))
+    ]
+
+
+def pair_figures(found: Found) -> list[Figure]:
+    """What it brings to send messages between sites alone."""
+    name = "sign, exact inside"
+    note = f"{found.hosts.inside.bits_per_s / 1e9:g} Gbit/s inside a site"
+    return [
+        Figure.compare(
+            f"{name} over {other}, {found.where}", found.sample(name), found.sample(other), "", note
+        )
+        for other in ("sign", "float32, exact inside", "float32")
+    ]
+
+
+def peer_figures(found: Found, torch: str | None) -> list[Figure]:
+    """Ours over torch's that sends as much."""
+    if torch is None:
+        return [_skipped(f"over torch, {found.where}", MISSING)]
+    return [
+        Figure.compare(
+            f"{ours} over torch {theirs}, {found.where}",
+            found.sample(ours),
+            found.sample(f"torch {theirs}"),
+            PEER_GOAL,
+            "DistributedDataParallel over gloo, one thread a process"
+            + ("; all gradients in one bucket" if theirs == "powersgd" else ""),
+        )
+        for ours, theirs in COUNTERPARTS
+    ]
+
+
+def prediction_figures(found: Found) -> list[Figure]:
+    """The step that is furthest from its prediction, above or below."""
+    ratios = {
+        name: found.sample(name).median / seconds
+        for name, seconds in found.predicted.items()
+        if name != NOTHING
+    }
+    off = {name: max(ratio, 1 / ratio) for name, ratio in ratios.items()}
+    worst = max(off, key=off.__getitem__)
+    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    note = f"{worst}; measured over predicted: {shown}"
+    name = f"furthest from the prediction, {found.where}"
+    return [Figure(name, off[worst], 1.0, FURTHEST_GOAL, "x", note)]
+
+
+def auto_figure(found: Found) -> Figure:
+    """The step with auto's choice over the fastest step that was measured of its candidates."""
+    link, _ = links(found.hosts, found.timed)
+    given = LinkConfig(latency_seconds=link.latency_seconds, bytes_per_second=link.bytes_per_second)
+    auto = AutoCodec(fast=given)
+    chosen = resolve(auto, _gradients(), {"data": found.hosts.size}, "cpu")
+    types = {codec["type"]: name for name, codec in CODECS.items()}
+    mine = types[chosen.type]
+    names = [types[codec.type] for codec in auto.candidates]
+    best = min(names, key=lambda name: found.sample(name).median)
+    return Figure.compare(
+        f"auto over the fastest codec, {found.where}",
+        found.sample(mine),
+        found.sample(best),
+        AUTO_GOAL,
+        f"auto takes {label(chosen)}; the fastest of {', '.join(names)} is {best}",
+    )
+
+
+def listing(found: Found) -> Listing:
+    """Every contender's step."""
+    whole = found.sample("float32").median
+    rows = []
+    for name, timed in found.timed.items():
+        sample = found.sample(name)
+        rows.append(
+            (
+                name,
+                sample.median,
+                sample.iqr,
+                found.predicted.get(name),
+                timed.sent_bytes,
+                found.sent.get(name),
+                sample.median / whole,
+            )
+        )
+    columns = {
+        "": "", "step": "s", "iqr": "s", "predicted": "s", "sent": "B", "by formula": "B",
+        "over float32": "x",
+    }  # fmt: skip
+    return Listing(f"steps of training, {found.where}", columns, rows)
+
+
+def _skipped(name: str, reason: str) -> Figure:
+    return Figure(name, math.nan, math.nan, unit="", note=f"skipped: {reason}")

@@ -1,0 +1,19 @@
+"""Gradient compression: encoding beside a copy, bytes beside a ring; time on slow links."""
+
+from __future__ import annotations
+
+from jaxdist.bench.compression import codecs
+from jaxdist.bench.compression import lab as compression_lab
+from jaxdist.bench.core.harness import REPEATS
+from jaxdist.bench.core.report import Report
+
+
+def bench(repeats: int = REPEATS, lab: bool = False, torch: str | None = None) -> Report:
+    """Codecs on one device, and reductions over 8; or steps on slow links.
+
+    Args:
+      repeats: timed pairs of each figure.
+      lab: instead of all this, steps of training between hosts on slow links (see scripts/lab).
+      torch: with `lab`, a Python that has torch.
+    """
+    return compression_lab.bench(torch, repeats) if lab else codecs.bench(repeats)

@@ -1,0 +1,154 @@
+"""One step of training with compressed gradients, as the hosts of the lab take it.
+
+Written by hand, so that nothing but the reduction differs between contenders: a ReLU network,
+plain gradient descent, gradients by `compressed_all_reduce`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from pydantic import TypeAdapter
+
+from jaxdist.collectives import all_gather, reduce_scatter
+from jaxdist.compression import (
+    Codec,
+    CodecConfig,
+    PerParameter,
+    compressed_all_reduce,
+    init_state,
+)
+from jaxdist.compression.cost import cut
+from jaxdist.types import Json, Params, PyTree
+
+WIDTHS = (256, 1024, 1024, 256)
+"""Of the layers: 1.57 million parameters."""
+ROWS = 8
+"""Of the batch of one host."""
+LEARNING_RATE = 1e-2
+_CODECS = TypeAdapter[Codec](CodecConfig)
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to reduce the gradients.
+
+    Attributes:
+      name: of the figure.
+      codec: as a config has it; None sends nothing, and leaves each host alone with its gradients.
+      inside: sum exactly inside a site first, and send messages of shards between sites.
+    """
+
+    name: str
+    codec: Mapping[str, Json] | None
+    inside: bool = False
+
+    @property
+    def choice(self) -> PerParameter | None:
+        """Vectors stay whole."""
+        if self.codec is None:
+            return None
+        return PerParameter(otherwise=_CODECS.validate_python(dict(self.codec)))  # pyright: ignore
+
+
+def first_params(widths: Sequence[int] = WIDTHS) -> Params:
+    """Weights drawn from a seed, the same ones in the peer; float32, biases zero."""
+    random = np.random.default_rng(0)
+    return {
+        f"layer{index}": {
+            "kernel": (random.standard_normal((rows, columns)) / math.sqrt(rows)).astype("float32"),
+            "bias": np.zeros(columns, "float32"),
+        }
+        for index, (rows, columns) in enumerate(pairwise(widths))
+    }
+
+
+def batch(host: int, rows: int, widths: Sequence[int] = WIDTHS) -> tuple[np.ndarray, np.ndarray]:
+    """Inputs and targets of one host, the same ones in the peer."""
+    random = np.random.default_rng(1 + host)
+    inputs = random.standard_normal((rows, widths[0])).astype("float32")
+    return inputs, np.tanh(inputs[:, : widths[-1]])
+
+
+def loss(params: Params, inputs: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean square of the error."""
+    x, last = inputs, len(params) - 1
+    for index in range(len(params)):
+        layer = params[f"layer{index}"]
+        x = x @ layer["kernel"] + layer["bias"][None]
+        x = jax.nn.relu(x) if index < last else x
+    return jnp.square(x - targets).mean()
+
+
+class Training:
+    """A contender's program and state on this host; each call takes steps and gives the loss."""
+
+    def __init__(self, contender: Contender, mesh: Mesh, axes: tuple[str, str], rows: int):
+        self._mesh, self._axes, self._contender = mesh, axes, contender
+        own = batch(jax.process_index(), rows)
+        self._batch = [self._placed(x, P(axes)) for x in own]
+        params = jax.tree.map(lambda x: self._placed(x, P()), first_params())
+        self._carry = (params, self._first_state(params))
+        specs = (P(), P(axes))
+        mapped = jax.shard_map(
+            self._step,
+            mesh=mesh,
+            in_specs=(specs, P(axes), P(axes)),
+            out_specs=(specs, P(axes)),
+            check_vma=False,
+        )
+        lowered = jax.jit(mapped, donate_argnums=0).lower(self._carry, *self._batch)
+        self._run = lowered.compile()
+
+    def __call__(self, steps: int) -> float:
+        """The loss of this host before the last step."""
+        value = None
+        for _ in range(steps):
+            self._carry, value = self._run(self._carry, *self._batch)
+        assert value is not None
+        return float(np.asarray(value.addressable_shards[0].data)[0])
+
+    def _placed(self, x: np.ndarray, spec: P) -> jax.Array:
+        return jax.make_array_from_process_local_data(NamedSharding(self._mesh, spec), x)
+
+    def _first_state(self, params: Params) -> PyTree:
+        choice = self._contender.choice
+        if choice is None:
+            return ()
+        parties = self._mesh.shape[self._axes[0]] if self._contender.inside else self._mesh.size
+        like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+        if self._contender.inside:
+            like = cut(like, self._mesh.shape[self._axes[1]])
+        state = init_state(like, parties, codec=choice)
+        return jax.tree.map(lambda x: self._placed(np.asarray(x[:1]), P(self._axes)), state)
+
+    def _step(self, carry: PyTree, inputs: jax.Array, targets: jax.Array) -> PyTree:
+        params, state = carry
+        value, grads = jax.value_and_grad(loss)(params, inputs, targets)
+        grads, state = self._reduced(grads, state)
+        params = jax.tree.map(lambda p, g: p - LEARNING_RATE * g, params, grads)
+        return (params, state), value[None]
+
+    def _reduced(self, grads: PyTree, state: PyTree) -> tuple[PyTree, PyTree]:
+        choice = self._contender.choice
+        if choice is None:
+            return grads, state
+        if not self._contender.inside:
+            found = compressed_all_reduce(grads, state, self._axes, codec=choice, op="mean")
+            return found.grads, found.state
+        across, inside = self._axes
+        count = jax.lax.axis_size(inside)
+        shards = jax.tree.map(lambda g: reduce_scatter(g / count, inside), grads)
+        found = compressed_all_reduce(shards, state, across, codec=choice, op="mean")
+        whole = jax.tree.map(
+            lambda g, like: all_gather(g, inside, size=like.shape[0]), found.grads, grads
+        )
+        return whole, found.state

@@ -1,0 +1,202 @@
+"""The codec that `cost.py` predicts to be the fastest on the links at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import field_validator
+
+from jaxdist.collectives.algorithms.auto import (
+    Auto,
+    LinkConfig,
+    aligned,
+    described_levels,
+    label,
+)
+from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.operations import XLA
+from jaxdist.compression.choice import Choice, PerParameter
+from jaxdist.compression.codecs.build import CodecConfig
+from jaxdist.compression.codecs.cast import Cast
+from jaxdist.compression.codecs.lowrank import LowRank
+from jaxdist.compression.codecs.quantize import Quantize
+from jaxdist.compression.codecs.sign import Sign
+from jaxdist.compression.codecs.whole import Whole
+from jaxdist.compression.contract import Codec
+from jaxdist.compression.cost import Prediction, coding_bytes_per_second, predict
+from jaxdist.config.schema import Config
+from jaxdist.errors import CompressionError
+from jaxdist.trees import tree_size
+from jaxdist.types import Grads
+
+CANDIDATES: tuple[CodecConfig, ...] = (Whole(), Cast(), Quantize(), Sign(), LowRank())
+"""Codecs that train as well as none with error feedback; of equal times the earlier one."""
+
+
+class AutoCodec(Config):
+    """The candidate with the least predicted time, chosen before the program is traced.
+
+    What it chooses depends on the shapes, the sizes of the axes and their links, and on nothing
+    measured, so that all processes choose alike. `explain` says why.
+    """
+
+    type: Literal["auto"] = "auto"
+    """Selects this choice."""
+    candidates: tuple[CodecConfig, ...] = CANDIDATES
+    """Codecs to choose from; of two that are predicted to be equal, the earlier one."""
+    device: str | None = None
+    """Figures of this device (v5e, h100, ...); null: the one that the program is compiled for."""
+    fast: LinkConfig | None = None
+    """The link of fast axes; null: the device's."""
+    slow: LinkConfig | None = None
+    """The link of slow axes; null: the device's."""
+    slow_axes: tuple[str, ...] | None = None
+    """Axes between slices or hosts; null: those whose name ends in `_dcn`."""
+
+    @field_validator("candidates")
+    @classmethod
+    def _some(cls, candidates: tuple[CodecConfig, ...]) -> tuple[CodecConfig, ...]:
+        if not candidates:
+            raise ValueError("candidates is empty: name a codec or more, whole among them")
+        return candidates
+
+    @property
+    def links(self) -> Auto:
+        """The same links for the algorithm of collectives."""
+        return Auto(device=self.device, fast=self.fast, slow=self.slow, slow_axes=self.slow_axes)
+
+
+@dataclass(frozen=True)
+class CodecCandidate:
+    """One codec and what is predicted for it; None where it cannot encode a leaf."""
+
+    codec: Codec
+    prediction: Prediction | None
+    refused: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Never where it is refused."""
+        return float("inf") if self.prediction is None else self.prediction.seconds
+
+
+def with_whole_vectors(codec: CodecConfig) -> Choice:
+    """The codec for matrices; vectors (norms, biases) stay whole."""
+    return PerParameter(otherwise=codec)
+
+
+def resolve(
+    choice: AutoCodec,
+    leaves: Grads,
+    sizes: Mapping[str, int],
+    device_kind: str,
+    *,
+    inside: bool = False,
+    algorithm: Algorithm = XLA,
+    choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
+) -> CodecConfig:
+    """The codec that `choice` stands for.
+
+    Args:
+      leaves: one device's gradients, or their shapes.
+      sizes: of the axes that gradients are summed over, name to size, slowest first.
+      device_kind: of the devices, a short name or a `jax.Device.device_kind`; `choice.device` goes
+        before it.
+      inside: messages cross all axes but the last one, which is summed exactly.
+      algorithm: of the collectives.
+      choice_of: what becomes of the parameters with a codec.
+
+    Raises:
+      CollectiveError: a link that is needed is neither configured nor known for the device.
+      CompressionError: no candidate can encode all leaves, with the reason of each.
+    """
+    found = candidates(
+        choice, leaves, sizes, device_kind,
+        inside=inside, algorithm=algorithm, choice_of=choice_of,
+    )  # fmt: skip
+    best = min(range(len(found)), key=lambda i: found[i].seconds)
+    if found[best].prediction is None:
+        reasons = "; ".join(one.refused for one in found)
+        raise CompressionError(f"auto: no candidate can encode all gradients: {reasons}")
+    return choice.candidates[best]
+
+
+def candidates(
+    choice: AutoCodec,
+    leaves: Grads,
+    sizes: Mapping[str, int],
+    device_kind: str,
+    *,
+    inside: bool = False,
+    algorithm: Algorithm = XLA,
+    choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
+) -> list[CodecCandidate]:
+    """Every candidate with its prediction, in the order in which equals are preferred.
+
+    Args, and what it raises, as for `resolve`.
+    """
+    levels = choice.links.levels(sizes, device_kind)
+    speed = coding_bytes_per_second(choice.device or device_kind)
+    found = []
+    for codec in choice.candidates:
+        try:
+            prediction = predict(
+                leaves,
+                choice_of(codec),
+                levels,
+                bytes_per_second=speed,
+                inside=inside,
+                algorithm=algorithm,
+            )
+        except CompressionError as error:
+            found.append(CodecCandidate(codec, None, str(error)))
+        else:
+            found.append(CodecCandidate(codec, prediction))
+    return found
+
+
+def explain(
+    choice: AutoCodec,
+    leaves: Grads,
+    sizes: Mapping[str, int],
+    device_kind: str,
+    *,
+    inside: bool = False,
+) -> str:
+    """The candidates as a table, the fastest first, and what they are judged by.
+
+    Args: as for `resolve`.
+
+    >>> import jax
+    >>> link = LinkConfig(latency_seconds=1e-3, bytes_per_second=1e7)
+    >>> kernel = jax.ShapeDtypeStruct((1024, 1024), "float32")
+    >>> print(explain(AutoCodec(fast=link), kernel, {"data": 4}, "cpu"))  # doctest: +ELLIPSIS
+    reduction of 1,048,576 gradients on {data: 4}
+      data: 1000 us latency, 0.01 GB/s, switch
+    ...
+    """
+    found = sorted(
+        candidates(choice, leaves, sizes, device_kind, inside=inside), key=lambda one: one.seconds
+    )
+    levels = choice.links.levels(sizes, device_kind)
+    lines = described_levels(f"reduction of {tree_size(leaves):,} gradients", sizes, levels)
+    header = ("predicted", "of best", "wire", "coding", "sent bytes", "codec")
+    rows = [_row(one, found[0].seconds) for one in found]
+    return "\n".join([*lines, *aligned([header, *rows])])
+
+
+def _row(one: CodecCandidate, best: float) -> tuple[str, ...]:
+    found = one.prediction
+    if found is None:
+        return ("", "", "", "", "", f"{label(one.codec)}: {one.refused}")
+    over = found.seconds / best if best else 1.0
+    return (
+        f"{found.seconds * 1e3:.2f} ms",
+        f"{over:.2f}x",
+        f"{found.wire_seconds * 1e3:.2f} ms",
+        f"{found.coding_seconds * 1e3:.2f} ms",
+        f"{found.sent_bytes:.0f}",
+        label(one.codec),
+    )

@@ -1,0 +1,251 @@
+"""How long a compressed all-reduce should take: its collectives by `collectives.cost`, and coding.
+
+What travels is static, so bytes are exact. Coding is taken for passes over memory, of which a
+device makes so many bytes a second; nothing overlaps.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.collectives.bucket import BUCKET_BYTES
+from jaxdist.collectives.contract import Algorithm, Operation
+from jaxdist.collectives.cost import Level
+from jaxdist.collectives.cost import predict_seconds as collective_seconds
+from jaxdist.collectives.operations import XLA
+from jaxdist.compression.choice import Choice, Group, plan_groups
+from jaxdist.compression.contract import Codec, Linear, first_round, in_lockstep
+from jaxdist.compression.feedback.none import NoFeedback
+from jaxdist.errors import JaxdistError, did_you_mean
+from jaxdist.runtime.hardware import DEVICES, find_device
+from jaxdist.trees import flatten_with_names, leaf_bytes, tree_bytes, tree_size
+from jaxdist.types import Grads, Leaf, PyTree
+
+FLOAT_BYTES = 4
+FLAG_BYTES = 4
+"""Whether all that is encoded is finite."""
+CPU_CODING_BYTES_PER_SECOND = 9e9
+"""Of memory passes on one core, measured: reductions of 1.6 to 6.3 million float32 by codecs of
+each exchange on one device of an EPYC core took 2.4 to 7 ns an element (the passes below)."""
+WHOLE_PASSES = 6.0
+"""Over each gradient: it is packed, the result checked and unpacked, a read and a write each."""
+MESSAGE_PASSES = 8.0
+"""Beside these over what is encoded: the residual is read, added and written, the gradient read to
+encode it, its estimate made, the sum of estimates read and written, the result written."""
+MORE_PASSES = {"sign": 3.0, "quantize": 0.0, "cast": 0.0, "adaptive": 40.0}
+"""Beside these, of some codecs: the second residual of sign, the sorting of adaptive's bits."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One collective, over all levels, or inside the last one, or across the others.
+
+    Attributes:
+      payload_bytes: as `Algorithm.traffic` counts it.
+    """
+
+    kind: Operation
+    payload_bytes: float
+    where: str = "all"
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one reduction costs each device.
+
+    Attributes:
+      wire_seconds: of its collectives, one after the other.
+      coding_seconds: of its passes over memory.
+      sent_bytes: over all links, of the busiest device.
+    """
+
+    wire_seconds: float
+    coding_seconds: float
+    sent_bytes: float
+
+    @property
+    def seconds(self) -> float:
+        """Of both, one after the other."""
+        return self.wire_seconds + self.coding_seconds
+
+
+def coding_bytes_per_second(kind: str) -> float:
+    """Bytes of memory that a device passes over in a second while it encodes and decodes.
+
+    A GPU's and a TPU's is the bandwidth of its memory (`runtime.hardware`); a CPU core's is
+    measured, since there it is arithmetic that takes the time.
+
+    >>> coding_bytes_per_second("v5e")
+    810000000000.0
+
+    Raises:
+      JaxdistError: no figures are known for `kind`.
+    """
+    found = find_device(kind)
+    if found is None:
+        raise JaxdistError(
+            f"no figures are known for coding on {kind!r}: {did_you_mean(kind, DEVICES)}"
+        )
+    cpu = found.name == "cpu"
+    return CPU_CODING_BYTES_PER_SECOND if cpu else found.memory_bytes_per_second
+
+
+def predict(
+    grads: Grads,
+    choice: Choice,
+    levels: Sequence[Level],
+    *,
+    bytes_per_second: float,
+    inside: bool = False,
+    algorithm: Algorithm = XLA,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Prediction:
+    """Seconds and bytes of one compressed all-reduce, once its stages are over.
+
+    Args:
+      grads: one device's gradients, or their shapes.
+      choice, algorithm, bucket_bytes: as for `compressed_all_reduce`.
+      levels: of each axis that the gradients are summed over, slowest first.
+      bytes_per_second: of coding, see `coding_bytes_per_second`.
+      inside: sum exactly over the last level first, and send messages of shards over the others.
+
+    Raises:
+      CompressionError: as `compressed_all_reduce`.
+    """
+    found = calls(grads, choice, [level.size for level in levels], inside, bucket_bytes)
+    parts = {"all": levels, "inside": levels[-1:], "across": levels[:-1]}
+    seconds, sent = 0.0, 0.0
+    for call in found:
+        here = parts[call.where]
+        sizes = tuple(level.size for level in here)
+        seconds += collective_seconds(algorithm, call.kind, call.payload_bytes, here)
+        sent += algorithm.traffic(call.kind, call.payload_bytes, sizes).sent_bytes
+    own = cut(grads, levels[-1].size) if inside else grads
+    passed = coding_bytes(own, choice, bucket_bytes)
+    return Prediction(seconds, passed / bytes_per_second, sent)
+
+
+def calls(
+    grads: Grads,
+    choice: Choice,
+    sizes: Sequence[int],
+    inside: bool = False,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> list[Call]:
+    """The collectives of one compressed all-reduce, in order.
+
+    Args:
+      sizes: of the axes, slowest first.
+      grads, choice, inside, bucket_bytes: as for `predict`.
+    """
+    if not inside:
+        return _message_calls(grads, choice, math.prod(sizes), bucket_bytes, "all")
+    shards = cut(grads, sizes[-1])
+    whole = _bytes_alike(grads, shards)
+    split = tree_bytes(grads) - whole
+    before = [Call("reduce_scatter", split, "inside")]
+    if whole:
+        before.append(Call("all_reduce", whole, "inside"))
+    between = _message_calls(shards, choice, math.prod(sizes[:-1]), bucket_bytes, "across")
+    return [*before, *between, Call("all_gather", split, "inside")]
+
+
+def cut(grads: Grads, count: int) -> Grads:
+    """Shapes of one device's shards, each leaf along its first dim that `count` divides.
+
+    Leaves without such a dim stay whole.
+
+    >>> cut({"w": jnp.zeros((3, 8)), "b": jnp.zeros(3)}, 4)["w"].shape
+    (3, 2)
+    """
+
+    def shard(leaf: Leaf) -> Leaf:
+        shape = list(leaf.shape)
+        dim = next((i for i, n in enumerate(shape) if n and n % count == 0), None)
+        if dim is not None:
+            shape[dim] //= count
+        return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+    shards: PyTree = jax.tree.map(shard, grads)
+    return shards
+
+
+def coding_bytes(grads: Grads, choice: Choice, bucket_bytes: int = BUCKET_BYTES) -> float:
+    """Bytes of memory that a device passes over in one reduction, beside its collectives."""
+    named = flatten_with_names(grads)
+    total = WHOLE_PASSES * FLOAT_BYTES * tree_size(grads)
+    for group in plan_groups(named, choice, NoFeedback(), bucket_bytes):
+        if not group.lossless:
+            size = sum(math.prod(named[i][1].shape) for i in group.positions)
+            more = MORE_PASSES.get(_type(group.codecs[-1]), 0.0)
+            total += (MESSAGE_PASSES + more) * FLOAT_BYTES * size
+    return total
+
+
+def _type(codec: Codec) -> str:
+    return getattr(codec, "type", "")
+
+
+def _bytes_alike(grads: Grads, shards: Grads) -> float:
+    """Of the leaves that are not cut."""
+    pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(shards), strict=True)
+    return sum(leaf_bytes(leaf) for leaf, shard in pairs if leaf.shape == shard.shape)
+
+
+def _message_calls(
+    grads: Grads, choice: Choice, devices: int, bucket_bytes: int, where: str
+) -> list[Call]:
+    named = flatten_with_names(grads)
+    groups = plan_groups(named, choice, NoFeedback(), bucket_bytes)
+    found = []
+    for group in groups:
+        likes = [_like([named[i][1] for i in bucket], group) for bucket in group.buckets]
+        found += _group_calls(group, likes, devices, where)
+    if not all(group.lossless for group in groups):
+        found.append(Call("all_reduce", FLAG_BYTES, where))
+    return found
+
+
+def _group_calls(
+    group: Group, likes: Sequence[jax.ShapeDtypeStruct], devices: int, where: str
+) -> list[Call]:
+    codec = group.codecs[-1]
+    if not group.in_shards and codec.exchange == "sum":
+        assert isinstance(codec, Linear), codec
+        return [Call("all_reduce", size, where) for size in round_bytes(codec, likes)]
+    kinds: tuple[Operation, ...] = ("all_gather",)
+    if group.in_shards:
+        kinds = ("all_to_all", "all_gather")
+        likes = [
+            jax.ShapeDtypeStruct((-(-like.shape[0] // devices),), like.dtype) for like in likes
+        ]
+    messages = [devices * codec.wire_bytes(like) for like in likes]
+    return [Call(kind, size, where) for size in messages for kind in kinds]
+
+
+def round_bytes(codec: Linear, likes: Sequence[Leaf]) -> list[int]:
+    """Bytes of each sum of a linear codec, of several tensors together."""
+    found: list[int] = []
+
+    def run(xs: Sequence[jax.Array]) -> PyTree:
+        def total(parts: list[jax.Array]) -> list[jax.Array]:
+            found.append(tree_bytes(parts))
+            return parts
+
+        rounds = [codec.factors(x, codec.init(x), first_round()) for x in xs]
+        return [factored.total for factored in in_lockstep(rounds, total)]
+
+    jax.eval_shape(run, list(likes))
+    return found
+
+
+def _like(leaves: Sequence[Leaf], group: Group) -> jax.ShapeDtypeStruct:
+    """The bucket that these leaves make."""
+    flat = all(codec.flat for codec in group.codecs)
+    shape = (sum(math.prod(leaf.shape) for leaf in leaves),) if flat else leaves[0].shape
+    return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)
