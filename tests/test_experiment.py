@@ -139,6 +139,31 @@ def test_an_optimizer_that_does_not_go_with_messages_is_refused(
     assert ".".join(["parallel.compression", *filter(None, [setting])]) in text.split(message)[0]
 
 
+LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("slow", "axis", "chosen"),
+    [(1e5, "data.dcn", "sign"), (1e12, "data.dcn", "whole"), (1e5, "data", "sign")],
+)
+def test_auto_chooses_by_the_links(slow: float, axis: str, chosen: str) -> None:
+    messages = {"type": "auto", "axis": axis, "fast": LINK,
+                "slow": {**LINK, "bytes_per_second": slow}}  # fmt: skip
+    mlp = {**MLP, "hidden": [256]}
+    config = config_of(mlp, DIGITS, mesh={"data": {"dcn": 2, "ici": 2}},
+                       parallel={"compression": messages})  # fmt: skip
+    found = build(config, devices=jax.devices()[:4])
+    assert found.explained[-1].startswith(f"compression {{type: {chosen}")
+    jax.eval_shape(found.program.train, found.program.state_shapes, found.program.batch)
+
+
+def test_auto_says_what_it_does_not_know() -> None:
+    messages = {"type": "auto", "device": "abacus"}
+    config = config_of(MLP, DIGITS, mesh={"data": 2}, parallel={"compression": messages})
+    with pytest.raises(ConfigError, match=r"parallel\.compression.*has no figures of the device"):
+        build(config, devices=jax.devices()[:2])
+
+
 @pytest.mark.parametrize("kind", ["onebit_adam", "onebit_lamb"])
 def test_onebit_optimizers_train_in_every_form_of_state(kind: str) -> None:
     optim = {**ONEBIT, "type": kind, "bf16_moments": kind == "onebit_adam"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from jaxdist.compression import CompressedMomentum, MomentumCorrection
-from jaxdist.compression.config import Compression
+from jaxdist.collectives.algorithms.auto import label
+from jaxdist.compression import CompressedMomentum, MomentumCorrection, Stages
+from jaxdist.compression.config import CompressAuto, Compression
 from jaxdist.errors import ConfigError
 from jaxdist.optim.build import OptimConfig, SgdConfig
 from jaxdist.optim.onebit import OnebitConfig
+from jaxdist.parallel.contract import Exchange
+from jaxdist.parallel.exchange.compressed import Compressed
 
 
 def with_compression(optim: OptimConfig, compression: Compression | None) -> OptimConfig:
@@ -26,6 +29,15 @@ def with_compression(optim: OptimConfig, compression: Compression | None) -> Opt
         _check_onebit(optim, compression)
     # What is not finite must not enter a residual: such steps are left out, and counted.
     return optim if optim.skips else optim.model_copy(update={"skip_nonfinite": True})
+
+
+def explain_messages(compression: Compression | None, exchange: Exchange) -> tuple[str, ...]:
+    """What `auto` chose, a line; nothing where the config says it."""
+    if not isinstance(compression, CompressAuto) or not isinstance(exchange, Compressed):
+        return ()
+    codec = exchange.messages.choice.otherwise
+    named = codec.stages[-1].codec if isinstance(codec, Stages) else codec
+    return (f"compression {label(named)} is predicted to be the fastest",)
 
 
 def _check_no_momentum(optim: OptimConfig) -> None:

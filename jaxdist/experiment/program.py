@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.data import Dataset
-from jaxdist.experiment.compression import with_compression
+from jaxdist.experiment.compression import explain_messages, with_compression
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
 from jaxdist.models.build import choose_loss, make_model, notices_of, offloads_of
 from jaxdist.models.functional import Functional, functional
@@ -41,7 +41,7 @@ def make_program(
     rate: Rate,
     at: At,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
-    """The program, how its pipeline came about, and settings of its plan that do nothing.
+    """The program, how what was chosen for it came about, and settings that do nothing.
 
     Args:
       batch: shapes, dtypes and shardings of a global batch.
@@ -84,9 +84,11 @@ def make_program(
     _trace(program, at, own)
     of_model = notices_of(config.model, _shapes(batch))
     notices = (*of_model, *notices, *config.strategy.notices(plan.total_steps))
+    explained = explain_messages(config.parallel.compression, exchange)
     if chunks is None:
-        return program, (), notices
-    return program, chunks.explained, (*notices, *chunks.notices(stored, model, dims))
+        return program, explained, notices
+    more = chunks.notices(stored, model, dims)
+    return program, (*chunks.explained, *explained), (*notices, *more)
 
 
 def _what_is_trained(
