@@ -27,7 +27,7 @@ def timed(names, hosts, **seconds):
     """Steps as they were predicted, or as given."""
     found = {
         name: Timed(name, (seconds.get(name.split()[0], 0.01),) * 3, 1e6, 0.5)
-        for name in (*names, "one number")
+        for name in (*names, "one number", "coding alone")
     }
     predicted, sent = compression_lab.predictions(hosts, FLAT, found)
     own = {name: Timed(name, (predicted[name],) * 3, sent[name], 0.5) for name in predicted}
@@ -51,7 +51,7 @@ def test_figures_of_steps_as_predicted():
             "<= 1"
         ] * 3
         rows = compression_lab.listing(found).rows
-        assert [row[0] for row in rows] == [*names[:1], *names[1:], "one number"]
+        assert [row[0] for row in rows] == [*names, "one number", "coding alone"]
 
 
 def test_a_step_that_is_far_off_is_named():
@@ -95,7 +95,7 @@ def test_steps_between_two_sites():
     hosts = Lab(sites=2, across=LabLink(200e6))
     chosen = [one for one in FLAT if one.name in ("nothing sent", "sign")]
     found = compression_lab.measure(hosts, chosen, None, 1, warmup=0, steps=1)
-    assert set(found.timed) == {"nothing sent", "sign", "one number"}
+    assert set(found.timed) == {"nothing sent", "sign", "one number", "coding alone"}
     assert found.timed["sign"].loss == found.timed["nothing sent"].loss  # before the first update
     assert 1 < found.timed["sign"].sent_bytes / found.sent["sign"] < 1.15
     assert found.predicted["sign"] > found.predicted["nothing sent"] > 0

@@ -19,7 +19,7 @@ import jax
 from pydantic import TypeAdapter
 
 from jaxdist.bench.collectives.lab import one_device
-from jaxdist.bench.compression.host import FOUND, ONE_NUMBER, Task, Timed
+from jaxdist.bench.compression.host import CODED, CODING, FOUND, ONE_NUMBER, Task, Timed
 from jaxdist.bench.compression.step import ROWS, Contender, first_params
 from jaxdist.bench.core import lab
 from jaxdist.bench.core.harness import Sample, paired_ratio
@@ -30,7 +30,7 @@ from jaxdist.collectives.cost import Level
 from jaxdist.collectives.cost import predict_seconds as collective_seconds
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.auto import AutoCodec, resolve
-from jaxdist.compression.cost import coding_bytes_per_second, predict
+from jaxdist.compression.cost import coding_bytes, predict
 from jaxdist.errors import RunError
 from jaxdist.runtime.environment import plan_tunables
 from jaxdist.runtime.hardware import Link
@@ -93,7 +93,7 @@ class Found:
 
 
 def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
-    """Four hosts at 100 Mbit/s and at 1 Gbit/s, and two pairs of hosts.
+    """Four hosts at 100 Mbit/s and at 1 Gbit/s; two pairs, 1 Gbit/s inside, 100 Mbit/s between.
 
     Args:
       torch: a Python that has torch; None: this one, if it has.
@@ -104,7 +104,7 @@ def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
       RunError: a host fails.
     """
     slow, fast = (Lab(sites=4, across=link) for link in (SLOW, FAST))
-    pairs = Lab(sites=2, hosts_per_site=2, across=SLOW)
+    pairs = Lab(sites=2, hosts_per_site=2, across=SLOW, inside=FAST)
     if reason := lab.unavailable(slow):
         return Report("compression_lab", [_skipped("slow-link lab", reason)])
     torch = torch or (sys.executable if find_spec("torch") else None)
@@ -177,7 +177,11 @@ def links(hosts: Lab, timed: Mapping[str, Timed]) -> tuple[Link, Link]:
 def predictions(
     hosts: Lab, contenders: Sequence[Contender], timed: Mapping[str, Timed]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds and bytes of each step: the step that sends nothing, and the reduction by cost."""
+    """Seconds and bytes of each step: the step that sends nothing, and the reduction by cost.
+
+    Of what was measured it takes the step alone, the latency (an all-reduce of one number) and the
+    speed of coding (of int8); what is sent, and how many passes and messages it takes, is computed.
+    """
     across, inside = links(hosts, timed)
     levels = [Level(hosts.sites, across), Level(hosts.hosts_per_site, inside)]
     compute = statistics.median(timed[NOTHING].seconds)
@@ -188,7 +192,7 @@ def predictions(
                 _gradients(),
                 one.choice,
                 levels,
-                bytes_per_second=coding_speed(hosts),
+                bytes_per_second=coding_speed(timed),
                 inside=one.inside,
             )
             seconds[one.name] = compute + found.seconds
@@ -196,10 +200,9 @@ def predictions(
     return seconds, sent
 
 
-def coding_speed(hosts: Lab) -> float:
-    """Of one host: all of them share the cores of this machine."""
-    cores = len(os.sched_getaffinity(0))
-    return coding_bytes_per_second("cpu") * min(1.0, cores / hosts.size)
+def coding_speed(timed: Mapping[str, Timed]) -> float:
+    """Bytes of memory that a host passes over in a second, while all others do so too."""
+    return coding_bytes(_gradients(), CODED) / statistics.median(timed[CODING].seconds)
 
 
 def _gradients() -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
