@@ -106,7 +106,7 @@ def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
     slow, fast = (Lab(sites=4, across=link) for link in (SLOW, FAST))
     pairs = Lab(sites=2, hosts_per_site=2, across=SLOW, inside=FAST)
     if reason := lab.unavailable(slow):
-        return Report("compression_lab", [_skipped("slow-link lab", reason)])
+        return Report("compression --lab", [_skipped("slow-link lab", reason)])
     torch = torch or (sys.executable if find_spec("torch") else None)
     found = [measure(hosts, FLAT, torch, repeats) for hosts in (slow, fast)]
     between = measure(pairs, PAIRED, None, repeats)
@@ -114,7 +114,7 @@ def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
     for one in found:
         figures += [*peer_figures(one, torch), *prediction_figures(one), auto_figure(one)]
     figures += prediction_figures(between)
-    return Report("compression_lab", figures, [listing(one) for one in (*found, between)])
+    return Report("compression --lab", figures, [listing(one) for one in (*found, between)])
 
 
 def measure(
