@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.bench.compression import codecs
-from jaxdist.bench.compression import lab as compression_lab
+from jaxdist.bench.compression import codecs, lab_figures
 from jaxdist.bench.core.harness import REPEATS
 from jaxdist.bench.core.report import Report
 
@@ -16,4 +15,4 @@ def bench(repeats: int = REPEATS, lab: bool = False, torch: str | None = None) -
       lab: instead of all this, steps of training between hosts on slow links (see scripts/lab).
       torch: with `lab`, a Python that has torch.
     """
-    return compression_lab.bench(torch, repeats) if lab else codecs.bench(repeats)
+    return lab_figures.bench(torch, repeats) if lab else codecs.bench(repeats)
