@@ -19,6 +19,7 @@ from jaxdist.collectives.cost import Level
 from jaxdist.collectives.cost import predict_seconds as collective_seconds
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.choice import Choice, Group, plan_groups
+from jaxdist.compression.codecs.quantize import Quantize
 from jaxdist.compression.contract import Codec, Linear, first_round, in_lockstep
 from jaxdist.compression.feedback.none import NoFeedback
 from jaxdist.errors import JaxdistError, did_you_mean
@@ -29,16 +30,19 @@ from jaxdist.types import Grads, Leaf, PyTree
 FLOAT_BYTES = 4
 FLAG_BYTES = 4
 """Whether all that is encoded is finite."""
-CPU_CODING_BYTES_PER_SECOND = 9e9
-"""Of memory passes on one core, measured: reductions of 1.6 to 6.3 million float32 by codecs of
-each exchange on one device of an EPYC core took 2.4 to 7 ns an element (the passes below)."""
-WHOLE_PASSES = 6.0
-"""Over each gradient: it is packed, the result checked and unpacked, a read and a write each."""
-MESSAGE_PASSES = 8.0
-"""Beside these over what is encoded: the residual is read, added and written, the gradient read to
-encode it, its estimate made, the sum of estimates read and written, the result written."""
-MORE_PASSES = {"sign": 3.0, "quantize": 0.0, "cast": 0.0, "adaptive": 40.0}
-"""Beside these, of some codecs: the second residual of sign, the sorting of adaptive's bits."""
+CPU_CODING_BYTES_PER_SECOND = 1.4e10
+"""Of passes over memory on one core: so that what follows gives 2.4 to 7 ns a gradient, which one
+core of an EPYC took for reductions of 1.6 and 6.3 million (the bench's "coding alone")."""
+WHOLE_PASSES = 8.0
+"""Over each gradient: it is scaled, packed, checked and unpacked, with reads and writes."""
+MESSAGE_PASSES = 6.0
+"""Beside these over what is encoded: the residual is read and written, the gradient encoded, its
+estimate made, estimates added up, the sum encoded again."""
+MORE_PASSES = {"sign": 9.0, "topk": 5.0, "lowrank": 2.0, "randomk": 3.0, "adaptive": 60.0}
+"""Beside these, of some codecs, as one core's time tells: sign has a second residual and packs
+bits, topk searches a threshold, lowrank multiplies, adaptive sorts and packs planes."""
+NIBBLE_PASSES = 14.0
+"""The same of quantize to 4 bits, two of which share a byte."""
 
 
 @dataclass(frozen=True)
@@ -182,13 +186,14 @@ def coding_bytes(grads: Grads, choice: Choice, bucket_bytes: int = BUCKET_BYTES)
     for group in plan_groups(named, choice, NoFeedback(), bucket_bytes):
         if not group.lossless:
             size = sum(math.prod(named[i][1].shape) for i in group.positions)
-            more = MORE_PASSES.get(_type(group.codecs[-1]), 0.0)
-            total += (MESSAGE_PASSES + more) * FLOAT_BYTES * size
+            total += (MESSAGE_PASSES + _more_passes(group.codecs[-1])) * FLOAT_BYTES * size
     return total
 
 
-def _type(codec: Codec) -> str:
-    return getattr(codec, "type", "")
+def _more_passes(codec: Codec) -> float:
+    if isinstance(codec, Quantize) and codec.bits < 8:
+        return NIBBLE_PASSES
+    return MORE_PASSES.get(getattr(codec, "type", ""), 0.0)
 
 
 def _bytes_alike(grads: Grads, shards: Grads) -> float:

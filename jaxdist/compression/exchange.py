@@ -10,8 +10,6 @@ from typing import NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from jaxdist.collectives.algorithms.ring import Ring
-from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.axis import Axis, axis_size, rank
 from jaxdist.collectives.bucket import reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm, split
@@ -20,9 +18,13 @@ from jaxdist.compression.contract import Codec, CodecState, Linear, Message, Rou
 from jaxdist.compression.feedback.contract import Feedback, Memory, View
 from jaxdist.compression.feedback.none import NoFeedback
 from jaxdist.compression.sender import encode_once
+from jaxdist.trees import leaf_bytes
 
 UNROLL = 8
 """Messages that are decoded and added in one pass."""
+PIECE_BYTES = 2**19
+"""Of what a device gives to one all-to-all over gloo: larger ones disturb one another, and many
+small ones each cost a latency."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +115,7 @@ def scatter(
     up = feedback.settle(x, _joined(jax.vmap(decode)(messages, numbers), x.size), up)
 
     # messages: N of this device's shards -> N of this device's shard, one from each device.
-    arrived = _each(messages, lambda m: all_to_all(m, party.axis, algorithm=in_turns(party)), 1)
+    arrived = _each(messages, lambda m: _exchanged(m, party), 1)
     total = _summed(codec, arrived, shards[0], round.part(mine))
     value, up_view = feedback.receive(total, state.up_view)
 
@@ -188,13 +190,19 @@ def _gathered(message: Message, party: Party) -> Message:
     return _each(message, lambda m: all_gather(m[None], party.axis, algorithm=party.algorithm))
 
 
-def in_turns(party: Party) -> Algorithm:
-    """Of the all-to-all: over gloo one peer after another, else as it is.
+def _exchanged(x: jax.Array, party: Party) -> jax.Array:
+    """[N, ...]: N of this device's rows -> N of this device's row, one from each device.
 
-    XLA's own lets all of them send at once there, and where several meet at one host their
-    connections lose packets: half of a slow link is left unused.
+    Over gloo in pieces: where large messages of several devices meet at one, the connections of
+    others rest, and up to half of a slow link is left unused.
     """
-    return Ring() if sends_apart() and isinstance(party.algorithm, Xla) else party.algorithm
+    pieces = -(-leaf_bytes(x) // PIECE_BYTES) if sends_apart() else 1
+    if pieces == 1:
+        return all_to_all(x, party.axis, algorithm=party.algorithm)
+    flat = x.reshape(len(x), -1)
+    parts = jnp.array_split(flat, pieces, axis=1)
+    sent = [all_to_all(part, party.axis, algorithm=party.algorithm) for part in parts]
+    return jnp.concatenate(sent, axis=1).reshape(x.shape)
 
 
 def _each(message: Message, send: Callable[[jax.Array], jax.Array], lead: int = 0) -> Message:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxdist.bench.compression import lab as compression_lab
-from jaxdist.bench.compression import report, step
+from jaxdist.bench.compression import lab_figures, report, step
 from jaxdist.bench.compression.host import Timed
 from jaxdist.bench.compression.lab import FLAT, Found, links
 from jaxdist.bench.core import lab
@@ -27,7 +27,7 @@ def timed(names, hosts, **seconds):
     """Steps as they were predicted, or as given."""
     found = {
         name: Timed(name, (seconds.get(name.split()[0], 0.01),) * 3, 1e6, 0.5)
-        for name in (*names, "one number")
+        for name in (*names, "one number", "coding alone")
     }
     predicted, sent = compression_lab.predictions(hosts, FLAT, found)
     own = {name: Timed(name, (predicted[name],) * 3, sent[name], 0.5) for name in predicted}
@@ -39,29 +39,28 @@ def test_figures_of_steps_as_predicted():
     slow, fast = (timed(names, hosts, one=4e-4) for hosts in (SLOW, FAST))
     across, _ = links(SLOW, slow.timed)
     assert across.latency_seconds == pytest.approx(1e-4)  # a quarter of the sum of one number
-    gain, fast_gain = compression_lab.gain_figures(slow, fast)
+    gain, fast_gain = lab_figures.gain_figures(slow, fast)
     assert (gain.goal, fast_gain.goal) == (">= 5", "")
     assert gain.ratio > fast_gain.ratio > 1
-    (off,) = compression_lab.prediction_figures(slow)
+    assert gain.note.endswith("slower than float32 are: none")
+    (off,) = lab_figures.prediction_figures(slow)
     assert (off.ours, off.holds) == (pytest.approx(1), True)
     for found in (slow, fast):
-        auto = compression_lab.auto_figure(found)
+        auto = lab_figures.auto_figure(found)
         assert auto.ratio == 1  # it takes what is predicted to be the fastest
-        assert [figure.goal for figure in compression_lab.peer_figures(found, "python")] == [
-            "<= 1"
-        ] * 3
-        rows = compression_lab.listing(found).rows
-        assert [row[0] for row in rows] == [*names[:1], *names[1:], "one number"]
+        assert [figure.goal for figure in lab_figures.peer_figures(found, "python")] == ["<= 1"] * 3
+        rows = lab_figures.listing(found).rows
+        assert [row[0] for row in rows] == [*names, "one number", "coding alone"]
 
 
 def test_a_step_that_is_far_off_is_named():
     found = timed([one.name for one in FLAT], SLOW)
     slower = Timed("sign", tuple(2 * s for s in found.timed["sign"].seconds), 0.0, 0.5)
     moved = Found(SLOW, {**found.timed, "sign": slower}, found.predicted, found.sent)
-    (off,) = compression_lab.prediction_figures(moved)
+    (off,) = lab_figures.prediction_figures(moved)
     assert (off.ours, off.holds) == (pytest.approx(2), False)
     assert off.note.startswith("sign; ")
-    (skipped,) = compression_lab.peer_figures(found, None)
+    (skipped,) = lab_figures.peer_figures(found, None)
     assert skipped.note.startswith("skipped: no torch here")
     assert math.isnan(skipped.ratio)
 
@@ -95,7 +94,7 @@ def test_steps_between_two_sites():
     hosts = Lab(sites=2, across=LabLink(200e6))
     chosen = [one for one in FLAT if one.name in ("nothing sent", "sign")]
     found = compression_lab.measure(hosts, chosen, None, 1, warmup=0, steps=1)
-    assert set(found.timed) == {"nothing sent", "sign", "one number"}
+    assert set(found.timed) == {"nothing sent", "sign", "one number", "coding alone"}
     assert found.timed["sign"].loss == found.timed["nothing sent"].loss  # before the first update
     assert 1 < found.timed["sign"].sent_bytes / found.sent["sign"] < 1.15
     assert found.predicted["sign"] > found.predicted["nothing sent"] > 0

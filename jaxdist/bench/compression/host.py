@@ -24,17 +24,27 @@ from jax.sharding import Mesh
 from pydantic import TypeAdapter
 
 from jaxdist.bench.collectives.lab import device_sent_bytes
-from jaxdist.bench.collectives.program import compile_local, split
-from jaxdist.bench.compression.step import LEARNING_RATE, WIDTHS, Contender, Training
+from jaxdist.bench.collectives.program import compile_local, make_mesh, split
+from jaxdist.bench.compression.step import (
+    LEARNING_RATE,
+    WIDTHS,
+    Contender,
+    Training,
+    first_params,
+)
+from jaxdist.compression import PerParameter, Quantize, compressed_all_reduce, init_state
 from jaxdist.errors import RunError
 from jaxdist.mesh import MeshConfig, Split, axis_names, build_mesh
 from jaxdist.runtime.connection import connected
 from jaxdist.runtime.processes import find_processes
+from jaxdist.types import PyTree
 
 PEER = Path(__file__).with_name("peer.py")
 FOUND = "measured: "
 ONE_NUMBER = "one number"
 """The contender whose step is an all-reduce of four bytes."""
+CODING, CODED = "coding alone", PerParameter(otherwise=Quantize())
+"""The contender whose step is a reduction among one device: all but what travels."""
 Turn = Callable[[int], tuple[float, float]]
 """Takes so many steps; seconds of all of them, and the last loss, both of this host."""
 
@@ -87,6 +97,7 @@ def measure(task: Task) -> list[Timed]:
     axes = (names[0], names[-1])
     turns = {c.name: ours(Training(c, mesh, axes, task.rows)) for c in task.contenders}
     turns[ONE_NUMBER] = ours(sums_of_one_number(mesh))
+    turns[CODING] = ours(coding_alone())
     with peers(task) as theirs:
         return rounds({**turns, **theirs}, task)
 
@@ -101,6 +112,31 @@ def sums_of_one_number(mesh: Mesh) -> Callable[[int], float]:
         for _ in range(times):
             x = run(x)
         return float(np.asarray(x.addressable_shards[0].data)[0])
+
+    return turn
+
+
+def coding_alone() -> Callable[[int], float]:
+    """Reductions of the gradients on this host's own device, one after the other."""
+    mesh = make_mesh(jax.local_devices(), (1,), ("data",))
+    grads = jax.tree.map(lambda x: jax.device_put(x[None], split(mesh)), first_params())
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), grads)
+    state = jax.tree.map(lambda x: jax.device_put(x, split(mesh)), init_state(like, 1, codec=CODED))
+
+    def reduce(tree: PyTree) -> PyTree:
+        grads, state = tree
+        own = jax.tree.map(lambda g: g[0], grads)
+        found = compressed_all_reduce(own, state, "data", codec=CODED)
+        return jax.tree.map(lambda g: g[None], found.grads), found.state
+
+    run = compile_local(reduce, mesh, (grads, state), donate=True)
+
+    def turn(times: int) -> float:
+        nonlocal grads, state
+        for _ in range(times):
+            grads, state = run((grads, state))
+        jax.block_until_ready(grads)
+        return 0.0
 
     return turn
 

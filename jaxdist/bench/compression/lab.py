@@ -13,24 +13,20 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.util import find_spec
 
 import jax
 from pydantic import TypeAdapter
 
 from jaxdist.bench.collectives.lab import one_device
-from jaxdist.bench.compression.host import FOUND, ONE_NUMBER, Task, Timed
+from jaxdist.bench.compression.host import CODED, CODING, FOUND, ONE_NUMBER, Task, Timed
 from jaxdist.bench.compression.step import ROWS, Contender, first_params
 from jaxdist.bench.core import lab
-from jaxdist.bench.core.harness import Sample, paired_ratio
+from jaxdist.bench.core.harness import Sample
 from jaxdist.bench.core.lab import Lab, LabLink
-from jaxdist.bench.core.report import Figure, Listing, Report
-from jaxdist.collectives.algorithms.auto import LinkConfig, label
 from jaxdist.collectives.cost import Level
 from jaxdist.collectives.cost import predict_seconds as collective_seconds
 from jaxdist.collectives.operations import XLA
-from jaxdist.compression.auto import AutoCodec, resolve
-from jaxdist.compression.cost import coding_bytes_per_second, predict
+from jaxdist.compression.cost import coding_bytes, predict
 from jaxdist.errors import RunError
 from jaxdist.runtime.environment import plan_tunables
 from jaxdist.runtime.hardware import Link
@@ -58,11 +54,7 @@ PAIRED = (
         for name in ("float32", "bfloat16", "sign")
     ),
 )
-COUNTERPARTS = (("float32", "plain"), ("bfloat16", "fp16"), ("rank 4", "powersgd"))
-"""Ours and torch's kind that sends as much."""
 SLOW, FAST = LabLink(100e6), LabLink(1e9)
-FURTHEST_GOAL, GAIN_GOAL, PEER_GOAL, AUTO_GOAL = "<= 1.2", ">= 5", "<= 1", "<= 1.1"
-MISSING = "no torch here: pip install 'jaxdist[peers]', or give --torch a Python that has it"
 
 
 @dataclass(frozen=True)
@@ -90,31 +82,6 @@ class Found:
         per = self.hosts.hosts_per_site
         size = f"{self.hosts.sites} x {per}" if per > 1 else f"{self.hosts.sites}"
         return f"{size} hosts, {self.hosts.across.bits_per_s / 1e6:g} Mbit/s"
-
-
-def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
-    """Four hosts at 100 Mbit/s and at 1 Gbit/s, and two pairs of hosts.
-
-    Args:
-      torch: a Python that has torch; None: this one, if it has.
-
-    Skipped, with the reason in the report, where the lab cannot be built.
-
-    Raises:
-      RunError: a host fails.
-    """
-    slow, fast = (Lab(sites=4, across=link) for link in (SLOW, FAST))
-    pairs = Lab(sites=2, hosts_per_site=2, across=SLOW)
-    if reason := lab.unavailable(slow):
-        return Report("compression_lab", [_skipped("slow-link lab", reason)])
-    torch = torch or (sys.executable if find_spec("torch") else None)
-    found = [measure(hosts, FLAT, torch, repeats) for hosts in (slow, fast)]
-    between = measure(pairs, PAIRED, None, repeats)
-    figures = [*gain_figures(found[0], found[1]), *pair_figures(between)]
-    for one in found:
-        figures += [*peer_figures(one, torch), *prediction_figures(one), auto_figure(one)]
-    figures += prediction_figures(between)
-    return Report("compression_lab", figures, [listing(one) for one in (*found, between)])
 
 
 def measure(
@@ -177,7 +144,11 @@ def links(hosts: Lab, timed: Mapping[str, Timed]) -> tuple[Link, Link]:
 def predictions(
     hosts: Lab, contenders: Sequence[Contender], timed: Mapping[str, Timed]
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Seconds and bytes of each step: the step that sends nothing, and the reduction by cost."""
+    """Seconds and bytes of each step: the step that sends nothing, and the reduction by cost.
+
+    Of what was measured it takes the step alone, the latency (an all-reduce of one number) and the
+    speed of coding (of int8); what is sent, and how many passes and messages it takes, is computed.
+    """
     across, inside = links(hosts, timed)
     levels = [Level(hosts.sites, across), Level(hosts.hosts_per_site, inside)]
     compute = statistics.median(timed[NOTHING].seconds)
@@ -185,10 +156,10 @@ def predictions(
     for one in contenders:
         if one.choice is not None:
             found = predict(
-                _gradients(),
+                gradients(),
                 one.choice,
                 levels,
-                bytes_per_second=coding_speed(hosts),
+                bytes_per_second=coding_speed(timed),
                 inside=one.inside,
             )
             seconds[one.name] = compute + found.seconds
@@ -196,120 +167,11 @@ def predictions(
     return seconds, sent
 
 
-def coding_speed(hosts: Lab) -> float:
-    """Of one host: all of them share the cores of this machine."""
-    cores = len(os.sched_getaffinity(0))
-    return coding_bytes_per_second("cpu") * min(1.0, cores / hosts.size)
+def coding_speed(timed: Mapping[str, Timed]) -> float:
+    """Bytes of memory that a host passes over in a second, while all others do so too."""
+    return coding_bytes(gradients(), CODED) / statistics.median(timed[CODING].seconds)
 
 
-def _gradients() -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+def gradients() -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """Shapes of one host's."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first_params())
-
-
-def gain_figures(slow: Found, fast: Found) -> list[Figure]:
-    """How many times faster sign is than float32, on both links."""
-    return [
-        Figure(
-            f"float32 over sign, {one.where}",
-            one.sample("float32").median,
-            one.sample("sign").median,
-            goal,
-            "s",
-            "the whole step; 1.57 million parameters, 8 rows a host",
-            one.sample("float32").iqr,
-            one.sample("sign").iqr,
-            paired_ratio(one.sample("float32"), one.sample("sign")),
-        )
-        for one, goal in ((slow, GAIN_GOAL), (fast, ""))
-    ]
-
-
-def pair_figures(found: Found) -> list[Figure]:
-    """What it brings to send messages between sites alone."""
-    name = "sign, exact inside"
-    note = f"{found.hosts.inside.bits_per_s / 1e9:g} Gbit/s inside a site"
-    return [
-        Figure.compare(
-            f"{name} over {other}, {found.where}", found.sample(name), found.sample(other), "", note
-        )
-        for other in ("sign", "float32, exact inside", "float32")
-    ]
-
-
-def peer_figures(found: Found, torch: str | None) -> list[Figure]:
-    """Ours over torch's that sends as much."""
-    if torch is None:
-        return [_skipped(f"over torch, {found.where}", MISSING)]
-    return [
-        Figure.compare(
-            f"{ours} over torch {theirs}, {found.where}",
-            found.sample(ours),
-            found.sample(f"torch {theirs}"),
-            PEER_GOAL,
-            "DistributedDataParallel over gloo, one thread a process"
-            + ("; all gradients in one bucket" if theirs == "powersgd" else ""),
-        )
-        for ours, theirs in COUNTERPARTS
-    ]
-
-
-def prediction_figures(found: Found) -> list[Figure]:
-    """The step that is furthest from its prediction, above or below."""
-    ratios = {
-        name: found.sample(name).median / seconds
-        for name, seconds in found.predicted.items()
-        if name != NOTHING
-    }
-    off = {name: max(ratio, 1 / ratio) for name, ratio in ratios.items()}
-    worst = max(off, key=off.__getitem__)
-    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    note = f"{worst}; measured over predicted: {shown}"
-    name = f"furthest from the prediction, {found.where}"
-    return [Figure(name, off[worst], 1.0, FURTHEST_GOAL, "x", note)]
-
-
-def auto_figure(found: Found) -> Figure:
-    """The step with auto's choice over the fastest step that was measured of its candidates."""
-    link, _ = links(found.hosts, found.timed)
-    given = LinkConfig(latency_seconds=link.latency_seconds, bytes_per_second=link.bytes_per_second)
-    auto = AutoCodec(fast=given)
-    chosen = resolve(auto, _gradients(), {"data": found.hosts.size}, "cpu")
-    types = {codec["type"]: name for name, codec in CODECS.items()}
-    mine = types[chosen.type]
-    names = [types[codec.type] for codec in auto.candidates]
-    best = min(names, key=lambda name: found.sample(name).median)
-    return Figure.compare(
-        f"auto over the fastest codec, {found.where}",
-        found.sample(mine),
-        found.sample(best),
-        AUTO_GOAL,
-        f"auto takes {label(chosen)}; the fastest of {', '.join(names)} is {best}",
-    )
-
-
-def listing(found: Found) -> Listing:
-    """Every contender's step."""
-    whole = found.sample("float32").median
-    rows = []
-    for name, timed in found.timed.items():
-        sample = found.sample(name)
-        rows.append(
-            (
-                name,
-                sample.median,
-                sample.iqr,
-                found.predicted.get(name),
-                timed.sent_bytes,
-                found.sent.get(name),
-                sample.median / whole,
-            )
-        )
-    columns = {
-        "": "", "step": "s", "iqr": "s", "predicted": "s", "sent": "B", "by formula": "B",
-        "over float32": "x",
-    }  # fmt: skip
-    return Listing(f"steps of training, {found.where}", columns, rows)
-
-
-def _skipped(name: str, reason: str) -> Figure:
-    return Figure(name, math.nan, math.nan, unit="", note=f"skipped: {reason}")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.bench.compression import codecs, steps
-from jaxdist.bench.compression import lab as compression_lab
+from jaxdist.bench.compression import codecs, lab_figures, steps
 from jaxdist.bench.core.harness import REPEATS
 from jaxdist.bench.core.report import Report
 
@@ -17,6 +16,6 @@ def bench(repeats: int = REPEATS, lab: bool = False, torch: str | None = None) -
       torch: with `lab`, a Python that has torch.
     """
     if lab:
-        return compression_lab.bench(torch, repeats)
+        return lab_figures.bench(torch, repeats)
     found = codecs.bench(repeats)
     return Report(found.bench, [*found.figures, *steps.figures()])

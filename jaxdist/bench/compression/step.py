@@ -18,7 +18,8 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from pydantic import TypeAdapter
 
-from jaxdist.collectives import all_gather, reduce_scatter
+from jaxdist.collectives.operations import XLA
+from jaxdist.collectives.split import gather_leaves, scatter_leaves
 from jaxdist.compression import (
     Codec,
     CodecConfig,
@@ -145,10 +146,11 @@ class Training:
             found = compressed_all_reduce(grads, state, self._axes, codec=choice, op="mean")
             return found.grads, found.state
         across, inside = self._axes
-        count = jax.lax.axis_size(inside)
-        shards = jax.tree.map(lambda g: reduce_scatter(g / count, inside), grads)
+        count, (leaves, structure) = jax.lax.axis_size(inside), jax.tree.flatten(grads)
+        dims = [0] * len(leaves)
+        means = [leaf / count for leaf in leaves]
+        shards = structure.unflatten(scatter_leaves(means, dims, inside, algorithm=XLA))
         found = compressed_all_reduce(shards, state, across, codec=choice, op="mean")
-        whole = jax.tree.map(
-            lambda g, like: all_gather(g, inside, size=like.shape[0]), found.grads, grads
-        )
-        return whole, found.state
+        summed = jax.tree.leaves(found.grads)
+        whole = gather_leaves(summed, dims, inside, algorithm=XLA)
+        return structure.unflatten(whole), found.state
