@@ -94,8 +94,9 @@ def cut(tensors: Sequence[Tensor], range_bytes: int | None) -> tuple[Range, ...]
 
 
 def _rows_of(tensor: Tensor, range_bytes: int | None) -> list[Range]:
-    whole = range_bytes is None or not tensor.divisible
-    count = 1 if whole else min(tensor.rows, -(-tensor.size_bytes // range_bytes))
+    count = 1
+    if range_bytes is not None and tensor.divisible:
+        count = min(tensor.rows, -(-tensor.size_bytes // range_bytes))
     bounds = [tensor.rows * part // count for part in range(count + 1)]
     row_bytes = tensor.size_bytes // tensor.rows
     return [Range(tensor.name, a, b, (b - a) * row_bytes) for a, b in pairwise(bounds)]
