@@ -91,7 +91,7 @@ def test_cut_by_rows_a_large_tensor_is_shared_evenly():
     assert fullest(Balanced(range_bytes=None).place([Tensor("e", 8, 800), *tensors(8)], [0])) == 808
 
 
-SEEDS = range(20)
+SEEDS = range(12)
 
 
 @pytest.mark.parametrize("servers", [2, 4, 8])
@@ -123,11 +123,11 @@ def test_a_server_that_leaves_moves_only_what_it_held():
 
 def test_more_places_make_shares_more_even():
     """The spread of shares falls about as one over the root of the places."""
-    weights = [Tensor("w", 4000, 16000)]
+    weights = [Tensor("w", 2000, 8000)]
 
     def spread(nodes):
         shares = [
-            size / 16000 * 8
+            size / 8000 * 8
             for seed in SEEDS
             for size in Hashed(range_bytes=4, virtual_nodes=nodes, seed=seed)
             .place(weights, range(8))

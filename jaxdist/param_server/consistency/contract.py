@@ -97,6 +97,11 @@ class Clocks:
     held: tuple[Arrival, ...] = ()
     pushed: Mapping[int, tuple[float, ...]] = field(default_factory=dict)
 
+    @property
+    def missing(self) -> int:
+        """Where versions are rounds: members whose change of the open round has not arrived."""
+        return sum(clock <= self.version for clock in self.clocks.values())
+
     def joined(self, client: int) -> Clocks:
         """With a new member, which stands where the slowest do."""
         assert client not in self.clocks, f"client {client} is a member already"

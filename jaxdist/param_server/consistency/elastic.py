@@ -72,7 +72,7 @@ class Elastic(Consistency):
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:
         together = self.order == "rounds"
-        if len(clocks.held) < (max(1, len(clocks.clocks)) if together else 1):
+        if not clocks.held or (together and clocks.missing):
             return None
         taken = sorted(clocks.held, key=_by_client) if together else clocks.held[:1]
         parts = (Part(one, 1.0, clocks.version - one.version) for one in taken if one.usable)

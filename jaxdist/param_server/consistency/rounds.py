@@ -52,8 +52,9 @@ class BSP(Rounds):
         return f"round {arrival.clock} is over" if late else None
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:
-        needed = max(1, min(clocks.team - self.backups, len(clocks.clocks)))
-        return mean_of(clocks.held, clocks.version) if len(clocks.held) >= needed else None
+        spare = max(0, len(clocks.clocks) - (clocks.team - self.backups))
+        due = clocks.held and clocks.missing <= spare
+        return mean_of(clocks.held, clocks.version) if due else None
 
 
 def mean_of(held: Sequence[Arrival], version: int) -> Merge:
