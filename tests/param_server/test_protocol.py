@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from jaxdist.param_server.consistency.arrival import SSP, Adaptive, Asynchronous
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.protocol import client as worker
 from jaxdist.param_server.protocol import server
 from jaxdist.param_server.protocol.inbox import WINDOW
 from jaxdist.param_server.protocol.messages import (
@@ -347,6 +349,45 @@ def test_eager_versions_go_to_all_when_the_slowest_moves():
     assert not [one for one in effects if isinstance(one, Publish)]
     state, effects = server.receive(model, state, Push(Stamp(0, 1, 0), 0, 0))
     assert effects[-2:] == (Publish(0, 2, 1), Publish(1, 2, 1))
+
+
+def test_a_client_keeps_the_newest_copy_and_hears_an_answer_once():
+    """A published version overtakes the answer to a pull; the answer comes twice."""
+    state, message = worker.pull(worker.ClientState(4))
+    state, takes, *_ = worker.hear(state, Publish(4, version=7, floor=2))
+    assert takes
+    assert not worker.ready(SSP(), state)
+    answer = Answer(4, message.stamp.sequence, clock=0, version=5, floor=1)
+    heard = worker.hear(state, answer)
+    assert not heard.takes
+    assert (heard.state.version, heard.state.floor, heard.state.admitted) == (7, 2, 0)
+    assert worker.ready(SSP(), heard.state)
+    assert worker.hear(heard.state, replace(answer, version=9)) == worker.Heard(heard.state)
+
+
+def test_a_client_sends_again_in_the_new_epoch_what_is_under_way():
+    model, range_state = SSP(), joined(SSP())
+    state, first = worker.pull(worker.ClientState(0))
+    range_state = replace(range_state, epoch=1)
+    _, (refusal,) = server.receive(model, range_state, first)
+    heard = worker.hear(state, refusal)
+    assert heard.refused == "epoch 0 is not the range's, 1: ask for the placement"
+    state = worker.moved(heard.state, refusal.epoch)
+    (again,) = worker.retries(state)
+    assert again == Pull(Stamp(1, 0, 0))
+    range_state, effects = server.receive(model, range_state, again)
+    assert effects == (Answer(0, 0, 0, 0, 0),)
+
+
+def test_a_client_has_a_window_of_messages():
+    state = worker.hear(worker.pull(worker.ClientState(0)).state, Answer(0, 0, 0, 0, 0)).state
+    for _ in range(WINDOW):
+        assert state.room
+        state, message = worker.push(state)
+    assert not state.room
+    settled = worker.hear(state, Acknowledge(0, 1, 1))
+    assert (settled.settled, settled.state.room) == (1, True)
+    assert message.stamp.sequence == WINDOW
 
 
 REFUSED = {
