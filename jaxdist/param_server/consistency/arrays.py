@@ -1,0 +1,73 @@
+"""What servers and workers do to arrays: numpy's or jax's, of one shape and dtype each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from jaxdist.param_server.consistency.arrival import DelayCompensation
+from jaxdist.param_server.consistency.contract import Arrival, Merge
+
+EPSILON = 1e-7
+
+
+class Array(Protocol):
+    """The arithmetic that numpy's and jax's arrays share."""
+
+    def __add__(self: ArrayT, other: ArrayT | float, /) -> ArrayT: ...
+    def __sub__(self: ArrayT, other: ArrayT, /) -> ArrayT: ...
+    def __mul__(self: ArrayT, other: ArrayT | float, /) -> ArrayT: ...
+    def __truediv__(self: ArrayT, other: ArrayT | float, /) -> ArrayT: ...
+    def __pow__(self: ArrayT, other: float, /) -> ArrayT: ...
+
+
+ArrayT = TypeVar("ArrayT", bound=Array)
+
+
+def combined(merge: Merge, change_of: Callable[[Arrival], ArrayT]) -> ArrayT:
+    """The weighted sum of a merge's changes over its total, added in the merge's order.
+
+    A factor of 1 is left out, so that one change, or a mean of equal weights, rounds as a plain
+    sum does.
+
+    Args:
+      change_of: the payload of an arrival, corrected where the model corrects it.
+    """
+    assert merge.parts, "a merge without parts changes nothing"
+    found = None
+    for part in merge.parts:
+        change = change_of(part.arrival)
+        scaled = change if part.weight == 1 else change * part.weight
+        found = scaled if found is None else found + scaled
+    assert found is not None
+    return found if merge.total == 1 else found / merge.total
+
+
+def elastic_difference(x: ArrayT, centre: ArrayT, alpha: float) -> ArrayT:
+    """alpha (x - c): what the worker loses and the centre gains in an exchange of EASGD."""
+    return (x - centre) * alpha
+
+
+def delay_compensated(
+    config: DelayCompensation,
+    gradient: ArrayT,
+    now: ArrayT,
+    then: ArrayT,
+    mean_square: ArrayT | None = None,
+) -> tuple[ArrayT, ArrayT | None]:
+    """A gradient g of the parameters `then`, as if it were of those now: g + s g g (now - then).
+
+    Args:
+      mean_square: with `decay`, the running mean of squared gradients; zeros at first.
+
+    Returns:
+      The gradient and the next running mean. s is the strength; with `decay`, over the root of the
+      mean and 1e-7, element by element.
+    """
+    square = gradient * gradient
+    correction = square * (now - then) * config.strength
+    if config.decay is None:
+        return gradient + correction, mean_square
+    assert mean_square is not None, "decay keeps a running mean"
+    mean_square = mean_square * config.decay + square * (1 - config.decay)
+    return gradient + correction / (mean_square + EPSILON) ** 0.5, mean_square

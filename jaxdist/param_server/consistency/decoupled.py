@@ -1,0 +1,101 @@
+"""Local updates without a common step: changes of parameters are merged as they gather."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import optax
+from pydantic import NonNegativeFloat, PositiveFloat, model_validator
+
+from jaxdist.config.schema import Count
+from jaxdist.errors import ConfigError
+from jaxdist.optim.common import Beta
+from jaxdist.param_server.consistency.contract import Arrival, Clocks, Consistency, Merge, Payload
+from jaxdist.param_server.consistency.rounds import mean_of
+
+
+class Decoupled(Consistency):
+    """Merge when enough workers have sent their changes, or when a grace window has closed.
+
+    A worker trains `local_steps` by itself and sends what they changed. The mean of what has
+    gathered, weighted by tokens, is what the outer optimizer (SGD) moves the parameters by. One who
+    comes later is part of the next merge. Decoupled DiLoCo (arXiv 2604.21428); with all workers in
+    every merge it is DiLoCo (arXiv 2311.08105, algorithm 1), and with `learning_rate` 1 and no
+    momentum it averages parameters.
+    """
+
+    type: Literal["decoupled"] = "decoupled"
+    """Selects this model."""
+    payload: ClassVar[Payload] = "outer"
+    local_steps: Count = 100
+    """Steps of a worker from one push to the next."""
+    quorum: Count | None = None
+    """Changes that are merged at once when so many have gathered; null waits for all members."""
+    grace_seconds: NonNegativeFloat | None = None
+    """Time from the first change to a merge without the rest; null waits for the quorum."""
+    at_least: Count = 1
+    """The fewest changes that are merged when the grace window has closed."""
+    oldest: Count | None = None
+    """Changes of parameters that were merged into more often since are dropped; null drops none."""
+    learning_rate: PositiveFloat = 0.7
+    """Of the outer optimizer."""
+    momentum: Beta = 0.9
+    """Of the outer optimizer; 0 keeps none."""
+    nesterov: bool = True
+    """Look ahead along the outer momentum."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Decoupled:
+        if self.at_least > 1 and self.grace_seconds is None:
+            raise ValueError(f"at_least {self.at_least} has no effect without grace_seconds")
+        if self.quorum is not None and self.at_least > self.quorum:
+            raise ValueError(
+                f"at_least {self.at_least} is more than quorum {self.quorum}, which are merged "
+                "whatever the time"
+            )
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov has no effect without momentum")
+        return self
+
+    def outer(self) -> optax.GradientTransformation:
+        """The outer optimizer; the negative of a merged change is its gradient."""
+        return optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
+
+    def check(self, *, workers: int, learning_rate: float) -> None:
+        for name, value in (("quorum", self.quorum or 1), ("at_least", self.at_least)):
+            if value > workers:
+                raise ConfigError(
+                    f"consistency.{name} {value} of {workers} workers would never gather: at most "
+                    f"{workers}",
+                    setting=(name,),
+                )
+
+    def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
+        age = clocks.version - arrival.version
+        if self.oldest is not None and age > self.oldest:
+            return f"it is {age} merges old, and consistency.oldest is {self.oldest}"
+        return super().refusal(clocks, arrival)
+
+    def due(self, clocks: Clocks, now: float) -> Merge | None:
+        # Of members that have left, fewer need to gather: no merge waits for ever.
+        members = max(1, len(clocks.clocks))
+        enough = len(clocks.held) >= min(self.quorum or members, members)
+        wake = self.wake(clocks)
+        closed = wake is not None and now >= wake
+        return mean_of(clocks.held, clocks.version) if enough or closed else None
+
+    def fresh(self, floor: int, clock: int) -> bool:
+        return True
+
+    def admits(self, clocks: Clocks, client: int) -> bool:
+        """After a worker's own change is merged."""
+        return all(one.client != client for one in clocks.held)
+
+    def reachable(self, clocks: Clocks, arrival: Arrival) -> bool:
+        return self.admits(clocks, arrival.client)
+
+    def wake(self, clocks: Clocks) -> float | None:
+        fewest = max(1, min(self.at_least, len(clocks.clocks)))
+        if self.grace_seconds is None or len(clocks.held) < fewest:
+            return None
+        return min(one.seconds for one in clocks.held) + self.grace_seconds

@@ -1,0 +1,104 @@
+"""Elastic averaging: workers train by themselves, tied to a centre by springs."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from jaxdist.config.schema import Count
+from jaxdist.errors import ConfigError
+from jaxdist.param_server.consistency.contract import (
+    Arrival,
+    Clocks,
+    Consistency,
+    Merge,
+    Part,
+    Payload,
+)
+
+
+class Elastic(Consistency):
+    """EASGD: every `every` steps a worker moves towards the centre, and the centre towards it.
+
+    Zhang, Choromanska and LeCun, "Deep learning with elastic averaging SGD" (arXiv 1412.6651),
+    algorithm 1. The worker reads the centre c, moves by -alpha (x - c) and pushes alpha (x - c),
+    which is added to c: what workers and centre hold together stays the same.
+    """
+
+    type: Literal["elastic"] = "elastic"
+    """Selects this model."""
+    payload: ClassVar[Payload] = "elastic"
+    every: Count = 10
+    """Steps of a worker from one exchange to the next: tau of the paper."""
+    alpha: PositiveFloat | None = None
+    """Part of the way that both go in one exchange; null is beta over the number of workers."""
+    beta: PositiveFloat | None = None
+    """alpha times the number of workers; null is 0.9 where alpha is null too."""
+    order: Literal["arrival", "rounds"] = "arrival"
+    """arrival: each exchange by itself. rounds: the centre moves once for all workers."""
+    curvature: Annotated[float, Field(gt=0)] = 1.0
+    """The loss's largest, which the check of stability multiplies the learning rate by."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> Elastic:
+        if self.alpha is not None and self.beta is not None:
+            raise ValueError(f"give one of alpha ({self.alpha:g}) and beta ({self.beta:g})")
+        return self
+
+    def rate_of(self, workers: int) -> float:
+        """alpha, for so many workers."""
+        beta = 0.9 if self.beta is None else self.beta
+        return beta / workers if self.alpha is None else self.alpha
+
+    def check(self, *, workers: int, learning_rate: float) -> None:
+        rate, alpha = learning_rate * self.curvature, self.rate_of(workers)
+        most = alpha_limit(rate, workers if self.order == "rounds" else None)
+        if rate <= 2 and alpha <= most:
+            return
+        raise ConfigError(
+            f"consistency type elastic diverges on a quadratic: learning rate {learning_rate:g} "
+            f"times consistency.curvature {self.curvature:g} is {rate:g}, and alpha is {alpha:.4g} "
+            f"for {workers} workers, order {self.order}; the rate must be at most 2, and alpha at "
+            f"most {max(most, 0):.4g} there: lower the learning rate or alpha (beta)",
+            setting=("beta",) if self.alpha is None else ("alpha",),
+        )
+
+    def floor_of(self, clocks: Clocks) -> int:
+        return clocks.version if self.order == "rounds" else super().floor_of(clocks)
+
+    def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
+        return None if self.order == "rounds" else super().refusal(clocks, arrival)
+
+    def due(self, clocks: Clocks, now: float) -> Merge | None:
+        together = self.order == "rounds"
+        if not clocks.held or (together and clocks.missing):
+            return None
+        taken = sorted(clocks.held, key=_by_client) if together else clocks.held[:1]
+        parts = (Part(one, 1.0, clocks.version - one.version) for one in taken if one.usable)
+        return Merge(tuple(parts), unusable=tuple(one for one in taken if not one.usable))
+
+    def fresh(self, floor: int, clock: int) -> bool:
+        return self.order == "arrival" or floor >= clock
+
+
+def _by_client(arrival: Arrival) -> tuple[int, int]:
+    return arrival.client, arrival.sequence
+
+
+def alpha_limit(rate: float, workers: int | None) -> float:
+    """The largest alpha at which EASGD does not diverge on x^2 / 2.
+
+    Args:
+      rate: learning rate (times curvature), at most 2.
+      workers: that exchange at once (then both eigenvalues of the map of their mean and the centre,
+        [[1 - rate - alpha, alpha], [workers alpha, 1 - workers alpha]], are at most 1, and so is
+        |1 - rate - alpha|); None: one after another, whatever their number, as the paper
+        has it: (4 - 2 rate) / (4 - rate).
+
+    >>> alpha_limit(1.0, None)
+    0.6666666666666666
+    """
+    if workers is None:
+        return (4 - 2 * rate) / (4 - rate)
+    return (4 - 2 * rate) / (2 + workers * (2 - rate))

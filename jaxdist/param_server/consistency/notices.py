@@ -1,0 +1,37 @@
+"""Settings that go together, but not as one may expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxdist.optim.build import AdamWConfig, OptimConfig, SgdConfig
+from jaxdist.optim.lamb import LambConfig
+from jaxdist.optim.lars import LarsConfig
+from jaxdist.param_server.consistency.arrival import OnArrival
+from jaxdist.param_server.consistency.contract import Consistency
+
+
+def notices(model: Consistency, optim: OptimConfig, workers: int) -> tuple[str, ...]:
+    """What to know before a run, a sentence each."""
+    if workers == 1 or not isinstance(model, OnArrival):
+        return ()
+    return tuple(_of_moments(model, optim, workers))
+
+
+def _of_moments(model: OnArrival, optim: OptimConfig, workers: int) -> Iterator[str]:
+    kind = getattr(model, "type", "")
+    if isinstance(optim, SgdConfig | LarsConfig) and optim.momentum:
+        own = optim.momentum**workers
+        yield (
+            f"consistency type {kind} with optim.momentum {optim.momentum:g}: gradients that come "
+            f"late act as momentum themselves, about {1 - 1 / workers:.3g} with {workers} workers "
+            f"(arXiv 1605.09774), on top of the optimizer's, which decays once an update, to "
+            f"{own:.3g} in a clock of all workers; lower optim.momentum, or take bsp"
+        )
+    if isinstance(optim, AdamWConfig | LambConfig):
+        yield (
+            f"consistency type {kind} with optim.type {optim.type}: its moments mix gradients of "
+            f"older and newer parameters, and decay {workers} times in a clock of all workers; "
+            "Adam suffers more from staleness than SGD does (Dai et al., arXiv 1810.03264): take "
+            "sgd without momentum, a small bound, or bsp"
+        )

@@ -1,0 +1,71 @@
+"""Rounds: a step waits for the changes of the workers, and applies them as one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxdist.errors import ConfigError
+from jaxdist.param_server.consistency.contract import Arrival, Clocks, Consistency, Merge, Part
+
+
+class Rounds(Consistency):
+    """Models whose version is the number of the round."""
+
+    def floor_of(self, clocks: Clocks) -> int:
+        return clocks.version
+
+    def clock_of(self, clocks: Clocks, client: int) -> int:
+        # One whose change came too late goes on with the round that is open.
+        return max(clocks.clocks[client], clocks.version)
+
+    def fresh(self, floor: int, clock: int) -> bool:
+        return floor >= clock
+
+
+class BSP(Rounds):
+    """Bulk-synchronous parallel: the mean of a round's gradients, weighted by tokens, is one step.
+
+    Gradients are added in the order of the workers' numbers, whatever the order that they came in:
+    the bits are those of synchronous SGD. With backups the first gradients of a round count, and
+    the others are dropped (Chen et al., "Revisiting distributed synchronous SGD", arXiv
+    1604.00981).
+    """
+
+    type: Literal["bsp"] = "bsp"
+    """Selects this model."""
+    backups: Annotated[int, Field(ge=0)] = 0
+    """Workers, of all, whose gradients a round does not wait for."""
+
+    def check(self, *, workers: int, learning_rate: float) -> None:
+        if self.backups >= workers:
+            raise ConfigError(
+                f"consistency.backups {self.backups} of {workers} workers: a round waits for at "
+                f"least one; at most {workers - 1} can be backups",
+                setting=("backups",),
+            )
+
+    def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
+        late = arrival.clock < clocks.version
+        return f"round {arrival.clock} is over" if late else None
+
+    def due(self, clocks: Clocks, now: float) -> Merge | None:
+        spare = max(0, len(clocks.clocks) - (clocks.team - self.backups))
+        due = clocks.held and clocks.missing <= spare
+        return mean_of(clocks.held, clocks.version) if due else None
+
+
+def mean_of(held: Sequence[Arrival], version: int) -> Merge:
+    """The mean of what is usable, weighted by tokens, in the order of the clients' numbers.
+
+    Weights are relative to the largest, so that equal ones are 1 and round nothing.
+    """
+    ordered = sorted(held, key=lambda one: (one.client, one.sequence))
+    usable = [one for one in ordered if one.usable]
+    most = max((one.tokens for one in usable), default=1.0)
+    parts = tuple(Part(one, one.tokens / most, version - one.version) for one in usable)
+    total = sum(part.weight for part in parts) or 1.0
+    unusable = tuple(one for one in ordered if not one.usable)
+    return Merge(parts, total=total, unusable=unusable)

@@ -1,0 +1,1 @@
+"""Which server holds which part of which parameter."""

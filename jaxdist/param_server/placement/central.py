@@ -1,0 +1,28 @@
+"""Everything on one server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from jaxdist.errors import ConfigError
+from jaxdist.param_server.placement.contract import PlacementRule
+from jaxdist.param_server.placement.ranges import Range
+
+
+class Central(PlacementRule):
+    """Everything on one server: N workers send it N times the parameters' bytes in a round."""
+
+    type: Literal["central"] = "central"
+    """Selects this placement."""
+
+    def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
+        if len(servers) > 1:
+            raise ConfigError(
+                f"placement type central uses one server, and {len(servers)} are given: set one, "
+                "or type balanced or hashed"
+            )
+        return servers * len(ranges)
+
+    def law(self, servers: int) -> str:
+        return "one server holds everything"

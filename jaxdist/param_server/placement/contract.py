@@ -1,0 +1,155 @@
+"""The contract of a placement, and what one is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxdist.config.schema import LARGEST, Config
+from jaxdist.errors import ConfigError
+from jaxdist.param_server.placement.ranges import Range, Tensor, cut
+
+RANGE_BYTES = 4 * 2**20
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranges on servers.
+
+    Attributes:
+      servers: their numbers, ascending.
+      ranges: of all parameters, in the parameters' order.
+      owners: by range, the server that holds it.
+      law: in words, what the way of placing promises.
+    """
+
+    servers: tuple[int, ...]
+    ranges: tuple[Range, ...]
+    owners: tuple[int, ...]
+    law: str
+
+    def held(self, server: int) -> tuple[Range, ...]:
+        """The ranges of one server, in the parameters' order: its shard."""
+        pairs = zip(self.ranges, self.owners, strict=True)
+        return tuple(found for found, owner in pairs if owner == server)
+
+    @property
+    def bytes_by_server(self) -> dict[int, int]:
+        """Bytes of each server's shard. A push of all parameters by N workers sends it N times."""
+        return {server: sum(r.size_bytes for r in self.held(server)) for server in self.servers}
+
+    @property
+    def bound_bytes(self) -> int:
+        """No placement of these ranges has less on its fullest server."""
+        return least_bytes([found.size_bytes for found in self.ranges], len(self.servers))
+
+    def explain(self) -> str:
+        """The placement as a table, and in words how good it is.
+
+        >>> from jaxdist.param_server.placement.balanced import Balanced
+        >>> tensors = [Tensor("head", 1, 500_000), Tensor("embed", 8, 1_200_000)]
+        >>> print(Balanced(range_bytes=400_000).place(tensors, servers=[0, 1]).explain())
+        server  ranges         MB  share
+             0       2        0.8  47.1%
+             1       2        0.9  52.9%
+        fullest: server 1, 0.9 MB; mean 0.85 MB; no placement of these ranges is below 0.9 MB
+        cut by rows: embed (3)
+        largest range first onto the emptiest server: at most 7/6 of the best placement
+        """
+        return "\n".join([*self._table(), *self._reasons()])
+
+    def _table(self) -> list[str]:
+        total = sum(found.size_bytes for found in self.ranges)
+        lines = [f"{'server':>6}  {'ranges':>6}  {'MB':>9}  share"]
+        for server, size in self.bytes_by_server.items():
+            count = len(self.held(server))
+            lines.append(f"{server:>6}  {count:>6}  {size / 1e6:>9.4g}  {size / total:.1%}")
+        return lines
+
+    def _reasons(self) -> list[str]:
+        sizes = self.bytes_by_server
+        fullest = max(sizes, key=lambda server: sizes[server])
+        mean = sum(sizes.values()) / len(sizes)
+        lines = [
+            f"fullest: server {fullest}, {sizes[fullest] / 1e6:.4g} MB; mean {mean / 1e6:.4g} MB; "
+            f"no placement of these ranges is below {self.bound_bytes / 1e6:.4g} MB"
+        ]
+        parts = Counter(found.name for found in self.ranges)
+        cuts = [f"{name} ({count})" for name, count in parts.items() if count > 1]
+        if cuts:
+            more = f" and {len(cuts) - 4} more" if len(cuts) > 4 else ""
+            lines.append(f"cut by rows: {', '.join(cuts[:4])}{more}")
+        return [*lines, self.law]
+
+
+class PlacementRule(Config):
+    """A way of placing parameters; its subclasses say where each range goes."""
+
+    range_bytes: Annotated[int, Field(ge=1, le=LARGEST)] | None = RANGE_BYTES
+    """Larger tensors are cut by rows into ranges of at most so many bytes; null cuts none."""
+
+    def place(self, tensors: Sequence[Tensor], servers: Sequence[int]) -> Placement:
+        """Every range of these tensors on one of the servers.
+
+        Args:
+          servers: their numbers, which stay theirs while others come and go.
+
+        Raises:
+          ConfigError: no server, one twice, or more servers than ranges; what `cut` raises.
+        """
+        ranges, numbers = cut(tensors, self.range_bytes), tuple(sorted(servers))
+        if not numbers or len(set(numbers)) < len(numbers):
+            raise ConfigError(f"placement: servers {list(servers)}: give at least one, each once")
+        if len(ranges) < len(numbers):
+            raise ConfigError(
+                f"placement: {len(numbers)} servers, but {len(tensors)} parameters make only "
+                f"{len(ranges)} ranges (range_bytes {self.range_bytes}): use at most "
+                f"{len(ranges)} servers, or a smaller range_bytes"
+            )
+        owners = self.owners(ranges, numbers)
+        return Placement(numbers, ranges, owners, self.law(len(numbers)))
+
+    def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
+        """The server of each range.
+
+        Raises:
+          ConfigError: the rule does not go with so many servers.
+        """
+        raise NotImplementedError
+
+    def law(self, servers: int) -> str:
+        """What the rule promises of a placement on so many servers, a sentence."""
+        raise NotImplementedError
+
+
+def least_bytes(sizes: Sequence[int], servers: int) -> int:
+    """A lower bound on the fullest server: the mean, the largest, or two of the largest n + 1.
+
+    >>> least_bytes([3, 3, 3], 2)
+    6
+    """
+    ordered = sorted(sizes, reverse=True)
+    mean = -(-sum(ordered) // servers)
+    pair = sum(ordered[servers - 1 : servers + 1]) if len(ordered) > servers else 0
+    return max(mean, ordered[0], pair)
+
+
+def moved_bytes(before: Placement, after: Placement) -> dict[tuple[int, int], int]:
+    """Bytes that change servers between two placements of the same ranges, by (from, to).
+
+    >>> from jaxdist.param_server.placement.hashed import Hashed
+    >>> tensors, rule = [Tensor("w", 1000, 4000)], Hashed(range_bytes=4)
+    >>> found = moved_bytes(rule.place(tensors, [0, 1, 2]), rule.place(tensors, [0, 1]))
+    >>> sorted(found), sum(found.values()) < 2000
+    ([(2, 0), (2, 1)], True)
+    """
+    assert before.ranges == after.ranges, "placements of other ranges"
+    found: Counter[tuple[int, int]] = Counter()
+    for part, old, new in zip(before.ranges, before.owners, after.owners, strict=True):
+        if old != new:
+            found[old, new] += part.size_bytes
+    return dict(found)

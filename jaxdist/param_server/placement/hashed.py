@@ -1,0 +1,50 @@
+"""Consistent hashing: a server that comes or goes moves its own share of the bytes, and no more."""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxdist.param_server.placement.contract import PlacementRule
+from jaxdist.param_server.placement.ranges import Range
+
+
+class Hashed(PlacementRule):
+    """Every range on the first server after it on a circle, where each stands many times.
+
+    Karger et al., "Consistent hashing and random trees" (STOC 1997), section 4. With V places for
+    each of n servers, shares differ by about 1/sqrt(V) of their mean. A server that joins n others
+    takes 1/(n + 1) of the bytes on average, from all of them, and nothing moves between these; one
+    that leaves gives its share to all the others.
+    """
+
+    type: Literal["hashed"] = "hashed"
+    """Selects this placement."""
+    virtual_nodes: Annotated[int, Field(ge=1, le=2**16)] = 128
+    """Places of each server on the circle."""
+    seed: Annotated[int, Field(ge=0, le=2**63)] = 0
+    """Of the hash."""
+
+    def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
+        circle = sorted(
+            (self._at(f"server {server} {node}"), server)
+            for server in servers
+            for node in range(self.virtual_nodes)
+        )
+        places = [place for place, _ in circle]
+        after = (bisect(places, self._at(f"range {found.key}")) for found in ranges)
+        return tuple(circle[at % len(circle)][1] for at in after)
+
+    def _at(self, key: str) -> int:
+        salt = self.seed.to_bytes(8, "little")
+        return int.from_bytes(blake2b(key.encode(), digest_size=8, salt=salt).digest(), "little")
+
+    def law(self, servers: int) -> str:
+        return (
+            f"consistent hashing, {self.virtual_nodes} places a server: one more moves about "
+            f"1/{servers + 1} of the bytes, all of them to itself"
+        )

@@ -1,0 +1,232 @@
+"""The server's side of one range: a message in, effects out.
+
+    state, effects = receive(model, state, message, now)
+
+The same messages in the same order give the same effects: a log of what `receive`, `join`, `leave`
+and `tick` were given replays to the same bits. What a network does to messages (loss mended by
+retries, copies, another order) changes no more than the order in which clients' changes meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from jaxdist.param_server.consistency.contract import Arrival, Clocks, Consistency, Merge, decide
+from jaxdist.param_server.protocol.inbox import WINDOW, Inbox
+from jaxdist.param_server.protocol.messages import (
+    Acknowledge,
+    Answer,
+    Apply,
+    Drop,
+    Effect,
+    Message,
+    Publish,
+    Pull,
+    Push,
+    Refuse,
+    Stamp,
+)
+
+
+@dataclass(frozen=True)
+class RangeState:
+    """All that the server knows of a range besides its arrays.
+
+    Attributes:
+      inboxes: by client, members and those that have left.
+      reads: pulls that wait, the longest first.
+    """
+
+    clocks: Clocks
+    epoch: int = 0
+    inboxes: Mapping[int, Inbox] = field(default_factory=dict)
+    reads: tuple[Stamp, ...] = ()
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        return tuple(self.clocks.clocks)
+
+    @property
+    def late(self) -> tuple[int, ...]:
+        """The members with the least clock: whom waiting readers wait for."""
+        clocks = self.clocks.clocks
+        return tuple(sorted(one for one in clocks if clocks[one] == min(clocks.values())))
+
+
+class Step(NamedTuple):
+    """The next state, and what to do, in this order."""
+
+    state: RangeState
+    effects: tuple[Effect, ...] = ()
+
+
+def begin(team: int, *, epoch: int = 0, version: int = 0) -> RangeState:
+    """A range without members.
+
+    Args:
+      team: workers that the run is planned with.
+      version: of the parameters that it starts from, from a checkpoint.
+    """
+    return RangeState(Clocks(team, version=version, floor=version), epoch)
+
+
+def join(model: Consistency, state: RangeState, client: int, now: float = 0.0) -> Step:
+    """With a new member, which is to pull first; a number that was ever used is refused."""
+    if client in state.inboxes:
+        reason = f"client {client} has been a member: take a number that nobody had"
+        return Step(state, (Refuse(client, 0, reason, state.epoch),))
+    inboxes = {**state.inboxes, client: Inbox()}
+    return _decided(model, replace(state, clocks=state.clocks.joined(client), inboxes=inboxes), now)
+
+
+def leave(model: Consistency, state: RangeState, client: int, now: float = 0.0) -> Step:
+    """Without a member: what it sent counts, and nobody waits for it any more."""
+    if client not in state.clocks.clocks:
+        return Step(state)
+    reads = tuple(read for read in state.reads if read.client != client)
+    return _decided(model, replace(state, clocks=state.clocks.left(client), reads=reads), now)
+
+
+def tick(model: Consistency, state: RangeState, now: float) -> Step:
+    """What time alone brings about; to be called at `wake`."""
+    return _decided(model, state, now)
+
+
+def wake(model: Consistency, state: RangeState) -> float | None:
+    """When `tick` is to be called, in seconds; None: it need not be."""
+    return model.wake(state.clocks)
+
+
+def receive(model: Consistency, state: RangeState, message: Message, now: float = 0.0) -> Step:
+    """A message of a worker.
+
+    One that was delivered before changes nothing, and is answered as it was.
+    """
+    stamp = message.stamp
+    reason = _misplaced(model, state, message)
+    if reason is not None:
+        return Step(state, (Refuse(stamp.client, stamp.sequence, reason, state.epoch),))
+    inbox = state.inboxes[stamp.client]
+    if stamp.sequence < inbox.expected:
+        return Step(state, _again(model, state, message))
+    inbox, ready = inbox.put(message)
+    state = replace(state, inboxes={**state.inboxes, stamp.client: inbox})
+    effects: list[Effect] = []
+    for one in ready:
+        state, more = _delivered(model, state, one, now)
+        effects += more
+    return Step(state, tuple(effects))
+
+
+def _misplaced(model: Consistency, state: RangeState, message: Message) -> str | None:
+    """Why a message is refused; None: it is not."""
+    epoch, client, sequence = (getattr(message.stamp, name) for name in Stamp.__annotations__)
+    if epoch != state.epoch:
+        return f"epoch {epoch} is not the range's, {state.epoch}: ask for the placement"
+    if client not in state.clocks.clocks:
+        return f"client {client} is not a member: join first"
+    if not state.inboxes[client].accepts(sequence) or sequence < 0:
+        expected = state.inboxes[client].expected
+        return f"message {sequence} is not within {WINDOW} of message {expected}, the next"
+    return None
+
+
+def _again(model: Consistency, state: RangeState, message: Message) -> tuple[Effect, ...]:
+    """The answer to a retry; nothing while it is waited for."""
+    client, sequence = message.stamp.client, message.stamp.sequence
+    inbox = state.inboxes[client]
+    if isinstance(message, Push):
+        known = inbox.outcomes.get(sequence)
+        return () if known is None else (known,)
+    waits = any(read.client == client for read in state.reads)
+    # Of an older pull the client has the answer: it has sent something since.
+    current = sequence == inbox.expected - 1 and not waits
+    return (_answer(model, state, message.stamp),) if current else ()
+
+
+def _answer(model: Consistency, state: RangeState, stamp: Stamp) -> Answer:
+    clocks = state.clocks
+    clock = model.clock_of(clocks, stamp.client)
+    return Answer(stamp.client, stamp.sequence, clock, clocks.version, clocks.floor)
+
+
+def _delivered(model: Consistency, state: RangeState, message: Message, now: float) -> Step:
+    if isinstance(message, Pull):
+        return _decided(model, replace(state, reads=(*state.reads, message.stamp)), now)
+    stamp, clocks = message.stamp, state.clocks
+    arrival = Arrival(
+        stamp.client,
+        stamp.sequence,
+        message.clock,
+        message.version,
+        message.tokens,
+        message.usable,
+        now,
+    )
+    reason = _impossible(model, clocks, arrival) or model.refusal(clocks, arrival)
+    after = clocks.arrived(arrival)
+    if reason is None:
+        return _decided(model, replace(state, clocks=after), now)
+    if _impossible(model, clocks, arrival) is not None:
+        after = clocks
+    state = replace(state, clocks=replace(after, held=clocks.held))
+    state, effects = _settled(state, arrival, None, reason)
+    state, more = _decided(model, state, now)
+    return Step(state, (*effects, *more))
+
+
+def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | None:
+    """What no worker sends that keeps to its answers; None where it may be."""
+    if arrival.version > clocks.version:
+        return f"version {arrival.version} is not there yet: the range has {clocks.version}"
+    if not clocks.clocks[arrival.client] <= arrival.clock <= model.clock_of(clocks, arrival.client):
+        return f"clock {arrival.clock} is not its next, {clocks.clocks[arrival.client]}"
+    if not model.reachable(clocks, arrival):
+        return f"clock {arrival.clock} is ahead of what it may have read, floor {clocks.floor}"
+    if not 0 < arrival.tokens < float("inf"):
+        return f"{arrival.tokens} tokens: a change counts for more than none"
+    return None
+
+
+def _decided(model: Consistency, state: RangeState, now: float) -> Step:
+    readers = tuple(read.client for read in state.reads)
+    before = state.clocks
+    decision = decide(model, before, readers, now)
+    state = replace(state, clocks=decision.clocks)
+    effects: list[Effect] = []
+    for number, merge in enumerate(decision.merges, before.version + 1):
+        state, more = _merged(state, merge, number)
+        effects += more
+    answered = [read for read in state.reads if read.client in decision.admitted]
+    effects += [_answer(model, state, read) for read in answered]
+    state = replace(state, reads=tuple(read for read in state.reads if read not in answered))
+    if model.publishes and decision.clocks.floor > before.floor:
+        told = {read.client for read in answered}
+        effects += [
+            Publish(member, decision.clocks.version, decision.clocks.floor)
+            for member in state.members
+            if member not in told
+        ]
+    return Step(state, tuple(effects))
+
+
+def _merged(state: RangeState, merge: Merge, version: int) -> Step:
+    effects: list[Effect] = [Apply(merge, version)]
+    for part in merge.parts:
+        state, more = _settled(state, part.arrival, version)
+        effects += more
+    for arrival in merge.unusable:
+        state, more = _settled(state, arrival, None, "it holds a NaN or an infinity")
+        effects += more
+    return Step(state, tuple(effects))
+
+
+def _settled(state: RangeState, arrival: Arrival, version: int | None, reason: str = "") -> Step:
+    told = Acknowledge(arrival.client, arrival.sequence, version)
+    inbox = state.inboxes[arrival.client].settled(told)
+    state = replace(state, inboxes={**state.inboxes, arrival.client: inbox})
+    if version is not None:
+        return Step(state, (told,))
+    return Step(state, (Drop(arrival.client, arrival.sequence, reason), told))

@@ -1,0 +1,143 @@
+"""What a simulation is scripted with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError
+
+Chance = Annotated[float, Field(ge=0, lt=1)]
+WorkerNumber = Annotated[int, Field(ge=0)]
+
+
+class Straggler(Config):
+    """A worker that is slow for a time."""
+
+    worker: WorkerNumber
+    """Its number."""
+    factor: PositiveFloat
+    """Its steps take so many times as long."""
+    start_seconds: NonNegativeFloat = 0.0
+    """When it begins."""
+    stop_seconds: NonNegativeFloat | None = None
+    """When it ends; null: never."""
+
+
+class Crash(Config):
+    """A worker that dies, with all that it has not yet sent."""
+
+    worker: WorkerNumber
+    """Its number."""
+    at_seconds: NonNegativeFloat
+    """When it dies."""
+    back_seconds: NonNegativeFloat | None = None
+    """When it begins anew, as a new client; null: never."""
+
+
+class Link(Config):
+    """What a network card and the way to it do to messages."""
+
+    bytes_per_second: PositiveFloat = 1.25e9
+    """Of a worker's card, in each direction: 10 Gbit/s."""
+    server_bytes_per_second: PositiveFloat = 1.25e9
+    """Of a server's card, in each direction."""
+    latency_seconds: NonNegativeFloat = 1e-4
+    """From one card to another, besides the bytes."""
+    jitter_seconds: NonNegativeFloat = 0.0
+    """Up to so much more, drawn for each message: they overtake each other."""
+    loss: Chance = 0.0
+    """Share of messages that do not arrive."""
+    copies: Chance = 0.0
+    """Share of messages that arrive twice."""
+    retry_seconds: PositiveFloat = 0.2
+    """How long after a loss the worker sends again."""
+
+
+class SimulationConfig(Config):
+    """Workers, their speeds, the links, and what goes wrong; the same seed gives the same bits."""
+
+    workers: Count
+    """How many there are."""
+    steps: Count
+    """Clocks of each worker: gradients, or exchanges of local updates."""
+    step_seconds: PositiveFloat | tuple[PositiveFloat, ...] = 0.1
+    """Time of one gradient; a number, or one for each worker."""
+    noise: NonNegativeFloat = 0.0
+    """Standard deviation of the logarithm of a step's time, drawn for each step."""
+    stragglers: tuple[Straggler, ...] = ()
+    """Workers that are slow for a time."""
+    crashes: tuple[Crash, ...] = ()
+    """Workers that die."""
+    detect_seconds: NonNegativeFloat = 1.0
+    """From a worker's death to when nobody waits for it any more."""
+    link: Link = Link()
+    """The network."""
+    measure_every: Count = 10
+    """Updates between two measurements of the loss."""
+    seconds: PositiveFloat | None = None
+    """Virtual time that ends the run; null: when all have taken their steps."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of noise, jitter, losses and copies."""
+
+    def speeds(self) -> tuple[float, ...]:
+        """The time of one gradient by worker.
+
+        Raises:
+          ConfigError: not one for each worker, or a script about a worker that is not there.
+        """
+        times = self.step_seconds
+        found = times if isinstance(times, tuple) else (times,) * self.workers
+        if len(found) != self.workers:
+            raise ConfigError(
+                f"step_seconds has {len(found)} times for {self.workers} workers: give one number, "
+                "or one for each worker",
+                setting=("step_seconds",),
+            )
+        for name, script in (("stragglers", self.stragglers), ("crashes", self.crashes)):
+            for number, one in enumerate(script):
+                if one.worker >= self.workers:
+                    raise ConfigError(
+                        f"{name}: there is no worker {one.worker}: workers are 0 to "
+                        f"{self.workers - 1}",
+                        setting=(name, str(number), "worker"),
+                    )
+        return found
+
+    def factor(self, worker: int, now: float) -> float:
+        """How many times as long a step of a worker takes that begins now."""
+        found = 1.0
+        for one in self.stragglers:
+            stop = float("inf") if one.stop_seconds is None else one.stop_seconds
+            if one.worker == worker and one.start_seconds <= now < stop:
+                found *= one.factor
+        return found
+
+
+def shares_by_speed(step_seconds: Sequence[float], batch_size: int) -> tuple[int, ...]:
+    """A batch shared out so that workers of unequal speed take about equal time.
+
+    Args:
+      step_seconds: of one example, by worker.
+
+    Raises:
+      ConfigError: fewer examples than workers.
+
+    >>> shares_by_speed([1.0, 1.0, 2.0], batch_size=10)
+    (4, 4, 2)
+    """
+    workers = len(step_seconds)
+    if batch_size < workers:
+        raise ConfigError(
+            f"a batch of {batch_size} examples leaves some of {workers} workers without any: at "
+            f"least {workers}, or fewer workers"
+        )
+    rates = [1 / seconds for seconds in step_seconds]
+    shares = [1] * workers
+    for _ in range(batch_size - workers):
+        first = min(range(workers), key=lambda at: ((shares[at] + 1) / rates[at], at))
+        shares[first] += 1
+    return tuple(shares)

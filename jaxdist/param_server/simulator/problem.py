@@ -1,0 +1,85 @@
+"""What is trained in a simulation, and by which rule: plain numpy arrays, or jax's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+Arrays = Mapping[str, np.ndarray]
+"""Parameters, gradients or changes by name."""
+
+
+class Computed(NamedTuple):
+    """A worker's gradient.
+
+    Attributes:
+      tokens: how much it counts in a mean.
+    """
+
+    gradient: Arrays
+    tokens: float = 1.0
+
+
+class Problem(Protocol):
+    """A model with its data and loss.
+
+    Attributes:
+      start: the parameters to begin with.
+    """
+
+    @property
+    def start(self) -> Arrays: ...
+
+    def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
+        """Of the loss on a worker's own data for its step: the same whenever it is asked."""
+        ...
+
+    def loss(self, params: Arrays) -> float:
+        """What the curve shows, held out or not."""
+        ...
+
+
+RuleState = np.ndarray | None
+
+
+class Rule(Protocol):
+    """An update rule that is separable: of any range of any parameter by itself."""
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    def init(self, array: np.ndarray) -> RuleState: ...
+
+    def update(
+        self, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
+    ) -> tuple[np.ndarray, RuleState]:
+        """The next array and state.
+
+        Args:
+          rate: factor of the learning rate.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Sgd:
+    """Stochastic gradient descent with momentum: b <- m b + g; w <- w - rate (b, or g + m b)."""
+
+    learning_rate: float
+    momentum: float = 0.0
+    nesterov: bool = False
+
+    def init(self, array: np.ndarray) -> RuleState:
+        return np.zeros_like(array) if self.momentum else None
+
+    def update(
+        self, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
+    ) -> tuple[np.ndarray, RuleState]:
+        step = gradient
+        if state is not None:
+            state = self.momentum * state + gradient
+            step = gradient + self.momentum * state if self.nesterov else state
+        return array - (self.learning_rate * rate) * step, state

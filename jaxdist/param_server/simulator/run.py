@@ -1,0 +1,281 @@
+"""A simulation: servers, workers and network in virtual time, bit for bit the same for one seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from jaxdist.param_server.consistency.arrival import SSP, Adaptive, OnArrival
+from jaxdist.param_server.consistency.contract import Consistency
+from jaxdist.param_server.consistency.decoupled import Decoupled
+from jaxdist.param_server.consistency.elastic import Elastic
+from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.placement.contract import Placement, PlacementRule
+from jaxdist.param_server.placement.ranges import Tensor
+from jaxdist.param_server.protocol import server as protocol
+from jaxdist.param_server.protocol.messages import Message, Reply
+from jaxdist.param_server.simulator.config import SimulationConfig
+from jaxdist.param_server.simulator.network import Action, Network, Timeline
+from jaxdist.param_server.simulator.problem import Arrays, Problem, Rule, Sgd
+from jaxdist.param_server.simulator.report import Point, Report, Work
+from jaxdist.param_server.simulator.shard import Shard, ShardNode
+from jaxdist.param_server.simulator.worker import WorkerNode
+
+
+def simulate(
+    config: SimulationConfig,
+    problem: Problem,
+    rule: Rule,
+    model: Consistency,
+    placement: PlacementRule,
+    *,
+    servers: int = 1,
+) -> Report:
+    """Train in virtual time.
+
+    Args:
+      rule: of the servers where workers push gradients, and of the workers where they push what
+        their own steps changed; the outer rule of a decoupled model is in its own settings.
+
+    Raises:
+      ConfigError: a script about workers that are not there, a model that does not go with so many,
+        more servers than ranges.
+    """
+    return Simulation(config, problem, rule, model, placement, servers).run()
+
+
+@dataclass
+class _Reads:
+    """What reads were checked for: see `Simulation.check_reads`."""
+
+    count: int = 0
+    largest_lead: int = 0
+
+
+class Simulation:
+    """One run; see `simulate`."""
+
+    def __init__(
+        self,
+        config: SimulationConfig,
+        problem: Problem,
+        rule: Rule,
+        model: Consistency,
+        placement: PlacementRule,
+        servers: int,
+    ) -> None:
+        speeds = config.speeds()
+        model.check(workers=config.workers, learning_rate=rule.learning_rate)
+        self.config, self.problem, self.model = config, problem, model
+        self.rule = rule
+        self.timeline = Timeline()
+        self.network = Network(config.link, self.timeline, config.seed)
+        self.placement = placed(problem.start, placement, servers)
+        outer = server_rule(model, rule)
+        self.shards = [
+            ShardNode(
+                at, self.placement.held(at), problem.start, model, outer, config.workers, self.say
+            )
+            for at in self.placement.servers
+        ]
+        self.workers = [WorkerNode(at, seconds, self) for at, seconds in enumerate(speeds)]
+        self._clients = {worker.client: worker for worker in self.workers}
+        self.reads, self.largest_value = _Reads(), 0.0
+        self._bound = bound_of(model)
+        self.curve: list[Point] = []
+
+    @property
+    def now(self) -> float:
+        return self.timeline.now
+
+    def after(self, seconds: float, action: Action) -> None:
+        self.timeline.after(seconds, action)
+
+    def run(self) -> Report:
+        """To the end of the steps, or of the time."""
+        for client in self._clients:
+            self._join(client)
+        for crash in self.config.crashes:
+            self.after(crash.at_seconds, self.workers[crash.worker].crash)
+            if crash.back_seconds is not None:
+                self.after(crash.back_seconds, partial(self._back, crash.worker))
+        self._measure()
+        for worker in self.workers:
+            self.after(0.0, worker.go_on)
+        limit = float("inf") if self.config.seconds is None else self.config.seconds
+        while self.timeline.step(limit):
+            if all(worker.left for worker in self.workers):
+                break
+        else:
+            self._check_not_stuck(limit)
+        self._measure()
+        return self._report()
+
+    def _check_not_stuck(self, limit: float) -> None:
+        stuck = [one.number for one in self.workers if one.alive and not one.left]
+        late = {client for shard in self.shards for client in shard.state.late}
+        assert not stuck or limit < float("inf"), (
+            f"workers {stuck} wait for clients {late} for ever"
+        )
+
+    def _join(self, client: int) -> None:
+        for shard in self.shards:
+            shard.join(client, self.now)
+
+    def remove(self, client: int) -> None:
+        """A worker has gone for good: nobody waits for it any more."""
+        for shard in self.shards:
+            shard.leave(client, self.now)
+
+    def _back(self, number: int) -> None:
+        worker = self.workers[number]
+        if worker.alive:
+            return
+        worker.begin(max(self._clients) + 1)
+        self._clients[worker.client] = worker
+        self._join(worker.client)
+        worker.go_on()
+
+    def ask(self, worker: WorkerNode, server: int, message: Message, payload: Shard | None) -> None:
+        """A worker's message to a server."""
+        size = 0 if payload is None else sum(array.nbytes for array in payload)
+        retry = self.config.link.retry_seconds
+        self._watch_values()
+        self.network.send(
+            ("worker", worker.number),
+            ("server", server),
+            size,
+            lambda: self._receive(server, message, payload),
+            lambda: self.after(retry, lambda: worker.again(server, message)),
+        )
+
+    def say(self, server: int, reply: Reply, payload: Shard | None) -> None:
+        """A server's reply to a worker."""
+        worker = self._clients[reply.client]
+        size = 0 if payload is None else sum(array.nbytes for array in payload)
+        self.network.send(
+            ("server", server),
+            ("worker", worker.number),
+            size,
+            lambda: worker.hear(server, reply, payload),
+            lambda: worker.lost_reply(server, reply),
+        )
+
+    def _receive(self, server: int, message: Message, payload: Shard | None) -> None:
+        shard = self.shards[server]
+        before = shard.state.clocks.version
+        if message.stamp.client in shard.state.clocks.clocks:
+            shard.receive(message, payload, self.now)
+        if server == 0 and shard.state.clocks.version // self.config.measure_every > (
+            before // self.config.measure_every
+        ):
+            self._measure()
+        wake = protocol.wake(self.model, shard.state)
+        if wake is not None:
+            self.after(max(0.0, wake - self.now), lambda: shard.tick(self.now))
+
+    def joined(self, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
+        """Parameters by name, out of each server's part."""
+        found: dict[str, np.ndarray] = {}
+        rows: dict[str, list[tuple[int, np.ndarray]]] = {}
+        for node, arrays in zip(self.shards, shards, strict=True):
+            for one, array in zip(node.ranges, arrays, strict=True):
+                rows.setdefault(one.name, []).append((one.start, array))
+        for name, like in self.problem.start.items():
+            parts = [array for _, array in sorted(rows[name], key=lambda part: part[0])]
+            whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+            found[name] = whole.reshape(np.shape(like))
+        return found
+
+    def check_reads(self, worker: WorkerNode) -> None:
+        """That what a worker is about to compute from is no staler than the model says.
+
+        By the simulation's own count of what was applied before each version.
+        """
+        for shard, link in zip(self.shards, worker.links, strict=True):
+            assert link.version is not None
+            lead = link.clock - shard.book.floors[link.version]
+            self.reads.count += 1
+            self.reads.largest_lead = max(self.reads.largest_lead, lead)
+            assert self._bound is None or lead <= self._bound, (
+                f"worker {worker.number} at clock {link.clock} reads version {link.version}, "
+                f"{lead} clocks old: more than {self._bound}"
+            )
+
+    def largest(self, shard: Shard) -> float:
+        """The largest magnitude by which gradients move a parameter, by plain SGD."""
+        assert isinstance(self.model, OnArrival)
+        unit = self.rule.learning_rate * self.model.rate(0, self.config.workers)
+        return unit * max(float(np.abs(array).max(initial=0.0)) for array in shard)
+
+    def _watch_values(self) -> None:
+        """The value bound's own quantity: the sum of all that is under way."""
+        if not isinstance(self.model, OnArrival) or self.model.value_bound is None:
+            return
+        for at in range(len(self.shards)):
+            sums = [worker.under_way(at) for worker in self.workers if worker.alive]
+            total = tuple(np.sum(parts, axis=0) for parts in zip(*sums, strict=True))
+            self.largest_value = max(self.largest_value, self.largest(total))
+
+    def _measure(self) -> None:
+        params = self.joined([shard.arrays for shard in self.shards])
+        steps = sum(worker.gradients for worker in self.workers)
+        updates = self.shards[0].state.clocks.version
+        point = Point(self.now, steps, updates, self.problem.loss(params))
+        if not self.curve or self.curve[-1][2:] != point[2:]:
+            self.curve.append(point)
+
+    def _report(self) -> Report:
+        end = self.now
+        books = [shard.book for shard in self.shards]
+        received, sent = self.network.received_bytes, self.network.sent_bytes
+        return Report(
+            params=self.joined([shard.arrays for shard in self.shards]),
+            seconds=end,
+            curve=tuple(self.curve),
+            work=tuple(
+                Work(one.gradients, one.busy_seconds, one.idle_seconds, one.crashes)
+                for one in self.workers
+            ),
+            staleness=sum((book.staleness for book in books), Counter()),
+            dropped=sum((book.dropped for book in books), Counter()),
+            received_bytes=tuple(received["server", at] for at in range(len(self.shards))),
+            sent_bytes=tuple(sent["server", at] for at in range(len(self.shards))),
+            lost=self.network.lost,
+            reads=self.reads.count,
+            largest_lead=self.reads.largest_lead,
+            largest_value=self.largest_value,
+        )
+
+
+def server_rule(model: Consistency, rule: Rule) -> Rule:
+    """What servers update parameters by."""
+    if isinstance(model, Decoupled):
+        return Sgd(model.learning_rate, model.momentum, model.nesterov)
+    return rule
+
+
+def placed(start: Arrays, rule: PlacementRule, servers: int) -> Placement:
+    """The arrays of a problem on servers 0, 1, 2, ..."""
+    tensors = [
+        Tensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes)
+        for name, array in start.items()
+    ]
+    return rule.place(tensors, range(servers))
+
+
+def bound_of(model: Consistency) -> int | None:
+    """The most clocks that a read may be old; None: the model has no such bound."""
+    match model:
+        case SSP():
+            return model.bound
+        case Adaptive():
+            return model.most
+        case BSP(backups=0) | Elastic(order="rounds"):
+            return 0
+        case _:
+            return None

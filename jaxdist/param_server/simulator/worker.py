@@ -1,0 +1,174 @@
+"""A worker in a simulation: it reads of every server, computes, pushes to every server."""
+
+from __future__ import annotations
+
+import random
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxdist.param_server.consistency.arrival import OnArrival
+from jaxdist.param_server.protocol import client
+from jaxdist.param_server.protocol.client import ClientState
+from jaxdist.param_server.protocol.messages import Message, Publish, Push, Reply
+from jaxdist.param_server.simulator.problem import Computed
+from jaxdist.param_server.simulator.shard import Shard, slices
+from jaxdist.param_server.simulator.trainer import Trainer
+
+if TYPE_CHECKING:
+    from jaxdist.param_server.simulator.run import Simulation
+
+
+class WorkerNode:
+    """One worker.
+
+    Attributes:
+      client: its number in the protocol; a new one after each crash.
+      links: towards each server, in their order.
+      busy_seconds: spent on gradients.
+      idle_seconds: alive, and waiting for servers or the network.
+    """
+
+    def __init__(self, number: int, step_seconds: float, run: Simulation) -> None:
+        self.number, self.step_seconds, self.run = number, step_seconds, run
+        self.busy_seconds = self.idle_seconds = 0.0
+        self.gradients = self.crashes = 0
+        self._random = random.Random(f"worker {number} {run.config.seed}")
+        self.client = -1
+        self.begin(number)
+
+    def begin(self, number: int) -> None:
+        """With nothing but what it pulls."""
+        self.client, self.alive, self.busy, self.left = number, True, False, False
+        servers = range(len(self.run.shards))
+        self.links = [ClientState(number) for _ in servers]
+        self.copies: list[Shard | None] = [None for _ in servers]
+        self.sent: dict[tuple[int, int], Shard] = {}
+        workers = self.run.config.workers
+        self.trainer = Trainer(
+            self.run.model, self.run.problem, self.run.rule, self.number, workers
+        )
+        self.waits_since = self.run.now
+
+    @property
+    def clock(self) -> int:
+        return min(link.clock for link in self.links)
+
+    @property
+    def finished(self) -> bool:
+        """Has it taken its steps, and does it know what became of them?"""
+        steps = self.run.config.steps
+        return self.clock >= steps and not any(link.under_way for link in self.links)
+
+    def go_on(self) -> None:
+        """Compute where it may; else ask whom it waits for."""
+        if not self.alive or self.busy or self.left:
+            return
+        if self.clock >= self.run.config.steps:
+            if self.finished:
+                self.left = True
+                self.run.remove(self.client)
+            return
+        model, waits = self.run.model, False
+        for server, link in enumerate(self.links):
+            if client.ready(model, link):
+                continue
+            waits = True
+            if not link.pulling and link.room:
+                self.links[server], message = client.pull(link)
+                self.run.ask(self, server, message, None)
+        if not waits and not self._held_back():
+            self._compute()
+
+    def _compute(self) -> None:
+        self.run.check_reads(self)
+        self.idle_seconds += self.run.now - self.waits_since
+        copy = self.run.joined([found for found in self.copies if found is not None])
+        first = self.trainer.read(copy)
+        clock, me = self.clock, self.client
+        if first is not None:
+            self._push(first)
+        self.busy = True
+        factor = self.run.config.factor(self.number, self.run.now)
+        seconds = self.step_seconds * self.trainer.local_steps * factor
+        if self.run.config.noise:
+            seconds *= self._random.lognormvariate(0.0, self.run.config.noise)
+        self.run.after(seconds, lambda: self._computed(me, clock, seconds, first is not None))
+
+    def _computed(self, me: int, clock: int, seconds: float, pushed: bool) -> None:
+        if me != self.client or not self.alive:
+            return
+        found = self.trainer.compute(clock)
+        self.gradients += self.trainer.local_steps
+        self.busy_seconds += seconds
+        self.busy, self.waits_since = False, self.run.now
+        if not pushed:
+            self._push(found)
+        self.go_on()
+
+    def _push(self, change: Computed) -> None:
+        usable = all(bool(np.isfinite(one).all()) for one in change.gradient.values())
+        for server, shard in enumerate(self.run.shards):
+            payload = slices(shard.ranges, change.gradient)
+            link, message = client.push(self.links[server], tokens=change.tokens, usable=usable)
+            self.links[server] = link
+            self.sent[server, message.stamp.sequence] = payload
+            self.run.ask(self, server, message, payload)
+
+    def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
+        """A reply of a server has come."""
+        if reply.client != self.client or not self.alive:
+            return
+        heard = client.hear(self.links[server], reply)
+        assert heard.refused is None, heard.refused
+        self.links[server] = heard.state
+        if heard.takes:
+            self.copies[server] = payload
+        if heard.settled is not None:
+            del self.sent[server, heard.settled]
+        self.go_on()
+
+    def again(self, server: int, message: Message) -> None:
+        """Send a message once more, unless the answer has come in the meantime."""
+        sequence = message.stamp.sequence
+        if self.alive and message.stamp.client == self.client:
+            under_way = self.links[server].under_way
+            if sequence in under_way:
+                self.run.ask(self, server, message, self.sent.get((server, sequence)))
+
+    def lost_reply(self, server: int, reply: Reply) -> None:
+        """A reply was lost: the worker asks again when its time is over."""
+        if isinstance(reply, Publish) or reply.client != self.client:
+            return
+        message = self.links[server].under_way.get(reply.sequence)
+        if message is not None:
+            wait = self.run.config.link.retry_seconds
+            self.run.after(wait, lambda: self.again(server, message))
+
+    def under_way(self, server: int) -> Shard:
+        """The sum of its gradients that this server has not settled."""
+        shard = self.run.shards[server]
+        total = tuple(np.zeros_like(array) for array in shard.arrays)
+        for (where, sequence), payload in self.sent.items():
+            if where == server and isinstance(self.links[server].under_way.get(sequence), Push):
+                total = tuple(a + b for a, b in zip(total, payload, strict=True))
+        return total
+
+    def _held_back(self) -> bool:
+        model = self.run.model
+        if not isinstance(model, OnArrival) or model.value_bound is None:
+            return False
+        workers = self.run.config.workers
+        largest = max(self.run.largest(self.under_way(at)) for at in range(len(self.links)))
+        return model.holds_back(largest, workers)
+
+    def crash(self) -> None:
+        """All that it had is gone; what it sent is under way."""
+        if not self.alive or self.left:
+            return
+        if not self.busy:
+            self.idle_seconds += self.run.now - self.waits_since
+        self.alive, self.busy = False, False
+        self.crashes += 1
+        me = self.client
+        self.run.after(self.run.config.detect_seconds, lambda: self.run.remove(me))

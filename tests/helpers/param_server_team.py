@@ -1,0 +1,182 @@
+"""Workers and one range on a network that loses, copies, delays and reorders, from a seed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxdist.param_server.consistency.arrays import combined
+from jaxdist.param_server.protocol import client as worker
+from jaxdist.param_server.protocol import server
+from jaxdist.param_server.protocol.messages import Acknowledge, Apply, Drop, Publish, Refuse
+
+
+@dataclass
+class Chaos:
+    """Chances of what the network does to a message."""
+
+    loses: float = 0.0
+    copies: float = 0.0
+    reorders: bool = False
+
+
+@dataclass
+class Team:
+    """N workers that train w towards 0 with gradient(w, client, clock) and a server of plain SGD.
+
+    All that happens is drawn from `rng`; time is the number of events.
+    """
+
+    model: object
+    workers: int
+    gradient: object
+    steps: int = 6
+    seed: int = 0
+    chaos: Chaos = field(default_factory=Chaos)
+    learning_rate: float = 0.1
+    start: object = 1.0
+    speeds: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        self.rng = random.Random(self.seed)
+        self.w = np.asarray(self.start, np.float64)
+        self.state = server.begin(self.workers)
+        self.now = 0.0
+        self.network, self.payloads, self.values = [], {}, {0: self.w}
+        self.clients, self.copies = {}, {}
+        self.applied, self.dropped, self.reads, self.log = [], [], [], []
+        self.floors, self.refused = [0], []
+        for number in range(self.workers):
+            self.join(number)
+
+    def join(self, number):
+        self.clients[number] = worker.ClientState(number)
+        self.log.append(("join", number, self.now))
+        self.do(server.join(self.model, self.state, number, self.now))
+
+    def leave(self, number):
+        del self.clients[number]
+        self.log.append(("leave", number, self.now))
+        self.do(server.leave(self.model, self.state, number, self.now))
+
+    def do(self, step):
+        """What the server's edge does."""
+        self.state = step.state
+        for effect in step.effects:
+            if isinstance(effect, Apply):
+                self.apply(effect)
+            elif isinstance(effect, Drop):
+                self.dropped.append((effect.client, effect.sequence, effect.reason))
+            else:
+                self.send(("reply", effect, self.w))
+        self.floors.append(self.state.clocks.floor)
+
+    def apply(self, effect):
+        merge = effect.merge
+        self.applied.append((effect.version, merge))
+        if merge.parts:
+            change = combined(merge, lambda one: self.payloads[one.client, one.sequence])
+            if self.model.payload == "gradient":
+                change = -self.learning_rate * merge.rate * change
+            self.w = self.w + change
+        self.values[effect.version] = self.w
+
+    def send(self, thing):
+        if self.rng.random() < self.chaos.loses:
+            return
+        self.network += [thing] * (2 if self.rng.random() < self.chaos.copies else 1)
+
+    def deliver(self):
+        if not self.network:
+            return
+        at = self.rng.randrange(len(self.network)) if self.chaos.reorders else 0
+        kind, thing, w = self.network.pop(at)
+        if kind == "message":
+            self.log.append((kind, thing, self.now))
+            self.do(server.receive(self.model, self.state, thing, self.now))
+        elif thing.client in self.clients:
+            self.hear(thing, w)
+
+    def hear(self, reply, w):
+        heard = worker.hear(self.clients[reply.client], reply)
+        self.clients[reply.client] = heard.state
+        if heard.takes:
+            self.copies[reply.client] = w
+        if isinstance(reply, Refuse):
+            self.refused.append(reply.reason)
+        assert isinstance(reply, Publish | Refuse | Acknowledge) or reply.clock >= 0
+
+    def act(self, number):
+        """A worker computes, or asks, or says again what was not answered."""
+        state = self.clients[number]
+        if state.clock >= self.steps:
+            self.again(number)
+            return
+        if worker.ready(self.model, state):
+            self.compute(number, state)
+        elif state.pulling or not state.room:
+            self.again(number)
+        else:
+            self.clients[number], message = worker.pull(state)
+            self.send(("message", message, None))
+
+    def again(self, number):
+        """Seldom, so that what the network holds does not grow."""
+        if self.rng.random() > 0.1:
+            return
+        for message in worker.retries(self.clients[number]):
+            self.send(("message", message, None))
+
+    def compute(self, number, state):
+        w = self.copies[number]
+        # What a copy says of its version is what the server had then.
+        np.testing.assert_array_equal(w, self.values[state.version])
+        self.reads.append((number, state.clock, state.version, state.floor))
+        change = self.gradient(w, number, state.clock)
+        self.clients[number], message = worker.push(state)
+        self.payloads[number, message.stamp.sequence] = change
+        self.send(("message", message, None))
+
+    def tick(self):
+        self.now += 1.0
+        when = server.wake(self.model, self.state)
+        if when is not None and self.now >= when:
+            self.log.append(("tick", None, self.now))
+            self.do(server.tick(self.model, self.state, self.now))
+
+    @property
+    def done(self):
+        return all(
+            state.clock >= self.steps and not state.under_way for state in self.clients.values()
+        )
+
+    def run(self, limit=100_000):
+        for _ in range(limit):
+            if self.done:
+                return self
+            self.tick()
+            if self.network and self.rng.random() < 0.7:
+                self.deliver()
+            else:
+                (number,) = self.rng.choices(list(self.clients), self.weights())
+                self.act(number)
+        raise AssertionError(f"stuck: {self.state}")
+
+    def weights(self):
+        return None if self.speeds is None else [self.speeds[number] for number in self.clients]
+
+
+def replayed(team):
+    """The parameters of a server that is given the log of another."""
+    twin = Team(team.model, 0, team.gradient, start=team.start, learning_rate=team.learning_rate)
+    twin.state, twin.payloads = server.begin(team.workers), team.payloads
+    for kind, thing, now in team.log:
+        if kind == "message":
+            twin.do(server.receive(twin.model, twin.state, thing, now))
+        elif kind == "tick":
+            twin.do(server.tick(twin.model, twin.state, now))
+        else:
+            twin.do(getattr(server, kind)(twin.model, twin.state, thing, now))
+    return twin
