@@ -12,13 +12,15 @@ from jaxdist.cli import shared
 
 
 class ConfigOrCommand(TyperGroup):
-    """A group whose command `compare` is meant where none is named."""
+    """A group with a command that is meant where none is named."""
+
+    default = "compare"
 
     # typer's own class of contexts has no public name, and the public one is narrower.
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The arguments, with that command where they begin with something else."""
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
-            args = ["compare", *args]
+            args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 
