@@ -128,6 +128,8 @@ def refused(arguments):
         name = rest.pop(0)
         if name == "--help":
             return None
+        if name not in commands and (meant := getattr(command, "default", None)):
+            name = meant  # the word is an argument of it
         if name not in commands:
             return name
         command = commands[name]
@@ -149,7 +151,8 @@ def test_commands_are_those_of_the_command_line(page, line):
 
 def test_a_wrong_command_is_found():
     lines = ["jaxdist trian X", "jaxdist train X --device 8", "jaxdist pipeline shw zb_v"]
-    assert [refused(words(line)) for line in lines] == ["trian", "--device", "shw"]
+    lines.append("jaxdist study X --off compression")
+    assert [refused(words(line)) for line in lines] == ["trian", "--device", "shw", "--off"]
 
 
 def test_the_reference_has_every_public_name():

@@ -11,6 +11,7 @@ import sys
 import typer
 
 from jaxdist.cli import measurement, pipelines, preparation, programs, runs, shared
+from jaxdist.cli.measurement import ConfigOrCommand
 from jaxdist.cli.output import lasting_output
 
 app = typer.Typer(
@@ -23,7 +24,11 @@ app = typer.Typer(
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
 pipeline_app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules.")
-study_app = typer.Typer(no_args_is_help=True, help="Compare many runs of one config.")
+study_app = typer.Typer(
+    cls=ConfigOrCommand,
+    no_args_is_help=True,
+    help="Compare many runs of one config: `jaxdist study CONFIG` is `study compare CONFIG`.",
+)
 
 app.command()(preparation.init)
 app.command()(runs.train)
@@ -40,6 +45,7 @@ data_app.command()(preparation.tokenize)
 pipeline_app.command()(pipelines.show)
 pipeline_app.command()(pipelines.compare)
 pipeline_app.command()(pipelines.check)
+study_app.command("compare")(measurement.compare)
 study_app.command("batch-scaling")(measurement.batch_scaling)
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")

@@ -6,8 +6,22 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer.core import TyperGroup
 
 from jaxdist.cli import shared
+
+
+class ConfigOrCommand(TyperGroup):
+    """A group with a command that is meant where none is named."""
+
+    default = "compare"
+
+    # typer's own class of contexts has no public name, and the public one is narrower.
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """The arguments, with that command where they begin with something else."""
+        if args and args[0] not in {*self.commands, *ctx.help_option_names}:
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
 
 
 def bench(
@@ -54,6 +68,45 @@ def bench(
     report.print()
     if record is not None:
         ranges.record(report, record)
+
+
+def compare(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    of: Annotated[
+        str | None, typer.Option(help="A set of variants that come along: compression.")
+    ] = None,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="One of your own: NAME='section.key=value section.key=value' ..."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 3,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the changes into this directory.")] = None,
+    devices: shared.Devices = None,
+) -> None:
+    """Train variants of CONFIG on the same batches, and compare their held-out loss.
+
+    The first is CONFIG itself (with --of compression, without any); the others
+    take equal steps from the same parameters, seed by seed. A study that was
+    interrupted goes on where it was.
+    """
+    extra = shared.prepare(config, overrides, devices)
+    from jaxdist.study.compare import compare as run
+
+    run(
+        config,
+        extra,
+        of=of,
+        variants=variant or [],
+        seeds=seeds,
+        json_file=json_file,
+        plot=plot,
+        console=shared.console(),
+    )
 
 
 def batch_scaling(

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +10,10 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxdist.data.cache import cache_directory
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, load
 from jaxdist.runtime import compilation_cache
+from jaxdist.study.files import check_writable, journal_path, write_json
 from jaxdist.study.optimizers import CONTENDERS, check_names
 from jaxdist.study.plan import (
     FACTOR,
@@ -27,7 +25,8 @@ from jaxdist.study.plan import (
     run_plan,
 )
 from jaxdist.study.plot import plot_batch_scaling
-from jaxdist.study.table import markdown, metric_of, verdict
+from jaxdist.study.runs import Runs
+from jaxdist.study.table import markdown, metric_of, shown, verdict
 from jaxdist.study.trainer import Trainer
 from jaxdist.study.trial import Journal, Trial, TrialOutcome
 from jaxdist.study.watch import Watch
@@ -47,7 +46,7 @@ class Study:
 
     caption: str
     cells: tuple[StudyCell, ...]
-    runs: tuple[TrialOutcome, ...]
+    runs: tuple[TrialOutcome[Trial], ...]
 
     def text(self) -> str:
         """Caption, table and verdict."""
@@ -124,14 +123,14 @@ def batch_scaling(
         tuning_seeds=tuple(seeds_of[:TUNING_SEEDS]),
         tune=tune,
     )
-    _check_writable(plot, json_file)
-    journal = Journal(_journal_path(path, json_file, plot))
+    check_writable(plot, json_file)
+    journal = Journal(journal_path(path, "batch-scaling", json_file, plot), Trial)
     compilation_cache.enable(cache_directory() / "compiled")
     cells, runs = _run(plan, trainer, journal, console)
     study = Study(_caption(experiment, plan), cells, runs)
     console.print(f"\n{study.text()}", soft_wrap=True, markup=False)
     if json_file is not None:
-        _write(json_file, json.dumps(study.as_json(), indent=1, allow_nan=False) + "\n")
+        write_json(json_file, study.as_json())
     if plot is not None:
         model, length = experiment.config.model.type, experiment.config.train.epochs
         title = f"{model} on {path.stem}, {length:g} epochs: mean, lowest and highest of {seeds}"
@@ -159,44 +158,24 @@ def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> lis
     return list(overrides)
 
 
-def _journal_path(path: Path, json_file: Path | None, plot: Path | None) -> Path:
-    if json_file is not None:
-        return json_file.with_suffix(".runs.jsonl")
-    return (plot or Path("runs")) / f"{path.stem}-batch-scaling.runs.jsonl"
-
-
 def _run(
-    plan: StudyPlan, trainer: Trainer, journal: Journal, console: Console
-) -> tuple[tuple[StudyCell, ...], tuple[TrialOutcome, ...]]:
-    runs: dict[str, TrialOutcome] = {}
+    plan: StudyPlan, trainer: Trainer, journal: Journal[Trial], console: Console
+) -> tuple[tuple[StudyCell, ...], tuple[TrialOutcome[Trial], ...]]:
     order = [size for size in plan.steps for _ in plan.optimizers]
+    cells: list[StudyCell] = []
     with Watch(order, console) as watch:
-
-        def run(trial: Trial) -> TrialOutcome:
-            key = trainer.identity(trial)
-            outcome = runs.get(key) or journal.get(key)
-            if outcome is None:
-                watch.trial(trial)
-                outcome = trainer(trial)
-                journal.add(key, outcome)
-            if key not in runs:
-                runs[key] = outcome
-                watch.took(outcome.seconds)
-            return outcome
-
-        cells: list[StudyCell] = []
-        try:
-            for found in run_plan(plan, run):
-                watch.cells(found)
+        runs = Runs(trainer, journal, watch)
+        with runs.told(console):
+            for found in run_plan(plan, runs):
+                watch.done(_line(found))
                 cells += found
-        except KeyboardInterrupt:
-            console.print(
-                f"{len(runs)} runs are kept in {journal.path}; the same command goes on",
-                soft_wrap=True,
-                markup=False,
-            )
-            raise
-    return tuple(cells), tuple(runs.values())
+    return tuple(cells), runs.outcomes
+
+
+def _line(cells: Sequence[StudyCell]) -> str:
+    """The cells of one optimizer and batch size."""
+    found = ", ".join(f"{shown(c)} {'tuned' if c.tuned else 'by rule'}" for c in cells)
+    return f"{cells[0].optimizer}, batch {cells[0].batch_size}: {found}"
 
 
 def _caption(experiment: Experiment, plan: StudyPlan) -> str:
@@ -219,25 +198,3 @@ def _caption(experiment: Experiment, plan: StudyPlan) -> str:
             "seeds on the same held-out split; by chance a tuned mean can fall below the rule's.",
         ]
     )
-
-
-def _check_writable(plot: Path | None, json_file: Path | None) -> None:
-    """Not after the last run, but before the first."""
-    for folder in {plot, json_file.parent if json_file else None} - {None}:
-        assert folder is not None
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
-        except OSError as error:
-            raise _unwritable(folder, error) from error
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise _unwritable(path, error) from error
-
-
-def _unwritable(path: str | os.PathLike[str], error: OSError) -> RunError:
-    return RunError(f"cannot write the study to {path}: {error.strerror}; choose another place")

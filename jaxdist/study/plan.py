@@ -20,7 +20,7 @@ LARGEST_WARMUP = 0.2
 TUNING_SEEDS = 3
 FACTOR, EXTENSIONS = 2.0, 8
 """Between learning rates that are tried; how often a search may go beyond its first three."""
-Runner = Callable[[Trial], TrialOutcome]
+Runner = Callable[[Trial], TrialOutcome[Trial]]
 T = TypeVar("T")
 
 
@@ -74,7 +74,7 @@ class StudyCell:
     optimizer: str
     batch_size: int
     tuned: bool
-    outcomes: tuple[TrialOutcome, ...]
+    outcomes: tuple[TrialOutcome[Trial], ...]
 
     @property
     def learning_rate(self) -> float:
@@ -159,15 +159,15 @@ def _runs(
     warmup_steps: int,
     seeds: Sequence[int],
     learning_rate: float,
-) -> tuple[TrialOutcome, ...]:
+) -> tuple[TrialOutcome[Trial], ...]:
     return tuple(run(Trial(name, batch_size, s, learning_rate, warmup_steps)) for s in seeds)
 
 
-def _best_rate(runs: Callable[[float], tuple[TrialOutcome, ...]], start: float) -> float:
+def _best_rate(runs: Callable[[float], tuple[TrialOutcome[Trial], ...]], start: float) -> float:
     return search(start, runs, _mean_score)[0].trial.learning_rate
 
 
-def _mean_score(outcomes: Sequence[TrialOutcome]) -> tuple[float, ...]:
+def _mean_score(outcomes: Sequence[TrialOutcome[Trial]]) -> tuple[float, ...]:
     scores = zip(*(outcome.score for outcome in outcomes), strict=True)
     return tuple(sum(values) / len(outcomes) for values in scores)
 

@@ -19,7 +19,7 @@ from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import Experiment, ExperimentConfig, build, load
 from jaxdist.optim.build import Optimizer
 from jaxdist.study.optimizers import CONTENDERS
-from jaxdist.study.trial import Trial, TrialOutcome, identity
+from jaxdist.study.trial import Trial, TrialOutcome, TrialT, identity
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -68,25 +68,17 @@ class Trainer:
         self._path, self._overrides = path, tuple(overrides)
         self._built = lru_cache(maxsize=8)(self._build)
 
-    def __call__(self, trial: Trial) -> TrialOutcome:
+    def __call__(self, trial: Trial) -> TrialOutcome[Trial]:
         """Train and evaluate on the whole held-out split; nothing is written."""
         begun = time.perf_counter()
         built = self._built(replace(trial, learning_rate=1.0))
-        state, diverged = _train(built, trial.learning_rate)
-        heldout = built.experiment.heldout
-        assert heldout is not None, "checked before the first trial"
-        with heldout.evaluation_batches() as batches:
-            metrics = evaluate(built.program, state.params, state.buffers, batches)
-        diverged = diverged or not np.isfinite(metrics["loss"])
-        seconds = time.perf_counter() - begun
-        return TrialOutcome(
-            trial, built.experiment.total_steps, metrics, diverged, round(seconds, 3)
-        )
+        start = at_rate(built.start, trial.learning_rate)
+        return finish(trial, built.experiment, built.program, start, begun=begun)
 
     def identity(self, trial: Trial) -> str:
         """The same for two trials that must come out the same."""
         _, config = self._load(trial)
-        return identity(config.model_dump(mode="json", exclude=_NOT_OURS))
+        return identity_of(config)
 
     def check(self, trials: Sequence[Trial]) -> list[Experiment]:
         """Build the trials' experiments, before the first one is trained.
@@ -104,23 +96,7 @@ class Trainer:
                     f"--batches {trial.batch_size} is larger than the training split of "
                     f"{examples:,} examples; leave it out"
                 )
-            if len(experiment.stages) > 1:
-                sizes = ", ".join(str(stage.batch_size) for stage in experiment.stages)
-                raise ConfigError(
-                    f"{self._path}: its runs go through the batch sizes {sizes}, but a study "
-                    "trains each at one; set train.batch_ramp=null and train.phases=null"
-                )
-            strategy = experiment.config.strategy.type
-            if strategy != "synchronous":
-                raise ConfigError(
-                    f"{self._path}: strategy.type {strategy} changes weights between steps, and "
-                    "a study compares optimizers alone; set strategy={type: synchronous}"
-                )
-            if experiment.heldout is None:
-                raise DataError(
-                    f"data of {self._path} has no held-out split, which a study judges by: "
-                    "give its section data one, such as heldout_fraction or heldout_examples"
-                )
+            check_comparable(experiment, self._path)
         return experiments
 
     def _load(self, trial: Trial) -> tuple[Document, ExperimentConfig]:
@@ -147,13 +123,61 @@ class Trainer:
         return Built(experiment, program, program.init())
 
 
-def _train(built: Built, learning_rate: float) -> tuple[TrainState, bool]:
+def identity_of(config: ExperimentConfig) -> str:
+    """Of all that a run's outcome depends on."""
+    return identity(config.model_dump(mode="json", exclude=_NOT_OURS))
+
+
+def check_comparable(experiment: Experiment, path: Path) -> None:
+    """That a run is nothing but steps of one program, which a held-out split judges.
+
+    Raises:
+      ConfigError: its batch changes within a run, or more than steps change its weights.
+      DataError: the data has no held-out split.
+    """
+    if len(experiment.stages) > 1:
+        sizes = ", ".join(str(stage.batch_size) for stage in experiment.stages)
+        raise ConfigError(
+            f"{path}: its runs go through the batch sizes {sizes}, but a study "
+            "trains each at one; set train.batch_ramp=null and train.phases=null"
+        )
+    strategy = experiment.config.strategy.type
+    if strategy != "synchronous":
+        raise ConfigError(
+            f"{path}: strategy.type {strategy} changes weights between steps, and "
+            "a study compares steps alone; set strategy={type: synchronous}"
+        )
+    if experiment.heldout is None:
+        raise DataError(
+            f"data of {path} has no held-out split, which a study judges by: "
+            "give its section data one, such as heldout_fraction or heldout_examples"
+        )
+
+
+def finish(
+    trial: TrialT, experiment: Experiment, program: Program, state: TrainState, *, begun: float
+) -> TrialOutcome[TrialT]:
+    """Train from a state on, and evaluate on the whole held-out split; nothing is written.
+
+    Args:
+      state: is donated.
+      begun: when the trial was, by `time.perf_counter`.
+    """
+    state, diverged = train(experiment, program, state)
+    assert experiment.heldout is not None, "checked before the first trial"
+    with experiment.heldout.evaluation_batches() as batches:
+        metrics = evaluate(program, state.params, state.buffers, batches)
+    diverged = diverged or not np.isfinite(metrics["loss"])
+    seconds = round(time.perf_counter() - begun, 3)
+    return TrialOutcome(trial, experiment.total_steps, metrics, diverged, seconds)
+
+
+def train(experiment: Experiment, program: Program, state: TrainState) -> tuple[TrainState, bool]:
     """The state after the last step, and whether a loss was not finite, which ends the run."""
-    state = at_rate(built.start, learning_rate)
     previous = None
-    with built.experiment.loader.batches() as batches:
-        for _ in range(built.experiment.total_steps):
-            state, values = built.program.train(state, next(batches))
+    with experiment.loader.batches() as batches:
+        for _ in range(experiment.total_steps):
+            state, values = program.train(state, next(batches))
             # Looking at the step before keeps one in flight; the loss comes first.
             if previous is not None and not np.isfinite(np.asarray(previous)[0]):
                 return state, True

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from jaxdist.errors import RunError
 from jaxdist.types import Json, JsonObject
@@ -27,9 +28,27 @@ class Trial:
     learning_rate: float
     warmup_steps: int
 
+    def __str__(self) -> str:
+        rate = f"learning rate {self.learning_rate:g}"
+        return f"{self.optimizer}, batch {self.batch_size}, {rate}, seed {self.seed}"
+
 
 @dataclass(frozen=True)
-class TrialOutcome:
+class VariantTrial:
+    """What a comparison varies: the name of its settings, and the seed."""
+
+    variant: str
+    seed: int
+
+    def __str__(self) -> str:
+        return f"{self.variant}, seed {self.seed}"
+
+
+TrialT = TypeVar("TrialT", Trial, VariantTrial)
+
+
+@dataclass(frozen=True)
+class TrialOutcome(Generic[TrialT]):
     """A trial that has run.
 
     Attributes:
@@ -39,7 +58,7 @@ class TrialOutcome:
       seconds: wall time, compilation included.
     """
 
-    trial: Trial
+    trial: TrialT
     steps: int
     metrics: Mapping[str, float]
     diverged: bool
@@ -64,13 +83,12 @@ class TrialOutcome:
         rest = {"steps": self.steps, "diverged": self.diverged, "seconds": self.seconds}
         return {**asdict(self.trial), **rest, "metrics": metrics}
 
-    @classmethod
-    def from_json(cls, record: Mapping[str, Json]) -> TrialOutcome:
-        """The inverse of `as_json`."""
-        metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
-        names = Trial.__dataclass_fields__
-        trial = Trial(**{name: record[name] for name in names})
-        return cls(trial, record["steps"], metrics, record["diverged"], record["seconds"])
+
+def outcome_from_json(kind: type[TrialT], record: Mapping[str, Json]) -> TrialOutcome[TrialT]:
+    """The inverse of `TrialOutcome.as_json`."""
+    metrics = {k: math.nan if v is None else v for k, v in record["metrics"].items()}
+    trial = kind(**{name: record[name] for name in kind.__dataclass_fields__})
+    return TrialOutcome(trial, record["steps"], metrics, record["diverged"], record["seconds"])
 
 
 def identity(settings: Mapping[str, Json]) -> str:
@@ -79,20 +97,21 @@ def identity(settings: Mapping[str, Json]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-class Journal:
+class Journal(Generic[TrialT]):
     """Outcomes by identity, one JSON line each, so that an interrupted study goes on.
 
     Each line is flushed as it is written: a killed study loses at most the run it was in.
 
     Args:
       path: the file; made, with its folder, when missing.
+      kind: of its trials.
 
     Raises:
       RunError: the file cannot be written, or a line before the last is not an outcome.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, kind: type[TrialT]) -> None:
+        self.path, self._kind = path, kind
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("ab"):
@@ -105,11 +124,11 @@ class Journal:
         self._found = dict(self._parse(n, line) for n, line in enumerate(lines[:-1], start=1))
         self._repair(len(content) - len(lines[-1]))
 
-    def get(self, key: str) -> TrialOutcome | None:
+    def get(self, key: str) -> TrialOutcome[TrialT] | None:
         """The outcome of a run that was finished before."""
         return self._found.get(key)
 
-    def add(self, key: str, outcome: TrialOutcome) -> None:
+    def add(self, key: str, outcome: TrialOutcome[TrialT]) -> None:
         """Remember a finished run.
 
         Raises:
@@ -127,10 +146,10 @@ class Journal:
         with self.path.open("r+b") as file:
             file.truncate(whole_bytes)
 
-    def _parse(self, number: int, line: bytes) -> tuple[str, TrialOutcome]:
+    def _parse(self, number: int, line: bytes) -> tuple[str, TrialOutcome[TrialT]]:
         try:
             record = json.loads(line)
-            return record["key"], TrialOutcome.from_json(record)
+            return record["key"], outcome_from_json(self._kind, record)
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{self.path}:{number} is not a run of a study: {line[:60]!r}; remove the line, "

@@ -1,4 +1,4 @@
-"""How far a study is: a bar in a terminal, a line for each cell anywhere."""
+"""How far a study is: a bar in a terminal, a line for each part anywhere."""
 
 from __future__ import annotations
 
@@ -9,21 +9,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from jaxdist.metrics.rates import format_duration
-from jaxdist.study.plan import StudyCell
-from jaxdist.study.table import shown
-from jaxdist.study.trial import Trial
 
 
 class Watch:
     """Shows what runs and how long the rest may take; a context manager.
 
     Args:
-      batches: the batch size of each cell to come, in their order.
+      sizes: of each part to come, in their order; parts of near sizes take about equally long.
       console: where to print.
     """
 
-    def __init__(self, batches: Iterable[int], console: Console) -> None:
-        self._left = list(batches)
+    def __init__(self, sizes: Iterable[int], console: Console) -> None:
+        self._left = list(sizes)
         self._seconds: dict[int, list[float]] = {}
         self._spent = 0.0
         self._console = console
@@ -33,32 +30,28 @@ class Watch:
         )
         self._task = self._bar.add_task("", total=len(self._left), left="")
 
-    def trial(self, trial: Trial) -> None:
+    def begin(self, trial: str) -> None:
         """A trial begins."""
-        text = f"{trial.optimizer}, batch {trial.batch_size}, learning rate "
-        text += f"{trial.learning_rate:g}, seed {trial.seed}"
-        self._bar.update(self._task, description=text)
+        self._bar.update(self._task, description=trial)
 
     def took(self, seconds: float) -> None:
-        """Record the time of a trial of the current cell, run now or before an interruption."""
+        """Record the time of a trial of the current part, run now or before an interruption."""
         self._spent += seconds
 
-    def cells(self, cells: tuple[StudyCell, ...]) -> None:
-        """The cells of one optimizer and batch size are done."""
-        done = self._left.pop(0)
-        self._seconds.setdefault(done, []).append(self._spent)
+    def done(self, found: str) -> None:
+        """The current part is done, and what it found."""
+        size = self._left.pop(0)
+        self._seconds.setdefault(size, []).append(self._spent)
         self._spent = 0.0
         left = f"{format_duration(self.seconds_left())} left" if self._left else "done"
-        found = ", ".join(f"{shown(c)} {'tuned' if c.tuned else 'by rule'}" for c in cells)
-        where = f"{cells[0].optimizer}, batch {cells[0].batch_size}"
-        self._console.print(f"{where}: {found}; {left}", soft_wrap=True, markup=False)
+        self._console.print(f"{found}; {left}", soft_wrap=True, markup=False)
         self._bar.update(self._task, advance=1, left=left)
 
     def seconds_left(self) -> float:
-        """Seconds that the cells to come may take: each as one of the nearest batch size so far."""
+        """Seconds that the parts to come may take: each as one of the nearest size so far."""
         total = 0.0
-        for batch in self._left:
-            known = self._seconds[min(self._seconds, key=lambda seen: abs(seen - batch))]
+        for size in self._left:
+            known = self._seconds[min(self._seconds, key=lambda seen: abs(seen - size))]
             total += sum(known) / len(known)
         return total
 

@@ -10,6 +10,7 @@ from rich.console import Console
 from study_runs import cell, outcome
 
 from jaxdist.errors import RunError
+from jaxdist.study.batch_scaling import _line
 from jaxdist.study.plan import StudyCell
 from jaxdist.study.plot import batch_scaling_figure, plot_batch_scaling
 from jaxdist.study.table import markdown, verdict
@@ -107,25 +108,30 @@ def test_a_picture_that_cannot_be_written(tmp_path: Path) -> None:
         plot_batch_scaling(CELLS, tmp_path / "file", title="")
 
 
-def test_the_time_left_is_that_of_the_nearest_batch_so_far() -> None:
+def test_the_time_left_is_that_of_the_nearest_size_so_far() -> None:
     console = Console(file=io.StringIO(), width=100)
     with Watch([32, 32, 64, 1024], console) as watch:
-        watch.trial(Trial("lamb", 32, 0, 0.1, 0))
+        watch.begin(str(Trial("lamb", 32, 0, 0.1, 0)))
         watch.took(20.0)
-        watch.cells((CELLS[0], CELLS[1]))
+        watch.done("lamb, batch 32: 98.5 ± 0.7 by rule")
         assert watch.seconds_left() == 60.0
         watch.took(10.0)
         watch.took(20.0)
-        watch.cells((CELLS[2],))
+        watch.done("sgd")
         assert watch.seconds_left() == 50.0
         watch.took(5.0)
-        watch.cells((CELLS[4],))
+        watch.done("lamb")
         assert watch.seconds_left() == 5.0
         watch.took(1.0)
-        watch.cells((CELLS[6],))
+        watch.done("sgd")
     lines = console.file.getvalue().splitlines()  # pyright: ignore[reportAttributeAccessIssue]  (a StringIO)
-    assert lines[0] == "lamb, batch 32: 98.5 ± 0.7 by rule, 98.5 ± 0.7 tuned; 1:00 left"
-    assert lines[3] == "sgd, batch 64: diverged 1/2 by rule; done"
+    assert lines[0] == "lamb, batch 32: 98.5 ± 0.7 by rule; 1:00 left"
+    assert lines[3] == "sgd; done"
+
+
+def test_what_is_said_of_an_optimizer_at_a_batch() -> None:
+    assert _line(CELLS[:2]) == "lamb, batch 32: 98.5 ± 0.7 by rule, 98.5 ± 0.7 tuned"
+    assert _line([CELLS[6]]) == "sgd, batch 64: diverged 1/2 by rule"
 
 
 def test_outcomes_of_one_seed_have_no_spread() -> None:

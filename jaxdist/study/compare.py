@@ -1,0 +1,291 @@
+"""`jaxdist study CONFIG`: variants of one config, trained alike, and their held-out loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxdist.config import Document
+from jaxdist.data.cache import cache_directory
+from jaxdist.errors import ConfigError, JaxdistError, did_you_mean
+from jaxdist.experiment import Experiment, ExperimentConfig, build, load
+from jaxdist.hlo import ledger
+from jaxdist.mesh import axis_names
+from jaxdist.runtime import compilation_cache
+from jaxdist.study.comparison import Compared, loss_shown, table
+from jaxdist.study.comparison_plot import plot_comparison
+from jaxdist.study.compression import SETS, VariantSet
+from jaxdist.study.files import check_writable, journal_path, write_json
+from jaxdist.study.runs import Runs
+from jaxdist.study.trainer import check_comparable, finish, identity_of
+from jaxdist.study.trial import Journal, TrialOutcome, VariantTrial
+from jaxdist.study.variants import AS_GIVEN, Variant, parse_variants
+from jaxdist.study.watch import Watch
+from jaxdist.types import JsonObject
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A comparison that is done.
+
+    Attributes:
+      caption: what was trained, on what, and how to read the table.
+      rows: one for each variant, the first the one that the others are compared with.
+    """
+
+    caption: str
+    rows: tuple[Compared, ...]
+
+    def text(self) -> str:
+        """Caption, table and the variants' settings."""
+        settings = [
+            f"{row.variant.name}: {' '.join(row.variant.overrides)}"
+            for row in self.rows
+            if row.variant.overrides
+        ]
+        return "\n".join([self.caption, "", table(self.rows), "", *settings])
+
+    def as_json(self) -> JsonObject:
+        """Plain data: the text, the variants with mean and spread, and every run."""
+        return {
+            "caption": self.caption,
+            "table": table(self.rows).splitlines(),
+            "variants": [row.as_json() for row in self.rows],
+            "runs": [outcome.as_json() for row in self.rows for outcome in row.outcomes],
+        }
+
+
+def compare(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    of: str | None,
+    variants: Sequence[str],
+    seeds: int,
+    json_file: Path | None,
+    plot: Path | None,
+    console: Console,
+) -> Comparison:
+    """Train variants of a config; print and write what that does to the held-out loss.
+
+    All see the same batches for equal steps, from the same parameters for each seed. Finished runs
+    are kept beside the output (or under runs/) and found again by the same command.
+
+    Args:
+      of: one of `jaxdist.study.compression.SETS`, or None.
+      variants: further ones, as `jaxdist.study.variants.parse_variants` takes them.
+      seeds: runs of each.
+      json_file, plot: a file and a directory to write to.
+
+    Raises:
+      JaxdistError: a variant that cannot be trained or compared; files that cannot be written.
+    """
+    found = _found(path, overrides, of)
+    taken = [variant.name for variant in found.variants]
+    given = parse_variants(variants, taken=taken)
+    if len(found.variants) + len(given) < 2:
+        raise ConfigError(
+            f"nothing to compare {path} with: give --of {'|'.join(SETS)} or "
+            "--variant NAME='section.key=value'"
+        )
+    trainer = VariantTrainer(path, overrides, (*found.variants, *given), range(seeds))
+    experiments, refused = trainer.check(optional=taken[1:])
+    check_writable(plot, json_file)
+    name = of or "variants"
+    journal = Journal(journal_path(path, name, json_file, plot), VariantTrial)
+    compilation_cache.enable(cache_directory() / "compiled")
+    for line in refused:
+        console.print(line, soft_wrap=True, markup=False)
+    rows = _run(trainer, experiments, journal, console)
+    experiment = next(iter(experiments.values()))
+    caption = _caption(experiment, rows, (*found.notes, *refused))
+    done = Comparison(caption, rows)
+    console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
+    if json_file is not None:
+        write_json(json_file, done.as_json())
+    if plot is not None:
+        title = f"{experiment.config.model.type} on {path.stem}, {experiment.total_steps:,} steps"
+        plot_comparison(rows, plot, name=name, title=f"{title}, {seeds} seeds")
+    return done
+
+
+def _found(path: Path, overrides: Sequence[str], of: str | None) -> VariantSet:
+    if of is None:
+        return VariantSet((AS_GIVEN,))
+    if of not in SETS:
+        raise ConfigError(f"--of {of!r}: {did_you_mean(of, SETS)}")
+    document, config = load(path, [*overrides, f"parallel.{of}=null"])
+    return SETS[of](build(config, document))
+
+
+class VariantTrainer:
+    """Runs trials of the variants of a config.
+
+    Args:
+      overrides: settings of all variants.
+      seeds: on top of the config's own.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        overrides: Sequence[str],
+        variants: Sequence[Variant],
+        seeds: Sequence[int],
+    ) -> None:
+        self._path, self._overrides = path, tuple(overrides)
+        self._variants = {variant.name: variant for variant in variants}
+        _, config = load(path, overrides)
+        self.seeds = tuple(config.seed + seed for seed in seeds)
+
+    def __call__(self, trial: VariantTrial) -> TrialOutcome[VariantTrial]:
+        """Train and evaluate on the whole held-out split; nothing is written."""
+        begun = time.perf_counter()
+        experiment = self._experiment(trial)
+        program = experiment.program
+        return finish(trial, experiment, program, program.init(), begun=begun)
+
+    def identity(self, trial: VariantTrial) -> str:
+        """The same for two trials that must come out the same."""
+        return identity_of(self._load(trial)[1])
+
+    def variant(self, name: str) -> Variant:
+        """By its name."""
+        return self._variants[name]
+
+    def check(self, *, optional: Sequence[str]) -> tuple[Mapping[str, Experiment], tuple[str, ...]]:
+        """Each variant's experiment by name, and which are left out and why, a sentence each.
+
+        Args:
+          optional: names of variants that are left out where the config refuses them.
+
+        Raises:
+          JaxdistError: another variant cannot be built, or none of the optional ones.
+          ConfigError: a variant that changes what all must share, or nothing.
+        """
+        found: dict[str, Experiment] = {}
+        refused: dict[str, JaxdistError] = {}
+        for name in self._variants:
+            try:
+                found[name] = self._experiment(VariantTrial(name, self.seeds[-1]))
+            except JaxdistError as error:
+                if name not in optional:
+                    raise
+                refused[name] = error
+        if refused and len(refused) == len(optional):
+            raise next(iter(refused.values()))
+        first = next(iter(found.values()))
+        check_comparable(first, self._path)
+        for name, experiment in found.items():
+            _check_alike(name, experiment, first)
+        self._check_different(found)
+        told = [f"left out: {name}, since {error}" for name, error in refused.items()]
+        return found, tuple(told)
+
+    def _check_different(self, names: Mapping[str, Experiment]) -> None:
+        seen: dict[str, str] = {}
+        for name in names:
+            other = seen.setdefault(self.identity(VariantTrial(name, self.seeds[0])), name)
+            if other != name:
+                raise ConfigError(
+                    f"variants {other!r} and {name!r} are the same settings: change one of them, "
+                    "or leave it out"
+                )
+
+    def _load(self, trial: VariantTrial) -> tuple[Document, ExperimentConfig]:
+        own = self._variants[trial.variant].overrides
+        for override in own:
+            if override.partition("=")[0].strip() == "seed":
+                raise ConfigError(
+                    f"variant {trial.variant!r} sets the seed, which a study varies itself: leave "
+                    "it out, and use --seeds"
+                )
+        return load(self._path, [*self._overrides, *own, f"seed={trial.seed}"])
+
+    def _experiment(self, trial: VariantTrial) -> Experiment:
+        document, config = self._load(trial)
+        return build(config, document)
+
+
+def _check_alike(name: str, experiment: Experiment, first: Experiment) -> None:
+    mine, other = experiment.config, first.config
+    pairs = {
+        "data": (mine.data, other.data),
+        "train.batch_size": (mine.train.batch_size, other.train.batch_size),
+        "the number of steps": (experiment.total_steps, first.total_steps),
+        "strategy": (mine.strategy, other.strategy),
+    }
+    changed = [what for what, (one, two) in pairs.items() if one != two]
+    if changed or len(experiment.stages) > 1:
+        raise ConfigError(
+            f"variant {name!r} changes {' and '.join(changed) or 'the batch within a run'}: all "
+            "train on the same batches for equal steps; set it for all, outside --variant"
+        )
+
+
+def sent_bytes(experiment: Experiment) -> float:
+    """What a device sends in one step over the axes that share the batch, after any warm-up.
+
+    Read from the compiled program. Stages of a codec are branches of one program, of which only the
+    last lasts.
+    """
+    config = experiment.config
+    if config.parallel.compression is not None and config.parallel.compression.warmup_steps:
+        steady = {"warmup_steps": 0, "warmup": "whole"}
+        compression = config.parallel.compression.model_copy(update=steady)
+        parallel = config.parallel.model_copy(update={"compression": compression})
+        experiment = build(config.model_copy(update={"parallel": parallel}))
+    program, mesh = experiment.program, experiment.layout.mesh
+    compiled = program.train.lower(program.state_shapes, program.batch).compile()
+    axis = experiment.layout.axis_of("batch")
+    shared = set(axis_names(mesh, axis) if axis else ())
+    return sum(
+        collective.times_high * collective.sent_bytes
+        for collective in ledger(compiled, mesh).collectives
+        if shared & set(collective.axes or ())
+    )
+
+
+def _run(
+    trainer: VariantTrainer,
+    experiments: Mapping[str, Experiment],
+    journal: Journal[VariantTrial],
+    console: Console,
+) -> tuple[Compared, ...]:
+    rows: list[Compared] = []
+    with Watch([1] * len(experiments), console) as watch:
+        runs = Runs(trainer, journal, watch)
+        with runs.told(console):
+            for name, experiment in experiments.items():
+                sent = sent_bytes(experiment)
+                outcomes = tuple(runs(VariantTrial(name, seed)) for seed in trainer.seeds)
+                first = rows[0] if rows else None
+                base = first.outcomes if first else outcomes
+                base_bytes = first.sent_bytes if first else sent
+                rows.append(Compared(trainer.variant(name), sent, base_bytes, outcomes, base))
+                watch.done(f"{name}: {rows[-1].verdict or 'loss'} {loss_shown(rows[-1])}")
+    return tuple(rows)
+
+
+def _caption(experiment: Experiment, rows: Sequence[Compared], notes: Sequence[str]) -> str:
+    devices = experiment.layout.mesh.devices
+    shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
+    first = rows[0]
+    return "\n".join(
+        [
+            f"{experiment.config.model.type} on {experiment.dataset.description}; "
+            f"{experiment.config.optim.type}, {experiment.total_steps:,} steps; mesh {{{shape}}} "
+            f"on {devices.size} x {devices.flat[0].device_kind}.",
+            f"Held-out loss in nats: mean ± sample standard deviation over {len(first.outcomes)} "
+            "seeds.",
+            f"Change against {first.variant.name!r}, seed by seed; '?' where not all seeds agree "
+            "with the verdict.",
+            f"Bytes that a device sends in a step, over {first.sent_bytes:,.0f} of "
+            f"{first.variant.name!r}, after any warm-up.",
+            *notes,
+        ]
+    )

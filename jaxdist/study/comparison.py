@@ -1,0 +1,136 @@
+"""What a comparison of variants found: a row for each, as a table and as plain data."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxdist.study.trial import TrialOutcome, VariantTrial
+from jaxdist.study.variants import Variant
+from jaxdist.types import JsonObject
+
+MARGIN = 0.01
+"""A variant holds up if its held-out loss is on average at most so much above the first one's."""
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A variant and its runs, beside those of the first variant.
+
+    Attributes:
+      sent_bytes: of one device in one step, over the mesh axes that share the batch.
+      outcomes, base: one for each seed, of this variant and of the first, in one order.
+      base_bytes: of the first.
+    """
+
+    variant: Variant
+    sent_bytes: float
+    base_bytes: float
+    outcomes: tuple[TrialOutcome[VariantTrial], ...]
+    base: tuple[TrialOutcome[VariantTrial], ...]
+
+    @property
+    def diverged(self) -> int:
+        """How many of its runs diverged."""
+        return sum(outcome.diverged for outcome in self.outcomes)
+
+    @property
+    def losses(self) -> list[float]:
+        """Held-out loss by seed; NaN for all when one diverged."""
+        if self.diverged:
+            return [math.nan] * len(self.outcomes)
+        return [outcome.metrics["loss"] for outcome in self.outcomes]
+
+    @property
+    def changes(self) -> list[float]:
+        """Of the loss against the first variant's of the same seed, by seed; 0.01 is 1% more."""
+        pairs = zip(self.outcomes, self.base, strict=True)
+        if self.diverged or any(outcome.diverged for outcome in self.base):
+            return [math.nan] * len(self.outcomes)
+        return [one.metrics["loss"] / other.metrics["loss"] - 1 for one, other in pairs]
+
+    @property
+    def relative_bytes(self) -> float | None:
+        """Bytes over the first variant's; None where that sends none."""
+        return self.sent_bytes / self.base_bytes if self.base_bytes else None
+
+    @property
+    def verdict(self) -> str:
+        """In a few words; "?" where seeds disagree."""
+        if self.diverged:
+            return f"diverged {self.diverged}/{len(self.outcomes)}"
+        if self.outcomes == self.base:
+            return ""
+        changes = self.changes
+        if math.isnan(changes[0]):
+            return "no baseline"
+        holds = statistics.fmean(changes) <= MARGIN
+        agreed = all((change <= MARGIN) == holds for change in changes)
+        return ("within 1%" if holds else "worse") + ("" if agreed else " ?")
+
+    def as_json(self) -> JsonObject:
+        """Plain data; numbers that are not finite become null."""
+        return {
+            "name": self.variant.name,
+            "overrides": list(self.variant.overrides),
+            "loss": _finite(statistics.fmean(self.losses)),
+            "spread": _finite(spread(self.losses)),
+            "change": _finite(statistics.fmean(self.changes)),
+            "change_spread": _finite(spread(self.changes)),
+            "sent_bytes": self.sent_bytes,
+            "relative_bytes": self.relative_bytes,
+            "diverged": self.diverged,
+            "verdict": self.verdict,
+        }
+
+
+def spread(values: Sequence[float]) -> float:
+    """Sample standard deviation; NaN of one value, or where one is not finite."""
+    if len(values) < 2 or not all(map(math.isfinite, values)):
+        return math.nan
+    return statistics.stdev(values)
+
+
+def table(rows: Sequence[Compared]) -> str:
+    """A row for each variant, at most 80 characters wide."""
+    words = [["variant", "held-out loss", "change, %", "bytes", "verdict"]]
+    words += [
+        [
+            row.variant.name,
+            loss_shown(row),
+            _change_shown(row),
+            "-" if row.relative_bytes is None else f"{row.relative_bytes:.3f}",
+            row.verdict,
+        ]
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(*words, strict=True)]
+    lines = [[word.ljust(width) for word, width in zip(r, widths, strict=True)] for r in words]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def loss_shown(row: Compared) -> str:
+    """Mean and spread of the held-out loss, or that it has none."""
+    if row.diverged:
+        return "-"
+    mean = statistics.fmean(row.losses)
+    places = 3 if mean >= 1 else 4
+    return _shown(f"{mean:.{places}f}", spread(row.losses), places)
+
+
+def _change_shown(row: Compared) -> str:
+    if row.outcomes == row.base or math.isnan(row.changes[0]):
+        return ""
+    percent = [100 * change for change in row.changes]
+    return _shown(f"{statistics.fmean(percent):+.1f}", spread(percent), 1)
+
+
+def _shown(mean: str, spread: float, places: int) -> str:
+    return mean if math.isnan(spread) else f"{mean} ± {spread:.{places}f}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,49 @@
+"""Where a study writes, checked before its first run."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+
+from jaxdist.errors import RunError
+from jaxdist.types import JsonObject
+
+
+def journal_path(path: Path, name: str, json_file: Path | None, plot: Path | None) -> Path:
+    """Where the runs of a study of the config `path` are kept: beside its output, or in runs/."""
+    if json_file is not None:
+        return json_file.with_suffix(".runs.jsonl")
+    return (plot or Path("runs")) / f"{path.stem}-{name}.runs.jsonl"
+
+
+def check_writable(plot: Path | None, json_file: Path | None) -> None:
+    """Not after the last run, but before the first.
+
+    Raises:
+      RunError: a folder of the output cannot be written.
+    """
+    for folder in {plot, json_file.parent if json_file else None} - {None}:
+        assert folder is not None
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+        except OSError as error:
+            raise _unwritable(folder, error) from error
+
+
+def write_json(path: Path, found: JsonObject) -> None:
+    """Write what a study found.
+
+    Raises:
+      RunError: the file cannot be written.
+    """
+    try:
+        path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: str | os.PathLike[str], error: OSError) -> RunError:
+    return RunError(f"cannot write the study to {path}: {error.strerror}; choose another place")

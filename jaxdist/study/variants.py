@@ -1,0 +1,82 @@
+"""Settings that are compared, each a name and overrides of one config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxdist.errors import ConfigError
+
+LONGEST_NAME = 20
+"""Letters, so that the table is no wider than 80."""
+_OPENING, _CLOSING = "{[", "}]"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings on top of the config that all variants share.
+
+    Attributes:
+      name: of its row in the table.
+      overrides: `section.key=value`, as on the command line.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+
+
+AS_GIVEN = Variant("as given")
+"""The config itself."""
+
+
+def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Variant, ...]:
+    """Variants of the command line, each `NAME=key=value key2=value2`.
+
+    Args:
+      taken: names that are given already.
+
+    Raises:
+      ConfigError: no name, no setting, or a name that is too long or taken.
+
+    >>> parse_variants(["half=optim.learning_rate=1e-3 optim.schedule={type: linear}"], taken=[])
+    (Variant(name='half', overrides=('optim.learning_rate=1e-3', 'optim.schedule={type: linear}')),)
+    """
+    found: list[Variant] = []
+    for text in texts:
+        name, _, settings = (part.strip() for part in text.partition("="))
+        overrides = split_overrides(settings)
+        if not name or not overrides or not all("=" in override for override in overrides):
+            raise ConfigError(
+                f"--variant {text!r} is no name with settings: write "
+                "NAME='section.key=value section.key=value'"
+            )
+        if len(name) > LONGEST_NAME or not name.isprintable() or "|" in name:
+            raise ConfigError(
+                f"--variant {name!r} ({len(name)} characters): a name stands in a table; at most "
+                f"{LONGEST_NAME} printable ones without '|'"
+            )
+        if name in [*taken, *(variant.name for variant in found)]:
+            raise ConfigError(
+                f"--variant {name!r} is the name of another variant: choose a new one"
+            )
+        found.append(Variant(name, overrides))
+    return tuple(found)
+
+
+def split_overrides(text: str) -> tuple[str, ...]:
+    """Settings that spaces separate; spaces inside brackets, and before a word without `=`, do not.
+
+    >>> split_overrides("a.b={c: 1, d: x=2} e=two words")
+    ('a.b={c: 1, d: x=2}', 'e=two words')
+    """
+    found: list[str] = []
+    depth = 0
+    for piece in re.split(r"(\s+)", text.strip()):
+        begins = depth == 0 and re.match(r"[\w.\-]+=", piece) is not None
+        if begins or not found:
+            found.append(piece)
+        else:
+            found[-1] += piece
+        depth += sum(piece.count(c) for c in _OPENING) - sum(piece.count(c) for c in _CLOSING)
+    return tuple(override.strip() for override in found if override.strip())
