@@ -107,6 +107,75 @@ def test_every_model_trains_with_narrow_parameters(model: Any, data: Any, narrow
     assert values.shape == (len(program.metrics),)
 
 
+SIGN = {"type": "sign"}
+MOMENTUM = {**SIGN, "error_feedback": {"type": "compressed_momentum", "b1": 0.9}}
+ONEBIT = {**ADAMW, "type": "onebit_adam", "freeze_step": 3}
+
+
+@pytest.mark.parametrize(
+    ("optim", "compression", "setting", "message"),
+    [
+        (ADAMW, {**SIGN, "error_feedback": {"type": "momentum"}}, "error_feedback",
+         "which has momentum 0.9 of its own: momentum would count twice; set optim: {type: sgd"),
+        (ADAMW, MOMENTUM, "error_feedback", "not linear in the gradients that it gives; set optim"),
+        ({**ONEBIT, "b1": 0.8}, {**MOMENTUM, "warmup_steps": 3}, "error_feedback",
+         "with b1 0.9, and optim.type onebit_adam with 0.8: both are"),
+        (ONEBIT, {**SIGN, "warmup_steps": 3}, "error_feedback",
+         "needs its momentum compressed, not the gradient: set error_feedback: {type: compressed_"),
+        (ONEBIT, MOMENTUM, "warmup_steps",
+         "warmup_steps 0 with optim.freeze_step 3: the second moment is frozen when"),
+        (ADAMW, {"type": "lowrank", "rank": 40}, "",
+         "layers/0/kernel float32[64, 16]: rank 40 is above that of a 64 x 16"),
+    ],
+)  # fmt: skip
+def test_an_optimizer_that_does_not_go_with_messages_is_refused(
+    optim: Any, compression: Any, setting: str, message: str
+) -> None:
+    config = config_of(MLP, DIGITS, optim=optim, parallel={"compression": compression})
+    with pytest.raises(ConfigError) as refused:
+        build(config, devices=jax.devices()[:1])
+    text = " ".join(str(refused.value).split())
+    assert message in text
+    assert ".".join(["parallel.compression", *filter(None, [setting])]) in text.split(message)[0]
+
+
+LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
+
+
+@pytest.mark.parametrize(
+    ("slow", "axis", "chosen"),
+    [(1e5, "data.dcn", "sign"), (1e12, "data.dcn", "whole"), (1e5, "data", "sign")],
+)
+def test_auto_chooses_by_the_links(slow: float, axis: str, chosen: str) -> None:
+    messages = {"type": "auto", "axis": axis, "fast": LINK,
+                "slow": {**LINK, "bytes_per_second": slow}}  # fmt: skip
+    mlp = {**MLP, "hidden": [256]}
+    config = config_of(mlp, DIGITS, mesh={"data": {"dcn": 2, "ici": 2}},
+                       parallel={"compression": messages})  # fmt: skip
+    found = build(config, devices=jax.devices()[:4])
+    assert found.explained[-1].startswith(f"compression {{type: {chosen}")
+    jax.eval_shape(found.program.train, found.program.state_shapes, found.program.batch)
+
+
+def test_auto_says_what_it_does_not_know() -> None:
+    messages = {"type": "auto", "device": "abacus"}
+    config = config_of(MLP, DIGITS, mesh={"data": 2}, parallel={"compression": messages})
+    with pytest.raises(ConfigError, match=r"parallel\.compression.*has no figures of the device"):
+        build(config, devices=jax.devices()[:2])
+
+
+@pytest.mark.parametrize("kind", ["onebit_adam", "onebit_lamb"])
+def test_onebit_optimizers_train_in_every_form_of_state(kind: str) -> None:
+    optim = {**ONEBIT, "type": kind, "bf16_moments": kind == "onebit_adam"}
+    messages = {**MOMENTUM, "warmup_steps": 3}
+    for zero in ({"stage": 0}, {"stage": 1, "whole_below": 0}):
+        config = config_of(MLP, DIGITS, optim=optim, mesh={"data": 2},
+                           parallel={"compression": messages, "zero": zero})  # fmt: skip
+        program = build(config, devices=jax.devices()[:2]).program
+        state, _ = jax.eval_shape(program.train, program.state_shapes, program.batch)
+        assert jax.tree.structure(state) == jax.tree.structure(program.state_shapes)
+
+
 BF16 = {**GPT, "compute_dtype": "bfloat16"}
 
 

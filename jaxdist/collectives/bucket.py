@@ -128,7 +128,7 @@ def pack(leaves: Sequence[jax.Array]) -> jax.Array:
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
-def unpack(flat: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+def unpack(flat: jax.Array, like: Sequence[Leaf]) -> list[jax.Array]:
     """The inverse of `pack`: parts of `flat` in the shapes of `like`."""
     ends = np.cumsum([leaf.size for leaf in like])
     return [

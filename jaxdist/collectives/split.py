@@ -6,6 +6,7 @@ many small tensors is one message in place of many.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -60,10 +61,8 @@ def gather_leaves(
         rows = [jnp.moveaxis(shards[i], dims[i], 0) for i in bucket]
         flat = jnp.concatenate([row.reshape(-1) for row in rows])
         blocks = all_gather(flat[None], axis, algorithm=algorithm)
-        return [
-            _whole(part, row.shape, dims[i], sizes[i])
-            for i, row, part in zip(bucket, rows, _columns(blocks, rows), strict=True)
-        ]
+        mine = [dims[i] for i in bucket], [sizes[i] for i in bucket]
+        return join_shards(blocks, [row.shape for row in rows], *mine)
 
     wholes = [jax.ShapeDtypeStruct((count, *shard.shape), shard.dtype) for shard in shards]
     return _in_buckets("all_gather", wholes, axis, algorithm, one_by_one, together)
@@ -127,11 +126,25 @@ def _in_buckets(
     return [found[i] for i in range(len(payload))]
 
 
-def _columns(blocks: jax.Array, rows: Sequence[jax.Array]) -> list[jax.Array]:
-    """The columns of `blocks` [N, total] that belong to each of the packed rows: [N, size] each."""
-    return jax.vmap(partial(unpack, like=[row.reshape(-1) for row in rows]))(blocks)
+def join_shards(
+    blocks: jax.Array,
+    shapes: Sequence[tuple[int, ...]],
+    dims: Sequence[int],
+    lengths: Sequence[int],
+) -> list[jax.Array]:
+    """Whole tensors of shards that lie end to end.
 
-
-def _whole(part: jax.Array, shape: tuple[int, ...], dim: int, length: int) -> jax.Array:
-    rows = part.reshape(len(part) * shape[0], *shape[1:])
-    return jnp.moveaxis(rows[:length], 0, dim)
+    Args:
+      blocks: [N, total], the shards of one device in each row, the split dim of each in front.
+      shapes: of the shards as they lie there.
+      dims: which dim of each tensor is split.
+      lengths: of that dim; what shards hold beyond it is dropped.
+    """
+    like = [jax.ShapeDtypeStruct((math.prod(shape),), blocks.dtype) for shape in shapes]
+    parts = jax.vmap(partial(unpack, like=like))(blocks)
+    wholes = [
+        part.reshape(len(part) * shape[0], *shape[1:])
+        for part, shape in zip(parts, shapes, strict=True)
+    ]
+    cut = zip(wholes, dims, lengths, strict=True)
+    return [jnp.moveaxis(rows[:length], 0, dim) for rows, dim, length in cut]

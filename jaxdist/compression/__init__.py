@@ -21,6 +21,7 @@ from jaxdist.compression.codecs.whole import Whole
 from jaxdist.compression.contract import Codec, Linear, Round, first_round
 from jaxdist.compression.feedback.build import FeedbackConfig
 from jaxdist.compression.feedback.classic import ErrorFeedback
+from jaxdist.compression.feedback.compressed_momentum import CompressedMomentum
 from jaxdist.compression.feedback.contract import Feedback
 from jaxdist.compression.feedback.ef21 import Ef21
 from jaxdist.compression.feedback.momentum import MomentumCorrection
@@ -40,6 +41,7 @@ __all__ = [
     "Chain",
     "Codec",
     "CodecConfig",
+    "CompressedMomentum",
     "CompressionError",
     "CompressionState",
     "Ef21",

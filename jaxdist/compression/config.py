@@ -8,6 +8,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
+from jaxdist.collectives.contract import Algorithm
+from jaxdist.compression.auto import AutoCodec, resolve
 from jaxdist.compression.choice import PerParameter, Rule, Stages, sparsity_warm_up, warm_up
 from jaxdist.compression.codecs.adaptive import Adaptive
 from jaxdist.compression.codecs.build import CodecConfig
@@ -26,7 +28,8 @@ from jaxdist.compression.feedback.contract import Feedback
 from jaxdist.compression.feedback.none import NoFeedback
 from jaxdist.config.schema import Config
 from jaxdist.errors import CompressionError
-from jaxdist.types import PyTree
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Grads, PyTree
 
 
 class Compression(Config):
@@ -50,10 +53,16 @@ class Compression(Config):
         if self.warmup == "sparser" and (not isinstance(self, TopK) or not self.warmup_steps):
             raise ValueError("warmup sparser is for type topk with warmup_steps above 0")
         try:
-            self.feedback.check(self.codec)
+            for codec in self.codecs:
+                self.feedback.check(codec)
         except CompressionError as error:
             raise ValueError(str(error)) from None
         return self
+
+    @property
+    def codecs(self) -> tuple[CodecConfig, ...]:
+        """What may be chosen."""
+        return (self.codec,)
 
     @property
     def codec(self) -> CodecConfig:
@@ -124,6 +133,60 @@ class CompressLowRank(Compression, LowRank): ...
 class CompressChain(Compression, Chain): ...
 
 
+class CompressAuto(Compression, AutoCodec):
+    """Chosen by predicted time; `chosen` has the codec."""
+
+    @property
+    def codecs(self) -> tuple[CodecConfig, ...]:
+        return self.candidates
+
+    def chosen(
+        self,
+        blocks: Grads,
+        scanned: frozenset[str],
+        sizes: Mapping[str, int],
+        device_kind: str,
+        algorithm: Algorithm,
+    ) -> Compression:
+        """The same with the candidate that is predicted to be the fastest.
+
+        Args:
+          blocks: shapes of one device's gradients.
+          scanned: names of those whose first dim counts layers.
+          sizes: of the axes that gradients are summed over, name to size, slowest first.
+          device_kind: of the devices.
+          algorithm: of the collectives.
+
+        Raises:
+          CollectiveError, CompressionError: as `jaxdist.compression.auto.resolve`.
+        """
+        shapes = {name: tuple(leaf.shape) for name, leaf in flatten_with_names(blocks)}
+        across = self.axis == "data.dcn"
+        codec = resolve(
+            self, blocks, sizes, device_kind, inside=across, algorithm=algorithm,
+            choice_of=lambda codec: self.with_codec(codec).choice(shapes, scanned),
+        )  # fmt: skip
+        return self.with_codec(codec)
+
+    def with_codec(self, codec: CodecConfig) -> Compression:
+        """The same with a codec in place of the choice."""
+        (kind,) = (k for k in KINDS if issubclass(k, type(codec)))
+        values: PyTree = {name: getattr(self, name) for name in Compression.model_fields}
+        values |= {name: getattr(codec, name) for name in type(codec).model_fields}
+        return kind.model_construct(**values)
+
+
+KINDS: tuple[type[Compression], ...] = (
+    CompressWhole,
+    CompressCast,
+    CompressQuantize,
+    CompressAdaptive,
+    CompressSign,
+    CompressTopK,
+    CompressRandomK,
+    CompressLowRank,
+    CompressChain,
+)
 CompressionConfig: TypeAlias = Annotated[
     CompressWhole
     | CompressCast
@@ -133,6 +196,7 @@ CompressionConfig: TypeAlias = Annotated[
     | CompressTopK
     | CompressRandomK
     | CompressLowRank
-    | CompressChain,
+    | CompressChain
+    | CompressAuto,
     Field(discriminator="type"),
 ]

@@ -59,12 +59,14 @@ class BucketState(NamedTuple):
       up_view: of what all sent; where shards are summed, of its shard.
       down: memory of what it sends of its shard's sum.
       down_view: of what all sent of these, like the bucket.
+      common: what all devices keep alike of the results.
     """
 
     up: Memory = ()
     up_view: View = ()
     down: Memory = ()
     down_view: View = ()
+    common: View = ()
 
     @classmethod
     def init(
@@ -77,12 +79,13 @@ class BucketState(NamedTuple):
         in_shards: bool,
     ) -> BucketState:
         """Before the first round, for a bucket of this shape."""
-        up = feedback.init(like, codecs)
+        up, common = feedback.init(like, codecs), feedback.common(like)
         if not in_shards:
-            return cls(up, feedback.view(like))
+            return cls(up, feedback.view(like), common=common)
         back = feedback.back
         shard = jax.ShapeDtypeStruct((-(-like.shape[0] // devices),), jnp.float32)
-        return cls(up, feedback.view(shard), back.init(shard, codecs), back.view(like))
+        views = feedback.view(shard), back.init(shard, codecs), back.view(like)
+        return cls(up, *views, common)
 
 
 Exchanged: TypeAlias = tuple[jax.Array, CodecState, BucketState]
@@ -95,7 +98,7 @@ def scatter(
     """Each device sums one shard, and encodes the sum again."""
     feedback, back, round = party.feedback, party.feedback.back, party.round
     count, mine = axis_size(party.axis), rank(party.axis)
-    x, up = feedback.correct(gradient, state.up)
+    x, up = feedback.correct(feedback.carried(gradient, state.common, count), state.up)
     shards = split(x, count)
     numbers = jnp.arange(count, dtype=jnp.int32)
 
@@ -122,19 +125,22 @@ def scatter(
     gathered = _gathered(message, party)
     result = _joined(jax.vmap(decode)(gathered, numbers), x.size)
     value, down_view = back.receive(result, state.down_view)
-    return value, held, BucketState(up, up_view, down, down_view)
+    value, common = feedback.conclude(value, state.common)
+    return value, held, BucketState(up, up_view, down, down_view, common)
 
 
 def gather(
     codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: Party
 ) -> Exchanged:
     """Every device decodes all messages."""
-    x, up = party.feedback.correct(gradient, state.up)
+    own = party.feedback.carried(gradient, state.common, axis_size(party.axis))
+    x, up = party.feedback.correct(own, state.up)
     message, held = encode_once(codec, x, held, party.round)
     up = party.feedback.settle(x, codec.decode(message, x, party.round), up)
     total = _summed(codec, _gathered(message, party), x, party.round)
     value, view = party.feedback.receive(total, state.up_view)
-    return value, held, BucketState(up, view)
+    value, common = party.feedback.conclude(value, state.common)
+    return value, held, BucketState(up, view, common=common)
 
 
 def sum_up(
@@ -148,7 +154,11 @@ def sum_up(
     assert isinstance(codec, Linear), codec
     feedback = party.feedback
     rounds = [party.round.part(i) for i in range(len(gradients))]
-    corrected = [feedback.correct(g, s.up) for g, s in zip(gradients, states, strict=True)]
+    count = axis_size(party.axis)
+    corrected = [
+        feedback.correct(feedback.carried(g, s.common, count), s.up)
+        for g, s in zip(gradients, states, strict=True)
+    ]
     xs = [x for x, _ in corrected]
 
     def total(parts: list[jax.Array]) -> list[jax.Array]:
@@ -161,7 +171,8 @@ def sum_up(
         up = feedback.settle(xs[i], own, corrected[i][1])
         result = codec.expand(factored.total, xs[i], rounds[i])
         value, view = feedback.receive(result, states[i].up_view)
-        found.append((value, factored.state, BucketState(up, view)))
+        value, common = feedback.conclude(value, states[i].common)
+        found.append((value, factored.state, BucketState(up, view, common=common)))
     return found
 
 

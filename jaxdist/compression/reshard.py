@@ -78,6 +78,7 @@ class _Rows:
             jax.tree.map(cut if shards else self.alike, old.up_view, new.up_view),
             jax.tree.map(cut, old.down, new.down),
             jax.tree.map(self.alike, old.down_view, new.down_view),
+            jax.tree.map(self.alike, old.common, new.common),
         )
 
     def alike(self, old: jax.Array, new: Leaf) -> jax.Array:

@@ -12,6 +12,7 @@ from jaxdist.collectives.algorithms.auto import here_kind
 from jaxdist.compression.contract import Codec, CodecState, Message, Round
 from jaxdist.compression.feedback.classic import CLASSIC
 from jaxdist.compression.feedback.contract import Feedback, Memory, View
+from jaxdist.errors import CompressionError
 from jaxdist.types import Leaf, PyTree
 
 T = TypeVar("T")
@@ -66,6 +67,11 @@ class Sender:
 
     def __post_init__(self) -> None:
         self.feedback.check(self.codec)
+        if jax.tree.leaves(jax.eval_shape(self.feedback.common, jax.ShapeDtypeStruct((1,), "f4"))):
+            raise CompressionError(
+                f"feedback {self.feedback!r} needs what all senders have in common: take classic, "
+                "ef21 or momentum for one sender"
+            )
 
     def init(self, like: Leaf) -> SenderState:
         """The state before the first round.

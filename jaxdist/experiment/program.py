@@ -9,15 +9,14 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxdist.compression import MomentumCorrection
 from jaxdist.data import Dataset
-from jaxdist.errors import ConfigError
+from jaxdist.experiment.compression import explain_messages, with_compression
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
 from jaxdist.models.build import choose_loss, make_model, notices_of, offloads_of
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, weighted
-from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
+from jaxdist.optim.build import Rate, build_optimizer
 from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
@@ -42,7 +41,7 @@ def make_program(
     rate: Rate,
     at: At,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
-    """The program, how its pipeline came about, and settings of its plan that do nothing.
+    """The program, how what was chosen for it came about, and settings that do nothing.
 
     Args:
       batch: shapes, dtypes and shardings of a global batch.
@@ -65,7 +64,7 @@ def make_program(
     with at("parallel", "xla"):
         options = compiler_options(config.parallel.xla, list(layout.mesh.local_devices))
     with at("parallel", "compression"):
-        optim = _with_compression(config)
+        optim = with_compression(config.optim, config.parallel.compression)
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
             optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
@@ -85,30 +84,11 @@ def make_program(
     _trace(program, at, own)
     of_model = notices_of(config.model, _shapes(batch))
     notices = (*of_model, *notices, *config.strategy.notices(plan.total_steps))
+    explained = explain_messages(config.parallel.compression, exchange)
     if chunks is None:
-        return program, (), notices
-    return program, chunks.explained, (*notices, *chunks.notices(stored, model, dims))
-
-
-def _with_compression(config: ExperimentConfig) -> OptimConfig:
-    """The optimizer's settings, as compressed gradients need them.
-
-    Raises:
-      ConfigError: momentum on both sides.
-    """
-    optim, compression = config.optim, config.parallel.compression
-    if compression is None:
-        return optim
-    own = getattr(optim, "momentum", getattr(optim, "b1", 0))
-    if isinstance(compression.feedback, MomentumCorrection) and own:
-        raise ConfigError(
-            f"error_feedback momentum with optim.type {optim.type}, which has momentum {own:g} of "
-            "its own: momentum would count twice; set optim: {type: sgd, momentum: 0} (or b1: 0), "
-            "or error_feedback: true",
-            setting=("error_feedback",),
-        )
-    # What is not finite must not enter a residual: such steps are left out, and counted.
-    return optim if optim.skips else optim.model_copy(update={"skip_nonfinite": True})
+        return program, explained, notices
+    more = chunks.notices(stored, model, dims)
+    return program, (*chunks.explained, *explained), (*notices, *more)
 
 
 def _what_is_trained(

@@ -89,6 +89,10 @@ def bound_notes(experiment: Experiment) -> tuple[str, ...]:
     stored = {str(leaf.dtype) for leaf in jax.tree.leaves(program.state_shapes.params)}
     if computed and stored != {computed}:
         notes.append(f"parameters and their gradients are {', '.join(sorted(stored))}")
+    if parallel.compression is not None:
+        notes.append(
+            f"parallel.compression.type {parallel.compression.type} sends messages in their place"
+        )
     if stage == 3:
         notes.append("parallel.zero.stage 3 gathers parameters for both passes")
     if stage >= 2 and count > 1:

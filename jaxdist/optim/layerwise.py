@@ -110,7 +110,7 @@ def layerwise(
         leaves = describe(need_params(params), layer_dims, specs)
         p, structure = jax.tree.flatten(params)
         g, *moments = map(structure.flatten_up_to, (updates, *state[1:]))
-        chosen = _decays_and_adapts(rule, weight_decay, params, leaves, decay_mask, adapt_mask)
+        chosen = decays_and_adapts(rule, weight_decay, params, leaves, decay_mask, adapt_mask)
         count = optax.safe_increment(state.count)
         rate = learning_rate(state.count) if callable(learning_rate) else learning_rate
         now = StepInputs(p, g, moments, leaves, *chosen, count, rate)
@@ -120,7 +120,7 @@ def layerwise(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def _decays_and_adapts(
+def decays_and_adapts(
     rule: Rule,
     weight_decay: float,
     params: Params,

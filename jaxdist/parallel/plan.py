@@ -9,9 +9,10 @@ import jax
 
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.contract import Algorithm
-from jaxdist.compression.config import CompressionConfig
+from jaxdist.compression import Codec
+from jaxdist.compression.config import CompressAuto, Compression, CompressionConfig
 from jaxdist.config.schema import Config
-from jaxdist.errors import CompressionError, ConfigError
+from jaxdist.errors import CollectiveError, CompressionError, ConfigError
 from jaxdist.mesh import axis_names
 from jaxdist.parallel.compiler import XlaConfig
 from jaxdist.parallel.contract import Exchange
@@ -90,17 +91,75 @@ def plan_exchange(
     }
     if config.compression is None:
         return explicit_exchange(whole, zero, **settings), told
+    if zero is not None and zero.stage >= 2 and config.compression.axis == "data":
+        settings["reduce_codec"] = _layer_codec(config.compression)
+        return explicit_exchange(whole, zero, **settings), told
+    compression = _chosen_codec(config.compression, facts, params, whole, scanned)
     inside = zero
-    if zero is None and config.compression.axis == "data.dcn":
+    if zero is None and compression.axis == "data.dcn":
         shards = ZeroConfig(stage=1, scope="ici", whole_below=0)
         inside = plan_zero(shards, layout, params, dims)
-    messages = _messages(config.compression, facts, inside, params, whole, scanned, seed)
+    messages = _messages(compression, facts, inside, params, whole, scanned, seed)
     found = compressed_exchange(zero, whole=whole, messages=messages, inside=inside, **settings)
     return found, told
 
 
+def _layer_codec(config: Compression) -> Codec:
+    """The codec of gradients that leave layer by layer, in the backward pass.
+
+    Raises:
+      ConfigError: it does not sum shards, or differs by parameter or by step.
+    """
+    if isinstance(config, CompressAuto):
+        raise ConfigError(
+            "auto in parallel.zero.stage 2 and 3: name a codec, cast, quantize or adaptive",
+            setting=("compression", "type"),
+        )
+    codec = config.codec
+    for name, unset in (("rules", ()), ("warmup_steps", 0)):
+        if getattr(config, name) != unset:
+            raise ConfigError(
+                f"{name} in parallel.zero.stage 2 and 3, where a layer's gradients are sent "
+                "together as soon as they are there; leave it out, or set parallel.zero.stage: 1",
+                setting=("compression", name),
+            )
+    if codec.exchange != "scatter" or codec.unbiased:
+        what = "draws alike in every step" if codec.unbiased else "sums no shards"
+        raise ConfigError(
+            f"{getattr(config, 'type', '')} in parallel.zero.stage 2 and 3 {what}; take cast, "
+            "quantize with rounding nearest, or adaptive, or set parallel.zero.stage: 1",
+            setting=("compression",),
+        )
+    return codec
+
+
+def _chosen_codec(
+    config: Compression,
+    facts: Facts,
+    params: Params,
+    whole: Shardings,
+    scanned: frozenset[str],
+) -> Compression:
+    """The config with a codec; `auto` chooses by the links of the mesh.
+
+    Raises:
+      ConfigError: links that are not known, no codec that fits.
+    """
+    if not isinstance(config, CompressAuto):
+        return config
+    mesh = jax.tree.leaves(whole)[0].mesh
+    blocks = blocks_of(params, jax.tree.map(lambda sharding: sharding.spec, whole), mesh)
+    sizes = {axis: facts.mesh[axis] for axis in facts.batch_axes}
+    assert facts.reduction is not None, "see Facts.reduction"
+    try:
+        kind = mesh.devices.flat[0].device_kind
+        return config.chosen(blocks, scanned, sizes, kind, facts.reduction)
+    except (CompressionError, CollectiveError) as error:
+        raise ConfigError(str(error), setting=("compression",)) from error
+
+
 def _messages(
-    config: CompressionConfig,
+    config: Compression,
     facts: Facts,
     inside: Zero | None,
     params: Params,

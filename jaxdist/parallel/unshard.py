@@ -18,48 +18,14 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jaxdist.collectives.axis import axis_size
-from jaxdist.collectives.contract import Algorithm
-from jaxdist.collectives.split import gather_leaves, scatter_leaves
 from jaxdist.models.layers import Deferred
+from jaxdist.parallel.wire import Wire
 from jaxdist.types import Params, PyTree
-
-
-@dataclass(frozen=True)
-class Wire:
-    """How the shards of parameters and gradients travel between the devices.
-
-    Attributes:
-      axes: manual mesh axes over which tensors are split.
-      gather_dtype: of parameters on the wire, and where they are used; None is their own.
-      reduce_dtype: of gradients on the wire, and of their sum; None is their own.
-      ahead: whether a layer's parameters are gathered while the layer before computes.
-    """
-
-    axes: tuple[str, ...]
-    algorithm: Algorithm
-    gather_dtype: str | None = None
-    reduce_dtype: str | None = None
-    ahead: bool = False
-
-    def gather(
-        self,
-        shards: Sequence[jax.Array],
-        dims: Sequence[int],
-        lengths: Sequence[int | None],
-    ) -> list[jax.Array]:
-        """The whole tensors, in the dtype of the wire; their dims cut to `lengths`."""
-        carried = [shard.astype(self.gather_dtype or shard.dtype) for shard in shards]
-        return gather_leaves(carried, dims, self.axes, lengths=lengths, algorithm=self.algorithm)
-
-    def scatter(self, grads: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:
-        """This device's shards of the sums, in the dtype of the wire; zeros fill up the last."""
-        carried = [grad.astype(self.reduce_dtype or grad.dtype) for grad in grads]
-        return scatter_leaves(carried, dims, self.axes, algorithm=self.algorithm)
 
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["shard"],
+    data_fields=["shard", "second"],
     meta_fields=["dim", "wire", "spec", "length"],
 )
 @dataclass(frozen=True)
@@ -74,6 +40,8 @@ class Sharded(Deferred):
       dim: which dim is split, counted from the end, so that a slice of stacked layers has it too.
       spec: how automatic axes split the parameter, an entry for each of its dims, layers included.
       length: of the dim, where zeros fill up its shards; None where it divides.
+      second: the shards of all devices that have this one's place in their fast network, along a
+        dim before the shard's own; gathered in place of `shard`. None gathers over all networks.
     """
 
     shard: jax.Array
@@ -81,12 +49,14 @@ class Sharded(Deferred):
     wire: Wire
     spec: PartitionSpec
     length: int | None = None
+    second: jax.Array | None = None
 
     @classmethod
     def whole(cls, several: Sequence[Sharded]) -> list[jax.Array]:
         """The parameters; their gradients are summed into the shards."""
         splits = tuple(Split(leaf.dim, leaf.spec, leaf.length) for leaf in several)
-        return _gathered(several[0].wire, splits, [leaf.shard for leaf in several])
+        seconds = [leaf.second for leaf in several if leaf.second is not None]
+        return _gathered(several[0].wire, splits, [leaf.shard for leaf in several], seconds)
 
     def carried(self) -> jax.Array:
         """Of a gradient: this device's shard."""
@@ -141,6 +111,7 @@ def defer(
     *,
     sharded: bool,
     length: int | None = None,
+    second: jax.Array | None = None,
 ) -> PyTree:
     """A parameter that is fetched where it is used.
 
@@ -149,10 +120,11 @@ def defer(
       dim: the dim that is split, or whose gradient is, counted from the front.
       spec: how automatic axes split it.
       length: of the dim, where zeros fill up its shards.
+      second: as of `Sharded`.
     """
     full = PartitionSpec(*spec, *(None,) * (param.ndim - len(spec)))
     if sharded:
-        return Sharded(param, dim - param.ndim, wire, full, length)
+        return Sharded(param, dim - param.ndim, wire, full, length, second)
     shape = [*param.shape]
     shape[dim] = -(-shape[dim] // axis_size(wire.axes))
     return Scattered(param, jnp.zeros(shape, param.dtype), dim - param.ndim, wire, full)
@@ -171,34 +143,46 @@ Splits = tuple[Split, ...]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _gathered(wire: Wire, splits: Splits, shards: list[jax.Array]) -> list[jax.Array]:
-    def gather(blocks: list[jax.Array]) -> list[jax.Array]:
-        return wire.gather(blocks, _dims(splits, blocks), [split.length for split in splits])
-
-    return on_blocks(gather, [split.spec for split in splits])(shards)
+def _gathered(
+    wire: Wire, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
+) -> list[jax.Array]:
+    dims, lengths = _dims(splits, shards), [split.length for split in splits]
+    specs = [_of_last(split.spec, shard.ndim) for split, shard in zip(splits, shards, strict=True)]
+    if seconds:
+        gather = partial(wire.gather_seconds, dims=dims, lengths=lengths)
+        return on_blocks(gather, [PartitionSpec(None, *spec) for spec in specs], specs)(seconds)
+    return on_blocks(partial(wire.gather, dims=dims, lengths=lengths), specs)(shards)
 
 
 def _gathered_forward(
-    wire: Wire, splits: Splits, shards: list[jax.Array]
-) -> tuple[list[jax.Array], list[jax.Array]]:
-    return _gathered(wire, splits, shards), [jnp.zeros((), shard.dtype) for shard in shards]
+    wire: Wire, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
+) -> tuple[list[jax.Array], PyTree]:
+    # The gradient of `seconds` is zero: all of it belongs to the shards.
+    like = [[jnp.zeros((), x.dtype) for x in part] for part in (shards, seconds)]
+    return _gathered(wire, splits, shards, seconds), like
 
 
 def _gathered_backward(
-    wire: Wire, splits: Splits, like: list[jax.Array], cotangents: list[jax.Array]
+    wire: Wire, splits: Splits, saved: PyTree, cotangents: list[jax.Array]
 ) -> PyTree:
+    shards, seconds = saved
     summed = _scattered(wire, splits, cotangents)
-    return ([s.astype(x.dtype) for s, x in zip(summed, like, strict=True)],)
+    count = axis_size(wire.slow)
+    zeros = [jnp.zeros((count, *s.shape), x.dtype) for s, x in zip(summed, seconds, strict=False)]
+    return [s.astype(x.dtype) for s, x in zip(summed, shards, strict=True)], zeros
 
 
 _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _scattered(wire: Wire, splits: Splits, grads: list[jax.Array]) -> list[jax.Array]:
-    def scatter(blocks: list[jax.Array]) -> list[jax.Array]:
-        return wire.scatter(blocks, _dims(splits, blocks))
+    specs = [_of_last(split.spec, grad.ndim) for split, grad in zip(splits, grads, strict=True)]
+    return on_blocks(partial(wire.scatter, dims=_dims(splits, grads)), specs)(grads)
 
-    return on_blocks(scatter, [split.spec for split in splits])(grads)
+
+def _of_last(spec: PartitionSpec, dims: int) -> PartitionSpec:
+    """The entries of the last so many dims."""
+    return PartitionSpec(*spec[len(spec) - dims :]) if len(spec) > dims else spec
 
 
 def _dims(splits: Splits, tensors: list[jax.Array]) -> list[int]:
@@ -206,26 +190,27 @@ def _dims(splits: Splits, tensors: list[jax.Array]) -> list[int]:
 
 
 def on_blocks(
-    function: Callable[[list[jax.Array]], list[jax.Array]], specs: Sequence[PartitionSpec]
+    function: Callable[[list[jax.Array]], list[jax.Array]],
+    specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec] | None = None,
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """`function` of each device's blocks of arrays whose last dims automatic axes split by `specs`.
+    """`function` of each device's blocks of arrays that automatic axes split by `specs`.
 
     On the whole arrays XLA would gather what those axes split before it sends anything.
+
+    Args:
+      out_specs: of the results; None is as the arguments.
     """
 
     def run(arrays: list[jax.Array]) -> list[jax.Array]:
         mesh = jax.sharding.get_abstract_mesh()
         if all(mesh.shape[axis] == 1 for axis in mesh.auto_axes):
             return function(arrays)
-        blocks = [
-            PartitionSpec(*spec[len(spec) - x.ndim :]) if len(spec) > x.ndim else spec
-            for spec, x in zip(specs, arrays, strict=True)
-        ]
         return jax.shard_map(
             function,
             axis_names={*mesh.auto_axes},
-            in_specs=(blocks,),
-            out_specs=blocks,
+            in_specs=(list(specs),),
+            out_specs=list(out_specs or specs),
             check_vma=False,
         )(arrays)
 

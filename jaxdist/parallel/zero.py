@@ -19,8 +19,9 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from pydantic import Field
+from pydantic import Field, field_validator
 
+from jaxdist.compression import Adaptive, Cast, Codec, Quantize
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import ICI, axis_names, entry_names
@@ -32,6 +33,9 @@ from jaxdist.types import Params, PyTree, Shardings, Specs
 Stage = Literal[0, 1, 2, 3]
 MOST_FILLED = 2
 """How many times its length a dim may be filled up to: zeros are sent like all else."""
+
+
+GatherCodec = Annotated[Cast | Quantize | Adaptive, Field(discriminator="type")]
 
 
 class ZeroConfig(Config):
@@ -47,6 +51,21 @@ class ZeroConfig(Config):
     """Dtype in which stage 3 gathers parameters and the model sees them; null is their own."""
     prefetch: bool = False
     """Stage 3 gathers a layer while the one before computes: one more layer is held."""
+    gather_codec: GatherCodec | None = None
+    """Stage 3 gathers parameters as messages of this codec; each device keeps its shard exact."""
+    secondary: bool = False
+    """Stage 3 gathers shards across the slow network once a step; both passes gather in the fast
+    one, from a second copy that is kept for the step."""
+
+    @field_validator("gather_codec")
+    @classmethod
+    def _same_each_time(cls, codec: GatherCodec | None) -> GatherCodec | None:
+        if codec is not None and codec.unbiased:
+            raise ValueError(
+                "rounding stochastic: both passes must see the same parameters; take nearest, "
+                "which the exact shard makes sound"
+            )
+        return codec
 
 
 @dataclass(frozen=True)
@@ -58,6 +77,8 @@ class Zero:
       dims: by name, the dim of each parameter that is split; None stays whole.
       gather_dtype: of gathered parameters; None is their own.
       prefetch: whether a layer is gathered while the one before computes.
+      gather_codec: of the messages that parameters are gathered as; None sends them as they are.
+      secondary: whether shards are gathered across the slow network once a step.
       uneven: shapes of larger parameters that stay whole, by name, since no dim divides, nor would
         with zeros at its end.
       padded: where the split dim does not divide, by name: its own length, and the one it has with
@@ -70,6 +91,8 @@ class Zero:
     dims: Mapping[str, int | None]
     gather_dtype: str | None = None
     prefetch: bool = False
+    gather_codec: Codec | None = None
+    secondary: bool = False
     uneven: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -183,6 +206,8 @@ def plan_zero(
         chosen,
         config.gather_dtype,
         config.prefetch,
+        config.gather_codec,
+        config.secondary,
         uneven,
         padded,
     )

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from jaxdist.cli import app
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.algorithms.xla import Xla
-from jaxdist.compression.config import CompressSign
+from jaxdist.compression.config import CompressQuantize, CompressSign
 from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_exchange
@@ -39,21 +39,32 @@ MESHES = (
     {**SPLIT, "tensor": 2},
     {**SPLIT, "stage": 2},
 )
+ZEROS = [
+    ZeroConfig(stage=stage, scope=scope, secondary=secondary)
+    for stage in (0, 1, 2, 3)
+    for scope in ("all", "ici")
+    for secondary in ([False, True] if stage == 3 else [False])
+]
+MESSAGES = (
+    None,
+    CompressSign(),
+    CompressSign(axis="data.dcn"),
+    CompressQuantize(error_feedback=False),
+)
 EVERY = [
     Facts(
         mesh,
         tuple(name for name in mesh if name.startswith("data")),
         None if kind is None else TypeAdapter(ReduceConfig).validate_python({"type": kind}),
-        ZeroConfig(stage=stage, scope=scope),
+        zero,
         split if any(name.startswith("data") for name in mesh) else {},
         offloads=offloads,
-        compression=None if axis is None else CompressSign(axis=axis),
+        compression=messages,
     )
-    for mesh, kind, stage, scope, split, offloads, axis in itertools.product(
-        MESHES, (None, *TYPES), (0, 1, 2, 3), ("all", "ici"), ({}, {"w": "embed"}), (False, True),
-        (None, "data", "data.dcn"),
+    for mesh, kind, zero, split, offloads, messages in itertools.product(
+        MESHES, (None, *TYPES), ZEROS, ({}, {"w": "embed"}), (False, True), MESSAGES
     )
-]  # fmt: skip
+]
 """Facts of every kind that the features tell apart."""
 
 
@@ -138,6 +149,14 @@ TWO = {"data": {"dcn": 2, "ici": 4}}
          r"axis data\.dcn with mesh \{data: 8\}: .* \{dcn: D, ici: I\}, or .*axis: data"),
         ({"data": 8}, None, {"compression": SIGN, "zero": {"stage": 3}},
          r"zero\.stage 3 with parallel\.compression\.type sign .* set mesh\.data: .*stage: 1"),
+        ({"data": 8}, None, {"zero": {"stage": 3, "secondary": True}},
+         r"parallel\.zero\.secondary with mesh \{data: 8\}: .* \{dcn: D, ici: I\}, or "),
+        (TWO, None, {"zero": {"stage": 3, "secondary": True, "scope": "ici"}},
+         r"parallel\.zero\.secondary with parallel\.zero\.scope ici: .*scope: all, or "),
+        ({"data": 8}, None, {"compression": {**SIGN, "error_feedback": False, "warmup_steps": 3},
+         "zero": {"stage": 3}}, r"warmup_steps in .*stage 2 and 3, .*; leave it out, or "),
+        ({"data": 8}, None, {"compression": {"type": "topk", "error_feedback": False},
+         "zero": {"stage": 2}}, r"topk in .*stage 2 and 3 sums no shards; take cast, "),
         (TWO, None, {"compression": SIGN, "zero": {"stage": 1, "scope": "ici"}},
          r"scope ici with parallel\.compression\.type sign over axis data: .*axis: data\.dcn, or "),
         (TWO, None, {"compression": {**SIGN, "axis": "data.dcn"}, "zero": {"stage": 1}},

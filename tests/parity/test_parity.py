@@ -86,13 +86,21 @@ def placed(cell: Combination) -> dict[str, object]:
 
 
 def essentials(cell: Combination) -> frozenset[object]:
-    """What is always tested: two settings; of pipelines two of `placed`, and each schedule."""
+    """What these tests cover: two settings; of pipelines two of `placed`, and each schedule."""
     if cell.schedule is None:
         return pairs(cell)
     return frozenset({cell.schedule, *itertools.combinations(placed(cell).items(), 2)})
 
 
-CELLS = cover(POSSIBLE, ELSEWHERE, essentials)
+def each(cell: Combination) -> frozenset[object]:
+    """What the quick tests cover: each setting once, of pipelines each of `placed`."""
+    settings = dataclasses.asdict(cell) if cell.schedule is None else placed(cell)
+    return frozenset({cell.schedule, *settings.items()})
+
+
+QUICK = cover(POSSIBLE, ELSEWHERE, each)
+PAIRED = cover(POSSIBLE, [*ELSEWHERE, *QUICK], essentials)
+CELLS = [*QUICK, *PAIRED]
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +108,9 @@ def subject(devices):
     return open_subject(BUILT_IN)
 
 
-@pytest.mark.parametrize("cell", CELLS, ids=str)
+@pytest.mark.parametrize(
+    "cell", [*QUICK, *(pytest.param(cell, marks=pytest.mark.full) for cell in PAIRED)], ids=str
+)
 def test_a_combination_equals_one_device(cell, subject):
     result = compare(subject, cell)
     assert result.verdict == "equal", line(result)
@@ -130,16 +140,15 @@ def test_every_two_settings_meet_in_few_combinations():
     assert met == set(itertools.product(staged, SCHEDULES))
 
 
-def test_what_is_always_tested_has_every_two_settings_outside_of_pipelines():
+def test_what_is_tested_has_every_two_settings_outside_of_pipelines():
     met = set().union(*map(pairs, CELLS), *map(pairs, ELSEWHERE))
     assert set().union(*map(pairs, PLAIN)) <= met
     assert set(CELLS) <= set(POSSIBLE)
-    assert (
-        len(set(CELLS)) == len(CELLS) <= len(parity_cells.REDUCTIONS) * len(REMATS)
-    )  # those need as many
+    assert len(set(CELLS)) == len(CELLS)
+    assert len(PAIRED) <= len(parity_cells.REDUCTIONS) * len(REMATS)  # those need as many
 
 
-def test_what_is_always_tested_has_every_schedule_and_two_settings_of_pipelines():
+def test_what_is_tested_has_every_schedule_and_two_settings_of_pipelines():
     def two(cells):
         found = (itertools.combinations(placed(cell).items(), 2) for cell in cells if cell.schedule)
         return set().union(*found)
@@ -147,6 +156,12 @@ def test_what_is_always_tested_has_every_schedule_and_two_settings_of_pipelines(
     assert {cell.schedule for cell in CELLS} == {None, *SCHEDULES}
     assert two(CELLS) == two(PIPELINES)
     assert len(two(PIPELINES)) > 30
+
+
+def test_the_quick_tests_have_every_setting():
+    met = set().union(*map(each, QUICK), *map(each, ELSEWHERE))
+    assert set().union(*map(each, POSSIBLE)) <= met
+    assert len(QUICK) < 20
 
 
 def test_the_combinations_are_those_that_the_table_allows():

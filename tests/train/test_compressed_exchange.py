@@ -128,6 +128,51 @@ def test_what_loses_nothing_is_the_plain_gradient(name):
     close(gradients(found)[0], exact(9), rtol=2e-5, atol=2e-6)
 
 
+INT8, INT4 = ({"type": "quantize", "bits": bits, "block": 64} for bits in (8, 4))
+PLUS_PLUS = {
+    "secondary": (TWO, {"zero": {"secondary": True}}),
+    "secondary, ring": (TWO, {"reduce": {"type": "ring"}, "zero": {"secondary": True}}),
+    "secondary, tensor": (
+        {"data": {"dcn": 2, "ici": 2}, "tensor": 2},
+        {"zero": {"secondary": True}},
+    ),
+    "gather int8": (FLAT, {"zero": {"gather_codec": INT8}}),
+    "gather int8, secondary": (TWO, {"zero": {"gather_codec": INT8, "secondary": True}}),
+    "reduce int4": (FLAT, {"compression": {**INT4, "error_feedback": False}}),
+    "reduce int4 in two hops": (TWO, {"compression": {**INT4, "error_feedback": False}}),
+    "reduce bfloat16, tensor": (
+        {"data": {"dcn": 2, "ici": 2}, "tensor": 2},
+        {"compression": {"type": "cast", "error_feedback": False}},
+    ),
+}
+
+
+def plus_plus(name, **settings):
+    mesh, parallel = PLUS_PLUS[name]
+    zero = {"stage": 3, "whole_below": 16, **parallel.get("zero", {})}
+    plan = {"reduce": {"type": "xla"}, **parallel, "zero": zero}
+    return program(mesh, plan, plan.pop("compression", None), **settings)
+
+
+@pytest.mark.parametrize("name", [name for name in PLUS_PLUS if name.startswith("secondary")])
+def test_a_second_copy_of_the_shards_changes_no_bit(name):
+    mesh, parallel = PLUS_PLUS[name]
+    plan = {"reduce": {"type": "xla"}, **parallel, "zero": {"stage": 3, "whole_below": 16}}
+    plain = trained(program(mesh, plan, None, microbatches=2), 2)
+    assert bits(trained(plus_plus(name, microbatches=2), 2)) == bits(plain)
+
+
+@pytest.mark.parametrize("name", [name for name in PLUS_PLUS if "int" in name or "bf" in name])
+def test_messages_of_shards_are_near_what_they_stand_for(name):
+    """As near as the codec is; and not the same, so that something was encoded."""
+    found = plus_plus(name)
+    ours, expected = gradients(found)[0], exact(9)
+    for (leaf, x), y in zip(flatten_with_names(ours), jax.tree.leaves(expected), strict=True):
+        error = np.linalg.norm(x - y) / np.linalg.norm(y)
+        limit = {"gather": 0.05, "reduce": 0.2}[name.split()[0]]
+        assert (error == 0 or leaf == "bias") if leaf == "bias" else 1e-5 < error < limit, leaf
+
+
 def each_plan_and_each_codec():
     """Every plan and every codec; all their pairs with the full tests."""
     for i, name in enumerate(PLANS):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.bench.compression import codecs, lab_figures
+from jaxdist.bench.compression import codecs, lab_figures, steps
 from jaxdist.bench.core.harness import REPEATS
 from jaxdist.bench.core.report import Report
 
@@ -15,4 +15,7 @@ def bench(repeats: int = REPEATS, lab: bool = False, torch: str | None = None) -
       lab: instead of all this, steps of training between hosts on slow links (see scripts/lab).
       torch: with `lab`, a Python that has torch.
     """
-    return lab_figures.bench(torch, repeats) if lab else codecs.bench(repeats)
+    if lab:
+        return lab_figures.bench(torch, repeats)
+    found = codecs.bench(repeats)
+    return Report(found.bench, [*found.figures, *steps.figures()])

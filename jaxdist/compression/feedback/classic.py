@@ -13,8 +13,8 @@ from jaxdist.compression.feedback.contract import Feedback, Memory
 from jaxdist.types import Leaf
 
 
-class ErrorFeedback(Feedback):
-    """The residual r = x - decode(encode(x)), x = gradient + r (Seide et al., Interspeech 2014).
+class Residual(Feedback):
+    """What x = gradient + r leaves, r = x - decode(encode(x)).
 
     The law holds to the bit: `decode(encode(x)) + residual == x`. Where an estimate may be far from
     a small x (`Codec.exact` is false), no single float32 can hold that: the residual is then the
@@ -23,8 +23,6 @@ class ErrorFeedback(Feedback):
     Memory: 4 bytes for each element; 8 for such codecs, unless `rounded`.
     """
 
-    type: Literal["classic"] = "classic"
-    """Selects this feedback."""
     rounded: bool = False
     """Keep one float32 always: the law then holds up to 2^-24 of the estimate."""
 
@@ -46,6 +44,16 @@ class ErrorFeedback(Feedback):
         part = residual - x
         rounding = (x - (residual - part)) - (decoded + part)
         return {"residual": residual, "rounding": rounding}
+
+
+class ErrorFeedback(Residual):
+    """The residual of each gradient is added to the next one (Seide et al., Interspeech 2014).
+
+    See `Residual` for its law and memory.
+    """
+
+    type: Literal["classic"] = "classic"
+    """Selects this feedback."""
 
 
 CLASSIC = ErrorFeedback()

@@ -2,7 +2,9 @@
 
 In each round the sender encodes `x`, which `correct` makes of its gradient and its memory, decodes
 its own message, and `settle`s. A holder makes of what it decoded, and of its view, the value that
-stands for the gradient (`receive`).
+stands for the gradient (`receive`). Where what is sent is not the gradient itself, all devices keep
+something of the results in common: `carried` makes of it and of a gradient what is sent, and
+`conclude` makes of a result what stands for the gradient.
 """
 
 from __future__ import annotations
@@ -36,8 +38,8 @@ class Feedback(Config):
             why = "sends elements several times as large, and what is fed back would grow"
         raise CompressionError(
             f"{getattr(self, 'type', type(self).__name__)} feedback on {codec!r}, which {why}; "
-            "leave the feedback out (error_feedback: false; in code NoFeedback()), or take a biased "
-            "codec: rounding: nearest, scaled: false"
+            "leave the feedback out (error_feedback: false; in code NoFeedback()), or take a codec "
+            "that is biased: rounding: nearest, scaled: false"
         )
 
     @property
@@ -55,6 +57,18 @@ class Feedback(Config):
     def view(self, like: Leaf) -> View:
         """The holders' view before the first round."""
         return ()
+
+    def common(self, like: Leaf) -> View:
+        """What all devices keep alike of the results, before the first round."""
+        return ()
+
+    def carried(self, gradient: jax.Array, common: View, devices: int) -> jax.Array:
+        """A device's part of what is sent, of so many devices."""
+        return gradient
+
+    def conclude(self, value: jax.Array, common: View) -> tuple[jax.Array, View]:
+        """What stands for the sum of gradients, and what all keep of it."""
+        return value, common
 
     @abstractmethod
     def correct(self, gradient: jax.Array, memory: Memory) -> tuple[jax.Array, Memory]: ...

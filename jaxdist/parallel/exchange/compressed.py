@@ -22,7 +22,7 @@ from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit, together
 from jaxdist.parallel.exchange.messages import Messages
 from jaxdist.parallel.exchange.scatter import Scatter
 from jaxdist.parallel.exchange.unsharded import Unsharded
-from jaxdist.parallel.unshard import Wire
+from jaxdist.parallel.wire import Wire
 from jaxdist.parallel.zero import Zero
 from jaxdist.types import Grads, Params, PyTree
 

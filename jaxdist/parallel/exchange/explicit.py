@@ -20,12 +20,14 @@ from jaxdist.collectives.algorithms.halving import Halving
 from jaxdist.collectives.bucket import BUCKET_BYTES, reduce_tree, sends_apart
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.operations import XLA
+from jaxdist.compression import Codec
 from jaxdist.models.loss import Batch
 from jaxdist.optim.safety import global_norm, global_norm_of_shards
 from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
 from jaxdist.parallel.exchange.base import Base
 from jaxdist.parallel.layer_chunks import Layers, by_layers
-from jaxdist.parallel.unshard import Wire, on_blocks
+from jaxdist.parallel.unshard import on_blocks
+from jaxdist.parallel.wire import Wire
 from jaxdist.parallel.zero import Zero
 from jaxdist.trees import flatten_with_names, leaf_bytes
 from jaxdist.types import Buffers, Grads, Params, PyTree, Specs
@@ -155,9 +157,14 @@ class Explicit(Base):
 
 @dataclass(frozen=True)
 class Sharding(Explicit):
-    """What exchanges with ZeRO share: shards are sent together, and new parameters gathered."""
+    """What exchanges with ZeRO share: shards are sent together, and new parameters gathered.
+
+    Attributes:
+      reduce_codec: of messages that gradients are sent as, without feedback; None sends them whole.
+    """
 
     zero: Zero
+    reduce_codec: Codec | None = field(default=None, kw_only=True)
 
     @property
     def keeps_barriers(self) -> bool:
@@ -166,7 +173,9 @@ class Sharding(Explicit):
 
     def wire(self) -> Wire:
         zero = self.zero
-        return Wire(zero.axes, self.algorithm, zero.gather_dtype, self.reduce_dtype, zero.prefetch)
+        dtypes = zero.gather_dtype, self.reduce_dtype
+        codecs = zero.gather_codec, self.reduce_codec
+        return Wire(zero.axes, self.algorithm, *dtypes, zero.prefetch, *codecs)
 
     def finish(self, grads: Grads) -> PyTree:
         """Sum what is still unsummed: whole tensors over all data axes, shards over the others."""

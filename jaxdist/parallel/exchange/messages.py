@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.compression import CompressionState, Reduced, compressed_all_reduce, init_state
-from jaxdist.compression.choice import Choice
+from jaxdist.compression.choice import PerParameter
 from jaxdist.compression.feedback.contract import Feedback
 from jaxdist.compression.reshard import reshard
 from jaxdist.types import Grads, PyTree, Specs
@@ -38,7 +38,7 @@ class Messages:
     mesh: Mesh
     axes: tuple[str, ...]
     blocks: PyTree
-    choice: Choice
+    choice: PerParameter
     feedback: Feedback
     algorithm: Algorithm
     seed: int = 0

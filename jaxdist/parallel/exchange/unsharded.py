@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from jaxdist.models.loss import Batch
 from jaxdist.parallel.contract import Compute, Gradients, Held
 from jaxdist.parallel.exchange.explicit import EVERYWHERE, Sharding, over
-from jaxdist.parallel.unshard import defer
+from jaxdist.parallel.unshard import defer, on_blocks
 from jaxdist.types import Params, PyTree
 
 
@@ -45,8 +47,30 @@ class Unsharded(Sharding):
         wire, sharded = self.wire(), zero.stage == 3
         leaves, structure = jax.tree.flatten(params)
         given = zero.dims_of(params), zero.lengths_of(params), jax.tree.leaves(self.specs)
+        seconds = self._seconds(params) if zero.secondary else [None] * len(leaves)
         deferred = [
-            leaf if dim is None else defer(leaf, dim, wire, spec, sharded=sharded, length=length)
-            for leaf, dim, length, spec in zip(leaves, *given, strict=True)
+            leaf
+            if dim is None
+            else defer(leaf, dim, wire, spec, sharded=sharded, length=length, second=second)
+            for leaf, dim, length, spec, second in zip(leaves, *given, seconds, strict=True)
         ]
         return structure.unflatten(deferred)
+
+    def _seconds(self, params: Params) -> list[jax.Array | None]:
+        """A second copy of the shards inside the fast network, gathered across the slow one once.
+
+        Its dim over fast networks stands behind that of stacked layers, so that a layer has it too.
+        """
+        leaves, dims = jax.tree.leaves(params), self.zero.dims_of(params)
+        mine = [i for i, dim in enumerate(dims) if dim is not None]
+        specs = jax.tree.leaves(self.specs)
+        hold = on_blocks(
+            self.wire().hold,
+            [specs[i] for i in mine],
+            [PartitionSpec(None, *specs[i]) for i in mine],
+        )
+        stacked = self.layers_of(params, dims)
+        seconds: list[jax.Array | None] = [None] * len(leaves)
+        for i, held in zip(mine, hold([leaves[i] for i in mine]), strict=True):
+            seconds[i] = held if stacked[i] is None else jnp.moveaxis(held, 0, 1)
+        return seconds

@@ -94,6 +94,8 @@ def _of_gathers(facts: Facts) -> Iterator[str]:
     for name, value, unset in (
         ("gather_dtype", zero.gather_dtype, None),
         ("prefetch", str(zero.prefetch).lower(), "false"),
+        ("gather_codec", zero.gather_codec and zero.gather_codec.type, None),
+        ("secondary", str(zero.secondary).lower(), "false"),
     ):
         if value != unset:
             yield (

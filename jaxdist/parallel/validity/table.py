@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.compression import NoFeedback
 from jaxdist.compression.config import Compression
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import ICI, describe
@@ -116,9 +117,12 @@ def shown_compression(facts: Facts) -> str:
     return f"parallel.compression.type {kind}"
 
 
-def _messages_over(axis: str) -> Feature:
+def _messages_over(axis: str, *, fed_back: bool | None = None) -> Feature:
     def active(facts: Facts) -> bool:
-        return facts.compression is not None and facts.compression.axis == axis
+        found = facts.compression
+        if found is None or found.axis != axis:
+            return False
+        return fed_back in (None, not isinstance(found.feedback, NoFeedback))
 
     def shown(facts: Facts) -> str:
         return f"{shown_compression(facts)} over axis {axis}"
@@ -162,8 +166,12 @@ FEATURES: Mapping[str, Feature] = {
     "reduce: xla": Feature(_is("xla"), shown_reduce),
     f"reduce: {', '.join(_FLAT)}": Feature(_is(*_FLAT), shown_reduce),
     "reduce: hierarchical": Feature(_is("hierarchical"), shown_reduce),
-    "compression over data": _messages_over("data"),
+    "compression over data": _messages_over("data", fed_back=True),
+    "compression over data, error_feedback: false": _messages_over("data", fed_back=False),
     "compression over data.dcn": _messages_over("data.dcn"),
+    "zero.secondary": Feature(
+        lambda f: f.zero.stage == 3 and f.zero.secondary, lambda f: "parallel.zero.secondary"
+    ),
     "train.microbatches": Feature(lambda f: True, lambda f: "train.microbatches"),
     "model.remat": Feature(lambda f: True, lambda f: "model.remat"),
     "model.remat: {...: offload}": Feature(
@@ -172,7 +180,7 @@ FEATURES: Mapping[str, Feature] = {
 }
 """All that the table can speak of, in the order of the matrix."""
 
-COMPRESSION = ("compression over data", "compression over data.dcn")
+COMPRESSION = tuple(name for name in FEATURES if name.startswith("compression over"))
 SCOPES = ("zero.scope: all", "zero.scope: ici")
 ZERO_STAGES = ("zero 1", "zero 2", "zero 3")
 REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(_FLAT)}", "reduce: hierarchical")
@@ -205,12 +213,12 @@ class Row:
 
 ROWS: tuple[Row, ...] = (
     Row(
-        ((*ZERO_STAGES, *SCOPES), ("no axis splits the batch",)),
+        ((*ZERO_STAGES, *SCOPES, "zero.secondary"), ("no axis splits the batch",)),
         "ZeRO splits the training state over the axis that splits the batch, and none does",
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.zero.stage: 0",
     ),
     Row(
-        ((*ZERO_STAGES, *SCOPES), ("a sharding rule over data",)),
+        ((*ZERO_STAGES, *SCOPES, "zero.secondary"), ("a sharding rule over data",)),
         "what ZeRO would split over the axis of the batch is split over it already",
         "set that rule to null, or parallel.zero.stage: 0",
     ),
@@ -241,7 +249,7 @@ ROWS: tuple[Row, ...] = (
         "set parallel.reduce.type: ring, or parallel.zero.scope: all",
     ),
     Row(
-        (("zero 3",), ("stage (a pipeline)",)),
+        (("zero 3", "zero.secondary"), ("stage (a pipeline)",)),
         "each microbatch would gather the parameters of its layers two times, which a stage that "
         "holds its own layers alone does not pay back",
         "set parallel.zero.stage: 1, or 2",
@@ -278,19 +286,30 @@ ROWS: tuple[Row, ...] = (
         "set mesh.data: {dcn: D, ici: I}, or parallel.compression.axis: data",
     ),
     Row(
-        (("zero 2", "zero 3"), ("compression over data",)),
+        (("zero 2", "zero 3", "zero.secondary"), ("compression over data",)),
         "no device ever has a whole gradient to compress, nor keeps what a message of it left out",
         "set mesh.data: {dcn: D, ici: I}, parallel.zero.scope: ici and parallel.compression.axis: "
         "data.dcn (exact in the fast network, messages of shards across the slow one), or "
-        "parallel.zero.stage: 1",
+        "parallel.zero.stage: 1, or error_feedback: false with 4 bits or more",
     ),
     Row(
-        (("zero.scope: ici",), ("compression over data",)),
+        (("zero.secondary",), ("data on one network",)),
+        "a second copy inside the fast one of two networks spares the slow one, and the axis names "
+        "only one",
+        "set mesh.data: {dcn: D, ici: I}, or parallel.zero.secondary: false",
+    ),
+    Row(
+        (("zero.secondary",), ("zero.scope: ici",)),
+        "the state lies inside the fast network already, and no parameter crosses the slow one",
+        "set parallel.zero.scope: all, or parallel.zero.secondary: false",
+    ),
+    Row(
+        (("zero.scope: ici",), COMPRESSION[:2]),
         "each part of the state is summed inside the fast network first",
         "set parallel.compression.axis: data.dcn, or parallel.zero.scope: all",
     ),
     Row(
-        (("zero.scope: all",), ("compression over data.dcn",)),
+        (("zero.scope: all", "zero.secondary"), ("compression over data.dcn",)),
         "the state is split over both networks, and messages of shards cross one",
         "set parallel.zero.scope: ici, or parallel.compression.axis: data",
     ),

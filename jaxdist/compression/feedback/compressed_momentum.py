@@ -1,0 +1,45 @@
+"""Momentum is sent in place of the gradient: the wire of 1-bit Adam and 1-bit LAMB."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import jax
+import jax.numpy as jnp
+from pydantic import Field
+
+from jaxdist.compression.feedback.classic import ErrorFeedback, Residual
+from jaxdist.compression.feedback.contract import Feedback, View
+from jaxdist.types import Leaf
+
+
+class CompressedMomentum(Residual):
+    """1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1), 1-bit LAMB (arXiv 2104.06069).
+
+    Each of N devices sends (b1 / N) m + (1 - b1) gradient, its part of the next momentum, with the
+    residual of what it sent before; m is the last momentum, the same on all. The sum m' stands for
+    the gradient (m' - b1 m) / (1 - b1), that of all devices where nothing is lost, and an optimizer
+    with the same b1 makes m' of it again.
+
+    Memory: as classic, and 4 bytes for each element of m.
+    """
+
+    type: Literal["compressed_momentum"] = "compressed_momentum"
+    """Selects this feedback."""
+    b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
+    """Decay of the momentum: the optimizer's."""
+
+    @property
+    def back(self) -> Feedback:
+        return ErrorFeedback(rounded=self.rounded)
+
+    def common(self, like: Leaf) -> View:
+        return {"momentum": jnp.zeros(like.shape, jnp.float32)}
+
+    def carried(self, gradient: jax.Array, common: View, devices: int) -> jax.Array:
+        gradient = gradient.astype(jnp.float32)
+        return (self.b1 / devices) * common["momentum"] + (1 - self.b1) * gradient
+
+    def conclude(self, value: jax.Array, common: View) -> tuple[jax.Array, View]:
+        gradient = (value - self.b1 * common["momentum"]) / (1 - self.b1)
+        return gradient, {"momentum": value}

@@ -1,0 +1,159 @@
+"""How the shards of parameters and gradients travel between devices.
+
+With codecs it is ZeRO++ (Wang et al., arXiv 2306.10209): parameters are gathered as messages, from
+the exact ones that each device keeps of its shard (section 3.1); a second copy of the shards inside
+the fast network spares the slow one (3.2); gradients are summed in float32 between two hops of
+messages, one inside the fast network and one across (3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.collectives.axis import Axis, axis_size
+from jaxdist.collectives.bucket import unpack
+from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.operations import all_gather, all_to_all, into_blocks
+from jaxdist.collectives.split import gather_leaves, join_shards, scatter_leaves
+from jaxdist.compression import Codec, first_round
+from jaxdist.compression.sender import encode_once
+from jaxdist.mesh import ICI
+from jaxdist.types import PyTree
+
+
+@dataclass(frozen=True)
+class Wire:
+    """What one exchange with ZeRO sends, and how.
+
+    Attributes:
+      axes: manual mesh axes over which tensors are split, slowest first.
+      gather_dtype: of parameters on the wire, and where they are used; None is their own.
+      reduce_dtype: of gradients on the wire, and of their sum; None is their own.
+      ahead: whether a layer's parameters are gathered while the layer before computes.
+      gather_codec: of the messages that parameters are gathered as; None sends them as they are.
+      reduce_codec: of the messages that gradients are sent as; None sends them as they are.
+    """
+
+    axes: tuple[str, ...]
+    algorithm: Algorithm
+    gather_dtype: str | None = None
+    reduce_dtype: str | None = None
+    ahead: bool = False
+    gather_codec: Codec | None = None
+    reduce_codec: Codec | None = None
+
+    @property
+    def fast(self) -> tuple[str, ...]:
+        """Axes inside the fast network, where there are two; else all."""
+        fast = tuple(axis for axis in self.axes if axis.endswith(ICI))
+        return fast or self.axes
+
+    @property
+    def slow(self) -> tuple[str, ...]:
+        """Axes across the slow network; none where there is one."""
+        return tuple(axis for axis in self.axes if axis not in self.fast)
+
+    def gather(
+        self, shards: Sequence[jax.Array], dims: Sequence[int], lengths: Sequence[int | None]
+    ) -> list[jax.Array]:
+        """The whole tensors, in the dtype of the wire; their dims cut to `lengths`."""
+        if self.gather_codec is None:
+            given = {"lengths": lengths, "algorithm": self.algorithm}
+            return gather_leaves(self._carried(shards), dims, self.axes, **given)
+        rows, flat = _in_front(shards, dims)
+        message = encode_once(self.gather_codec, flat, (), first_round())[0]
+        blocks = self._decoded(self._gathered(message, self.axes), flat)
+        return self._joined(blocks, rows, shards, dims, lengths)
+
+    def hold(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
+        """The shards of all devices at this one's place in their fast networks, [D, ...] each.
+
+        D is the number of fast networks; in the dtype of the wire.
+        """
+        return [self._held(shard) for shard in shards]
+
+    def gather_seconds(
+        self, seconds: Sequence[jax.Array], dims: Sequence[int], lengths: Sequence[int | None]
+    ) -> list[jax.Array]:
+        """`gather` of what `hold` gave, inside the fast network."""
+        shards = [x[0] for x in seconds]
+        rows = [jnp.moveaxis(x, dim + 1, 1) for x, dim in zip(seconds, dims, strict=True)]
+        flat = jnp.concatenate([row.reshape(len(row), -1) for row in rows], axis=1)
+        # [I, D, total] to [D, I, total]: shards are counted over the slow axis first.
+        blocks = all_gather(flat[None], self.fast, algorithm=self.algorithm)
+        blocks = jnp.swapaxes(blocks, 0, 1).reshape(-1, flat.shape[1])
+        return self._joined(blocks, [row[0] for row in rows], shards, dims, lengths)
+
+    def scatter(self, grads: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:
+        """This device's shards of the sums, in the dtype of the wire; zeros fill up the last."""
+        if self.reduce_codec is None:
+            carried = [grad.astype(self.reduce_dtype or grad.dtype) for grad in grads]
+            return scatter_leaves(carried, dims, self.axes, algorithm=self.algorithm)
+        count = axis_size(self.axes)
+        blocks = [into_blocks(g, dim, count) for g, dim in zip(grads, dims, strict=True)]
+        rows = jnp.concatenate([b.reshape(count, -1).astype(jnp.float32) for b in blocks], axis=1)
+        if self.slow:
+            across, total = axis_size(self.slow), rows.shape[1]
+            inside = jnp.swapaxes(rows.reshape(across, -1, total), 0, 1).reshape(-1, across * total)
+            rows = self._summed(inside, self.fast).reshape(across, total)
+        own = self._summed(rows, self.slow or self.fast)
+        shards = unpack(own, [jax.eval_shape(lambda b: b[0], block) for block in blocks])
+        return [jnp.moveaxis(s, 0, dim) for s, dim in zip(shards, dims, strict=True)]
+
+    def _summed(self, rows: jax.Array, axis: Axis) -> jax.Array:
+        """Row i of the sum over devices, for the i-th of them: messages there, float32 sums."""
+        codec, round = self.reduce_codec, first_round()
+        assert codec is not None
+        messages = jax.vmap(lambda row: encode_once(codec, row, (), round)[0])(rows)
+        arrived = jax.tree.map(lambda m: all_to_all(m, axis, algorithm=self.algorithm), messages)
+        return jax.vmap(lambda m: codec.decode(m, rows[0], round))(arrived).sum(0)
+
+    def _held(self, shard: jax.Array) -> jax.Array:
+        if self.gather_codec is None:
+            (own,) = self._carried([shard])
+            return all_gather(own[None], self.slow, algorithm=self.algorithm)
+        flat = shard.reshape(-1).astype(jnp.float32)
+        message = encode_once(self.gather_codec, flat, (), first_round())[0]
+        blocks = self._decoded(self._gathered(message, self.slow), flat)
+        return blocks.reshape(-1, *shard.shape).astype(self.gather_dtype or shard.dtype)
+
+    def _gathered(self, message: PyTree, axis: Axis) -> PyTree:
+        return jax.tree.map(lambda m: all_gather(m[None], axis, algorithm=self.algorithm), message)
+
+    def _decoded(self, messages: PyTree, like: jax.Array) -> jax.Array:
+        codec = self.gather_codec
+        assert codec is not None
+        return jax.vmap(lambda m: codec.decode(m, like, first_round()))(messages)
+
+    def _carried(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
+        return [shard.astype(self.gather_dtype or shard.dtype) for shard in shards]
+
+    def _joined(
+        self,
+        blocks: jax.Array,
+        rows: Sequence[jax.Array],
+        shards: Sequence[jax.Array],
+        dims: Sequence[int],
+        lengths: Sequence[int | None],
+    ) -> list[jax.Array]:
+        sizes = [
+            len(blocks) * row.shape[0] if length is None else length
+            for row, length in zip(rows, lengths, strict=True)
+        ]
+        wholes = join_shards(blocks, [row.shape for row in rows], dims, sizes)
+        return [
+            x.astype(self.gather_dtype or shard.dtype)
+            for x, shard in zip(wholes, shards, strict=True)
+        ]
+
+
+def _in_front(
+    shards: Sequence[jax.Array], dims: Sequence[int]
+) -> tuple[list[jax.Array], jax.Array]:
+    """Shards with their split dim in front, and all of them end to end, float32."""
+    rows = [jnp.moveaxis(shard, dim, 0) for shard, dim in zip(shards, dims, strict=True)]
+    return rows, jnp.concatenate([row.reshape(-1).astype(jnp.float32) for row in rows])
