@@ -325,7 +325,7 @@ def test_a_nan_is_dropped_and_the_run_goes_on():
                 found.gradient["b"] = np.float64("nan")
             return found
 
-    for model in BSP(), SSP():
+    for model in BSP(), SSP(), SSP(bound=0):
         found = simulated(model, problem=Broken())
         assert found.dropped == {"it holds a NaN or an infinity": 1}
         assert np.isfinite(found.params["b"])
