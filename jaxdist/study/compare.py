@@ -13,12 +13,10 @@ from jaxdist.config import Document
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import ConfigError, JaxdistError, did_you_mean
 from jaxdist.experiment import Experiment, ExperimentConfig, build, load
-from jaxdist.hlo import ledger
-from jaxdist.mesh import axis_names
 from jaxdist.runtime import compilation_cache
 from jaxdist.study.comparison import Compared, loss_shown, table
 from jaxdist.study.comparison_plot import plot_comparison
-from jaxdist.study.compression import SETS, VariantSet
+from jaxdist.study.compression import SETS, VariantSet, sent_bytes
 from jaxdist.study.files import check_writable, journal_path, write_json
 from jaxdist.study.runs import Runs
 from jaxdist.study.trainer import check_comparable, finish, identity_of
@@ -225,29 +223,6 @@ def _check_alike(name: str, experiment: Experiment, first: Experiment) -> None:
             f"variant {name!r} changes {' and '.join(changed) or 'the batch within a run'}: all "
             "train on the same batches for equal steps; set it for all, outside --variant"
         )
-
-
-def sent_bytes(experiment: Experiment) -> float:
-    """What a device sends in one step over the axes that share the batch, after any warm-up.
-
-    Read from the compiled program. Stages of a codec are branches of one program, of which only the
-    last lasts.
-    """
-    config = experiment.config
-    if config.parallel.compression is not None and config.parallel.compression.warmup_steps:
-        steady = {"warmup_steps": 0, "warmup": "whole"}
-        compression = config.parallel.compression.model_copy(update=steady)
-        parallel = config.parallel.model_copy(update={"compression": compression})
-        experiment = build(config.model_copy(update={"parallel": parallel}))
-    program, mesh = experiment.program, experiment.layout.mesh
-    compiled = program.train.lower(program.state_shapes, program.batch).compile()
-    axis = experiment.layout.axis_of("batch")
-    shared = set(axis_names(mesh, axis) if axis else ())
-    return sum(
-        collective.times_high * collective.sent_bytes
-        for collective in ledger(compiled, mesh).collectives
-        if shared & set(collective.axes or ())
-    )
 
 
 def _run(

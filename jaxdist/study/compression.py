@@ -1,20 +1,24 @@
-"""The variants of `--of compression`: one of each codec, with feedback and without."""
+"""The variants of `--of compression`, and the bytes that a step sends."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from jaxdist.compression.choice import Choice, PerParameter, Stages
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment
+from jaxdist.hlo import ledger
 from jaxdist.mesh import axis_names
-from jaxdist.optim.build import SgdConfig
+from jaxdist.optim.build import AdamWConfig, OptimConfig, SgdConfig
+from jaxdist.parallel.exchange.compressed import Compressed
 from jaxdist.study.variants import Variant
+from jaxdist.train.step import Program
 from jaxdist.types import JsonObject
 
 UNCOMPRESSED = Variant("uncompressed", ("parallel.compression=null",))
-WARM_UP = 0.1
-"""Of the run, in which all is sent, or of sparse messages ever less."""
+WARM_UP = 0.2
+"""Of the run, in which all is sent, or of top-k's messages ever less."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +37,8 @@ class VariantSet:
 def compression_variants(experiment: Experiment) -> VariantSet:
     """Gradient compression of an experiment: int8, int4, sign, 1% of top-k, and rank 4.
 
-    Feedback is classic. Where the optimizer is SGD with momentum, that momentum moves to the
-    senders for top-k (momentum correction with factor masking: Lin et al., arXiv 1712.01887) and
-    for sign (Zheng et al., arXiv 1905.10936): the comparison is at the same momentum.
+    Few bytes want a feedback that knows the optimizer's momentum (see `Senders`); int8 and int4 are
+    near enough for the classic one, with any optimizer.
 
     Args:
       experiment: without compression.
@@ -44,21 +47,22 @@ def compression_variants(experiment: Experiment) -> VariantSet:
       ConfigError: no two devices share the batch, so that no gradient is sent.
     """
     check_sent(experiment)
-    warm_up = max(1, round(WARM_UP * experiment.total_steps))
-    signs: JsonObject = {"type": "sign", "block": 64, "warmup_steps": warm_up}
-    sparse: JsonObject = {"type": "topk", "warmup": "sparser", "warmup_steps": max(4, 2 * warm_up)}
-    note, masked = _sender_momentum(experiment, masking=True)
-    _, unmasked = _sender_momentum(experiment, masking=False)
+    warm_up = max(4, round(WARM_UP * experiment.total_steps))
+    whole: JsonObject = {"warmup_steps": warm_up}
+    sign: JsonObject = {"type": "sign", "block": 64, **whole}
+    topk: JsonObject = {"type": "topk", "fraction": 0.01, **whole}
+    sparser: JsonObject = {**topk, "warmup": "sparser"}
+    senders = senders_of(experiment.config.optim, warm_up)
     variants = (
-        _compressed("int8", {"type": "quantize", "bits": 8}),
-        _compressed("int4", {"type": "quantize", "bits": 4}),
-        _compressed("sign", signs, unmasked),
-        _compressed("top-k 1%", sparse, masked),
-        _compressed("PowerSGD rank 4", {"type": "lowrank", "rank": 4, "warmup_steps": warm_up}),
-        _compressed("sign, no feedback", {**signs, "error_feedback": False}),
-        _compressed("top-k, no feedback", {**sparse, "error_feedback": False}),
+        compressed("int8", {"type": "quantize", "bits": 8}),
+        compressed("int4", {"type": "quantize", "bits": 4}),
+        compressed("sign", sign, senders.dense),
+        compressed("top-k 1%", topk if senders.frozen else sparser, senders.sparse),
+        compressed("PowerSGD rank 4", {"type": "lowrank", "rank": 4, **whole}, senders.dense),
+        compressed("sign, no feedback", {**sign, "error_feedback": False}),
+        compressed("top-k, no feedback", {**sparser, "error_feedback": False}),
     )
-    return VariantSet((UNCOMPRESSED, *variants), (note,))
+    return VariantSet((UNCOMPRESSED, *variants), (senders.note,))
 
 
 SETS = {"compression": compression_variants}
@@ -79,39 +83,111 @@ def check_sent(experiment: Experiment) -> None:
 
 
 @dataclass(frozen=True)
-class _Momentum:
-    """Feedback with momentum, and what then changes in the optimizer; nothing of others."""
+class Fitted:
+    """Feedback, and the overrides of the optimizer that go with it; by default classic, none."""
 
-    feedback: JsonObject | None = None
+    feedback: JsonObject | bool = True
     optim: tuple[str, ...] = ()
 
 
-def _sender_momentum(experiment: Experiment, *, masking: bool) -> tuple[str, _Momentum]:
-    """Momentum of the senders in place of the optimizer's, and what to say of it."""
-    optim = experiment.config.optim
+@dataclass(frozen=True)
+class Senders:
+    """The feedback of few bytes that fits an optimizer.
+
+    Attributes:
+      note: says which, and what changes in the optimizer.
+      dense: of messages that have all elements, each with an error.
+      sparse: of messages that leave most elements out.
+      frozen: whether the second moment is frozen after a warm-up that must send everything.
+    """
+
+    note: str
+    dense: Fitted = Fitted()
+    sparse: Fitted = Fitted()
+    frozen: bool = False
+
+
+def senders_of(optim: OptimConfig, warm_up: int) -> Senders:
+    """What a comparison sends few bytes with.
+
+    SGD with momentum keeps it, and dense messages carry that momentum; for top-k it moves to the
+    senders (momentum correction with factor masking: Lin et al., arXiv 1712.01887). AdamW becomes
+    1-bit Adam (Tang et al., arXiv 2102.02888). Others have classic feedback.
+
+    Args:
+      warm_up: steps after which 1-bit Adam freezes its second moment.
+    """
+    if isinstance(optim, AdamWConfig) and optim.b1:
+        frozen = ("optim.type=onebit_adam", f"optim.freeze_step={warm_up}", "optim.clip_norm=null")
+        fitted = Fitted({"type": "compressed_momentum", "b1": optim.b1}, frozen)
+        note = (
+            "sign, top-k and PowerSGD send the momentum of 1-bit Adam, which is AdamW until it "
+            f"freezes its second moment after {warm_up} steps, and clips nothing."
+        )
+        return Senders(note, fitted, fitted, frozen=True)
     if not (isinstance(optim, SgdConfig) and optim.momentum):
         kind = "sgd without momentum" if isinstance(optim, SgdConfig) else optim.type
-        note = f"All feedback is classic: {kind} has no momentum that senders could take over."
-        return note, _Momentum()
+        return Senders(
+            f"All feedback is classic: {kind} has no momentum that messages could be of."
+        )
+    note = (
+        f"sign and PowerSGD send momentum {optim.momentum:g}, clipping nothing; top-k has it on "
+        "the senders in place of the optimizer's, with factor masking, and clips there."
+    )
+    dense: JsonObject = {"type": "compressed_momentum", "b1": optim.momentum}
+    unclipped = ("optim.clip_norm=null",) if optim.clip_norm else ()
+    return Senders(note, Fitted(dense, unclipped), _momentum_correction(optim))
+
+
+def _momentum_correction(optim: SgdConfig) -> Fitted:
     feedback: JsonObject = {
         "type": "momentum",
         "momentum": optim.momentum,
         "nesterov": optim.nesterov,
         "clip_norm": optim.clip_norm,
-        "masking": masking,
     }
     # The optimizer's velocity sums weight decay up; without one each step takes that whole.
     decay = optim.weight_decay / (1 - optim.momentum)
     moved = ("optim.momentum=0", "optim.nesterov=false", "optim.clip_norm=null")
-    note = (
-        f"sign and top-k have momentum {optim.momentum:g} on the senders (top-k with factor "
-        "masking) in place of the optimizer's, and clip there."
+    return Fitted(feedback, (*moved, f"optim.weight_decay={decay:.6g}"))
+
+
+def compressed(name: str, settings: JsonObject, fitted: Fitted | None = None) -> Variant:
+    """A variant with these settings of parallel.compression."""
+    fitted = fitted or Fitted(settings.get("error_feedback", True))
+    found = {**settings, "error_feedback": fitted.feedback}
+    return Variant(name, (f"parallel.compression={json.dumps(found)}", *fitted.optim))
+
+
+def sent_bytes(experiment: Experiment) -> float:
+    """What a device sends in one step over the axes that share the batch, after any warm-up.
+
+    Read from the compiled program.
+    """
+    program, mesh = _without_warm_up(experiment.program), experiment.layout.mesh
+    compiled = program.train.lower(program.state_shapes, program.batch).compile()
+    axis = experiment.layout.axis_of("batch")
+    shared = set(axis_names(mesh, axis) if axis else ())
+    return sum(
+        collective.times_high * collective.sent_bytes
+        for collective in ledger(compiled, mesh).collectives
+        if shared & set(collective.axes or ())
     )
-    return note, _Momentum(feedback, (*moved, f"optim.weight_decay={decay:.6g}"))
 
 
-def _compressed(name: str, settings: JsonObject, momentum: _Momentum | None = None) -> Variant:
-    if momentum is not None and momentum.feedback is not None:
-        settings = {**settings, "error_feedback": momentum.feedback}
-    others = momentum.optim if momentum is not None else ()
-    return Variant(name, (f"parallel.compression={json.dumps(settings)}", *others))
+def _without_warm_up(program: Program) -> Program:
+    """Stages of a codec are branches of one program, of which only the last one lasts."""
+    exchange = program.exchange
+    if not isinstance(exchange, Compressed):
+        return program
+    messages = replace(exchange.messages, choice=_last(exchange.messages.choice))
+    return replace(program, exchange=replace(exchange, messages=messages))
+
+
+def _last(choice: Choice) -> Choice:
+    if isinstance(choice, Stages):
+        return choice.stages[-1].codec
+    if isinstance(choice, PerParameter):
+        rules = tuple(r.model_copy(update={"codec": _last(r.codec)}) for r in choice.rules)
+        return choice.model_copy(update={"rules": rules, "otherwise": _last(choice.otherwise)})
+    return choice

@@ -12,7 +12,8 @@ from jaxdist.cli import app
 from jaxdist.errors import JaxdistError, RunError
 from jaxdist.experiment import build, load
 from jaxdist.study import compare
-from jaxdist.study.compare import VariantTrainer, sent_bytes
+from jaxdist.study.compare import VariantTrainer
+from jaxdist.study.compression import sent_bytes
 from jaxdist.study.trial import TrialOutcome, VariantTrial
 
 SIGN = "parallel.compression={type: sign, block: 64}"
@@ -55,9 +56,11 @@ def test_the_variants_that_come_along(config: Path, trained: list[VariantTrial])
     assert names[6:] == ["sign, no feedback", "top-k, no feedback", "mine"]
     assert {trial.seed for trial in trained} == {5, 6}
     assert "mlp on images: digits of scikit-learn" in out
-    assert "All feedback is classic: adamw has no momentum" in out
+    assert "sign, top-k and PowerSGD send the momentum of 1-bit Adam" in out
     assert max(len(line) for line in out.splitlines() if line.startswith("|")) <= 80
-    assert 'int4: parallel.compression={"type": "quantize", "bits": 4}' in out
+    assert (
+        'int4: parallel.compression={"type": "quantize", "bits": 4, "error_feedback": true}' in out
+    )
 
 
 def test_what_a_config_refuses_of_them_is_left_out(

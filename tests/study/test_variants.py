@@ -71,7 +71,7 @@ def settings_of(variant: Variant) -> dict[str, str]:
 SGD = "optim={type: sgd, momentum: 0.75, nesterov: true, clip_norm: 2, weight_decay: 0.01, %s}"
 
 
-def test_momentum_moves_from_the_optimizer_to_the_senders(config: Path) -> None:
+def test_momentum_goes_into_the_messages(config: Path) -> None:
     found = compression_variants(built(config, SGD % "learning_rate: 0.1", "train.epochs=10"))
     assert found.variants[0] == UNCOMPRESSED
     by_name = {variant.name: settings_of(variant) for variant in found.variants}
@@ -82,27 +82,50 @@ def test_momentum_moves_from_the_optimizer_to_the_senders(config: Path) -> None:
         "momentum": 0.75,
         "nesterov": True,
         "clip_norm": 2.0,
-        "masking": True,
     }
-    sign = json.loads(by_name["sign"]["parallel.compression"])
-    assert sign["error_feedback"] == {**sent["error_feedback"], "masking": False}
     assert topk == {
         "optim.momentum": "0",
         "optim.nesterov": "false",
         "optim.clip_norm": "null",
         "optim.weight_decay": "0.04",  # 0.01 / (1 - 0.75), which the velocity summed up to
     }
-    assert (sent["warmup"], sent["warmup_steps"]) == ("sparser", 44), "a fifth of 220 steps"
+    assert (sent["warmup"], sent["warmup_steps"]) == ("sparser", 45), "a fifth of 225 steps"
+    for name in ("sign", "PowerSGD rank 4"):
+        feedback = json.loads(by_name[name].pop("parallel.compression"))["error_feedback"]
+        assert feedback == {"type": "compressed_momentum", "b1": 0.75}
+        assert by_name[name] == {"optim.clip_norm": "null"}
     alone = json.loads(by_name["top-k, no feedback"]["parallel.compression"])
     assert alone["error_feedback"] is False
-    assert by_name["sign"]["optim.momentum"] == "0"
-    assert "momentum 0.75 on the senders" in found.notes[0]
+    assert "sign and PowerSGD send momentum 0.75" in found.notes[0]
+
+
+def test_adamw_becomes_1_bit_adam(config: Path) -> None:
+    optim = "optim={type: adamw, b1: 0.8, learning_rate: 0.1, clip_norm: 1}"
+    found = compression_variants(built(config, optim, "train.epochs=10"))
+    by_name = {variant.name: settings_of(variant) for variant in found.variants}
+    for name in ("sign", "PowerSGD rank 4", "top-k 1%"):
+        sent = json.loads(by_name[name].pop("parallel.compression"))
+        assert sent["error_feedback"] == {"type": "compressed_momentum", "b1": 0.8}
+        assert sent["warmup_steps"] == 45
+        assert "warmup" not in sent, "the second moment is of whole gradients"
+        assert by_name[name] == {
+            "optim.type": "onebit_adam",
+            "optim.freeze_step": "45",
+            "optim.clip_norm": "null",
+        }
+    assert [*by_name["int4"]] == ["parallel.compression"]
+    assert "the momentum of 1-bit Adam" in found.notes[0]
 
 
 @pytest.mark.parametrize(
-    "optim", ["{type: sgd, momentum: 0, learning_rate: 0.1}", "{type: lamb, learning_rate: 0.1}"]
+    "optim",
+    [
+        "{type: sgd, momentum: 0, learning_rate: 0.1}",
+        "{type: lamb, learning_rate: 0.1}",
+        "{type: adamw, b1: 0, learning_rate: 0.1}",
+    ],
 )
-def test_without_momentum_to_move_feedback_is_classic(config: Path, optim: str) -> None:
+def test_without_momentum_to_send_feedback_is_classic(config: Path, optim: str) -> None:
     found = compression_variants(built(config, f"optim={optim}"))
     assert "All feedback is classic" in found.notes[0]
     for variant in found.variants[1:]:
