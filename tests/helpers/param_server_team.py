@@ -114,7 +114,7 @@ class Team:
         if state.clock >= self.steps:
             self.again(number)
             return
-        if worker.ready(self.model, state):
+        if worker.ready(self.model, state) and state.room:
             self.compute(number, state)
         elif state.pulling or not state.room:
             self.again(number)
@@ -134,6 +134,9 @@ class Team:
         # What a copy says of its version is what the server had then.
         np.testing.assert_array_equal(w, self.values[state.version])
         self.reads.append((number, state.clock, state.version, state.floor))
+        if self.model.ahead and not state.pulling and state.room:
+            state, message = worker.pull(state)
+            self.send(("message", message, None))
         change = self.gradient(w, number, state.clock)
         self.clients[number], message = worker.push(state)
         self.payloads[number, message.stamp.sequence] = change

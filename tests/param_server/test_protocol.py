@@ -37,7 +37,9 @@ MODELS = {
     "ssp 2": SSP(bound=2, reads="each_clock"),
     "lazy 2": SSP(bound=2, reads="lazy"),
     "essp 2": SSP(bound=2),
+    "ahead 2": SSP(bound=2, reads="ahead"),
     "async": Asynchronous(),
+    "async ahead": Asynchronous(reads="ahead"),
     "adaptive": Adaptive(least=1, most=3),
     "elastic": Elastic(),
     "elastic rounds": Elastic(order="rounds"),
@@ -80,7 +82,7 @@ def test_every_change_counts_exactly_once_in_its_clients_order(name, seed, speed
         assert Counter(one.client for one in order) == dict.fromkeys(range(3), 6)
 
 
-@pytest.mark.parametrize("name", ["ssp 2", "lazy 2", "essp 2", "async", "adaptive", "elastic"])
+@pytest.mark.parametrize("name", ["ssp 2", "ahead 2", "essp 2", "async", "adaptive", "elastic"])
 @settings(max_examples=6, deadline=None)
 @given(seed=SEEDS)
 def test_sums_that_round_nothing_are_the_same_in_every_order(name, seed):
@@ -135,6 +137,7 @@ def test_updates_on_arrival_are_applied_one_by_one(seed, speeds):
         ("ssp 2", 2),
         ("lazy 2", 2),
         ("essp 2", 2),
+        ("ahead 2", 2),
         ("adaptive", 3),
         ("elastic rounds", 0),
     ],
@@ -156,7 +159,8 @@ def test_no_read_is_staler_than_the_bound(name, bound, seed, speeds):
 
 def test_the_bound_is_reached_and_no_more():
     """With a worker that is ever so slow, the others are as far ahead as they may be."""
-    for name, bound in ("ssp 2", 2), ("lazy 2", 2), ("essp 2", 2), ("adaptive", 3):
+    for name in "ssp 2", "lazy 2", "essp 2", "ahead 2", "adaptive":
+        bound = 3 if name == "adaptive" else 2
         leads = [
             clock - floor
             for seed in range(6)
@@ -304,6 +308,21 @@ def test_a_retry_gets_the_stored_answer():
     assert again == (state, (Acknowledge(0, 0, 1),))
 
 
+def test_a_retried_pull_is_answered_with_what_may_be_read_now():
+    """Read ahead: the answer is lost, and the client has pushed in the meantime."""
+    model = SSP(bound=0, reads="ahead")
+    state = joined(model)
+    pull, push = Pull(Stamp(0, 0, 0)), Push(Stamp(0, 0, 1), 0, 0)
+    state, effects = server.receive(model, state, pull)
+    assert effects == (Answer(0, 0, clock=0, version=0, floor=0),)
+    state = server.receive(model, state, push).state
+    state, effects = server.receive(model, state, pull)
+    assert (effects, state.reads) == ((), (pull.stamp,))
+    assert server.receive(model, state, pull) == (state, ())
+    state, effects = server.receive(model, state, Push(Stamp(0, 1, 0), 0, 0))
+    assert effects[-1] == Answer(0, 0, clock=1, version=2, floor=1)
+
+
 def test_a_retry_of_a_held_change_is_not_held_twice():
     model = BSP()
     state = joined(model)
@@ -368,7 +387,7 @@ def test_a_client_keeps_the_newest_copy_and_hears_an_answer_once():
 def test_a_client_sends_again_in_the_new_epoch_what_is_under_way():
     model, range_state = SSP(), joined(SSP())
     state, first = worker.pull(worker.ClientState(0))
-    range_state = replace(range_state, epoch=1)
+    range_state = server.moved(range_state, 1)
     _, (refusal,) = server.receive(model, range_state, first)
     heard = worker.hear(state, refusal)
     assert heard.refused == "epoch 0 is not the range's, 1: ask for the placement"
