@@ -52,7 +52,7 @@ class Team:
             self.join(number)
 
     def join(self, number):
-        self.clients[number] = worker.ClientState(number)
+        self.clients[number] = worker.ClientState(number, self.state.epoch)
         self.log.append(("join", number, self.now))
         self.do(server.join(self.model, self.state, number, self.now))
 
@@ -60,6 +60,13 @@ class Team:
         del self.clients[number]
         self.log.append(("leave", number, self.now))
         self.do(server.leave(self.model, self.state, number, self.now))
+
+    def move(self):
+        """The range moves: a new epoch, which clients hear of by other ways."""
+        epoch = self.state.epoch + 1
+        self.log.append(("moved", epoch, self.now))
+        self.state = server.moved(self.state, epoch)
+        self.clients = {n: worker.moved(state, epoch) for n, state in self.clients.items()}
 
     def do(self, step):
         """What the server's edge does."""
@@ -168,7 +175,9 @@ class Team:
         raise AssertionError(f"stuck: {self.state}")
 
     def weights(self):
-        return None if self.speeds is None else [self.speeds[number] for number in self.clients]
+        if self.speeds is None:
+            return None
+        return [self.speeds[number % self.workers] for number in self.clients]
 
 
 def replayed(team):
@@ -178,6 +187,8 @@ def replayed(team):
     for kind, thing, now in team.log:
         if kind == "message":
             twin.do(server.receive(twin.model, twin.state, thing, now))
+        elif kind == "moved":
+            twin.state = server.moved(twin.state, thing)
         elif kind == "tick":
             twin.do(server.tick(twin.model, twin.state, now))
         else:
