@@ -52,7 +52,7 @@ class Team:
             self.join(number)
 
     def join(self, number):
-        self.clients[number] = worker.ClientState(number)
+        self.clients[number] = worker.ClientState(number, self.state.epoch)
         self.log.append(("join", number, self.now))
         self.do(server.join(self.model, self.state, number, self.now))
 
@@ -60,6 +60,13 @@ class Team:
         del self.clients[number]
         self.log.append(("leave", number, self.now))
         self.do(server.leave(self.model, self.state, number, self.now))
+
+    def move(self):
+        """The range moves: a new epoch, which clients hear of by other ways."""
+        epoch = self.state.epoch + 1
+        self.log.append(("moved", epoch, self.now))
+        self.state = server.moved(self.state, epoch)
+        self.clients = {n: worker.moved(state, epoch) for n, state in self.clients.items()}
 
     def do(self, step):
         """What the server's edge does."""
@@ -114,7 +121,7 @@ class Team:
         if state.clock >= self.steps:
             self.again(number)
             return
-        if worker.ready(self.model, state):
+        if worker.ready(self.model, state) and state.room:
             self.compute(number, state)
         elif state.pulling or not state.room:
             self.again(number)
@@ -134,6 +141,9 @@ class Team:
         # What a copy says of its version is what the server had then.
         np.testing.assert_array_equal(w, self.values[state.version])
         self.reads.append((number, state.clock, state.version, state.floor))
+        if self.model.ahead and not state.pulling and state.room:
+            state, message = worker.pull(state)
+            self.send(("message", message, None))
         change = self.gradient(w, number, state.clock)
         self.clients[number], message = worker.push(state)
         self.payloads[number, message.stamp.sequence] = change
@@ -165,7 +175,9 @@ class Team:
         raise AssertionError(f"stuck: {self.state}")
 
     def weights(self):
-        return None if self.speeds is None else [self.speeds[number] for number in self.clients]
+        if self.speeds is None:
+            return None
+        return [self.speeds[number % self.workers] for number in self.clients]
 
 
 def replayed(team):
@@ -175,6 +187,8 @@ def replayed(team):
     for kind, thing, now in team.log:
         if kind == "message":
             twin.do(server.receive(twin.model, twin.state, thing, now))
+        elif kind == "moved":
+            twin.state = server.moved(twin.state, thing)
         elif kind == "tick":
             twin.do(server.tick(twin.model, twin.state, now))
         else:

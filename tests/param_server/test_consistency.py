@@ -190,7 +190,7 @@ def test_delay_compensation_recovers_the_gradient_now_where_the_hessian_is_its_s
 
 
 def test_what_is_under_way_is_held_below_the_bound():
-    model = Asynchronous(value_bound=0.8)
+    model = Asynchronous(value_bound=0.8, reads="ahead")
     assert not model.holds_back(0.19, workers=4)
     assert model.holds_back(0.2, workers=4)
     assert model.holds_back(float("nan"), workers=4)
@@ -380,6 +380,7 @@ def test_refused_with_the_number_of_workers(case):
 
 INVALID = {
     "adapts nothing": (lambda: Adaptive(least=3, most=3), "leave nothing to adapt"),
+    "value bound": (lambda: SSP(reads="each_clock", value_bound=1.0), "set reads: ahead"),
     "alpha and beta": (lambda: Elastic(alpha=0.1, beta=0.9), "give one of alpha"),
     "least without window": (lambda: Decoupled(at_least=2), "has no effect without grace_seconds"),
     "least above quorum": (

@@ -96,6 +96,7 @@ MODELS = {
     "backups": BSP(backups=1),
     "ssp": SSP(bound=2),
     "lazy": SSP(bound=1, reads="lazy"),
+    "ahead": SSP(bound=3, reads="ahead"),
     "async": Asynchronous(staleness_power=1.0, delay_compensation=DelayCompensation(decay=0.9)),
     "adaptive": Adaptive(least=0, most=3),
     "elastic": Elastic(every=3),
@@ -134,7 +135,7 @@ def test_one_seed_gives_one_run_and_the_next_another(name):
     seed=st.integers(0, 2**31),
     bound=st.integers(0, 4),
     slow=st.sampled_from([1.0, 3.0, 20.0]),
-    reads=st.sampled_from(["eager", "lazy", "each_clock"]),
+    reads=st.sampled_from(["eager", "lazy", "each_clock", "ahead"]),
     adaptive=st.booleans(),
 )
 def test_no_read_is_older_than_the_bound(seed, bound, slow, reads, adaptive):
@@ -255,11 +256,24 @@ def test_local_updates_send_less():
     assert few.work[0].gradients == 10 * many.work[0].gradients == 40
 
 
+def test_reads_ahead_hide_the_link():
+    """A step takes as long as the link's way there and back: it hides, but for the first time."""
+    link = Link(bytes_per_second=1e300, server_bytes_per_second=1e300, latency_seconds=0.5)
+
+    def run(reads):
+        return simulated(Asynchronous(reads=reads), link=link, step_seconds=1.0, steps=6)
+
+    waits, ahead = run("each_clock"), run("ahead")
+    assert [one.idle_seconds for one in waits.work] == pytest.approx([6.0] * 3)
+    assert [one.idle_seconds for one in ahead.work] == pytest.approx([1.0] * 3)
+    assert ahead.mean_staleness > waits.mean_staleness
+
+
 def test_a_value_bound_holds_workers_back():
     """A slow link, and copies that may be old: without the bound several changes are under way."""
 
     def run(bound):
-        model = SSP(bound=4, reads="lazy", value_bound=bound)
+        model = Asynchronous(reads="ahead", value_bound=bound)
         link = Link(latency_seconds=5.0)
         return simulated(model, link=link, steps=8, workers=2, step_seconds=1.0)
 

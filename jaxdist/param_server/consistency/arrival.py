@@ -12,7 +12,7 @@ from jaxdist.optim.common import Beta
 from jaxdist.param_server.consistency.contract import Arrival, Clocks, Consistency, Merge, Part
 
 Bound = Annotated[int, Field(ge=0, le=2**20)]
-Reads = Literal["eager", "lazy", "each_clock"]
+Reads = Literal["eager", "lazy", "each_clock", "ahead"]
 
 
 class DelayCompensation(Config):
@@ -43,6 +43,32 @@ class OnArrival(Consistency):
     value_bound: PositiveFloat | None = None
     """A worker computes no further while an element of its changes that are not yet applied is
     above this over the number of workers; null does not look."""
+
+    @model_validator(mode="after")
+    def _counts(self) -> OnArrival:
+        if self.value_bound is not None and not self.reuses:
+            raise ValueError(
+                f"value_bound {self.value_bound:g} has no effect with reads each_clock: a worker "
+                "that asks before every computation is answered when its change is applied; set "
+                "reads: ahead"
+            )
+        return self
+
+    def how(self) -> Reads:
+        """How a worker comes to newer parameters: the setting `reads`."""
+        raise NotImplementedError
+
+    @property
+    def publishes(self) -> bool:
+        return self.how() == "eager"
+
+    @property
+    def reuses(self) -> bool:
+        return self.how() != "each_clock"
+
+    @property
+    def ahead(self) -> bool:
+        return self.how() == "ahead"
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:
         if not clocks.held:
@@ -78,6 +104,12 @@ class Asynchronous(OnArrival):
 
     type: Literal["async"] = "async"
     """Selects this model."""
+    reads: Literal["each_clock", "ahead"] = "each_clock"
+    """How a worker comes to newer parameters. each_clock: it asks before every computation. ahead:
+    it asks when one begins, for the next, which does not wait for the answer."""
+
+    def how(self) -> Reads:
+        return self.reads
 
     def fresh(self, floor: int, clock: int) -> bool:
         return True
@@ -98,18 +130,14 @@ class SSP(OnArrival):
     reads: Reads = "eager"
     """How a worker comes to newer parameters. eager: the server sends them whenever the slowest
     clock moves. lazy: it asks when its copy is older than the bound allows. each_clock: it asks
-    before every computation."""
+    before every computation. ahead: it asks when one begins, for the next, which does not wait
+    while the old copy is within the bound."""
 
     def fresh(self, floor: int, clock: int) -> bool:
         return clock - floor <= self.bound
 
-    @property
-    def publishes(self) -> bool:
-        return self.reads == "eager"
-
-    @property
-    def reuses(self) -> bool:
-        return self.reads != "each_clock"
+    def how(self) -> Reads:
+        return self.reads
 
 
 class Adaptive(OnArrival):
@@ -131,7 +159,8 @@ class Adaptive(OnArrival):
     reads: Reads = "eager"
     """How a worker comes to newer parameters. eager: the server sends them whenever the slowest
     clock moves. lazy: it asks when its copy is older than the bound allows. each_clock: it asks
-    before every computation."""
+    before every computation. ahead: it asks when one begins, for the next, which does not wait
+    while the old copy is within the bound."""
 
     @model_validator(mode="after")
     def _fits(self) -> Adaptive:
@@ -155,13 +184,8 @@ class Adaptive(OnArrival):
     def reachable(self, clocks: Clocks, arrival: Arrival) -> bool:
         return arrival.clock - clocks.floor <= self.most
 
-    @property
-    def publishes(self) -> bool:
-        return self.reads == "eager"
-
-    @property
-    def reuses(self) -> bool:
-        return self.reads != "each_clock"
+    def how(self) -> Reads:
+        return self.reads
 
 
 def _slowest(clocks: Clocks) -> int:

@@ -191,6 +191,11 @@ class Consistency(Config):
         """Does a worker ask for parameters only when its copy is not `fresh` any more?"""
         return False
 
+    @property
+    def ahead(self) -> bool:
+        """Does a worker ask for its next parameters when it begins to compute, and not wait?"""
+        return False
+
     def wake(self, clocks: Clocks) -> float | None:
         """When time alone makes something due; None: never."""
         return None

@@ -78,14 +78,14 @@ class Heard(NamedTuple):
 
 def ready(model: Consistency, state: ClientState) -> bool:
     """May the worker compute from its copy?"""
-    if state.version is None or state.pulling:
+    if state.version is None or (state.pulling and not model.ahead):
         return False
     kept = model.reuses and model.fresh(state.floor, state.clock)
     return kept or state.admitted == state.clock
 
 
 def pull(state: ClientState) -> Sending:
-    """Ask for parameters; only where `ready` says no, and no pull is under way."""
+    """Ask for parameters: where `ready` says no, or when a computation begins (`model.ahead`)."""
     assert state.room
     assert not state.pulling
     return _send(state, Pull(Stamp(state.epoch, state.client, state.sequence)))

@@ -89,6 +89,15 @@ def leave(model: Consistency, state: RangeState, client: int, now: float = 0.0) 
     return _decided(model, replace(state, clocks=state.clocks.left(client), reads=reads), now)
 
 
+def moved(state: RangeState, epoch: int) -> RangeState:
+    """In a new epoch: messages of older ones are refused, and clients send them again in this one.
+
+    What was delivered and settled stays known, so that nothing counts twice.
+    """
+    assert epoch > state.epoch, f"epoch {epoch} after {state.epoch}"
+    return replace(state, epoch=epoch, reads=())
+
+
 def tick(model: Consistency, state: RangeState, now: float) -> Step:
     """What time alone brings about; to be called at `wake`."""
     return _decided(model, state, now)
@@ -102,7 +111,7 @@ def wake(model: Consistency, state: RangeState) -> float | None:
 def receive(model: Consistency, state: RangeState, message: Message, now: float = 0.0) -> Step:
     """A message of a worker.
 
-    One that was delivered before changes nothing, and is answered as it was.
+    One that was delivered before changes no parameters, and is answered again.
     """
     stamp = message.stamp
     reason = _misplaced(model, state, message)
@@ -110,7 +119,7 @@ def receive(model: Consistency, state: RangeState, message: Message, now: float 
         return Step(state, (Refuse(stamp.client, stamp.sequence, reason, state.epoch),))
     inbox = state.inboxes[stamp.client]
     if stamp.sequence < inbox.expected:
-        return Step(state, _again(model, state, message))
+        return _again(model, state, message, now)
     inbox, ready = inbox.put(message)
     state = replace(state, inboxes={**state.inboxes, stamp.client: inbox})
     effects: list[Effect] = []
@@ -133,17 +142,19 @@ def _misplaced(model: Consistency, state: RangeState, message: Message) -> str |
     return None
 
 
-def _again(model: Consistency, state: RangeState, message: Message) -> tuple[Effect, ...]:
-    """The answer to a retry; nothing while it is waited for."""
-    client, sequence = message.stamp.client, message.stamp.sequence
-    inbox = state.inboxes[client]
+def _again(model: Consistency, state: RangeState, message: Message, now: float) -> Step:
+    """The answer to a retry; nothing while it is waited for.
+
+    A pull is answered with what may be read now: since its first answer the client may have pushed,
+    which makes it wait again.
+    """
+    stamp = message.stamp
     if isinstance(message, Push):
-        known = inbox.outcomes.get(sequence)
-        return () if known is None else (known,)
-    waits = any(read.client == client for read in state.reads)
-    # Of an older pull the client has the answer: it has sent something since.
-    current = sequence == inbox.expected - 1 and not waits
-    return (_answer(model, state, message.stamp),) if current else ()
+        known = state.inboxes[stamp.client].outcomes.get(stamp.sequence)
+        return Step(state, () if known is None else (known,))
+    if stamp in state.reads:
+        return Step(state)
+    return _decided(model, replace(state, reads=(*state.reads, stamp)), now)
 
 
 def _answer(model: Consistency, state: RangeState, stamp: Stamp) -> Answer:

@@ -69,16 +69,21 @@ class WorkerNode:
                 self.left = True
                 self.run.remove(self.client)
             return
-        model, waits = self.run.model, False
-        for server, link in enumerate(self.links):
-            if client.ready(model, link):
-                continue
-            waits = True
-            if not link.pulling and link.room:
-                self.links[server], message = client.pull(link)
-                self.run.ask(self, server, message, None)
-        if not waits and not self._held_back():
+        if not self._pull_where(False) and not self._held_back():
             self._compute()
+
+    def _pull_where(self, ready: bool) -> int:
+        """Ask servers whose copies are ready to compute from, or are not; how many they are."""
+        found = [
+            server
+            for server, link in enumerate(self.links)
+            if client.ready(self.run.model, link) == ready
+        ]
+        for server in found:
+            if not self.links[server].pulling and self.links[server].room:
+                self.links[server], message = client.pull(self.links[server])
+                self.run.ask(self, server, message, None)
+        return len(found)
 
     def _compute(self) -> None:
         self.run.check_reads(self)
@@ -89,6 +94,8 @@ class WorkerNode:
         if first is not None:
             self._push(first)
         self.busy = True
+        if self.run.model.ahead:
+            self._pull_where(True)
         factor = self.run.config.factor(self.number, self.run.now)
         seconds = self.step_seconds * self.trainer.local_steps * factor
         if self.run.config.noise:
