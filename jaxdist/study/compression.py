@@ -37,8 +37,7 @@ class VariantSet:
 def compression_variants(experiment: Experiment) -> VariantSet:
     """Gradient compression of an experiment: int8, int4, sign, 1% of top-k, and rank 4.
 
-    Few bytes want a feedback that knows the optimizer's momentum (see `Senders`); int8 and int4 are
-    near enough for the classic one, with any optimizer.
+    Feedback is classic, but for sign and top-k where the optimizer has momentum (see `Senders`).
 
     Args:
       experiment: without compression.
@@ -50,15 +49,14 @@ def compression_variants(experiment: Experiment) -> VariantSet:
     warm_up = max(4, round(WARM_UP * experiment.total_steps))
     whole: JsonObject = {"warmup_steps": warm_up}
     sign: JsonObject = {"type": "sign", "block": 64, **whole}
-    topk: JsonObject = {"type": "topk", "fraction": 0.01, **whole}
-    sparser: JsonObject = {**topk, "warmup": "sparser"}
+    sparser: JsonObject = {"type": "topk", "fraction": 0.01, "warmup": "sparser", **whole}
     senders = senders_of(experiment.config.optim, warm_up)
     variants = (
         compressed("int8", {"type": "quantize", "bits": 8}),
         compressed("int4", {"type": "quantize", "bits": 4}),
-        compressed("sign", sign, senders.dense),
-        compressed("top-k 1%", topk if senders.frozen else sparser, senders.sparse),
-        compressed("PowerSGD rank 4", {"type": "lowrank", "rank": 4, **whole}, senders.dense),
+        compressed("sign", sign, senders.sign),
+        compressed("top-k 1%", sparser, senders.topk),
+        compressed("PowerSGD rank 4", {"type": "lowrank", "rank": 4, **whole}),
         compressed("sign, no feedback", {**sign, "error_feedback": False}),
         compressed("top-k, no feedback", {**sparser, "error_feedback": False}),
     )
@@ -92,51 +90,54 @@ class Fitted:
 
 @dataclass(frozen=True)
 class Senders:
-    """The feedback of few bytes that fits an optimizer.
+    """The feedback of sign and of top-k that fits an optimizer.
 
     Attributes:
       note: says which, and what changes in the optimizer.
-      dense: of messages that have all elements, each with an error.
-      sparse: of messages that leave most elements out.
-      frozen: whether the second moment is frozen after a warm-up that must send everything.
     """
 
     note: str
-    dense: Fitted = Fitted()
-    sparse: Fitted = Fitted()
-    frozen: bool = False
+    sign: Fitted = Fitted()
+    topk: Fitted = Fitted()
 
 
 def senders_of(optim: OptimConfig, warm_up: int) -> Senders:
-    """What a comparison sends few bytes with.
+    """What a comparison sends signs and few elements with.
 
-    SGD with momentum keeps it, and dense messages carry that momentum; for top-k it moves to the
+    SGD with momentum keeps it, and signs are those of the momentum; for top-k it moves to the
     senders (momentum correction with factor masking: Lin et al., arXiv 1712.01887). AdamW becomes
-    1-bit Adam (Tang et al., arXiv 2102.02888). Others have classic feedback.
+    1-bit Adam (Tang et al., arXiv 2102.02888) for sign. All other feedback is classic.
 
     Args:
       warm_up: steps after which 1-bit Adam freezes its second moment.
     """
     if isinstance(optim, AdamWConfig) and optim.b1:
         frozen = ("optim.type=onebit_adam", f"optim.freeze_step={warm_up}", "optim.clip_norm=null")
-        fitted = Fitted({"type": "compressed_momentum", "b1": optim.b1}, frozen)
         note = (
-            "sign, top-k and PowerSGD send the momentum of 1-bit Adam, which is AdamW until it "
-            f"freezes its second moment after {warm_up} steps, and clips nothing."
+            "sign sends the momentum of 1-bit Adam (AdamW whose second moment is frozen after "
+            f"{warm_up} steps, without clipping); top-k has classic feedback, as adamw has no "
+            "momentum that could move to the senders."
         )
-        return Senders(note, fitted, fitted, frozen=True)
+        return Senders(note, sign=Fitted(_momentum_of(optim.b1), frozen))
     if not (isinstance(optim, SgdConfig) and optim.momentum):
         kind = "sgd without momentum" if isinstance(optim, SgdConfig) else optim.type
         return Senders(
             f"All feedback is classic: {kind} has no momentum that messages could be of."
         )
     note = (
-        f"sign and PowerSGD send momentum {optim.momentum:g}, clipping nothing; top-k has it on "
-        "the senders in place of the optimizer's, with factor masking, and clips there."
+        f"sign sends momentum {optim.momentum:g}, without clipping; top-k has it on the senders in "
+        "place of the optimizer's, with factor masking, and clips there."
     )
-    dense: JsonObject = {"type": "compressed_momentum", "b1": optim.momentum}
     unclipped = ("optim.clip_norm=null",) if optim.clip_norm else ()
-    return Senders(note, Fitted(dense, unclipped), _momentum_correction(optim))
+    return Senders(
+        note,
+        sign=Fitted(_momentum_of(optim.momentum), unclipped),
+        topk=_momentum_correction(optim),
+    )
+
+
+def _momentum_of(b1: float) -> JsonObject:
+    return {"type": "compressed_momentum", "b1": b1}
 
 
 def _momentum_correction(optim: SgdConfig) -> Fitted:
