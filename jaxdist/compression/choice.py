@@ -28,7 +28,7 @@ class Stage(Config):
     """A codec from a step on."""
 
     start: Annotated[int, Field(ge=0)]
-    """The first step, from 0."""
+    """The first step, from 0; steps that are left out for what is not finite do not count."""
     codec: CodecConfig
     """How gradients are sent from there."""
 

@@ -105,6 +105,15 @@ def scatter(
     # Up and down draw alike what all share (randomk's positions), and apart what is each one's own.
     down_round = round._replace(rank=count + mine)
 
+    def real(shard: jax.Array) -> jax.Array:
+        """A shard's sum with zeros where shards reach beyond the bucket.
+
+        Sign has no zero: its estimates of them would be errors that grow, and scale their block.
+        """
+        if shards.size == x.size:
+            return shard
+        return jnp.where(jnp.arange(shard.size) < x.size - mine * shard.size, shard, 0.0)
+
     def encode(shard: jax.Array, number: jax.Array, round: Round) -> Message:
         return encode_once(codec, shard, (), round.part(number))[0]
 
@@ -116,12 +125,12 @@ def scatter(
 
     # messages: N of this device's shards -> N of this device's shard, one from each device.
     arrived = _each(messages, lambda m: _exchanged(m, party), 1)
-    total = _summed(codec, arrived, shards[0], round.part(mine))
+    total = real(_summed(codec, arrived, shards[0], round.part(mine)))
     value, up_view = feedback.receive(total, state.up_view)
 
     y, down = back.correct(value, state.down)
     message = encode(y, mine, down_round)
-    down = back.settle(y, decode(message, mine), down)
+    down = back.settle(y, real(decode(message, mine)), down)
     gathered = _gathered(message, party)
     result = _joined(jax.vmap(decode)(gathered, numbers), x.size)
     value, down_view = back.receive(result, state.down_view)

@@ -165,11 +165,13 @@ def compressed_all_reduce(
     leaves = [jnp.asarray(leaf) for _, leaf in named]
     _check_state(own, groups, leaves, size, feedback)
     party = Party(axis, algorithm, feedback, first_round(seed, own.step, rank(axis)))
+    # An optimizer leaves out the same rounds: its steps and those of stages stay in step.
+    taken = own.step - own.skipped
     sent = [x / size for x in leaves] if op == "mean" else leaves
     ready = feedback.prepare(sent, size)
     results, after = list(leaves), []
     for index, (group, held) in enumerate(zip(groups, own.groups, strict=True)):
-        found, next_held = _reduce_group(group, ready, held, party.part(index))
+        found, next_held = _reduce_group(group, ready, held, party.part(index), taken)
         after.append(next_held)
         for position, result in found.items():
             results[position] = result.astype(leaves[position].dtype)
@@ -195,9 +197,13 @@ def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis:
 
 
 def _reduce_group(
-    group: Group, leaves: Sequence[jax.Array], state: GroupState, party: Party
+    group: Group, leaves: Sequence[jax.Array], state: GroupState, party: Party, taken: jax.Array
 ) -> tuple[dict[int, jax.Array], GroupState]:
-    """The sums of a group's leaves by their position, and its next state."""
+    """The sums of a group's leaves by their position, and its next state.
+
+    Args:
+      taken: rounds before this one that were not skipped.
+    """
     members = [[leaves[i].astype(jnp.float32) for i in bucket] for bucket in group.buckets]
     xs = [pack(member) if _flat(group) else member[0] for member in members]
     branches = [partial(_run, group, stage, party) for stage in range(len(group.codecs))]
@@ -205,7 +211,7 @@ def _reduce_group(
         totals, after = branches[0](xs, state)
     else:
         starts = jnp.asarray(group.starts[1:], jnp.int32)
-        stage = jnp.sum(party.round.step >= starts)
+        stage = jnp.sum(taken >= starts)
         totals, after = jax.lax.switch(stage, branches, xs, state)
     found: dict[int, jax.Array] = {}
     for bucket, total, member in zip(group.buckets, totals, members, strict=True):

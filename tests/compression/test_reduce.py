@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from compressed import of_one, reducer
+from jax.sharding import AxisType
 from sharded import mesh_of
 
 from jaxdist.collectives import Ring
@@ -52,23 +53,6 @@ def gradients(seed=0, shapes=SHAPES, dtype="float32"):
         name: jnp.asarray(random.standard_normal((N, *shape)), dtype)
         for name, shape in shapes.items()
     }
-
-
-def of_one(tree):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), tree)
-
-
-def reducer(mesh, axis="data", **options):
-    """(gradients and state of all devices) to (results of all devices, state, finite)."""
-
-    def one(grads, state):
-        own = jax.tree.map(lambda x: x[0], grads)
-        found = compressed_all_reduce(own, state, axis, **options)
-        return jax.tree.map(lambda x: x[None], found.grads), found.state, found.finite[None]
-
-    spec = PartitionSpec(axis)
-    mapped = jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-    return jax.jit(mapped)
 
 
 def run(codec, feedback=CLASSIC, *, rounds=1, grads=None, mesh=None, **options):
