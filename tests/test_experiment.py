@@ -144,7 +144,11 @@ LINK = {"latency_seconds": 1e-5, "bytes_per_second": 1e9}
 
 @pytest.mark.parametrize(
     ("slow", "axis", "chosen"),
-    [(1e5, "data.dcn", "sign"), (1e12, "data.dcn", "whole"), (1e5, "data", "sign")],
+    [
+        (1e5, "data.dcn", "quantize, bits: 4"),
+        (1e12, "data.dcn", "whole"),
+        (1e5, "data", "quantize"),
+    ],
 )
 def test_auto_chooses_by_the_links(slow: float, axis: str, chosen: str) -> None:
     messages = {"type": "auto", "axis": axis, "fast": LINK,

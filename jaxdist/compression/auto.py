@@ -20,9 +20,7 @@ from jaxdist.collectives.operations import XLA
 from jaxdist.compression.choice import Choice, PerParameter
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.compression.codecs.cast import Cast
-from jaxdist.compression.codecs.lowrank import LowRank
 from jaxdist.compression.codecs.quantize import Quantize
-from jaxdist.compression.codecs.sign import Sign
 from jaxdist.compression.codecs.whole import Whole
 from jaxdist.compression.contract import Codec
 from jaxdist.compression.cost import Prediction, coding_bytes_per_second, predict
@@ -31,8 +29,9 @@ from jaxdist.errors import CompressionError
 from jaxdist.trees import tree_size
 from jaxdist.types import Grads
 
-CANDIDATES: tuple[CodecConfig, ...] = (Whole(), Cast(), Quantize(), Sign(), LowRank())
-"""Codecs that train as well as none with error feedback; of equal times the earlier one."""
+CANDIDATES: tuple[CodecConfig, ...] = (Whole(), Cast(), Quantize(), Quantize(bits=4))
+"""Codecs that train as well as none with classic feedback and any optimizer; those of fewer bytes
+want a feedback and an optimizer that fit them. Of equal times the earlier one."""
 
 
 class AutoCodec(Config):

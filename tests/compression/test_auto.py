@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from jaxdist.collectives.algorithms.auto import LinkConfig
-from jaxdist.compression import Cast, LowRank, PerParameter, Sign, TopK, Whole
+from jaxdist.compression import Cast, LowRank, PerParameter, Quantize, Sign, TopK, Whole
 from jaxdist.compression.auto import AutoCodec, candidates, explain, resolve
 from jaxdist.config.document import Document
 from jaxdist.config.schema import validate
@@ -28,7 +28,8 @@ def picked(link, sizes=None, **fields):
 
 
 def test_extreme_links():
-    assert picked(SLOW).type == "lowrank"
+    assert picked(SLOW) == Quantize(bits=4)
+    assert picked(SLOW, candidates=(Sign(), LowRank())).type == "lowrank"
     assert picked(FAST) == Whole()  # coding costs more than bytes
     assert picked(LATE) == Whole()  # fewest messages
 
@@ -49,7 +50,7 @@ def test_other_candidates_and_other_choices_for_parameters():
     few = (Whole(), Cast(), TopK(fraction=1e-3))
     assert picked(SLOW, candidates=few) == few[2]
     everything = resolve(
-        AutoCodec(fast=SLOW), LEAVES, {"data": 8}, "cpu",
+        AutoCodec(fast=SLOW, candidates=(LowRank(), Sign())), LEAVES, {"data": 8}, "cpu",
         choice_of=lambda codec: PerParameter(otherwise=codec, vectors="otherwise"),
     )  # fmt: skip
     assert everything == Sign()  # a bias has no rank
@@ -62,7 +63,7 @@ def test_inside_the_fast_network_sums_are_exact():
         candidates(auto, LEAVES, sizes, "cpu", inside=inside) for inside in (False, True)
     )
     assert whole_inside.seconds < whole.seconds / 2
-    assert resolve(auto, LEAVES, sizes, "cpu", inside=True).type in ("lowrank", "sign")
+    assert resolve(auto, LEAVES, sizes, "cpu", inside=True) == Quantize(bits=4)
 
 
 def test_figures_of_a_device_that_is_not_here():
@@ -84,7 +85,7 @@ def test_the_table():
     table = explain(AutoCodec(fast=SLOW), LEAVES, {"data": 8}, "cpu").splitlines()
     assert table[0] == "reduction of 524,800 gradients on {data: 8}"
     assert table[1] == "  data: 100 us latency, 0.001 GB/s, switch"
-    assert table[3].endswith("{type: lowrank}")
+    assert table[3].endswith("{type: quantize, bits: 4}")
     assert table[-1].endswith("{type: whole}")
     assert len(table) == 3 + len(AutoCodec().candidates)
 

@@ -24,8 +24,11 @@ from jaxdist.bench.core.harness import paired_ratio
 from jaxdist.bench.core.lab import Lab
 from jaxdist.bench.core.report import Figure, Listing, Report
 from jaxdist.collectives.algorithms.auto import LinkConfig, label
+from jaxdist.compression import Cast, LowRank, Quantize, Sign, Whole
 from jaxdist.compression.auto import AutoCodec, resolve
 
+MEASURED = (Whole(), Cast(), Quantize(), Sign(), LowRank())
+"""Codecs that auto may choose from."""
 COUNTERPARTS = (("float32", "plain"), ("bfloat16", "fp16"), ("rank 4", "powersgd"))
 """Ours and torch's kind that sends as much."""
 FURTHEST_GOAL, GAIN_GOAL, PEER_GOAL, AUTO_GOAL = "<= 1.2", ">= 5", "<= 1", "<= 1.1"
@@ -130,7 +133,7 @@ def auto_figure(found: Found) -> Figure:
     """The step with auto's choice over the fastest step that was measured of its candidates."""
     link, _ = links(found.hosts, found.timed)
     given = LinkConfig(latency_seconds=link.latency_seconds, bytes_per_second=link.bytes_per_second)
-    auto = AutoCodec(fast=given)
+    auto = AutoCodec(fast=given, candidates=MEASURED)
     chosen = resolve(auto, gradients(), {"data": found.hosts.size}, "cpu")
     types = {codec["type"]: name for name, codec in CODECS.items()}
     mine = types[chosen.type]
