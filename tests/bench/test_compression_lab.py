@@ -90,6 +90,7 @@ def test_the_network_of_the_step():
 
 
 @live
+@pytest.mark.full
 def test_steps_between_two_sites():
     hosts = Lab(sites=2, across=LabLink(200e6))
     chosen = [one for one in FLAT if one.name in ("nothing sent", "sign")]

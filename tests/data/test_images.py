@@ -216,7 +216,7 @@ def test_digits_of_a_damaged_scikit_learn(
 
 
 def test_fashion_mnist_in_full() -> None:
-    if find_folder(candidate_folders({})) is None:
+    if find_folder(candidate_folders(os.environ)) is None:
         pytest.skip("Fashion-MNIST is not on this machine (Debian: dataset-fashion-mnist)")
     dataset = ImagesConfig(source="fashion-mnist").build()
     assert dataset.heldout is not None

@@ -134,6 +134,7 @@ def numbers_of(found):
     return sum(c.times_high * len(c.dtypes) for c in found.collectives if c.kind == "all-reduce")
 
 
+@pytest.mark.full
 def test_between_processes_of_cpus_few_messages_are_sent(monkeypatch, devices):
     """Gloo sends each tensor of a collective by itself: gradients are one; sums are permuted."""
     several, _ = compiled(0, {"type": "xla"})

@@ -39,7 +39,7 @@ from jaxdist.runtime.connection import connected
 from jaxdist.runtime.processes import find_processes
 from jaxdist.types import PyTree
 
-PEER = Path(__file__).with_name("peer.py")
+PEER = Path(__file__).with_name("peer")
 FOUND = "measured: "
 ONE_NUMBER = "one number"
 """The contender whose step is an all-reduce of four bytes."""

@@ -1,6 +1,6 @@
 """torch's DDP over gloo on one host, the peer of `jaxdist bench compression --lab`.
 
-A program of its own: `python peer.py WIDTHS ROWS RATE` joins the others by the variables
+A program of its own: `python peer WIDTHS ROWS RATE` joins the others by the variables
 `JAX_COORDINATOR_ADDRESS` (its host; the port is `PORT`), `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID`.
 It prints a line of JSON when it is ready; for each line "KIND STEPS" on its input it takes so many
 steps, and prints the seconds and the loss before the last one. It imports torch and nothing of
