@@ -24,7 +24,8 @@ from jaxdist.optim.common import (
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
 from jaxdist.optim.loss_scale import DynamicLossScale
-from jaxdist.optim.onebit import OnebitAdamConfig, OnebitLambConfig
+from jaxdist.optim.onebit import OnebitAdamConfig
+from jaxdist.optim.onebit_lamb import OnebitLambConfig
 from jaxdist.optim.precision import bf16_moments, master_weights
 from jaxdist.optim.safety import clip_to_norm, skip_nonfinite, skip_spikes
 from jaxdist.optim.schedules import build_schedule

@@ -21,6 +21,7 @@ from jaxdist.compression import (
     init_state,
     warm_up,
 )
+from jaxdist.compression.reshard import reshard
 
 N, ROWS, COLUMNS, BLOCK = 4, 9, 7, 8  # 63 elements: no multiple of the devices, nor of a block
 B1 = 0.8
@@ -80,6 +81,20 @@ def test_what_is_lost_of_a_momentum_comes_back(devices, codec):
         np.testing.assert_allclose(own, common[0], rtol=0, atol=1e-5)
 
 
+def test_fewer_devices_go_on_with_the_same_momentum(devices):
+    codec, given = Sign(block=BLOCK), [drawn(seed) for seed in range(3)]
+    *_, (_, saved, _) = rounds(given[:2], codec, MOMENTUM)
+    like = of_one({"w": given[0]})
+    fewer = init_state(like, 2, codec=codec, feedback=MOMENTUM)
+    state = jax.tree.map(np.asarray, reshard(saved, fewer, [2], [0]))
+    reduce = reducer(mesh_of({"data": 2}), codec=codec, feedback=MOMENTUM)
+    _, after, _ = reduce({"w": given[2][:2]}, state)
+    old, new = saved.groups[0].buckets[0], after.groups[0].buckets[0]
+    momenta = [flat(bucket.common)[0] for bucket in (old, new)]
+    expected = B1 * momenta[0] + kept(old) + (1 - B1) * given[2][:2].sum(0).ravel()
+    np.testing.assert_allclose(momenta[1] + kept(new), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("codec", [Sign(block=BLOCK), TopK()], ids=lambda codec: codec.type)
 def test_while_all_is_sent_gradients_are_exact(devices, codec):
     given = [drawn(seed) for seed in range(4)]
@@ -87,6 +102,17 @@ def test_while_all_is_sent_gradients_are_exact(devices, codec):
     for result, gradients in zip(found[:3], given[:3], strict=True):
         np.testing.assert_allclose(result[0], gradients.sum(0), rtol=0, atol=1e-5)
     assert np.abs(found[3][0] - given[3].sum(0)).max() > 0.1
+
+
+def test_each_device_clips_its_own_gradient(devices):
+    limit, given = 6.0, [drawn(seed) for seed in range(2)]
+    given[0][1] *= 5
+    feedback = CompressedMomentum(b1=B1, clip_norm=limit)
+    norms = np.sqrt(np.square(given).sum((2, 3), keepdims=True))
+    assert (norms > limit / N**0.5).all()
+    expected = (given / norms * limit / N**0.5).sum(1)
+    for i, (found, _, _) in enumerate(rounds(given, warm_up(Sign(block=BLOCK), 2), feedback)):
+        np.testing.assert_allclose(found[0], expected[i], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("feedback", [MOMENTUM, Ef21()], ids=lambda feedback: feedback.type)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from jaxdist.compression.feedback.classic import ErrorFeedback, Residual
+from jaxdist.compression.feedback.clipping import clip_own
 from jaxdist.compression.feedback.contract import Feedback, View
 from jaxdist.types import Leaf
 
@@ -19,7 +21,8 @@ class CompressedMomentum(Residual):
     Each of N devices sends (b1 / N) m + (1 - b1) gradient, its part of the next momentum, with the
     residual of what it sent before; m is the last momentum, the same on all. The sum m' stands for
     the gradient (m' - b1 m) / (1 - b1), that of all devices where nothing is lost, and an optimizer
-    with the same b1 makes m' of it again.
+    with the same b1 makes m' of it again. What stands for a gradient is several times as large
+    where something is lost: it is for optimizers that use it for its momentum.
 
     Memory: as classic, and 4 bytes for each element of m.
     """
@@ -28,10 +31,16 @@ class CompressedMomentum(Residual):
     """Selects this feedback."""
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
     """Decay of the momentum: the optimizer's."""
+    clip_norm: PositiveFloat | None = None
+    """Limit of the norm of the sum over devices, each of which clips its own gradient; null never
+    clips. Afterwards an optimizer cannot: the norm would be that of what stands for a gradient."""
 
     @property
     def back(self) -> Feedback:
         return ErrorFeedback(rounded=self.rounded)
+
+    def prepare(self, gradients: Sequence[jax.Array], devices: int) -> list[jax.Array]:
+        return clip_own(gradients, self.clip_norm, devices)
 
     def common(self, like: Leaf) -> View:
         return {"momentum": jnp.zeros(like.shape, jnp.float32)}

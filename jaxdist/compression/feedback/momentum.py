@@ -11,6 +11,7 @@ from pydantic import Field, PositiveFloat
 
 from jaxdist.compression.contract import Codec
 from jaxdist.compression.feedback.classic import ErrorFeedback
+from jaxdist.compression.feedback.clipping import clip_own
 from jaxdist.compression.feedback.contract import Feedback, Memory
 from jaxdist.types import Leaf
 
@@ -43,13 +44,7 @@ class MomentumCorrection(Feedback):
         return ErrorFeedback()
 
     def prepare(self, gradients: Sequence[jax.Array], devices: int) -> list[jax.Array]:
-        wide = [gradient.astype(jnp.float32) for gradient in gradients]
-        if self.clip_norm is None:
-            return wide
-        square = sum((jnp.sum(x * x) for x in wide), start=jnp.float32(0))
-        norm, limit = jnp.sqrt(square), self.clip_norm / devices**0.5
-        factor = jnp.where(norm > limit, limit / norm, 1.0)
-        return [x * factor for x in wide]
+        return clip_own(gradients, self.clip_norm, devices)
 
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory:
         zero = jnp.zeros(like.shape, jnp.float32)

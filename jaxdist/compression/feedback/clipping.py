@@ -1,0 +1,23 @@
+"""Clipping before messages: what a device sends, not what all of them made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+
+def clip_own(gradients: Sequence[jax.Array], limit: float | None, devices: int) -> list[jax.Array]:
+    """A device's gradients, float32, scaled down to the norm limit / sqrt(devices) at most.
+
+    The sum of so many independent gradients has the norm `limit` then (Deep Gradient Compression,
+    Lin et al., arXiv 1712.01887, section 3). A limit of None never scales.
+    """
+    wide = [gradient.astype(jnp.float32) for gradient in gradients]
+    if limit is None:
+        return wide
+    square = sum((jnp.sum(x * x) for x in wide), start=jnp.float32(0))
+    norm, most = jnp.sqrt(square), limit / devices**0.5
+    factor = jnp.where(norm > most, most / norm, 1.0)
+    return [x * factor for x in wide]

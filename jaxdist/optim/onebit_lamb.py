@@ -1,0 +1,278 @@
+"""1-bit LAMB: after a warm-up each layer's ratio follows from how far its variance has moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from jaxdist.errors import ConfigError
+from jaxdist.optim.common import Beta, NamedParams
+from jaxdist.optim.lamb import LambRule
+from jaxdist.optim.layers import (
+    LayeredLeaf,
+    Squares,
+    StepCount,
+    add_shards,
+    describe,
+    wide_zeros,
+)
+from jaxdist.optim.layerwise import decays_and_adapts
+from jaxdist.optim.onebit import (
+    OnebitConfig,
+    check_freeze_step,
+    first_moment,
+    frozen_direction,
+    second_moment,
+)
+from jaxdist.optim.trust_ratio import (
+    Bounds,
+    Mask,
+    NormPair,
+    check_betas,
+    check_bounds,
+    check_numbers,
+    need_params,
+    trust_ratio,
+    usable,
+)
+from jaxdist.types import OptState, Params, PyTree, Specs, Updates
+
+
+@dataclass(frozen=True)
+class OnebitLambRule:
+    """The numbers of 1-bit LAMB.
+
+    Attributes:
+      freeze_step: steps of plain LAMB.
+      coefficient_decay: of the mean of trust ratios that is kept over them (the paper's beta 3). It
+        begins at zero, and is that of all ratios only after many times 1 / (1 - decay) steps.
+      ratio_bounds: of these ratios.
+      factor_bounds: of what the mean is multiplied by afterwards.
+      factor_change: how far this factor may move in one step, as a share of it.
+
+    Raises:
+      ConfigError: a freeze_step below 1; bounds, a decay or a share that are none.
+    """
+
+    freeze_step: int
+    coefficient_decay: float = 0.9
+    ratio_bounds: Bounds = (0.01, 10.0)
+    factor_bounds: Bounds = (0.5, 4.0)
+    factor_change: float = 0.1
+
+    def __post_init__(self) -> None:
+        check_freeze_step(self.freeze_step)
+        check_betas(coefficient_decay=self.coefficient_decay)
+        check_bounds(ratio_bounds=self.ratio_bounds, factor_bounds=self.factor_bounds)
+        if not 0 < self.factor_change < 1:
+            raise ConfigError(f"factor_change = {self.factor_change}: must be between 0 and 1")
+
+    def ratio(self, norms: Squares, largest: jax.Array, kept: Kept, warm: jax.Array) -> _Ratio:
+        """What the layers' updates are multiplied by, and what is kept of it.
+
+        Args:
+          norms: of weights, update, and the update without decay.
+          largest: quotient of frozen and fresh deviation.
+          warm: whether this step is of the warm-up.
+        """
+        weight, update, direction = norms
+        pair = NormPair(weight, update)
+        ratio = trust_ratio(pair, ratio_bounds=self.ratio_bounds)
+        keep = self.coefficient_decay
+        mean = keep * kept.coefficient + (1 - keep) * ratio
+        coefficient = jnp.where(warm & usable(pair), mean, kept.coefficient)
+        # The variance is about Adam's part of the update alone.
+        share = jnp.minimum(1.0, direction / jnp.maximum(update, jnp.finfo("f4").tiny))
+        factor = jnp.clip(largest * share + (1 - share), *self.factor_bounds)
+        slower, faster = 1 - self.factor_change, 1 + self.factor_change
+        factor = jnp.clip(factor, kept.factor * slower, kept.factor * faster)
+        factor = jnp.where(warm, kept.factor, factor)
+        return _Ratio(jnp.where(warm, ratio, coefficient * factor), Kept(coefficient, factor))
+
+
+class Kept(NamedTuple):
+    """Of a parameter's layers, with its rank: see `OnebitLambState`."""
+
+    coefficient: jax.Array
+    factor: jax.Array
+
+
+class _Ratio(NamedTuple):
+    """What a leaf's update is multiplied by, and what is kept of it."""
+
+    scale: jax.Array
+    kept: Kept
+
+
+class OnebitLambState(NamedTuple):
+    """Of `onebit_lamb`.
+
+    Attributes:
+      count: steps taken.
+      mu, nu: the moments; nu is frozen after the warm-up.
+      fresh: the second moment that goes on.
+      coefficient: mean trust ratio of the warm-up, a number for each layer of each parameter.
+      factor: that it was last multiplied by, alike.
+    """
+
+    count: StepCount
+    mu: Updates
+    nu: Updates
+    fresh: Updates
+    coefficient: Updates
+    factor: Updates
+
+
+def onebit_lamb(
+    learning_rate: optax.ScalarOrSchedule,
+    b1: float = 0.9,
+    b2: float = 0.999,
+    eps: float = 1e-6,
+    weight_decay: float = 0.01,
+    *,
+    rule: OnebitLambRule,
+    layer_dims: PyTree = None,
+    decay_mask: Mask | None = None,
+    adapt_mask: Mask | None = None,
+    specs: Specs = None,
+) -> optax.GradientTransformationExtraArgs:
+    """1-bit LAMB (Li et al., arXiv 2104.06069, algorithm 1; no bias is corrected).
+
+    After `rule.freeze_step` steps of LAMB each layer's ratio is its mean over them, times the
+    largest quotient of frozen and fresh deviation in the layer. Elements stay whose gradient was
+    zero in all of these steps: see `jaxdist.optim.onebit.frozen_direction`.
+
+    State: three float32 for each element. Inside `jax.shard_map` norms are reduced in one
+    all-reduce, and one number for each layer of the tensors that are split in another.
+
+    Args:
+      layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`.
+
+    Raises:
+      ConfigError: no params, bad numbers, dims, axes or masks.
+    """
+    check_numbers(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
+    check_betas(b1=b1, b2=b2)
+
+    def init(params: Params) -> OptState:
+        leaves, structure = describe(params, layer_dims), jax.tree.structure(params)
+        pairs = zip(leaves, jax.tree.leaves(params), strict=True)
+        shapes = [tuple(x.shape[i] for i in leaf.kept) for leaf, x in pairs]
+        zeros, ones = (structure.unflatten(map(made, shapes)) for made in (jnp.zeros, jnp.ones))
+        mu, nu, fresh = (jax.tree.map(wide_zeros, params) for _ in range(3))
+        return OnebitLambState(jnp.zeros((), jnp.int32), mu, nu, fresh, zeros, ones)
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
+        del extra
+        assert isinstance(state, OnebitLambState)
+        leaves = describe(need_params(params), layer_dims, specs)
+        decays, adapts = decays_and_adapts(
+            LambRule(), weight_decay, params, leaves, decay_mask, adapt_mask
+        )
+        count: PyTree = optax.safe_increment(state.count)
+        rate: PyTree = learning_rate(state.count) if callable(learning_rate) else learning_rate
+        warm = count <= rule.freeze_step
+        mu = jax.tree.map(partial(first_moment, b1), state.mu, updates)
+        nu = jax.tree.map(partial(second_moment, b2, warm), state.nu, updates)
+        fresh = jax.tree.map(partial(second_moment, b2, True), state.fresh, updates)
+        weights, structure = jax.tree.flatten(params)
+        rows = zip(weights, *map(structure.flatten_up_to, (mu, nu, fresh)), decays, strict=True)
+        tensors = [_Tensors.of(*row, eps=eps) for row in rows]
+        kept = list(map(Kept, *map(structure.flatten_up_to, state[4:])))
+        ratios = _ratios(tensors, leaves, adapts, kept, rule, warm)
+        pairs = zip(tensors, ratios, strict=True)
+        moves = [(-rate * ratio.scale * x.update).astype(x.p.dtype) for x, ratio in pairs]
+        coefficient = structure.unflatten([ratio.kept.coefficient for ratio in ratios])
+        factor = structure.unflatten([ratio.kept.factor for ratio in ratios])
+        after = OnebitLambState(count, mu, nu, fresh, coefficient, factor)
+        return structure.unflatten(moves), after
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+class _Tensors(NamedTuple):
+    """Of one leaf: weights, update, the same without decay; frozen over fresh deviation."""
+
+    p: jax.Array
+    update: jax.Array
+    direction: jax.Array
+    quotient: jax.Array
+
+    @classmethod
+    def of(
+        cls, p: jax.Array, m: jax.Array, v: jax.Array, fresh: jax.Array, decay: float, *, eps: float
+    ) -> _Tensors:
+        direction = frozen_direction(m, v, eps)
+        quotient = jnp.where(v > 0, (jnp.sqrt(v) + eps) / (jnp.sqrt(fresh) + eps), 0.0)
+        return cls(p, direction + decay * p if decay else direction, direction, quotient)
+
+
+def _ratios(
+    tensors: Sequence[_Tensors],
+    leaves: Sequence[LayeredLeaf],
+    adapts: Sequence[bool],
+    kept: Sequence[Kept],
+    rule: OnebitLambRule,
+    warm: jax.Array,
+) -> list[_Ratio]:
+    """The ratio of each leaf, and what is kept of it; 1 where none applies."""
+    found = [_Ratio(jnp.float32(1), x) for x in kept]
+    on = [i for i, flag in enumerate(adapts) if flag]
+    squares = [leaves[i].squares(*tensors[i][:3]) for i in on]
+    for i, sums in zip(on, add_shards(squares, [leaves[i] for i in on]), strict=True):
+        summed = leaves[i].summed
+        wide = Kept(*(jnp.expand_dims(x, summed) for x in kept[i]))
+        largest = _largest(leaves[i], tensors[i].quotient)
+        scale, after = rule.ratio(tuple(map(jnp.sqrt, sums)), largest, wide, warm)
+        found[i] = _Ratio(scale, Kept(*(jnp.squeeze(x, summed) for x in after)))
+    return found
+
+
+def _largest(leaf: LayeredLeaf, x: jax.Array) -> jax.Array:
+    """The largest element of each layer, over all shards of it."""
+    found = jnp.max(x, axis=leaf.summed, keepdims=True)
+    return jax.lax.pmax(found, leaf.summed_axes) if leaf.summed_axes else found
+
+
+class OnebitLambConfig(OnebitConfig):
+    """1-bit LAMB (Li et al., arXiv 2104.06069)."""
+
+    type: Literal["onebit_lamb"]
+    """Selects this optimizer."""
+    eps: PositiveFloat = 1e-6
+    """Added to the root of the second moment."""
+    weight_decay: NonNegativeFloat = 0.01
+    """Decay of weights, inside the direction that the ratio scales."""
+    layer_dims: tuple[str, ...] = ("layers",)
+    """Dims whose every index has a ratio of its own, by name, where a parameter has them."""
+    coefficient_decay: Beta = 0.9
+    """Of the mean of trust ratios over the warm-up, which begins at zero."""
+    ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.01, 10.0)
+    """Bounds of these ratios."""
+    factor_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.5, 4.0)
+    """Bounds of what the mean is multiplied by afterwards."""
+    factor_change: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """How far this factor may move in one step, as a share of it."""
+
+    def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
+        """The update rule for a learning-rate schedule on these parameters."""
+        names = OnebitLambRule.__dataclass_fields__
+        return onebit_lamb(
+            rate,
+            self.b1,
+            self.b2,
+            self.eps,
+            self.weight_decay,
+            rule=OnebitLambRule(**{name: getattr(self, name) for name in names}),
+            layer_dims=tree.layer_dims(self.layer_dims),
+            **tree.masks(LambRule(), None),
+        )
