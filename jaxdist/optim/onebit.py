@@ -40,11 +40,16 @@ def scale_by_frozen_adam(
     *,
     freeze_step: int,
     bias_correction: bool = True,
+    bounded: bool = True,
 ) -> optax.GradientTransformation:
     """Adam's direction, its second moment frozen after `freeze_step` steps.
 
     1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1, which corrects no bias). It adds that
     elements stay whose gradient was zero in all of these steps: see `frozen_direction`.
+
+    Args:
+      bounded: no element moves further than Adam could move it (`adam_bound`), which the paper
+        leaves open; it changes nothing in the first `freeze_step` steps.
 
     Raises:
       ConfigError: decays outside of [0, 1), a negative eps, a freeze_step below 1.
@@ -57,6 +62,7 @@ def scale_by_frozen_adam(
     check_betas(b1=b1, b2=b2)
     check_numbers(eps=eps)
     check_freeze_step(freeze_step)
+    most = adam_bound(b1, b2) if bounded else math.inf
 
     def init(params: Params) -> OptState:
         mu, nu = (jax.tree.map(wide_zeros, params) for _ in range(2))
@@ -73,7 +79,7 @@ def scale_by_frozen_adam(
             one, two = _weight(b1, count), _weight(b2, jnp.minimum(count, freeze_step))
 
         def direction(m: jax.Array, v: jax.Array, g: jax.Array) -> jax.Array:
-            return frozen_direction(m / one, v / two, eps).astype(g.dtype)
+            return frozen_direction(m / one, v / two, eps, most).astype(g.dtype)
 
         return jax.tree.map(direction, mu, nu, updates), FrozenAdamState(count, mu, nu)
 
@@ -90,13 +96,28 @@ def second_moment(b2: float, moves: PyTree, v: jax.Array, g: jax.Array) -> jax.A
     return jnp.where(moves, b2 * v + (1 - b2) * jnp.square(g.astype(v.dtype)), v)
 
 
-def frozen_direction(m: jax.Array, v: jax.Array, eps: float) -> jax.Array:
-    """m / (sqrt(v) + eps), and zero where v is.
+def frozen_direction(m: jax.Array, v: jax.Array, eps: float, most: float) -> jax.Array:
+    """m / (sqrt(v) + eps), at most `most` in size; and zero where v is.
 
     There the gradient was zero in all of the warm-up (rows of an embedding that no example had).
-    Messages of one bit have no zero: what they make of its momentum would be divided by eps.
+    Messages of one bit have no zero: what they make of its momentum would be divided by eps. Where
+    v is small, a block's scale over its root has no bound but this.
     """
-    return jnp.where(v > 0, m / (jnp.sqrt(v) + eps), 0.0)
+    return jnp.where(v > 0, jnp.clip(m / (jnp.sqrt(v) + eps), -most, most), 0.0)
+
+
+def adam_bound(b1: float, b2: float) -> float:
+    """How far Adam moves an element in one step at most, in learning rates.
+
+    (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), the Cauchy-Schwarz inequality of the weights of both
+    moments (Kingma and Ba, arXiv 1412.6980, section 2.1, has its cases); infinite from b1^2 = b2.
+
+    >>> round(adam_bound(0.9, 0.999), 2)
+    7.27
+    """
+    if b1 * b1 >= b2:
+        return math.inf
+    return (1 - b1) / math.sqrt((1 - b2) * (1 - b1 * b1 / b2))
 
 
 def _weight(b: float, count: jax.Array) -> jax.Array:
@@ -126,6 +147,8 @@ class OnebitConfig(OptimizerConfig):
     """Decay of the first moment: that of error_feedback compressed_momentum."""
     b2: Beta = 0.999
     """Decay of the second moment."""
+    bounded: bool = True
+    """Let no element move further in a step than Adam could; false is as in the paper."""
 
     @model_validator(mode="after")
     def _looks_at_no_norm(self) -> OnebitConfig:
@@ -153,9 +176,15 @@ class OnebitAdamConfig(OnebitConfig):
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """The update rule for a learning-rate schedule on these parameters."""
-        settings = {"freeze_step": self.freeze_step, "bias_correction": self.bias_correction}
         return optax.chain(
-            scale_by_frozen_adam(self.b1, self.b2, self.eps, **settings),
+            scale_by_frozen_adam(
+                self.b1,
+                self.b2,
+                self.eps,
+                freeze_step=self.freeze_step,
+                bias_correction=self.bias_correction,
+                bounded=self.bounded,
+            ),
             optax.add_decayed_weights(self.weight_decay, tree.matrices),
             optax.scale_by_learning_rate(rate),
         )

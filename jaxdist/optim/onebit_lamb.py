@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from jaxdist.optim.layers import (
 from jaxdist.optim.layerwise import decays_and_adapts
 from jaxdist.optim.onebit import (
     OnebitConfig,
+    adam_bound,
     check_freeze_step,
     first_moment,
     frozen_direction,
@@ -56,6 +58,7 @@ class OnebitLambRule:
       ratio_bounds: of these ratios.
       factor_bounds: of what the mean is multiplied by afterwards.
       factor_change: how far this factor may move in one step, as a share of it.
+      bounded: see `jaxdist.optim.onebit.scale_by_frozen_adam`.
 
     Raises:
       ConfigError: a freeze_step below 1; bounds, a decay or a share that are none.
@@ -66,6 +69,7 @@ class OnebitLambRule:
     ratio_bounds: Bounds = (0.01, 10.0)
     factor_bounds: Bounds = (0.5, 4.0)
     factor_change: float = 0.1
+    bounded: bool = True
 
     def __post_init__(self) -> None:
         check_freeze_step(self.freeze_step)
@@ -160,6 +164,7 @@ def onebit_lamb(
     """
     check_numbers(learning_rate=learning_rate, eps=eps, weight_decay=weight_decay)
     check_betas(b1=b1, b2=b2)
+    most = adam_bound(b1, b2) if rule.bounded else math.inf
 
     def init(params: Params) -> OptState:
         leaves, structure = describe(params, layer_dims), jax.tree.structure(params)
@@ -186,7 +191,7 @@ def onebit_lamb(
         fresh = jax.tree.map(partial(second_moment, b2, True), state.fresh, updates)
         weights, structure = jax.tree.flatten(params)
         rows = zip(weights, *map(structure.flatten_up_to, (mu, nu, fresh)), decays, strict=True)
-        tensors = [_Tensors.of(*row, eps=eps) for row in rows]
+        tensors = [_Tensors.of(*row, eps=eps, most=most) for row in rows]
         kept = list(map(Kept, *map(structure.flatten_up_to, state[4:])))
         ratios = _ratios(tensors, leaves, adapts, kept, rule, warm)
         pairs = zip(tensors, ratios, strict=True)
@@ -209,9 +214,17 @@ class _Tensors(NamedTuple):
 
     @classmethod
     def of(
-        cls, p: jax.Array, m: jax.Array, v: jax.Array, fresh: jax.Array, decay: float, *, eps: float
+        cls,
+        p: jax.Array,
+        m: jax.Array,
+        v: jax.Array,
+        fresh: jax.Array,
+        decay: float,
+        *,
+        eps: float,
+        most: float,
     ) -> _Tensors:
-        direction = frozen_direction(m, v, eps)
+        direction = frozen_direction(m, v, eps, most)
         quotient = jnp.where(v > 0, (jnp.sqrt(v) + eps) / (jnp.sqrt(fresh) + eps), 0.0)
         return cls(p, direction + decay * p if decay else direction, direction, quotient)
 

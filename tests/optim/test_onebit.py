@@ -172,7 +172,7 @@ def trained(
 @pytest.mark.parametrize("bias_correction", [True, False])
 def test_onebit_adam_step_by_step(devices, bias_correction):
     direction = scale_by_frozen_adam(
-        B1, B2, EPS, freeze_step=FREEZE, bias_correction=bias_correction
+        B1, B2, EPS, freeze_step=FREEZE, bias_correction=bias_correction, bounded=False
     )
     found = trained(optax.chain(direction, optax.scale(-RATE)), (SIZE,), devices)
     for ours, expected in zip(found, adam(np.full(SIZE, 0.5), bias_correction), strict=True):
@@ -186,7 +186,7 @@ def test_a_step_that_is_left_out_of_the_warm_up_makes_it_no_shorter(devices):
         g = gradients(step, w)
         return np.where(np.arange(N)[:, None] == 1, np.nan, g) if step == 3 else g
 
-    direction = scale_by_frozen_adam(B1, B2, EPS, freeze_step=FREEZE)
+    direction = scale_by_frozen_adam(B1, B2, EPS, freeze_step=FREEZE, bounded=False)
     transform = skip_nonfinite(optax.chain(direction, optax.scale(-RATE)))
     found = trained(transform, (SIZE,), devices, of=with_a_hole)
     seeds = [t for t in range(1, STEPS + 1) if t != 3]
@@ -200,7 +200,11 @@ def test_a_step_that_is_left_out_of_the_warm_up_makes_it_no_shorter(devices):
 def test_onebit_lamb_step_by_step(devices, decay, shards):
     # Of the ratios and factors some meet each of these bounds, and others none.
     rule = OnebitLambRule(
-        FREEZE, ratio_bounds=(0.75, 1.1), factor_bounds=(0.9, 1.05), factor_change=0.03
+        FREEZE,
+        ratio_bounds=(0.75, 1.1),
+        factor_bounds=(0.9, 1.05),
+        factor_change=0.03,
+        bounded=False,
     )
     transform = onebit_lamb(
         RATE, B1, B2, EPS, decay, rule=rule, layer_dims=["layers", None, None],

@@ -13,7 +13,7 @@ from sharded import mesh_of
 
 from jaxdist.errors import ConfigError
 from jaxdist.optim.build import OptimConfig, build_optimizer
-from jaxdist.optim.onebit import scale_by_frozen_adam
+from jaxdist.optim.onebit import adam_bound, scale_by_frozen_adam
 from jaxdist.optim.onebit_lamb import OnebitLambRule, OnebitLambState, onebit_lamb
 
 DIMS = {"kernel": ("layers", "embed", "mlp"), "bias": ("layers", "mlp")}
@@ -98,6 +98,8 @@ LAMB = {**ADAM, "type": "onebit_lamb"}
         (LAMB, {"factor_bounds": (0.99, 1.01)}),
         (LAMB, {"factor_change": 0.01}),
         (LAMB, {"layer_dims": ()}),
+        ({**ADAM, "b1": 0.5, "b2": 0.5}, {"bounded": False}),  # of a bound of one rate
+        ({**LAMB, "b1": 0.5, "b2": 0.5}, {"bounded": False}),
     ],
     ids=str,
 )
@@ -115,6 +117,28 @@ def test_elements_without_a_gradient_in_the_warm_up_stay(kind):
     for name, before in PARAMS.items():
         np.testing.assert_array_equal(found[-1][name][..., 2], before[..., 2])
         assert np.abs(found[-1][name] - before).max() > 0.1
+
+
+def test_no_element_moves_further_than_adam_could():
+    """Of gradients that were small in the warm-up, as those of a feature that is rarely there."""
+    first = [jax.tree.map(lambda g: g.at[..., 2].multiply(1e-6), g) for g in GRADS[:FREEZE]]
+    direction = partial(scale_by_frozen_adam, freeze_step=FREEZE)
+
+    def moved(transform):
+        """Of each step the largest element."""
+        steps, _ = walked(transform, first + GRADS[FREEZE:])
+        pairs = zip(steps, [PARAMS, *steps[:-1]], strict=True)
+        return np.asarray([apart(after, before) for after, before in pairs])
+
+    bound, free = moved(direction()), moved(direction(bounded=False))
+    np.testing.assert_array_equal(bound[:FREEZE], free[:FREEZE])
+    assert (free[FREEZE:] > 1e4).all()
+    np.testing.assert_allclose(bound[FREEZE:], adam_bound(0.9, 0.999), rtol=1e-5)
+    # What bounds them is what Adam does with one large gradient after another, and no less.
+    grown = [{"w": jnp.float32((0.999 / 0.9) ** t)} for t in range(100)]
+    moves, _ = walked(direction(freeze_step=200), grown, {"w": jnp.float32(0)})
+    far = apart(moves[-1], moves[-2])
+    assert 0.25 * adam_bound(0.9, 0.999) < far <= adam_bound(0.9, 0.999)
 
 
 def test_the_second_moment_is_frozen_and_a_fresh_one_goes_on():
