@@ -38,7 +38,7 @@ WHOLE_PASSES = 8.0
 MESSAGE_PASSES = 6.0
 """Beside these over what is encoded: the residual is read and written, the gradient encoded, its
 estimate made, estimates added up, the sum encoded again."""
-MORE_PASSES = {"sign": 9.0, "topk": 5.0, "lowrank": 2.0, "randomk": 3.0, "adaptive": 60.0}
+MORE_PASSES = {"sign": 4.0, "topk": 5.0, "lowrank": 4.0, "randomk": 3.0, "adaptive": 60.0}
 """Beside these, of some codecs, as one core's time tells: sign has a second residual and packs
 bits, topk searches a threshold, lowrank multiplies, adaptive sorts and packs planes."""
 NIBBLE_PASSES = 14.0
