@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from pydantic import TypeAdapter
 
 from jaxdist.collectives.algorithms.build import ReduceConfig
+from jaxdist.compression.config import Compression, CompressionConfig
 from jaxdist.mesh import DCN, ICI, MeshConfig, Split
 from jaxdist.models.remat import ByKind
 from jaxdist.parallel.pipeline.executor.ticks import Activations
@@ -58,6 +59,7 @@ ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 CHUNKS = 2
 """On each stage, where a schedule leaves the choice; the others have 1 or 2."""
 _REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
+_COMPRESSION = TypeAdapter[Compression](CompressionConfig)
 _PIPELINES: list[tuple[str | None, Activations | None]] = [
     *itertools.product(SCHEDULES, ACTIVATIONS)
 ]
@@ -150,7 +152,12 @@ def facts_of(cell: Combination) -> Facts:
     return facts(MESHES[cell.mesh], reduce, ZeroConfig(stage=cell.stage, scope=cell.scope))
 
 
-def facts(mesh: Mapping[str, Json], reduce: JsonObject | None, zero: ZeroConfig) -> Facts:
+def facts(
+    mesh: Mapping[str, Json],
+    reduce: JsonObject | None,
+    zero: ZeroConfig,
+    compression: JsonObject | None = None,
+) -> Facts:
     """What the table of validity asks of sections of a config."""
     sizes: dict[str, int] = {}
     for axis, size in MeshConfig.model_validate(mesh).sizes().items():
@@ -163,6 +170,7 @@ def facts(mesh: Mapping[str, Json], reduce: JsonObject | None, zero: ZeroConfig)
         batch_axes=tuple(name for name in sizes if name.startswith("data")),
         reduce=None if reduce is None else _REDUCE.validate_python(reduce),
         zero=zero,
+        compression=None if compression is None else _COMPRESSION.validate_python(compression),
     )
 
 

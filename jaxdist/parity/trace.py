@@ -26,6 +26,7 @@ import numpy as np
 import optax
 
 from jaxdist.experiment import Experiment
+from jaxdist.train.checkpoints import fresh_exchange
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Grads, Json, JsonObject, OptState, Params, PyTree, Updates
@@ -145,10 +146,12 @@ class FirstSteps:
           initial: on the host.
         """
         program = self.experiment.program
-        shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
+        shapes = replace(program.state_shapes, exchange=())
+        shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
         # Copied, since the step is given the memory of its state to reuse.
-        stored = program.home.stored(jax.tree.map(np.array, initial))
+        stored = program.home.stored(jax.tree.map(np.array, replace(initial, exchange=())))
         state = jax.device_put(stored, shardings)
+        state = replace(state, exchange=fresh_exchange(program))
         losses: list[float] = []
         gradients: dict[str, np.ndarray] = {}
         with self.experiment.loader.batches() as batches:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.manifest import LeafRecord
@@ -15,9 +16,10 @@ from jaxdist.checkpoint.restore import Adapt, Restored, Wanted
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.checkpoint.structure import describe
 from jaxdist.errors import CompressionError
+from jaxdist.optim.safety import SkipState
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.types import Params, PyTree
+from jaxdist.types import OptState, Params, PyTree
 
 
 def save(
@@ -79,9 +81,47 @@ def _adapted(
     if wanted != found:
         _tell(say, "what the strategy carries begins anew: another one saved this")
         given["outer"], begins, ignored = (), True, ignored.union(found)
-    target, shapes = (replace(s, **given) for s in (program.state_shapes, program.own_shapes))
-    finish = partial(_finished, program, remake, begins)
+    skips = _skips(program, saved)
+    target, shapes = (
+        replace(s, **given, opt_state=skips.as_saved(s.opt_state))
+        for s in (program.state_shapes, program.own_shapes)
+    )
+    finish = partial(_finished, program, remake, begins, skips)
     return Wanted(target, shapes, ignored, finish)
+
+
+class Skips(NamedTuple):
+    """The optimizer's state with or without the counters of skipped steps."""
+
+    as_saved: Callable[[OptState], OptState] = lambda state: state
+    as_own: Callable[[OptState], OptState] = lambda state: state
+
+
+def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
+    """Counters that were not saved begin at zero; those that nobody asks for are dropped.
+
+    Messages count skipped steps by themselves, so that a run that goes on with messages, or
+    without, has another state by nothing but these.
+    """
+    own = program.own_shapes.opt_state
+    counts = isinstance(own, SkipState)
+    if counts == ("opt_state/skipped" in saved) or (counts and own.rule is not None):
+        return Skips()
+    replicated = NamedSharding(program.layout.mesh, PartitionSpec())
+    count: PyTree = jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=replicated)
+
+    def counted(inner: OptState) -> OptState:
+        return SkipState(inner, count, count, None)
+
+    def from_zero(inner: OptState) -> OptState:
+        zero = np.zeros((), np.int32)
+        skipped, consecutive = (jax.device_put(zero, replicated) for _ in range(2))
+        return SkipState(inner, skipped, consecutive, None)
+
+    def inner(state: OptState) -> OptState:
+        return state.inner
+
+    return Skips(inner, from_zero) if counts else Skips(counted, inner)
 
 
 def _as_saved(
@@ -125,6 +165,7 @@ def _finished(
     program: Program,
     remake: Callable[[Program, PyTree], PyTree] | None,
     begins: bool,
+    skips: Skips,
     state: TrainState,
 ) -> TrainState:
     """A state as devices hold it from one as checkpoints have it.
@@ -132,7 +173,9 @@ def _finished(
     Args:
       remake: makes what the exchange carries from what was loaded of it; None leaves it.
       begins: whether what the strategy carries begins anew.
+      skips: how the optimizer's state becomes the program's.
     """
+    state = replace(state, opt_state=skips.as_own(state.opt_state))
     if remake is not None:
         state = replace(state, exchange=remake(program, state.exchange))
     if not begins:
@@ -150,6 +193,11 @@ def _resharded(program: Program, saved: PyTree) -> PyTree:
 
 
 def _begun(program: Program, saved: PyTree) -> PyTree:
+    return fresh_exchange(program)
+
+
+def fresh_exchange(program: Program) -> PyTree:
+    """What the exchange of gradients carries before the first step, on its devices."""
     params = program.own_shapes.params
 
     def begin() -> PyTree:

@@ -79,9 +79,9 @@ def rows(seed=0):
     }
 
 
-def program(devices, stateful=True, kind=Rounded, **plan):
+def program(devices, stateful=True, kind=Rounded, optim=OPTIM, **plan):
     plan = {"reduce": Ring(), **plan}
-    found = build_program(Model, squares, OPTIM, rows(), {"data": devices}, **plan)
+    found = build_program(Model, squares, optim, rows(), {"data": devices}, **plan)
     if not stateful:
         return found
     own = found.exchange
@@ -184,6 +184,21 @@ def test_an_exchange_without_leaves_it_and_one_with_begins_anew(saved, tmp_path)
     assert [line.split(":")[0] for line in said] == [
         "what the exchange of gradients carries begins anew"
     ] * 2
+
+
+def test_counters_of_skipped_steps_come_and_go(saved, tmp_path):
+    """As where a run goes on with messages, which count by themselves, or without them."""
+    directory, _, old = saved
+    plain = program(8, stateful=False, optim=OPTIM.model_copy(update={"skip_nonfinite": False}))
+    state = restored(directory, plain, lambda line: None)
+    assert bits((state.params, state.opt_state)) == bits((old.params, old.opt_state.inner))
+    state = trained(plain, 1, state, 3)
+    with CheckpointStore(tmp_path / "x", keep=1, keep_best=False, on_event=pytest.fail) as store:
+        store.save(4, state, metadata={})
+    again = restored(tmp_path / "x", program(8, stateful=False), lambda line: None)
+    assert bits(again.opt_state.inner) == bits(state.opt_state)
+    assert (int(again.opt_state.skipped), int(again.opt_state.consecutive)) == (0, 0)
+    trained(program(8, stateful=False), 1, again, 4)
 
 
 @pytest.mark.parametrize(

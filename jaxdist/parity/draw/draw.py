@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from random import Random
 
@@ -34,6 +34,13 @@ STAGES = 4
 WIDEST = 8
 """Into how many parts the tensor axes of a draw's two meshes split a dim between them."""
 SINGLE_DEVICE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}
+LOSSLESS: tuple[Sections, ...] = (
+    {"type": "whole"},
+    {"type": "topk", "fraction": 1.0},
+    {"type": "topk", "fraction": 1.0, "method": "exact"},
+    {"type": "randomk", "fraction": 1.0, "error_feedback": False},
+)
+VECTORS = ("whole", "otherwise")
 COMMON = ("data", "loss", "optim", "seed")
 """Sections that both plans of a draw have alike."""
 
@@ -84,6 +91,9 @@ def draw(seed: int) -> Draw:
     first = second = _plan(random, kind)
     while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)
+    # By chance of their own, so that all else of a seed stays as it was before there were messages.
+    apart = Random(f"messages {seed}")
+    first, second = (_with_messages(apart, plan) for plan in (first, second))
     needs = ModelNeeds(
         tensor=math.lcm(first.tensor, second.tensor),
         chunks=max(first.chunks, second.chunks),
@@ -91,6 +101,8 @@ def draw(seed: int) -> Draw:
     )
     common = MODELS[kind](random, needs)
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
+    if any("compression" in plan.parallel for plan in (first, second)):
+        common["optim"] |= {"skip_nonfinite": True}  # as messages have it by themselves
     return Draw(seed, *(_config(random, common, plan) for plan in (first, second)))
 
 
@@ -221,6 +233,22 @@ def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections
         if stage == 3 and reduce is not None:
             zero["prefetch"] = random.random() < 0.3
         return reduce, zero
+
+
+def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
+    """Some plans send messages in place of gradients, with codecs that lose nothing."""
+    if random.random() < 0.6:
+        return plan
+    codec = random.choice(LOSSLESS)
+    found: Sections = {**codec, "axis": random.choice(("data", "data.dcn"))}
+    if codec["type"] != "randomk":
+        found["error_feedback"] = random.choice((False, True, {"type": "ef21"}))
+    found |= {"warmup_steps": random.choice((0, 1)), "vectors": random.choice(VECTORS)}
+    parallel = {**plan.parallel, "compression": found}
+    zero = ZeroConfig.model_validate(parallel["zero"])
+    if violations(facts(plan.mesh, parallel["reduce"], zero, found)):
+        return plan
+    return replace(plan, parallel=parallel)
 
 
 def _options(random: Random, kind: str) -> Sections:

@@ -52,7 +52,7 @@ def mesh_text(mesh: Mapping[str, Json]) -> str:
 def plan_text(sections: Mapping[str, Json]) -> str:
     """The mesh, and what is not at its default on it."""
     features = features_of(sections)
-    shown = ("ZeRO", "reduce", "microbatches", "schedule")
+    shown = ("ZeRO", "reduce", "messages", "microbatches", "schedule")
     plan = [f"{name} {features[name]}" for name in shown if features[name] not in ("none", "1")]
     return "; ".join([mesh_text(sections["mesh"]), *plan])
 
@@ -77,6 +77,7 @@ def features_of(sections: Mapping[str, Json]) -> dict[str, str]:
         "ZeRO": f"{zero['stage']}{scope}" if zero["stage"] else "none",
         "whole_below": str(zero["whole_below"]) if zero["stage"] else "none",
         "reduce": parallel["reduce"]["type"] if parallel["reduce"] else "none",
+        "messages": _messages(parallel.get("compression")),
         "microbatches": str(sections["train"]["microbatches"]),
         "remat": remat if isinstance(remat, str) else "some",
         "sharding rules": ", ".join(
@@ -86,6 +87,10 @@ def features_of(sections: Mapping[str, Json]) -> dict[str, str]:
         "activations": pipeline["activations"] if pipeline else "none",
         "uneven layers": "yes" if uneven else "no",
     }  # fmt: skip
+
+
+def _messages(compression: Mapping[str, Json] | None) -> str:
+    return f"{compression['type']}, {compression['axis']}" if compression else "none"
 
 
 def failure_text(outcome: DrawOutcome, file: Path) -> str:

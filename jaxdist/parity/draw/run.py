@@ -6,7 +6,7 @@ import math
 import tempfile
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import jax
@@ -28,6 +28,7 @@ from jaxdist.parity.trace import (
     noted,
     nudged,
 )
+from jaxdist.train.checkpoints import restore
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Json, JsonObject, Leaf, PyTree
@@ -165,12 +166,13 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
             ordered = saved.home.to_files(state)
             store.save(1, ordered, metadata={}, shapes=saved.own_shapes)
             store.wait()
-            loaded = store.restore(target.state_shapes, shapes=target.own_shapes).state
-    pairs = zip(
-        flatten_with_names(target.home.to_step(loaded)),
-        jax.tree.leaves(saved.home.used(state)),
-        strict=True,
+            loaded: TrainState = restore(store, target, say=lambda _: None).state
+    # What messages left out belongs to the plan that sent them.
+    ours, theirs = (
+        replace(program.home.used(held), exchange=())
+        for program, held in ((target, loaded), (saved, state))
     )
+    pairs = zip(flatten_with_names(ours), jax.tree.leaves(theirs), strict=True)
     unlike = [name for (name, ours), theirs in pairs if not _same(ours, theirs)]
     return f"{len(unlike)} tensors were not loaded as saved: {', '.join(unlike)}" if unlike else ""
 
