@@ -49,13 +49,18 @@ def compression_variants(experiment: Experiment) -> VariantSet:
     warm_up = max(4, round(WARM_UP * experiment.total_steps))
     whole: JsonObject = {"warmup_steps": warm_up}
     sign: JsonObject = {"type": "sign", "block": 64, **whole}
-    sparser: JsonObject = {"type": "topk", "fraction": 0.01, "warmup": "sparser", **whole}
+    sparse: JsonObject = {"type": "topk", "fraction": 0.01, **whole}
+    sparser: JsonObject = {**sparse, "warmup": "sparser"}
     senders = senders_of(experiment.config.optim, warm_up)
+    # A frozen second moment asks for steps that send everything.
+    own = sparse if senders.frozen else sparser
+    corrected = [compressed("top-k 1%, DGC", sparser, c) for c in senders.corrected]
     variants = (
         compressed("int8", {"type": "quantize", "bits": 8}),
         compressed("int4", {"type": "quantize", "bits": 4}),
         compressed("sign", sign, senders.sign),
-        compressed("top-k 1%", sparser, senders.topk),
+        compressed("top-k 1%", own, senders.topk),
+        *corrected,
         compressed("PowerSGD rank 4", {"type": "lowrank", "rank": 4, **whole}),
         compressed("sign, no feedback", {**sign, "error_feedback": False}),
         compressed("top-k, no feedback", {**sparser, "error_feedback": False}),
@@ -94,19 +99,24 @@ class Senders:
 
     Attributes:
       note: says which, and what changes in the optimizer.
+      corrected: of top-k with momentum correction, where that is another one.
+      frozen: is the optimizer another one, whose second moment is frozen after the warm-up?
     """
 
     note: str
     sign: Fitted = Fitted()
     topk: Fitted = Fitted()
+    corrected: tuple[Fitted, ...] = ()
+    frozen: bool = False
 
 
 def senders_of(optim: OptimConfig, warm_up: int) -> Senders:
     """What a comparison sends signs and few elements with.
 
-    SGD with momentum keeps it, and signs are those of the momentum; for top-k it moves to the
-    senders (momentum correction with factor masking: Lin et al., arXiv 1712.01887). AdamW becomes
-    1-bit Adam (Tang et al., arXiv 2102.02888) for sign. All other feedback is classic.
+    Both are messages of the momentum where the optimizer has one: SGD keeps its own, AdamW becomes
+    1-bit Adam (Tang et al., arXiv 2102.02888). Beside SGD's stands top-k whose momentum is on the
+    senders (momentum correction with factor masking: Lin et al., arXiv 1712.01887). All other
+    feedback is classic.
 
     Args:
       warm_up: steps after which 1-bit Adam freezes its second moment.
@@ -114,30 +124,27 @@ def senders_of(optim: OptimConfig, warm_up: int) -> Senders:
     if isinstance(optim, AdamWConfig) and optim.b1:
         frozen = ("optim.type=onebit_adam", f"optim.freeze_step={warm_up}", "optim.clip_norm=null")
         note = (
-            "sign sends the momentum of 1-bit Adam (AdamW whose second moment is frozen after "
-            f"{warm_up} steps, without clipping); top-k has classic feedback, as adamw has no "
-            "momentum that could move to the senders."
+            "sign and top-k send the momentum of 1-bit Adam (AdamW whose second moment is frozen "
+            f"after {warm_up} steps), and clip on the senders."
         )
-        return Senders(note, sign=Fitted(_momentum_of(optim.b1), frozen))
+        fitted = Fitted(_momentum_of(optim.b1, optim.clip_norm), frozen)
+        return Senders(note, fitted, fitted, frozen=True)
     if not (isinstance(optim, SgdConfig) and optim.momentum):
         kind = "sgd without momentum" if isinstance(optim, SgdConfig) else optim.type
         return Senders(
             f"All feedback is classic: {kind} has no momentum that messages could be of."
         )
     note = (
-        f"sign sends momentum {optim.momentum:g}, without clipping; top-k has it on the senders in "
-        "place of the optimizer's, with factor masking, and clips there."
+        f"sign and top-k send momentum {optim.momentum:g}, and clip on the senders; top-k by DGC "
+        "has it there in place of the optimizer's, with factor masking."
     )
     unclipped = ("optim.clip_norm=null",) if optim.clip_norm else ()
-    return Senders(
-        note,
-        sign=Fitted(_momentum_of(optim.momentum), unclipped),
-        topk=_momentum_correction(optim),
-    )
+    fitted = Fitted(_momentum_of(optim.momentum, optim.clip_norm), unclipped)
+    return Senders(note, fitted, fitted, (_momentum_correction(optim),))
 
 
-def _momentum_of(b1: float) -> JsonObject:
-    return {"type": "compressed_momentum", "b1": b1}
+def _momentum_of(b1: float, clip_norm: float | None) -> JsonObject:
+    return {"type": "compressed_momentum", "b1": b1, "clip_norm": clip_norm}
 
 
 def _momentum_correction(optim: SgdConfig) -> Fitted:

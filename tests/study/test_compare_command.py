@@ -56,7 +56,7 @@ def test_the_variants_that_come_along(config: Path, trained: list[VariantTrial])
     assert names[6:] == ["sign, no feedback", "top-k, no feedback", "mine"]
     assert {trial.seed for trial in trained} == {5, 6}
     assert "mlp on images: digits of scikit-learn" in out
-    assert "sign sends the momentum of 1-bit Adam" in out
+    assert "sign and top-k send the momentum of 1-bit Adam" in out
     assert max(len(line) for line in out.splitlines() if line.startswith("|")) <= 80
     assert (
         'int4: parallel.compression={"type": "quantize", "bits": 4, "error_feedback": true}' in out

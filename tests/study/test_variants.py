@@ -75,7 +75,7 @@ def test_momentum_goes_into_the_messages(config: Path) -> None:
     found = compression_variants(built(config, SGD % "learning_rate: 0.1", "train.epochs=10"))
     assert found.variants[0] == UNCOMPRESSED
     by_name = {variant.name: settings_of(variant) for variant in found.variants}
-    topk = by_name["top-k 1%"]
+    topk = by_name["top-k 1%, DGC"]
     sent = json.loads(topk.pop("parallel.compression"))
     assert sent["error_feedback"] == {
         "type": "momentum",
@@ -90,28 +90,31 @@ def test_momentum_goes_into_the_messages(config: Path) -> None:
         "optim.weight_decay": "0.04",  # 0.01 / (1 - 0.75), which the velocity summed up to
     }
     assert (sent["warmup"], sent["warmup_steps"]) == ("sparser", 45), "a fifth of 225 steps"
-    feedback = json.loads(by_name["sign"].pop("parallel.compression"))["error_feedback"]
-    assert feedback == {"type": "compressed_momentum", "b1": 0.75}
-    assert by_name["sign"] == {"optim.clip_norm": "null"}
+    for name in ("sign", "top-k 1%"):
+        feedback = json.loads(by_name[name].pop("parallel.compression"))["error_feedback"]
+        assert feedback == {"type": "compressed_momentum", "b1": 0.75, "clip_norm": 2.0}
+        assert by_name[name] == {"optim.clip_norm": "null"}
     assert [*by_name["PowerSGD rank 4"]] == ["parallel.compression"]
     alone = json.loads(by_name["top-k, no feedback"]["parallel.compression"])
     assert alone["error_feedback"] is False
-    assert "sign sends momentum 0.75" in found.notes[0]
+    assert "sign and top-k send momentum 0.75" in found.notes[0]
 
 
 def test_adamw_becomes_1_bit_adam(config: Path) -> None:
     optim = "optim={type: adamw, b1: 0.8, learning_rate: 0.1, clip_norm: 1}"
     found = compression_variants(built(config, optim, "train.epochs=10"))
     by_name = {variant.name: settings_of(variant) for variant in found.variants}
-    sent = json.loads(by_name["sign"].pop("parallel.compression"))
-    assert sent["error_feedback"] == {"type": "compressed_momentum", "b1": 0.8}
-    assert sent["warmup_steps"] == 45
-    assert by_name["sign"] == {
-        "optim.type": "onebit_adam",
-        "optim.freeze_step": "45",
-        "optim.clip_norm": "null",
-    }
-    for name in ("int4", "top-k 1%", "PowerSGD rank 4"):
+    for name in ("sign", "top-k 1%"):
+        sent = json.loads(by_name[name].pop("parallel.compression"))
+        feedback = {"type": "compressed_momentum", "b1": 0.8, "clip_norm": 1.0}
+        assert sent["error_feedback"] == feedback
+        assert (sent["warmup_steps"], sent.get("warmup", "whole")) == (45, "whole")
+        assert by_name[name] == {
+            "optim.type": "onebit_adam",
+            "optim.freeze_step": "45",
+            "optim.clip_norm": "null",
+        }
+    for name in ("int4", "PowerSGD rank 4"):
         assert [*by_name[name]] == ["parallel.compression"]
     assert "the momentum of 1-bit Adam" in found.notes[0]
 
