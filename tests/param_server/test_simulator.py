@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jaxdist.errors import ConfigError
+from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import (
     SSP,
     Adaptive,
@@ -56,11 +57,18 @@ class Quadratic:
         return float(sum(np.square(array).sum() for array in params.values()) / 2)
 
 
-def simulated(model, *, workers=3, steps=5, servers=1, problem=None, rule=None, **script):
-    config = SimulationConfig(workers=workers, steps=steps, **script)
-    placement = Balanced(range_bytes=16) if servers > 1 else Central()
+def simulated(
+    model, *, workers=3, steps=5, servers=1, problem=None, rule=None, measure_every=10, **script
+):
+    cluster = Cluster(
+        workers=workers,
+        servers=servers,
+        consistency=model,
+        placement=Balanced(range_bytes=16) if servers > 1 else Central(),
+        simulation=SimulationConfig(**script),
+    )
     problem, rule = problem or Quadratic(), rule or Sgd(RATE)
-    return simulate(config, problem, rule, model, placement, servers=servers)
+    return simulate(cluster, problem, rule, clocks=steps, measure_every=measure_every)
 
 
 def synchronous(workers, steps, problem=None):

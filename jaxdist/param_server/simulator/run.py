@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Adaptive, OnArrival
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.decoupled import Decoupled
@@ -18,7 +19,6 @@ from jaxdist.param_server.placement.contract import Placement, PlacementRule
 from jaxdist.param_server.placement.ranges import Tensor
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
-from jaxdist.param_server.simulator.config import SimulationConfig
 from jaxdist.param_server.simulator.network import Action, Network, Timeline
 from jaxdist.param_server.simulator.problem import Arrays, Problem, Rule, Sgd
 from jaxdist.param_server.simulator.report import Point, Report, Work
@@ -27,25 +27,30 @@ from jaxdist.param_server.simulator.worker import WorkerNode
 
 
 def simulate(
-    config: SimulationConfig,
+    cluster: Cluster,
     problem: Problem,
     rule: Rule,
-    model: Consistency,
-    placement: PlacementRule,
     *,
-    servers: int = 1,
+    clocks: int,
+    measure_every: int = 10,
+    step_seconds: Sequence[float] | None = None,
 ) -> Report:
     """Train in virtual time.
 
     Args:
       rule: of the servers where workers push gradients, and of the workers where they push what
         their own steps changed; the outer rule of a decoupled model is in its own settings.
+      clocks: pushes of each worker.
+      measure_every: steps between two measurements of the loss: gradients of all workers, over
+        their number.
+      step_seconds: of a gradient of each worker, at its share of the batch; None: as in the script.
 
     Raises:
-      ConfigError: a script about workers that are not there, a model that does not go with so many,
-        more servers than ranges.
+      ConfigError: settings of the cluster that do not go together.
     """
-    return Simulation(config, problem, rule, model, placement, servers).run()
+    cluster.check_cluster(learning_rate=rule.learning_rate)
+    speeds = step_seconds or cluster.simulation.speeds(cluster.workers)
+    return Simulation(cluster, problem, rule, speeds, clocks, measure_every).run()
 
 
 @dataclass
@@ -61,32 +66,30 @@ class Simulation:
 
     def __init__(
         self,
-        config: SimulationConfig,
+        cluster: Cluster,
         problem: Problem,
         rule: Rule,
-        model: Consistency,
-        placement: PlacementRule,
-        servers: int,
+        speeds: Sequence[float],
+        clocks: int,
+        measure_every: int,
     ) -> None:
-        speeds = config.speeds()
-        model.check(workers=config.workers, learning_rate=rule.learning_rate)
-        self.config, self.problem, self.model = config, problem, model
-        self.rule = rule
+        self.cluster, self.config, self.model = cluster, cluster.simulation, cluster.consistency
+        self.problem, self.rule, self.clocks = problem, rule, clocks
+        self.measure_every = measure_every
         self.timeline = Timeline()
-        self.network = Network(config.link, self.timeline, config.seed)
-        self.placement = placed(problem.start, placement, servers)
-        outer = server_rule(model, rule)
+        self.network = Network(self.config.link, self.timeline, self.config.seed)
+        self.placement = placed(problem.start, cluster.placement, cluster.servers)
+        outer = server_rule(self.model, rule)
+        given = (problem.start, self.model, outer, cluster.workers, self.say)
         self.shards = [
-            ShardNode(
-                at, self.placement.held(at), problem.start, model, outer, config.workers, self.say
-            )
-            for at in self.placement.servers
+            ShardNode(at, self.placement.held(at), *given) for at in self.placement.servers
         ]
         self.workers = [WorkerNode(at, seconds, self) for at, seconds in enumerate(speeds)]
         self._clients = {worker.client: worker for worker in self.workers}
         self.reads, self.largest_value = _Reads(), 0.0
-        self._bound = bound_of(model)
+        self._bound = bound_of(self.model)
         self.curve: list[Point] = []
+        self._next_measured = float(measure_every)
 
     @property
     def now(self) -> float:
@@ -167,13 +170,10 @@ class Simulation:
 
     def _receive(self, server: int, message: Message, payload: Shard | None) -> None:
         shard = self.shards[server]
-        before = shard.state.clocks.version
         if message.stamp.client in shard.state.clocks.clocks:
             shard.receive(message, payload, self.now)
-        if server == 0 and shard.state.clocks.version // self.config.measure_every > (
-            before // self.config.measure_every
-        ):
-            self._measure()
+        if server == 0:
+            self._measure_when_due()
         wake = protocol.wake(self.model, shard.state)
         if wake is not None:
             self.after(max(0.0, wake - self.now), lambda: shard.tick(self.now))
@@ -209,7 +209,7 @@ class Simulation:
     def largest(self, shard: Shard) -> float:
         """The largest magnitude by which gradients move a parameter, by plain SGD."""
         assert isinstance(self.model, OnArrival)
-        unit = self.rule.learning_rate * self.model.rate(0, self.config.workers)
+        unit = self.rule.learning_rate * self.model.rate(0, self.cluster.workers)
         return unit * max(float(np.abs(array).max(initial=0.0)) for array in shard)
 
     def _watch_values(self) -> None:
@@ -220,6 +220,12 @@ class Simulation:
             sums = [worker.under_way(at) for worker in self.workers if worker.alive]
             total = tuple(np.sum(parts, axis=0) for parts in zip(*sums, strict=True))
             self.largest_value = max(self.largest_value, self.largest(total))
+
+    def _measure_when_due(self) -> None:
+        steps = self.shards[0].merged * self.cluster.local_steps / self.cluster.workers
+        if steps >= self._next_measured:
+            self._next_measured = (steps // self.measure_every + 1) * self.measure_every
+            self._measure()
 
     def _measure(self) -> None:
         params = self.joined([shard.arrays for shard in self.shards])

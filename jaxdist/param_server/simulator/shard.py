@@ -76,6 +76,7 @@ class ShardNode:
         self._read: dict[tuple[int, int], Shard] = {}
         self._squares: Shard = tuple(np.zeros_like(array) for array in self.arrays)
         self._applied: dict[int, int] = {}
+        self.merged = 0
 
     def join(self, client: int, now: float) -> None:
         self._applied[client] = self.book.floors[self.state.clocks.version]
@@ -126,6 +127,7 @@ class ShardNode:
 
     def _apply(self, effect: Apply) -> None:
         merge = effect.merge
+        self.merged += len(merge.parts)
         for part in merge.parts:
             self.book.staleness[part.staleness] += 1
         if merge.parts:

@@ -44,7 +44,7 @@ class WorkerNode:
         self.links = [ClientState(number) for _ in servers]
         self.copies: list[Shard | None] = [None for _ in servers]
         self.sent: dict[tuple[int, int], Shard] = {}
-        workers = self.run.config.workers
+        workers = self.run.cluster.workers
         self.trainer = Trainer(
             self.run.model, self.run.problem, self.run.rule, self.number, workers
         )
@@ -57,14 +57,14 @@ class WorkerNode:
     @property
     def finished(self) -> bool:
         """Has it taken its steps, and does it know what became of them?"""
-        steps = self.run.config.steps
+        steps = self.run.clocks
         return self.clock >= steps and not any(link.under_way for link in self.links)
 
     def go_on(self) -> None:
         """Compute where it may; else ask whom it waits for."""
         if not self.alive or self.busy or self.left:
             return
-        if self.clock >= self.run.config.steps:
+        if self.clock >= self.run.clocks:
             if self.finished:
                 self.left = True
                 self.run.remove(self.client)
@@ -165,7 +165,7 @@ class WorkerNode:
         model = self.run.model
         if not isinstance(model, OnArrival) or model.value_bound is None:
             return False
-        workers = self.run.config.workers
+        workers = self.run.cluster.workers
         largest = max(self.run.largest(self.under_way(at)) for at in range(len(self.links)))
         return model.holds_back(largest, workers)
 
