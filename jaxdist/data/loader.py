@@ -60,6 +60,7 @@ class Loader:
         seed: int = 0,
         shuffle: bool = True,
         start_example: int = 0,
+        stride: int | None = None,
         prefetch: int = 2,
         threads: int = 2,
         allowed: Allowed = ANY_FINITE,
@@ -75,6 +76,8 @@ class Loader:
           shuffle: a new order in each epoch; False keeps the source's own.
           start_example: place of step 0 in that order: examples that were taken before, in batches
             of whatever size.
+          stride: examples from one step's first to the next one's, where this loader has only a
+            part of each batch; None is batch_size.
           prefetch: batches that wait on the devices beside the one in use.
           threads: readers that work on different batches at once.
           allowed: what the values may be; looked at where a batch is read.
@@ -92,6 +95,7 @@ class Loader:
             raise DataError(f"a start at example {start_example}: give start_example 0 or more")
         self._source = source
         self._start_example = start_example
+        self._stride = batch_size if stride is None else stride
         self._batch_size = batch_size
         self._seed, self._shuffle = seed, shuffle
         self._prefetch, self._threads = prefetch, threads
@@ -105,8 +109,8 @@ class Loader:
         }
 
     def indices(self, step: int) -> np.ndarray:
-        """The examples (int64 [batch_size]) of the global training batch of `step`."""
-        first = self._start_example + step * self._batch_size
+        """The examples (int64 [batch_size]) of the training batch of `step`."""
+        first = self._start_example + step * self._stride
         positions = np.arange(self._batch_size, dtype=np.int64) + first
         if self._shuffle:
             return permuted(positions, length=len(self._source), seed=self._seed)

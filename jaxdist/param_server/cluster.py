@@ -16,6 +16,7 @@ from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.build import PlacementConfig
 from jaxdist.param_server.simulator.config import SimulationConfig, shares_by_speed
+from jaxdist.param_server.wire.config import ProcessesConfig
 
 Shares = tuple[Count, ...]
 
@@ -39,6 +40,8 @@ class Cluster(Config):
     """Add what a push leaves out to the next one."""
     batch_shares: Literal["equal", "by_speed"] | Shares = "equal"
     """How a batch is shared out: equal parts, by simulation.step_seconds, or examples of each."""
+    processes: ProcessesConfig = ProcessesConfig()
+    """Servers and workers of `jaxdist train`."""
     simulation: SimulationConfig = SimulationConfig()
     """What `jaxdist simulate` plays: speeds, the network, and what goes wrong."""
 

@@ -134,6 +134,29 @@ class Server:
         with self._changed:
             self._take(Taken("join", self.seconds, client))
 
+    def add_due(self, clock: int) -> None:
+        """One more clock at which the shard is to be handed out; and none after it."""
+        with self._changed:
+            self._due = sorted({due for due in self._due if due < clock} | {clock})
+
+    def stats(self) -> dict[str, float]:
+        """What it counts, by name."""
+        with self._changed:
+            counters, staleness = self.counters, self.shard.staleness
+            count = sum(staleness.values())
+            total = sum(value * number for value, number in staleness.items())
+            return {
+                "staleness_mean": total / count if count else 0.0,
+                "staleness_max": max(staleness, default=0),
+                "queue": len(self._payloads),
+                "idle_share": 1 - counters.busy_seconds / max(self.seconds, 1e-9),
+                "received_bytes": counters.received_bytes,
+                "sent_bytes": counters.sent_bytes,
+                "applied": counters.applied,
+                "dropped": sum(counters.dropped.values()),
+                "refused": sum(counters.refused.values()),
+            }
+
     def admit(self, client: int) -> None:
         """Let this number, which nobody had, join by itself; no other can."""
         with self._changed:

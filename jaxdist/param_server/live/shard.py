@@ -15,7 +15,7 @@ from jaxdist.param_server.consistency.arrays import combined, delay_compensated
 from jaxdist.param_server.consistency.arrival import DelayCompensation, OnArrival
 from jaxdist.param_server.consistency.contract import Arrival, Consistency, Merge
 from jaxdist.param_server.live.layout import Layout
-from jaxdist.types import OptState
+from jaxdist.types import OptState, PyTree
 
 Tree = dict[str, jax.Array]
 """Ranges by key."""
@@ -80,7 +80,7 @@ class Shard:
         updates, state = self._transform.update(grads, state, params)
         # Learning rates are factors of updates, those of weight decay too.
         updates = jax.tree.map(lambda x: x * rate.astype(x.dtype), updates)
-        moved = optax.apply_updates(params, updates)
+        moved: PyTree = optax.apply_updates(params, updates)
         return jnp.concatenate([jnp.ravel(moved[key]) for key in params]), state, square
 
     @property

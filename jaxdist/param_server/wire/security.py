@@ -12,23 +12,12 @@ from pathlib import Path
 
 import grpc
 
-from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.param_server.wire.config import TlsConfig
 
 TOKEN_KEY = "jaxdist-token"
 TOKEN_LEAST = 32
 """Characters of a token; `make_token` writes 64, of 256 random bits."""
-
-
-class TlsConfig(Config):
-    """Certificates, for servers and workers alike; each side asks the other for its own."""
-
-    authority: Path
-    """PEM file of the authority that signed all of them."""
-    certificate: Path
-    """PEM file of this side's certificate; a server's names the host that workers connect to."""
-    key: Path
-    """PEM file of its private key, which only its owner may read."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from jaxdist.data.loader import Loader
@@ -47,12 +48,20 @@ class Prepared:
       stages: of the whole run; `state.step` says where in them it stands.
       hooks: what happens between steps.
       enter: to be called with a stage before its first step.
+      optim: what the program's optimizer was built from.
+      directory: of the run; a process that reads its config builds the same.
+      note: tells the user a line.
+      record: writes down what servers and workers count, at a step.
     """
 
     state: TrainState
     stages: Sequence[TrainStage]
     hooks: RunHooks
     enter: Callable[[TrainStage], None] = lambda stage: None
+    optim: OptimConfig | None = None
+    directory: Path | None = None
+    note: Callable[[str], None] = print
+    record: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.config.importing import user_code
-from jaxdist.errors import CompressionError, ConfigError, blamed
+from jaxdist.errors import CompressionError, ConfigError, RunError, blamed
 from jaxdist.optim.build import (
     AdamWConfig,
     ImportedOptimizerConfig,
@@ -67,10 +68,29 @@ class ParameterServer(Cluster):
         return tuple(self._notices(given))
 
     def run(self, job: Job) -> TrainState:
-        raise ConfigError(
-            "strategy.type parameter_server: `jaxdist train` has no servers yet; "
-            "`jaxdist simulate` trains the same config in virtual time"
-        )
+        _check_installed()
+        from jaxdist.train.servers.state import Sharded
+        from jaxdist.train.servers.supervisor import supervise
+
+        self.check_aggregation()
+        with job.prepared() as prepared:
+            assert prepared.optim is not None
+            program = prepared.stages[0].program
+            placement = self.placed(program.model.params, prepared.optim)
+            return supervise(Sharded(self, program, prepared.optim, placement), prepared)
+
+    def check_aggregation(self) -> None:
+        """Refuse what `jaxdist train` cannot do yet.
+
+        Raises:
+          ConfigError: racks.
+        """
+        if self.aggregation.racks(range(self.workers)):
+            raise ConfigError(
+                "strategy.aggregation type racks: `jaxdist train` starts no aggregators, and "
+                "`jaxdist simulate` does not play them either: take type direct",
+                setting=("aggregation",),
+            )
 
     def placed(self, params: Params, optim: OptimConfig) -> Placement:
         """Which server holds what.
@@ -114,6 +134,15 @@ class ParameterServer(Cluster):
             )
         if self.codec is None and not self.error_feedback:
             yield "strategy.error_feedback has no effect without strategy.codec"
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("grpc", "google_crc32c") if find_spec(name) is None]
+    if missing:
+        raise RunError(
+            f"strategy.type parameter_server needs {' and '.join(missing)} for its wire: "
+            "pip install 'jaxdist[param-server]'"
+        )
 
 
 def peak(optimizer: Optimizer, total_steps: int) -> float:
