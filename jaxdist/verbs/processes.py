@@ -9,6 +9,7 @@ import os
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,9 @@ from jaxdist.train.servers.worker import Clocked, Worker, share_of
 from jaxdist.train.strategy.parameter_server import ParameterServer
 from jaxdist.types import JsonObject
 
-STATS_SECONDS = 0.25
+STATS_SECONDS = 1.0
+BETWEEN_SECONDS = 0.02
+"""Between two reports, of however many updates."""
 
 
 def sharded_run(run: Path) -> tuple[Experiment, ParameterServer, Sharded]:
@@ -55,7 +58,8 @@ class ServerProcess:
         _, cluster, sharded = sharded_run(self.run)
         self.layout = next(one for one in sharded.layouts if one.server == self.number)
         start = read_shard(self.run, sharded, self.layout, setup["clock"])
-        self._squares: list[tuple[int, float]] = []
+        self._squares: deque[tuple[int, float]] = deque()
+        self._news = threading.Event()
         self._reached: queue.SimpleQueue[Reached | None] = queue.SimpleQueue()
         model, transform = cluster.consistency, sharded.transform(self.layout)
         shard = Shard(self.layout, model, transform, start.params, start.optimizer)
@@ -67,7 +71,7 @@ class ServerProcess:
             RangeState(clocks),
             due=setup["due"],
             reached=self._reached.put,
-            applied=lambda version, square: self._squares.append((version, square)),
+            applied=self._applied,
             log=OrderLog(self.run / "order" / name),
         )
         for client in setup["clients"]:
@@ -103,6 +107,7 @@ class ServerProcess:
         """End the port, the threads and the log."""
         self.rpc.close()
         self._over.set()
+        self._news.set()
         self._reached.put(None)
         for thread in self._threads:
             thread.join()
@@ -116,18 +121,24 @@ class ServerProcess:
             except JaxdistError as error:
                 self.parent.say("failed", error=str(error))
                 return
-            self._flush()  # so that the norms of this clock are there before it is told
             self.parent.say("saved", clock=reached.floor)
 
+    def _applied(self, version: int, square: float) -> None:
+        self._squares.append((version, square))
+        self._news.set()
+
     def _tell(self) -> None:
-        while not self._over.wait(STATS_SECONDS):
+        while not self._over.is_set():
+            self._news.wait(STATS_SECONDS)
+            self._news.clear()
             self._flush()
+            self._over.wait(BETWEEN_SECONDS)
 
     def _flush(self) -> None:
-        squares, self._squares = self._squares, []
-        if squares:
-            self.parent.say("applied", squares=squares)
-        self.parent.say("stats", **self.server.stats())
+        # The norms of a clock before its floor: who hears of the floor has them.
+        floor = self.server.state.clocks.floor
+        squares = [self._squares.popleft() for _ in range(len(self._squares))]
+        self.parent.say("applied", squares=squares, floor=floor, stats=self.server.stats())
 
 
 class WorkerProcess:

@@ -23,7 +23,7 @@ from jaxdist.param_server.wire.security import TOKEN_KEY, Tls, same_token
 
 SERVICE = "jaxdist.ParameterServer"
 METHOD = f"/{SERVICE}/Session"
-CONNECT_SECONDS = 10.0
+CONNECT_SECONDS = 2.0
 COMMON: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", FRAME_BYTES),
     ("grpc.max_send_message_length", FRAME_BYTES),

@@ -28,6 +28,7 @@ class Ledger:
         self._sums: dict[int, dict[int, Mapping[str, Sequence[float]]]] = defaultdict(dict)
         self._squares: dict[int, dict[int, float]] = defaultdict(dict)
         self._known: dict[int, float] = {}
+        self._floors: dict[int, int] = dict.fromkeys(range(cluster.servers), first)
         self._stats: dict[int, JsonObject] = {}
         self._workers: dict[int, JsonObject] = {}
         self._busy: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -58,16 +59,16 @@ class Ledger:
         spent[0] += report["seconds"]
         spent[1] += report["waited_seconds"]
 
-    def applied(self, server: int, squares: Sequence[Sequence[float]]) -> None:
-        """Squared norms of what a server applied, by version."""
-        self._squares[server] |= {int(version): square for version, square in squares}
-
-    def stats(self, server: int, report: JsonObject) -> None:
-        """What a server counts."""
-        self._stats[server] = report
+    def applied(self, server: int, report: JsonObject) -> None:
+        """What a server has applied, with squared norms by version; its floor; what it counts."""
+        self._squares[server] |= {int(version): square for version, square in report["squares"]}
+        self._floors[server] = report["floor"]
+        self._stats[server] = report["stats"]
 
     def complete(self, clock: int, done: set[int]) -> bool:
-        """Whether all who still compute have got past a clock."""
+        """Whether all who still compute have got past a clock, and so have the servers."""
+        if any(floor <= clock for floor in self._floors.values()):
+            return False
         return all(at >= clock for slot, at in self.progress.items() if slot not in done)
 
     def metrics(self, clock: int, step: int) -> tuple[list[float], float]:

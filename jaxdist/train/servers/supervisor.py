@@ -215,11 +215,9 @@ class Supervisor:
                 self.team.deaths[slot] = 0
                 self.ledger.clock(slot, what)
             case "applied":
-                self.ledger.applied(event.child.number, what["squares"])
+                self.ledger.applied(event.child.number, what)
             case "saved":
                 self.saved[what["clock"]] += 1
-            case "stats":
-                self.ledger.stats(event.child.number, what)
             case "failed":
                 raise RunError(f"{event.child}: {what['error']}")
 
