@@ -80,7 +80,7 @@ class Sharded:
 
     def rate_of(self, step: int) -> float:
         """The learning rate of a step, from 0."""
-        return float(self.program.optimizer.schedule(step))
+        return float(np.asarray(self.program.optimizer.schedule(step)))
 
     @property
     def keeps_moments(self) -> bool:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.data.loader import Batches, DeviceBatch, Loader
@@ -128,38 +129,39 @@ class LocalSteps(_OnDevices):
     _pull: Flats | None = None
 
     def begin(self, flats: Flats) -> Flats | None:
-        if self._state is None:
-            self._state = self.program.init()
-            self._state = replace(self._state, params=self.tree(flats))
+        known = self._state
+        state = self.program.init() if known is None else known
+        if known is None or self.alpha is None:
+            state = replace(state, params=self.tree(flats))
+        self._state = state
         if self.alpha is None:
             self._begun = flats
-            self._state = replace(self._state, params=self.tree(flats))
             return None
-        own = self.flats(self._state.params)
+        own = self.flats(state.params)
         alpha = np.float32(self.alpha)
         pairs = zip(own, flats, strict=True)
         self._pull = [elastic_difference(x, c, alpha).astype(c.dtype) for x, c in pairs]
         return self._pull
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
-        assert self._state is not None, "nothing was read"
+        state = self._state
+        assert state is not None, "nothing was read"
         total: Sums | None = None
         for number, batch in enumerate(batches):
-            step = clock * len(batches) + number
-            state = replace(self._state, step=jax.device_put(np.int32(step), self._scalar))
-            found = self.program.gradients(state, batch)
+            step = jax.device_put(np.int32(clock * len(batches) + number), self._scalar)
+            found = self.program.gradients(replace(state, step=step), batch)
             sums: Sums = found.sums
-            self._state, _ = self.program.update(state, found)
-            total = sums if total is None else jax.tree.map(lambda a, b: a + b, total, sums)
+            state, _ = self.program.update(replace(state, step=step), found)
+            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
             if number == 0 and self._pull is not None:
                 # The paper takes the gradient where the worker stood before it was pulled.
-                moved = zip(self.flats(self._state.params), self._pull, strict=True)
-                params = self.tree([x - pull for x, pull in moved])
-                self._state = replace(self._state, params=params)
+                moved = zip(self.flats(state.params), self._pull, strict=True)
+                state = replace(state, params=self.tree([x - pull for x, pull in moved]))
         assert total is not None
+        self._state = state
         if self._begun is None:
             return [], total
-        pairs = zip(self.flats(self._state.params), self._begun, strict=True)
+        pairs = zip(self.flats(state.params), self._begun, strict=True)
         return [after - before for after, before in pairs], total
 
     @cached_property
@@ -228,7 +230,7 @@ class Worker:
     def _hold_back(self, model: Consistency) -> None:
         if not isinstance(model, OnArrival) or model.value_bound is None:
             return
-        rate = float(self.sharded.program.optimizer.schedule(self.client.clock))
+        rate = self.sharded.rate_of(self.client.clock)
         workers = self.sharded.cluster.workers
         unit = rate * model.rate(0, workers)
 
