@@ -135,10 +135,10 @@ class ServerProcess:
             self._over.wait(BETWEEN_SECONDS)
 
     def _flush(self) -> None:
-        # The norms of a clock before its floor: who hears of the floor has them.
-        floor = self.server.state.clocks.floor
+        # The floor before the norms: who hears of a floor has those of all clocks before it.
+        stats = self.server.stats()
         squares = [self._squares.popleft() for _ in range(len(self._squares))]
-        self.parent.say("applied", squares=squares, floor=floor, stats=self.server.stats())
+        self.parent.say("applied", squares=squares, stats=stats)
 
 
 class WorkerProcess:

@@ -146,6 +146,7 @@ class Server:
             count = sum(staleness.values())
             total = sum(value * number for value, number in staleness.items())
             return {
+                "floor": self.state.clocks.floor,
                 "staleness_mean": total / count if count else 0.0,
                 "staleness_max": max(staleness, default=0),
                 "queue": len(self._payloads),

@@ -62,8 +62,8 @@ class Ledger:
     def applied(self, server: int, report: JsonObject) -> None:
         """What a server has applied, with squared norms by version; its floor; what it counts."""
         self._squares[server] |= {int(version): square for version, square in report["squares"]}
-        self._floors[server] = report["floor"]
         self._stats[server] = report["stats"]
+        self._floors[server] = report["stats"]["floor"]
 
     def complete(self, clock: int, done: set[int]) -> bool:
         """Whether all who still compute have got past a clock, and so have the servers."""
