@@ -1,6 +1,7 @@
 """A worker in a process of its own, until it is killed: `python live_worker.py CLIENT PORT LENGTH`.
 
-It pushes whole numbers, and prints its clock whenever all before it are acknowledged.
+It pushes whole numbers, and prints its first clock, then its clock whenever all that it pushed is
+acknowledged.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ def main(number: int, port: int, length: int) -> None:
         f"127.0.0.1:{port}", TOKEN, partial(spec_for, push=layout.spec, shard=layout.spec)
     )
     with Client(number, WHOLE, [layout], [wire]) as client:
+        client.read()
+        print(client.clock, flush=True)
         while True:
             client.read()
             client.push([delta(number, client.clock, length)])

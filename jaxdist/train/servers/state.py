@@ -76,7 +76,9 @@ class Sharded:
         """Updates of a server to the learning rate: where each worker's gradient is one, so many
         together are a step."""
         per_step, schedule = self.cluster.updates_per_step, self.program.optimizer.schedule
-        return schedule if per_step == 1 else lambda count: schedule(count // per_step)
+        return (
+            schedule if per_step == 1 else lambda count: schedule(jnp.floor_divide(count, per_step))
+        )
 
     def rate_of(self, step: int) -> float:
         """The learning rate of a step, from 0."""

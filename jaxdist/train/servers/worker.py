@@ -138,9 +138,8 @@ class LocalSteps(_OnDevices):
             self._begun = flats
             return None
         own = self.flats(state.params)
-        alpha = np.float32(self.alpha)
         pairs = zip(own, flats, strict=True)
-        self._pull = [elastic_difference(x, c, alpha).astype(c.dtype) for x, c in pairs]
+        self._pull = [elastic_difference(x, c, self.alpha) for x, c in pairs]
         return self._pull
 
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
