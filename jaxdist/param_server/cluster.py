@@ -59,6 +59,14 @@ class Cluster(Config):
                 return 1
 
     @property
+    def pooled(self) -> bool:
+        """Do fast workers take more of a run's steps than slow ones? In rounds all take as many."""
+        model = self.consistency
+        return isinstance(model, OnArrival) or (
+            isinstance(model, Elastic) and model.order == "arrival"
+        )
+
+    @property
     def updates_per_step(self) -> int:
         """Updates by the optimizer in one step of all: one, or one of each client."""
         return self.clients if isinstance(self.consistency, OnArrival) else 1

@@ -15,7 +15,7 @@ from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.placement.contract import Placement, PlacementRule
+from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.placement.ranges import Tensor
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
@@ -34,23 +34,26 @@ def simulate(
     clocks: int,
     measure_every: int = 10,
     step_seconds: Sequence[float] | None = None,
+    pooled: bool = False,
 ) -> Report:
     """Train in virtual time.
 
     Args:
       rule: of the servers where workers push gradients, and of the workers where they push what
         their own steps changed; the outer rule of a decoupled model is in its own settings.
-      clocks: pushes of each worker.
+      clocks: pushes of each worker, or of each in the mean.
       measure_every: steps between two measurements of the loss: gradients of all workers, over
         their number.
       step_seconds: of a gradient of each worker, at its share of the batch; None: as in the script.
+      pooled: take all pushes from one pool, so that fast workers take more of them.
 
     Raises:
       ConfigError: settings of the cluster that do not go together.
     """
     cluster.check_cluster(learning_rate=rule.learning_rate)
     speeds = step_seconds or cluster.simulation.speeds(cluster.workers)
-    return Simulation(cluster, problem, rule, speeds, clocks, measure_every).run()
+    pool = clocks * cluster.workers if pooled else None
+    return Simulation(cluster, problem, rule, speeds, clocks, measure_every, pool).run()
 
 
 @dataclass
@@ -72,13 +75,14 @@ class Simulation:
         speeds: Sequence[float],
         clocks: int,
         measure_every: int,
+        pool: int | None,
     ) -> None:
         self.cluster, self.config, self.model = cluster, cluster.simulation, cluster.consistency
         self.problem, self.rule, self.clocks = problem, rule, clocks
-        self.measure_every = measure_every
+        self.measure_every, self.pool = measure_every, pool
         self.timeline = Timeline()
         self.network = Network(self.config.link, self.timeline, self.config.seed)
-        self.placement = placed(problem.start, cluster.placement, cluster.servers)
+        self.placement = placed(problem.start, cluster, divisible=rule.divisible)
         outer = server_rule(self.model, rule)
         given = (problem.start, self.model, outer, cluster.workers, self.say)
         self.shards = [
@@ -229,10 +233,11 @@ class Simulation:
 
     def _measure(self) -> None:
         params = self.joined([shard.arrays for shard in self.shards])
-        steps = sum(worker.gradients for worker in self.workers)
+        gradients = sum(worker.gradients for worker in self.workers)
         updates = self.shards[0].state.clocks.version
-        point = Point(self.now, steps, updates, self.problem.loss(params))
-        if not self.curve or self.curve[-1][2:] != point[2:]:
+        steps = gradients / self.cluster.workers
+        point = Point(self.now, gradients, steps, updates, self.problem.loss(params))
+        if not self.curve or self.curve[-1][3:] != point[3:]:
             self.curve.append(point)
 
     def _report(self) -> Report:
@@ -248,12 +253,15 @@ class Simulation:
                 for one in self.workers
             ),
             staleness=sum((book.staleness for book in books), Counter()),
+            updates_per_step=self.cluster.updates_per_step,
             dropped=sum((book.dropped for book in books), Counter()),
             received_bytes=tuple(received["server", at] for at in range(len(self.shards))),
             sent_bytes=tuple(sent["server", at] for at in range(len(self.shards))),
+            rack_received_bytes=(),
             lost=self.network.lost,
             reads=self.reads.count,
             largest_lead=self.reads.largest_lead,
+            bound=self._bound,
             largest_value=self.largest_value,
         )
 
@@ -265,13 +273,13 @@ def server_rule(model: Consistency, rule: Rule) -> Rule:
     return rule
 
 
-def placed(start: Arrays, rule: PlacementRule, servers: int) -> Placement:
+def placed(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
     """The arrays of a problem on servers 0, 1, 2, ..."""
     tensors = [
-        Tensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes)
+        Tensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes, divisible)
         for name, array in start.items()
     ]
-    return rule.place(tensors, range(servers))
+    return cluster.placement.place(tensors, range(cluster.servers))
 
 
 def bound_of(model: Consistency) -> int | None:

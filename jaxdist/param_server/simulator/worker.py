@@ -57,14 +57,17 @@ class WorkerNode:
     @property
     def finished(self) -> bool:
         """Has it taken its steps, and does it know what became of them?"""
-        steps = self.run.clocks
-        return self.clock >= steps and not any(link.under_way for link in self.links)
+        return self._done and not any(link.under_way for link in self.links)
+
+    @property
+    def _done(self) -> bool:
+        return self.clock >= self.run.clocks if self.run.pool is None else self.run.pool < 1
 
     def go_on(self) -> None:
         """Compute where it may; else ask whom it waits for."""
         if not self.alive or self.busy or self.left:
             return
-        if self.clock >= self.run.clocks:
+        if self._done:
             if self.finished:
                 self.left = True
                 self.run.remove(self.client)
@@ -87,6 +90,8 @@ class WorkerNode:
 
     def _compute(self) -> None:
         self.run.check_reads(self)
+        if self.run.pool is not None:
+            self.run.pool -= 1
         self.idle_seconds += self.run.now - self.waits_since
         copy = self.run.joined([found for found in self.copies if found is not None])
         first = self.trainer.read(copy)
@@ -175,6 +180,8 @@ class WorkerNode:
             return
         if not self.busy:
             self.idle_seconds += self.run.now - self.waits_since
+        elif self.run.pool is not None:
+            self.run.pool += 1
         self.alive, self.busy = False, False
         self.crashes += 1
         me = self.client
