@@ -138,8 +138,19 @@ class Cluster(Config):
             self.consistency.check(workers=self.clients, learning_rate=learning_rate)
         with blamed("aggregation"):
             self.aggregation.check(self.consistency, self.workers)
+            self._check_racks()
         if self.codec is not None:
             self._check_codec(self.codec)
+
+    def _check_racks(self) -> None:
+        model = self.consistency
+        racks = self.clients < self.workers
+        if racks and isinstance(model, OnArrival) and model.value_bound is not None:
+            raise ConfigError(
+                "consistency.value_bound bounds what each worker has under way, which racks "
+                "combine: leave it out, or take type direct",
+                setting=("type",),
+            )
 
     def _check_codec(self, codec: Codec) -> None:
         if self.consistency.payload == "elastic":
