@@ -151,3 +151,42 @@ def batch_scaling(
         plot=plot,
         console=shared.console(),
     )
+
+
+def simulate(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare NAME='section.key=value section.key=value' ... side by side."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 1,
+    target: Annotated[
+        float | None,
+        typer.Option(help="Held-out loss to time; 1% above the first variant's last by default."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
+    devices: shared.Devices = None,
+) -> None:
+    """Train CONFIG's parameter server in virtual time: real gradients, scripted speeds and faults.
+
+    What workers, network and faults are is in CONFIG's strategy.simulation. The
+    same command gives the same bits.
+    """
+    extra = shared.prepare(config, overrides, devices)
+    from jaxdist.study.simulation.command import run
+
+    run(
+        config,
+        extra,
+        variants=variant or [],
+        seeds=seeds,
+        target=target,
+        json_file=json_file,
+        plot=plot,
+        console=shared.console(),
+    )

@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from copy import copy
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -60,7 +61,6 @@ class Loader:
         seed: int = 0,
         shuffle: bool = True,
         start_example: int = 0,
-        stride: int | None = None,
         prefetch: int = 2,
         threads: int = 2,
         allowed: Allowed = ANY_FINITE,
@@ -76,8 +76,6 @@ class Loader:
           shuffle: a new order in each epoch; False keeps the source's own.
           start_example: place of step 0 in that order: examples that were taken before, in batches
             of whatever size.
-          stride: examples from one step's first to the next one's, where this loader has only a
-            part of each batch; None is batch_size.
           prefetch: batches that wait on the devices beside the one in use.
           threads: readers that work on different batches at once.
           allowed: what the values may be; looked at where a batch is read.
@@ -95,23 +93,43 @@ class Loader:
             raise DataError(f"a start at example {start_example}: give start_example 0 or more")
         self._source = source
         self._start_example = start_example
-        self._stride = batch_size if stride is None else stride
         self._batch_size = batch_size
         self._seed, self._shuffle = seed, shuffle
         self._prefetch, self._threads = prefetch, threads
         self._allowed, self._split = allowed, split
         example = _example(source)
         allowed.check(example, np.zeros(1, np.int64), split)
-        shapes = {name: values.shape[1:] for name, values in example.items()}
-        self._placement = Placement({**shapes, WEIGHT: ()}, batch_size, sharding)
+        self._example, self._sharding = example, sharding
+        self._rows = slice(None)
+        self._lay_out(batch_size)
+
+    def _lay_out(self, rows: int) -> None:
+        shapes = {name: values.shape[1:] for name, values in self._example.items()}
+        self._placement = Placement({**shapes, WEIGHT: ()}, rows, self._sharding)
         self.batch_shapes = {
-            name: self._placement.struct(name, values.dtype) for name, values in example.items()
+            name: self._placement.struct(name, values.dtype)
+            for name, values in self._example.items()
         }
 
+    def part(self, start: int, size: int) -> Loader:
+        """The loader of rows `start` to `start + size` of every training batch: a worker's share.
+
+        Raises:
+          ShardingError: so many rows do not divide.
+        """
+        found = copy(self)
+        found._rows = slice(start, start + size)
+        found._lay_out(size)
+        return found
+
+    def batch(self, step: int) -> DeviceBatch:
+        """One training batch, read now."""
+        return self._load(Rows(self.indices(step), None))
+
     def indices(self, step: int) -> np.ndarray:
-        """The examples (int64 [batch_size]) of the training batch of `step`."""
-        first = self._start_example + step * self._stride
-        positions = np.arange(self._batch_size, dtype=np.int64) + first
+        """The examples (int64) of the training batch of `step`."""
+        first = self._start_example + step * self._batch_size
+        positions = (np.arange(self._batch_size, dtype=np.int64) + first)[self._rows]
         if self._shuffle:
             return permuted(positions, length=len(self._source), seed=self._seed)
         return positions % len(self._source)

@@ -53,16 +53,6 @@ class Experiment:
         """Tokens trained on, or examples, in one step at train.batch_size."""
         return self.config.train.batch_size * self.units_per_example
 
-    def part_of_batches(self, first: int, size: int) -> Loader:
-        """Batches of some examples of each training batch: one worker's.
-
-        Args:
-          first: the place of the first in a batch.
-        """
-        given = (self.config, self.layout, self.dataset)
-        stride = self.config.train.batch_size
-        return _loader(*given, batch_size=size, start_example=first, stride=stride)
-
     @property
     def units_per_example(self) -> int:
         """Tokens of an example, or 1."""
@@ -150,7 +140,6 @@ def _loader(
     heldout: bool = False,
     batch_size: int | None = None,
     start_example: int = 0,
-    stride: int | None = None,
 ) -> Loader:
     def sharding(name: str, shape: tuple[int, ...]) -> jax.sharding.NamedSharding:
         return layout.sharding(("batch", *(None,) * (len(shape) - 1)))
@@ -163,7 +152,6 @@ def _loader(
         seed=config.seed,
         shuffle=not heldout,
         start_example=start_example,
-        stride=stride,
         sharding=sharding,
         prefetch=config.train.prefetch,
         allowed=dataset.allowed,

@@ -62,6 +62,14 @@ class Cluster(Config):
                 return 1
 
     @property
+    def pooled(self) -> bool:
+        """Do fast workers take more of a run's steps than slow ones? In rounds all take as many."""
+        model = self.consistency
+        return isinstance(model, OnArrival) or (
+            isinstance(model, Elastic) and model.order == "arrival"
+        )
+
+    @property
     def updates_per_step(self) -> int:
         """Updates by the optimizer in one step of all: one, or one of each client."""
         return self.clients if isinstance(self.consistency, OnArrival) else 1
@@ -133,8 +141,19 @@ class Cluster(Config):
             self.consistency.check(workers=self.clients, learning_rate=learning_rate)
         with blamed("aggregation"):
             self.aggregation.check(self.consistency, self.workers)
+            self._check_racks()
         if self.codec is not None:
             self._check_codec(self.codec)
+
+    def _check_racks(self) -> None:
+        model = self.consistency
+        racks = self.clients < self.workers
+        if racks and isinstance(model, OnArrival) and model.value_bound is not None:
+            raise ConfigError(
+                "consistency.value_bound bounds what each worker has under way, which racks "
+                "combine: leave it out, or take type direct",
+                setting=("type",),
+            )
 
     def _check_codec(self, codec: Codec) -> None:
         if self.consistency.payload == "elastic":

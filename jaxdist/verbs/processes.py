@@ -149,7 +149,7 @@ class WorkerProcess:
         experiment, cluster, sharded = sharded_run(Path(setup["run"]))
         config, slot = experiment.config, setup["slot"]
         shares = cluster.shares(config.train.batch_size)
-        loader = experiment.part_of_batches(sum(shares[:slot]), shares[slot])
+        loader = experiment.loader.part(sum(shares[:slot]), shares[slot])
         microbatches = config.train.microbatches_of(shares[slot])
         given = (loader, slot, shares, microbatches, config.seed)
         program = share_of(sharded, *given)

@@ -70,7 +70,7 @@ class Training:
 
     def worker(self, slot: int, stop: int | None = None) -> Worker:
         shares = self.cluster.shares(32)
-        loader = self.experiment.part_of_batches(sum(shares[:slot]), shares[slot])
+        loader = self.experiment.loader.part(sum(shares[:slot]), shares[slot])
         program = share_of(self.sharded, loader, slot, shares, 1, 0)
         wires = [
             LocalWire(server, partial(spec_for, push=one.spec, shard=one.spec))

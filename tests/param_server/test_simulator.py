@@ -31,6 +31,7 @@ from jaxdist.param_server.simulator.config import (
 from jaxdist.param_server.simulator.network import HEADER_BYTES
 from jaxdist.param_server.simulator.problem import Computed, Sgd
 from jaxdist.param_server.simulator.run import simulate
+from jaxdist.param_server.simulator.table import table
 
 RATE = 0.1
 INSTANT = Link(bytes_per_second=1e300, server_bytes_per_second=1e300, latency_seconds=0.0)
@@ -58,7 +59,16 @@ class Quadratic:
 
 
 def simulated(
-    model, *, workers=3, steps=5, servers=1, problem=None, rule=None, measure_every=10, **script
+    model,
+    *,
+    workers=3,
+    steps=5,
+    servers=1,
+    problem=None,
+    rule=None,
+    measure_every=10,
+    pooled=False,
+    **script,
 ):
     cluster = Cluster(
         workers=workers,
@@ -68,7 +78,9 @@ def simulated(
         simulation=SimulationConfig(**script),
     )
     problem, rule = problem or Quadratic(), rule or Sgd(RATE)
-    return simulate(cluster, problem, rule, clocks=steps, measure_every=measure_every)
+    return simulate(
+        cluster, problem, rule, clocks=steps, measure_every=measure_every, pooled=pooled
+    )
 
 
 def synchronous(workers, steps, problem=None):
@@ -213,6 +225,26 @@ def test_rounds_take_the_slowest_workers_time_and_asynchrony_does_not():
     assert bsp.work[1].idle_share == pytest.approx(12 / 17)
 
 
+@pytest.mark.parametrize("model", [SSP(bound=1), Asynchronous(), Elastic(every=2)])
+def test_from_a_pool_fast_workers_take_more(model):
+    """Together as many as else; a fast one takes no more than its bound allows."""
+    slow = {"stragglers": (Straggler(worker=0, factor=3.0),), "link": INSTANT, "step_seconds": 1.0}
+    found = simulated(model, steps=8, pooled=True, **slow)
+    pushes = [one.gradients for one in found.work]
+    each = model.every if isinstance(model, Elastic) else 1
+    assert sum(pushes) == 3 * 8 * each
+    lead = max(pushes) - min(pushes)
+    assert lead <= 2 if isinstance(model, SSP) else lead >= 4 * each
+    assert sum(found.staleness.values()) == 24
+
+
+def test_what_a_dead_worker_had_begun_goes_back_to_the_pool():
+    script = {"link": INSTANT, "step_seconds": 1.0, "detect_seconds": 0.5}
+    dies = (Crash(worker=0, at_seconds=1.5),)
+    found = simulated(Asynchronous(), steps=8, pooled=True, crashes=dies, **script)
+    assert [one.gradients for one in found.work] in ([1, 12, 11], [1, 11, 12])
+
+
 def test_a_backup_worker_is_not_waited_for():
     slow = (Straggler(worker=2, factor=50.0),)
     script = {"stragglers": slow, "link": INSTANT, "step_seconds": 1.0}
@@ -306,10 +338,12 @@ def test_a_report_says_when_a_loss_was_reached_and_what_was_stale():
     assert found.seconds_to(-1.0) is None
     assert sum(found.staleness.values()) == 60
     assert found.mean_staleness == pytest.approx(2, abs=0.1)  # the other two workers
-    text = found.table()
+    text = table(found)
+    assert max(map(len, text.splitlines())) <= 80
     assert "worker  gradients" in text
-    assert "staleness in updates: 0: " in text
-    assert f"after 60 gradients, {found.seconds:.4g} s; reads 60" in text
+    assert "staleness in updates: mean 1.9" in text
+    assert "60 reads checked: at most 1 clocks old; no bound" in text
+    assert text.endswith(f"after 20 steps, {found.seconds:.5g} virtual seconds")
 
 
 def test_tokens_weigh_unequal_shares_of_a_batch():

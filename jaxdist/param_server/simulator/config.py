@@ -101,11 +101,11 @@ class SimulationConfig(Config):
         """
         self.speeds(workers)
         for name, script in (("stragglers", self.stragglers), ("crashes", self.crashes)):
-            for number, one in enumerate(script):
+            for one in script:
                 if one.worker >= workers:
                     raise ConfigError(
                         f"{name}: there is no worker {one.worker}: workers are 0 to {workers - 1}",
-                        setting=(name, str(number), "worker"),
+                        setting=(name,),
                     )
 
     def factor(self, worker: int, now: float) -> float:

@@ -68,7 +68,9 @@ class ShardNode:
         self.number, self.ranges, self.model, self.rule = number, ranges, model, rule
         self.arrays = slices(ranges, start)
         self.size_bytes = sum(array.nbytes for array in self.arrays)
-        self.rules: list[RuleState] = [rule.init(array) for array in self.arrays]
+        self.rules: list[RuleState] = [
+            rule.init(one.name, array) for one, array in zip(ranges, self.arrays, strict=True)
+        ]
         self.state = server.begin(workers)
         self.book = Served(Counter(), Counter(), {0: 0})
         self._send = send
@@ -152,7 +154,8 @@ class ShardNode:
                 arrays.append(array + change)
                 continue
             gradient = -change if self.model.payload == "outer" else change
-            new, self.rules[at] = self.rule.update(array, gradient, merge.rate, self.rules[at])
+            given = (array, gradient, merge.rate, self.rules[at])
+            new, self.rules[at] = self.rule.update(self.ranges[at].name, *given)
             arrays.append(new)
         self.arrays = tuple(arrays)
 

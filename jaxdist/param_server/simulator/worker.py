@@ -11,6 +11,7 @@ from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.param_server.protocol import client
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Message, Publish, Push, Reply
+from jaxdist.param_server.simulator.network import Node
 from jaxdist.param_server.simulator.problem import Computed
 from jaxdist.param_server.simulator.shard import Shard, slices
 from jaxdist.param_server.simulator.trainer import Trainer
@@ -51,23 +52,30 @@ class WorkerNode:
         self.waits_since = self.run.now
 
     @property
+    def node(self) -> Node:
+        return "worker", self.number
+
+    @property
     def clock(self) -> int:
         return min(link.clock for link in self.links)
 
     @property
     def finished(self) -> bool:
         """Has it taken its steps, and does it know what became of them?"""
-        steps = self.run.clocks
-        return self.clock >= steps and not any(link.under_way for link in self.links)
+        return self._done and not any(link.under_way for link in self.links)
+
+    @property
+    def _done(self) -> bool:
+        return self.clock >= self.run.clocks if self.run.pool is None else self.run.pool < 1
 
     def go_on(self) -> None:
         """Compute where it may; else ask whom it waits for."""
         if not self.alive or self.busy or self.left:
             return
-        if self.clock >= self.run.clocks:
+        if self._done:
             if self.finished:
                 self.left = True
-                self.run.remove(self.client)
+                self.run.remove(self, self.client)
             return
         if not self._pull_where(False) and not self._held_back():
             self._compute()
@@ -77,7 +85,7 @@ class WorkerNode:
         found = [
             server
             for server, link in enumerate(self.links)
-            if client.ready(self.run.model, link) == ready
+            if client.ready(self.run.worker_model, link) == ready
         ]
         for server in found:
             if not self.links[server].pulling and self.links[server].room:
@@ -87,6 +95,8 @@ class WorkerNode:
 
     def _compute(self) -> None:
         self.run.check_reads(self)
+        if self.run.pool is not None:
+            self.run.pool -= 1
         self.idle_seconds += self.run.now - self.waits_since
         copy = self.run.joined([found for found in self.copies if found is not None])
         first = self.trainer.read(copy)
@@ -94,7 +104,7 @@ class WorkerNode:
         if first is not None:
             self._push(first)
         self.busy = True
-        if self.run.model.ahead:
+        if self.run.worker_model.ahead:
             self._pull_where(True)
         factor = self.run.config.factor(self.number, self.run.now)
         seconds = self.step_seconds * self.trainer.local_steps * factor
@@ -175,7 +185,9 @@ class WorkerNode:
             return
         if not self.busy:
             self.idle_seconds += self.run.now - self.waits_since
+        elif self.run.pool is not None:
+            self.run.pool += 1
         self.alive, self.busy = False, False
         self.crashes += 1
         me = self.client
-        self.run.after(self.run.config.detect_seconds, lambda: self.run.remove(me))
+        self.run.after(self.run.config.detect_seconds, lambda: self.run.remove(self, me))

@@ -17,11 +17,9 @@ import jax.numpy as jnp
 from jaxdist.config.importing import user_code
 from jaxdist.errors import CompressionError, ConfigError, RunError, blamed
 from jaxdist.optim.build import (
-    AdamWConfig,
     ImportedOptimizerConfig,
     OptimConfig,
     Optimizer,
-    SgdConfig,
 )
 from jaxdist.optim.lamb import LAMB_RULES, LambConfig
 from jaxdist.optim.onebit import OnebitConfig
@@ -34,6 +32,7 @@ from jaxdist.sharding import Layout
 from jaxdist.train.plan import TrainConfig, check_batch
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Job, RunSettings
+from jaxdist.train.strategy.rule import elementwise
 from jaxdist.train.strategy.separable import check_separable, server_transform
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
@@ -98,10 +97,8 @@ class ParameterServer(Cluster):
         Raises:
           ConfigError: more servers than ranges; a placement that does not go with so many.
         """
-        # Only updates of one element by itself may be cut: a norm needs the whole tensor.
-        elementwise = isinstance(optim, AdamWConfig | SgdConfig)
         with blamed("servers"):
-            tensors = tensors_of(params, divisible=elementwise)
+            tensors = tensors_of(params, divisible=elementwise(optim))
             return self.placement.place(tensors, range(self.servers))
 
     def _check_batch(self, given: RunSettings) -> None:
