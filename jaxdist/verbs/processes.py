@@ -151,8 +151,7 @@ class WorkerProcess:
         shares = cluster.shares(config.train.batch_size)
         loader = experiment.loader.part(sum(shares[:slot]), shares[slot])
         microbatches = config.train.microbatches_of(shares[slot])
-        given = (loader, slot, shares, microbatches, config.seed)
-        program = share_of(sharded, *given)
+        program = share_of(sharded, loader, microbatches)
         processes = cluster.processes
         token = read_token(Path(setup["token"]))
         tls = processes.tls and read_tls(processes.tls)
@@ -169,7 +168,7 @@ class WorkerProcess:
         self.client = Client(
             setup["number"], cluster.consistency, sharded.layouts, wires, patience=patience
         )
-        self.worker = Worker(self.client, sharded, program, loader, setup["stop"], self._tell)
+        self.worker = Worker(self.client, sharded, program, loader, slot, setup["stop"], self._tell)
 
     def order(self, what: JsonObject) -> None:
         """What the supervisor says."""

@@ -71,7 +71,7 @@ class Training:
     def worker(self, slot: int, stop: int | None = None) -> Worker:
         shares = self.cluster.shares(32)
         loader = self.experiment.loader.part(sum(shares[:slot]), shares[slot])
-        program = share_of(self.sharded, loader, slot, shares, 1, 0)
+        program = share_of(self.sharded, loader, 1)
         wires = [
             LocalWire(server, partial(spec_for, push=one.spec, shard=one.spec))
             for server, one in zip(self.servers, self.sharded.layouts, strict=True)
@@ -83,7 +83,7 @@ class Training:
             with self._lock:
                 self.told.append((slot, one))
 
-        return Worker(client, self.sharded, program, loader, stop or self.clocks, tell)
+        return Worker(client, self.sharded, program, loader, slot, stop or self.clocks, tell)
 
     def run(self) -> None:
         def work(slot: int) -> None:

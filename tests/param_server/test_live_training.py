@@ -31,9 +31,10 @@ def ordered_sums(run: Training) -> TrainState:
     streams = [part.loader.batches() for part in parts]
     state = run.start
     for step in range(run.experiment.total_steps):
-        state = replace(state, step=jax.numpy.int32(step))
         found = [
-            part.program.gradients(state, next(stream))
+            part.program.gradients(
+                replace(state, step=jax.numpy.int32(step * workers + part.slot)), next(stream)
+            )
             for part, stream in zip(parts, streams, strict=True)
         ]
         trees = [jax.tree.map(np.asarray, one.grads) for one in found]
@@ -138,6 +139,24 @@ def test_a_state_goes_to_any_number_of_servers_and_back():
         parts = other.sharded.parted(jax.device_put(run.state()), 6)
         back = other.sharded.whole(parts, other.start, 6)
         assert_same((back.params, back.opt_state), (run.state().params, run.state().opt_state))
+
+
+def by_name(rate: optax.Schedule) -> optax.GradientTransformation:
+    """Biases move by a tenth."""
+    labels = lambda tree: jax.tree_util.tree_map_with_path(  # noqa: E731
+        lambda path, _: "slow" if "bias" in jax.tree_util.keystr(path) else "fast", tree
+    )
+    slow = optax.sgd(lambda count: rate(count) / 10, momentum=0.9)
+    return optax.multi_transform({"slow": slow, "fast": optax.sgd(rate, momentum=0.9)}, labels)
+
+
+def test_an_optimizer_of_one_s_own_sees_the_model_s_names():
+    optim = {"type": "import", "path": f"{__name__}:by_name", "learning_rate": 0.1}
+    run = Training(consistency={"type": "bsp"}, servers=2, sections={"optim": optim})
+    wanted = ordered_sums(run)
+    run.run()
+    assert_same(run.state().params, wanted.params)
+    assert_same(run.state().opt_state, wanted.opt_state)
 
 
 def test_learning_rates_are_of_steps_however_many_updates_they_take():

@@ -73,13 +73,15 @@ class Shard:
         return jax.jit(begun)(self._flat)
 
     def _updated(
-        self, flat: jax.Array, state: OptState, change: jax.Array, rate: jax.Array
+        self, flat: jax.Array, state: OptState, change: jax.Array, *rate: jax.Array
     ) -> tuple[jax.Array, OptState, jax.Array]:
         params, grads = split(self.layout, flat), split(self.layout, change)
         square = jnp.sum(jnp.square(change.astype(jnp.float32)))
-        updates, state = self._transform.update(grads, state, params)
-        # Learning rates are factors of updates, those of weight decay too.
-        updates = jax.tree.map(lambda x: x * rate.astype(x.dtype), updates)
+        # Neither is there: an optimizer that looks at them is not separable.
+        nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
+        updates, state = self._transform.update(grads, state, params, **nothing)
+        if rate:  # learning rates are factors of updates, those of weight decay too
+            updates = jax.tree.map(lambda x: x * rate[0].astype(x.dtype), updates)
         moved: PyTree = optax.apply_updates(params, updates)
         return jnp.concatenate([jnp.ravel(moved[key]) for key in params]), state, square
 
@@ -110,10 +112,11 @@ class Shard:
             self._flat = jnp.asarray(self.params + change)
         else:
             gradient = -change if self.model.payload == "outer" else change
-            rate = jnp.float32(merge.rate)
+            # Without a factor of 1, which would round elsewhere than a step on one mesh does.
+            rate = () if merge.rate == 1 else (jnp.float32(merge.rate),)
             given = jnp.array(gradient)  # a copy: it is donated, and the worker's may be sent again
             self._flat, self.optimizer, square = self._update(
-                self._flat, self.optimizer, given, rate
+                self._flat, self.optimizer, given, *rate
             )
             self.square = float(square)
         self.params = np.asarray(self._flat)

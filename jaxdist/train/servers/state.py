@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist.optim.build import OptimConfig
+from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.live.layout import Layout, joined, layouts
@@ -21,7 +21,7 @@ from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.separable import server_transform
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import OptState, PyTree
+from jaxdist.types import OptState, Params, PyTree, Updates
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,13 @@ class Sharded:
         model = self.cluster.consistency
         if isinstance(model, Decoupled):
             return optax.with_extra_args_support(model.outer())
-        own = {p.range.key: self.program.dims[p.range.name] for p in layout.pieces}
+        dims = self.program.dims
+        if isinstance(self.optim, ImportedOptimizerConfig):
+            names = {piece.range.key: piece.range.name for piece in layout.pieces}
+            params = self.program.model.params
+            whole = server_transform(self.optim, self.schedule, params, dims)
+            return _by_own_names(whole, names, params)
+        own = {piece.range.key: dims[piece.range.name] for piece in layout.pieces}
         return server_transform(self.optim, self.schedule, shapes(layout), own)
 
     @property
@@ -117,7 +123,7 @@ class Sharded:
         for path, leaf in flatten_with_names(begun):
             key = _key_in(path, pieces)
             if key is None:
-                leaves.append(saved[path])
+                leaves.append(saved[path].reshape(leaf.shape))
                 continue
             part = pieces[key].range
             whole = np.atleast_1d(saved[path.replace(key, part.name)])
@@ -162,6 +168,36 @@ class Sharded:
             else:
                 found[path] = np.asarray(parts[0]).reshape(leaf.shape)
         return found
+
+
+def _by_own_names(
+    inner: optax.GradientTransformationExtraArgs, names: Mapping[str, str], params: Params
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation that sees the model's tree, with None for what the shard does not have.
+
+    What an imported one does may depend on names; its parameters are whole on one server.
+
+    Args:
+      names: of the parameters, by key of their range.
+    """
+    structure = jax.tree.structure(params)
+    order = [name for name, _ in flatten_with_names(params)]
+
+    def nested(tree: PyTree) -> PyTree:
+        own = {names[key]: leaf for key, leaf in tree.items()}
+        return jax.tree.unflatten(structure, [own.get(name) for name in order])
+
+    def init(params: Params) -> OptState:
+        return inner.init(nested(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
+        found, state = inner.update(nested(updates), state, nested(params), **extra)
+        named = dict(flatten_with_names(found))
+        return {key: named[name] for key, name in names.items()}, state
+
+    return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _key_in(path: str, keys: Mapping[str, object]) -> str | None:

@@ -61,28 +61,32 @@ class Computation(Protocol):
         ...
 
 
-def share_of(
-    sharded: Sharded, loader: Loader, slot: int, shares: Sequence[int], microbatches: int, seed: int
-) -> Program:
-    """The program of a worker: the same on its part of a batch, with random layers of its own.
+def share_of(sharded: Sharded, loader: Loader, microbatches: int) -> Program:
+    """The program of a worker: the same on its part of a batch.
 
     Args:
       loader: of that part.
-      slot: the worker's number among those that compute.
-      seed: of the run.
     """
     program = sharded.program
-    own = int(np.random.SeedSequence([seed, slot]).generate_state(1)[0]) if slot else seed
     compute = program.compute.resized(microbatches)
-    return replace(program, batch=loader.batch_shapes, compute=compute, seed=own)
+    return replace(program, batch=loader.batch_shapes, compute=compute)
 
 
 @dataclass
 class _OnDevices:
-    """Flat arrays as a program's tree of parameters, and back."""
+    """Flat arrays as a program's tree of parameters, and back.
+
+    Attributes:
+      slot: the worker's number among those that compute.
+    """
 
     sharded: Sharded
     program: Program
+    slot: int
+
+    def draw(self, step: int) -> np.int32:
+        """What random layers draw from: anew for each step and worker."""
+        return np.int32(step * self.sharded.cluster.workers + self.slot)
 
     def tree(self, flats: Flats) -> PyTree:
         arrays = joined(self.sharded.layouts, flats, self.sharded.shapes)
@@ -110,7 +114,9 @@ class GradientOnly(_OnDevices):
     def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
         (batch,) = batches
         shapes = self.program.own_shapes
-        state = TrainState(np.int32(clock), self._params, (), shapes.buffers, None, shapes.exchange)
+        state = TrainState(
+            self.draw(clock), self._params, (), shapes.buffers, None, shapes.exchange
+        )
         found = self.program.gradients(state, batch)
         return self.flats(found.grads), found.sums
 
@@ -147,7 +153,7 @@ class LocalSteps(_OnDevices):
         assert state is not None, "nothing was read"
         total: Sums | None = None
         for number, batch in enumerate(batches):
-            step = jax.device_put(np.int32(clock * len(batches) + number), self._scalar)
+            step = jax.device_put(self.draw(clock * len(batches) + number), self._scalar)
             found = self.program.gradients(replace(state, step=step), batch)
             sums: Sums = found.sums
             state, _ = self.program.update(replace(state, step=step), found)
@@ -168,13 +174,14 @@ class LocalSteps(_OnDevices):
         return self.program.state_shapes.step.sharding
 
 
-def computation(sharded: Sharded, program: Program, workers: int) -> Computation:
+def computation(sharded: Sharded, program: Program, slot: int) -> Computation:
     """How a worker comes from parameters to what it pushes."""
-    model = sharded.cluster.consistency
+    cluster = sharded.cluster
+    model = cluster.consistency
     if model.payload == "gradient":
-        return GradientOnly(sharded, program)
-    alpha = model.rate_of(workers) if isinstance(model, Elastic) else None
-    return LocalSteps(sharded, program, alpha)
+        return GradientOnly(sharded, program, slot)
+    alpha = model.rate_of(cluster.workers) if isinstance(model, Elastic) else None
+    return LocalSteps(sharded, program, slot, alpha)
 
 
 @dataclass
@@ -183,6 +190,7 @@ class Worker:
 
     Attributes:
       loader: of its part of each batch.
+      slot: its number among those that compute; one that takes the place of another has the same.
       stop: the clock before which it ends; may be lowered while it runs.
       tell: called after each clock.
       delay_seconds: what each clock takes longer, for experiments with stragglers.
@@ -192,6 +200,7 @@ class Worker:
     sharded: Sharded
     program: Program
     loader: Loader
+    slot: int
     stop: int
     tell: Callable[[Clocked], None]
     delay_seconds: float = 0.0
@@ -203,7 +212,7 @@ class Worker:
           RunError: a deadline passed, or a server refused something.
         """
         client, model = self.client, self.sharded.cluster.consistency
-        work = computation(self.sharded, self.program, self.sharded.cluster.workers)
+        work = computation(self.sharded, self.program, self.slot)
         with _Ahead(self.loader, self.sharded.cluster.local_steps) as ahead:
             flats = client.read() if self.stop > 0 else []
             while client.clock < self.stop:
