@@ -29,7 +29,7 @@ def bench(
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu or compression."
+            "pipeline, tpu, compression or param-server."
         ),
     ],
     json_file: Annotated[
