@@ -164,7 +164,8 @@ class WorkerProcess:
             )
             for layout, port in zip(sharded.layouts, setup["ports"], strict=True)
         ]
-        patience = Patience(processes.deadline_seconds, processes.retry_seconds)
+        # Longer than the supervisor's: it ends those who are late, and spares those who wait.
+        patience = Patience(2 * processes.deadline_seconds, processes.retry_seconds)
         self.client = Client(
             setup["number"], cluster.consistency, sharded.layouts, wires, patience=patience
         )

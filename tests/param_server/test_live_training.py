@@ -11,7 +11,12 @@ import pytest
 from live_training import Training
 
 from jaxdist.errors import CheckpointError
+from jaxdist.param_server.consistency.contract import Clocks
+from jaxdist.param_server.live.order import read_order
+from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.train.servers.files import read_shard, write_shard
+from jaxdist.train.servers.replay import Replay
+from jaxdist.train.servers.worker import computation
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Found
 from jaxdist.trees import flatten_with_names
@@ -87,6 +92,41 @@ def test_every_model_lowers_the_loss_and_loses_nothing(model):
         assert server.counters.applied == 2 * run.clocks
         assert not server.counters.dropped
         assert not server.counters.refused
+
+
+def each(quick):
+    """The quick ones of the models, by number; the others are full."""
+    rest = pytest.mark.full
+    return [
+        pytest.param(model, id=f"{model['type']}-{at}", marks=() if at in quick else rest)
+        for at, model in enumerate(MODELS)
+    ]
+
+
+@pytest.mark.parametrize("model", each({0, 1, 6}))
+def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, tmp_path):
+    """Gradients are computed again: the log holds who came when, and nothing of what they sent."""
+    sections = {"train": {"steps": 9, "batch_size": 32}}
+    run = Training(consistency=model, sections=sections, servers=2, workers=3,
+                   batch_shares=[8, 8, 16], log=tmp_path)  # fmt: skip
+    run.run()
+    workers = [run.worker(slot) for slot in range(3)]
+    steps = run.cluster.local_steps
+
+    def batches(client, clock):
+        return [workers[client].loader.batch(clock * steps + step) for step in range(steps)]
+
+    again = Replay(
+        run.sharded,
+        run.sharded.parted(run.start, 0),
+        [RangeState(Clocks(3))] * 2,
+        [read_order(tmp_path / f"server_{at}.jsonl") for at in range(2)],
+        lambda client: computation(run.sharded, workers[client].program, client),
+        batches,
+    )
+    assert_same(again.run(), [server.shard.params for server in run.servers])
+    for worker in workers:
+        worker.client.close()
 
 
 def test_a_mean_of_one_exchange_of_local_updates():

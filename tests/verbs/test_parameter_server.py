@@ -104,6 +104,20 @@ def test_a_server_that_dies_ends_the_run_which_then_resumes(jaxdist: Jaxdist):
     assert steps(jaxdist.run)[-1] == newest + 3
 
 
+@pytest.mark.full
+def test_a_worker_that_is_stuck_is_ended_and_replaced(jaxdist: Jaxdist):
+    patient = {**BSP, "servers": 1, "processes": {"deadline_seconds": 30}}
+    jaxdist.config(train={**LONG, "steps": 60}, eval={"every": None}, strategy=patient)
+    process = jaxdist.start("train", "config.yaml")
+    wait_for_step(process, jaxdist.run, 5)
+    os.kill(pid_of(jaxdist.run, "worker", 0, process.pid), signal.SIGSTOP)
+    done = finish(process)
+    assert (done.code, done.err) == (0, ""), done
+    assert "worker 0 is ended, as nobody gets on" in done.out
+    assert "worker 0 ended (signal 9): worker 2 takes its place" in done.out
+    assert steps(jaxdist.run)[-1] == 60
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

@@ -43,6 +43,7 @@ class _Link:
     def __init__(self, layout: Layout, wire: Wire, state: ClientState) -> None:
         self.layout, self.wire, self.state = layout, wire, state
         self.copy: np.ndarray | None = None
+        self.read: int | None = None
         self.payloads: dict[int, np.ndarray] = {}
         self.asked: dict[int, float] = {}
         self.session: Session | None = None
@@ -109,8 +110,8 @@ class Client:
 
     @property
     def versions(self) -> tuple[int, ...]:
-        """Of the copy, by server."""
-        return tuple(link.state.version or 0 for link in self._links)
+        """Of what was read last, by server; newer copies may have come since."""
+        return tuple(link.read or 0 for link in self._links)
 
     def read(self) -> list[np.ndarray]:
         """Parameters of each shard, to compute from: the newest that the model allows by now.
@@ -123,6 +124,8 @@ class Client:
             if self.model.ahead:
                 self._pull(ready=True)
             copies = [link.copy for link in self._links]
+            for link in self._links:
+                link.read = link.state.version
         return [copy for copy in copies if copy is not None]
 
     def _ready(self) -> bool:
@@ -146,7 +149,7 @@ class Client:
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
             for link, change in zip(self._links, changes, strict=True):
-                link.state, message = protocol.push(link.state, tokens=tokens)
+                link.state, message = protocol.push(link.state, version=link.read, tokens=tokens)
                 link.payloads[message.stamp.sequence] = change
                 self.sent_bytes += change.nbytes
                 self._send(link, message)

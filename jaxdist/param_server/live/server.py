@@ -310,11 +310,11 @@ class Server:
     def _reply(self, reply: Reply) -> None:
         if isinstance(reply, Refuse):
             self.counters.count(self.counters.refused, reply.reason)
+        carries = isinstance(reply, Answer | Publish)
+        payload = self.shard.read(reply.client, reply.version) if carries else None
         peer = self._peers.get(reply.client)
         if peer is None:
             return  # it asks again when it is back
-        carries = isinstance(reply, Answer | Publish)
-        payload = self.shard.read(reply.client, reply.version) if carries else None
         self.counters.sent_bytes += 0 if payload is None else payload.nbytes
         peer.say(of_reply(reply, self._spec.tensor, self.state.epoch, payload))
 

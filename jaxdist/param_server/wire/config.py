@@ -35,8 +35,9 @@ class ProcessesConfig(Config):
     tls: TlsConfig | None = None
     """Certificates; null talks in the clear, on this machine alone."""
     deadline_seconds: PositiveFloat = 600.0
-    """For any wait; then the run ends, and says who is late."""
+    """A worker that all have waited for so long is ended, and another takes its place; whoever
+    waits twice as long gives up, and says who is late."""
     retry_seconds: PositiveFloat = 30.0
     """A message without an answer for so long is sent again."""
     deaths: Annotated[int, Field(ge=1, le=100)] = 3
-    """How often in a row a worker may die without having taken a step in between."""
+    """How often in a row a worker may die without a step in between, before the run ends."""

@@ -29,6 +29,7 @@ from jaxdist.types import JsonObject
 
 LOGS = "logs"
 POLL_SECONDS = 0.2
+SIGNS_OF_LIFE = frozenset({"listening", "clock", "saved"})
 AHEAD_SECONDS = 1.0
 """A run that is to stop stops so much later: at a clock that nobody has passed when it hears."""
 
@@ -164,21 +165,33 @@ class Supervisor:
         try:
             event = self.events.get(timeout=POLL_SECONDS)
         except Empty:
-            silent = time.monotonic() - self.heard
-            if silent > self.cluster.processes.deadline_seconds:
-                raise RunError(f"waited {silent:.0f} s for {what}: {self._late()}") from None
-            return Event(self.servers[0], {})
-        self.heard = time.monotonic()
+            event = Event(self.servers[0], {})
+        # Not what servers count: they do so while everybody waits.
+        if event.code is not None or event.what.get("event") in SIGNS_OF_LIFE:
+            self.heard = time.monotonic()
+        elif time.monotonic() - self.heard > self.cluster.processes.deadline_seconds:
+            self._silent(what)
         if event.code is not None:
             self._ended(event.child, event.code)
         return event
 
-    def _late(self) -> str:
-        behind = self.ledger.behind(set(self.team.slots.values()) - self.team.done)
-        clients = [
-            str(c) for c, s in self.team.slots.items() if s in behind and c in self.team.workers
-        ]
-        return f"workers {', '.join(clients)} are late" if clients else "no worker is late"
+    def _silent(self, what: str) -> None:
+        """Nobody gets on: end those whom all wait for, so that others take their place."""
+        seconds = self.cluster.processes.deadline_seconds
+        late = self._late()
+        if not late:
+            raise RunError(f"waited {seconds:g} s for {what}, and no worker is late")
+        names = ", ".join(map(str, late))
+        self.prepared.note(f"waited {seconds:g} s for {what}: {names} is ended, as nobody gets on")
+        self.heard = time.monotonic()
+        for child in late:
+            child.process.kill()
+
+    def _late(self) -> list[Child]:
+        """The workers that have done the least."""
+        team = self.team
+        behind = self.ledger.behind({team.slots[client] for client in team.workers})
+        return [child for client, child in team.workers.items() if team.slots[client] in behind]
 
     def _ended(self, child: Child, code: int) -> None:
         if child.role == "server":

@@ -208,6 +208,12 @@ def _check_optimizer(optim: OptimConfig) -> None:
             raise ConfigError(
                 f"{name} with strategy.type parameter_server {reason}", setting=("optim", name)
             )
+    if optim.skip_nonfinite:
+        raise ConfigError(
+            "skip_nonfinite has no effect with strategy.type parameter_server, whose servers drop "
+            "pushes that hold a NaN or an infinity, and count them: set false",
+            setting=("optim", "skip_nonfinite"),
+        )
     if isinstance(optim, OnebitConfig):
         raise ConfigError(
             f"optim.type {optim.type} compresses what devices of one mesh exchange: take adamw or "
