@@ -34,7 +34,7 @@ class Cluster(Config):
     aggregation: AggregationConfig = Direct()
     """Who combines pushes on their way to the servers, by type."""
     codec: CodecConfig | None = None
-    """Push in few bytes, by type; null pushes changes as they are."""
+    """Push in few bytes, by type, but for norms and biases; null pushes changes as they are."""
     error_feedback: bool = True
     """Add what a push leaves out to the next one."""
     batch_shares: Literal["equal", "by_speed"] | Shares = "equal"

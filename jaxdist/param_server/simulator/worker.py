@@ -49,6 +49,7 @@ class WorkerNode:
         self.trainer = Trainer(
             self.run.model, self.run.problem, self.run.rule, self.number, workers
         )
+        self.encoder = self.run.encoder(number)
         self.waits_since = self.run.now
 
     @property
@@ -126,8 +127,12 @@ class WorkerNode:
     def _push(self, change: Computed) -> None:
         usable = all(bool(np.isfinite(one).all()) for one in change.gradient.values())
         for server, shard in enumerate(self.run.shards):
-            payload = slices(shard.ranges, change.gradient)
-            link, message = client.push(self.links[server], tokens=change.tokens, usable=usable)
+            payload, fine = slices(shard.ranges, change.gradient), usable
+            if self.encoder is not None:
+                sequence = self.links[server].sequence
+                payload, finite = self.encoder(server, shard.ranges, payload, sequence)
+                fine = usable and finite
+            link, message = client.push(self.links[server], tokens=change.tokens, usable=fine)
             self.links[server] = link
             self.sent[server, message.stamp.sequence] = payload
             self.run.ask(self, server, message, payload)
