@@ -133,7 +133,7 @@ class Cluster(Config):
           ConfigError: with the path of the setting, from here.
         """
         with blamed("simulation"):
-            self.simulation.check(self.workers)
+            self.simulation.check(self.workers, self.servers)
         with blamed("consistency"):
             self.consistency.check(workers=self.clients, learning_rate=learning_rate)
         with blamed("aggregation"):

@@ -212,13 +212,16 @@ class Simulation:
         again: Callable[[int, Message], None],
     ) -> None:
         """A client's message to a server; `again` sends it once more."""
-        self.network.send(
-            source,
-            ("server", server),
-            0 if payload is None else self._push_bytes[server],
-            lambda: self._receive(server, message, payload),
-            self._retry(lambda: again(server, message)),
-        )
+        lost = self._retry(lambda: again(server, message))
+
+        def deliver() -> None:
+            if self.config.paused_until(server, self.now) is None:
+                self._receive(server, message, payload)
+            else:
+                lost()
+
+        size = 0 if payload is None else self._push_bytes[server]
+        self.network.send(source, ("server", server), size, deliver, lost)
 
     def _bytes_of_a_push(self, shard: ShardNode) -> int:
         if self.encoding is None:
@@ -266,7 +269,14 @@ class Simulation:
             self._measure_when_due()
         wake = protocol.wake(self.model, shard.state)
         if wake is not None:
-            self.after(max(0.0, wake - self.now), lambda: shard.tick(self.now))
+            self.after(max(0.0, wake - self.now), lambda: self._tick(shard))
+
+    def _tick(self, shard: ShardNode) -> None:
+        until = self.config.paused_until(shard.number, self.now)
+        if until is None:
+            shard.tick(self.now)
+        else:
+            self.after(until - self.now, lambda: self._tick(shard))
 
     def joined(self, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
         """Parameters by name, out of each server's part."""

@@ -49,6 +49,7 @@ class WorkerNode:
         self.trainer = Trainer(
             self.run.model, self.run.problem, self.run.rule, self.number, workers
         )
+        self._read: list[int | None] = []
         self.encoder = self.run.encoder(number)
         self.waits_since = self.run.now
 
@@ -99,6 +100,7 @@ class WorkerNode:
         if self.run.pool is not None:
             self.run.pool -= 1
         self.idle_seconds += self.run.now - self.waits_since
+        self._read = [link.version for link in self.links]
         copy = self.run.joined([found for found in self.copies if found is not None])
         first = self.trainer.read(copy)
         clock, me = self.clock, self.client
@@ -132,7 +134,9 @@ class WorkerNode:
                 sequence = self.links[server].sequence
                 payload, finite = self.encoder(server, shard.ranges, payload, sequence)
                 fine = usable and finite
-            link, message = client.push(self.links[server], tokens=change.tokens, usable=fine)
+            link, message = client.push(
+                self.links[server], version=self._read[server], tokens=change.tokens, usable=fine
+            )
             self.links[server] = link
             self.sent[server, message.stamp.sequence] = payload
             self.run.ask(self, server, message, payload)
