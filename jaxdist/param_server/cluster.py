@@ -35,7 +35,7 @@ class Cluster(Config):
     aggregation: AggregationConfig = Direct()
     """Who combines pushes on their way to the servers, by type."""
     codec: CodecConfig | None = None
-    """Push in few bytes, by type; null pushes changes as they are."""
+    """Push in few bytes, by type, but for norms and biases; null pushes changes as they are."""
     error_feedback: bool = True
     """Add what a push leaves out to the next one."""
     batch_shares: Literal["equal", "by_speed"] | Shares = "equal"
@@ -136,7 +136,7 @@ class Cluster(Config):
           ConfigError: with the path of the setting, from here.
         """
         with blamed("simulation"):
-            self.simulation.check(self.workers)
+            self.simulation.check(self.workers, self.servers)
         with blamed("consistency"):
             self.consistency.check(workers=self.clients, learning_rate=learning_rate)
         with blamed("aggregation"):

@@ -47,7 +47,8 @@ def sharded_run(run: Path) -> tuple[Experiment, ParameterServer, Sharded]:
     strategy = config.strategy
     assert isinstance(strategy, ParameterServer), strategy.type
     placement = strategy.placed(experiment.program.model.params, config.optim)
-    return experiment, strategy, Sharded(strategy, experiment.program, config.optim, placement)
+    given = (strategy, experiment.program, config.optim, placement, config.seed)
+    return experiment, strategy, Sharded(*given)
 
 
 class ServerProcess:
@@ -69,6 +70,7 @@ class ServerProcess:
             shard,
             model,
             RangeState(clocks),
+            codes=sharded.codes and sharded.codes[sharded.layouts.index(self.layout)],
             due=setup["due"],
             reached=self._reached.put,
             applied=self._applied,
@@ -159,15 +161,22 @@ class WorkerProcess:
             RpcWire(
                 f"{processes.host}:{port}",
                 token,
-                partial(spec_for, push=layout.spec, shard=layout.spec),
+                partial(spec_for, push=push, shard=layout.spec),
                 tls,
             )
-            for layout, port in zip(sharded.layouts, setup["ports"], strict=True)
+            for layout, push, port in zip(
+                sharded.layouts, sharded.pushes, setup["ports"], strict=True
+            )
         ]
         # Longer than the supervisor's: it ends those who are late, and spares those who wait.
         patience = Patience(2 * processes.deadline_seconds, processes.retry_seconds)
         self.client = Client(
-            setup["number"], cluster.consistency, sharded.layouts, wires, patience=patience
+            setup["number"],
+            cluster.consistency,
+            sharded.layouts,
+            wires,
+            codes=sharded.codes,
+            patience=patience,
         )
         self.worker = Worker(self.client, sharded, program, loader, slot, setup["stop"], self._tell)
 

@@ -46,7 +46,7 @@ class Training:
         self.cluster = config.strategy
         program = self.experiment.program
         placement = self.cluster.placed(program.model.params, config.optim)
-        self.sharded = Sharded(self.cluster, program, config.optim, placement)
+        self.sharded = Sharded(self.cluster, program, config.optim, placement, config.seed)
         self.start = program.init()
         self.servers: list[Server] = []
         self.reached: list[Any] = []
@@ -60,8 +60,9 @@ class Training:
             )
             state = RangeState(Clocks(self.cluster.workers))
             order = None if log is None else OrderLog(log / f"server_{layout.server}.jsonl")
+            codes = self.sharded.codes and self.sharded.codes[layout.server]
             server = Server(shard, model, state, log=order, due=[self.clocks],
-                            reached=self.reached.append)  # fmt: skip
+                            codes=codes, reached=self.reached.append)  # fmt: skip
             for client in range(self.cluster.workers):
                 server.join(client)
             self.servers.append(server)
@@ -73,11 +74,13 @@ class Training:
         loader = self.experiment.loader.part(sum(shares[:slot]), shares[slot])
         program = share_of(self.sharded, loader, 1)
         wires = [
-            LocalWire(server, partial(spec_for, push=one.spec, shard=one.spec))
-            for server, one in zip(self.servers, self.sharded.layouts, strict=True)
+            LocalWire(server, partial(spec_for, push=push, shard=one.spec))
+            for server, one, push in zip(
+                self.servers, self.sharded.layouts, self.sharded.pushes, strict=True
+            )
         ]
         given = (slot, self.cluster.consistency, self.sharded.layouts, wires)
-        client = Client(*given, patience=Patience(60.0))
+        client = Client(*given, codes=self.sharded.codes, patience=Patience(60.0))
 
         def tell(one: Clocked) -> None:
             with self._lock:

@@ -12,6 +12,7 @@ from live_training import Training
 
 from jaxdist.errors import CheckpointError
 from jaxdist.param_server.consistency.contract import Clocks
+from jaxdist.param_server.live.codes import Encoder
 from jaxdist.param_server.live.order import read_order
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.train.servers.files import read_shard, write_shard
@@ -127,6 +128,52 @@ def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, tmp_path):
     assert_same(again.run(), [server.shard.params for server in run.servers])
     for worker in workers:
         worker.client.close()
+
+
+CODECS = [{"type": "sign"}, {"type": "topk", "density": 0.1}, {"type": "quantize", "bits": 4}]
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["type"])
+def test_pushes_in_few_bytes(codec):
+    """What servers apply is what the workers' codecs decode to; vectors go as they are."""
+    sections = {"optim": {"type": "sgd", "learning_rate": 1.0, "momentum": 0.0},
+                "train": {"steps": 2, "batch_size": 32}}  # fmt: skip
+    run = Training(consistency={"type": "bsp"}, codec=codec, sections=sections, servers=2)
+    wanted = [server.shard.params for server in run.servers]
+    encoders = [[Encoder(codes, slot) for codes in run.sharded.codes] for slot in range(2)]
+    workers = [run.worker(slot) for slot in range(2)]
+    for step in range(2):
+        sums = [0, 0]
+        for slot, worker in enumerate(workers):
+            work = computation(run.sharded, worker.program, slot)
+            work.begin(wanted)
+            changes, _ = work.compute([worker.loader.batch(step)], step)
+            for at, change in enumerate(changes):
+                sequence = 1 + 2 * step  # after its pull
+                payload, finite = encoders[slot][at](change, sequence)
+                assert finite
+                assert payload.nbytes == run.sharded.pushes[at].size_bytes
+                sums[at] = sums[at] + run.sharded.codes[at].decode(payload, slot, sequence)
+        wanted = [one - total / 2 for one, total in zip(wanted, sums, strict=True)]
+    for worker in workers:
+        worker.client.close()
+    run.run()
+    for server, params in zip(run.servers, wanted, strict=True):
+        np.testing.assert_allclose(server.shard.params, params, rtol=1e-6, atol=1e-6)
+        push = server.shard.layout.spec.size_bytes
+        assert server.counters.received_bytes < 4 * push / 2
+
+
+def test_any_bytes_are_decoded():
+    """A push of noise is a change like any other, or is refused for what it holds."""
+    run = Training(codec={"type": "topk", "density": 0.1}, servers=1)
+    (codes,) = run.sharded.codes
+    rng = np.random.default_rng(0)
+    for sequence in range(20):
+        noise = rng.integers(0, 256, codes.spec.length, dtype=np.uint8)
+        assert codes.decode(noise, 0, sequence).shape == (codes.layout.length,)
+    for server in run.servers:
+        server.close()
 
 
 def test_a_mean_of_one_exchange_of_local_updates():

@@ -54,10 +54,12 @@ def two_level(size, workers, steps, tokens):
     for step in range(steps):
         found = [problem.gradient(params, worker, step).gradient for worker in range(workers)]
         for name in params:
+            own = [[tokens(worker) for worker in rack] for rack in racks]
             means = [
-                mean([found[w][name] for w in rack], [tokens(w) for w in rack]) for rack in racks
+                mean([found[worker][name] for worker in rack], weights)
+                for rack, weights in zip(racks, own, strict=True)
             ]
-            weights = [sum(tokens(w) for w in rack) for rack in racks]
+            weights = [sum(weights) for weights in own]
             params[name] = params[name] - RATE * mean(means, weights)
     return params
 

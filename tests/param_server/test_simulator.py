@@ -24,6 +24,7 @@ from jaxdist.param_server.placement.central import Central
 from jaxdist.param_server.simulator.config import (
     Crash,
     Link,
+    Pause,
     SimulationConfig,
     Straggler,
     shares_by_speed,
@@ -264,6 +265,31 @@ def test_a_worker_that_dies_is_waited_for_until_it_is_found_out():
     assert (found.work[0].gradients, found.work[0].crashes) == (1, 1)
 
 
+def test_a_server_that_pauses_is_waited_for_and_forgets_nothing():
+    """Of two servers one stops within the second round: the round ends when it is back."""
+    script = {"servers": 2, "step_seconds": 1.0, "link": INSTANT}
+    stops = (Pause(server=1, at_seconds=1.5, back_seconds=4.0),)
+    plain, paused = simulated(BSP(), **script), simulated(BSP(), pauses=stops, **script)
+    assert_same(paused.params, plain.params)
+    # Pushed at 2 s, and again every 0.2 s: taken at 4 s, and then three rounds more.
+    assert paused.seconds == pytest.approx(4 + 3)
+    assert plain.seconds == pytest.approx(5)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**31), length=st.sampled_from([0.3, 2.0]))
+def test_pauses_change_no_bit_of_a_round(seed, length):
+    stops = tuple(
+        Pause(server=server, at_seconds=at, back_seconds=at + length)
+        for server, at in ((0, 0.2), (1, 0.4), (0, 0.5))
+    )
+    found = simulated(BSP(), servers=2, seed=seed, link=BAD, noise=0.5, pauses=stops)
+    assert_same(found.params, synchronous(3, 5))
+    model = Decoupled(local_steps=2, quorum=2, grace_seconds=0.5)
+    ended = simulated(model, servers=2, seed=seed, link=BAD, pauses=stops)
+    assert sum(ended.staleness.values()) == 2 * 3 * 5
+
+
 def test_elastic_averaging_in_rounds_is_the_papers_recursion():
     """x_i <- x_i - eta g_i(x_i) - alpha (x_i - c) at each exchange, plain steps between them."""
     problem, every, workers, alpha = Quadratic(), 3, 2, 0.2
@@ -391,6 +417,10 @@ def test_a_nan_is_dropped_and_the_run_goes_on():
 REFUSED = {
     "speeds": ({"step_seconds": (0.1, 0.2)}, r"step_seconds has 2 times for 3 workers"),
     "straggler": ({"stragglers": (Straggler(worker=3, factor=2.0),)}, r"no worker 3: .* 0 to 2"),
+    "pause": (
+        {"pauses": (Pause(server=1, at_seconds=0, back_seconds=1),)},
+        r"no server 1: servers are 0 to 0",
+    ),
     "crash": ({"crashes": (Crash(worker=9, at_seconds=1.0),)}, r"crashes: there is no worker 9"),
 }
 

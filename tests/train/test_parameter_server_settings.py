@@ -1,4 +1,4 @@
-"""`strategy.type: parameter_server` at load: what is refused, at which setting, and what is told."""
+"""`strategy.type: parameter_server` at load: what is refused where, and what is told."""
 
 import itertools
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Consistency
+from jaxdist.param_server.live.codes import Codes, Encoder
 from jaxdist.param_server.live.layout import Layout
 from jaxdist.param_server.live.server import NO_SEQUENCE
 from jaxdist.param_server.protocol import client as protocol
@@ -58,7 +59,7 @@ class Client:
     Args:
       number: of the client.
       wires: to the servers, in the order of their layouts.
-      ask_late: how long to wait before the servers are asked who is late, in seconds.
+      codes: how pushes to each server are written; None: as they are.
 
     Attributes:
       waited_seconds: spent in `read`, `push` and `drain`.
@@ -72,10 +73,12 @@ class Client:
         layouts: Sequence[Layout],
         wires: Sequence[Wire],
         *,
+        codes: Sequence[Codes] | None = None,
         epoch: int = 0,
         patience: Patience | None = None,
     ) -> None:
         self.number, self.model, self.patience = number, model, patience or Patience()
+        self._encoders = [Encoder(one, number) for one in codes or ()]
         pairs = zip(layouts, wires, strict=True)
         self._links = [_Link(layout, wire, ClientState(number, epoch)) for layout, wire in pairs]
         lock = threading.RLock()
@@ -148,11 +151,18 @@ class Client:
         """
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
-            for link, change in zip(self._links, changes, strict=True):
+            written = [self._written(*pair) for pair in enumerate(changes)]
+            for link, (change, usable) in zip(self._links, written, strict=True):
                 link.state, message = protocol.push(link.state, version=link.read, tokens=tokens)
                 link.payloads[message.stamp.sequence] = change
                 self.sent_bytes += change.nbytes
                 self._send(link, message)
+
+    def _written(self, at: int, change: np.ndarray) -> tuple[np.ndarray, bool]:
+        """A change as it is sent; where it is sent as it is, servers see what is not finite."""
+        if not self._encoders:
+            return change, True
+        return self._encoders[at](change, self._links[at].state.sequence)
 
     def under_way(self, server: int) -> list[np.ndarray]:
         """Changes that this server has not settled."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jaxdist.param_server.consistency.contract import Arrival, Consistency
+from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.order import OrderLog, Taken, step
 from jaxdist.param_server.live.shard import Shard
 from jaxdist.param_server.protocol import server as protocol
@@ -82,7 +83,7 @@ class Server:
 
     Args:
       state: of the protocol, with the first workers in it.
-      push: what workers push.
+      codes: how pushes are written; None: as they are.
       due: clocks at which the shard is to be handed out, ascending.
       reached: called with the shard at each of them.
       applied: called after each update with its version and the squared norm of its change.
@@ -95,6 +96,7 @@ class Server:
         model: Consistency,
         state: RangeState,
         *,
+        codes: Codes | None = None,
         due: Sequence[int] = (),
         reached: Callable[[Reached], None] = lambda reached: None,
         applied: Callable[[int, float], None] = lambda version, square: None,
@@ -103,6 +105,7 @@ class Server:
         self.shard, self.model, self.state = shard, model, state
         self.counters = Counters()
         self._spec = shard.layout.spec
+        self._codes, self._push_spec = codes, codes.spec if codes else shard.layout.spec
         self._due, self._reached, self._applied, self._log = list(due), reached, applied, log
         self._payloads: dict[tuple[int, int], np.ndarray] = {}
         self._waiting: Counter[int] = Counter()
@@ -182,7 +185,7 @@ class Server:
             )
         if envelope.op is Op.PUSH:
             self._check_push(envelope)
-        return spec_for(envelope, self._spec, self._spec)
+        return spec_for(envelope, self._push_spec, self._spec)
 
     def _check_push(self, envelope: Envelope) -> None:
         with self._changed:
@@ -200,15 +203,18 @@ class Server:
 
     def receive(self, peer: Peer, envelope: Envelope) -> None:
         begun = time.perf_counter()
-        payload = envelope.payload
-        finite = payload is None or is_finite(payload)
+        size = 0 if envelope.payload is None else envelope.payload.nbytes
+        if self._codes is not None and envelope.payload is not None:
+            change = self._codes.decode(envelope.payload, envelope.client, envelope.sequence)
+            envelope = replace(envelope, payload=change)
+        finite = envelope.payload is None or is_finite(envelope.payload)
         with self._changed:
+            self.counters.received_bytes += size
             self._received(peer, envelope, finite)
             self.counters.busy_seconds += time.perf_counter() - begun
             self._changed.notify_all()
 
     def _received(self, peer: Peer, envelope: Envelope, finite: bool) -> None:
-        self.counters.received_bytes += 0 if envelope.payload is None else envelope.payload.nbytes
         if envelope.op is Op.HELLO:
             self._hello(peer, envelope)
         elif self._clients.get(peer) != envelope.client:

@@ -38,6 +38,17 @@ class Crash(Config):
     """When it begins anew, as a new client; null: never."""
 
 
+class Pause(Config):
+    """A server that takes nothing in for a time, and then goes on with all that it had."""
+
+    server: Annotated[int, Field(ge=0)]
+    """Its number."""
+    at_seconds: NonNegativeFloat
+    """When it stops."""
+    back_seconds: NonNegativeFloat
+    """When it goes on; messages that came in between are sent again."""
+
+
 class Link(Config):
     """What a network card and the way to it do to messages."""
 
@@ -68,6 +79,8 @@ class SimulationConfig(Config):
     """Workers that are slow for a time."""
     crashes: tuple[Crash, ...] = ()
     """Workers that die."""
+    pauses: tuple[Pause, ...] = ()
+    """Servers that stop for a time."""
     detect_seconds: NonNegativeFloat = 1.0
     """From a worker's death to when nobody waits for it any more."""
     link: Link = Link()
@@ -93,8 +106,8 @@ class SimulationConfig(Config):
             )
         return found
 
-    def check(self, workers: int) -> None:
-        """Refuse a script about other workers than those that there are.
+    def check(self, workers: int, servers: int) -> None:
+        """Refuse a script about other workers or servers than those that there are.
 
         Raises:
           ConfigError: with the setting.
@@ -107,6 +120,22 @@ class SimulationConfig(Config):
                         f"{name}: there is no worker {one.worker}: workers are 0 to {workers - 1}",
                         setting=(name,),
                     )
+
+        for one in self.pauses:
+            if one.server >= servers:
+                raise ConfigError(
+                    f"pauses: there is no server {one.server}: servers are 0 to {servers - 1}",
+                    setting=("pauses",),
+                )
+
+    def paused_until(self, server: int, now: float) -> float | None:
+        """When a server that is stopped goes on; None: it is not stopped."""
+        ends = (
+            one.back_seconds
+            for one in self.pauses
+            if one.server == server and one.at_seconds <= now < one.back_seconds
+        )
+        return max(ends, default=None)
 
     def factor(self, worker: int, now: float) -> float:
         """How many times as long a step of a worker takes that begins now."""

@@ -44,6 +44,7 @@ class RackNode:
             self.states = [rack.begin(self.client, len(self.workers)) for _ in servers]
             self.copies: list[Shard | None] = [None for _ in servers]
             self._payloads: dict[tuple[int, int, int], Shard] = {}
+            self.encoder = self.run.encoder(self.client)
             self._sent: dict[tuple[int, int], Shard] = {}
         for server, state in enumerate(self.states):
             self._do(server, rack.join(self.run.model, state, worker))
@@ -115,6 +116,11 @@ class RackNode:
             total = tuple(np.zeros_like(array) for array in like)
         for one in effect.merge.arrivals:
             del self._payloads[server, one.client, one.sequence]
+        if self.encoder is not None and effect.merge.parts:
+            sequence = effect.message.stamp.sequence
+            ranges = self.run.shards[server].ranges
+            coded, finite = self.encoder(server, ranges, total, sequence)
+            total = coded if finite else tuple(np.zeros_like(array) for array in like)
         self._sent[server, effect.message.stamp.sequence] = total
         self.run.ask_server(self.node, server, effect.message, total, self.again)
 

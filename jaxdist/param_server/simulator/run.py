@@ -20,6 +20,7 @@ from jaxdist.param_server.placement.ranges import Tensor
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
 from jaxdist.param_server.protocol.rack import WITHIN
+from jaxdist.param_server.simulator.encoder import Encoder, Encoding
 from jaxdist.param_server.simulator.network import Action, Network, Node, Timeline
 from jaxdist.param_server.simulator.problem import Arrays, Problem, Rule, Sgd
 from jaxdist.param_server.simulator.rack import RackNode
@@ -37,6 +38,7 @@ def simulate(
     measure_every: int = 10,
     step_seconds: Sequence[float] | None = None,
     pooled: bool = False,
+    whole: frozenset[str] = frozenset(),
 ) -> Report:
     """Train in virtual time.
 
@@ -48,6 +50,7 @@ def simulate(
         their number.
       step_seconds: of a gradient of each worker, at its share of the batch; None: as in the script.
       pooled: take all pushes from one pool, so that fast workers take more of them.
+      whole: parameters that the cluster's codec leaves as they are.
 
     Raises:
       ConfigError: settings of the cluster that do not go together.
@@ -55,7 +58,8 @@ def simulate(
     cluster.check_cluster(learning_rate=rule.learning_rate)
     speeds = step_seconds or cluster.simulation.speeds(cluster.workers)
     pool = clocks * cluster.workers if pooled else None
-    return Simulation(cluster, problem, rule, speeds, clocks, measure_every, pool).run()
+    given = (cluster, problem, rule, speeds, clocks, measure_every, pool, whole)
+    return Simulation(*given).run()
 
 
 @dataclass
@@ -78,6 +82,7 @@ class Simulation:
         clocks: int,
         measure_every: int,
         pool: int | None,
+        whole: frozenset[str],
     ) -> None:
         self.cluster, self.config, self.model = cluster, cluster.simulation, cluster.consistency
         self.problem, self.rule, self.clocks = problem, rule, clocks
@@ -92,6 +97,11 @@ class Simulation:
         self.shards = [
             ShardNode(at, self.placement.held(at), *given) for at in self.placement.servers
         ]
+        self.encoding: Encoding | None = None
+        if cluster.codec is not None:
+            seed = cluster.simulation.seed
+            self.encoding = Encoding(cluster.codec, cluster.feedback, whole, seed)
+        self._push_bytes = [self._bytes_of_a_push(shard) for shard in self.shards]
         self.workers = [WorkerNode(at, seconds, self) for at, seconds in enumerate(speeds)]
         self._clients = {worker.client: worker for worker in self.workers}
         places = enumerate(cluster.aggregation.racks(range(cluster.workers)))
@@ -188,7 +198,7 @@ class Simulation:
         self.network.send(
             worker.node,
             place.node,
-            _bytes(payload),
+            0 if payload is None else self._push_bytes[server],
             lambda: place.from_worker(server, message, payload),
             self._retry(lambda: worker.again(server, message)),
         )
@@ -202,13 +212,25 @@ class Simulation:
         again: Callable[[int, Message], None],
     ) -> None:
         """A client's message to a server; `again` sends it once more."""
-        self.network.send(
-            source,
-            ("server", server),
-            _bytes(payload),
-            lambda: self._receive(server, message, payload),
-            self._retry(lambda: again(server, message)),
-        )
+        lost = self._retry(lambda: again(server, message))
+
+        def deliver() -> None:
+            if self.config.paused_until(server, self.now) is None:
+                self._receive(server, message, payload)
+            else:
+                lost()
+
+        size = 0 if payload is None else self._push_bytes[server]
+        self.network.send(source, ("server", server), size, deliver, lost)
+
+    def _bytes_of_a_push(self, shard: ShardNode) -> int:
+        if self.encoding is None:
+            return shard.size_bytes
+        return self.encoding.size_bytes(shard.ranges, shard.arrays)
+
+    def encoder(self, client: int) -> Encoder | None:
+        """What a new client encodes its pushes with; None: they stay as they are."""
+        return None if self.encoding is None else Encoder(self.encoding, client)
 
     def _retry(self, again: Action) -> Action:
         """Send again when the sender's time is over."""
@@ -247,7 +269,14 @@ class Simulation:
             self._measure_when_due()
         wake = protocol.wake(self.model, shard.state)
         if wake is not None:
-            self.after(max(0.0, wake - self.now), lambda: shard.tick(self.now))
+            self.after(max(0.0, wake - self.now), lambda: self._tick(shard))
+
+    def _tick(self, shard: ShardNode) -> None:
+        until = self.config.paused_until(shard.number, self.now)
+        if until is None:
+            shard.tick(self.now)
+        else:
+            self.after(until - self.now, lambda: self._tick(shard))
 
     def joined(self, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
         """Parameters by name, out of each server's part."""

@@ -49,6 +49,8 @@ class WorkerNode:
         self.trainer = Trainer(
             self.run.model, self.run.problem, self.run.rule, self.number, workers
         )
+        self._read: list[int | None] = []
+        self.encoder = self.run.encoder(number)
         self.waits_since = self.run.now
 
     @property
@@ -98,6 +100,7 @@ class WorkerNode:
         if self.run.pool is not None:
             self.run.pool -= 1
         self.idle_seconds += self.run.now - self.waits_since
+        self._read = [link.version for link in self.links]
         copy = self.run.joined([found for found in self.copies if found is not None])
         first = self.trainer.read(copy)
         clock, me = self.clock, self.client
@@ -126,8 +129,14 @@ class WorkerNode:
     def _push(self, change: Computed) -> None:
         usable = all(bool(np.isfinite(one).all()) for one in change.gradient.values())
         for server, shard in enumerate(self.run.shards):
-            payload = slices(shard.ranges, change.gradient)
-            link, message = client.push(self.links[server], tokens=change.tokens, usable=usable)
+            payload, fine = slices(shard.ranges, change.gradient), usable
+            if self.encoder is not None:
+                sequence = self.links[server].sequence
+                payload, finite = self.encoder(server, shard.ranges, payload, sequence)
+                fine = usable and finite
+            link, message = client.push(
+                self.links[server], version=self._read[server], tokens=change.tokens, usable=fine
+            )
             self.links[server] = link
             self.sent[server, message.stamp.sequence] = payload
             self.run.ask(self, server, message, payload)

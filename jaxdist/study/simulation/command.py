@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -51,7 +52,7 @@ class Simulation:
         """Plain data: the text, and every run."""
         return {
             "text": self.text().splitlines(),
-            "target": self.target,
+            "target": self.target if math.isfinite(self.target) else None,
             "variants": [row.as_json(self.target) for row in self.rows],
         }
 

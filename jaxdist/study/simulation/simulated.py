@@ -6,6 +6,7 @@ import json
 
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig
+from jaxdist.param_server.simulator.encoder import vectors
 from jaxdist.param_server.simulator.report import Report
 from jaxdist.param_server.simulator.run import simulate
 from jaxdist.train.strategy.parameter_server import ParameterServer, peak
@@ -60,6 +61,7 @@ class Simulator:
             clocks=cluster.clocks(steps),
             measure_every=config.eval.every or max(1, steps // POINTS),
             pooled=cluster.pooled,
+            whole=vectors(experiment.program.dims),
             step_seconds=cluster.step_seconds(config.train.batch_size),
         )
 

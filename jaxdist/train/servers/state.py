@@ -14,9 +14,12 @@ import optax
 from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.decoupled import Decoupled
+from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.layout import Layout, joined, layouts
 from jaxdist.param_server.live.shard import shapes, split
 from jaxdist.param_server.placement.contract import Placement
+from jaxdist.param_server.simulator.encoder import vectors
+from jaxdist.param_server.wire.contract import Spec
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.separable import server_transform
@@ -46,12 +49,28 @@ class Sharded:
 
     Attributes:
       program: of all workers together: what evaluates and what a checkpoint is of.
+      seed: of the run.
     """
 
     cluster: Cluster
     program: Program
     optim: OptimConfig
     placement: Placement
+    seed: int = 0
+
+    @cached_property
+    def codes(self) -> tuple[Codes, ...] | None:
+        """How pushes to each server are written; None: as they are."""
+        codec = self.cluster.codec
+        if codec is None:
+            return None
+        given = (codec, self.cluster.feedback, vectors(self.program.dims), self.seed)
+        return tuple(Codes(layout, *given) for layout in self.layouts)
+
+    @property
+    def pushes(self) -> tuple[Spec, ...]:
+        """What workers push to each server."""
+        return tuple(one.spec for one in self.codes or self.layouts)
 
     @cached_property
     def layouts(self) -> tuple[Layout, ...]:
