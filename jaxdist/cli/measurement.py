@@ -48,6 +48,9 @@ def bench(
         str | None,
         typer.Option(help="compression --lab: a Python that has torch, if this one has not."),
     ] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="param-server: a Python that has ray, jax and numpy.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
@@ -62,7 +65,7 @@ def bench(
     from jaxdist.bench import run
     from jaxdist.bench.core import ranges
 
-    options = {"lab": lab or None, "torch": torch, "plot": plot}
+    options = {"lab": lab or None, "torch": torch, "ray": ray, "plot": plot}
     given = {option: value for option, value in options.items() if value is not None}
     report = run(name, json_file, **given)
     report.print()

@@ -70,7 +70,7 @@ class ServerProcess:
             shard,
             model,
             RangeState(clocks),
-            codes=sharded.codes and sharded.codes[sharded.layouts.index(self.layout)],
+            codes=next((one for one in sharded.codes if one.layout is self.layout), None),
             due=setup["due"],
             reached=self._reached.put,
             applied=self._applied,

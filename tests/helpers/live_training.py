@@ -60,7 +60,7 @@ class Training:
             )
             state = RangeState(Clocks(self.cluster.workers))
             order = None if log is None else OrderLog(log / f"server_{layout.server}.jsonl")
-            codes = self.sharded.codes and self.sharded.codes[layout.server]
+            codes = next((one for one in self.sharded.codes if one.layout is layout), None)
             server = Server(shard, model, state, log=order, due=[self.clocks],
                             codes=codes, reached=self.reached.append)  # fmt: skip
             for client in range(self.cluster.workers):

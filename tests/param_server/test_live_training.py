@@ -130,13 +130,14 @@ def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, tmp_path):
         worker.client.close()
 
 
-CODECS = [{"type": "sign"}, {"type": "topk", "density": 0.1}, {"type": "quantize", "bits": 4}]
+CODECS = [{"type": "sign"}, {"type": "topk", "fraction": 0.1}, {"type": "quantize", "bits": 4}]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["type"])
 def test_pushes_in_few_bytes(codec):
     """What servers apply is what the workers' codecs decode to; vectors go as they are."""
-    sections = {"optim": {"type": "sgd", "learning_rate": 1.0, "momentum": 0.0},
+    constant = {"schedule": {"type": "constant"}, "learning_rate": 1.0}
+    sections = {"optim": {"type": "sgd", "momentum": 0.0, **constant},
                 "train": {"steps": 2, "batch_size": 32}}  # fmt: skip
     run = Training(consistency={"type": "bsp"}, codec=codec, sections=sections, servers=2)
     wanted = [server.shard.params for server in run.servers]
@@ -166,7 +167,7 @@ def test_pushes_in_few_bytes(codec):
 
 def test_any_bytes_are_decoded():
     """A push of noise is a change like any other, or is refused for what it holds."""
-    run = Training(codec={"type": "topk", "density": 0.1}, servers=1)
+    run = Training(codec={"type": "topk", "fraction": 0.1}, servers=1)
     (codes,) = run.sharded.codes
     rng = np.random.default_rng(0)
     for sequence in range(20):

@@ -59,7 +59,7 @@ class Client:
     Args:
       number: of the client.
       wires: to the servers, in the order of their layouts.
-      codes: how pushes to each server are written; None: as they are.
+      codes: how pushes to each server are written; () sends them as they are.
 
     Attributes:
       waited_seconds: spent in `read`, `push` and `drain`.
@@ -73,12 +73,12 @@ class Client:
         layouts: Sequence[Layout],
         wires: Sequence[Wire],
         *,
-        codes: Sequence[Codes] | None = None,
+        codes: Sequence[Codes] = (),
         epoch: int = 0,
         patience: Patience | None = None,
     ) -> None:
         self.number, self.model, self.patience = number, model, patience or Patience()
-        self._encoders = [Encoder(one, number) for one in codes or ()]
+        self._encoders = [Encoder(one, number) for one in codes]
         pairs = zip(layouts, wires, strict=True)
         self._links = [_Link(layout, wire, ClientState(number, epoch)) for layout, wire in pairs]
         lock = threading.RLock()
@@ -153,7 +153,9 @@ class Client:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
             written = [self._written(*pair) for pair in enumerate(changes)]
             for link, (change, usable) in zip(self._links, written, strict=True):
-                link.state, message = protocol.push(link.state, version=link.read, tokens=tokens)
+                link.state, message = protocol.push(
+                    link.state, version=link.read, tokens=tokens, usable=usable
+                )
                 link.payloads[message.stamp.sequence] = change
                 self.sent_bytes += change.nbytes
                 self._send(link, message)

@@ -59,11 +59,11 @@ class Sharded:
     seed: int = 0
 
     @cached_property
-    def codes(self) -> tuple[Codes, ...] | None:
-        """How pushes to each server are written; None: as they are."""
+    def codes(self) -> tuple[Codes, ...]:
+        """How pushes to each server are written; () where they go as they are."""
         codec = self.cluster.codec
         if codec is None:
-            return None
+            return ()
         given = (codec, self.cluster.feedback, vectors(self.program.dims), self.seed)
         return tuple(Codes(layout, *given) for layout in self.layouts)
 
