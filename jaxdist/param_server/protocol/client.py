@@ -94,17 +94,16 @@ def pull(state: ClientState) -> Sending:
 def push(
     state: ClientState, *, version: int | None = None, tokens: float = 1.0, usable: bool = True
 ) -> Sending:
-    """Send what was computed from the copy; the clock moves on.
+    """Send what was computed; the clock moves on.
 
     Args:
-      version: of the copy when the computation began, since a newer one may have come in the
-        meantime; None: of the copy as it is.
+      version: that it was computed from; None is the copy's, where no newer one has come since.
     """
     assert state.room
     assert state.version is not None, "nothing was read"
     stamp = Stamp(state.epoch, state.client, state.sequence)
-    read = state.version if version is None else version
-    message = Push(stamp, state.clock, read, tokens, usable)
+    computed_from = state.version if version is None else version
+    message = Push(stamp, state.clock, computed_from, tokens, usable)
     return _send(replace(state, clock=state.clock + 1), message)
 
 

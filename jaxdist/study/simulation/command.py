@@ -18,7 +18,7 @@ from jaxdist.param_server.simulator.report import Report
 from jaxdist.param_server.simulator.table import table as report_table
 from jaxdist.runtime import compilation_cache
 from jaxdist.study.files import check_writable, write_json
-from jaxdist.study.simulation.compared import Simulated, default_target, table
+from jaxdist.study.simulation.compared import Simulated, Targets, default_targets, table
 from jaxdist.study.simulation.plot import plot_simulation
 from jaxdist.study.simulation.simulated import Simulator, cluster_of
 from jaxdist.study.variants import AS_GIVEN, Variant, parse_variants
@@ -31,12 +31,12 @@ class Simulation:
 
     Attributes:
       caption: what was trained, on what.
-      target: the loss that times are measured to.
+      targets: losses that times are measured to, by seed.
       rows: one for each variant; the first is the one that the others are compared with.
     """
 
     caption: str
-    target: float
+    targets: Targets
     rows: tuple[Simulated, ...]
 
     def text(self) -> str:
@@ -44,16 +44,19 @@ class Simulation:
         if len(self.rows) == len(self.rows[0].reports) == 1:
             return "\n".join([self.caption, "", report_table(self.rows[0].reports[0])])
         settings = [f"{row.variant.name}: {' '.join(row.variant.overrides)}" for row in self.rows]
-        goal = f"Target: held-out loss {self.target:.4f}. Mean over {len(self.rows[0].seeds)} seeds"
-        told = f"{goal} (spread: their standard deviation)."
-        return "\n".join([self.caption, told, "", table(self.rows, self.target), "", *settings])
+        goals = ", ".join(f"{target:.4f}" for target in self.targets)
+        told = (
+            f"Target: held-out loss {goals} by seed. Mean over {len(self.targets)} seeds "
+            "(spread: their standard deviation)."
+        )
+        return "\n".join([self.caption, told, "", table(self.rows, self.targets), "", *settings])
 
     def as_json(self) -> JsonObject:
         """Plain data: the text, and every run."""
         return {
             "text": self.text().splitlines(),
-            "target": self.target if math.isfinite(self.target) else None,
-            "variants": [row.as_json(self.target) for row in self.rows],
+            "targets": [target if math.isfinite(target) else None for target in self.targets],
+            "variants": [row.as_json(self.targets) for row in self.rows],
         }
 
 
@@ -75,7 +78,8 @@ def run(
     Args:
       variants: as `jaxdist.study.variants.parse_variants` takes them; without any, CONFIG itself.
       seeds: runs of each, with seed, seed + 1, ... of the config and of the script.
-      target: the loss that times are measured to; None is 1% above the first variant's last.
+      target: the loss that times are measured to; None is seed by seed 1% above the first
+        variant's last.
       json_file, plot: a file and a directory to write to.
 
     Raises:
@@ -90,14 +94,14 @@ def run(
     for notice in dict.fromkeys(n for one in experiments.values() for n in one.notices):
         console.print(f"[bold yellow]warning:[/] {notice}", soft_wrap=True)
     rows = _rows(path, overrides, found, seeds, console)
-    goal = default_target(rows[0]) if target is None else target
-    done = Simulation(caption_of(first), goal, rows)
+    targets = default_targets(rows[0]) if target is None else (target,) * seeds
+    done = Simulation(caption_of(first), targets, rows)
     console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
     if json_file is not None:
         write_json(json_file, done.as_json())
     if plot is not None:
         title = f"{first.config.model.type} on {path.stem}: {len(rows[0].seeds)} seeds"
-        plot_simulation(rows, plot, title=title, target=goal)
+        plot_simulation(rows, plot, title=title, target=targets[0])
     return done
 
 

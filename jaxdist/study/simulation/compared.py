@@ -15,6 +15,10 @@ TOLERANCE = 0.01
 """By how much the default target is above the first variant's last loss."""
 
 
+Targets = tuple[float, ...]
+"""Losses that times are measured to, by seed."""
+
+
 @dataclass(frozen=True)
 class Simulated:
     """The runs of one variant.
@@ -32,19 +36,20 @@ class Simulated:
         """The last of each run."""
         return tuple(report.loss for report in self.reports)
 
-    def seconds_to(self, target: float) -> float | None:
+    def seconds_to(self, targets: Targets) -> float | None:
         """The mean over seeds; None where a run does not get there."""
-        found = [report.seconds_to(target) for report in self.reports]
+        pairs = zip(self.reports, targets, strict=True)
+        found = [report.seconds_to(target) for report, target in pairs]
         reached = [seconds for seconds in found if seconds is not None]
         return statistics.fmean(reached) if len(reached) == len(found) else None
 
-    def as_json(self, target: float) -> JsonObject:
+    def as_json(self, targets: Targets) -> JsonObject:
         """Plain data: settings, means and all runs."""
         return {
             "name": self.variant.name,
             "overrides": list(self.variant.overrides),
             "losses": [loss if math.isfinite(loss) else None for loss in self.losses],
-            "seconds_to_target": self.seconds_to(target),
+            "seconds_to_target": self.seconds_to(targets),
             "runs": [
                 {"seed": seed, **report.as_json()}
                 for seed, report in zip(self.seeds, self.reports, strict=True)
@@ -52,26 +57,26 @@ class Simulated:
         }
 
 
-def default_target(first: Simulated) -> float:
-    """1% above the mean of the first variant's last losses."""
-    return statistics.fmean(first.losses) * (1 + TOLERANCE)
+def default_targets(first: Simulated) -> Targets:
+    """Seed by seed 1% above the first variant's last loss."""
+    return tuple(loss * (1 + TOLERANCE) for loss in first.losses)
 
 
-def table(rows: Sequence[Simulated], target: float) -> str:
+def table(rows: Sequence[Simulated], targets: Targets) -> str:
     """One line for each variant; at most 80 columns."""
-    return "\n".join(_lines(rows, target))
+    return "\n".join(_lines(rows, targets))
 
 
-def _lines(rows: Sequence[Simulated], target: float) -> Iterator[str]:
+def _lines(rows: Sequence[Simulated], targets: Targets) -> Iterator[str]:
     first = rows[0]
-    base, base_loss = first.seconds_to(target), statistics.fmean(first.losses)
+    base, base_loss = first.seconds_to(targets), statistics.fmean(first.losses)
     yield (
         f"{'':<20} {'loss':>8} {'spread':>7} {'change':>7} {'to target':>9} {'speed':>6} "
         f"{'stale':>9} {'idle':>4}"
     )
     for row in rows:
         reports = row.reports
-        loss, seconds = statistics.fmean(row.losses), row.seconds_to(target)
+        loss, seconds = statistics.fmean(row.losses), row.seconds_to(targets)
         spread = statistics.stdev(row.losses) if len(row.losses) > 1 else 0.0
         change = "" if row is first else f"{loss / base_loss - 1:+.1%}"
         speed = f"{base / seconds:.2f}x" if base and seconds else ""
