@@ -79,7 +79,16 @@ MODELS = [
 ]
 
 
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: model["type"])
+def each(quick):
+    """The quick ones of the models, by number; the others are full."""
+    rest = pytest.mark.full
+    return [
+        pytest.param(model, id=f"{model['type']}-{at}", marks=() if at in quick else rest)
+        for at, model in enumerate(MODELS)
+    ]
+
+
+@pytest.mark.parametrize("model", each({0, 2, 5}))
 def test_every_model_lowers_the_loss_and_loses_nothing(model):
     sections = {
         "optim": {"type": "sgd", "learning_rate": 0.1, "momentum": 0.0},
@@ -93,15 +102,6 @@ def test_every_model_lowers_the_loss_and_loses_nothing(model):
         assert server.counters.applied == 2 * run.clocks
         assert not server.counters.dropped
         assert not server.counters.refused
-
-
-def each(quick):
-    """The quick ones of the models, by number; the others are full."""
-    rest = pytest.mark.full
-    return [
-        pytest.param(model, id=f"{model['type']}-{at}", marks=() if at in quick else rest)
-        for at, model in enumerate(MODELS)
-    ]
 
 
 @pytest.mark.parametrize("model", each({0, 1, 6}))
@@ -130,7 +130,11 @@ def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, tmp_path):
         worker.client.close()
 
 
-CODECS = [{"type": "sign"}, {"type": "topk", "fraction": 0.1}, {"type": "quantize", "bits": 4}]
+CODECS = [
+    {"type": "sign"},
+    pytest.param({"type": "topk", "fraction": 0.1}, marks=pytest.mark.full),
+    pytest.param({"type": "quantize", "bits": 4}, marks=pytest.mark.full),
+]
 
 
 @pytest.mark.parametrize("codec", CODECS, ids=lambda codec: codec["type"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import resource
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -33,7 +34,7 @@ from jaxdist.param_server.wire.frames import (
     spec_for,
     text_payload,
 )
-from jaxdist.param_server.wire.outbox import MOST_WAITING, Outbox
+from jaxdist.param_server.wire.outbox import MOST_SHARDS, MOST_WAITING, Outbox
 from jaxdist.param_server.wire.rpc import METHOD, RpcServer
 from jaxdist.param_server.wire.security import (
     TOKEN_KEY,
@@ -293,3 +294,30 @@ def test_an_outbox_keeps_the_newest_publication_and_ends_when_nobody_reads():
     put = [outbox.put(Envelope(Op.REFUSE)) for _ in range(MOST_WAITING + 1)]
     assert [a and not b for a, b in pairwise(put)].index(True) == MOST_WAITING - 1
     assert outbox.take() is None
+
+
+def test_a_worker_that_reads_no_parameters_holds_only_so_many_versions():
+    outbox = Outbox(MOST_SHARDS)
+    answers = [Envelope(Op.ANSWER, sequence=at, payload=np.zeros(1)) for at in range(20)]
+    assert [outbox.put(one) for one in answers] == [True] * MOST_SHARDS + [False] * 4
+    assert outbox.take() is None
+
+
+def test_sessions_that_are_too_many_are_refused():
+    with Servers(WHOLE, 3, count=1) as servers:
+        rpc = RpcServer(servers.servers[0], TOKEN, sessions=2)
+        known, ended = ((TOKEN_KEY, TOKEN),), threading.Event()
+
+        def waits(client: int) -> Iterator[bytes]:
+            yield next(frames(Envelope(Op.HELLO, client=client)))
+            ended.wait(20)
+
+        with grpc.insecure_channel(f"127.0.0.1:{rpc.port}") as channel:
+            call = channel.stream_stream(METHOD)
+            first, second = (call(waits(client), metadata=known) for client in range(2))
+            assert {parse(next(one)).envelope.op for one in (first, second)} == {Op.WELCOME}
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call(waits(2), metadata=known, timeout=20))
+            assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            ended.set()
+        rpc.close()

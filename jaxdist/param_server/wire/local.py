@@ -8,14 +8,16 @@ from dataclasses import dataclass
 
 from jaxdist.param_server.wire.contract import Envelope, Hear, Service, Session, Spec
 from jaxdist.param_server.wire.frames import Assembler, FrameError, frames
-from jaxdist.param_server.wire.outbox import Outbox
+from jaxdist.param_server.wire.outbox import MOST_SHARDS, Outbox
 
 
 class _End:
     """One side of a session: a queue, and the thread that carries it to the other side."""
 
-    def __init__(self, carry: Callable[[bytes], None], ended: Callable[[], None]) -> None:
-        self.outbox, self._carry, self._over = Outbox(), carry, ended
+    def __init__(
+        self, outbox: Outbox, carry: Callable[[bytes], None], ended: Callable[[], None]
+    ) -> None:
+        self.outbox, self._carry, self._over = outbox, carry, ended
         self.thread = threading.Thread(target=self._run, name="local session", daemon=True)
 
     def say(self, envelope: Envelope) -> None:
@@ -72,8 +74,8 @@ class _LocalSession:
             self._server.close()
             service.left(self._server)
 
-        self._server = _End(to_worker, self._server_ended)
-        self._worker = _End(to_server, worker_left)
+        self._server = _End(Outbox(MOST_SHARDS), to_worker, self._server_ended)
+        self._worker = _End(Outbox(), to_server, worker_left)
         self._server.thread.start()
         self._worker.thread.start()
 

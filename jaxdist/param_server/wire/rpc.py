@@ -18,7 +18,7 @@ from jaxdist.param_server.wire.contract import (
     WireError,
 )
 from jaxdist.param_server.wire.frames import FRAME_BYTES, Assembler, FrameError, frames
-from jaxdist.param_server.wire.outbox import Outbox
+from jaxdist.param_server.wire.outbox import MOST_SHARDS, Outbox
 from jaxdist.param_server.wire.security import TOKEN_KEY, Tls, same_token
 
 SERVICE = "jaxdist.ParameterServer"
@@ -49,7 +49,7 @@ class _Peer:
     """A server's end of a session."""
 
     def __init__(self) -> None:
-        self.outbox = Outbox()
+        self.outbox = Outbox(MOST_SHARDS)
 
     def say(self, envelope: Envelope) -> None:
         self.outbox.put(envelope)
@@ -85,7 +85,11 @@ class RpcServer:
         self._service, self._token = service, token
         self._free = threading.Semaphore(sessions)
         # One more thread than sessions: it refuses those that are too many.
-        self._server = grpc.server(ThreadPoolExecutor(sessions + 1), options=[*OF_SERVER])
+        self._server = grpc.server(
+            ThreadPoolExecutor(sessions + 1),
+            options=[*OF_SERVER],
+            maximum_concurrent_rpcs=sessions + 1,  # nothing queues up before it is let in
+        )
         handler = grpc.stream_stream_rpc_method_handler(self._session)
         generic = grpc.method_handlers_generic_handler(SERVICE, {"Session": handler})
         self._server.add_generic_rpc_handlers((generic,))
