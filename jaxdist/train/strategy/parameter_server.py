@@ -87,8 +87,8 @@ class ParameterServer(Cluster):
         """
         if self.aggregation.racks(range(self.workers)):
             raise ConfigError(
-                "strategy.aggregation type racks: `jaxdist train` starts no aggregators, and "
-                "`jaxdist simulate` does not play them either: take type direct",
+                "strategy.aggregation type racks: `jaxdist train` starts no aggregators, which "
+                "`jaxdist simulate` plays: take type direct",
                 setting=("aggregation",),
             )
 
