@@ -7,7 +7,8 @@ the message and exit with `exit_code`. Everything else is a bug of ours and show
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 
 class JaxdistError(ValueError):
@@ -26,6 +27,21 @@ class ConfigError(JaxdistError):
     def __init__(self, message: str, *, setting: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.setting = setting
+
+
+@contextmanager
+def blamed(*path: str) -> Iterator[None]:
+    """What is wrong inside is reported as a setting below this path.
+
+    >>> with blamed("strategy"):
+    ...     raise ConfigError("no", setting=("workers",))
+    Traceback (most recent call last):
+    jaxdist.errors.ConfigError: no
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error), setting=(*path, *error.setting)) from error
 
 
 class MeshError(JaxdistError):

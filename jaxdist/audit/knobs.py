@@ -16,7 +16,7 @@ NOT_IN_THE_STEP: Mapping[str, str] = {
     "seed": "draws parameters and the data's order",
     "eval": "evaluates between steps",
     "checkpoint": "saves between steps",
-    "strategy": "exchanges parameters between steps",
+    "strategy": "exchanges parameters between steps or processes",
     "mesh.fake_devices": "the devices to compile for",
     "train.log_every": "prints between steps",
     "train.prefetch": "loads batches beside the step",

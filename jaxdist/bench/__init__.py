@@ -21,6 +21,7 @@ BENCHES: dict[str, str] = {
     "compression": "jaxdist.bench.compression.report:bench",
     "optim": "jaxdist.bench.optim:bench",
     "overhead": "jaxdist.bench.overhead:bench",
+    "param-server": "jaxdist.bench.param_server.report:bench",
     "pipeline": "jaxdist.bench.pipeline.report:bench",
     "quickstart": "jaxdist.bench.quickstart:bench",
     "startup": "jaxdist.bench.startup:bench",

@@ -39,6 +39,7 @@ app.command()(preparation.doctor)
 app.command()(programs.inspect)
 app.command()(programs.audit)
 app.command()(measurement.bench)
+app.command()(measurement.simulate)
 config_app.command()(preparation.show)
 config_app.command()(preparation.schema)
 data_app.command()(preparation.tokenize)
@@ -52,7 +53,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(study_app, name="study")
 
-_COMPUTING = ("train", "eval", "generate", "bench", "study")
+_COMPUTING = ("train", "eval", "generate", "bench", "study", "simulate")
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ def bench(
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu or compression."
+            "pipeline, tpu, compression or param-server."
         ),
     ],
     json_file: Annotated[
@@ -48,6 +48,9 @@ def bench(
         str | None,
         typer.Option(help="compression --lab: a Python that has torch, if this one has not."),
     ] = None,
+    ray: Annotated[
+        str | None, typer.Option(help="param-server: a Python that has ray, jax and numpy.")
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
@@ -62,7 +65,7 @@ def bench(
     from jaxdist.bench import run
     from jaxdist.bench.core import ranges
 
-    options = {"lab": lab or None, "torch": torch, "plot": plot}
+    options = {"lab": lab or None, "torch": torch, "ray": ray, "plot": plot}
     given = {option: value for option, value in options.items() if value is not None}
     report = run(name, json_file, **given)
     report.print()
@@ -147,6 +150,45 @@ def batch_scaling(
         seeds=seeds,
         epochs=epochs,
         tune=tune,
+        json_file=json_file,
+        plot=plot,
+        console=shared.console(),
+    )
+
+
+def simulate(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help="Compare NAME='section.key=value section.key=value' ... side by side."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 1,
+    target: Annotated[
+        float | None,
+        typer.Option(help="Held-out loss to time; 1% above the first variant's last by default."),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the curves into this directory.")] = None,
+    devices: shared.Devices = None,
+) -> None:
+    """Train CONFIG's parameter server in virtual time: real gradients, scripted speeds and faults.
+
+    What workers, network and faults are is in CONFIG's strategy.simulation. The
+    same command gives the same bits.
+    """
+    extra = shared.prepare(config, overrides, devices)
+    from jaxdist.study.simulation.command import run
+
+    run(
+        config,
+        extra,
+        variants=variant or [],
+        seeds=seeds,
+        target=target,
         json_file=json_file,
         plot=plot,
         console=shared.console(),

@@ -10,6 +10,7 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from copy import copy
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -98,16 +99,37 @@ class Loader:
         self._allowed, self._split = allowed, split
         example = _example(source)
         allowed.check(example, np.zeros(1, np.int64), split)
-        shapes = {name: values.shape[1:] for name, values in example.items()}
-        self._placement = Placement({**shapes, WEIGHT: ()}, batch_size, sharding)
+        self._example, self._sharding = example, sharding
+        self._rows = slice(None)
+        self._lay_out(batch_size)
+
+    def _lay_out(self, rows: int) -> None:
+        shapes = {name: values.shape[1:] for name, values in self._example.items()}
+        self._placement = Placement({**shapes, WEIGHT: ()}, rows, self._sharding)
         self.batch_shapes = {
-            name: self._placement.struct(name, values.dtype) for name, values in example.items()
+            name: self._placement.struct(name, values.dtype)
+            for name, values in self._example.items()
         }
 
+    def part(self, start: int, size: int) -> Loader:
+        """The loader of rows `start` to `start + size` of every training batch: a worker's share.
+
+        Raises:
+          ShardingError: so many rows do not divide.
+        """
+        found = copy(self)
+        found._rows = slice(start, start + size)
+        found._lay_out(size)
+        return found
+
+    def batch(self, step: int) -> DeviceBatch:
+        """One training batch, read now."""
+        return self._load(Rows(self.indices(step), None))
+
     def indices(self, step: int) -> np.ndarray:
-        """The examples (int64 [batch_size]) of the global training batch of `step`."""
+        """The examples (int64) of the training batch of `step`."""
         first = self._start_example + step * self._batch_size
-        positions = np.arange(self._batch_size, dtype=np.int64) + first
+        positions = (np.arange(self._batch_size, dtype=np.int64) + first)[self._rows]
         if self._shuffle:
             return permuted(positions, length=len(self._source), seed=self._seed)
         return positions % len(self._source)

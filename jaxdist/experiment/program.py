@@ -16,7 +16,7 @@ from jaxdist.models.build import choose_loss, make_model, notices_of, offloads_o
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, weighted
-from jaxdist.optim.build import Rate, build_optimizer
+from jaxdist.optim.build import Optimizer, Rate, build_optimizer
 from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
@@ -26,6 +26,7 @@ from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
 from jaxdist.train.assemble import assemble
 from jaxdist.train.plan import Plan
 from jaxdist.train.step import Program
+from jaxdist.train.strategy.contract import RunSettings
 from jaxdist.trees import flatten_with_names
 
 Own = Callable[..., AbstractContextManager[bool]]
@@ -71,6 +72,8 @@ def make_program(
         )
     with at("strategy"):
         outer = config.strategy.outer(optimizer)
+    with at():
+        of_strategy = _checked(config, layout, model, dims, plan, optimizer)
     with at("parallel", "pipeline"), own("loss", "model"):
         pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
     with at("loss"):
@@ -83,12 +86,35 @@ def make_program(
             _ = program.metrics
     _trace(program, at, own)
     of_model = notices_of(config.model, _shapes(batch))
-    notices = (*of_model, *notices, *config.strategy.notices(plan.total_steps))
+    notices = (*of_model, *notices, *of_strategy)
     explained = explain_messages(config.parallel.compression, exchange)
     if chunks is None:
         return program, explained, notices
     more = chunks.notices(stored, model, dims)
     return program, (*chunks.explained, *explained), (*notices, *more)
+
+
+def _checked(
+    config: ExperimentConfig,
+    layout: Layout,
+    model: Functional,
+    dims: Mapping[str, Dims],
+    plan: Plan,
+    optimizer: Optimizer,
+) -> tuple[str, ...]:
+    """What the strategy has to say of the rest of the config."""
+    given = RunSettings(
+        total_steps=plan.total_steps,
+        train=config.train,
+        optim=config.optim,
+        parallel=config.parallel,
+        layout=layout,
+        optimizer=optimizer,
+        params=model.params,
+        dims=dims,
+        buffers=[name for name, _ in flatten_with_names(model.buffers)],
+    )
+    return config.strategy.check(given)
 
 
 def _what_is_trained(

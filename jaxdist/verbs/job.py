@@ -104,8 +104,21 @@ class RunJob:
             def enter(stage: TrainStage) -> None:
                 progress.units_per_step = stage.batch_size * experiment.units_per_example
 
+            def record(step: int, values: Mapping[str, float]) -> None:
+                if writer is not None:
+                    writer.write(step, values, split="servers")
+
             begun = time.perf_counter()
-            yield Prepared(state, experiment.stages, hooks, enter)
+            yield Prepared(
+                state,
+                experiment.stages,
+                hooks,
+                enter,
+                optim=self.config.optim,
+                directory=self.directory.path,
+                note=progress.note,
+                record=record,
+            )
             store.wait()
             self.seconds += time.perf_counter() - begun
         self.resume = True

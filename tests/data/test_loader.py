@@ -89,6 +89,23 @@ def test_without_shuffle_the_order_is_the_sources() -> None:
         assert _ids(batches, 3) == [[0, 1, 2, 3], [4, 0, 1, 2], [3, 4, 0, 1]]
 
 
+def test_parts_of_a_batch_are_its_rows() -> None:
+    """Shares drawn at random, at any step, one batch or a stream of them."""
+    rng = np.random.default_rng(2)
+    loader = _loader(_arrays(50), 12, seed=4, start_example=7)
+    for _ in range(5):
+        cuts = sorted(rng.choice(np.arange(1, 12), 2, replace=False))
+        starts, step = [0, *map(int, cuts), 12], int(rng.integers(9))
+        parts = [loader.part(a, b - a) for a, b in itertools.pairwise(starts)]
+        whole, found = loader.batch(step), [part.batch(step) for part in parts]
+        for name, values in whole.items():
+            np.testing.assert_array_equal(np.concatenate([one[name] for one in found]), values)
+            assert parts[0].batch_shapes[name].shape[0] == starts[1]
+        with parts[1].batches(step) as stream:
+            np.testing.assert_array_equal(next(stream)["id"], found[1]["id"])
+    assert loader.batch_shapes["id"].shape == (12,)
+
+
 def test_the_seed_gives_the_order() -> None:
     orders = [_loader(_arrays(50), 50, seed=seed).indices(0).tolist() for seed in (1, 1, 2)]
     assert orders[0] == orders[1] != orders[2]

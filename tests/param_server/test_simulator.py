@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from jaxdist.errors import ConfigError
+from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import (
     SSP,
     Adaptive,
@@ -23,6 +24,7 @@ from jaxdist.param_server.placement.central import Central
 from jaxdist.param_server.simulator.config import (
     Crash,
     Link,
+    Pause,
     SimulationConfig,
     Straggler,
     shares_by_speed,
@@ -30,6 +32,7 @@ from jaxdist.param_server.simulator.config import (
 from jaxdist.param_server.simulator.network import HEADER_BYTES
 from jaxdist.param_server.simulator.problem import Computed, Sgd
 from jaxdist.param_server.simulator.run import simulate
+from jaxdist.param_server.simulator.table import table
 
 RATE = 0.1
 INSTANT = Link(bytes_per_second=1e300, server_bytes_per_second=1e300, latency_seconds=0.0)
@@ -56,11 +59,29 @@ class Quadratic:
         return float(sum(np.square(array).sum() for array in params.values()) / 2)
 
 
-def simulated(model, *, workers=3, steps=5, servers=1, problem=None, rule=None, **script):
-    config = SimulationConfig(workers=workers, steps=steps, **script)
-    placement = Balanced(range_bytes=16) if servers > 1 else Central()
+def simulated(
+    model,
+    *,
+    workers=3,
+    steps=5,
+    servers=1,
+    problem=None,
+    rule=None,
+    measure_every=10,
+    pooled=False,
+    **script,
+):
+    cluster = Cluster(
+        workers=workers,
+        servers=servers,
+        consistency=model,
+        placement=Balanced(range_bytes=16) if servers > 1 else Central(),
+        simulation=SimulationConfig(**script),
+    )
     problem, rule = problem or Quadratic(), rule or Sgd(RATE)
-    return simulate(config, problem, rule, model, placement, servers=servers)
+    return simulate(
+        cluster, problem, rule, clocks=steps, measure_every=measure_every, pooled=pooled
+    )
 
 
 def synchronous(workers, steps, problem=None):
@@ -205,6 +226,26 @@ def test_rounds_take_the_slowest_workers_time_and_asynchrony_does_not():
     assert bsp.work[1].idle_share == pytest.approx(12 / 17)
 
 
+@pytest.mark.parametrize("model", [SSP(bound=1), Asynchronous(), Elastic(every=2)])
+def test_from_a_pool_fast_workers_take_more(model):
+    """Together as many as else; a fast one takes no more than its bound allows."""
+    slow = {"stragglers": (Straggler(worker=0, factor=3.0),), "link": INSTANT, "step_seconds": 1.0}
+    found = simulated(model, steps=8, pooled=True, **slow)
+    pushes = [one.gradients for one in found.work]
+    each = model.every if isinstance(model, Elastic) else 1
+    assert sum(pushes) == 3 * 8 * each
+    lead = max(pushes) - min(pushes)
+    assert lead <= 2 if isinstance(model, SSP) else lead >= 4 * each
+    assert sum(found.staleness.values()) == 24
+
+
+def test_what_a_dead_worker_had_begun_goes_back_to_the_pool():
+    script = {"link": INSTANT, "step_seconds": 1.0, "detect_seconds": 0.5}
+    dies = (Crash(worker=0, at_seconds=1.5),)
+    found = simulated(Asynchronous(), steps=8, pooled=True, crashes=dies, **script)
+    assert [one.gradients for one in found.work] in ([1, 12, 11], [1, 11, 12])
+
+
 def test_a_backup_worker_is_not_waited_for():
     slow = (Straggler(worker=2, factor=50.0),)
     script = {"stragglers": slow, "link": INSTANT, "step_seconds": 1.0}
@@ -222,6 +263,31 @@ def test_a_worker_that_dies_is_waited_for_until_it_is_found_out():
     assert found.seconds == pytest.approx(1.5 + 3 + 3)
     assert found.staleness == {0: 3 + 4 * 2}
     assert (found.work[0].gradients, found.work[0].crashes) == (1, 1)
+
+
+def test_a_server_that_pauses_is_waited_for_and_forgets_nothing():
+    """Of two servers one stops within the second round: the round ends when it is back."""
+    script = {"servers": 2, "step_seconds": 1.0, "link": INSTANT}
+    stops = (Pause(server=1, at_seconds=1.5, back_seconds=4.0),)
+    plain, paused = simulated(BSP(), **script), simulated(BSP(), pauses=stops, **script)
+    assert_same(paused.params, plain.params)
+    # Pushed at 2 s, and again every 0.2 s: taken at 4 s, and then three rounds more.
+    assert paused.seconds == pytest.approx(4 + 3)
+    assert plain.seconds == pytest.approx(5)
+
+
+@settings(max_examples=6, deadline=None)
+@given(seed=st.integers(0, 2**31), length=st.sampled_from([0.3, 2.0]))
+def test_pauses_change_no_bit_of_a_round(seed, length):
+    stops = tuple(
+        Pause(server=server, at_seconds=at, back_seconds=at + length)
+        for server, at in ((0, 0.2), (1, 0.4), (0, 0.5))
+    )
+    found = simulated(BSP(), servers=2, seed=seed, link=BAD, noise=0.5, pauses=stops)
+    assert_same(found.params, synchronous(3, 5))
+    model = Decoupled(local_steps=2, quorum=2, grace_seconds=0.5)
+    ended = simulated(model, servers=2, seed=seed, link=BAD, pauses=stops)
+    assert sum(ended.staleness.values()) == 2 * 3 * 5
 
 
 def test_elastic_averaging_in_rounds_is_the_papers_recursion():
@@ -298,10 +364,12 @@ def test_a_report_says_when_a_loss_was_reached_and_what_was_stale():
     assert found.seconds_to(-1.0) is None
     assert sum(found.staleness.values()) == 60
     assert found.mean_staleness == pytest.approx(2, abs=0.1)  # the other two workers
-    text = found.table()
+    text = table(found)
+    assert max(map(len, text.splitlines())) <= 80
     assert "worker  gradients" in text
-    assert "staleness in updates: 0: " in text
-    assert f"after 60 gradients, {found.seconds:.4g} s; reads 60" in text
+    assert "staleness in updates: mean 1.9" in text
+    assert "60 reads checked: at most 1 clocks old; no bound" in text
+    assert text.endswith(f"after 20 steps, {found.seconds:.5g} virtual seconds")
 
 
 def test_tokens_weigh_unequal_shares_of_a_batch():
@@ -349,6 +417,10 @@ def test_a_nan_is_dropped_and_the_run_goes_on():
 REFUSED = {
     "speeds": ({"step_seconds": (0.1, 0.2)}, r"step_seconds has 2 times for 3 workers"),
     "straggler": ({"stragglers": (Straggler(worker=3, factor=2.0),)}, r"no worker 3: .* 0 to 2"),
+    "pause": (
+        {"pauses": (Pause(server=1, at_seconds=0, back_seconds=1),)},
+        r"no server 1: servers are 0 to 0",
+    ),
     "crash": ({"crashes": (Crash(worker=9, at_seconds=1.0),)}, r"crashes: there is no worker 9"),
 }
 

@@ -70,7 +70,7 @@ class Moves:
     def outer(self, optimizer: Any) -> None:
         return None
 
-    def notices(self, total_steps: int) -> tuple[str, ...]:
+    def check(self, given: Any) -> tuple[str, ...]:
         return ()
 
     def run(self, job: Job) -> Any:

@@ -91,12 +91,19 @@ def pull(state: ClientState) -> Sending:
     return _send(state, Pull(Stamp(state.epoch, state.client, state.sequence)))
 
 
-def push(state: ClientState, *, tokens: float = 1.0, usable: bool = True) -> Sending:
-    """Send what was computed from the copy; the clock moves on."""
+def push(
+    state: ClientState, *, version: int | None = None, tokens: float = 1.0, usable: bool = True
+) -> Sending:
+    """Send what was computed; the clock moves on.
+
+    Args:
+      version: that it was computed from; None is the copy's, where no newer one has come since.
+    """
     assert state.room
     assert state.version is not None, "nothing was read"
     stamp = Stamp(state.epoch, state.client, state.sequence)
-    message = Push(stamp, state.clock, state.version, tokens, usable)
+    computed_from = state.version if version is None else version
+    message = Push(stamp, state.clock, computed_from, tokens, usable)
     return _send(replace(state, clock=state.clock + 1), message)
 
 

@@ -38,12 +38,14 @@ class RackState:
     Attributes:
       inner: towards its workers; its versions are the rack's rounds.
       outer: towards the servers.
+      read: the oldest version that workers were given for the open round.
       answers: to workers, which wait for the rack's own copy.
       owed: acknowledgements that wait for that of the rack's push, by its sequence.
     """
 
     inner: RangeState
     outer: ClientState
+    read: int | None = None
     answers: tuple[Answer, ...] = ()
     owed: Mapping[int, tuple[Acknowledge, ...]] = field(default_factory=dict)
 
@@ -156,8 +158,9 @@ def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
 
 def _forward(state: RackState, merge: Merge) -> tuple[RackState, Forward]:
     tokens = sum(part.arrival.tokens for part in merge.parts) or 1.0
-    outer, message = client.push(state.outer, tokens=tokens, usable=bool(merge.parts))
-    return replace(state, outer=outer), Forward(merge, message)
+    usable = bool(merge.parts)
+    outer, message = client.push(state.outer, version=state.read, tokens=tokens, usable=usable)
+    return replace(state, outer=outer, read=None), Forward(merge, message)
 
 
 def _released(model: Consistency, state: RackState) -> RackStep:
@@ -165,7 +168,9 @@ def _released(model: Consistency, state: RackState) -> RackStep:
     if not state.answers:
         return RackStep(state)
     if client.ready(model, state.outer):
-        return RackStep(replace(state, answers=()), state.answers)
+        given, now = state.read, state.outer.version
+        read = now if given is None or now is None else min(given, now)
+        return RackStep(replace(state, answers=(), read=read), state.answers)
     if state.outer.pulling:
         return RackStep(state)
     outer, message = client.pull(state.outer)

@@ -7,7 +7,7 @@ from typing import Annotated
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from jaxdist.config.schema import Config, Count
+from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 
 Chance = Annotated[float, Field(ge=0, lt=1)]
@@ -38,6 +38,17 @@ class Crash(Config):
     """When it begins anew, as a new client; null: never."""
 
 
+class Pause(Config):
+    """A server that takes nothing in for a time, and then goes on with all that it had."""
+
+    server: Annotated[int, Field(ge=0)]
+    """Its number."""
+    at_seconds: NonNegativeFloat
+    """When it stops."""
+    back_seconds: NonNegativeFloat
+    """When it goes on; messages that came in between are sent again."""
+
+
 class Link(Config):
     """What a network card and the way to it do to messages."""
 
@@ -58,54 +69,73 @@ class Link(Config):
 
 
 class SimulationConfig(Config):
-    """Workers, their speeds, the links, and what goes wrong; the same seed gives the same bits."""
+    """The workers' speeds, the links, and what goes wrong; the same seed gives the same bits."""
 
-    workers: Count
-    """How many there are."""
-    steps: Count
-    """Clocks of each worker: gradients, or exchanges of local updates."""
     step_seconds: PositiveFloat | tuple[PositiveFloat, ...] = 0.1
-    """Time of one gradient; a number, or one for each worker."""
+    """Time of one gradient of an equal share of the batch; a number, or one for each worker."""
     noise: NonNegativeFloat = 0.0
     """Standard deviation of the logarithm of a step's time, drawn for each step."""
     stragglers: tuple[Straggler, ...] = ()
     """Workers that are slow for a time."""
     crashes: tuple[Crash, ...] = ()
     """Workers that die."""
+    pauses: tuple[Pause, ...] = ()
+    """Servers that stop for a time."""
     detect_seconds: NonNegativeFloat = 1.0
     """From a worker's death to when nobody waits for it any more."""
     link: Link = Link()
     """The network."""
-    measure_every: Count = 10
-    """Updates between two measurements of the loss."""
     seconds: PositiveFloat | None = None
     """Virtual time that ends the run; null: when all have taken their steps."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of noise, jitter, losses and copies."""
 
-    def speeds(self) -> tuple[float, ...]:
+    def speeds(self, workers: int) -> tuple[float, ...]:
         """The time of one gradient by worker.
 
         Raises:
-          ConfigError: not one for each worker, or a script about a worker that is not there.
+          ConfigError: not one for each worker.
         """
         times = self.step_seconds
-        found = times if isinstance(times, tuple) else (times,) * self.workers
-        if len(found) != self.workers:
+        found = times if isinstance(times, tuple) else (times,) * workers
+        if len(found) != workers:
             raise ConfigError(
-                f"step_seconds has {len(found)} times for {self.workers} workers: give one number, "
-                "or one for each worker",
+                f"step_seconds has {len(found)} times for {workers} workers: give one number, or "
+                "one for each worker",
                 setting=("step_seconds",),
             )
-        for name, script in (("stragglers", self.stragglers), ("crashes", self.crashes)):
-            for number, one in enumerate(script):
-                if one.worker >= self.workers:
-                    raise ConfigError(
-                        f"{name}: there is no worker {one.worker}: workers are 0 to "
-                        f"{self.workers - 1}",
-                        setting=(name, str(number), "worker"),
-                    )
         return found
+
+    def check(self, workers: int, servers: int) -> None:
+        """Refuse a script about other workers or servers than those that there are.
+
+        Raises:
+          ConfigError: with the setting.
+        """
+        self.speeds(workers)
+        for name, script in (("stragglers", self.stragglers), ("crashes", self.crashes)):
+            for one in script:
+                if one.worker >= workers:
+                    raise ConfigError(
+                        f"{name}: there is no worker {one.worker}: workers are 0 to {workers - 1}",
+                        setting=(name,),
+                    )
+
+        for one in self.pauses:
+            if one.server >= servers:
+                raise ConfigError(
+                    f"pauses: there is no server {one.server}: servers are 0 to {servers - 1}",
+                    setting=("pauses",),
+                )
+
+    def paused_until(self, server: int, now: float) -> float | None:
+        """When a server that is stopped goes on; None: it is not stopped."""
+        ends = (
+            one.back_seconds
+            for one in self.pauses
+            if one.server == server and one.at_seconds <= now < one.back_seconds
+        )
+        return max(ends, default=None)
 
     def factor(self, worker: int, now: float) -> float:
         """How many times as long a step of a worker takes that begins now."""

@@ -8,6 +8,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jaxdist.types import PyTree
+
 Arrays = Mapping[str, np.ndarray]
 """Parameters, gradients or changes by name."""
 
@@ -42,23 +44,31 @@ class Problem(Protocol):
         ...
 
 
-RuleState = np.ndarray | None
+RuleState = PyTree
+"""What a rule carries for a range from update to update."""
 
 
 class Rule(Protocol):
-    """An update rule that is separable: of any range of any parameter by itself."""
+    """An update rule that is separable: of any range of any parameter by itself.
+
+    Attributes:
+      divisible: may a range be some rows of a parameter?
+    """
 
     @property
     def learning_rate(self) -> float: ...
+    @property
+    def divisible(self) -> bool: ...
 
-    def init(self, array: np.ndarray) -> RuleState: ...
+    def init(self, name: str, array: np.ndarray) -> RuleState: ...
 
     def update(
-        self, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
+        self, name: str, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
     ) -> tuple[np.ndarray, RuleState]:
         """The next array and state.
 
         Args:
+          name: of the parameter.
           rate: factor of the learning rate.
         """
         ...
@@ -72,11 +82,15 @@ class Sgd:
     momentum: float = 0.0
     nesterov: bool = False
 
-    def init(self, array: np.ndarray) -> RuleState:
+    @property
+    def divisible(self) -> bool:
+        return True
+
+    def init(self, name: str, array: np.ndarray) -> RuleState:
         return np.zeros_like(array) if self.momentum else None
 
     def update(
-        self, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
+        self, name: str, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
     ) -> tuple[np.ndarray, RuleState]:
         step = gradient
         if state is not None:

@@ -1,4 +1,4 @@
-"""What a simulation has found, as a table and as JSON."""
+"""What a simulation has found, as plain data."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ from jaxdist.types import JsonObject
 
 
 class Point(NamedTuple):
-    """The loss at a time, after so many gradients of all workers and updates of server 0."""
+    """The loss at a time.
+
+    Attributes:
+      gradients: of all workers so far.
+      steps: these over the number of workers.
+      updates: of server 0.
+    """
 
     seconds: float
     gradients: int
+    steps: float
     updates: int
     loss: float
 
@@ -45,12 +52,15 @@ class Report:
       curve: the loss over time.
       work: by worker.
       staleness: how many changes had so much, in updates, over all servers.
+      updates_per_step: updates of a range in a step of all workers.
       dropped: changes that were not applied, by reason.
       received_bytes: by server, copies included.
       sent_bytes: by server, losses included.
+      rack_received_bytes: by rack's aggregator, from workers and servers; none without racks.
       lost: messages.
       reads: how many were checked for the model's bound.
       largest_lead: the oldest of them, in clocks.
+      bound: what no read may exceed, in clocks; None: the model has no such bound.
       largest_value: of the sum of all changes under way, under a value bound.
     """
 
@@ -59,13 +69,21 @@ class Report:
     curve: tuple[Point, ...]
     work: tuple[Work, ...]
     staleness: Counter[int]
+    updates_per_step: int
     dropped: Counter[str]
     received_bytes: tuple[int, ...]
     sent_bytes: tuple[int, ...]
+    rack_received_bytes: tuple[int, ...]
     lost: int
     reads: int
     largest_lead: int
+    bound: int | None
     largest_value: float
+
+    @property
+    def loss(self) -> float:
+        """The last that was measured."""
+        return self.curve[-1].loss
 
     @property
     def mean_staleness(self) -> float:
@@ -73,43 +91,34 @@ class Report:
         total = sum(self.staleness.values())
         return sum(age * count for age, count in self.staleness.items()) / max(total, 1)
 
+    @property
+    def idle_share(self) -> float:
+        """Of the time that workers lived, what they waited."""
+        idle = sum(one.idle_seconds for one in self.work)
+        return idle / max(idle + sum(one.busy_seconds for one in self.work), 1e-300)
+
     def seconds_to(self, loss: float) -> float | None:
         """The first time that a measured loss is no more than this; None: never."""
         return next((point.seconds for point in self.curve if point.loss <= loss), None)
 
     def as_json(self) -> JsonObject:
-        """All but the parameters, for a JSON file."""
+        """All but the parameters, for a JSON file; a loss that is not finite is null."""
         return {
             "seconds": self.seconds,
-            "curve": [point._asdict() for point in self.curve],
+            "curve": [
+                {**point._asdict(), "loss": point.loss if np.isfinite(point.loss) else None}
+                for point in self.curve
+            ],
             "workers": [{**one._asdict(), "idle_share": one.idle_share} for one in self.work],
             "staleness": {str(age): self.staleness[age] for age in sorted(self.staleness)},
+            "updates_per_step": self.updates_per_step,
             "dropped": dict(self.dropped),
             "received_bytes": list(self.received_bytes),
             "sent_bytes": list(self.sent_bytes),
+            "rack_received_bytes": list(self.rack_received_bytes),
             "lost_messages": self.lost,
             "checked_reads": self.reads,
             "largest_lead": self.largest_lead,
+            "bound": self.bound,
             "largest_value": self.largest_value,
         }
-
-    def table(self) -> str:
-        """Workers, servers and staleness, for people."""
-        lines = [f"{'worker':>6}  {'gradients':>9}  {'busy s':>8}  {'idle s':>8}  idle"]
-        for number, one in enumerate(self.work):
-            lines.append(
-                f"{number:>6}  {one.gradients:>9}  {one.busy_seconds:>8.3g}  "
-                f"{one.idle_seconds:>8.3g}  {one.idle_share:.0%}"
-            )
-        lines.append(f"{'server':>6}  {'MB in':>9}  {'MB out':>8}")
-        for number, pair in enumerate(zip(self.received_bytes, self.sent_bytes, strict=True)):
-            lines.append(f"{number:>6}  {pair[0] / 1e6:>9.4g}  {pair[1] / 1e6:>8.4g}")
-        total = max(sum(self.staleness.values()), 1)
-        shares = (f"{age}: {self.staleness[age] / total:.0%}" for age in sorted(self.staleness))
-        lines.append(f"staleness in updates: {', '.join(shares)}")
-        last = self.curve[-1]
-        lines.append(
-            f"loss {last.loss:.4g} after {last.gradients} gradients, {self.seconds:.4g} s; reads "
-            f"{self.reads}, at most {self.largest_lead} clocks old"
-        )
-        return "\n".join(lines)

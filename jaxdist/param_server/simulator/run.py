@@ -3,49 +3,63 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 
+from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Adaptive, OnArrival
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.placement.contract import Placement, PlacementRule
+from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.placement.ranges import Tensor
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
-from jaxdist.param_server.simulator.config import SimulationConfig
-from jaxdist.param_server.simulator.network import Action, Network, Timeline
+from jaxdist.param_server.protocol.rack import WITHIN
+from jaxdist.param_server.simulator.encoder import Encoder, Encoding
+from jaxdist.param_server.simulator.network import Action, Network, Node, Timeline
 from jaxdist.param_server.simulator.problem import Arrays, Problem, Rule, Sgd
+from jaxdist.param_server.simulator.rack import RackNode
 from jaxdist.param_server.simulator.report import Point, Report, Work
 from jaxdist.param_server.simulator.shard import Shard, ShardNode
 from jaxdist.param_server.simulator.worker import WorkerNode
 
 
 def simulate(
-    config: SimulationConfig,
+    cluster: Cluster,
     problem: Problem,
     rule: Rule,
-    model: Consistency,
-    placement: PlacementRule,
     *,
-    servers: int = 1,
+    clocks: int,
+    measure_every: int = 10,
+    step_seconds: Sequence[float] | None = None,
+    pooled: bool = False,
+    whole: frozenset[str] = frozenset(),
 ) -> Report:
     """Train in virtual time.
 
     Args:
       rule: of the servers where workers push gradients, and of the workers where they push what
         their own steps changed; the outer rule of a decoupled model is in its own settings.
+      clocks: pushes of each worker, or of each in the mean.
+      measure_every: steps between two measurements of the loss: gradients of all workers, over
+        their number.
+      step_seconds: of a gradient of each worker, at its share of the batch; None: as in the script.
+      pooled: take all pushes from one pool, so that fast workers take more of them.
+      whole: parameters that the cluster's codec leaves as they are.
 
     Raises:
-      ConfigError: a script about workers that are not there, a model that does not go with so many,
-        more servers than ranges.
+      ConfigError: settings of the cluster that do not go together.
     """
-    return Simulation(config, problem, rule, model, placement, servers).run()
+    cluster.check_cluster(learning_rate=rule.learning_rate)
+    speeds = step_seconds or cluster.simulation.speeds(cluster.workers)
+    pool = clocks * cluster.workers if pooled else None
+    given = (cluster, problem, rule, speeds, clocks, measure_every, pool, whole)
+    return Simulation(*given).run()
 
 
 @dataclass
@@ -61,32 +75,42 @@ class Simulation:
 
     def __init__(
         self,
-        config: SimulationConfig,
+        cluster: Cluster,
         problem: Problem,
         rule: Rule,
-        model: Consistency,
-        placement: PlacementRule,
-        servers: int,
+        speeds: Sequence[float],
+        clocks: int,
+        measure_every: int,
+        pool: int | None,
+        whole: frozenset[str],
     ) -> None:
-        speeds = config.speeds()
-        model.check(workers=config.workers, learning_rate=rule.learning_rate)
-        self.config, self.problem, self.model = config, problem, model
-        self.rule = rule
+        self.cluster, self.config, self.model = cluster, cluster.simulation, cluster.consistency
+        self.problem, self.rule, self.clocks = problem, rule, clocks
+        self.measure_every, self.pool = measure_every, pool
+        # Workers of a rack keep rounds among themselves, whatever the racks do.
+        self.worker_model = WITHIN if cluster.clients < cluster.workers else self.model
         self.timeline = Timeline()
-        self.network = Network(config.link, self.timeline, config.seed)
-        self.placement = placed(problem.start, placement, servers)
-        outer = server_rule(model, rule)
+        self.network = Network(self.config.link, self.timeline, self.config.seed)
+        self.placement = placed(problem.start, cluster, divisible=rule.divisible)
+        outer = server_rule(self.model, rule)
+        given = (problem.start, self.model, outer, cluster.clients, self.say)
         self.shards = [
-            ShardNode(
-                at, self.placement.held(at), problem.start, model, outer, config.workers, self.say
-            )
-            for at in self.placement.servers
+            ShardNode(at, self.placement.held(at), *given) for at in self.placement.servers
         ]
+        self.encoding: Encoding | None = None
+        if cluster.codec is not None:
+            seed = cluster.simulation.seed
+            self.encoding = Encoding(cluster.codec, cluster.feedback, whole, seed)
+        self._push_bytes = [self._bytes_of_a_push(shard) for shard in self.shards]
         self.workers = [WorkerNode(at, seconds, self) for at, seconds in enumerate(speeds)]
         self._clients = {worker.client: worker for worker in self.workers}
+        places = enumerate(cluster.aggregation.racks(range(cluster.workers)))
+        self.racks = [RackNode(at, workers, self) for at, workers in places]
+        self._rack_clients: dict[int, RackNode] = {}
         self.reads, self.largest_value = _Reads(), 0.0
-        self._bound = bound_of(model)
+        self._bound = bound_of(self.model)
         self.curve: list[Point] = []
+        self._next_measured = float(measure_every)
 
     @property
     def now(self) -> float:
@@ -97,8 +121,8 @@ class Simulation:
 
     def run(self) -> Report:
         """To the end of the steps, or of the time."""
-        for client in self._clients:
-            self._join(client)
+        for worker in self.workers:
+            self._join(worker)
         for crash in self.config.crashes:
             self.after(crash.at_seconds, self.workers[crash.worker].crash)
             if crash.back_seconds is not None:
@@ -122,14 +146,38 @@ class Simulation:
             f"workers {stuck} wait for clients {late} for ever"
         )
 
-    def _join(self, client: int) -> None:
+    def _join(self, worker: WorkerNode) -> None:
+        place = self._rack_of(worker.number)
+        if place is not None:
+            place.join(worker.client)
+            return
         for shard in self.shards:
-            shard.join(client, self.now)
+            shard.join(worker.client, self.now)
 
-    def remove(self, client: int) -> None:
+    def remove(self, worker: WorkerNode, client: int) -> None:
         """A worker has gone for good: nobody waits for it any more."""
+        place = self._rack_of(worker.number)
+        if place is not None:
+            place.leave(client)
+            return
         for shard in self.shards:
             shard.leave(client, self.now)
+
+    def _rack_of(self, worker: int) -> RackNode | None:
+        return next((rack for rack in self.racks if worker in rack.workers), None)
+
+    def begin_rack(self, rack: RackNode) -> int:
+        """A rack joins the servers; its number as their client."""
+        number = len(self._rack_clients)
+        self._rack_clients[number] = rack
+        for shard in self.shards:
+            shard.join(number, self.now)
+        return number
+
+    def end_rack(self, rack: RackNode) -> None:
+        """A rack without workers leaves the servers."""
+        for shard in self.shards:
+            shard.leave(rack.client, self.now)
 
     def _back(self, number: int) -> None:
         worker = self.workers[number]
@@ -137,46 +185,98 @@ class Simulation:
             return
         worker.begin(max(self._clients) + 1)
         self._clients[worker.client] = worker
-        self._join(worker.client)
+        self._join(worker)
         worker.go_on()
 
     def ask(self, worker: WorkerNode, server: int, message: Message, payload: Shard | None) -> None:
-        """A worker's message to a server."""
-        size = 0 if payload is None else sum(array.nbytes for array in payload)
-        retry = self.config.link.retry_seconds
+        """A worker's message to a server, or to its rack's aggregator."""
         self._watch_values()
+        place = self._rack_of(worker.number)
+        if place is None:
+            self.ask_server(worker.node, server, message, payload, worker.again)
+            return
         self.network.send(
-            ("worker", worker.number),
-            ("server", server),
-            size,
-            lambda: self._receive(server, message, payload),
-            lambda: self.after(retry, lambda: worker.again(server, message)),
+            worker.node,
+            place.node,
+            0 if payload is None else self._push_bytes[server],
+            lambda: place.from_worker(server, message, payload),
+            self._retry(lambda: worker.again(server, message)),
         )
 
+    def ask_server(
+        self,
+        source: Node,
+        server: int,
+        message: Message,
+        payload: Shard | None,
+        again: Callable[[int, Message], None],
+    ) -> None:
+        """A client's message to a server; `again` sends it once more."""
+        lost = self._retry(lambda: again(server, message))
+
+        def deliver() -> None:
+            if self.config.paused_until(server, self.now) is None:
+                self._receive(server, message, payload)
+            else:
+                lost()
+
+        size = 0 if payload is None else self._push_bytes[server]
+        self.network.send(source, ("server", server), size, deliver, lost)
+
+    def _bytes_of_a_push(self, shard: ShardNode) -> int:
+        if self.encoding is None:
+            return shard.size_bytes
+        return self.encoding.size_bytes(shard.ranges, shard.arrays)
+
+    def encoder(self, client: int) -> Encoder | None:
+        """What a new client encodes its pushes with; None: they stay as they are."""
+        return None if self.encoding is None else Encoder(self.encoding, client)
+
+    def _retry(self, again: Action) -> Action:
+        """Send again when the sender's time is over."""
+        return lambda: self.after(self.config.link.retry_seconds, again)
+
     def say(self, server: int, reply: Reply, payload: Shard | None) -> None:
-        """A server's reply to a worker."""
-        worker = self._clients[reply.client]
-        size = 0 if payload is None else sum(array.nbytes for array in payload)
+        """A server's reply to a client of its own."""
+        if not self.racks:
+            self.tell_worker(("server", server), server, reply, payload)
+            return
+        rack = self._rack_clients[reply.client]
         self.network.send(
             ("server", server),
-            ("worker", worker.number),
-            size,
+            rack.node,
+            _bytes(payload),
+            lambda: rack.hear(server, reply, payload),
+            lambda: rack.lost_reply(server, reply),
+        )
+
+    def tell_worker(self, source: Node, server: int, reply: Reply, payload: Shard | None) -> None:
+        """A reply to a worker, about what a server holds."""
+        worker = self._clients[reply.client]
+        self.network.send(
+            source,
+            worker.node,
+            _bytes(payload),
             lambda: worker.hear(server, reply, payload),
             lambda: worker.lost_reply(server, reply),
         )
 
     def _receive(self, server: int, message: Message, payload: Shard | None) -> None:
         shard = self.shards[server]
-        before = shard.state.clocks.version
         if message.stamp.client in shard.state.clocks.clocks:
             shard.receive(message, payload, self.now)
-        if server == 0 and shard.state.clocks.version // self.config.measure_every > (
-            before // self.config.measure_every
-        ):
-            self._measure()
+        if server == 0:
+            self._measure_when_due()
         wake = protocol.wake(self.model, shard.state)
         if wake is not None:
-            self.after(max(0.0, wake - self.now), lambda: shard.tick(self.now))
+            self.after(max(0.0, wake - self.now), lambda: self._tick(shard))
+
+    def _tick(self, shard: ShardNode) -> None:
+        until = self.config.paused_until(shard.number, self.now)
+        if until is None:
+            shard.tick(self.now)
+        else:
+            self.after(until - self.now, lambda: self._tick(shard))
 
     def joined(self, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
         """Parameters by name, out of each server's part."""
@@ -192,24 +292,29 @@ class Simulation:
         return found
 
     def check_reads(self, worker: WorkerNode) -> None:
-        """That what a worker is about to compute from is no staler than the model says.
-
-        By the simulation's own count of what was applied before each version.
-        """
-        for shard, link in zip(self.shards, worker.links, strict=True):
+        """That what a worker is about to compute from is no staler than the model says."""
+        if self.racks:
+            return  # the rack's copy is checked when its workers are answered
+        for server, link in enumerate(worker.links):
             assert link.version is not None
-            lead = link.clock - shard.book.floors[link.version]
-            self.reads.count += 1
-            self.reads.largest_lead = max(self.reads.largest_lead, lead)
-            assert self._bound is None or lead <= self._bound, (
-                f"worker {worker.number} at clock {link.clock} reads version {link.version}, "
-                f"{lead} clocks old: more than {self._bound}"
-            )
+            self.check_read(server, link.clock, link.version)
+
+    def check_read(self, server: int, clock: int, version: int) -> None:
+        """The same of a client at a clock: by the simulation's own count of what was applied before
+        each version.
+        """
+        lead = clock - self.shards[server].book.floors[version]
+        self.reads.count += 1
+        self.reads.largest_lead = max(self.reads.largest_lead, lead)
+        assert self._bound is None or lead <= self._bound, (
+            f"a client at clock {clock} reads version {version} of server {server}, {lead} clocks "
+            f"old: more than {self._bound}"
+        )
 
     def largest(self, shard: Shard) -> float:
         """The largest magnitude by which gradients move a parameter, by plain SGD."""
         assert isinstance(self.model, OnArrival)
-        unit = self.rule.learning_rate * self.model.rate(0, self.config.workers)
+        unit = self.rule.learning_rate * self.model.rate(0, self.cluster.workers)
         return unit * max(float(np.abs(array).max(initial=0.0)) for array in shard)
 
     def _watch_values(self) -> None:
@@ -221,12 +326,19 @@ class Simulation:
             total = tuple(np.sum(parts, axis=0) for parts in zip(*sums, strict=True))
             self.largest_value = max(self.largest_value, self.largest(total))
 
+    def _measure_when_due(self) -> None:
+        steps = self.shards[0].merged * self.cluster.local_steps / self.cluster.clients
+        if steps >= self._next_measured:
+            self._next_measured = (steps // self.measure_every + 1) * self.measure_every
+            self._measure()
+
     def _measure(self) -> None:
         params = self.joined([shard.arrays for shard in self.shards])
-        steps = sum(worker.gradients for worker in self.workers)
+        gradients = sum(worker.gradients for worker in self.workers)
         updates = self.shards[0].state.clocks.version
-        point = Point(self.now, steps, updates, self.problem.loss(params))
-        if not self.curve or self.curve[-1][2:] != point[2:]:
+        steps = gradients / self.cluster.workers
+        point = Point(self.now, gradients, steps, updates, self.problem.loss(params))
+        if not self.curve or self.curve[-1][3:] != point[3:]:
             self.curve.append(point)
 
     def _report(self) -> Report:
@@ -242,14 +354,21 @@ class Simulation:
                 for one in self.workers
             ),
             staleness=sum((book.staleness for book in books), Counter()),
+            updates_per_step=self.cluster.updates_per_step,
             dropped=sum((book.dropped for book in books), Counter()),
             received_bytes=tuple(received["server", at] for at in range(len(self.shards))),
             sent_bytes=tuple(sent["server", at] for at in range(len(self.shards))),
+            rack_received_bytes=tuple(received[rack.node] for rack in self.racks),
             lost=self.network.lost,
             reads=self.reads.count,
             largest_lead=self.reads.largest_lead,
+            bound=self._bound,
             largest_value=self.largest_value,
         )
+
+
+def _bytes(payload: Shard | None) -> int:
+    return 0 if payload is None else sum(array.nbytes for array in payload)
 
 
 def server_rule(model: Consistency, rule: Rule) -> Rule:
@@ -259,13 +378,13 @@ def server_rule(model: Consistency, rule: Rule) -> Rule:
     return rule
 
 
-def placed(start: Arrays, rule: PlacementRule, servers: int) -> Placement:
+def placed(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
     """The arrays of a problem on servers 0, 1, 2, ..."""
     tensors = [
-        Tensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes)
+        Tensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes, divisible)
         for name, array in start.items()
     ]
-    return rule.place(tensors, range(servers))
+    return cluster.placement.place(tensors, range(cluster.servers))
 
 
 def bound_of(model: Consistency) -> int | None:

@@ -68,7 +68,9 @@ class ShardNode:
         self.number, self.ranges, self.model, self.rule = number, ranges, model, rule
         self.arrays = slices(ranges, start)
         self.size_bytes = sum(array.nbytes for array in self.arrays)
-        self.rules: list[RuleState] = [rule.init(array) for array in self.arrays]
+        self.rules: list[RuleState] = [
+            rule.init(one.name, array) for one, array in zip(ranges, self.arrays, strict=True)
+        ]
         self.state = server.begin(workers)
         self.book = Served(Counter(), Counter(), {0: 0})
         self._send = send
@@ -76,6 +78,7 @@ class ShardNode:
         self._read: dict[tuple[int, int], Shard] = {}
         self._squares: Shard = tuple(np.zeros_like(array) for array in self.arrays)
         self._applied: dict[int, int] = {}
+        self.merged = 0
 
     def join(self, client: int, now: float) -> None:
         self._applied[client] = self.book.floors[self.state.clocks.version]
@@ -126,6 +129,7 @@ class ShardNode:
 
     def _apply(self, effect: Apply) -> None:
         merge = effect.merge
+        self.merged += len(merge.parts)
         for part in merge.parts:
             self.book.staleness[part.staleness] += 1
         if merge.parts:
@@ -150,7 +154,8 @@ class ShardNode:
                 arrays.append(array + change)
                 continue
             gradient = -change if self.model.payload == "outer" else change
-            new, self.rules[at] = self.rule.update(array, gradient, merge.rate, self.rules[at])
+            given = (array, gradient, merge.rate, self.rules[at])
+            new, self.rules[at] = self.rule.update(self.ranges[at].name, *given)
             arrays.append(new)
         self.arrays = tuple(arrays)
 

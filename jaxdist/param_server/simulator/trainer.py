@@ -72,8 +72,8 @@ class Trainer:
         found: dict[str, np.ndarray] = {}
         for name, array in self._own.items():
             if name not in self._rules:
-                self._rules[name] = self.rule.init(array)
+                self._rules[name] = self.rule.init(name, array)
             found[name], self._rules[name] = self.rule.update(
-                array, gradient[name], 1.0, self._rules[name]
+                name, array, gradient[name], 1.0, self._rules[name]
             )
         return found

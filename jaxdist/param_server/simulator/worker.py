@@ -11,6 +11,7 @@ from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.param_server.protocol import client
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Message, Publish, Push, Reply
+from jaxdist.param_server.simulator.network import Node
 from jaxdist.param_server.simulator.problem import Computed
 from jaxdist.param_server.simulator.shard import Shard, slices
 from jaxdist.param_server.simulator.trainer import Trainer
@@ -44,11 +45,17 @@ class WorkerNode:
         self.links = [ClientState(number) for _ in servers]
         self.copies: list[Shard | None] = [None for _ in servers]
         self.sent: dict[tuple[int, int], Shard] = {}
-        workers = self.run.config.workers
+        workers = self.run.cluster.workers
         self.trainer = Trainer(
             self.run.model, self.run.problem, self.run.rule, self.number, workers
         )
+        self._read: list[int | None] = []
+        self.encoder = self.run.encoder(number)
         self.waits_since = self.run.now
+
+    @property
+    def node(self) -> Node:
+        return "worker", self.number
 
     @property
     def clock(self) -> int:
@@ -57,17 +64,20 @@ class WorkerNode:
     @property
     def finished(self) -> bool:
         """Has it taken its steps, and does it know what became of them?"""
-        steps = self.run.config.steps
-        return self.clock >= steps and not any(link.under_way for link in self.links)
+        return self._done and not any(link.under_way for link in self.links)
+
+    @property
+    def _done(self) -> bool:
+        return self.clock >= self.run.clocks if self.run.pool is None else self.run.pool < 1
 
     def go_on(self) -> None:
         """Compute where it may; else ask whom it waits for."""
         if not self.alive or self.busy or self.left:
             return
-        if self.clock >= self.run.config.steps:
+        if self._done:
             if self.finished:
                 self.left = True
-                self.run.remove(self.client)
+                self.run.remove(self, self.client)
             return
         if not self._pull_where(False) and not self._held_back():
             self._compute()
@@ -77,7 +87,7 @@ class WorkerNode:
         found = [
             server
             for server, link in enumerate(self.links)
-            if client.ready(self.run.model, link) == ready
+            if client.ready(self.run.worker_model, link) == ready
         ]
         for server in found:
             if not self.links[server].pulling and self.links[server].room:
@@ -87,14 +97,17 @@ class WorkerNode:
 
     def _compute(self) -> None:
         self.run.check_reads(self)
+        if self.run.pool is not None:
+            self.run.pool -= 1
         self.idle_seconds += self.run.now - self.waits_since
+        self._read = [link.version for link in self.links]
         copy = self.run.joined([found for found in self.copies if found is not None])
         first = self.trainer.read(copy)
         clock, me = self.clock, self.client
         if first is not None:
             self._push(first)
         self.busy = True
-        if self.run.model.ahead:
+        if self.run.worker_model.ahead:
             self._pull_where(True)
         factor = self.run.config.factor(self.number, self.run.now)
         seconds = self.step_seconds * self.trainer.local_steps * factor
@@ -116,8 +129,14 @@ class WorkerNode:
     def _push(self, change: Computed) -> None:
         usable = all(bool(np.isfinite(one).all()) for one in change.gradient.values())
         for server, shard in enumerate(self.run.shards):
-            payload = slices(shard.ranges, change.gradient)
-            link, message = client.push(self.links[server], tokens=change.tokens, usable=usable)
+            payload, fine = slices(shard.ranges, change.gradient), usable
+            if self.encoder is not None:
+                sequence = self.links[server].sequence
+                payload, finite = self.encoder(server, shard.ranges, payload, sequence)
+                fine = usable and finite
+            link, message = client.push(
+                self.links[server], version=self._read[server], tokens=change.tokens, usable=fine
+            )
             self.links[server] = link
             self.sent[server, message.stamp.sequence] = payload
             self.run.ask(self, server, message, payload)
@@ -165,7 +184,7 @@ class WorkerNode:
         model = self.run.model
         if not isinstance(model, OnArrival) or model.value_bound is None:
             return False
-        workers = self.run.config.workers
+        workers = self.run.cluster.workers
         largest = max(self.run.largest(self.under_way(at)) for at in range(len(self.links)))
         return model.holds_back(largest, workers)
 
@@ -175,7 +194,9 @@ class WorkerNode:
             return
         if not self.busy:
             self.idle_seconds += self.run.now - self.waits_since
+        elif self.run.pool is not None:
+            self.run.pool += 1
         self.alive, self.busy = False, False
         self.crashes += 1
         me = self.client
-        self.run.after(self.run.config.detect_seconds, lambda: self.run.remove(me))
+        self.run.after(self.run.config.detect_seconds, lambda: self.run.remove(self, me))

@@ -6,17 +6,22 @@ what happens between steps. A new one is a new file, and a name in `build.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from jaxdist.data.loader import Loader
 from jaxdist.mesh import Device
-from jaxdist.optim.build import Optimizer
+from jaxdist.optim.build import OptimConfig, Optimizer
+from jaxdist.parallel.plan import ParallelConfig
+from jaxdist.sharding import Dims, Layout
 from jaxdist.train.hooks import RunHooks
+from jaxdist.train.plan import TrainConfig
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.train.step import Program
+from jaxdist.types import Params
 
 
 @dataclass(frozen=True)
@@ -43,12 +48,41 @@ class Prepared:
       stages: of the whole run; `state.step` says where in them it stands.
       hooks: what happens between steps.
       enter: to be called with a stage before its first step.
+      optim: what the program's optimizer was built from.
+      directory: of the run; a process that reads its config builds the same.
+      note: tells the user a line.
+      record: writes down what servers and workers count, at a step.
     """
 
     state: TrainState
     stages: Sequence[TrainStage]
     hooks: RunHooks
     enter: Callable[[TrainStage], None] = lambda stage: None
+    optim: OptimConfig | None = None
+    directory: Path | None = None
+    note: Callable[[str], None] = print
+    record: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """What a strategy has to go with.
+
+    Attributes:
+      params: shapes of the model's parameters.
+      dims: logical dims of each, by name.
+      buffers: names of what a model changes in its forward pass besides.
+    """
+
+    total_steps: int
+    train: TrainConfig
+    optim: OptimConfig
+    parallel: ParallelConfig
+    layout: Layout
+    optimizer: Optimizer
+    params: Params
+    dims: Mapping[str, Dims]
+    buffers: Sequence[str]
 
 
 class Job(Protocol):
@@ -77,8 +111,12 @@ class Strategy(Protocol):
         """
         ...
 
-    def notices(self, total_steps: int) -> tuple[str, ...]:
-        """Settings that do nothing, or not what one may expect, in a run of so many steps."""
+    def check(self, given: RunSettings) -> tuple[str, ...]:
+        """Settings that do nothing, or not what one may expect, a sentence each.
+
+        Raises:
+          ConfigError: what does not go together, with the path of the setting in the whole config.
+        """
         ...
 
     def run(self, job: Job) -> TrainState:

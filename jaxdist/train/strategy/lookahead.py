@@ -20,7 +20,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.common import Beta
 from jaxdist.train.state import Outer, TrainState
-from jaxdist.train.strategy.contract import Job
+from jaxdist.train.strategy.contract import Job, RunSettings
 from jaxdist.train.strategy.synchronous import through_stages
 from jaxdist.types import OptState, Params
 
@@ -60,7 +60,8 @@ class Lookahead(Config):
         sgd = optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
         return SlowWeights(self.steps, sgd)
 
-    def notices(self, total_steps: int) -> tuple[str, ...]:
+    def check(self, given: RunSettings) -> tuple[str, ...]:
+        total_steps = given.total_steps
         left = total_steps % self.steps
         if not left:
             return ()

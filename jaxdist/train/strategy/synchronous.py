@@ -9,7 +9,7 @@ from jaxdist.optim.build import Optimizer
 from jaxdist.train.loop import run_loop
 from jaxdist.train.memory import told_if_too_large
 from jaxdist.train.state import Outer, TrainState
-from jaxdist.train.strategy.contract import Job, Prepared
+from jaxdist.train.strategy.contract import Job, Prepared, RunSettings
 
 
 class Synchronous(Config):
@@ -21,7 +21,7 @@ class Synchronous(Config):
     def outer(self, optimizer: Optimizer) -> Outer | None:
         return None
 
-    def notices(self, total_steps: int) -> tuple[str, ...]:
+    def check(self, given: RunSettings) -> tuple[str, ...]:
         return ()
 
     def run(self, job: Job) -> TrainState:

@@ -1,0 +1,1 @@
+"""Parameter servers: the wire, what comes in at each server, and runs with a slow worker."""

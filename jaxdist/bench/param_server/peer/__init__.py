@@ -1,0 +1,1 @@
+"""The other parameter server, in a Python that has ray."""

@@ -1,0 +1,168 @@
+"""Workers and servers, and what they have agreed on."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from jaxdist.compression import Codec, ErrorFeedback, Feedback, NoFeedback
+from jaxdist.compression.codecs.build import CodecConfig
+from jaxdist.config.schema import Config, Count
+from jaxdist.errors import CompressionError, ConfigError, blamed
+from jaxdist.param_server.aggregation import AggregationConfig, Direct
+from jaxdist.param_server.consistency.arrival import SSP, OnArrival
+from jaxdist.param_server.consistency.build import ConsistencyConfig
+from jaxdist.param_server.consistency.decoupled import Decoupled
+from jaxdist.param_server.consistency.elastic import Elastic
+from jaxdist.param_server.placement.balanced import Balanced
+from jaxdist.param_server.placement.build import PlacementConfig
+from jaxdist.param_server.simulator.config import SimulationConfig, shares_by_speed
+from jaxdist.param_server.wire.config import ProcessesConfig
+
+Shares = tuple[Count, ...]
+
+
+class Cluster(Config):
+    """Workers that compute, servers that hold the parameters, and what they have agreed on."""
+
+    workers: Count
+    """How many compute gradients, each on its own part of a batch."""
+    servers: Count = 1
+    """How many share the parameters."""
+    consistency: ConsistencyConfig = SSP()
+    """When a change counts and who may read, by type."""
+    placement: PlacementConfig = Balanced()
+    """Which server holds what, by type."""
+    aggregation: AggregationConfig = Direct()
+    """Who combines pushes on their way to the servers, by type."""
+    codec: CodecConfig | None = None
+    """Push in few bytes, by type, but for norms and biases; null pushes changes as they are."""
+    error_feedback: bool = True
+    """Add what a push leaves out to the next one."""
+    batch_shares: Literal["equal", "by_speed"] | Shares = "equal"
+    """How a batch is shared out: equal parts, by simulation.step_seconds, or examples of each."""
+    processes: ProcessesConfig = ProcessesConfig()
+    """Servers and workers of `jaxdist train`."""
+    simulation: SimulationConfig = SimulationConfig()
+    """What `jaxdist simulate` plays: speeds, the network, and what goes wrong."""
+
+    @property
+    def clients(self) -> int:
+        """Who pushes to the servers: racks, or the workers themselves."""
+        return len(self.aggregation.racks(range(self.workers))) or self.workers
+
+    @property
+    def local_steps(self) -> int:
+        """Gradients of a worker from one push to the next."""
+        match self.consistency:
+            case Elastic():
+                return self.consistency.every
+            case Decoupled():
+                return self.consistency.local_steps
+            case _:
+                return 1
+
+    @property
+    def pooled(self) -> bool:
+        """Do fast workers take more of a run's steps than slow ones? In rounds all take as many."""
+        model = self.consistency
+        return isinstance(model, OnArrival) or (
+            isinstance(model, Elastic) and model.order == "arrival"
+        )
+
+    @property
+    def updates_per_step(self) -> int:
+        """Updates by the optimizer in one step of all: one, or one of each client."""
+        return self.clients if isinstance(self.consistency, OnArrival) else 1
+
+    @property
+    def feedback(self) -> Feedback:
+        """What pushers keep of what a codec leaves out."""
+        return ErrorFeedback() if self.error_feedback else NoFeedback()
+
+    def clocks(self, steps: int) -> int:
+        """Pushes of a worker that takes at least so many steps.
+
+        >>> Cluster(workers=2, consistency=Elastic(every=4)).clocks(10)
+        3
+        """
+        return -(-steps // self.local_steps)
+
+    def shares(self, batch_size: int) -> Shares:
+        """Examples of each worker in a batch, in the order of their numbers.
+
+        Raises:
+          ConfigError: they do not add up to the batch.
+
+        >>> Cluster(workers=4).shares(8)
+        (2, 2, 2, 2)
+        """
+        if self.batch_shares == "by_speed":
+            return shares_by_speed(self.simulation.speeds(self.workers), batch_size)
+        if self.batch_shares != "equal":
+            return self._given_shares(self.batch_shares, batch_size)
+        if batch_size % self.workers:
+            raise ConfigError(
+                f"train.batch_size {batch_size} does not divide by {self.workers} workers: set "
+                f"{batch_size // self.workers * self.workers or self.workers}, another number of "
+                "workers, or strategy.batch_shares: by_speed",
+                setting=("workers",),
+            )
+        return (batch_size // self.workers,) * self.workers
+
+    def _given_shares(self, given: Shares, batch_size: int) -> Shares:
+        if len(given) != self.workers or sum(given) != batch_size:
+            raise ConfigError(
+                f"batch_shares are {len(given)} that add up to {sum(given)}: give one for each of "
+                f"{self.workers} workers, {batch_size} (train.batch_size) together",
+                setting=("batch_shares",),
+            )
+        return given
+
+    def step_seconds(self, batch_size: int) -> tuple[float, ...]:
+        """Time of one gradient by worker, by its share of the batch, without stragglers.
+
+        Raises:
+          ConfigError: speeds or shares that are not one for each worker.
+        """
+        speeds = self.simulation.speeds(self.workers)
+        mean = batch_size / self.workers
+        shares = self.shares(batch_size)
+        return tuple(time * share / mean for time, share in zip(speeds, shares, strict=True))
+
+    def check_cluster(self, *, learning_rate: float) -> None:
+        """Refuse settings that do not go together.
+
+        Raises:
+          ConfigError: with the path of the setting, from here.
+        """
+        with blamed("simulation"):
+            self.simulation.check(self.workers, self.servers)
+        with blamed("consistency"):
+            self.consistency.check(workers=self.clients, learning_rate=learning_rate)
+        with blamed("aggregation"):
+            self.aggregation.check(self.consistency, self.workers)
+            self._check_racks()
+        if self.codec is not None:
+            self._check_codec(self.codec)
+
+    def _check_racks(self) -> None:
+        model = self.consistency
+        racks = self.clients < self.workers
+        if racks and isinstance(model, OnArrival) and model.value_bound is not None:
+            raise ConfigError(
+                "consistency.value_bound bounds what each worker has under way, which racks "
+                "combine: leave it out, or take type direct",
+                setting=("type",),
+            )
+
+    def _check_codec(self, codec: Codec) -> None:
+        if self.consistency.payload == "elastic":
+            raise ConfigError(
+                "consistency type elastic pushes what the worker itself moves by: a push that "
+                "leaves something out pulls the two apart; set codec: null",
+                setting=("codec",),
+            )
+        try:
+            self.feedback.check(codec)
+        except CompressionError as error:
+            raise ConfigError(str(error), setting=("codec",)) from None

@@ -1,0 +1,118 @@
+"""A shard as one flat array: its ranges end to end, in the order of the placement."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxdist.errors import ConfigError
+from jaxdist.param_server.placement.contract import Placement
+from jaxdist.param_server.placement.ranges import Range
+from jaxdist.param_server.wire.contract import Spec
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Params
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range in its shard's flat array.
+
+    Attributes:
+      shape: of the range: its rows, and the parameter's other dims; a scalar is one row.
+      offset: elements before it.
+    """
+
+    range: Range
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def length(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def slice(self) -> slice:
+        return slice(self.offset, self.offset + self.length)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranges of one server.
+
+    Attributes:
+      server: its number, which is the shard's.
+    """
+
+    server: int
+    dtype: np.dtype
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(piece.length for piece in self.pieces)
+
+    @property
+    def spec(self) -> Spec:
+        """As a payload."""
+        return Spec(self.server, self.dtype, self.length)
+
+    def flatten(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """Its part of parameters or gradients by name, as one array `[length]`."""
+        flat = np.empty(self.length, self.dtype)
+        for piece in self.pieces:
+            rows = np.atleast_1d(arrays[piece.range.name])[piece.range.start : piece.range.stop]
+            flat[piece.slice] = rows.reshape(-1)
+        return flat
+
+
+def layouts(placement: Placement, params: Params) -> tuple[Layout, ...]:
+    """The shard of each server.
+
+    Args:
+      params: the parameters, or their shapes.
+
+    Raises:
+      ConfigError: parameters of several dtypes, which one array cannot hold.
+    """
+    named = dict(flatten_with_names(params))
+    dtypes = sorted({str(leaf.dtype) for leaf in named.values()})
+    if len(dtypes) > 1:
+        raise ConfigError(
+            f"strategy type parameter_server: the parameters are of several dtypes "
+            f"({', '.join(dtypes)}), and servers hold one: choose one dtype for all"
+        )
+    dtype = np.dtype(next(iter(named.values())).dtype)
+    found: list[Layout] = []
+    for server in placement.servers:
+        pieces: list[Piece] = []
+        offset = 0
+        for part in placement.held(server):
+            shape = (part.stop - part.start, *named[part.name].shape[1:])
+            pieces.append(Piece(part, shape, offset))
+            offset += pieces[-1].length
+        found.append(Layout(server, dtype, tuple(pieces)))
+    return tuple(found)
+
+
+def joined(
+    shards: Sequence[Layout], flats: Sequence[np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
+    """Parameters by name, out of the shards; views where one range is the whole.
+
+    Args:
+      shapes: of the parameters, by name.
+    """
+    parts: dict[str, list[tuple[int, np.ndarray]]] = {name: [] for name in shapes}
+    for layout, flat in zip(shards, flats, strict=True):
+        for piece in layout.pieces:
+            rows = flat[piece.slice].reshape(piece.shape)
+            parts[piece.range.name].append((piece.range.start, rows))
+    found: dict[str, np.ndarray] = {}
+    for name, shape in shapes.items():
+        rows = [array for _, array in sorted(parts[name], key=lambda part: part[0])]
+        whole = rows[0] if len(rows) == 1 else np.concatenate(rows)
+        found[name] = whole.reshape(shape)
+    return found

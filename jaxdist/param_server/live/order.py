@@ -1,0 +1,117 @@
+"""The order in which a server took messages, on disk: what it did can be done again to the bit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from jaxdist.errors import RunError
+from jaxdist.param_server.consistency.contract import Consistency
+from jaxdist.param_server.protocol import server
+from jaxdist.param_server.protocol.messages import Message, Pull, Push, Stamp
+from jaxdist.param_server.protocol.server import RangeState
+
+
+class Taken(NamedTuple):
+    """One call of the protocol, as `jaxdist.param_server.protocol.server` has it.
+
+    Attributes:
+      now: the server's time, in seconds.
+      client: of a join or a leave.
+      message: what was received.
+    """
+
+    kind: Literal["join", "leave", "tick", "receive"]
+    now: float
+    client: int = 0
+    message: Message | None = None
+
+
+def step(model: Consistency, state: RangeState, taken: Taken) -> server.Step:
+    """Do what was done."""
+    match taken.kind:
+        case "join":
+            return server.join(model, state, taken.client, taken.now)
+        case "leave":
+            return server.leave(model, state, taken.client, taken.now)
+        case "tick":
+            return server.tick(model, state, taken.now)
+        case "receive":
+            assert taken.message is not None
+            return server.receive(model, state, taken.message, taken.now)
+
+
+class OrderLog:
+    """Appends what is taken to a file, one JSON line each; nothing of the changes themselves.
+
+    Raises:
+      RunError: it cannot be written.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise RunError(f"order log {path} cannot be written: {error.strerror}") from error
+
+    def add(self, taken: Taken) -> None:
+        """Append one."""
+        self._file.write(json.dumps(_fields(taken)) + "\n")
+
+    def flush(self) -> None:
+        """Hand what was written to the operating system."""
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_order(path: Path) -> Iterator[Taken]:
+    """What a log holds, in order; a torn last line is left out.
+
+    Raises:
+      RunError: it cannot be read, or holds something else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise RunError(f"order log {path} cannot be read: {error.strerror}") from error
+    for number, line in enumerate(lines[:-1], 1):
+        try:
+            yield _taken(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise RunError(f"order log {path}, line {number}: {line[:60]!r} is no entry") from error
+
+
+def _fields(taken: Taken) -> list[object]:
+    match taken.message:
+        case None:
+            return [taken.kind, taken.now, taken.client]
+        case Pull(stamp):
+            return ["pull", taken.now, stamp.client, stamp.sequence, stamp.epoch]
+        case Push(stamp, clock, version, tokens, usable):
+            own = [clock, version, tokens, usable]
+            return ["push", taken.now, stamp.client, stamp.sequence, stamp.epoch, *own]
+
+
+def _taken(fields: list[object]) -> Taken:
+    match fields:
+        case ["join", float(now), int(client)]:
+            return Taken("join", now, client)
+        case ["leave", float(now), int(client)]:
+            return Taken("leave", now, client)
+        case ["tick", float(now), int(client)]:
+            return Taken("tick", now, client)
+        case ["pull", float(now), int(client), int(sequence), int(epoch)]:
+            return Taken("receive", now, message=Pull(Stamp(epoch, client, sequence)))
+        case [
+            "push", float(now), int(client), int(sequence), int(epoch),
+            int(clock), int(version), float(tokens), bool(usable),
+        ]:  # fmt: skip
+            stamp = Stamp(epoch, client, sequence)
+            return Taken("receive", now, message=Push(stamp, clock, version, tokens, usable))
+        case _:
+            raise ValueError(f"{fields} is no entry")

@@ -1,0 +1,137 @@
+"""A server's arrays: the parameters of its shard, and what its optimizer keeps for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist.param_server.consistency.arrays import combined, delay_compensated
+from jaxdist.param_server.consistency.arrival import DelayCompensation, OnArrival
+from jaxdist.param_server.consistency.contract import Arrival, Consistency, Merge
+from jaxdist.param_server.live.layout import Layout
+from jaxdist.types import OptState, PyTree
+
+Tree = dict[str, jax.Array]
+"""Ranges by key."""
+
+
+def split(layout: Layout, flat: jax.Array) -> Tree:
+    """The ranges of a flat array, by key, as an optimizer takes them."""
+    return {piece.range.key: flat[piece.slice].reshape(piece.shape) for piece in layout.pieces}
+
+
+def shapes(layout: Layout) -> dict[str, jax.ShapeDtypeStruct]:
+    """The shapes of `split`."""
+    return {
+        piece.range.key: jax.ShapeDtypeStruct(piece.shape, layout.dtype) for piece in layout.pieces
+    }
+
+
+class Shard:
+    """The arrays of one server. Parameters are never changed in place: readers keep a version.
+
+    Args:
+      transform: an optimizer that is separable by tensor, made for `shapes(layout)`.
+      flat: the parameters to begin with.
+      state: of the optimizer; None is a fresh one.
+
+    Attributes:
+      params: of the newest version, `[layout.length]`, on the host.
+      staleness: how many changes had so much.
+      unusable: changes that held a NaN or an infinity.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        model: Consistency,
+        transform: optax.GradientTransformationExtraArgs,
+        flat: np.ndarray,
+        state: OptState = None,
+    ) -> None:
+        self.layout, self.model = layout, model
+        self._transform = transform
+        self._flat = jnp.asarray(flat)
+        self.params = np.asarray(self._flat)
+        self.optimizer: OptState = self._begun() if state is None else jax.device_put(state)
+        self._update = jax.jit(self._updated, donate_argnums=(1, 2))
+        self._read: dict[tuple[int, int], np.ndarray] = {}
+        self._squares: np.ndarray | None = None
+        self.staleness: Counter[int] = Counter()
+        self.square = 0.0
+
+    def _begun(self) -> OptState:
+        def begun(flat: jax.Array) -> OptState:
+            return self._transform.init(split(self.layout, flat))
+
+        return jax.jit(begun)(self._flat)
+
+    def _updated(
+        self, flat: jax.Array, state: OptState, change: jax.Array, *rate: jax.Array
+    ) -> tuple[jax.Array, OptState]:
+        params, grads = split(self.layout, flat), split(self.layout, change)
+        # Neither is there: an optimizer that looks at them is not separable.
+        nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
+        updates, state = self._transform.update(grads, state, params, **nothing)
+        if rate:  # learning rates are factors of updates, those of weight decay too
+            updates = jax.tree.map(lambda x: x * rate[0].astype(x.dtype), updates)
+        moved: PyTree = optax.apply_updates(params, updates)
+        return jnp.concatenate([jnp.ravel(moved[key]) for key in params]), state
+
+    @property
+    def compensation(self) -> DelayCompensation | None:
+        return self.model.delay_compensation if isinstance(self.model, OnArrival) else None
+
+    def read(self, client: int, version: int) -> np.ndarray:
+        """The parameters, for a worker who will say that it has computed from this version."""
+        if self.compensation is not None:
+            self._read[client, version] = self.params
+        return self.params
+
+    def forget(self, client: int) -> None:
+        """What a worker that has gone had read."""
+        for key in [key for key in self._read if key[0] == client]:
+            del self._read[key]
+
+    def apply(self, merge: Merge, change_of: Callable[[Arrival], np.ndarray]) -> None:
+        """The next version; after it `square` is that of the norm of what was applied."""
+        for part in merge.parts:
+            self.staleness[part.staleness] += 1
+        if not merge.parts:
+            return
+        change = combined(merge, partial(self._compensated, change_of))
+        # By BLAS: XLA's sum of so many squares on a CPU takes ten times as long as the update.
+        wide = change.astype(np.float32, copy=False)
+        self.square = float(np.dot(wide, wide))
+        if self.model.payload == "elastic":
+            self._flat = jnp.asarray(self.params + change)
+        else:
+            gradient = -change if self.model.payload == "outer" else change
+            # Without a factor of 1, which would round elsewhere than a step on one mesh does.
+            rate = () if merge.rate == 1 else (jnp.float32(merge.rate),)
+            given = jnp.array(gradient)  # a copy: it is donated, and the worker's may be sent again
+            self._flat, self.optimizer = self._update(self._flat, self.optimizer, given, *rate)
+        self.params = np.asarray(self._flat)
+
+    def _compensated(self, change_of: Callable[[Arrival], np.ndarray], one: Arrival) -> np.ndarray:
+        config, gradient = self.compensation, change_of(one)
+        then = self._read.get((one.client, one.version))
+        if config is None or then is None:
+            return gradient
+        if self._squares is None:
+            self._squares = np.zeros_like(gradient)
+        found, self._squares = delay_compensated(config, gradient, self.params, then, self._squares)
+        for key in [k for k in self._read if k[0] == one.client and k[1] < one.version]:
+            del self._read[key]
+        return found
+
+    def kept(self) -> OptState:
+        """A copy of what the optimizer keeps, on the host."""
+        # np.asarray alone would show the memory that the next update is given.
+        return jax.tree.map(lambda leaf: np.array(leaf, copy=True), self.optimizer)

@@ -1,0 +1,90 @@
+"""Pushes in few bytes: what a sender's codec leaves of them, with error feedback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+import jax
+import numpy as np
+
+from jaxdist.compression import Codec, Feedback, Sender, SenderState, Sent, first_round
+from jaxdist.param_server.placement.ranges import Range
+from jaxdist.param_server.simulator.shard import Shard
+from jaxdist.types import Dims
+
+
+class Encoding:
+    """How all clients of a run encode, compiled once.
+
+    Attributes:
+      whole: parameters that are pushed as they are.
+      seed: of codecs that draw at random.
+    """
+
+    def __init__(
+        self, codec: Codec, feedback: Feedback, whole: frozenset[str] = frozenset(), seed: int = 0
+    ) -> None:
+        self.whole, self.seed = whole, seed
+        self.sender = Sender(codec, feedback)
+
+    @cached_property
+    def encode(self) -> jax.stages.Wrapped:
+        return jax.jit(self.sender.encode)
+
+    def size_bytes(self, ranges: Sequence[Range], arrays: Shard) -> int:
+        """Of a push of these ranges."""
+        return sum(
+            array.nbytes if one.name in self.whole else self.sender.codec.wire_bytes(_like(array))
+            for one, array in zip(ranges, arrays, strict=True)
+        )
+
+
+class Encoder:
+    """One client's: it keeps what its messages to each server left out."""
+
+    def __init__(self, encoding: Encoding, client: int) -> None:
+        self.encoding, self.client = encoding, client
+        self._states: dict[tuple[int, int], SenderState] = {}
+
+    def __call__(
+        self, server: int, ranges: Sequence[Range], change: Shard, sequence: int
+    ) -> tuple[Shard, bool]:
+        """What the server makes of a push, and whether it is finite.
+
+        A push that is not leaves nothing behind for the next.
+
+        Args:
+          sequence: of its message.
+        """
+        encoding = self.encoding
+        round = first_round(encoding.seed, sequence, self.client)
+        found: list[np.ndarray] = []
+        finite = True
+        for at, (one, array) in enumerate(zip(ranges, change, strict=True)):
+            if one.name in encoding.whole:
+                found.append(array)
+                finite &= bool(np.isfinite(array).all())
+                continue
+            key = server, at
+            if key not in self._states:
+                self._states[key] = encoding.sender.init(_like(array))
+            x = array.astype(np.float32)
+            sent: Sent = encoding.encode(x, self._states[key], round.part(at))
+            self._states[key] = sent.state
+            finite &= bool(sent.finite)
+            found.append(np.asarray(sent.decoded).astype(array.dtype))
+        return tuple(found), finite
+
+
+def _like(array: np.ndarray) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, np.float32)
+
+
+def vectors(dims: Mapping[str, Dims]) -> frozenset[str]:
+    """Parameters of less than two dims, layers not counted: small, and hurt most by a codec.
+
+    >>> sorted(vectors({"kernel": ("embed", "mlp"), "scale": ("layers", "embed")}))
+    ['scale']
+    """
+    return frozenset(name for name, own in dims.items() if sum(dim != "layers" for dim in own) < 2)

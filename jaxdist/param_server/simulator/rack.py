@@ -1,0 +1,143 @@
+"""A rack's aggregator in a simulation: one client of every server, and a server of its workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxdist.param_server.consistency.arrays import combined
+from jaxdist.param_server.consistency.contract import Arrival
+from jaxdist.param_server.protocol import client, rack
+from jaxdist.param_server.protocol.messages import Answer, Drop, Message, Publish, Push, Reply
+from jaxdist.param_server.protocol.rack import Ask, Forward, RackState, RackStep
+from jaxdist.param_server.simulator.network import Node
+from jaxdist.param_server.simulator.shard import Shard
+
+if TYPE_CHECKING:
+    from jaxdist.param_server.simulator.run import Simulation
+
+
+class RackNode:
+    """One aggregator.
+
+    Attributes:
+      place: of the rack among racks.
+      client: its number at the servers; a new one after all of its workers were gone.
+      workers: their numbers.
+      states: of the protocol, by server.
+    """
+
+    def __init__(self, place: int, workers: tuple[int, ...], run: Simulation) -> None:
+        self.place, self.workers, self.run = place, workers, run
+        self.client, self.states = -1, list[RackState]()
+
+    @property
+    def node(self) -> Node:
+        return "rack", self.place
+
+    def join(self, worker: int) -> None:
+        """With one more client in the rack."""
+        if not self.states:
+            self.client = self.run.begin_rack(self)
+            servers = range(len(self.run.shards))
+            self.states = [rack.begin(self.client, len(self.workers)) for _ in servers]
+            self.copies: list[Shard | None] = [None for _ in servers]
+            self._payloads: dict[tuple[int, int, int], Shard] = {}
+            self.encoder = self.run.encoder(self.client)
+            self._sent: dict[tuple[int, int], Shard] = {}
+        for server, state in enumerate(self.states):
+            self._do(server, rack.join(self.run.model, state, worker))
+
+    def leave(self, worker: int) -> None:
+        """Without a client; the last one takes the rack from the servers."""
+        for server, state in enumerate(self.states):
+            self._do(server, rack.leave(self.run.model, state, worker))
+        if self.states and not self.states[0].inner.members:
+            self.states = []
+            self.run.end_rack(self)
+
+    def from_worker(self, server: int, message: Message, payload: Shard | None) -> None:
+        """A message of a worker has come."""
+        stamp = message.stamp
+        if not self.states or stamp.client not in self.states[server].inner.members:
+            return
+        state = self.states[server]
+        if stamp.sequence >= state.inner.inboxes[stamp.client].expected and payload is not None:
+            self._payloads[server, stamp.client, stamp.sequence] = payload
+        self._do(server, rack.from_worker(self.run.model, state, message, self.run.now))
+
+    def hear(self, server: int, reply: Reply, payload: Shard | None) -> None:
+        """A reply of a server has come."""
+        if reply.client != self.client or not self.states:
+            return
+        step = rack.from_root(self.run.model, self.states[server], reply)
+        if step.takes:
+            self.copies[server] = payload
+        self._do(server, step)
+        known = self.states[server].outer.under_way if self.states else {}
+        for key in [key for key in self._sent if key[0] == server and key[1] not in known]:
+            del self._sent[key]
+
+    def _do(self, server: int, step: RackStep) -> None:
+        self.states[server] = step.state
+        for effect in step.effects:
+            match effect:
+                case Forward():
+                    self._forward(server, effect)
+                case Ask():
+                    self.run.ask_server(self.node, server, effect.message, None, self.again)
+                case Drop():
+                    self._payloads.pop((server, effect.client, effect.sequence), None)
+                case _:
+                    self._reply(server, effect)
+
+    def _reply(self, server: int, reply: Reply) -> None:
+        payload = None
+        if isinstance(reply, Answer):
+            outer = self.states[server].outer
+            assert outer.version is not None
+            assert client.ready(self.run.model, outer)
+            self.run.check_read(server, outer.clock, outer.version)
+            payload = self.copies[server]
+        self.run.tell_worker(self.node, server, reply, payload)
+
+    def _forward(self, server: int, effect: Forward) -> None:
+        def payload_of(one: Arrival) -> Shard:
+            return self._payloads[server, one.client, one.sequence]
+
+        like = self.run.shards[server].arrays
+        if effect.merge.parts:
+            total = tuple(
+                combined(effect.merge, lambda one, at=at: payload_of(one)[at])
+                for at in range(len(like))
+            )
+        else:
+            total = tuple(np.zeros_like(array) for array in like)
+        for one in effect.merge.arrivals:
+            del self._payloads[server, one.client, one.sequence]
+        if self.encoder is not None and effect.merge.parts:
+            sequence = effect.message.stamp.sequence
+            ranges = self.run.shards[server].ranges
+            coded, finite = self.encoder(server, ranges, total, sequence)
+            total = coded if finite else tuple(np.zeros_like(array) for array in like)
+        self._sent[server, effect.message.stamp.sequence] = total
+        self.run.ask_server(self.node, server, effect.message, total, self.again)
+
+    def again(self, server: int, message: Message) -> None:
+        """Send a message once more, unless the answer has come in the meantime."""
+        if message.stamp.client != self.client or not self.states:
+            return
+        sequence = message.stamp.sequence
+        if sequence in self.states[server].outer.under_way:
+            payload = self._sent[server, sequence] if isinstance(message, Push) else None
+            self.run.ask_server(self.node, server, message, payload, self.again)
+
+    def lost_reply(self, server: int, reply: Reply) -> None:
+        """A server's reply was lost: the rack asks again when its time is over."""
+        if isinstance(reply, Publish) or reply.client != self.client or not self.states:
+            return
+        message = self.states[server].outer.under_way.get(reply.sequence)
+        if message is not None:
+            wait = self.run.config.link.retry_seconds
+            self.run.after(wait, lambda: self.again(server, message))

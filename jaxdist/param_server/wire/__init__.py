@@ -1,0 +1,1 @@
+"""How messages of workers and servers travel: one contract, over gRPC or within a process."""

@@ -1,0 +1,43 @@
+"""Settings of the processes of a run: addresses, who may talk to them, and how long they wait."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat
+
+from jaxdist.config.schema import Config
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class TlsConfig(Config):
+    """Certificates, for servers and workers alike; each side asks the other for its own."""
+
+    authority: Path
+    """PEM file of the authority that signed all of them."""
+    certificate: Path
+    """PEM file of this side's certificate; a server's names the host that workers connect to."""
+    key: Path
+    """PEM file of its private key, which only its owner may read."""
+
+
+class ProcessesConfig(Config):
+    """Servers and workers as processes of this machine."""
+
+    host: str = "127.0.0.1"
+    """Address that servers listen on; one of a network needs tls."""
+    port: Port = 0
+    """Of server 0; the next ones have the next ports. 0 takes free ones."""
+    token: Path | None = None
+    """File with the token that workers must know; null makes a new one for each run."""
+    tls: TlsConfig | None = None
+    """Certificates; null talks in the clear, on this machine alone."""
+    deadline_seconds: PositiveFloat = 600.0
+    """A worker that all have waited for so long is ended, and another takes its place; whoever
+    waits twice as long gives up, and says who is late."""
+    retry_seconds: PositiveFloat = 30.0
+    """A message without an answer for so long is sent again."""
+    deaths: Annotated[int, Field(ge=1, le=100)] = 3
+    """How often in a row a worker may die without a step in between, before the run ends."""

@@ -1,0 +1,246 @@
+"""Frames: a fixed header, then at most `CHUNK_BYTES` raw bytes of the payload.
+
+Every frame repeats the header of its envelope, so that each is checked by itself. Little-endian:
+
+    offset  bytes  field
+         0      4  magic, b"JXPS"
+         4      2  version of this format
+         6      1  op
+         7      1  dtype: a number of `DTYPES`
+         8      1  flag
+         9      1  ndim: 1, or 0 without a payload
+        10      2  zero
+        12      4  tensor id
+        16      8  shape: elements
+        24      8  offset of this frame's bytes in the payload
+        32      4  length of this frame's bytes
+        36      4  epoch
+        40      8  client
+        48      8  sequence
+        56      8  clock
+        64      8  version of the parameters
+        72      8  floor
+        80      8  tokens, a float64
+        88      4  crc32c of all before it, and of the bytes after it
+        92         the bytes
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import google_crc32c
+import numpy as np
+from jax import numpy as jnp
+
+from jaxdist.param_server.wire.contract import (
+    CARRY_SHARD,
+    CARRY_TEXT,
+    Envelope,
+    Op,
+    Spec,
+    WireError,
+)
+
+MAGIC = b"JXPS"
+FORMAT = 1
+CHUNK_BYTES = 2**20
+TEXT_BYTES = 4096
+HEAD = struct.Struct("<4sHBBBBHIQQIIQQqqqd")
+CRC = struct.Struct("<I")
+HEADER_BYTES = HEAD.size + CRC.size
+FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
+"""No frame is longer."""
+DTYPES = tuple(np.dtype(name) for name in ("uint8", "float32", jnp.bfloat16, "float16", "float64"))
+
+
+class FrameError(WireError):
+    """A frame that is not taken; the text is the reason.
+
+    Attributes:
+      envelope: as much as could be read of it.
+    """
+
+    def __init__(self, reason: str, envelope: Envelope | None = None) -> None:
+        super().__init__(reason)
+        self.envelope = envelope
+
+
+class Header(NamedTuple):
+    """What a frame says before its bytes.
+
+    Attributes:
+      envelope: without its payload.
+      spec: of the payload; None without one.
+      offset: of this frame's bytes.
+      length: of them.
+    """
+
+    envelope: Envelope
+    spec: Spec | None
+    offset: int
+    length: int
+
+
+def text_payload(text: str) -> np.ndarray:
+    """A text as what an envelope carries, cut where it is too long."""
+    return np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
+
+
+def frames(envelope: Envelope) -> Iterator[bytes]:
+    """An envelope as frames; each copies its part of the payload once.
+
+    >>> [len(frame) for frame in frames(Envelope(Op.PULL))]
+    [92]
+    """
+    payload = envelope.payload
+    if payload is None:
+        yield _frame(envelope, 0, 0, 0, 0, np.empty(0, np.uint8))
+        return
+    dtype = DTYPES.index(payload.dtype)
+    raw = payload.view(np.uint8)
+    for offset in range(0, max(1, raw.size), CHUNK_BYTES):
+        part = raw[offset : offset + CHUNK_BYTES]
+        yield _frame(envelope, dtype, 1, payload.size, offset, part)
+
+
+def _frame(
+    envelope: Envelope, dtype: int, ndim: int, elements: int, offset: int, part: np.ndarray
+) -> bytes:
+    one = envelope
+    head = HEAD.pack(
+        MAGIC, FORMAT, one.op, dtype, one.flag, ndim, 0, one.tensor, elements, offset, part.size,
+        one.epoch, one.client, one.sequence, one.clock, one.version, one.floor, one.tokens,
+    )  # fmt: skip
+    crc = google_crc32c.extend(google_crc32c.value(head), part)  # pyright: ignore[reportArgumentType]
+    return b"".join((head, CRC.pack(crc), part.data))
+
+
+def parse(frame: bytes) -> Header:
+    """The header of a frame whose bytes are as they were sent.
+
+    Raises:
+      FrameError: it is no frame, or not one of ours.
+    """
+    if not HEADER_BYTES <= len(frame) <= FRAME_BYTES:
+        raise FrameError(
+            f"a frame of {len(frame)} bytes: {HEADER_BYTES} to {FRAME_BYTES} are taken"
+        )
+    (
+        magic, version, op, dtype, flag, ndim, zero, tensor, elements, offset, length,
+        epoch, client, sequence, clock, at, floor, tokens,
+    ) = HEAD.unpack_from(frame)  # fmt: skip
+    if magic != MAGIC:
+        raise FrameError(f"magic {magic!r} is not {MAGIC!r}: no frame of a parameter server")
+    if version != FORMAT:
+        raise FrameError(f"format {version} is not {FORMAT}: both sides need the same jaxdist")
+    view = np.frombuffer(frame, np.uint8)
+    found = google_crc32c.extend(google_crc32c.value(frame[: HEAD.size]), view[HEADER_BYTES:])  # pyright: ignore[reportArgumentType]
+    if (found,) != CRC.unpack_from(frame, HEAD.size):
+        raise FrameError("crc32c does not match: the frame was changed on its way")
+    try:
+        known = Op(op)
+    except ValueError as error:
+        raise FrameError(f"op {op} is not known") from error
+    envelope = Envelope(
+        known, epoch, client, sequence, clock, at, floor, tokens, bool(flag), tensor
+    )
+    if length != len(frame) - HEADER_BYTES:
+        raise FrameError(f"length {length} of {len(frame) - HEADER_BYTES} bytes", envelope)
+    if flag > 1 or zero or ndim > 1 or dtype >= len(DTYPES) or (not ndim and (elements or dtype)):
+        raise FrameError(f"flag {flag}, ndim {ndim}, dtype {dtype}: out of range", envelope)
+    spec = Spec(tensor, DTYPES[dtype], elements) if ndim else None
+    if spec is None and (length or offset):
+        raise FrameError(f"{length} bytes without a payload", envelope)
+    return Header(envelope, spec, offset, length)
+
+
+class Assembler:
+    """Envelopes out of the frames of one session, in their order; at most one is under way.
+
+    Args:
+      spec_of: what the payload of an envelope must be, given the envelope without it; None: none.
+        What it raises as `FrameError` refuses the envelope before anything is allocated.
+    """
+
+    def __init__(self, spec_of: Callable[[Envelope], Spec | None]) -> None:
+        self._spec_of = spec_of
+        self._envelope: Envelope | None = None
+        self._buffer = np.empty(0, np.uint8)
+        self._filled = 0
+
+    def feed(self, frame: bytes) -> Envelope | None:
+        """The envelope that this frame completes, if it does.
+
+        Raises:
+          FrameError: the frame is not taken; nor is the envelope that was under way.
+        """
+        try:
+            return self._fed(frame)
+        except FrameError:
+            self._drop()
+            raise
+
+    def _fed(self, frame: bytes) -> Envelope | None:
+        header = parse(frame)
+        envelope = header.envelope
+        if self._envelope is None:
+            self._begin(header)
+        elif envelope != self._envelope:
+            raise FrameError(f"{envelope.op.name} in the middle of another envelope", envelope)
+        if header.offset != self._filled or header.length > self._buffer.size - self._filled:
+            raise FrameError(
+                f"bytes {header.offset} to {header.offset + header.length} after {self._filled} "
+                f"of {self._buffer.size}",
+                envelope,
+            )
+        part = np.frombuffer(frame, np.uint8, offset=HEADER_BYTES)
+        self._buffer[self._filled : self._filled + header.length] = part
+        self._filled += header.length
+        if self._filled < self._buffer.size:
+            if not header.length:
+                raise FrameError("a frame without bytes", envelope)
+            return None
+        spec, buffer = header.spec, self._buffer
+        self._drop()
+        return envelope if spec is None else replace(envelope, payload=buffer.view(spec.dtype))
+
+    def _begin(self, header: Header) -> None:
+        envelope, given = header.envelope, header.spec
+        wanted = self._spec_of(envelope)
+        if wanted is None or given is None:
+            if wanted is not given:
+                which = "without its payload" if given is None else "with a payload"
+                raise FrameError(f"{envelope.op.name} {which}", envelope)
+        elif envelope.op in CARRY_TEXT:
+            if given.dtype != wanted.dtype or given.length > wanted.length:
+                raise FrameError(f"a text of {given.length} {given.dtype}", envelope)
+        elif given != wanted:
+            raise FrameError(
+                f"tensor {given.tensor}, {given.dtype}[{given.length}] is not tensor "
+                f"{wanted.tensor}, {wanted.dtype}[{wanted.length}]",
+                envelope,
+            )
+        self._envelope = envelope
+        self._buffer = np.empty(0 if given is None else given.size_bytes, np.uint8)
+        self._filled = 0
+
+    def _drop(self) -> None:
+        self._envelope, self._buffer, self._filled = None, np.empty(0, np.uint8), 0
+
+
+def spec_for(envelope: Envelope, push: Spec, shard: Spec) -> Spec | None:
+    """What the payload of an envelope must be.
+
+    Args:
+      push: of what workers push.
+      shard: of parameters.
+    """
+    if envelope.op in CARRY_TEXT:
+        return Spec(envelope.tensor, np.dtype(np.uint8), TEXT_BYTES)
+    if envelope.op not in CARRY_SHARD:
+        return None
+    return push if envelope.op is Op.PUSH else shard

@@ -1,0 +1,89 @@
+"""The protocol's messages and replies as envelopes, and back."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxdist.param_server.protocol.messages import (
+    Acknowledge,
+    Answer,
+    Message,
+    Publish,
+    Pull,
+    Push,
+    Refuse,
+    Reply,
+    Stamp,
+)
+from jaxdist.param_server.wire.contract import Envelope, Op
+from jaxdist.param_server.wire.frames import text_payload
+
+
+def of_message(message: Message, tensor: int, payload: np.ndarray | None = None) -> Envelope:
+    """A worker's message.
+
+    Args:
+      tensor: the number of the shard.
+      payload: of a push.
+    """
+    stamp = message.stamp
+    if isinstance(message, Pull):
+        return Envelope(Op.PULL, stamp.epoch, stamp.client, stamp.sequence, tensor=tensor)
+    return Envelope(
+        Op.PUSH, stamp.epoch, stamp.client, stamp.sequence, message.clock, message.version,
+        tokens=message.tokens, flag=message.usable, tensor=tensor, payload=payload,
+    )  # fmt: skip
+
+
+def to_message(envelope: Envelope) -> Message:
+    """The inverse of `of_message`."""
+    stamp = Stamp(envelope.epoch, envelope.client, envelope.sequence)
+    if envelope.op is Op.PULL:
+        return Pull(stamp)
+    assert envelope.op is Op.PUSH, envelope.op
+    return Push(stamp, envelope.clock, envelope.version, envelope.tokens, envelope.flag)
+
+
+def of_reply(reply: Reply, tensor: int, epoch: int, payload: np.ndarray | None = None) -> Envelope:
+    """A server's reply.
+
+    Args:
+      epoch: of the range.
+      payload: parameters, where the reply has them.
+    """
+    match reply:
+        case Acknowledge(client, sequence, version):
+            return Envelope(
+                Op.ACKNOWLEDGE, epoch, client, sequence,
+                version=version or 0, flag=version is not None, tensor=tensor,
+            )  # fmt: skip
+        case Answer(client, sequence, clock, version, floor):
+            return Envelope(
+                Op.ANSWER, epoch, client, sequence, clock, version, floor,
+                tensor=tensor, payload=payload,
+            )  # fmt: skip
+        case Publish(client, version, floor):
+            return Envelope(
+                Op.PUBLISH, epoch, client, version=version, floor=floor,
+                tensor=tensor, payload=payload,
+            )  # fmt: skip
+        case Refuse(client, sequence, reason, epoch):
+            return Envelope(
+                Op.REFUSE, epoch, client, sequence, tensor=tensor, payload=text_payload(reason)
+            )
+
+
+def to_reply(envelope: Envelope) -> Reply:
+    """The inverse of `of_reply`."""
+    one = envelope
+    match one.op:
+        case Op.ACKNOWLEDGE:
+            return Acknowledge(one.client, one.sequence, one.version if one.flag else None)
+        case Op.ANSWER:
+            return Answer(one.client, one.sequence, one.clock, one.version, one.floor)
+        case Op.PUBLISH:
+            return Publish(one.client, one.version, one.floor)
+        case Op.REFUSE:
+            return Refuse(one.client, one.sequence, one.text, one.epoch)
+        case _:
+            raise AssertionError(f"{one.op.name} is no reply")

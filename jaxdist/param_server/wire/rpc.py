@@ -1,0 +1,234 @@
+"""The wire over gRPC: one stream of frames for each session, both ways."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import grpc
+
+from jaxdist.param_server.wire.contract import (
+    Envelope,
+    Hear,
+    Service,
+    Session,
+    Spec,
+    WireError,
+)
+from jaxdist.param_server.wire.frames import FRAME_BYTES, Assembler, FrameError, frames
+from jaxdist.param_server.wire.outbox import MOST_SHARDS, Outbox
+from jaxdist.param_server.wire.security import TOKEN_KEY, Tls, same_token
+
+SERVICE = "jaxdist.ParameterServer"
+METHOD = f"/{SERVICE}/Session"
+CONNECT_SECONDS = 2.0
+COMMON: Sequence[tuple[str, int]] = (
+    ("grpc.max_receive_message_length", FRAME_BYTES),
+    ("grpc.max_send_message_length", FRAME_BYTES),
+    ("grpc.max_metadata_size", 4096),
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+OF_SERVER: Sequence[tuple[str, int]] = (
+    *COMMON,
+    ("grpc.so_reuseport", 0),  # a second process on the port is refused, and not let in
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+)
+OF_CLIENT: Sequence[tuple[str, int]] = (
+    *COMMON,
+    ("grpc.use_local_subchannel_pool", 1),  # a connection for each session
+    ("grpc.enable_retries", 0),  # the protocol's own retries settle each message once
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class _Peer:
+    """A server's end of a session."""
+
+    def __init__(self) -> None:
+        self.outbox = Outbox(MOST_SHARDS)
+
+    def say(self, envelope: Envelope) -> None:
+        self.outbox.put(envelope)
+
+    def close(self) -> None:
+        self.outbox.close()
+
+
+class RpcServer:
+    """A service on a port of its own.
+
+    Args:
+      host: an address of this machine.
+      port: 0 takes a free one.
+      token: that every session must know.
+      tls: None talks in the clear, which `security.check_address` allows on this machine alone.
+      sessions: at most so many at a time; more are refused.
+
+    Raises:
+      WireError: the port is taken, or the address is not this machine's.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        token: str,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        tls: Tls | None = None,
+        sessions: int = 64,
+    ) -> None:
+        self._service, self._token = service, token
+        self._free = threading.Semaphore(sessions)
+        # One more thread than sessions: it refuses those that are too many.
+        self._server = grpc.server(
+            ThreadPoolExecutor(sessions + 1),
+            options=[*OF_SERVER],
+            maximum_concurrent_rpcs=sessions + 1,  # nothing queues up before it is let in
+        )
+        handler = grpc.stream_stream_rpc_method_handler(self._session)
+        generic = grpc.method_handlers_generic_handler(SERVICE, {"Session": handler})
+        self._server.add_generic_rpc_handlers((generic,))
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            self.port = (
+                self._server.add_insecure_port(address)
+                if tls is None
+                else self._server.add_secure_port(address, tls.server())
+            )
+        except RuntimeError as error:
+            raise WireError(
+                f"{address} cannot be listened on: another process has the port, or the address "
+                "is not this machine's; choose another port, or 0 for a free one"
+            ) from error
+        self._server.start()
+
+    def close(self) -> None:
+        """End all sessions and the port."""
+        self._server.stop(grace=None).wait()
+
+    def _session(self, given: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        metadata = dict(context.invocation_metadata() or ())
+        if not same_token(metadata.get(TOKEN_KEY), self._token):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the token is not this server's")
+        if not self._free.acquire(blocking=False):
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions")
+        try:
+            yield from self._answered(given, context)
+        finally:
+            self._free.release()
+
+    def _answered(self, given: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        peer = _Peer()
+        if not context.add_callback(peer.close):
+            return  # it has ended already
+        reader = threading.Thread(target=self._read, args=(given, peer), name="session")
+        reader.start()
+        try:
+            while (envelope := peer.outbox.take()) is not None:
+                yield from frames(envelope)
+        finally:
+            peer.close()
+            context.cancel()
+            reader.join()
+            self._service.left(peer)
+
+    def _read(self, given: Iterator[bytes], peer: _Peer) -> None:
+        service = self._service
+        assembler = Assembler(service.spec)
+        try:
+            for frame in given:
+                try:
+                    envelope = assembler.feed(frame)
+                except FrameError as error:
+                    service.rejected(peer, error.envelope, str(error))
+                    continue
+                if envelope is not None:
+                    service.receive(peer, envelope)
+        except grpc.RpcError:
+            pass  # the worker has gone
+        finally:
+            peer.close()
+
+
+@dataclass(frozen=True)
+class RpcWire:
+    """The way to an `RpcServer`.
+
+    Attributes:
+      address: `host:port`.
+      spec_of: what payloads of the server's envelopes must be.
+      tls: None talks in the clear.
+    """
+
+    address: str
+    token: str
+    spec_of: Callable[[Envelope], Spec | None]
+    tls: Tls | None = None
+
+    def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
+        """See `jaxdist.param_server.wire.contract.Wire.open`."""
+        return _RpcSession(self, hear, ended)
+
+
+class _RpcSession:
+    def __init__(self, wire: RpcWire, hear: Hear, ended: Callable[[str], None]) -> None:
+        self._wire, self._hear, self._ended = wire, hear, ended
+        self._outbox = Outbox()
+        self._closed = False
+        options = [*OF_CLIENT]
+        self._channel = (
+            grpc.insecure_channel(wire.address, options)
+            if wire.tls is None
+            else grpc.secure_channel(wire.address, wire.tls.channel(), options)
+        )
+        try:
+            grpc.channel_ready_future(self._channel).result(CONNECT_SECONDS)
+        except grpc.FutureTimeoutError as error:
+            self._channel.close()
+            how = "" if wire.tls is None else " with these certificates"
+            raise WireError(
+                f"no server answers at {wire.address}{how} within {CONNECT_SECONDS:g} s"
+            ) from error
+        call = self._channel.stream_stream(METHOD)
+        self._call: Iterable[bytes] = call(self._frames(), metadata=((TOKEN_KEY, wire.token),))
+        self._reader = threading.Thread(target=self._read, name="session", daemon=True)
+        self._reader.start()
+
+    def send(self, envelope: Envelope) -> None:
+        self._outbox.put(envelope)
+
+    def close(self) -> None:
+        self._closed = True
+        self._outbox.close()
+        self._channel.close()
+        if threading.current_thread() is not self._reader:
+            self._reader.join()
+
+    def _frames(self) -> Iterator[bytes]:
+        while (envelope := self._outbox.take()) is not None:
+            yield from frames(envelope)
+
+    def _read(self) -> None:
+        assembler, reason = Assembler(self._wire.spec_of), "the server ended the session"
+        try:
+            for frame in self._call:
+                envelope = assembler.feed(frame)
+                if envelope is not None and not self._closed:
+                    self._hear(envelope)
+        except FrameError as error:
+            reason = f"the server sent what cannot be read: {error}"
+        except grpc.RpcError as error:
+            code = getattr(error, "code", lambda: None)()
+            details = getattr(error, "details", lambda: "")()
+            reason = f"{code.name if code else 'error'}: {details}"
+        finally:
+            self._outbox.close()
+        if not self._closed:
+            self._closed = True
+            self._channel.close()
+            self._ended(reason)

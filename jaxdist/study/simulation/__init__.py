@@ -1,0 +1,1 @@
+"""`jaxdist simulate`: a config with a parameter server in virtual time."""

@@ -1,0 +1,172 @@
+"""`jaxdist simulate CONFIG`: one run, or variants side by side."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxdist.data.cache import cache_directory
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import Experiment, build, load
+from jaxdist.experiment.config import at_setting
+from jaxdist.param_server.simulator.report import Report
+from jaxdist.param_server.simulator.table import table as report_table
+from jaxdist.runtime import compilation_cache
+from jaxdist.study.files import check_writable, write_json
+from jaxdist.study.simulation.compared import Simulated, Targets, default_targets, table
+from jaxdist.study.simulation.plot import plot_simulation
+from jaxdist.study.simulation.simulated import Simulator, cluster_of
+from jaxdist.study.variants import AS_GIVEN, Variant, parse_variants
+from jaxdist.types import JsonObject
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """What a command found.
+
+    Attributes:
+      caption: what was trained, on what.
+      targets: losses that times are measured to, by seed.
+      rows: one for each variant; the first is the one that the others are compared with.
+    """
+
+    caption: str
+    targets: Targets
+    rows: tuple[Simulated, ...]
+
+    def text(self) -> str:
+        """The table of variants; of a single run its report."""
+        if len(self.rows) == len(self.rows[0].reports) == 1:
+            return "\n".join([self.caption, "", report_table(self.rows[0].reports[0])])
+        settings = [f"{row.variant.name}: {' '.join(row.variant.overrides)}" for row in self.rows]
+        goals = ", ".join(f"{target:.4f}" for target in self.targets)
+        told = (
+            f"Target: held-out loss {goals} by seed. Mean over {len(self.targets)} seeds "
+            "(spread: their standard deviation)."
+        )
+        return "\n".join([self.caption, told, "", table(self.rows, self.targets), "", *settings])
+
+    def as_json(self) -> JsonObject:
+        """Plain data: the text, and every run."""
+        return {
+            "text": self.text().splitlines(),
+            "targets": [target if math.isfinite(target) else None for target in self.targets],
+            "variants": [row.as_json(self.targets) for row in self.rows],
+        }
+
+
+def run(
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    variants: Sequence[str],
+    seeds: int,
+    target: float | None,
+    json_file: Path | None,
+    plot: Path | None,
+    console: Console,
+) -> Simulation:
+    """Train in virtual time; print and write what that gives.
+
+    The same command gives the same bits.
+
+    Args:
+      variants: as `jaxdist.study.variants.parse_variants` takes them; without any, CONFIG itself.
+      seeds: runs of each, with seed, seed + 1, ... of the config and of the script.
+      target: the loss that times are measured to; None is seed by seed 1% above the first
+        variant's last.
+      json_file, plot: a file and a directory to write to.
+
+    Raises:
+      JaxdistError: a config that cannot be simulated; files that cannot be written.
+    """
+    found = parse_variants(variants, taken=[]) or (AS_GIVEN,)
+    experiments = {variant: _experiment(path, overrides, variant, 0) for variant in found}
+    check_alike(experiments)
+    check_writable(plot, json_file)
+    compilation_cache.enable(cache_directory() / "compiled")
+    first = experiments[found[0]]
+    for notice in dict.fromkeys(n for one in experiments.values() for n in one.notices):
+        console.print(f"[bold yellow]warning:[/] {notice}", soft_wrap=True)
+    rows = _rows(path, overrides, found, seeds, console)
+    targets = default_targets(rows[0]) if target is None else (target,) * seeds
+    done = Simulation(caption_of(first), targets, rows)
+    console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
+    if json_file is not None:
+        write_json(json_file, done.as_json())
+    if plot is not None:
+        title = f"{first.config.model.type} on {path.stem}: {len(rows[0].seeds)} seeds"
+        plot_simulation(rows, plot, title=title, target=targets[0])
+    return done
+
+
+def _rows(
+    path: Path,
+    overrides: Sequence[str],
+    variants: Sequence[Variant],
+    seeds: int,
+    console: Console,
+) -> tuple[Simulated, ...]:
+    """Seed by seed, so that variants share what a seed needs once."""
+    simulator = Simulator()
+    reports: dict[Variant, list[Report]] = {variant: [] for variant in variants}
+    _, config = load(path, overrides)
+    numbers = tuple(config.seed + seed for seed in range(seeds))
+    for seed, variant in product(range(seeds), variants):
+        report = simulator(_experiment(path, overrides, variant, seed))
+        reports[variant].append(report)
+        if seeds * len(variants) > 1:
+            console.print(
+                f"{variant.name}, seed {numbers[seed]}: loss {report.loss:.4f} after "
+                f"{report.seconds:.4g} virtual seconds"
+            )
+    return tuple(Simulated(variant, numbers, tuple(reports[variant])) for variant in variants)
+
+
+def _experiment(path: Path, overrides: Sequence[str], variant: Variant, seed: int) -> Experiment:
+    given = [*overrides, *variant.overrides]
+    document, config = load(path, given)
+    with at_setting(document, "strategy"):
+        cluster = cluster_of(config)
+    if seed:
+        script = cluster.simulation.seed
+        more = [f"seed={config.seed + seed}", f"strategy.simulation.seed={script + seed}"]
+        document, config = load(path, [*given, *more])
+    return build(config, document)
+
+
+def check_alike(experiments: dict[Variant, Experiment]) -> None:
+    """All take as many steps on the same batches.
+
+    Raises:
+      ConfigError: a variant that does not.
+    """
+    first = next(iter(experiments.values()))
+    for variant, one in experiments.items():
+        pairs = {
+            "data": (one.config.data, first.config.data),
+            "train.batch_size": (one.config.train.batch_size, first.config.train.batch_size),
+            "the number of steps": (one.total_steps, first.total_steps),
+            "seed": (one.config.seed, first.config.seed),
+        }
+        changed = [what for what, (mine, other) in pairs.items() if mine != other]
+        if changed:
+            raise ConfigError(
+                f"variant {variant.name!r} changes {' and '.join(changed)}: all take equal steps "
+                "on the same batches; set it for all, outside --variant"
+            )
+
+
+def caption_of(experiment: Experiment) -> str:
+    """What is trained, by whom."""
+    config, cluster = experiment.config, cluster_of(experiment.config)
+    return (
+        f"{config.model.type} on {experiment.dataset.description}; {config.optim.type}, "
+        f"{experiment.total_steps:,} steps of {config.train.batch_size} examples, shared by "
+        f"{cluster.workers} workers; {cluster.servers} servers."
+    )

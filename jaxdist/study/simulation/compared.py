@@ -1,0 +1,106 @@
+"""Simulated runs of variants, side by side."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from jaxdist.param_server.simulator.report import Report
+from jaxdist.study.variants import Variant
+from jaxdist.types import JsonObject
+
+TOLERANCE = 0.01
+"""By how much the default target is above the first variant's last loss."""
+
+
+Targets = tuple[float, ...]
+"""Losses that times are measured to, by seed."""
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """The runs of one variant.
+
+    Attributes:
+      reports: by seed, in the order of the seeds.
+    """
+
+    variant: Variant
+    seeds: tuple[int, ...]
+    reports: tuple[Report, ...]
+
+    @property
+    def losses(self) -> tuple[float, ...]:
+        """The last of each run."""
+        return tuple(report.loss for report in self.reports)
+
+    def seconds_to(self, targets: Targets) -> float | None:
+        """The mean over seeds; None where a run does not get there."""
+        pairs = zip(self.reports, targets, strict=True)
+        found = [report.seconds_to(target) for report, target in pairs]
+        reached = [seconds for seconds in found if seconds is not None]
+        return statistics.fmean(reached) if len(reached) == len(found) else None
+
+    def as_json(self, targets: Targets) -> JsonObject:
+        """Plain data: settings, means and all runs."""
+        return {
+            "name": self.variant.name,
+            "overrides": list(self.variant.overrides),
+            "losses": [loss if math.isfinite(loss) else None for loss in self.losses],
+            "seconds_to_target": self.seconds_to(targets),
+            "runs": [
+                {"seed": seed, **report.as_json()}
+                for seed, report in zip(self.seeds, self.reports, strict=True)
+            ],
+        }
+
+
+def default_targets(first: Simulated) -> Targets:
+    """Seed by seed 1% above the first variant's last loss."""
+    return tuple(loss * (1 + TOLERANCE) for loss in first.losses)
+
+
+def table(rows: Sequence[Simulated], targets: Targets) -> str:
+    """One line for each variant; at most 80 columns."""
+    return "\n".join(_lines(rows, targets))
+
+
+def _lines(rows: Sequence[Simulated], targets: Targets) -> Iterator[str]:
+    first = rows[0]
+    base, base_loss = first.seconds_to(targets), statistics.fmean(first.losses)
+    yield (
+        f"{'':<20} {'loss':>8} {'spread':>7} {'change':>7} {'to target':>9} {'speed':>6} "
+        f"{'stale':>9} {'idle':>4}"
+    )
+    for row in rows:
+        reports = row.reports
+        loss, seconds = statistics.fmean(row.losses), row.seconds_to(targets)
+        spread = statistics.stdev(row.losses) if len(row.losses) > 1 else 0.0
+        change = "" if row is first else f"{loss / base_loss - 1:+.1%}"
+        speed = f"{base / seconds:.2f}x" if base and seconds else ""
+        stale = statistics.fmean(report.mean_staleness for report in reports)
+        most = max(max(report.staleness, default=0) for report in reports)
+        idle = statistics.fmean(report.idle_share for report in reports)
+        yield (
+            f"{row.variant.name:<20} {loss:>8.4f} {spread:>7.4f} {change:>7} "
+            f"{_seconds(seconds):>9} {speed:>6} {f'{stale:.1f}/{most}':>9} {idle:>4.0%}"
+        )
+    yield ""
+    yield from _traffic(rows)
+
+
+def _traffic(rows: Sequence[Simulated]) -> Iterator[str]:
+    """Bytes are the same for all seeds, but for what a network loses."""
+    yield f"{'':<20} {'virtual s':>9} {'MB into the fullest server':>27} {'MB out':>9}"
+    for row in rows:
+        reports = row.reports
+        seconds = statistics.fmean(report.seconds for report in reports)
+        into = statistics.fmean(max(report.received_bytes) for report in reports) / 1e6
+        out = statistics.fmean(max(report.sent_bytes) for report in reports) / 1e6
+        yield f"{row.variant.name:<20} {seconds:>9.4g} {into:>27.4g} {out:>9.4g}"
+
+
+def _seconds(seconds: float | None) -> str:
+    return "never" if seconds is None else f"{seconds:.4g} s"

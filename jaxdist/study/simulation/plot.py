@@ -1,0 +1,71 @@
+"""The loss over virtual time and over steps, and the staleness, as a picture."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxdist.metrics.figure import new_figure, save
+from jaxdist.study.simulation.compared import Simulated
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NAME = "simulation"
+_SIZE_INCHES = (13.0, 4.6)
+
+
+def plot_simulation(
+    rows: Sequence[Simulated], directory: str | os.PathLike[str], *, title: str, target: float
+) -> list[Path]:
+    """Draw the variants' runs, as `jaxdist.metrics.figure.save` writes it.
+
+    Args:
+      rows: the first seed of each has the curve, all seeds together the histogram.
+      title: what stands above the axes.
+      target: the loss that a dashed line marks.
+    """
+    figure = simulation_figure(rows, title=title, target=target)
+    return save(figure, directory, NAME, what="the simulation")
+
+
+def simulation_figure(rows: Sequence[Simulated], *, title: str, target: float) -> Figure:
+    """The figure that `plot_simulation` writes, for a notebook or another format."""
+    import matplotlib as mpl
+
+    figure = new_figure(_SIZE_INCHES)
+    over_time, over_steps, stale = figure.subplots(1, 3)
+    colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(rows)))
+    for row, colour in zip(rows, colours, strict=True):
+        curve = row.reports[0].curve
+        losses = [point.loss for point in curve]
+        name = row.variant.name
+        over_time.plot([p.seconds for p in curve], losses, color=colour, label=name, linewidth=1.6)
+        over_steps.plot([p.steps for p in curve], losses, color=colour, linewidth=1.6)
+        _draw_staleness(stale, row, colour)
+    for axes, label in ((over_time, "virtual seconds"), (over_steps, "steps")):
+        axes.axhline(target, color="#6b6b6b", linestyle="--", linewidth=1)
+        axes.set_xlabel(label, fontsize=12)
+    over_time.set_ylabel("held-out loss (nats)", fontsize=12)
+    stale.set_xlabel("staleness (updates)", fontsize=12)
+    stale.set_ylabel("share of changes at most so stale", fontsize=12)
+    for axes in (over_time, over_steps, stale):
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=14, fontweight="bold")
+    figure.legend(loc="outside lower center", ncols=min(len(rows), 6), frameon=False, fontsize=11)
+    return figure
+
+
+def _draw_staleness(axes: Axes, row: Simulated, colour: np.ndarray) -> None:
+    """A histogram, added up from the left: so those of many variants can be told apart."""
+    counts = sum((report.staleness for report in row.reports), Counter[int]())
+    ages = np.arange(max(counts, default=0) + 1)
+    shares = np.cumsum([counts[age] for age in range(len(ages))]) / max(sum(counts.values()), 1)
+    axes.step(ages, shares, where="post", color=tuple(colour), linewidth=1.6)

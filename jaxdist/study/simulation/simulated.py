@@ -1,0 +1,84 @@
+"""A config's own model, data and optimizer under a simulated parameter server."""
+
+from __future__ import annotations
+
+import json
+
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import Experiment, ExperimentConfig
+from jaxdist.param_server.simulator.encoder import vectors
+from jaxdist.param_server.simulator.report import Report
+from jaxdist.param_server.simulator.run import simulate
+from jaxdist.train.strategy.parameter_server import ParameterServer, peak
+from jaxdist.train.strategy.rule import ServerRule
+from jaxdist.train.strategy.workers import ModelProblem
+
+POINTS = 20
+"""Of a curve, where eval.every is not given."""
+_NOT_IN_GRADIENTS = {"strategy", "optim", "run", "checkpoint"}
+
+
+def cluster_of(config: ExperimentConfig) -> ParameterServer:
+    """The config's strategy.
+
+    Raises:
+      ConfigError: it is another one.
+    """
+    if not isinstance(config.strategy, ParameterServer):
+        raise ConfigError(
+            f"strategy.type {config.strategy.type}: only parameter servers are simulated; add, for "
+            "example, 'strategy={type: parameter_server, workers: 8}'"
+        )
+    return config.strategy
+
+
+class Simulator:
+    """Simulates experiments; those with the same model, data and shares share their programs."""
+
+    def __init__(self) -> None:
+        self._problems: dict[str, ModelProblem] = {}
+
+    def __call__(self, experiment: Experiment) -> Report:
+        """The whole run of an experiment, in virtual time.
+
+        Raises:
+          JaxdistError: anything that the user can mend.
+        """
+        config, steps = experiment.config, experiment.total_steps
+        cluster, optimizer = cluster_of(config), experiment.program.optimizer
+        rule = ServerRule(
+            config.optim,
+            optimizer.schedule,
+            experiment.program.model.params,
+            experiment.program.dims,
+            learning_rate=peak(optimizer, steps),
+            updates_per_step=cluster.updates_per_step,
+        )
+        return simulate(
+            cluster,
+            self._problem(experiment, cluster),
+            rule,
+            clocks=cluster.clocks(steps),
+            measure_every=config.eval.every or max(1, steps // POINTS),
+            pooled=cluster.pooled,
+            whole=vectors(experiment.program.dims),
+            step_seconds=cluster.step_seconds(config.train.batch_size),
+        )
+
+    def _problem(self, experiment: Experiment, cluster: ParameterServer) -> ModelProblem:
+        config, train = experiment.config, experiment.config.train
+        shares = cluster.shares(train.batch_size)
+        same = config.model_dump(mode="json", exclude=_NOT_IN_GRADIENTS)
+        key = json.dumps([same, shares])
+        if key not in self._problems:
+            self._problems = {  # of one at a time: batches and parameters take memory
+                key: ModelProblem(
+                    experiment.program,
+                    experiment.loader,
+                    shares,
+                    [train.microbatches_of(share) for share in shares],
+                    experiment.heldout,
+                    evaluation_batches=config.eval.batches,
+                )
+            }
+        return self._problems[key]

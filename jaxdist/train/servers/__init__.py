@@ -1,0 +1,1 @@
+"""Runs with a parameter server: its processes, their files, and what a worker computes."""

@@ -1,0 +1,102 @@
+"""Checkpoints of shards: each server writes its own, when all changes up to a clock are in it.
+
+RUN/shards/server_0/step_00000500/     of clock 500, as `jaxdist.checkpoint.layout` has them
+    arrays/000000.bin ...              the leaves in order, raw
+    metadata.json                      floor and version
+    manifest.json                      shapes, dtypes, sizes and digests of all of it
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from jaxdist.checkpoint import layout as names
+from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest, seal
+from jaxdist.checkpoint.structure import describe
+from jaxdist.errors import CheckpointError
+from jaxdist.param_server.live.layout import Layout
+from jaxdist.train.servers.state import Sharded, ShardState
+from jaxdist.types import PyTree
+
+FOLDER = "shards"
+
+
+def directory_of(run: Path, server: int) -> Path:
+    """Where a server's checkpoints lie."""
+    return run / FOLDER / f"server_{server}"
+
+
+def write_shard(run: Path, server: int, shard: ShardState) -> None:
+    """Write, digest and commit the checkpoint of a shard.
+
+    Raises:
+      CheckpointError: it cannot be written.
+    """
+    directory = directory_of(run, server)
+    staging = names.staging_directory(directory, shard.floor)
+    tree = _tree(shard)
+    try:
+        shutil.rmtree(staging, ignore_errors=True)
+        (staging / names.ARRAYS).mkdir(parents=True)
+        for number, leaf in enumerate(jax.tree.leaves(tree)):
+            path = staging / names.ARRAYS / f"{number:06d}.bin"
+            path.write_bytes(np.asarray(leaf).tobytes())
+        text = json.dumps({"floor": shard.floor, "version": shard.version})
+        (staging / names.METADATA).write_text(text, encoding="utf-8")
+        seal(staging, step=shard.floor, metric=None, leaves=describe(tree))
+        names.commit(staging, names.step_directory(directory, shard.floor))
+    except OSError as error:
+        raise CheckpointError(
+            f"the shard of server {server} cannot be saved in {directory}: "
+            f"{error.strerror or error}; free some space, then resume the run"
+        ) from error
+
+
+def read_shard(run: Path, sharded: Sharded, layout: Layout, clock: int) -> ShardState:
+    """A shard as it was at a clock.
+
+    Raises:
+      CheckpointError: it is not there, damaged, or of other ranges or another optimizer.
+    """
+    path = names.step_directory(directory_of(run, layout.server), clock)
+    wanted = {
+        "optimizer": sharded.begun(layout),
+        "params": jax.ShapeDtypeStruct((layout.length,), layout.dtype),
+    }
+    try:
+        manifest = read_manifest(path)
+        check_files(path, manifest)
+    except DamageError as error:
+        raise CheckpointError(f"{path} cannot be trusted: {error}") from error
+    if manifest.leaves != describe(wanted):
+        raise CheckpointError(f"{path} is of other ranges, or of another optimizer")
+    leaves: list[np.ndarray] = []
+    for number, leaf in enumerate(jax.tree.leaves(wanted)):
+        raw = (path / names.ARRAYS / f"{number:06d}.bin").read_bytes()
+        leaves.append(np.frombuffer(raw, leaf.dtype).reshape(leaf.shape))
+    tree = jax.tree.unflatten(jax.tree.structure(wanted), leaves)
+    about = json.loads((path / names.METADATA).read_text(encoding="utf-8"))
+    return ShardState(about["floor"], about["version"], tree["params"], tree["optimizer"])
+
+
+def prune(run: Path, stale: Callable[[int], bool]) -> None:
+    """Delete the shards of these clocks."""
+    for directory in (run / FOLDER).glob("server_*"):
+        for clock in filter(stale, names.steps_present(directory)):
+            names.delete(names.step_directory(directory, clock))
+
+
+def clear(run: Path) -> None:
+    """Take away what a crash left half written."""
+    for directory in (run / FOLDER).glob("server_*"):
+        names.recover(directory)
+
+
+def _tree(shard: ShardState) -> PyTree:
+    return {"optimizer": shard.optimizer, "params": shard.params}

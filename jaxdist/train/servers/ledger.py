@@ -1,0 +1,124 @@
+"""What a supervisor knows of a run: the reports of workers and servers, put together by clock."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.types import JsonObject
+
+Rate = Callable[[int], float]
+
+
+class Ledger:
+    """Reports by clock.
+
+    Args:
+      names: of the values that a step's metrics have.
+      rate: step to learning rate.
+      first: the clock that the run begins with.
+    """
+
+    def __init__(self, cluster: Cluster, names: Sequence[str], rate: Rate, first: int) -> None:
+        self.cluster, self.names, self.rate, self.first = cluster, names, rate, first
+        self.progress: dict[int, int] = dict.fromkeys(range(cluster.workers), first - 1)
+        self._sums: dict[int, dict[int, Mapping[str, Sequence[float]]]] = defaultdict(dict)
+        self._squares: dict[int, dict[int, float]] = defaultdict(dict)
+        self._known: dict[int, float] = {}
+        self._floors: dict[int, int] = dict.fromkeys(range(cluster.servers), first)
+        self._stats: dict[int, JsonObject] = {}
+        self._workers: dict[int, JsonObject] = {}
+        self._busy: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        self._last = time.monotonic()
+
+    @property
+    def newest(self) -> int:
+        """The newest clock that anybody has reported."""
+        return max(self.progress.values())
+
+    @property
+    def clock_seconds(self) -> float:
+        """Of the fastest worker's last clock."""
+        return min((report["seconds"] for report in self._workers.values()), default=1.0)
+
+    def behind(self, slots: set[int]) -> set[int]:
+        """Those of the slots that have reported the least."""
+        least = min((self.progress[slot] for slot in slots), default=0)
+        return {slot for slot in slots if self.progress[slot] == least}
+
+    def clock(self, slot: int, report: JsonObject) -> None:
+        """A worker has done a clock."""
+        clock = report["clock"]
+        self.progress[slot] = max(self.progress[slot], clock)
+        self._sums[clock][slot] = report["sums"]
+        self._workers[slot] = report
+        spent = self._busy[slot]
+        spent[0] += report["seconds"]
+        spent[1] += report["waited_seconds"]
+
+    def applied(self, server: int, report: JsonObject) -> None:
+        """What a server has applied, with squared norms by version; its floor; what it counts."""
+        self._squares[server] |= {int(version): square for version, square in report["squares"]}
+        self._stats[server] = report["stats"]
+        self._floors[server] = report["stats"]["floor"]
+
+    def complete(self, clock: int, done: set[int]) -> bool:
+        """Whether all who still compute have got past a clock, and so have the servers."""
+        if any(floor <= clock for floor in self._floors.values()):
+            return False
+        return all(at >= clock for slot, at in self.progress.items() if slot not in done)
+
+    def metrics(self, clock: int, step: int) -> tuple[list[float], float]:
+        """The values of a step in the order of their names, and how long it took."""
+        totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for sums in self._sums.pop(clock, {}).values():
+            if all(math.isfinite(number) for pair in sums.values() for number in pair):
+                for name, (total, weight) in sums.items():
+                    totals[name][0] += total
+                    totals[name][1] += weight
+        values = {
+            n: total / weight if weight else math.nan for n, (total, weight) in totals.items()
+        }
+        values |= {"grad_norm": self._norm(clock), "learning_rate": self.rate(step - 1)}
+        now = time.monotonic()
+        took, self._last = now - self._last, now
+        return [values.get(name, math.nan) for name in self.names], took
+
+    def _norm(self, clock: int) -> float:
+        """Of what was applied in a step: the root of the servers' mean squares, added up."""
+        per_step = self.cluster.updates_per_step
+        before = clock * per_step
+        for server, squares in self._squares.items():
+            found = [s for version, s in squares.items() if version <= before + per_step]
+            if found:
+                self._known[server] = sum(found) / len(found)
+            for version in [v for v in squares if v <= before + per_step]:
+                del squares[version]
+        return math.sqrt(sum(self._known.values()))
+
+    def summary(self) -> dict[str, float]:
+        """Staleness, queues, bytes and idle shares, of each server and worker."""
+        found: dict[str, float] = {}
+        for server, stats in sorted(self._stats.items()):
+            found |= {
+                f"server_{server}_{name}": stats[name]
+                for name in (
+                    "staleness_mean",
+                    "staleness_max",
+                    "queue",
+                    "idle_share",
+                    "received_bytes",
+                    "sent_bytes",
+                    "applied",
+                    "dropped",
+                    "refused",
+                )
+            }
+        for slot, (seconds, waited) in sorted(self._busy.items()):
+            found[f"worker_{slot}_idle_share"] = waited / seconds if seconds else 0.0
+            for name in ("received_bytes", "sent_bytes"):
+                found[f"worker_{slot}_{name}"] = self._workers[slot][name]
+        return found

@@ -1,0 +1,234 @@
+"""A training state in shards, and back: what servers hold is what a checkpoint of the model has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.decoupled import Decoupled
+from jaxdist.param_server.live.codes import Codes
+from jaxdist.param_server.live.layout import Layout, joined, layouts
+from jaxdist.param_server.live.shard import shapes, split
+from jaxdist.param_server.placement.contract import Placement
+from jaxdist.param_server.simulator.encoder import vectors
+from jaxdist.param_server.wire.contract import Spec
+from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
+from jaxdist.train.strategy.separable import server_transform
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import OptState, Params, PyTree, Updates
+
+
+@dataclass(frozen=True)
+class ShardState:
+    """What a server has, on the host.
+
+    Attributes:
+      floor: all changes of earlier clocks, of all workers, are in it.
+      params: `[layout.length]`.
+      optimizer: the state of the server's transformation.
+    """
+
+    floor: int
+    version: int
+    params: np.ndarray
+    optimizer: OptState
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """How a program's state lies on servers.
+
+    Attributes:
+      program: of all workers together: what evaluates and what a checkpoint is of.
+      seed: of the run.
+    """
+
+    cluster: Cluster
+    program: Program
+    optim: OptimConfig
+    placement: Placement
+    seed: int = 0
+
+    @cached_property
+    def codes(self) -> tuple[Codes, ...]:
+        """How pushes to each server are written; () where they go as they are."""
+        codec = self.cluster.codec
+        if codec is None:
+            return ()
+        given = (codec, self.cluster.feedback, vectors(self.program.dims), self.seed)
+        return tuple(Codes(layout, *given) for layout in self.layouts)
+
+    @property
+    def pushes(self) -> tuple[Spec, ...]:
+        """What workers push to each server."""
+        return tuple(one.spec for one in self.codes or self.layouts)
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, ...]:
+        """The shard of each server."""
+        return layouts(self.placement, self.program.model.params)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the parameters, by name."""
+        return {n: tuple(s.shape) for n, s in flatten_with_names(self.program.model.params)}
+
+    def transform(self, layout: Layout) -> optax.GradientTransformationExtraArgs:
+        """The optimizer of a server, for `jaxdist.param_server.live.shard.shapes`."""
+        model = self.cluster.consistency
+        if isinstance(model, Decoupled):
+            return optax.with_extra_args_support(model.outer())
+        dims = self.program.dims
+        if isinstance(self.optim, ImportedOptimizerConfig):
+            names = {piece.range.key: piece.range.name for piece in layout.pieces}
+            params = self.program.model.params
+            whole = server_transform(self.optim, self.schedule, params, dims)
+            return _by_own_names(whole, names, params)
+        own = {piece.range.key: dims[piece.range.name] for piece in layout.pieces}
+        return server_transform(self.optim, self.schedule, shapes(layout), own)
+
+    @property
+    def schedule(self) -> optax.Schedule:
+        """Updates of a server to the learning rate: where each worker's gradient is one, so many
+        together are a step."""
+        per_step, schedule = self.cluster.updates_per_step, self.program.optimizer.schedule
+        return (
+            schedule if per_step == 1 else lambda count: schedule(jnp.floor_divide(count, per_step))
+        )
+
+    def rate_of(self, step: int) -> float:
+        """The learning rate of a step, from 0."""
+        return float(np.asarray(self.program.optimizer.schedule(step)))
+
+    @property
+    def keeps_moments(self) -> bool:
+        """Whether servers have the optimizer's state, and not each worker its own."""
+        return self.cluster.consistency.payload == "gradient"
+
+    def begun(self, layout: Layout) -> OptState:
+        """The shapes of a server's optimizer state."""
+        return jax.eval_shape(self.transform(layout).init, shapes(layout))
+
+    def parted(self, state: TrainState, clock: int) -> list[ShardState]:
+        """A state as its servers have it; optimizers that are not the model's own begin anew."""
+        names = flatten_with_names(state.params)
+        arrays = {name: np.asarray(leaf) for name, leaf in names}
+        saved = {name: np.asarray(leaf) for name, leaf in flatten_with_names(state.opt_state)}
+        found: list[ShardState] = []
+        for layout in self.layouts:
+            flat = layout.flatten(arrays)
+            if self.keeps_moments:
+                optimizer = self._optimizer_of(layout, saved)
+            else:
+                begun = self.transform(layout).init(split(layout, jnp.asarray(flat)))
+                optimizer = jax.tree.map(np.asarray, begun)
+            version = clock * self.cluster.updates_per_step
+            found.append(ShardState(clock, version, flat, optimizer))
+        return found
+
+    def _optimizer_of(self, layout: Layout, saved: Mapping[str, np.ndarray]) -> OptState:
+        begun = self.begun(layout)
+        pieces = {piece.range.key: piece for piece in layout.pieces}
+        leaves: list[np.ndarray] = []
+        for path, leaf in flatten_with_names(begun):
+            key = _key_in(path, pieces)
+            if key is None:
+                leaves.append(saved[path].reshape(leaf.shape))
+                continue
+            part = pieces[key].range
+            whole = np.atleast_1d(saved[path.replace(key, part.name)])
+            rows = whole[part.start : part.stop] if leaf.shape == pieces[key].shape else whole
+            leaves.append(np.ascontiguousarray(rows.reshape(leaf.shape)))
+        return jax.tree.unflatten(jax.tree.structure(begun), leaves)
+
+    def whole(self, shards: Sequence[ShardState], state: TrainState, step: int) -> TrainState:
+        """The program's state, as its devices hold it, out of what all servers have.
+
+        Args:
+          state: one of the program's, for what servers do not have.
+        """
+        wanted = self.program.state_shapes
+        arrays = joined(self.layouts, [shard.params for shard in shards], self.shapes)
+        params = _placed(wanted.params, arrays)
+        new = replace(
+            state, step=jax.device_put(np.int32(step), wanted.step.sharding), params=params
+        )
+        if not self.keeps_moments:
+            return new
+        moments = self._moments(shards)
+        return replace(new, opt_state=_placed(wanted.opt_state, moments))
+
+    def _moments(self, shards: Sequence[ShardState]) -> dict[str, np.ndarray]:
+        """The leaves of the program's optimizer state by path; counts are the first server's."""
+        rows: dict[str, list[tuple[int, np.ndarray]]] = {}
+        for layout, shard in zip(self.layouts, shards, strict=True):
+            pieces = {piece.range.key: piece for piece in layout.pieces}
+            for path, leaf in flatten_with_names(shard.optimizer):
+                key = _key_in(path, pieces)
+                if key is None:
+                    rows.setdefault(path, []).append((0, np.asarray(leaf)))
+                    continue
+                part = pieces[key].range
+                rows.setdefault(path.replace(key, part.name), []).append((part.start, leaf))
+        found: dict[str, np.ndarray] = {}
+        for path, leaf in flatten_with_names(self.program.own_shapes.opt_state):
+            parts = [array for _, array in sorted(rows[path], key=lambda row: row[0])]
+            if sum(part.size for part in parts) == leaf.size:
+                found[path] = np.concatenate([np.ravel(p) for p in parts]).reshape(leaf.shape)
+            else:
+                found[path] = np.asarray(parts[0]).reshape(leaf.shape)
+        return found
+
+
+def _by_own_names(
+    inner: optax.GradientTransformationExtraArgs, names: Mapping[str, str], params: Params
+) -> optax.GradientTransformationExtraArgs:
+    """A transformation that sees the model's tree, with None for what the shard does not have.
+
+    What an imported one does may depend on names; its parameters are whole on one server.
+
+    Args:
+      names: of the parameters, by key of their range.
+    """
+    structure = jax.tree.structure(params)
+    order = [name for name, _ in flatten_with_names(params)]
+
+    def nested(tree: PyTree) -> PyTree:
+        own = {names[key]: leaf for key, leaf in tree.items()}
+        return jax.tree.unflatten(structure, [own.get(name) for name in order])
+
+    def init(params: Params) -> OptState:
+        return inner.init(nested(params))
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
+        found, state = inner.update(nested(updates), state, nested(params), **extra)
+        named = dict(flatten_with_names(found))
+        return {key: named[name] for key, name in names.items()}, state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _key_in(path: str, keys: Mapping[str, object]) -> str | None:
+    """The range that a leaf belongs to: the longest whose key is a part of its path."""
+    found = [key for key in keys if f"/{key}/" in f"/{path}/"]
+    return max(found, key=len, default=None)
+
+
+def _placed(shapes: PyTree, arrays: Mapping[str, np.ndarray]) -> PyTree:
+    """A tree of arrays on their devices, from host arrays by path."""
+    leaves = [
+        jax.device_put(np.asarray(arrays[name], leaf.dtype).reshape(leaf.shape), leaf.sharding)
+        for name, leaf in flatten_with_names(shapes)
+    ]
+    return jax.tree.unflatten(jax.tree.structure(shapes), leaves)

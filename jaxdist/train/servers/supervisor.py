@@ -1,0 +1,314 @@
+"""A run of servers and workers as processes of this machine, from its first step to its last."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import jax.numpy as jnp
+
+from jaxdist.checkpoint.layout import steps_present
+from jaxdist.errors import CheckpointError, RunError
+from jaxdist.param_server.wire.security import check_address, make_token, read_tls, read_token
+from jaxdist.runtime.environment import plan_environment
+from jaxdist.train.servers.children import Child, Event, Role
+from jaxdist.train.servers.files import clear, prune, read_shard, write_shard
+from jaxdist.train.servers.ledger import Ledger
+from jaxdist.train.servers.state import Sharded
+from jaxdist.train.state import TrainState
+from jaxdist.train.strategy.contract import Prepared
+from jaxdist.types import JsonObject
+
+LOGS = "logs"
+POLL_SECONDS = 0.2
+SIGNS_OF_LIFE = frozenset({"listening", "clock", "saved"})
+AHEAD_SECONDS = 1.0
+"""A run that is to stop stops so much later: at a clock that nobody has passed when it hears."""
+
+
+@dataclass
+class Team:
+    """Who computes.
+
+    Attributes:
+      workers: by client number.
+      slots: by client number, which part of each batch is its.
+      deaths: by slot, in a row without a clock between.
+      done: slots that have taken all their clocks.
+    """
+
+    workers: dict[int, Child] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
+    deaths: Counter[int] = field(default_factory=Counter)
+    done: set[int] = field(default_factory=set)
+
+
+class Supervisor:
+    """Starts, watches and ends the processes of a run, and does what is due between its steps.
+
+    Args:
+      prepared: the run; its directory is where processes find their config.
+      token: the file.
+    """
+
+    def __init__(self, sharded: Sharded, prepared: Prepared, token: Path) -> None:
+        assert prepared.directory is not None
+        self.sharded, self.cluster, self.prepared = sharded, sharded.cluster, prepared
+        self.directory, self.token = prepared.directory, token
+        self.events: SimpleQueue[Event] = SimpleQueue()
+        self.servers: list[Child] = []
+        self.ports: list[int] = []
+        self.team = Team()
+        first, last = int(prepared.state.step), prepared.stages[-1].last_step
+        self.first, self.last = self.cluster.clocks(first), self.cluster.clocks(last)
+        self.total_steps = last
+        names = sharded.program.metrics
+        self.ledger = Ledger(self.cluster, names, sharded.rate_of, self.first)
+        self.saved: Counter[int] = Counter()
+        self.heard = time.monotonic()
+
+    def step_of(self, clock: int) -> int:
+        """Steps taken at a clock."""
+        return min(clock * self.cluster.local_steps, self.total_steps)
+
+    def run(self) -> TrainState:
+        """All clocks that are left; the last state."""
+        state = self.prepared.state
+        if self.first >= self.last:
+            return state
+        due = {self.cluster.clocks(step) for step in self._due_steps()}
+        self._shards(state)
+        try:
+            self._start(sorted(due))
+            for number in range(self.cluster.workers):
+                self._worker(number, number)
+            return self._through(state, due)
+        finally:
+            self._end()
+
+    def _due_steps(self) -> Iterator[int]:
+        for step in range(self.step_of(self.first) + 1, self.total_steps + 1):
+            if self.prepared.hooks.due(step) or step == self.total_steps:
+                yield step
+
+    def _shards(self, state: TrainState) -> None:
+        """What servers begin with: their own files of this clock, or parts of the checkpoint."""
+        clear(self.directory)
+        try:
+            for layout in self.sharded.layouts:
+                read_shard(self.directory, self.sharded, layout, self.first)
+        except CheckpointError as error:
+            if steps_present(self.directory / "shards" / "server_0"):
+                self.prepared.note(f"servers begin with the checkpoint: {error}")
+            for layout, shard in zip(
+                self.sharded.layouts, self.sharded.parted(state, self.first), strict=True
+            ):
+                write_shard(self.directory, layout.server, shard)
+        prune(self.directory, lambda clock: clock != self.first)
+
+    def _setup(self) -> JsonObject:
+        return {
+            "run": str(self.directory),
+            "token": str(self.token),
+            "clock": self.first,
+            "stop": self.last,
+            "ports": self.ports,
+        }
+
+    def _child(self, role: Role, number: int, **more: object) -> Child:
+        mesh = self.sharded.program.layout.mesh
+        environ = dict(os.environ)
+        if role == "server" and mesh.devices.flat[0].platform != "cpu":
+            # A server computes on the host, in a mesh of the workers' shape.
+            environ |= plan_environment(environ, fake_devices=mesh.devices.size)
+        return Child(
+            role,
+            number,
+            {**self._setup(), "number": number, **more},
+            environ=environ,
+            log=self.directory / LOGS / f"{role}_{number}.log",
+            events=self.events,
+        )
+
+    def _start(self, due: list[int]) -> None:
+        """The servers, with the first workers as members, until all listen."""
+        clients = list(range(self.cluster.workers))
+        for layout in self.sharded.layouts:
+            self.servers.append(self._child("server", layout.server, due=due, clients=clients))
+        ports: dict[int, int] = {}
+        while len(ports) < len(self.servers):
+            event = self._next("servers to start")
+            if event.what.get("event") == "listening":
+                ports[event.child.number] = event.what["port"]
+        self.ports = [ports[child.number] for child in self.servers]
+
+    def _worker(self, client: int, slot: int) -> None:
+        self.team.slots[client] = slot
+        self.team.workers[client] = self._child("worker", client, slot=slot)
+        with (self.directory / "order" / "clients.jsonl").open("a") as file:
+            file.write(json.dumps({"client": client, "slot": slot}) + "\n")
+
+    def _next(self, what: str) -> Event:
+        """The next thing that a process says.
+
+        Raises:
+          RunError: a process ended that should not have; nothing was heard for too long.
+        """
+        try:
+            event = self.events.get(timeout=POLL_SECONDS)
+        except Empty:
+            event = Event(self.servers[0], {})
+        # Not what servers count: they do so while everybody waits.
+        if event.code is not None or event.what.get("event") in SIGNS_OF_LIFE:
+            self.heard = time.monotonic()
+        elif time.monotonic() - self.heard > self.cluster.processes.deadline_seconds:
+            self._silent(what)
+        if event.code is not None:
+            self._ended(event.child, event.code)
+        return event
+
+    def _silent(self, what: str) -> None:
+        """Nobody gets on: end those whom all wait for, so that others take their place."""
+        seconds = self.cluster.processes.deadline_seconds
+        late = self._late()
+        if not late:
+            raise RunError(f"waited {seconds:g} s for {what}, and no worker is late")
+        names = ", ".join(map(str, late))
+        self.prepared.note(f"waited {seconds:g} s for {what}: {names} is ended, as nobody gets on")
+        self.heard = time.monotonic()
+        for child in late:
+            child.process.kill()
+
+    def _late(self) -> list[Child]:
+        """The workers that have done the least."""
+        team = self.team
+        behind = self.ledger.behind({team.slots[client] for client in team.workers})
+        return [child for client, child in team.workers.items() if team.slots[client] in behind]
+
+    def _ended(self, child: Child, code: int) -> None:
+        if child.role == "server":
+            raise RunError(
+                f"{child} ended ({_how(code)}) and with it what it held; go on from the newest "
+                f"checkpoint with --resume. {child.last_words()}"
+            )
+        if self.team.workers.get(child.number) is not child:
+            return
+        slot = self.team.slots[child.number]
+        del self.team.workers[child.number]
+        for server in self.servers:
+            server.say({"leave": child.number})
+        if code == 0:
+            self.team.done.add(slot)
+            return
+        self.team.deaths[slot] += 1
+        if self.team.deaths[slot] >= self.cluster.processes.deaths:
+            raise RunError(
+                f"{child} ended ({_how(code)}), the {self.team.deaths[slot]}. time in a row "
+                f"without a step: {child.last_words()}"
+            )
+        client = max(self.team.slots) + 1
+        self.prepared.note(f"{child} ended ({_how(code)}): worker {client} takes its place")
+        for server in self.servers:
+            server.say({"admit": client})
+        self._worker(client, slot)
+
+    def _hear(self, event: Event) -> None:
+        what = event.what
+        match what.get("event"):
+            case "clock":
+                slot = self.team.slots[event.child.number]
+                self.team.deaths[slot] = 0
+                self.ledger.clock(slot, what)
+            case "applied":
+                self.ledger.applied(event.child.number, what)
+            case "saved":
+                self.saved[what["clock"]] += 1
+            case "failed":
+                raise RunError(f"{event.child}: {what['error']}")
+
+    def _through(self, state: TrainState, due: set[int]) -> TrainState:
+        """Tell of each clock in turn, and do what is due after it."""
+        hooks, stop = self.prepared.hooks, self.last
+        clock = self.first
+        while clock < stop:
+            while not self.ledger.complete(clock, self.team.done):
+                self._hear(self._next(f"clock {clock}"))
+            step = self.step_of(clock + 1)
+            values, seconds = self.ledger.metrics(clock, step)
+            hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
+            clock += 1
+            asked = hooks.due(step) and clock not in due
+            if clock in due:
+                state = self._boundary(state, clock)
+                if hooks.stopped:
+                    break
+            elif asked and stop == self.last:
+                stop = self._stop(due)
+        return state
+
+    def _boundary(self, state: TrainState, clock: int) -> TrainState:
+        while self.saved[clock] < len(self.servers):
+            self._hear(self._next(f"servers to save clock {clock}"))
+        step = self.step_of(clock)
+        layouts = self.sharded.layouts
+        shards = [read_shard(self.directory, self.sharded, one, clock) for one in layouts]
+        state, _ = self.prepared.hooks.boundary(step, self.sharded.whole(shards, state, step))
+        self.prepared.record(step, self.ledger.summary())
+        prune(self.directory, lambda saved: saved < clock)
+        return state
+
+    def _stop(self, due: set[int]) -> int:
+        """A signal has come: all stop at one clock, which all of them can still get to."""
+        ahead = 2 + int(AHEAD_SECONDS / max(self.ledger.clock_seconds, 1e-4))
+        stop = min(self.last, self.ledger.newest + 1 + ahead)
+        due.add(stop)
+        for child in (*self.servers, *self.team.workers.values()):
+            child.say({"stop": stop})
+        return stop
+
+    def _end(self) -> None:
+        """No process outlives the run."""
+        for child in (*self.team.workers.values(), *self.servers):
+            child.end()
+
+
+def _how(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def supervise(sharded: Sharded, prepared: Prepared) -> TrainState:
+    """Do a run with processes; the last state.
+
+    Raises:
+      ConfigError: an address that needs certificates.
+      RunError: a server died, a worker died again and again, or nothing happened for too long.
+    """
+    processes = sharded.cluster.processes
+    check_address(processes.host, processes.tls is not None)
+    assert prepared.directory is not None
+    (prepared.directory / "order").mkdir(exist_ok=True)
+    if processes.tls is not None:
+        read_tls(processes.tls)
+    with _token(processes.token) as token:
+        read_token(token)
+        return Supervisor(sharded, prepared, token).run()
+
+
+@contextmanager
+def _token(given: Path | None) -> Iterator[Path]:
+    """The file of the token; a new one in a folder that nobody else can enter."""
+    if given is not None:
+        yield given.absolute()
+        return
+    with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:
+        path = Path(folder) / "token"
+        make_token(path)
+        yield path

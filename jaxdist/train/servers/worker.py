@@ -1,0 +1,276 @@
+"""A worker: it reads of every server, computes, and pushes to every server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.data.loader import Batches, DeviceBatch, Loader
+from jaxdist.models.loss import Sums
+from jaxdist.param_server.consistency.arrays import elastic_difference
+from jaxdist.param_server.consistency.arrival import OnArrival
+from jaxdist.param_server.consistency.contract import Consistency
+from jaxdist.param_server.consistency.elastic import Elastic
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.layout import joined
+from jaxdist.train.servers.state import Sharded
+from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import PyTree
+
+Flats = list[np.ndarray]
+"""Parameters or changes, an array of each server."""
+
+
+@dataclass(frozen=True)
+class Clocked:
+    """What a worker tells of one clock.
+
+    Attributes:
+      sums: of what the loss measures: totals and weights.
+      seconds: it took; of these it `waited_seconds` for servers.
+      versions: of the parameters it computed from, by server.
+    """
+
+    clock: int
+    sums: Mapping[str, tuple[float, float]]
+    seconds: float
+    waited_seconds: float
+    versions: tuple[int, ...]
+    received_bytes: int
+    sent_bytes: int
+
+
+class Computation(Protocol):
+    """From parameters to what is pushed."""
+
+    def begin(self, flats: Flats) -> Flats | None:
+        """Parameters have come; what is pushed at once, where that is known before computing."""
+        ...
+
+    def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
+        """The change, and what the loss measured."""
+        ...
+
+
+def share_of(sharded: Sharded, loader: Loader, microbatches: int) -> Program:
+    """The program of a worker: the same on its part of a batch.
+
+    Args:
+      loader: of that part.
+    """
+    program = sharded.program
+    compute = program.compute.resized(microbatches)
+    return replace(program, batch=loader.batch_shapes, compute=compute)
+
+
+@dataclass
+class _OnDevices:
+    """Flat arrays as a program's tree of parameters, and back.
+
+    Attributes:
+      slot: the worker's number among those that compute.
+    """
+
+    sharded: Sharded
+    program: Program
+    slot: int
+
+    def draw(self, step: int) -> np.int32:
+        """What random layers draw from: anew for each step and worker."""
+        return np.int32(step * self.sharded.cluster.workers + self.slot)
+
+    def tree(self, flats: Flats) -> PyTree:
+        arrays = joined(self.sharded.layouts, flats, self.sharded.shapes)
+        shapes = self.program.state_shapes.params
+        leaves = [
+            jax.device_put(arrays[name], shape.sharding)
+            for name, shape in flatten_with_names(shapes)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+
+    def flats(self, tree: PyTree) -> Flats:
+        arrays = {name: np.asarray(leaf) for name, leaf in flatten_with_names(tree)}
+        return [layout.flatten(arrays) for layout in self.sharded.layouts]
+
+
+@dataclass
+class GradientOnly(_OnDevices):
+    """Pushes the gradient of one batch."""
+
+    _params: PyTree = None
+
+    def begin(self, flats: Flats) -> None:
+        self._params = self.tree(flats)
+
+    def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
+        (batch,) = batches
+        shapes = self.program.own_shapes
+        state = TrainState(
+            self.draw(clock), self._params, (), shapes.buffers, None, shapes.exchange
+        )
+        found = self.program.gradients(state, batch)
+        return self.flats(found.grads), found.sums
+
+
+@dataclass
+class LocalSteps(_OnDevices):
+    """Trains by itself with an optimizer of its own, and pushes what its steps changed.
+
+    Attributes:
+      alpha: of elastic averaging, whose exchange comes before the steps; None pushes after them.
+    """
+
+    alpha: float | None = None
+    _state: TrainState | None = None
+    _begun: Flats | None = None
+    _pull: Flats | None = None
+
+    def begin(self, flats: Flats) -> Flats | None:
+        known = self._state
+        state = self.program.init() if known is None else known
+        if known is None or self.alpha is None:
+            state = replace(state, params=self.tree(flats))
+        self._state = state
+        if self.alpha is None:
+            self._begun = flats
+            return None
+        own = self.flats(state.params)
+        pairs = zip(own, flats, strict=True)
+        self._pull = [elastic_difference(x, c, self.alpha) for x, c in pairs]
+        return self._pull
+
+    def compute(self, batches: Sequence[DeviceBatch], clock: int) -> tuple[Flats, Sums]:
+        state = self._state
+        assert state is not None, "nothing was read"
+        total: Sums | None = None
+        for number, batch in enumerate(batches):
+            step = jax.device_put(self.draw(clock * len(batches) + number), self._scalar)
+            found = self.program.gradients(replace(state, step=step), batch)
+            sums: Sums = found.sums
+            state, _ = self.program.update(replace(state, step=step), found)
+            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+            if number == 0 and self._pull is not None:
+                # The paper takes the gradient where the worker stood before it was pulled.
+                moved = zip(self.flats(state.params), self._pull, strict=True)
+                state = replace(state, params=self.tree([x - pull for x, pull in moved]))
+        assert total is not None
+        self._state = state
+        if self._begun is None:
+            return [], total
+        pairs = zip(self.flats(state.params), self._begun, strict=True)
+        return [after - before for after, before in pairs], total
+
+    @cached_property
+    def _scalar(self) -> jax.sharding.Sharding:
+        return self.program.state_shapes.step.sharding
+
+
+def computation(sharded: Sharded, program: Program, slot: int) -> Computation:
+    """How a worker comes from parameters to what it pushes."""
+    cluster = sharded.cluster
+    model = cluster.consistency
+    if model.payload == "gradient":
+        return GradientOnly(sharded, program, slot)
+    alpha = model.rate_of(cluster.workers) if isinstance(model, Elastic) else None
+    return LocalSteps(sharded, program, slot, alpha)
+
+
+@dataclass
+class Worker:
+    """One worker of a run.
+
+    Attributes:
+      loader: of its part of each batch.
+      slot: its number among those that compute; one that takes the place of another has the same.
+      stop: the clock before which it ends; may be lowered while it runs.
+      tell: called after each clock.
+      delay_seconds: what each clock takes longer, for experiments with stragglers.
+    """
+
+    client: Client
+    sharded: Sharded
+    program: Program
+    loader: Loader
+    slot: int
+    stop: int
+    tell: Callable[[Clocked], None]
+    delay_seconds: float = 0.0
+
+    def run(self) -> None:
+        """To the stop, with all that it sent settled.
+
+        Raises:
+          RunError: a deadline passed, or a server refused something.
+        """
+        client, model = self.client, self.sharded.cluster.consistency
+        work = computation(self.sharded, self.program, self.slot)
+        with _Ahead(self.loader, self.sharded.cluster.local_steps) as ahead:
+            flats = client.read() if self.stop > 0 else []
+            while client.clock < self.stop:
+                begun, waited = time.perf_counter(), client.waited_seconds
+                clock, versions = client.clock, client.versions
+                first = work.begin(flats)
+                if first is not None:
+                    client.push(first)
+                self._hold_back(model)
+                changes, sums = work.compute(ahead.take(clock), clock)
+                time.sleep(self.delay_seconds)
+                measured = {n: (float(mean.total), float(mean.weight)) for n, mean in sums.items()}
+                if first is None:
+                    client.push(changes, tokens=measured["loss"][1])
+                if client.clock < self.stop:
+                    flats = client.read()
+                took = time.perf_counter() - begun
+                more = client.waited_seconds - waited
+                counts = client.received_bytes, client.sent_bytes
+                self.tell(Clocked(clock, measured, took, more, versions, *counts))
+        client.drain()
+
+    def _hold_back(self, model: Consistency) -> None:
+        if not isinstance(model, OnArrival) or model.value_bound is None:
+            return
+        rate = self.sharded.rate_of(self.client.clock)
+        workers = self.sharded.cluster.workers
+        unit = rate * model.rate(0, workers)
+
+        def small() -> bool:
+            found = [self.client.under_way(at) for at in range(len(self.sharded.layouts))]
+            sums = (sum(changes[1:], start=changes[0]) for changes in found if changes)
+            largest = max((float(np.abs(one).max(initial=0)) for one in sums), default=0.0)
+            return not model.holds_back(unit * largest, workers)
+
+        self.client.wait_until(small, "its changes to be applied (consistency.value_bound)")
+
+
+class _Ahead:
+    """Batches by clock, loaded ahead while clocks follow each other."""
+
+    def __init__(self, loader: Loader, steps: int) -> None:
+        self._loader, self._steps = loader, steps
+        self._batches: Batches | None = None
+        self._next = -1
+
+    def __enter__(self) -> _Ahead:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._batches is not None:
+            self._batches.close()
+
+    def take(self, clock: int) -> list[DeviceBatch]:
+        """The batches of a clock."""
+        if self._batches is None or clock != self._next:
+            if self._batches is not None:
+                self._batches.close()
+            self._batches = self._loader.batches(clock * self._steps)
+        self._next = clock + 1
+        return [next(self._batches) for _ in range(self._steps)]

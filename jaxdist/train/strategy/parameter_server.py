@@ -1,0 +1,226 @@
+"""Workers push gradients to servers, which hold the parameters and update them.
+
+Dean et al., "Large scale distributed deep networks" (NIPS 2012); Li et al., "Scaling distributed
+machine learning with the parameter server" (OSDI 2014).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.config.importing import user_code
+from jaxdist.errors import CompressionError, ConfigError, RunError, blamed
+from jaxdist.optim.build import (
+    ImportedOptimizerConfig,
+    OptimConfig,
+    Optimizer,
+)
+from jaxdist.optim.lamb import LAMB_RULES, LambConfig
+from jaxdist.optim.onebit import OnebitConfig
+from jaxdist.parallel.plan import ParallelConfig
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.notices import notices
+from jaxdist.param_server.placement.contract import Placement
+from jaxdist.param_server.placement.ranges import tensors_of
+from jaxdist.param_server.simulator.encoder import vectors
+from jaxdist.sharding import Layout
+from jaxdist.train.plan import TrainConfig, check_batch
+from jaxdist.train.state import TrainState
+from jaxdist.train.strategy.contract import Job, RunSettings
+from jaxdist.train.strategy.rule import elementwise
+from jaxdist.train.strategy.separable import check_separable, server_transform
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Params
+
+
+class ParameterServer(Cluster):
+    """Workers push gradients to servers, which hold the parameters and update them."""
+
+    type: Literal["parameter_server"] = "parameter_server"
+    """Selects this strategy."""
+
+    def outer(self, optimizer: Optimizer) -> None:
+        return None
+
+    def check(self, given: RunSettings) -> tuple[str, ...]:
+        _check_parallel(given.parallel, given.layout)
+        _check_train(given.train)
+        _check_optimizer(given.optim)
+        if given.buffers:
+            raise ConfigError(
+                f"the model keeps {given.buffers[0]} besides its parameters, which workers would "
+                "each change for themselves: take a model without running statistics (layer norms "
+                "in the place of batch norms), or strategy.type: synchronous",
+                setting=("model",),
+            )
+        with blamed("strategy"):
+            self._check_batch(given)
+            self.check_cluster(learning_rate=peak(given.optimizer, given.total_steps))
+            self.placed(given.params, given.optim)
+            self._check_messages(given)
+        _check_separable(given)
+        return tuple(self._notices(given))
+
+    def run(self, job: Job) -> TrainState:
+        _check_installed()
+        from jaxdist.train.servers.state import Sharded
+        from jaxdist.train.servers.supervisor import supervise
+
+        self.check_aggregation()
+        with job.prepared() as prepared:
+            assert prepared.optim is not None
+            program = prepared.stages[0].program
+            placement = self.placed(program.model.params, prepared.optim)
+            return supervise(Sharded(self, program, prepared.optim, placement), prepared)
+
+    def check_aggregation(self) -> None:
+        """Refuse what `jaxdist train` cannot do yet.
+
+        Raises:
+          ConfigError: racks.
+        """
+        if self.aggregation.racks(range(self.workers)):
+            raise ConfigError(
+                "strategy.aggregation type racks: `jaxdist train` starts no aggregators, which "
+                "`jaxdist simulate` plays: take type direct",
+                setting=("aggregation",),
+            )
+
+    def placed(self, params: Params, optim: OptimConfig) -> Placement:
+        """Which server holds what.
+
+        Raises:
+          ConfigError: more servers than ranges; a placement that does not go with so many.
+        """
+        with blamed("servers"):
+            tensors = tensors_of(params, divisible=elementwise(optim))
+            return self.placement.place(tensors, range(self.servers))
+
+    def _check_batch(self, given: RunSettings) -> None:
+        train, size = given.train, given.train.batch_size
+        for share in sorted(set(self.shares(size))):
+            try:
+                check_batch(share, train.microbatches_of(share), given.layout)
+            except ValueError as error:
+                raise ConfigError(
+                    f"a worker's share of {share} examples: {error}", setting=("workers",)
+                ) from error
+
+    def _check_messages(self, given: RunSettings) -> None:
+        if self.codec is None:
+            return
+        whole = vectors(given.dims)
+        for name, leaf in flatten_with_names(given.params):
+            if name in whole:
+                continue
+            try:
+                self.codec.check(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), name)
+            except CompressionError as error:
+                raise ConfigError(str(error), setting=("codec",)) from error
+
+    def _notices(self, given: RunSettings) -> Iterator[str]:
+        yield from notices(self.consistency, given.optim, self.clients)
+        left = given.total_steps % self.local_steps
+        if left:
+            more = self.clocks(given.total_steps) * self.local_steps
+            yield (
+                f"strategy.consistency: workers push after every {self.local_steps} steps, so that "
+                f"they take {more} rather than {given.total_steps} (train.steps)"
+            )
+        if self.codec is None and not self.error_feedback:
+            yield "strategy.error_feedback has no effect without strategy.codec"
+
+
+def _check_installed() -> None:
+    missing = [name for name in ("grpc", "google_crc32c") if find_spec(name) is None]
+    if missing:
+        raise RunError(
+            f"strategy.type parameter_server needs {' and '.join(missing)} for its wire: "
+            "pip install 'jaxdist[param-server]'"
+        )
+
+
+def peak(optimizer: Optimizer, total_steps: int) -> float:
+    """The largest learning rate of a run."""
+    rates = jax.vmap(optimizer.schedule)(jnp.arange(total_steps, dtype=jnp.int32))
+    return float(jnp.max(jnp.asarray(rates)))
+
+
+def _check_separable(given: RunSettings) -> None:
+    optim = given.optim
+    if isinstance(optim, LambConfig):
+        clip = optim.max_grad_norm or LAMB_RULES[optim.variant].max_grad_norm
+        if clip != "off" and math.isfinite(clip):
+            raise ConfigError(
+                f"optim.variant {optim.variant} clips the norm over all parameters to {clip:g}, "
+                "and a server has its own alone: set max_grad_norm: off",
+                setting=("optim", "max_grad_norm"),
+            )
+    if isinstance(optim, ImportedOptimizerConfig):
+        with blamed("optim", "path"), user_code(f"optim.path {optim.path}"):
+            own = server_transform(optim, given.optimizer.schedule, given.params, given.dims)
+            check_separable(own, given.params)
+
+
+def _check_parallel(parallel: ParallelConfig, layout: Layout) -> None:
+    """What a worker's mesh may do: compute its gradient, on axes data and tensor."""
+    for name in ("compression", "zero"):
+        if getattr(parallel, name) != getattr(ParallelConfig(), name):
+            instead = "strategy.codec" if name == "compression" else "strategy.servers"
+            raise ConfigError(
+                "with strategy.type parameter_server gradients go to servers, which hold the "
+                f"optimizer's state: set parallel.{name} back to its default, and see {instead}",
+                setting=("parallel", name),
+            )
+    for axis, size in layout.mesh.shape.items():
+        kind = axis.removesuffix("_dcn").removesuffix("_ici")
+        if size > 1 and kind not in ("data", "tensor"):
+            raise ConfigError(
+                f"mesh axis {kind} of {size} devices: with strategy.type parameter_server the mesh "
+                "is one worker's, with axes data and tensor",
+                setting=("mesh", kind),
+            )
+
+
+def _check_train(train: TrainConfig) -> None:
+    for name in ("batch_ramp", "phases"):
+        if getattr(train, name) is not None:
+            raise ConfigError(
+                f"{name} changes the batch within a run, and workers of strategy.type "
+                "parameter_server have no step in common at which: leave it out",
+                setting=("train", name),
+            )
+
+
+def _check_optimizer(optim: OptimConfig) -> None:
+    reasons = {
+        "clip_norm": "needs the norm over all parameters, and a server has its own alone: set "
+        "null, or take lamb or lars, whose norms are of one tensor",
+        "skip_spikes": "needs the norm over all parameters, and a server has its own alone: set "
+        "null; pushes that hold a NaN or an infinity are dropped without it",
+        "loss_scale": "would have to be the same on all workers: train in bfloat16 or float32",
+        "master_weights": "is not there on servers, which hold float32 parameters: set null",
+    }
+    for name, reason in reasons.items():
+        if getattr(optim, name) is not None:
+            raise ConfigError(
+                f"{name} with strategy.type parameter_server {reason}", setting=("optim", name)
+            )
+    if optim.skip_nonfinite:
+        raise ConfigError(
+            "skip_nonfinite has no effect with strategy.type parameter_server, whose servers drop "
+            "pushes that hold a NaN or an infinity, and count them: set false",
+            setting=("optim", "skip_nonfinite"),
+        )
+    if isinstance(optim, OnebitConfig):
+        raise ConfigError(
+            f"optim.type {optim.type} compresses what devices of one mesh exchange: take adamw or "
+            "lamb, and strategy.codec: {type: sign}",
+            setting=("optim", "type"),
+        )

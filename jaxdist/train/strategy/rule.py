@@ -1,0 +1,128 @@
+"""An optimizer as servers use it: on one range of one parameter at a time, jitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache, partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist.optim.build import AdamWConfig, ImportedOptimizerConfig, OptimConfig, SgdConfig
+from jaxdist.param_server.simulator.problem import RuleState
+from jaxdist.train.strategy.separable import server_transform
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Dims, Params, PyTree
+
+
+class _Compiled(NamedTuple):
+    """An update rule for arrays with the same dims.
+
+    Attributes:
+      wrapped: an array as the tree that the transformation is given.
+    """
+
+    transform: optax.GradientTransformationExtraArgs
+    wrapped: Callable[[PyTree], PyTree]
+    step: Callable[..., tuple[jax.Array, RuleState]]
+
+
+class ServerRule:
+    """Updates ranges of parameters as the config's optimizer would update the whole.
+
+    Attributes:
+      learning_rate: the largest of the run.
+      divisible: may a range be some rows of a parameter? Not where a norm of the whole is needed.
+    """
+
+    def __init__(
+        self,
+        optim: OptimConfig,
+        schedule: optax.Schedule,
+        params: Params,
+        dims: Mapping[str, Dims],
+        *,
+        learning_rate: float,
+        updates_per_step: int = 1,
+    ) -> None:
+        """One of these serves all servers.
+
+        Args:
+          schedule: of steps, as one mesh counts them.
+          params: all parameters, or their shapes.
+          dims: logical dims of each, by name.
+          updates_per_step: updates of a range in one step of all workers.
+        """
+        self.learning_rate = learning_rate
+        self.divisible = elementwise(optim)
+        self._optim, self._params, self._dims = optim, params, dims
+        self._schedule = schedule
+        if updates_per_step > 1:
+            self._schedule = lambda count: schedule(count // updates_per_step)
+        self._of = cache(self._compile)
+
+    def init(self, name: str, array: np.ndarray) -> RuleState:
+        """The optimizer's state for a range of a parameter."""
+        rule = self._rule(name)
+        return rule.transform.init(rule.wrapped(self._shaped(name, array)))
+
+    def update(
+        self, name: str, array: np.ndarray, gradient: np.ndarray, rate: float, state: RuleState
+    ) -> tuple[np.ndarray, RuleState]:
+        """The next array and state.
+
+        Args:
+          rate: factor of the learning rate.
+        """
+        given = (self._shaped(name, array), self._shaped(name, gradient), state)
+        # Without a factor of 1, which would round elsewhere than a step on one mesh does.
+        factor = () if rate == 1 else (np.float32(rate),)
+        new, state = self._rule(name).step(*given, *factor)
+        return np.asarray(new).reshape(array.shape), state
+
+    def _shaped(self, name: str, array: np.ndarray) -> np.ndarray:
+        """Servers hold a number as one row."""
+        return array if self._dims[name] else array.reshape(())
+
+    def _rule(self, name: str) -> _Compiled:
+        # What an imported rule does may depend on the name; others look at the dims alone.
+        imported = isinstance(self._optim, ImportedOptimizerConfig)
+        return self._of(name if imported else None, self._dims[name])
+
+    def _compile(self, name: str | None, dims: Dims) -> _Compiled:
+        wrapped = partial(_alone, self._params, name) if name else _bare
+        shape = jax.ShapeDtypeStruct((1,) * len(dims), jnp.float32)
+        named = {name or "array": dims}
+        transform = server_transform(self._optim, self._schedule, wrapped(shape), named)
+
+        def step(
+            array: jax.Array, gradient: jax.Array, state: RuleState, *rate: jax.Array
+        ) -> tuple[jax.Array, RuleState]:
+            params, grads = wrapped(array), wrapped(gradient.astype(array.dtype))
+            # Neither is there; `check_separable` has seen that no update looks at them.
+            nothing = {"grad_norm": jnp.float32(0), "value": jnp.float32(0)}
+            updates, state = transform.update(grads, state, params, **nothing)
+            if rate:
+                updates = jax.tree.map(lambda update: update * rate[0], updates)
+            (new,) = jax.tree.leaves(optax.apply_updates(params, updates))
+            return new, state
+
+        return _Compiled(transform, wrapped, jax.jit(step))
+
+
+def elementwise(optim: OptimConfig) -> bool:
+    """Does an optimizer update each element by itself, so that servers may share a tensor?"""
+    return isinstance(optim, AdamWConfig | SgdConfig)
+
+
+def _bare(array: PyTree) -> PyTree:
+    return {"array": array}
+
+
+def _alone(params: Params, name: str, array: PyTree) -> PyTree:
+    """The tree of the parameters with nothing but one leaf."""
+    leaves = [array if other == name else None for other, _ in flatten_with_names(params)]
+    return jax.tree.unflatten(jax.tree.structure(params), leaves)

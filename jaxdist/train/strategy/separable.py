@@ -1,0 +1,91 @@
+"""Whether an update of each parameter depends on that parameter alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdist.errors import ConfigError
+from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
+from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Dims, OptState, Params, Scalar, Updates
+
+
+def server_transform(
+    optim: OptimConfig, schedule: optax.Schedule, params: Params, dims: Mapping[str, Dims]
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer as servers use it, on these parameters: they drop what is not finite anyway.
+
+    Args:
+      params: some of a model's, or all, or their shapes.
+      dims: logical dims of each, by name.
+    """
+    plain = optim.model_copy(update={"skip_nonfinite": False, "max_skipped": None})
+    rate = Rate(schedule)
+    return build_optimizer(plain, total_steps=1, params=params, dims=dims, rate=rate).transform
+
+
+def check_separable(transform: optax.GradientTransformationExtraArgs, params: Params) -> None:
+    """Refuse a transformation that cannot update parameters one by one.
+
+    Nothing is computed: what each update depends on is read off the traced program.
+
+    Args:
+      params: all parameters, or their shapes.
+
+    Raises:
+      ConfigError: an update depends on another parameter's gradient, value or state, on the
+        gradients' global norm, or on the loss.
+    """
+    names = [name for name, _ in flatten_with_names(params)]
+    for half in _halves(len(names)):
+        moved = _moved_by(transform, params, half)
+        wrong = [at for at in range(len(names)) if moved[at] and at not in half]
+        if wrong:
+            what = "other parameters" if half else "the global norm or the loss"
+            raise ConfigError(
+                f"the update of {names[wrong[0]]} depends on {what}, which the server that holds "
+                "it does not have: take an optimizer that updates one tensor at a time (sgd, "
+                "adamw, lars, lamb with max_grad_norm: off)"
+            )
+
+
+def _halves(count: int) -> list[frozenset[int]]:
+    """None; then sets such that any two numbers are told apart by one that has only the first."""
+    found = [frozenset[int]()]
+    for bit in range(max(count - 1, 0).bit_length()):
+        one = frozenset(at for at in range(count) if at >> bit & 1)
+        found += [one, frozenset(range(count)) - one]
+    return found
+
+
+def _moved_by(
+    transform: optax.GradientTransformationExtraArgs, params: Params, half: frozenset[int]
+) -> list[bool]:
+    """For each parameter, whether its update may depend on those of `half`, norm or loss."""
+    leaves, structure = jax.tree.flatten(params)
+    shapes = jax.tree.unflatten(
+        structure, [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+    )
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    state = jax.eval_shape(transform.init, shapes)
+
+    def update(
+        grads: Updates, state: OptState, params: Params, norm: Scalar, value: Scalar
+    ) -> tuple[Updates, OptState]:
+        return transform.update(grads, state, params, grad_norm=norm, value=value)
+
+    mine = [at in half for at in range(len(leaves))]
+    begun = jax.make_jaxpr(transform.init)(shapes)
+    carried: Sequence[bool] = depends_on(begun.jaxpr, mine)
+    step = jax.make_jaxpr(update)(shapes, state, shapes, number, number)
+    while True:
+        found = depends_on(step.jaxpr, [*mine, *carried, *mine, True, True])
+        more = [a or b for a, b in zip(carried, found[len(leaves) :], strict=True)]
+        if more == list(carried):
+            return found[: len(leaves)]
+        carried = more

@@ -1,0 +1,115 @@
+"""A model with its data, as workers of a parameter server see it: gradients of their shares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, cached_property
+from itertools import accumulate
+
+import jax
+import numpy as np
+
+from jaxdist.data.loader import Loader
+from jaxdist.errors import DataError
+from jaxdist.models.loss import Batch
+from jaxdist.param_server.simulator.problem import Arrays, Computed
+from jaxdist.train.evaluate import evaluate
+from jaxdist.train.state import TrainState
+from jaxdist.train.step import Compiled, Found, Program
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Params
+
+
+class ModelProblem:
+    """Gradients of a config's model on its data, and the held-out loss.
+
+    A batch is shared out by rows: worker 0 has the first ones. All workers with shares of one size
+    run one compiled program. Random layers draw anew for each worker and step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        loader: Loader,
+        shares: Sequence[int],
+        microbatches: Sequence[int],
+        heldout: Loader | None,
+        *,
+        evaluation_batches: int | None = None,
+    ) -> None:
+        """Nothing is computed yet.
+
+        Args:
+          program: of whole batches.
+          shares: examples of each worker.
+          microbatches: pieces in which each computes them.
+          evaluation_batches: of the held-out split to use; None uses all.
+
+        Raises:
+          DataError: there is no held-out split.
+        """
+        if heldout is None:
+            raise DataError(
+                "the data has no held-out split, which the curve is measured on: give its section "
+                "data one, such as heldout_fraction or heldout_examples"
+            )
+        self._program, self._shares, self._microbatches = program, shares, microbatches
+        starts = [0, *accumulate(shares)]
+        self._loaders = [loader.part(*pair) for pair in zip(starts, shares, strict=False)]
+        self._heldout, self._limit = heldout, evaluation_batches
+        self._of_size = cache(self._gradients_of)
+
+    @cached_property
+    def _begun(self) -> TrainState:
+        """The state that runs begin with; gradients need no more of it than its shape."""
+        return self._program.init()
+
+    @property
+    def start(self) -> Arrays:
+        """The initial parameters by name."""
+        return self._start
+
+    @cached_property
+    def _start(self) -> Arrays:
+        return _by_name(self._begun.params)
+
+    def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
+        """Of the mean loss of a worker's share of the batch of a step; tokens weigh the mean."""
+        batch = self._loaders[worker].batch(step)
+        draw = np.int32(step * len(self._shares) + worker)
+        state = replace(self._begun, step=draw, params=self._tree(params))
+        size, pieces = self._shares[worker], self._microbatches[worker]
+        found: Found = self._of_size(size, pieces)(state, batch)
+        grads, weight = jax.device_get((found.grads, found.sums["loss"].weight))
+        return Computed(_by_name(grads), float(weight))
+
+    def loss(self, params: Arrays) -> float:
+        """The held-out loss."""
+        begun = self._begun
+        means = evaluate(self._program, self._tree(params), begun.buffers, self._evaluated)
+        return means["loss"]
+
+    @cached_property
+    def _evaluated(self) -> list[Batch]:
+        with self._heldout.evaluation_batches(self._limit) as batches:
+            return list(batches)
+
+    def _gradients_of(self, size: int, microbatches: int) -> Compiled:
+        worker = self._shares.index(size)
+        program = replace(
+            self._program,
+            batch=self._loaders[worker].batch_shapes,
+            compute=self._program.compute.resized(microbatches),
+        )
+        return program.gradients
+
+    def _tree(self, params: Arrays) -> Params:
+        like = self._program.state_shapes.params
+        leaves = [params[name] for name, _ in flatten_with_names(like)]
+        tree = jax.tree.unflatten(jax.tree.structure(like), leaves)
+        return jax.device_put(tree, jax.tree.map(lambda leaf: leaf.sharding, like))
+
+
+def _by_name(tree: Params) -> dict[str, np.ndarray]:
+    return {name: np.asarray(leaf) for name, leaf in flatten_with_names(tree)}

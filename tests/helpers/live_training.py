@@ -1,0 +1,116 @@
+"""A config trained by servers and workers in this process."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from live_servers import at_once
+
+from jaxdist.config.document import Document
+from jaxdist.config.schema import validate
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.param_server.consistency.contract import Clocks
+from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.order import OrderLog
+from jaxdist.param_server.live.server import Server
+from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.wire.frames import spec_for
+from jaxdist.param_server.wire.local import LocalWire
+from jaxdist.train.servers.state import Sharded, ShardState
+from jaxdist.train.servers.worker import Clocked, Worker, share_of
+from jaxdist.train.strategy.parameter_server import ParameterServer
+
+DIGITS = {
+    "model": {"type": "mlp", "hidden": [16]},
+    "data": {"type": "images", "source": "digits"},
+    "optim": {"type": "adamw", "learning_rate": 1e-2, "weight_decay": 0.1},
+    "train": {"steps": 6, "batch_size": 32},
+}
+
+
+class Training:
+    """A run in threads: `run` does all its clocks."""
+
+    def __init__(self, log: Path | None = None, sections: Any = None, **strategy: Any) -> None:
+        given = {"type": "parameter_server", "workers": 2, **strategy}
+        document = Document({**DIGITS, **(sections or {}), "strategy": given})
+        config = validate(document, ExperimentConfig)
+        self.experiment: Experiment = build(config, document, devices=jax.devices()[:1])
+        assert isinstance(config.strategy, ParameterServer)
+        self.cluster = config.strategy
+        program = self.experiment.program
+        placement = self.cluster.placed(program.model.params, config.optim)
+        self.sharded = Sharded(self.cluster, program, config.optim, placement, config.seed)
+        self.start = program.init()
+        self.servers: list[Server] = []
+        self.reached: list[Any] = []
+        model = self.cluster.consistency
+        self.clocks = self.cluster.clocks(self.experiment.total_steps)
+        for layout, part in zip(
+            self.sharded.layouts, self.sharded.parted(self.start, 0), strict=True
+        ):
+            shard = Shard(
+                layout, model, self.sharded.transform(layout), part.params, part.optimizer
+            )
+            state = RangeState(Clocks(self.cluster.workers))
+            order = None if log is None else OrderLog(log / f"server_{layout.server}.jsonl")
+            codes = next((one for one in self.sharded.codes if one.layout is layout), None)
+            server = Server(shard, model, state, log=order, due=[self.clocks],
+                            codes=codes, reached=self.reached.append)  # fmt: skip
+            for client in range(self.cluster.workers):
+                server.join(client)
+            self.servers.append(server)
+        self.told: list[tuple[int, Clocked]] = []
+        self._lock = threading.Lock()
+
+    def worker(self, slot: int, stop: int | None = None) -> Worker:
+        shares = self.cluster.shares(32)
+        loader = self.experiment.loader.part(sum(shares[:slot]), shares[slot])
+        program = share_of(self.sharded, loader, 1)
+        wires = [
+            LocalWire(server, partial(spec_for, push=push, shard=one.spec))
+            for server, one, push in zip(
+                self.servers, self.sharded.layouts, self.sharded.pushes, strict=True
+            )
+        ]
+        given = (slot, self.cluster.consistency, self.sharded.layouts, wires)
+        client = Client(*given, codes=self.sharded.codes, patience=Patience(60.0))
+
+        def tell(one: Clocked) -> None:
+            with self._lock:
+                self.told.append((slot, one))
+
+        return Worker(client, self.sharded, program, loader, slot, stop or self.clocks, tell)
+
+    def run(self) -> None:
+        def work(slot: int) -> None:
+            worker = self.worker(slot)
+            with worker.client:
+                worker.run()
+
+        at_once(work, self.cluster.workers)
+        for server in self.servers:
+            server.close()
+
+    @property
+    def shards(self) -> list[ShardState]:
+        return [
+            ShardState(
+                server.state.clocks.floor,
+                server.state.clocks.version,
+                server.shard.params,
+                server.shard.kept(),
+            )
+            for server in self.servers
+        ]
+
+    def state(self) -> Any:
+        """The program's state at the end, on the host."""
+        step = self.experiment.total_steps
+        return jax.tree.map(np.asarray, self.sharded.whole(self.shards, self.start, step))

@@ -1,0 +1,156 @@
+"""Pushes in few bytes: what servers get, what senders keep, and how many bytes travel."""
+
+import numpy as np
+import pytest
+from test_simulator import BAD, INSTANT, RATE, Quadratic, assert_same
+
+from jaxdist.compression import Cast, ErrorFeedback, NoFeedback, Quantize, Sign, TopK, Whole
+from jaxdist.param_server.aggregation import Direct, Racks
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.arrival import SSP
+from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.placement.balanced import Balanced
+from jaxdist.param_server.placement.ranges import Range
+from jaxdist.param_server.simulator.config import Crash, SimulationConfig
+from jaxdist.param_server.simulator.encoder import Encoder, Encoding
+from jaxdist.param_server.simulator.network import HEADER_BYTES
+from jaxdist.param_server.simulator.problem import Sgd
+from jaxdist.param_server.simulator.run import Simulation, simulate
+
+BIAS = frozenset({"b"})
+
+
+class Narrow(Quadratic):
+    """In float32, as codecs are."""
+
+    start = {"w": np.ones((6, 64), np.float32), "b": np.float32(3.0)}  # noqa: RUF012
+
+    def gradient(self, params, worker, step):
+        found = super().gradient(params, worker, step)
+        return found._replace(
+            gradient={name: np.asarray(g, np.float32) for name, g in found.gradient.items()}
+        )
+
+
+def cluster_of(codec, model=None, *, feedback=True, racks=0, **script):
+    return Cluster(
+        workers=4,
+        servers=2,
+        consistency=model or BSP(),
+        placement=Balanced(range_bytes=512),
+        aggregation=Racks(size=racks) if racks else Direct(),
+        codec=codec,
+        error_feedback=feedback,
+        simulation=SimulationConfig(**script),
+    )
+
+
+def simulated(codec, model=None, *, steps=6, **settings):
+    cluster = cluster_of(codec, model, **settings)
+    return simulate(cluster, Narrow(), Sgd(RATE), clocks=steps, whole=BIAS)
+
+
+@pytest.mark.parametrize("racks", [0, 2])
+def test_a_codec_that_leaves_nothing_out_changes_nothing(racks):
+    plain, coded = (simulated(codec, racks=racks, seed=3) for codec in (None, Whole()))
+    assert_same(coded.params, plain.params)
+    assert coded.received_bytes == plain.received_bytes
+
+
+def test_a_push_has_the_bytes_of_its_messages():
+    headers, pushes = 2 * 2 * 4 * 6 * HEADER_BYTES, 4 * 6
+    for codec, bits in ((None, 32), (Cast(), 16), (Quantize(bits=8, block=64), 8 + 16 / 64)):
+        found = simulated(codec, link=INSTANT)
+        assert sum(found.received_bytes) == headers + pushes * (6 * 64 * bits / 8 + 4)
+        assert sum(found.sent_bytes) == headers + pushes * (6 * 64 * 4 + 4)
+
+
+class Recorded(Narrow):
+    """Adds up what workers found."""
+
+    def __init__(self):
+        super().__init__()
+        self.total = np.zeros((6, 64))
+
+    def gradient(self, params, worker, step):
+        found = super().gradient(params, worker, step)
+        self.total += found.gradient["w"]
+        return found
+
+
+@pytest.mark.parametrize("model", [BSP(), SSP(bound=1)])
+@pytest.mark.parametrize("codec", [Sign(), TopK(fraction=0.1)])
+def test_parameters_move_by_all_that_is_not_kept(model, codec):
+    problem = Recorded()
+    cluster = cluster_of(codec, model, link=BAD)
+    speeds = cluster.simulation.speeds(4)
+    run = Simulation(cluster, problem, Sgd(RATE), speeds, 6, 10, None, BIAS)
+    found = run.run()
+    kept = np.zeros((6, 64))
+    for worker in run.workers:
+        for (server, at), state in worker.encoder._states.items():
+            one = run.shards[server].ranges[at]
+            kept[one.start : one.stop] += state.memory["residual"]
+    moved = problem.start["w"] - found.params["w"]
+    np.testing.assert_allclose(moved, RATE / 4 * (problem.total - kept), rtol=1e-4, atol=1e-4)
+    assert np.abs(kept).max() > 0.1
+
+
+def test_a_bad_network_changes_no_bit_of_a_round():
+    """A message that is sent again is the same message."""
+    for codec in (Sign(), Quantize(bits=4, rounding="stochastic", block=64)):
+        feedback = isinstance(codec, Sign)
+        calm, rough = (
+            simulated(codec, link=link, feedback=feedback, steps=8) for link in (INSTANT, BAD)
+        )
+        assert rough.lost > 0
+        assert_same(rough.params, calm.params)
+
+
+def test_one_seed_gives_one_run_with_a_worker_that_dies():
+    dies = (Crash(worker=2, at_seconds=0.35, back_seconds=1.0),)
+    runs = [
+        simulated(TopK(fraction=0.1), SSP(bound=2), link=BAD, crashes=dies, seed=seed)
+        for seed in (0, 0, 1)
+    ]
+    assert runs[0].as_json() == runs[1].as_json() != runs[2].as_json()
+    assert_same(runs[0].params, runs[1].params)
+
+
+RANGES = (Range("w", 0, 4, 1024), Range("b", 0, 1, 4))
+
+
+@pytest.mark.parametrize("codec", [Sign(), TopK(fraction=0.05), Quantize(bits=4, block=32)])
+def test_messages_and_what_is_kept_are_all_that_was_to_be_sent(codec):
+    """Drawn at random, with pushes that are not finite: those leave nothing behind."""
+    encoder = Encoder(Encoding(codec, ErrorFeedback(), BIAS), client=7)
+    rng = np.random.default_rng(1)
+    wanted, sent = np.zeros((4, 64)), np.zeros((4, 64))
+    for sequence in range(12):
+        change = rng.normal(size=(4, 64)).astype("f4"), rng.normal(size=1).astype("f4")
+        broken = sequence in (3, 7)
+        if broken:
+            change[0][2, 5] = np.inf
+        (coded, bias), finite = encoder(1, RANGES, change, sequence)
+        assert finite != broken
+        assert bias is change[1]
+        if not broken:
+            wanted += change[0]
+            sent += coded
+    kept = encoder._states[1, 0].memory["residual"]
+    np.testing.assert_allclose(sent + kept, wanted, rtol=1e-4, atol=1e-4)
+    assert int(encoder._states[1, 0].skipped) == 2
+
+
+def test_servers_and_clients_keep_apart():
+    encoding = Encoding(Sign(), ErrorFeedback())
+    change = (np.arange(8, dtype="f4").reshape(2, 4),)
+    one = (Range("w", 0, 2, 32),)
+    first, second = Encoder(encoding, 0), Encoder(encoding, 1)
+    alone = first(0, one, change, 0)[0][0]
+    np.testing.assert_array_equal(first(1, one, change, 0)[0][0], alone)
+    np.testing.assert_array_equal(second(0, one, change, 0)[0][0], alone)
+    assert np.any(first(0, one, change, 1)[0][0] != alone)
+    bare = Encoder(Encoding(Sign(), NoFeedback()), 0)
+    for sequence in range(2):
+        np.testing.assert_array_equal(bare(0, one, change, sequence)[0][0], alone)

@@ -1,0 +1,83 @@
+"""Certificates: both sides show theirs, and nobody comes in without."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from live_servers import Servers
+
+from jaxdist.errors import RunError
+from jaxdist.param_server.consistency.arrival import Asynchronous
+from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.wire.config import TlsConfig
+from jaxdist.param_server.wire.security import Tls, read_tls
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
+WHOLE = Asynchronous(gradient_weight="whole")
+
+
+def openssl(folder: Path, *arguments: str) -> None:
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def certified(folder: Path) -> TlsConfig:
+    """A new authority, and a certificate for this machine that it signed."""
+    folder.mkdir()
+    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    own = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+    openssl(folder, "req", "-x509", *curve, "-subj", "/CN=authority", "-days", "1",
+            "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
+    openssl(folder, "req", *curve, *own, "-keyout", "own.key", "-out", "own.csr")
+    openssl(folder, "x509", "-req", "-in", "own.csr", "-CA", "ca.pem", "-CAkey", "ca.key",
+            "-days", "1", "-copy_extensions", "copy", "-out", "own.pem")  # fmt: skip
+    (folder / "own.key").chmod(0o600)
+    paths = (folder / name for name in ("ca.pem", "own.pem", "own.key"))
+    return TlsConfig(**dict(zip(("authority", "certificate", "key"), paths, strict=True)))
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory) -> Tls:
+    return read_tls(certified(tmp_path_factory.mktemp("tls") / "ours"))
+
+
+def test_a_push_with_certificates(ours):
+    with Servers(WHOLE, 1, rpc=True, tls=ours) as servers:
+        with servers.client(0) as client:
+            client.push([np.ones_like(one) for one in client.read()])
+            client.drain()
+        assert all((one.shard.params == -1).all() for one in servers.servers)
+
+
+@pytest.mark.parametrize("how", ["in the clear", "of another authority", "without one of its own"])
+def test_nobody_comes_in_without_the_right_certificate(ours, how, tmp_path):
+    other = read_tls(certified(tmp_path / "other")) if "another" in how else ours
+    tls = {
+        "in the clear": None,
+        "of another authority": other,
+        "without one of its own": replace(ours, key=None, certificate=None),
+    }[how]
+    with Servers(WHOLE, 1, count=1, rpc=True, tls=ours) as servers:
+        wire = replace(servers.wires[0], tls=tls)
+        given = (0, servers.model, servers.layouts, [wire])
+        with (
+            Client(*given, patience=Patience(deadline_seconds=0.5)) as client,
+            pytest.raises(RunError, match="server 0 cannot be reached"),
+        ):
+            client.read()
+        assert not servers.servers[0].state.inboxes[0].expected
+        assert servers.servers[0]._clients == {}
+
+
+def test_files_that_cannot_be_used(tmp_path):
+    config = certified(tmp_path / "ours")
+    config.key.chmod(0o640)
+    with pytest.raises(RunError, match=r"own.key may be read by others \(mode 640\)"):
+        read_tls(config)
+    config.key.unlink()
+    with pytest.raises(RunError, match=r"certificates: .*own.key cannot be read: No such file"):
+        read_tls(config)
