@@ -100,7 +100,7 @@ def run(
     if json_file is not None:
         write_json(json_file, done.as_json())
     if plot is not None:
-        title = f"{first.config.model.type} on {path.stem}: {len(rows[0].seeds)} seeds"
+        title = f"{first.config.model.type} on {path.stem}, seed {rows[0].seeds[0]}"
         plot_simulation(rows, plot, title=title, target=targets[0])
     return done
 

@@ -41,7 +41,9 @@ def simulation_figure(rows: Sequence[Simulated], *, title: str, target: float) -
 
     figure = new_figure(_SIZE_INCHES)
     over_time, over_steps, stale = figure.subplots(1, 3)
-    colours = mpl.colormaps["viridis"](np.linspace(0, 0.9, len(rows)))
+    few = len(rows) <= 10
+    places = np.arange(len(rows)) if few else np.linspace(0, 1, len(rows))
+    colours = mpl.colormaps["tab10" if few else "turbo"](places)
     for row, colour in zip(rows, colours, strict=True):
         curve = row.reports[0].curve
         losses = [point.loss for point in curve]
@@ -50,6 +52,9 @@ def simulation_figure(rows: Sequence[Simulated], *, title: str, target: float) -
         over_steps.plot([p.steps for p in curve], losses, color=colour, linewidth=1.6)
         _draw_staleness(stale, row, colour)
     for axes, label in ((over_time, "virtual seconds"), (over_steps, "steps")):
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_minor_formatter("{x:g}")
         axes.axhline(target, color="#6b6b6b", linestyle="--", linewidth=1)
         axes.set_xlabel(label, fontsize=12)
     over_time.set_ylabel("held-out loss (nats)", fontsize=12)
