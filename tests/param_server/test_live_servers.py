@@ -56,7 +56,7 @@ def train(servers: Servers, client: Client, clocks: int) -> None:
 
 
 @pytest.mark.parametrize("rpc", [False, True], ids=["local", "rpc"])
-@pytest.mark.parametrize("model", MODELS, ids=lambda model: f"{model.type}-{id(model) % 97}")
+@pytest.mark.parametrize("model", MODELS, ids=["bsp", "ssp", "async", "async, ahead"])
 def test_every_push_counts_once(model, rpc):
     with Servers(model, 3, rpc=rpc) as servers:
 

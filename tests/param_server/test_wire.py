@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import google_crc32c
 import grpc
@@ -18,9 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from live_servers import TOKEN, Servers
+from pydantic import ValidationError
 
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.arrival import Asynchronous
+from jaxdist.param_server.wire.config import ProcessesConfig, TlsConfig
 from jaxdist.param_server.wire.contract import OF_WORKERS, Envelope, Op, Spec, WireError
 from jaxdist.param_server.wire.frames import (
     CHUNK_BYTES,
@@ -38,7 +41,6 @@ from jaxdist.param_server.wire.outbox import MOST_SHARDS, MOST_WAITING, Outbox
 from jaxdist.param_server.wire.rpc import METHOD, RpcServer
 from jaxdist.param_server.wire.security import (
     TOKEN_KEY,
-    check_address,
     make_token,
     read_token,
     same_token,
@@ -277,11 +279,12 @@ def test_token_files(tmp_path):
 
 
 def test_a_network_needs_certificates():
-    check_address("127.0.0.1", tls=False)
-    check_address("10.0.0.1", tls=True)
+    files = {name: Path(name) for name in ("authority", "certificate", "key")}
+    ProcessesConfig(host="127.0.0.1")
+    ProcessesConfig(host="10.0.0.1", tls=TlsConfig(**files))
     for host in ("10.0.0.1", "0.0.0.0", "::", "example"):
-        with pytest.raises(ConfigError, match="give certificates"):
-            check_address(host, tls=False)
+        with pytest.raises(ValidationError, match="give certificates"):
+            ProcessesConfig(host=host)
 
 
 def test_an_outbox_keeps_the_newest_publication_and_ends_when_nobody_reads():

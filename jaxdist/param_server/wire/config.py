@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, PositiveFloat
+from pydantic import Field, PositiveFloat, model_validator
 
 from jaxdist.config.schema import Config
 
@@ -41,3 +42,27 @@ class ProcessesConfig(Config):
     """A message without an answer for so long is sent again."""
     deaths: Annotated[int, Field(ge=1, le=100)] = 3
     """How often in a row a worker may die without a step in between, before the run ends."""
+
+    @model_validator(mode="after")
+    def _stays_here(self) -> ProcessesConfig:
+        if self.tls is None and not is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host} is reached over a network, where anyone on the way could read "
+                "the token and change gradients: give certificates (tls: {authority, certificate, "
+                "key}), or host 127.0.0.1"
+            )
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address never leaves this machine; a name is taken for one that does.
+
+    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")]
+    [True, True, True, False, False]
+    """
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False

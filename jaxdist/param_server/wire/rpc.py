@@ -65,7 +65,7 @@ class RpcServer:
       host: an address of this machine.
       port: 0 takes a free one.
       token: that every session must know.
-      tls: None talks in the clear, which `security.check_address` allows on this machine alone.
+      tls: None talks in the clear, which `ProcessesConfig` allows on this machine alone.
       sessions: at most so many at a time; more are refused.
 
     Raises:

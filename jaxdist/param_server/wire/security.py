@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 import os
 import secrets
 import stat
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import grpc
 
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.errors import RunError
 from jaxdist.param_server.wire.config import TlsConfig
 
 TOKEN_KEY = "jaxdist-token"
@@ -86,36 +85,6 @@ def read_token(path: Path) -> str:
 def same_token(given: object, token: str) -> bool:
     """Whether a peer knows the token; takes equally long for any wrong one of its length."""
     return isinstance(given, str) and hmac.compare_digest(given.encode(), token.encode())
-
-
-def check_address(host: str, tls: bool) -> None:
-    """Refuse to send a token, or gradients, in the clear past this machine.
-
-    Raises:
-      ConfigError: an address of a network without certificates.
-    """
-    if tls or is_loopback(host):
-        return
-    raise ConfigError(
-        f"host {host} is reached over a network, where anyone on the way could read the token and "
-        "change gradients: give certificates (tls: {authority, certificate, key}), or host "
-        "127.0.0.1",
-        setting=("host",),
-    )
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address never leaves this machine; a name is taken for one that does.
-
-    >>> [is_loopback(host) for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1")]
-    [True, True, True, False, False]
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def _private(path: Path) -> bytes:

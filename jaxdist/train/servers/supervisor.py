@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.errors import CheckpointError, RunError
-from jaxdist.param_server.wire.security import check_address, make_token, read_tls, read_token
+from jaxdist.param_server.wire.security import make_token, read_tls, read_token
 from jaxdist.runtime.environment import plan_environment
 from jaxdist.train.servers.children import Child, Event, Role
 from jaxdist.train.servers.files import clear, prune, read_shard, write_shard
@@ -288,11 +288,9 @@ def supervise(sharded: Sharded, prepared: Prepared) -> TrainState:
     """Do a run with processes; the last state.
 
     Raises:
-      ConfigError: an address that needs certificates.
       RunError: a server died, a worker died again and again, or nothing happened for too long.
     """
     processes = sharded.cluster.processes
-    check_address(processes.host, processes.tls is not None)
     assert prepared.directory is not None
     (prepared.directory / "order").mkdir(exist_ok=True)
     if processes.tls is not None:
