@@ -233,6 +233,7 @@ def test_the_command(jaxdist: Jaxdist) -> None:
     assert rate["origin"] == "config.yaml:1"
 
 
+@pytest.mark.full
 def test_the_command_fails_with_the_name_of_an_idle_knob(jaxdist: Jaxdist) -> None:
     (jaxdist.folder / "audited.py").write_text(MINE)
     jaxdist.config(**own_optim(momentun=0.5))
@@ -295,6 +296,7 @@ def test_the_table_says_where_there_are_no_options(jaxdist: Jaxdist) -> None:
     assert "--full has no effect with --options" in refused.message
 
 
+@pytest.mark.full
 @pytest.mark.needs_libtpu
 def test_a_preset_is_taken_apart_on_tpus(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     presets: Any = compiler.PRESETS

@@ -208,6 +208,7 @@ def with_lamb():
     return train("gpt", {"data": 1}, optim=LAMB)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "reduce", "zero", "microbatches"),
     [
@@ -239,7 +240,11 @@ def test_the_comparison_can_fail(reference):
     assert losses[0] != losses[-1]
 
 
-@pytest.mark.parametrize(("name", "mesh", "parallel", "changes"), PIPELINES, ids=str)
+@pytest.mark.parametrize(
+    ("name", "mesh", "parallel", "changes"),
+    [*PIPELINES[:2], *(pytest.param(*row, marks=pytest.mark.full) for row in PIPELINES[2:])],
+    ids=str,
+)
 def test_a_pipeline_equals_one_device(name, mesh, parallel, changes, reference):
     same(train(name, mesh, **parallel, **changes), reference[name])
 

@@ -192,6 +192,7 @@ def test_the_command(jaxdist: Jaxdist) -> None:
     assert json.loads((jaxdist.folder / "report.json").read_text())["devices"]["count"] == 8
 
 
+@pytest.mark.full
 def test_the_command_compares_more_devices_than_the_first_has(jaxdist: Jaxdist) -> None:
     jaxdist.config()
     done = jaxdist("inspect", "config.yaml", "--devices", 2, "--diff-set", "mesh.fake_devices=4")

@@ -106,6 +106,7 @@ def sent(found):
     return sorted((str(c.kind), str(c.axes), c.payload_bytes) for c in found.collectives)
 
 
+@pytest.mark.full
 def test_blockwise_sends_what_plain_does(devices):
     of_both = [
         sent(compiled(devices, SPLIT, length=512, attention=name)[1])
@@ -187,6 +188,7 @@ def test_splash_sends_what_plain_does(settings, tpu_devices):
     assert of_both[0] == of_both[1]
 
 
+@pytest.mark.full
 @pytest.mark.needs_libtpu
 def test_auto_is_splash_on_tpu_and_falls_back(tpu_devices):
     for length, kv_heads, rules, there in (

@@ -106,12 +106,12 @@ def test_isolated_documents_do_not_see_each_other():
         {"remat": "elementwise"},
         {"scan_unroll": 3},
         pytest.param({"remat": ("full", "none"), "layers": 6}, marks=pytest.mark.full),
-        {"remat": ("full", "none"), "layers": 6, "scan_unroll": 4},
+        full({"remat": ("full", "none"), "layers": 6, "scan_unroll": 4}),
         {"remat": ("full", "none", "dots", "elementwise"), "layers": 6},
         {"remat": ("minimal", "save_dots_except_mlp", "save_qkv", "save_attention"), "layers": 6},
         {"remat": {"query": "save", "mlp_gate": "save", "value": "recompute"}},
         {"remat": ("full", "none")},
-        {"remat": ("full", "none", "dots")},
+        full({"remat": ("full", "none", "dots")}),
     ],
     ids=str,
 )
@@ -158,6 +158,7 @@ def test_remat_recomputes(unroll):
     assert flops[2] == flops[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layers", "recomputed"),
     # Eleven blocks leave a rest of either list.
@@ -194,6 +195,7 @@ def test_depth_does_not_grow_the_program():
     assert size(32) == size(2)
 
 
+@pytest.mark.full
 def test_scan_equals_the_blocks_one_by_one():
     model = gpt()
     params, buffers = model.init(jax.random.key(0))

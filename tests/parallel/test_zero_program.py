@@ -209,6 +209,7 @@ def test_layers_fetched_ahead_are_recomputed(devices, remat, said):
         compiled(3, {"type": "xla"}, remat=remat, zero={"prefetch": True})
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("stage", "reduce"), [full(0, None), full(2, LAYERS), (3, LAYERS), full(3, None)]
 )

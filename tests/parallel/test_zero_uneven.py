@@ -228,6 +228,7 @@ def test_an_optimizer_never_meets_the_zeros(stage, reduce, devices):
     np.testing.assert_array_equal(program.home.used(state).opt_state["seen"]["first"], 4.0)
 
 
+@pytest.mark.full
 def test_noise_and_rounding_are_those_of_one_device(devices):
     """Moments are rounded at random: other noise would change about half of them."""
     optim = AdamWConfig(

@@ -53,7 +53,16 @@ def test_a_push_with_certificates(ours):
         assert all((one.shard.params == -1).all() for one in servers.servers)
 
 
-@pytest.mark.parametrize("how", ["in the clear", "of another authority", "without one of its own"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "in the clear",
+        *(
+            pytest.param(how, marks=pytest.mark.full)
+            for how in ("of another authority", "without one of its own")
+        ),
+    ],
+)
 def test_nobody_comes_in_without_the_right_certificate(ours, how, tmp_path):
     other = read_tls(certified(tmp_path / "other")) if "another" in how else ours
     tls = {

@@ -185,6 +185,7 @@ def seed_of(*needed: tuple[str, str]) -> int:
     )
 
 
+@pytest.mark.full
 def test_a_reduction_that_loses_a_part_is_found(monkeypatch, devices):
     seed = seed_of(("reduce", "ring"), ("ZeRO", "none"), ("axes", "data"))
     whole = Ring.all_reduce
@@ -204,13 +205,13 @@ def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, 
     seed = seed_of(("ZeRO", "3"), ("axes", "data"), ("whole_below", "0"))
     right = judge(seed)
     assert (right.verdict, right.checkpoint) == ("equal", "equal"), right.reason
-    restore = CheckpointStore.restore
+    restore = CheckpointStore.restore_as
 
     def other(self, *args, **kwargs):
         found = restore(self, *args, **kwargs)
         return replace(found, state=jax.tree.map(lambda x: x[::-1] if x.ndim else x, found.state))
 
-    monkeypatch.setattr(CheckpointStore, "restore", other)
+    monkeypatch.setattr(CheckpointStore, "restore_as", other)
     wrong = judge(seed)
     assert (wrong.verdict, wrong.checkpoint) == ("differs", "differs")
     assert wrong.differences == right.differences

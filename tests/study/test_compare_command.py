@@ -162,6 +162,7 @@ def test_bytes_are_those_of_a_step_after_the_warm_up(config: Path) -> None:
     assert bytes_of(config, codec % 3) == sent
 
 
+@pytest.mark.full
 def test_feedback_matters(config: Path) -> None:
     """Signs alone lose what is small; with feedback, a run comes near the uncompressed one."""
     codec = "parallel.compression={type: sign, block: 64%s}"

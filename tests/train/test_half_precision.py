@@ -50,6 +50,7 @@ def wide_loss():
     return trained("float32", {"data": 1})[2]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("compute_dtype", "dtype", "optim"),
     [

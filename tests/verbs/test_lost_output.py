@@ -20,6 +20,7 @@ def without_a_reader() -> Iterator[int]:
     os.close(writer)
 
 
+@pytest.mark.full
 def test_a_run_goes_on_when_its_reader_goes_away(jaxdist: Jaxdist) -> None:
     jaxdist.config()
     with without_a_reader() as writer:

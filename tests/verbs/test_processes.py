@@ -114,7 +114,7 @@ def test_the_numbers_of_one_process(
 @pytest.mark.parametrize(
     ("number", "to", "every"),
     [
-        (signal.SIGTERM, [1], 400),
+        full(signal.SIGTERM, [1], 400),
         full(signal.SIGINT, [0, 1], 400),
         full(signal.SIGHUP, [1], 1),
     ],
@@ -214,6 +214,7 @@ def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     assert f"resume from step {last} of" in resumed.out
 
 
+@pytest.mark.full
 def test_the_error_of_one_ends_the_other(jaxdist: Jaxdist) -> None:
     (jaxdist.folder / "mine.py").write_text(FAILING)
     jaxdist.config(

@@ -191,6 +191,7 @@ def test_times_are_taken_in_turn_and_the_first_round_is_left_out():
     assert [len(sample.seconds) for sample in found.values()] == [3, 3]
 
 
+@pytest.mark.full
 def test_every_size_is_timed_with_every_algorithm(monkeypatch):
     monkeypatch.setattr(collectives_time, "SECONDS_A_SIZE", 0.0)
     found = collectives_time.by_size(

@@ -95,6 +95,7 @@ def test_layers_as_given_are_explained_beside_the_balanced_cut(devices):
     assert (layers_of(uneven), uneven.notices) == ((1, 2, 2, 1), ())
 
 
+@pytest.mark.full
 def test_stages_send_activations_and_gather_what_they_found_for_whole_layers(devices):
     made = experiment({"stage": 4})
     program = made.program
