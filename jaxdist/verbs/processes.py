@@ -23,6 +23,7 @@ from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import Shard
 from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.wire.config import is_loopback
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
 from jaxdist.param_server.wire.security import read_tls, read_token
@@ -157,12 +158,14 @@ class WorkerProcess:
         processes = cluster.processes
         token = read_token(Path(setup["token"]))
         tls = processes.tls and read_tls(processes.tls)
+        shares_memory = processes.shared_memory and is_loopback(processes.host)
         wires = [
             RpcWire(
                 f"{processes.host}:{port}",
                 token,
                 partial(spec_for, push=push, shard=layout.spec),
                 tls,
+                max(push.size_bytes, layout.spec.size_bytes) if shares_memory else 0,
             )
             for layout, push, port in zip(
                 sharded.layouts, sharded.pushes, setup["ports"], strict=True

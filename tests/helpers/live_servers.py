@@ -46,6 +46,7 @@ class Servers:
         transform: optax.GradientTransformationExtraArgs = WHOLE_STEPS,
         rpc: bool = False,
         tls: Tls | None = None,
+        shared_bytes: int = 0,
         log: Path | None = None,
     ) -> None:
         self.params, self.model = dict(params), model
@@ -70,7 +71,7 @@ class Servers:
         ]
         if rpc:
             self.wires = [
-                RpcWire(f"127.0.0.1:{one.port}", TOKEN, spec, tls)
+                RpcWire(f"127.0.0.1:{one.port}", TOKEN, spec, tls, shared_bytes)
                 for one, spec in zip(self.rpcs, specs, strict=True)
             ]
 

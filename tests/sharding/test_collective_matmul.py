@@ -59,7 +59,11 @@ def test_a_ring_equals_collectives_in_one_piece(count, devices):
         run = on_ring(count, function)
         return run(*given), jax.grad(lambda *a: jnp.sum(jnp.cos(run(*a))), range(4))(*given)
 
-    close = partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
+    def close(found: jax.Array, expected: jax.Array) -> None:
+        # Rounding goes with the largest terms of a sum: how much is left of them does not matter.
+        largest = float(jnp.abs(expected).max())
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * max(1.0, largest))
+
     jax.tree.map(close, results(mlp_on_ring, *given), results(mlp_in_one_piece, *given))
 
 

@@ -125,7 +125,8 @@ def worker(number: int, port: int) -> None:
     layout, weights = _layout(), peer.initial()
     shapes = {name: array.shape for name, array in weights.items()}
     spec = partial(spec_for, push=layout.spec, shard=layout.spec)
-    wire = RpcWire(f"127.0.0.1:{port}", TOKEN, spec)
+    size = layout.spec.size_bytes
+    wire = RpcWire(f"127.0.0.1:{port}", TOKEN, spec, shared_bytes=size)
     x, labels = peer.batch(number)
     with Client(number, BSP(), [layout], [wire]) as client:
         while client.clock < peer.WARMUP + STEPS:

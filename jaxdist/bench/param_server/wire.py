@@ -33,11 +33,13 @@ def figures(repeats: int = REPEATS, size_bytes: int = PUSH_BYTES) -> list[Figure
     payload = np.ones(size_bytes // 4, np.float32)
     with ExitStack() as stack:
         ours = stack.enter_context(_streamed(payload))
+        shared = stack.enter_context(_streamed(payload, shared_bytes=payload.nbytes))
         message = stack.enter_context(_one_message(payload))
         bare = stack.enter_context(_raw_tcp(payload))
         first, one = interleave(ours, message, warmup=WARMUP, repeats=repeats)
         second, raw = interleave(ours, bare, warmup=WARMUP, repeats=repeats)
-    own = Sample(first.seconds + second.seconds)
+        third, memory = interleave(ours, shared, warmup=WARMUP, repeats=repeats)
+    own = Sample(first.seconds + second.seconds + third.seconds)
     size = f"{size_bytes / 2**20:g} MiB"
     rate = size_bytes / own.median / 1e9
     return [
@@ -52,6 +54,7 @@ def figures(repeats: int = REPEATS, size_bytes: int = PUSH_BYTES) -> list[Figure
         ),
         Figure.compare(f"push of {size}, beside gRPC as one message", first, one),
         Figure.compare(f"push of {size}, beside a bare socket", second, raw),
+        Figure.compare(f"push of {size}, beside ours through shared memory", third, memory),
     ]
 
 
@@ -78,11 +81,12 @@ def _receiver(kind: str, size_bytes: int) -> Iterator[int]:
 
 
 @contextmanager
-def _streamed(payload: np.ndarray) -> Iterator[Push]:
+def _streamed(payload: np.ndarray, shared_bytes: int = 0) -> Iterator[Push]:
     spec = spec_of(payload.nbytes)
     with _receiver("streamed", payload.nbytes) as port:
         answered = threading.Event()
-        wire = RpcWire(f"127.0.0.1:{port}", TOKEN, partial(spec_for, push=spec, shard=spec))
+        spec_of_all = partial(spec_for, push=spec, shard=spec)
+        wire = RpcWire(f"127.0.0.1:{port}", TOKEN, spec_of_all, shared_bytes=shared_bytes)
         session = wire.open(lambda envelope: answered.set(), lambda reason: None)
 
         def push() -> None:

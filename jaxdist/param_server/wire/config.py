@@ -35,6 +35,10 @@ class ProcessesConfig(Config):
     """File with the token that workers must know; null makes a new one for each run."""
     tls: TlsConfig | None = None
     """Certificates; null talks in the clear, on this machine alone."""
+    shared_memory: bool = True
+    """Whether parameters and changes go through memory that a worker and a server of this machine
+    share, which takes four times as many bytes as the shard for each worker; false sends them
+    through the socket, as do hosts that are not this machine."""
     deadline_seconds: PositiveFloat = 600.0
     """A worker that all have waited for so long is ended, and another takes its place; whoever
     waits twice as long gives up, and says who is late."""

@@ -9,7 +9,7 @@ Every frame repeats the header of its envelope, so that each is checked by itsel
          7      1  dtype: a number of `DTYPES`
          8      1  flag
          9      1  ndim: 1, or 0 without a payload
-        10      2  zero
+        10      2  slot: 0, or 1 + the slot of shared memory where the whole payload lies
         12      4  tensor id
         16      8  shape: elements
         24      8  offset of this frame's bytes in the payload
@@ -22,7 +22,7 @@ Every frame repeats the header of its envelope, so that each is checked by itsel
         72      8  floor
         80      8  tokens, a float64
         88      4  crc32c of all before it, and of the bytes after it
-        92         the bytes
+        92         the bytes; none where they lie in a slot (`jaxdist.param_server.wire.shared`)
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ from jaxdist.param_server.wire.contract import (
     Spec,
     WireError,
 )
+from jaxdist.param_server.wire.shared import Direction
 
 MAGIC = b"JXPS"
-FORMAT = 1
+FORMAT = 2
 CHUNK_BYTES = 2**20
 TEXT_BYTES = 4096
 HEAD = struct.Struct("<4sHBBBBHIQQIIQQqqqd")
@@ -54,6 +55,7 @@ CRC = struct.Struct("<I")
 HEADER_BYTES = HEAD.size + CRC.size
 FRAME_BYTES = HEADER_BYTES + CHUNK_BYTES
 """No frame is longer."""
+_NO_BYTES = np.empty(0, np.uint8)
 DTYPES = tuple(np.dtype(name) for name in ("uint8", "float32", jnp.bfloat16, "float16", "float64"))
 
 
@@ -77,12 +79,14 @@ class Header(NamedTuple):
       spec: of the payload; None without one.
       offset: of this frame's bytes.
       length: of them.
+      slot: of shared memory, where they lie; None: they follow.
     """
 
     envelope: Envelope
     spec: Spec | None
     offset: int
     length: int
+    slot: int | None
 
 
 def text_payload(text: str) -> np.ndarray:
@@ -90,29 +94,43 @@ def text_payload(text: str) -> np.ndarray:
     return np.frombuffer(text.encode()[:TEXT_BYTES], np.uint8)
 
 
-def frames(envelope: Envelope) -> Iterator[bytes]:
+def frames(envelope: Envelope, shared: Direction | None = None) -> Iterator[bytes]:
     """An envelope as frames; each copies its part of the payload once.
+
+    Args:
+      shared: memory that the peer sees too; then one frame says where the payload lies, if it does.
 
     >>> [len(frame) for frame in frames(Envelope(Op.PULL))]
     [92]
     """
     payload = envelope.payload
     if payload is None:
-        yield _frame(envelope, 0, 0, 0, 0, np.empty(0, np.uint8))
+        yield _frame(envelope, 0, 0, 0, 0, _NO_BYTES)
         return
     dtype = DTYPES.index(payload.dtype)
     raw = payload.view(np.uint8)
+    slot = None if shared is None else shared.write(raw)
+    if slot is not None:
+        yield _frame(envelope, dtype, 1, payload.size, 0, _NO_BYTES, slot + 1, raw.size)
+        return
     for offset in range(0, max(1, raw.size), CHUNK_BYTES):
         part = raw[offset : offset + CHUNK_BYTES]
         yield _frame(envelope, dtype, 1, payload.size, offset, part)
 
 
 def _frame(
-    envelope: Envelope, dtype: int, ndim: int, elements: int, offset: int, part: np.ndarray
+    envelope: Envelope,
+    dtype: int,
+    ndim: int,
+    elements: int,
+    offset: int,
+    part: np.ndarray,
+    slot: int = 0,
+    elsewhere: int = 0,
 ) -> bytes:
-    one = envelope
+    one, length = envelope, part.size + elsewhere
     head = HEAD.pack(
-        MAGIC, FORMAT, one.op, dtype, one.flag, ndim, 0, one.tensor, elements, offset, part.size,
+        MAGIC, FORMAT, one.op, dtype, one.flag, ndim, slot, one.tensor, elements, offset, length,
         one.epoch, one.client, one.sequence, one.clock, one.version, one.floor, one.tokens,
     )  # fmt: skip
     crc = google_crc32c.extend(google_crc32c.value(head), part)  # pyright: ignore[reportArgumentType]
@@ -130,7 +148,7 @@ def parse(frame: bytes) -> Header:
             f"a frame of {len(frame)} bytes: {HEADER_BYTES} to {FRAME_BYTES} are taken"
         )
     (
-        magic, version, op, dtype, flag, ndim, zero, tensor, elements, offset, length,
+        magic, version, op, dtype, flag, ndim, slot, tensor, elements, offset, length,
         epoch, client, sequence, clock, at, floor, tokens,
     ) = HEAD.unpack_from(frame)  # fmt: skip
     if magic != MAGIC:
@@ -148,14 +166,15 @@ def parse(frame: bytes) -> Header:
     envelope = Envelope(
         known, epoch, client, sequence, clock, at, floor, tokens, bool(flag), tensor
     )
-    if length != len(frame) - HEADER_BYTES:
-        raise FrameError(f"length {length} of {len(frame) - HEADER_BYTES} bytes", envelope)
-    if flag > 1 or zero or ndim > 1 or dtype >= len(DTYPES) or (not ndim and (elements or dtype)):
+    inline = len(frame) - HEADER_BYTES
+    if inline != (0 if slot else length):
+        raise FrameError(f"length {length} of {inline} bytes", envelope)
+    if flag > 1 or ndim > 1 or dtype >= len(DTYPES) or (not ndim and (elements or dtype or slot)):
         raise FrameError(f"flag {flag}, ndim {ndim}, dtype {dtype}: out of range", envelope)
     spec = Spec(tensor, DTYPES[dtype], elements) if ndim else None
     if spec is None and (length or offset):
         raise FrameError(f"{length} bytes without a payload", envelope)
-    return Header(envelope, spec, offset, length)
+    return Header(envelope, spec, offset, length, slot - 1 if slot else None)
 
 
 class Assembler:
@@ -164,10 +183,13 @@ class Assembler:
     Args:
       spec_of: what the payload of an envelope must be, given the envelope without it; None: none.
         What it raises as `FrameError` refuses the envelope before anything is allocated.
+      shared: memory that the peer writes payloads to.
     """
 
-    def __init__(self, spec_of: Callable[[Envelope], Spec | None]) -> None:
-        self._spec_of = spec_of
+    def __init__(
+        self, spec_of: Callable[[Envelope], Spec | None], shared: Direction | None = None
+    ) -> None:
+        self._spec_of, self._shared = spec_of, shared
         self._envelope: Envelope | None = None
         self._buffer = np.empty(0, np.uint8)
         self._filled = 0
@@ -197,9 +219,7 @@ class Assembler:
                 f"of {self._buffer.size}",
                 envelope,
             )
-        part = np.frombuffer(frame, np.uint8, offset=HEADER_BYTES)
-        self._buffer[self._filled : self._filled + header.length] = part
-        self._filled += header.length
+        self._take(header, frame)
         if self._filled < self._buffer.size:
             if not header.length:
                 raise FrameError("a frame without bytes", envelope)
@@ -207,6 +227,15 @@ class Assembler:
         spec, buffer = header.spec, self._buffer
         self._drop()
         return envelope if spec is None else replace(envelope, payload=buffer.view(spec.dtype))
+
+    def _take(self, header: Header, frame: bytes) -> None:
+        """The bytes of a frame, from behind its header or from shared memory."""
+        into = self._buffer[self._filled : self._filled + header.length]
+        if header.slot is None:
+            into[:] = np.frombuffer(frame, np.uint8, offset=HEADER_BYTES)
+        elif self._shared is None or not self._shared.read(header.slot, into):
+            raise FrameError(f"slot {header.slot} holds no such payload", header.envelope)
+        self._filled += header.length
 
     def _begin(self, header: Header) -> None:
         envelope, given = header.envelope, header.spec

@@ -6,9 +6,11 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 
+from jaxdist.param_server.wire import shared
 from jaxdist.param_server.wire.contract import (
     Envelope,
     Hear,
@@ -24,6 +26,8 @@ from jaxdist.param_server.wire.security import TOKEN_KEY, Tls, same_token
 SERVICE = "jaxdist.ParameterServer"
 METHOD = f"/{SERVICE}/Session"
 CONNECT_SECONDS = 2.0
+SHARED_KEY = "jaxdist-shared"
+"""Of the metadata: where the worker's memory is; of the answer's, whether the server found it."""
 COMMON: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", FRAME_BYTES),
     ("grpc.max_send_message_length", FRAME_BYTES),
@@ -43,6 +47,14 @@ OF_CLIENT: Sequence[tuple[str, int]] = (
     ("grpc.enable_retries", 0),  # the protocol's own retries settle each message once
     ("grpc.enable_http_proxy", 0),
 )
+
+
+class _Call(Protocol):
+    """What a worker needs of a gRPC call."""
+
+    def __iter__(self) -> Iterator[bytes]: ...
+
+    def initial_metadata(self) -> Iterable[tuple[str, str | bytes]] | None: ...
 
 
 class _Peer:
@@ -118,28 +130,36 @@ class RpcServer:
         if not self._free.acquire(blocking=False):
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many sessions")
         try:
-            yield from self._answered(given, context)
+            place = str(metadata.get(SHARED_KEY, ""))
+            memory = shared.find(place) if place else None
+            context.send_initial_metadata(((SHARED_KEY, "no" if memory is None else "yes"),))
+            yield from self._answered(given, context, memory)
         finally:
             self._free.release()
 
-    def _answered(self, given: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+    def _answered(
+        self, given: Iterator[bytes], context: grpc.ServicerContext, memory: shared.Shared | None
+    ) -> Iterator[bytes]:
         peer = _Peer()
         if not context.add_callback(peer.close):
             return  # it has ended already
-        reader = threading.Thread(target=self._read, args=(given, peer), name="session")
+        to_server, to_worker = (memory.to_server, memory.to_worker) if memory else (None, None)
+        reader = threading.Thread(target=self._read, args=(given, peer, to_server), name="session")
         reader.start()
         try:
             while (envelope := peer.outbox.take()) is not None:
-                yield from frames(envelope)
+                yield from frames(envelope, to_worker)
         finally:
             peer.close()
             context.cancel()
             reader.join()
             self._service.left(peer)
 
-    def _read(self, given: Iterator[bytes], peer: _Peer) -> None:
+    def _read(
+        self, given: Iterator[bytes], peer: _Peer, to_server: shared.Direction | None
+    ) -> None:
         service = self._service
-        assembler = Assembler(service.spec)
+        assembler = Assembler(service.spec, to_server)
         try:
             for frame in given:
                 try:
@@ -163,12 +183,15 @@ class RpcWire:
       address: `host:port`.
       spec_of: what payloads of the server's envelopes must be.
       tls: None talks in the clear.
+      shared_bytes: payloads of at most so many go through shared memory where the server is on this
+        machine, a process of the same user; 0: all go through the socket.
     """
 
     address: str
     token: str
     spec_of: Callable[[Envelope], Spec | None]
     tls: Tls | None = None
+    shared_bytes: int = 0
 
     def open(self, hear: Hear, ended: Callable[[str], None]) -> Session:
         """See `jaxdist.param_server.wire.contract.Wire.open`."""
@@ -194,8 +217,13 @@ class _RpcSession:
             raise WireError(
                 f"no server answers at {wire.address}{how} within {CONNECT_SECONDS:g} s"
             ) from error
+        self._memory = shared.make(wire.shared_bytes)
+        metadata: tuple[tuple[str, str], ...] = ((TOKEN_KEY, wire.token),)
+        if self._memory is not None:
+            metadata += ((SHARED_KEY, self._memory.place),)
+        self._to_server: shared.Direction | None = None  # until the server says that it found it
         call = self._channel.stream_stream(METHOD)
-        self._call: Iterable[bytes] = call(self._frames(), metadata=((TOKEN_KEY, wire.token),))
+        self._call: _Call = call(self._frames(), metadata=metadata)
         self._reader = threading.Thread(target=self._read, name="session", daemon=True)
         self._reader.start()
 
@@ -211,11 +239,23 @@ class _RpcSession:
 
     def _frames(self) -> Iterator[bytes]:
         while (envelope := self._outbox.take()) is not None:
-            yield from frames(envelope)
+            yield from frames(envelope, self._to_server)
+
+    def _agree(self) -> shared.Direction | None:
+        """Use the shared memory, if the server found it: what comes from there."""
+        memory, answer = self._memory, dict(self._call.initial_metadata() or ())
+        if memory is None:
+            return None
+        memory.close()
+        if answer.get(SHARED_KEY) != "yes":
+            return None
+        self._to_server = memory.to_server
+        return memory.to_worker
 
     def _read(self) -> None:
-        assembler, reason = Assembler(self._wire.spec_of), "the server ended the session"
+        reason = "the server ended the session"
         try:
+            assembler = Assembler(self._wire.spec_of, self._agree())
             for frame in self._call:
                 envelope = assembler.feed(frame)
                 if envelope is not None and not self._closed:

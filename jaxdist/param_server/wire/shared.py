@@ -1,0 +1,155 @@
+"""Memory that a worker and a server on one machine share: payloads lie there, frames say where.
+
+A session through a socket copies a payload four times and checks each byte twice; through shared
+memory it is copied in and out. The worker makes the memory (`memfd_create`, sealed so that nobody
+can cut it off under a reader) and tells the server where it is, in the metadata of the call, which
+the token protects; the server opens it through `/proc`, which the kernel allows to the same user
+alone. The memory has no name: it is gone with the two processes, however they end.
+
+Each direction has `SLOTS` slots with one writer and one reader. A slot is the writer's until its
+flag is 1, and the reader's until it is 0 again. Where no slot is free, a payload travels in frames,
+as between machines.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+from dataclasses import dataclass, field
+
+import numpy as np
+
+SLOTS = 2
+"""Of each direction: one is written while the other is read."""
+LEAST_BYTES = 2**16
+"""A smaller payload travels in its frame."""
+_PAGE = 4096
+_NONCE = slice(0, 16)
+_FLAGS = slice(64, 64 + 2 * SLOTS)
+_SEALS = 0 if not hasattr(fcntl, "F_SEAL_SHRINK") else fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+
+def supported() -> bool:
+    """Whether two processes can share memory so here.
+
+    A flag is written after the copy that it speaks of: x86 keeps that order by itself.
+    """
+    return bool(
+        hasattr(os, "memfd_create") and _SEALS and platform.machine() in ("x86_64", "AMD64")
+    )
+
+
+@dataclass
+class Direction:
+    """The slots of one direction: `write` is one side's, `read` the other's.
+
+    Attributes:
+      flags: `[SLOTS]` uint8: 1 while a payload lies in the slot.
+      slots: `[SLOTS, slot_bytes]` uint8.
+    """
+
+    flags: np.ndarray
+    slots: np.ndarray
+
+    def write(self, raw: np.ndarray) -> int | None:
+        """The slot that now holds these bytes `[n]`; None: it is too small, or none is free."""
+        if not LEAST_BYTES <= raw.size <= self.slots.shape[1]:
+            return None
+        free = np.flatnonzero(self.flags == 0)
+        if not free.size:
+            return None
+        slot = int(free[0])
+        self.slots[slot, : raw.size] = raw
+        self.flags[slot] = 1
+        return slot
+
+    def read(self, slot: int, into: np.ndarray) -> bool:
+        """Copy a payload out and free its slot; False: nothing of that size lies there."""
+        if not (slot < SLOTS and into.size <= self.slots.shape[1] and self.flags[slot]):
+            return False
+        into[:] = self.slots[slot, : into.size]
+        self.flags[slot] = 0
+        return True
+
+
+@dataclass
+class Shared:
+    """One session's memory.
+
+    Attributes:
+      place: where another process of this user finds it, as text; of the worker that made it.
+      to_server, to_worker: its directions.
+    """
+
+    to_server: Direction
+    to_worker: Direction
+    place: str = ""
+    _fd: int = field(default=-1, repr=False)
+
+    def close(self) -> None:
+        """Give the descriptor back; the memory goes when nobody looks at it any more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _mapped(fd: int, size: int) -> tuple[np.ndarray, Direction, Direction]:
+    view = np.frombuffer(mmap.mmap(fd, size), np.uint8)
+    flags = view[_FLAGS].reshape(2, SLOTS)
+    slots = view[_PAGE:].reshape(2, SLOTS, -1)
+    return view, Direction(flags[0], slots[0]), Direction(flags[1], slots[1])
+
+
+def make(most_bytes: int) -> Shared | None:
+    """Memory for payloads of at most so many bytes; None where there is none to be had.
+
+    Its pages are taken as they are written.
+    """
+    if most_bytes < LEAST_BYTES or not supported():
+        return None
+    slot_bytes = -(-most_bytes // _PAGE) * _PAGE
+    size = _PAGE + 2 * SLOTS * slot_bytes
+    nonce = secrets.token_bytes(16)
+    try:
+        fd = os.memfd_create("jaxdist-payloads", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS | fcntl.F_SEAL_SEAL)
+        view, to_server, to_worker = _mapped(fd, size)
+    except OSError:
+        return None
+    view[_NONCE] = np.frombuffer(nonce, np.uint8)
+    return Shared(to_server, to_worker, f"{os.getpid()}:{fd}:{nonce.hex()}", fd)
+
+
+def find(place: str) -> Shared | None:
+    """The memory that a worker of this user made on this machine; None: it is not to be found.
+
+    What a stranger writes as a place opens nothing else: the descriptor must be sealed memory of
+    this user that begins with the secret which the place names.
+    """
+    if not supported():
+        return None
+    try:
+        pid, number, nonce = place.split(":")
+        path = f"/proc/{int(pid)}/fd/{int(number)}"
+        expected = bytes.fromhex(nonce)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except (ValueError, OSError):
+        return None
+    try:
+        found = os.fstat(fd)
+        size = found.st_size
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        whole = size > _PAGE and (size - _PAGE) % (2 * SLOTS * _PAGE) == 0
+        if found.st_uid != os.getuid() or not (sealed and whole):
+            return None
+        view, to_server, to_worker = _mapped(fd, size)
+    except OSError:
+        return None
+    finally:
+        os.close(fd)
+    same = secrets.compare_digest(view[_NONCE].tobytes(), expected)
+    return Shared(to_server, to_worker) if same else None
