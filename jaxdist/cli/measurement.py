@@ -40,8 +40,8 @@ def bench(
         bool,
         typer.Option(
             "--lab",
-            help="collectives, compression: between hosts with slow links, played here (Linux, "
-            "root).",
+            help="collectives, compression, param-server: between hosts with slow links, played "
+            "here (Linux, root).",
         ),
     ] = False,
     torch: Annotated[

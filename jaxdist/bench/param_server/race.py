@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from jaxdist.param_server.placement.ranges import tensors_of
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
+from jaxdist.runtime.environment import plan_tunables
 
 MODULE = "jaxdist.bench.param_server.race"
 WORKERS, STEPS, ROUNDS = 2, 60, 3
@@ -67,6 +69,9 @@ def figures(python: str) -> list[Figure]:
 
 def _run(command: list[str]) -> list[float]:
     environ = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+    # Both with the malloc that `jaxdist` starts itself with.
+    if (tunables := plan_tunables(environ, platform.libc_ver()[0])) is not None:
+        environ["GLIBC_TUNABLES"] = tunables
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=LOST_SECONDS, env=environ

@@ -6,16 +6,20 @@ from jaxdist.bench.core.harness import REPEATS
 from jaxdist.bench.core.report import Report
 
 
-def bench(repeats: int = REPEATS, ray: str | None = None) -> Report:
+def bench(repeats: int = REPEATS, ray: str | None = None, lab: bool = False) -> Report:
     """Servers and workers on this machine, over loopback.
 
     Args:
       repeats: timed pairs of each figure.
       ray: a Python that has ray, jax and numpy: steps beside a parameter server of Ray's.
+      lab: in their place, on slow links: real step times beside the simulator's.
     """
     # Here, so that a list of all benches does not need the extra param-server.
     from jaxdist.bench.param_server import cluster, race, wire
+    from jaxdist.bench.param_server.lab import figures as on_slow_links
 
+    if lab:
+        return Report("param-server --lab", on_slow_links())
     figures = [*wire.figures(repeats), cluster.traffic(), *cluster.slow_worker()]
     if ray is not None:
         figures += race.figures(ray)

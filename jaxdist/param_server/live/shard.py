@@ -60,7 +60,7 @@ class Shard:
         self._flat = jnp.asarray(flat)
         self.params = np.asarray(self._flat)
         self.optimizer: OptState = self._begun() if state is None else jax.device_put(state)
-        self._update = jax.jit(self._updated, donate_argnums=(1, 2))
+        self._update = jax.jit(self._updated, donate_argnums=1)
         self._read: dict[tuple[int, int], np.ndarray] = {}
         self._squares: np.ndarray | None = None
         self.staleness: Counter[int] = Counter()
@@ -82,6 +82,8 @@ class Shard:
         if rate:  # learning rates are factors of updates, those of weight decay too
             updates = jax.tree.map(lambda x: x * rate[0].astype(x.dtype), updates)
         moved: PyTree = optax.apply_updates(params, updates)
+        # Fused with the update, XLA would ask for each element which range it is of: 10x as long.
+        moved = jax.lax.optimization_barrier(moved)
         return jnp.concatenate([jnp.ravel(moved[key]) for key in params]), state
 
     @property
@@ -115,8 +117,7 @@ class Shard:
             gradient = -change if self.model.payload == "outer" else change
             # Without a factor of 1, which would round elsewhere than a step on one mesh does.
             rate = () if merge.rate == 1 else (jnp.float32(merge.rate),)
-            given = jnp.array(gradient)  # a copy: it is donated, and the worker's may be sent again
-            self._flat, self.optimizer = self._update(self._flat, self.optimizer, given, *rate)
+            self._flat, self.optimizer = self._update(self._flat, self.optimizer, gradient, *rate)
         self.params = np.asarray(self._flat)
 
     def _compensated(self, change_of: Callable[[Arrival], np.ndarray], one: Arrival) -> np.ndarray:
