@@ -10,6 +10,10 @@ import difflib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+STOPPED = 75
+"""Exit code of a run that was told to stop before its last step, and has saved: --resume goes on.
+EX_TEMPFAIL of sysexits.h, so that a scheduler tells it from one that is done."""
+
 
 class JaxdistError(ValueError):
     """A mistake that the user can mend; the message says what, where, the values, what to do."""

@@ -19,7 +19,7 @@ LAYERS = (
     ("train",),
     ("experiment",),
     ("inspect", "parity", "planner", "verbs", "doctor", "study"),
-    ("audit", "bench"),
+    ("audit", "bench", "launch"),
     ("cli",),
 )
 MOST_FILES = 16

@@ -19,6 +19,7 @@ BENCHES: dict[str, str] = {
     "collectives": "jaxdist.bench.collectives.report:bench",
     "compile": "jaxdist.bench.compile:bench",
     "compression": "jaxdist.bench.compression.report:bench",
+    "elastic": "jaxdist.bench.elastic.report:bench",
     "optim": "jaxdist.bench.optim:bench",
     "overhead": "jaxdist.bench.overhead:bench",
     "param-server": "jaxdist.bench.param_server.report:bench",

@@ -22,13 +22,16 @@ from jaxdist.bench.core.plain import gpt_loss, mlp_loss, plain_step
 from jaxdist.bench.core.report import Figure, Report
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.models.loss import Batch
 from jaxdist.train.hooks import Cadence, Guard, Log, RunHooks, Save, Stop
 from jaxdist.train.loop import StepFunction, run_loop
+from jaxdist.train.replicas.check import replicas_of
 from jaxdist.train.state import TrainState
 from jaxdist.train.termination import Termination
+from jaxdist.train.watch.told import Goodput
 from jaxdist.types import JsonObject
 
 STEP_GOAL = "<= 1.03"
@@ -76,6 +79,7 @@ def bench(repeats: int = REPEATS) -> Report:
         "overhead",
         [
             step_figure(f"gpt step, {devices} devices", experiment(GPT), gpt_loss, pairs),
+            check_figure(f"gpt replicas compared, {devices} devices", experiment(GPT), pairs),
             step_figure(f"mlp step, {devices} devices", experiment(MLP), mlp_loss, pairs),
             loop_figure(tiny, repeats=repeats),
             loop_with_loader_figure(tiny, repeats=repeats),
@@ -108,6 +112,27 @@ def step_figure(name: str, ours: Experiment, loss: PlainLoss, repeats: int = REP
         "with optax.adamw, the same shardings and donation, that reports loss and gradient norm "
         "as ours does",
     )
+
+
+def check_figure(name: str, ours: Experiment, repeats: int = REPEATS) -> Figure:
+    """Comparing replicas of a training state, over a step."""
+    program, replicas = ours.program, replicas_of(ours.program)
+    state = program.init()
+    with ours.loader.batches() as batches:
+        batch = next(batches)
+
+    def compare() -> None:
+        differing = replicas.differences(np.asarray(replicas.digests(state)))
+        assert not differing, differing
+
+    def step() -> None:
+        nonlocal state
+        state, _ = jax.block_until_ready(program.train(state, batch))
+
+    note = (
+        "one comparison of all of the state, as train.check_replicas makes; the reference is a step"
+    )
+    return Figure.compare(name, *interleave(compare, step, repeats=repeats), note=note)
 
 
 class StepPair:
@@ -201,9 +226,10 @@ class LoopPair:
 
     def ours(self, batches: Iterator[Batch], each_step: RunHooks) -> None:
         """The loop of `jaxdist train`, from batches to finished state."""
-        state = run_loop(
-            self._train, self._state, batches, each_step, start=1, stop=1 + self._steps
-        )
+        account = Account()
+        train = account.first(Kind.COMPILE, self._train)
+        waited = account.each(Kind.INPUT_WAIT, batches)
+        state = run_loop(train, self._state, waited, each_step, start=1, stop=1 + self._steps)
         self._state = jax.block_until_ready(state)
 
     def bare(self) -> None:
@@ -237,4 +263,5 @@ def hooks(experiment: Experiment) -> Iterator[RunHooks]:
         guard = Guard(experiment.program.metrics, stack.enter_context(store))
         log = Log(Cadence(10, _NEVER), guard, progress, writer)
         never = Save(Cadence(_NEVER, _NEVER), lambda *_: None)
-        yield RunHooks([guard, log, Stop(Termination()), never])
+        timed = Goodput(log.cadence, Account(), 1, writer, 0)
+        yield RunHooks([guard, log, Stop(Termination()), never, timed])

@@ -24,6 +24,28 @@ def broadcast_json(value: Json) -> Json:
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
 
 
+def broadcast_int(value: int) -> int:
+    """The whole number below 2**31 that process 0 passed, on every process; compiled once."""
+    if jax.process_count() == 1:
+        return value
+    return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
+
+
+def gather_json(value: Json) -> list[Json]:
+    """The values that all processes passed (JSON types only), in their order, on every one.
+
+    >>> gather_json("a host")
+    ['a host']
+    """
+    if jax.process_count() == 1:
+        return [value]
+    data = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = np.asarray(multihost_utils.process_allgather(np.int32(data.size))).tolist()
+    padded = np.resize(data, max(sizes))
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
 def any_process(flag: bool) -> bool:
     """Whether the flag is set on at least one process."""
     if jax.process_count() == 1:

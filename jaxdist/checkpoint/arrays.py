@@ -1,6 +1,7 @@
-"""The thin edge to orbax: arrays of a tree to files and back, into any sharding, bit for bit.
+"""The arrays of a tree to files and back, into any sharding, bit for bit.
 
-Orbax sees a flat mapping from the leaf's number to its array. The structure (None, empty
+Large ones go to files of their own (`pieces`), the others to orbax, of which this is the thin edge:
+it sees a flat mapping from the leaf's number to its array. The structure (None, empty
 containers, namedtuples) comes from the target when loading; the names stand in the manifest.
 """
 
@@ -11,12 +12,14 @@ import sys
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from jaxdist.checkpoint.manifest import LeafRecord
+from jaxdist.checkpoint import pieces
+from jaxdist.checkpoint.layout import ARRAYS
+from jaxdist.checkpoint.manifest import Cuts, FileRecord, LeafRecord, Manifest
 from jaxdist.checkpoint.reasons import is_disk_full
 from jaxdist.checkpoint.structure import is_key, named_leaves
 from jaxdist.types import Leaf, PyTree
@@ -57,19 +60,37 @@ def _number(index: int) -> str:
     return f"{index:06d}"
 
 
-def _pack(tree: PyTree) -> dict[str, jax.Array]:
-    """The arrays by number as orbax can store them: no empty ones, random keys as integers."""
+def _pack(tree: PyTree) -> dict[str, tuple[str, jax.Array]]:
+    """Number and array by name as files can have them: no empty ones, random keys as integers."""
     return {
-        _number(index): jax.random.key_data(leaf) if is_key(leaf) else leaf
-        for index, leaf in enumerate(named_leaves(tree).values())
+        name: (_number(index), jax.random.key_data(leaf) if is_key(leaf) else leaf)
+        for index, (name, leaf) in enumerate(named_leaves(tree).items())
         if leaf.size
     }
 
 
-class ArrayWriter:
-    """Writes one tree at a time in the background; every process calls each method."""
+class Whole(NamedTuple):
+    """What all processes write together of the large arrays of a tree.
 
-    def __init__(self) -> None:
+    Attributes:
+      cuts: see `Manifest`.
+      bytes: length of every file by its path inside the checkpoint.
+    """
+
+    cuts: dict[str, Cuts]
+    bytes: dict[str, int]
+
+
+class ArrayWriter:
+    """Writes one tree at a time in the background; every process calls each method.
+
+    Args:
+      chunk_bytes: arrays of at least so many bytes have files of their own, of at most so many.
+    """
+
+    def __init__(self, chunk_bytes: int = pieces.CHUNK_BYTES) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._pieces: list[pieces.Piece] = []
         ocp = _orbax()
         self._tree_args = ocp.args.PyTreeSave
         self._barrier = ocp.multihost.get_barrier_sync_fn()
@@ -80,12 +101,21 @@ class ArrayWriter:
             ),
         )
 
-    def start(self, path: Path, tree: PyTree) -> None:
-        """Copy the arrays to the host, begin to write them below `path`, and return.
+    def start(self, path: Path, tree: PyTree) -> Whole:
+        """Copy the arrays to the host, begin to write the small ones below `path`, and return.
 
         The caller may donate the arrays as soon as this returns.
         """
         packed = _pack(tree)
+        found = {name: pieces.cut(array, self._chunk_bytes) for name, (_, array) in packed.items()}
+        cuts = {name: ends for name, ends in found.items() if ends is not None}
+        large = [(*packed.pop(name), ends) for name, ends in cuts.items()]
+        self._begin(path / ARRAYS, dict(packed.values()))
+        self._pieces = [piece for one in large for piece in pieces.copy_pieces(*one)]
+        sizes = [pieces.sizes(number, ends, array.dtype) for number, array, ends in large]
+        return Whole(cuts, {name: size for one in sizes for name, size in one.items()})
+
+    def _begin(self, path: Path, packed: dict[str, jax.Array]) -> None:
         if packed:
             try:
                 self._orbax.save(path, args=self._tree_args(packed))
@@ -93,8 +123,17 @@ class ArrayWriter:
                 self._failures()
                 raise
 
+    def place(self, path: Path, known: pieces.Known) -> dict[str, FileRecord]:
+        """Write this process's blocks of the large arrays below `path`, or link what is known.
+
+        Raises:
+          OSError: a file cannot be written.
+        """
+        held, self._pieces = self._pieces, []
+        return pieces.place(path, held, known)
+
     def wait(self) -> None:
-        """Return when the arrays of all processes are on disk; raise what went wrong."""
+        """Return when the small arrays of all processes are on disk; raise what went wrong."""
         failures = self._failures()
         if failures:
             raise failures[0]
@@ -120,38 +159,45 @@ class ArrayWriter:
         self._orbax.close()
 
 
-def load_arrays(path: Path, saved: dict[str, LeafRecord], target: PyTree) -> PyTree:
-    """The tree at `path` with the structure and shardings of `target`; every process calls it.
+def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
+    """The tree of the checkpoint at `path`, with the structure and shardings of `target`.
 
-    `saved` gives the numbers of the names; what `target` has not is left. Shapes and dtypes must
-    have been compared before; what goes beyond them, on disk or in `target`, are zeros that fill up
-    shards.
+    Every process calls it. What `target` has not is left. Shapes and dtypes must have been compared
+    before; what goes beyond them, on disk or in `target`, are zeros that fill up shards.
     """
-    ocp = _orbax()
+    saved = manifest.leaves
     numbers = {name: _number(index) for index, name in enumerate(saved)}
     wanted = named_leaves(target)
     stored = {numbers[name]: _stored(leaf, saved[name]) for name, leaf in wanted.items()}
+    large = {numbers[name]: cuts for name, cuts in manifest.cuts.items() if name in wanted}
+    packed = {n: leaf for n, leaf in stored.items() if n not in large and leaf.size}
+    whole = wanted.keys() | manifest.cuts.keys() == saved.keys()
+    loaded = _load_packed(path / ARRAYS, packed, whole=whole) if packed else {}
+    for number, leaf in stored.items():
+        if number in large:
+            loaded[number] = pieces.load(path, number, large[number], leaf)
+        elif not leaf.size:
+            loaded[number] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
+    leaves = [_unpack(loaded[numbers[name]], saved[name]) for name in wanted]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _load_packed(
+    path: Path, stored: dict[str, jax.ShapeDtypeStruct], *, whole: bool
+) -> dict[str, jax.Array]:
+    """Arrays by number from what orbax wrote; `whole` says that it wrote no others."""
+    ocp = _orbax()
     restore_args = {
         number: ocp.ArrayRestoreArgs(
             sharding=leaf.sharding, global_shape=leaf.shape, dtype=leaf.dtype, strict=False
         )
         for number, leaf in stored.items()
-        if leaf.size
     }
-    loaded = {}
-    if restore_args:
-        args = ocp.args.PyTreeRestore(
-            item=dict.fromkeys(restore_args, 0),
-            restore_args=restore_args,
-            partial_restore=wanted.keys() != saved.keys(),
-        )
-        with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
-            loaded = reader.restore(path, args=args)
-    for number, leaf in stored.items():
-        if not leaf.size:
-            loaded[number] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-    leaves = [_unpack(loaded[numbers[name]], saved[name]) for name in wanted]
-    return jax.tree.unflatten(jax.tree.structure(target), leaves)
+    args = ocp.args.PyTreeRestore(
+        item=dict.fromkeys(restore_args, 0), restore_args=restore_args, partial_restore=not whole
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
+        return reader.restore(path, args=args)
 
 
 def _stored(leaf: Leaf, record: LeafRecord) -> jax.ShapeDtypeStruct:

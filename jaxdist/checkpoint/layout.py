@@ -1,10 +1,12 @@
 """The checkpoint directory: names, and the renames that make a save or a deletion all or nothing.
 
 step_00000500/            a committed checkpoint
-  arrays/                 what orbax wrote
+  arrays/                 what orbax wrote: the small arrays in few files
+  pieces/                 large arrays, cut by rows; files that steps have in common are links
   metadata.json           the caller's own JSON
   manifest.json           sizes and digests of all of the above; written last
 .tmp-*                    being written or deleted; worthless after a crash
+.tmp-g7-step_00000500     the same, of generation 7 of a run on several hosts
 .replaced-step_00000500   the former checkpoint while a new one of the same step takes its name
 """
 
@@ -13,15 +15,18 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 ARRAYS = "arrays"
+PIECES = "pieces"
 METADATA = "metadata.json"
 MANIFEST = "manifest.json"
 
 _STAGING = ".tmp-"
 _DELETED = ".tmp-deleted-"
 _REPLACED = ".replaced-"
+_SNAPSHOT = re.compile(r"step_(\d{8,})\.(\d+)_of_(\d+)")
 
 
 def step_directory(directory: Path, step: int) -> Path:
@@ -33,9 +38,33 @@ def step_directory(directory: Path, step: int) -> Path:
     return directory / f"step_{step:08d}"
 
 
-def staging_directory(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written before it is committed."""
-    return directory / f"{_STAGING}{step_directory(directory, step).name}"
+def staging_directory(directory: Path, step: int, generation: int | None = None) -> Path:
+    """Where the checkpoint of a step is written before it is committed.
+
+    With its generation in the name no other can commit what is written there, nor this one after
+    the next has begun, which takes it away first (`recover`): a commit is a rename.
+    """
+    of = "" if generation is None else f"g{generation}-"
+    return directory / f"{_STAGING}{of}{step_directory(directory, step).name}"
+
+
+def snapshot_name(step: int, process: int, count: int) -> str:
+    """The file with what one process of `count` has of a snapshot in memory.
+
+    >>> snapshot_name(120, 1, 4)
+    'step_00000120.1_of_4'
+    """
+    return f"step_{step:08d}.{process}_of_{count}"
+
+
+def snapshot_of(name: str) -> tuple[int, int, int] | None:
+    """Step, process and count of such a name; None for any other.
+
+    >>> snapshot_of("step_00000120.1_of_4"), snapshot_of("../step_00000120.1_of_4")
+    ((120, 1, 4), None)
+    """
+    match = _SNAPSHOT.fullmatch(name)
+    return None if match is None else (int(match[1]), int(match[2]), int(match[3]))
 
 
 def steps_present(directory: Path) -> list[int]:
@@ -59,12 +88,18 @@ def commit(staging: Path, final: Path) -> None:
     """Give a finished checkpoint its name; one that held the name is put back if this fails.
 
     Raises:
-      OSError: the rename failed; `recover` brings the former state back.
+      OSError: the rename failed, and the former state is back.
     """
     replaced = final.with_name(_REPLACED + final.name)
+    os.stat(staging)  # what was taken away replaces nothing
     if final.exists():
         os.rename(final, replaced)
-    os.rename(staging, final)
+    try:
+        os.rename(staging, final)
+    except OSError:
+        if replaced.exists() and not final.exists():
+            os.rename(replaced, final)
+        raise
     fsync_directory(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -94,5 +129,11 @@ def recover(directory: Path) -> list[str]:
                 os.rename(directory / name, original)
     leftovers = [name for name in names if name.startswith((_STAGING, _REPLACED))]
     for name in leftovers:
-        shutil.rmtree(directory / name, ignore_errors=True)
+        # Away in one step: a writer that still lives may be about to commit it.
+        doomed = directory / f"{_DELETED}{name.removeprefix(_STAGING)}"
+        with suppress(OSError):
+            if not name.startswith(_DELETED):
+                os.rename(directory / name, doomed)
+        for path in (directory / name, doomed):
+            shutil.rmtree(path, ignore_errors=True)
     return leftovers

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 from pydantic import AfterValidator, Field
@@ -18,7 +19,7 @@ from pydantic import AfterValidator, Field
 from jaxdist.checkpoint.layout import MANIFEST, fsync_directory
 from jaxdist.config.schema import Config
 
-_DIGEST_BYTES = 32
+DIGEST_BYTES = 32
 _LISTED_PROBLEMS = 5
 
 
@@ -53,25 +54,34 @@ class LeafRecord(Config):
     """The generator of a random key array; None for any other array."""
 
 
+Cuts = tuple[tuple[int, ...], ...]
+"""For each dim of an array where its blocks begin, in ascending order, and last its size."""
+
+
 class Manifest(Config):
     """What a checkpoint holds, in the order in which its arrays are numbered on disk."""
 
-    format: Literal[1, 2] = 2
-    """Version of this layout. In 1 parameters of ZeRO 3 may lie in a wrong order: `misordered`."""
+    format: Literal[1, 2, 3, 4] = 2
+    """Version of this layout. In 1 parameters of ZeRO 3 may lie in a wrong order: `misordered`.
+    From 3 on there may be `cuts`, from 4 on a `generation`."""
     jax: str = jax.__version__
     """The jax that wrote it."""
     step: int = Field(ge=0)
     """The step whose state this is."""
+    generation: int | None = None
+    """That wrote it, of a run on several hosts; None for any other run."""
     metric: float | None
     """What `keep_best` compares; None if there is none or it was not finite."""
     leaves: dict[str, LeafRecord]
     """The arrays by tree path."""
+    cuts: dict[str, Cuts] = Field(default_factory=dict)
+    """Where those arrays are cut that have files of their own, by tree path: `pieces`."""
     files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]
     """Every other file of the checkpoint by its path inside it."""
 
 
 def _digest(data: bytes) -> str:
-    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).hexdigest()
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 
 def _wrap(body: bytes) -> bytes:
@@ -82,32 +92,58 @@ _HEAD_BYTES = _wrap(b"").index(b":}") + 1
 _TAIL_BYTES = len(b"}\n")
 
 
-def _record(path: Path, *, durable: bool) -> FileRecord:
+def record_of(path: Path, *, durable: bool = False) -> FileRecord:
+    """Size and digest of a file as it is, made to survive a power cut if `durable`."""
     with path.open("rb") as file:
-        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=_DIGEST_BYTES))
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
         if durable:
             os.fsync(file.fileno())
         return FileRecord(bytes=file.tell(), blake2b=digest.hexdigest())
 
 
 def seal(
-    directory: Path, *, step: int, metric: float | None, leaves: dict[str, LeafRecord]
+    directory: Path,
+    *,
+    step: int,
+    metric: float | None,
+    leaves: dict[str, LeafRecord],
+    cuts: dict[str, Cuts] | None = None,
+    known: Mapping[str, FileRecord] | None = None,
+    generation: int | None = None,
 ) -> Manifest:
     """Digest and fsync every file below `directory`, then write and fsync its manifest.
 
-    Cost: one read of every file, from the page cache as a rule.
+    Cost: one read of every file that is not `known`, from the page cache as a rule.
+
+    Args:
+      cuts, generation: see `Manifest`.
+      known: what files must hold by their names, where it is known from before they were written.
 
     Raises:
       OSError: a file cannot be read or the manifest cannot be written.
     """
+    known = known or {}
+
+    def record(name: str) -> FileRecord:
+        if name not in known:
+            return record_of(directory / name, durable=True)
+        with (directory / name).open("rb") as file:
+            os.fsync(file.fileno())
+        return known[name]
+
     paths = sorted(path for path in directory.rglob("*") if path.is_file())
+    names = [path.relative_to(directory).as_posix() for path in paths]
     with ThreadPoolExecutor() as pool:
-        records = pool.map(lambda path: _record(path, durable=True), paths)
-        names = [path.relative_to(directory).as_posix() for path in paths]
-        files = dict(zip(names, records, strict=True))
-    manifest = Manifest(step=step, metric=metric, leaves=leaves, files=files)
+        files = dict(zip(names, pool.map(record, names), strict=True))
+    # Without cuts it is a manifest that readers of format 2 take, without a generation one of 3.
+    more: Any = {"format": 3, "cuts": cuts} if cuts else {}
+    if generation is not None:
+        more |= {"format": 4, "generation": generation}
+    manifest = Manifest(step=step, metric=metric, leaves=leaves, files=files, **more)
+    left_out = {"cuts": cuts, "generation": generation is not None}
+    body = manifest.model_dump_json(exclude={name for name, told in left_out.items() if not told})
     with (directory / MANIFEST).open("xb") as file:
-        file.write(_wrap(manifest.model_dump_json().encode()))
+        file.write(_wrap(body.encode()))
         file.flush()
         os.fsync(file.fileno())
     for path in [*directory.rglob("*"), directory]:
@@ -144,7 +180,7 @@ def check_files(directory: Path, manifest: Manifest) -> None:
 
     def problem(name: str, expected: FileRecord) -> str | None:
         try:
-            found = _record(directory / name, durable=False)
+            found = record_of(directory / name)
         except OSError as error:
             return f"{name}: {_reason(error)}"
         if found.bytes != expected.bytes:

@@ -171,7 +171,7 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
     compared = {n: leaf for n, leaf in manifest.leaves.items() if n not in ignored}
     check_structure(compared, target if shapes is None else shapes, where=str(path))
     try:
-        state = load_arrays(path / ARRAYS, manifest.leaves, target)
+        state = load_arrays(path, manifest, target)
     except Exception as error:  # whatever orbax or tensorstore raise, the bytes were no use
         state, problem = None, f"{ARRAYS}: {one_line(error)}"
     if any_process(problem is not None):

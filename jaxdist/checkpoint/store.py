@@ -13,14 +13,15 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 import jax
 
 from jaxdist.checkpoint import layout
 from jaxdist.checkpoint.agree import broadcast_json
-from jaxdist.checkpoint.arrays import ArrayWriter
-from jaxdist.checkpoint.manifest import LeafRecord, seal
+from jaxdist.checkpoint.arrays import ArrayWriter, Whole
+from jaxdist.checkpoint.manifest import FileRecord, LeafRecord, seal
+from jaxdist.checkpoint.pieces import CHUNK_BYTES, Known
 from jaxdist.checkpoint.reasons import how_lost, is_disk_full, one_line
 from jaxdist.checkpoint.restore import (
     Adapt,
@@ -32,34 +33,33 @@ from jaxdist.checkpoint.restore import (
 )
 from jaxdist.checkpoint.retention import Saved, to_delete
 from jaxdist.checkpoint.structure import describe
-from jaxdist.config.schema import Config, Count
 from jaxdist.errors import CheckpointError
 from jaxdist.types import Json, PyTree
 
 LOST_PEERS_SECONDS = 10
 
 
-class CheckpointConfig(Config):
-    """When to save, and what to keep."""
-
-    every: Count = 500
-    """Steps between two checkpoints."""
-    keep: Count = 3
-    """How many of the newest checkpoints stay; 2 or more leave one to fall back on."""
-    keep_best: bool = True
-    """Whether the checkpoint with the best evaluation stays as well."""
-
-
 class _Pending(NamedTuple):
     step: int
     metric: float | None
     leaves: dict[str, LeafRecord]
+    whole: Whole
 
 
 class _Outcome(NamedTuple):
     failure: str | None
     met: bool
     """Whether all processes finished the save without an error, so that they can agree on it."""
+
+
+class FencedBy(Protocol):
+    """Who says whether this generation may still write."""
+
+    generation: int
+
+    def check(self) -> None:
+        """Raises a `RunError` where it may not."""
+        ...
 
 
 class CheckpointStore:
@@ -73,8 +73,11 @@ class CheckpointStore:
       keep: how many of the newest checkpoints stay, at least 1.
       keep_best: whether the one with the best metric stays as well.
       lower_is_better: the direction of the metric.
+      chunk_bytes: arrays of at least so many bytes are kept in files of at most so many, and files
+        that are as in an earlier step are links to it.
       on_event: called with one line when something needs a person's eye; at times from the
         background thread.
+      fence: of a run on several hosts, whose processes of an older generation may still live.
 
     Raises:
       CheckpointError: the directory cannot be made or written.
@@ -87,9 +90,12 @@ class CheckpointStore:
         keep: int,
         keep_best: bool,
         lower_is_better: bool = True,
+        chunk_bytes: int = CHUNK_BYTES,
         on_event: Callable[[str], None],
+        fence: FencedBy | None = None,
     ) -> None:
         self.directory = directory.absolute()
+        self._fence = fence
         self._keep = keep
         self._keep_best = keep_best
         self._lower_is_better = lower_is_better
@@ -99,7 +105,7 @@ class CheckpointStore:
         self._outcome: _Outcome | None = None
         self._saves = 0
         self._prepare_directory()
-        self._writer = ArrayWriter()
+        self._writer = ArrayWriter(chunk_bytes)
 
     def save(
         self,
@@ -130,20 +136,22 @@ class CheckpointStore:
         self.wait()
         text = _encode(metadata)
         finite = float(metric) if metric is not None and math.isfinite(metric) else None
-        pending = _Pending(step, finite, describe(state, shapes))
-        staging = layout.staging_directory(self.directory, step)
+        leaves = describe(state, shapes)
+        self._check_fence()
+        staging = self._staging(step)
         try:
             if self._primary:
                 shutil.rmtree(staging, ignore_errors=True)
                 staging.mkdir()
                 (staging / layout.METADATA).write_text(text, encoding="utf-8")
-            self._writer.start(staging / layout.ARRAYS, state)
+            whole = self._writer.start(staging, state)
         except Exception as error:
             raise CheckpointError(self._abandon(step, error)) from error
         self._saves += 1
         # Failed until the thread says otherwise: if it dies, the result of the save before must not
         # count for this one.
         self._outcome = _Outcome(f"saving step {step} in {self.directory} did not end", met=False)
+        pending = _Pending(step, finite, leaves, whole)
         self._thread = threading.Thread(
             target=self._finish, args=(pending,), name=f"checkpoint-{step}"
         )
@@ -218,6 +226,7 @@ class CheckpointStore:
             probe.write_bytes(b"")
             probe.unlink()
             self._identity = os.stat(self.directory)
+            self._check_fence()
             leftovers = layout.recover(self.directory) if self._primary else []
         except OSError as error:
             raise CheckpointError(
@@ -242,9 +251,11 @@ class CheckpointStore:
         failure, met = None, False
         try:
             self._writer.wait()
+            written, failure = self._place(pending)
+            self._writer.barrier(f"jaxdist_pieces_{self._saves}")
             try:
-                if self._primary:
-                    self._commit(pending)
+                if self._primary and failure is None:
+                    self._commit(pending, written)
             except Exception as error:
                 failure = self._abandon(pending.step, error)
             self._writer.barrier(f"jaxdist_checkpoint_{self._saves}")
@@ -253,14 +264,49 @@ class CheckpointStore:
             failure = self._abandon(pending.step, error)
         self._outcome = _Outcome(failure, met)
 
-    def _commit(self, pending: _Pending) -> None:
-        staging = layout.staging_directory(self.directory, pending.step)
+    def _place(self, pending: _Pending) -> tuple[dict[str, FileRecord], str | None]:
+        """Write or link this process's part of the large arrays, or say why it cannot.
+
+        It does not raise: the others wait for this process, and miss its files when they commit.
+        """
+        try:
+            steps = [
+                (layout.step_directory(self.directory, m.step), m)
+                for m in valid_manifests(self.directory)
+            ]
+            known = Known(steps, self._on_event)
+            staging = self._staging(pending.step)
+            return self._writer.place(staging, known), None
+        except Exception as error:
+            failure = self._abandon(pending.step, error)
+            if not self._primary:  # process 0 only sees that files are missing
+                self._on_event(failure)
+            return {}, failure
+
+    def _commit(self, pending: _Pending, written: Mapping[str, FileRecord]) -> None:
+        staging = self._staging(pending.step)
         final = layout.step_directory(self.directory, pending.step)
         if not (staging / layout.METADATA).exists():
             raise FileNotFoundError(f"{staging} was taken away while the arrays were written")
-        seal(staging, step=pending.step, metric=pending.metric, leaves=pending.leaves)
+        for name, size in pending.whole.bytes.items():
+            if (staging / name).stat().st_size != size:
+                raise OSError(f"{staging / name} is not {size} bytes long, as it was written")
+        given = {"metric": pending.metric, "leaves": pending.leaves, "cuts": pending.whole.cuts}
+        generation = None if self._fence is None else self._fence.generation
+        seal(staging, step=pending.step, **given, known=written, generation=generation)
+        self._check_fence()
+        # Who is suspended here, and deposed, no longer finds what it would rename.
         layout.commit(staging, final)
+        self._check_fence()
         self._prune(pending.step)
+
+    def _check_fence(self) -> None:
+        if self._fence is not None:
+            self._fence.check()
+
+    def _staging(self, step: int) -> Path:
+        generation = None if self._fence is None else self._fence.generation
+        return layout.staging_directory(self.directory, step, generation)
 
     def _prune(self, step: int) -> None:
         """Delete what is no longer kept, among the steps up to the one just committed.
@@ -293,8 +339,10 @@ class CheckpointStore:
         try:
             if not os.path.samestat(os.stat(f"{self.directory}/."), self._identity):
                 raise FileNotFoundError  # what is there now was made by orbax for its arrays
-            if self._primary:
+            if self._primary and self._fence is None:
                 layout.recover(self.directory)
+            elif self._primary:  # what others write there may be the next generation's
+                shutil.rmtree(self._staging(step), ignore_errors=True)
             good, free = self.steps(), shutil.disk_usage(self.directory).free
         except OSError as lost:
             return (

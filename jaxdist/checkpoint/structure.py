@@ -86,6 +86,13 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
     lines = differences(saved, target)
     if not lines:
         return
+    if all(": not saved, " in line for line in lines):
+        raise CheckpointError(
+            f"{where} holds a part of the state: {len(lines)} arrays that are wanted were not "
+            f"saved, such as {lines[0]}; if the run saves with checkpoint.parts it cannot be "
+            "resumed, but a new one can begin with what there is (checkpoint.begin_with); else "
+            "configure the model and optimizer that it was started with"
+        )
     rest = len(lines) - _LISTED_PATHS
     listed = lines[:_LISTED_PATHS] + ([f"and {rest} more"] if rest > 0 else [])
     raise CheckpointError(

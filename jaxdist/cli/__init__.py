@@ -10,8 +10,17 @@ import sys
 
 import typer
 
-from jaxdist.cli import measurement, pipelines, preparation, programs, runs, shared
-from jaxdist.cli.measurement import ConfigOrCommand
+from jaxdist.cli import (
+    agents,
+    launching,
+    measurement,
+    pipelines,
+    preparation,
+    programs,
+    runs,
+    shared,
+)
+from jaxdist.cli.measurement import ConfigOrCommand, ConfigOrFleet
 from jaxdist.cli.output import lasting_output
 
 app = typer.Typer(
@@ -29,17 +38,31 @@ study_app = typer.Typer(
     no_args_is_help=True,
     help="Compare many runs of one config: `jaxdist study CONFIG` is `study compare CONFIG`.",
 )
+simulate_app = typer.Typer(
+    cls=ConfigOrFleet,
+    no_args_is_help=True,
+    help="Play in virtual time: `jaxdist simulate CONFIG` is `simulate servers CONFIG`.",
+)
+
+launch_app = typer.Typer(
+    cls=launching.ConfigOrQuestion,
+    no_args_is_help=True,
+    help="Train on a cluster: `jaxdist launch CONFIG --on ENGINE`.",
+)
 
 app.command()(preparation.init)
 app.command()(runs.train)
+app.command()(agents.agent)
 app.command("eval")(runs.evaluate)
 app.command()(runs.generate)
+app.command()(runs.replay)
+app.command()(runs.report)
+app.command()(runs.drill)
 app.command()(programs.parity)
 app.command()(preparation.doctor)
 app.command()(programs.inspect)
 app.command()(programs.audit)
 app.command()(measurement.bench)
-app.command()(measurement.simulate)
 config_app.command()(preparation.show)
 config_app.command()(preparation.schema)
 data_app.command()(preparation.tokenize)
@@ -48,12 +71,29 @@ pipeline_app.command()(pipelines.compare)
 pipeline_app.command()(pipelines.check)
 study_app.command("compare")(measurement.compare)
 study_app.command("batch-scaling")(measurement.batch_scaling)
+simulate_app.command("servers")(measurement.servers)
+simulate_app.command("choice")(measurement.choice)
+simulate_app.command("fleet")(measurement.fleet)
+for ask in (launching.job, launching.explain, launching.status, launching.logs, launching.stop):
+    launch_app.command()(ask)
+app.add_typer(launch_app, name="launch")
 app.add_typer(config_app, name="config")
 app.add_typer(data_app, name="data")
 app.add_typer(pipeline_app, name="pipeline")
 app.add_typer(study_app, name="study")
+app.add_typer(simulate_app, name="simulate")
 
-_COMPUTING = ("train", "eval", "generate", "bench", "study", "simulate")
+_COMPUTING = (
+    "train",
+    "agent",
+    "drill",
+    "eval",
+    "generate",
+    "replay",
+    "bench",
+    "study",
+    "simulate",
+)
 
 
 def main() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -36,9 +39,110 @@ def train(
     process_id: shared.ProcessId = None,
     distributed: shared.Detect = False,
     join_timeout: shared.JoinTimeout = JOIN_SECONDS,
+    elastic: Annotated[
+        bool,
+        typer.Option(
+            "--elastic",
+            help="Start the processes of this machine, watch them, and begin anew from the newest "
+            "snapshot in memory when one is lost or stuck.",
+        ),
+    ] = False,
+    count: Annotated[
+        int, typer.Option("--processes", min=1, help="--elastic: how many processes.")
+    ] = 1,
+    restarts: Annotated[
+        int, typer.Option(min=1, help="--elastic: losses in a row without a new step that end it.")
+    ] = 3,
 ) -> None:
     """Train as CONFIG says."""
     extra = shared.prepare(config, overrides, devices)
+    if elastic:
+        shared.alone(
+            "--elastic", coordinator=coordinator, num_processes=num_processes,
+            process_id=process_id, distributed=distributed, profile=profile,
+        )  # fmt: skip
+        _train_elastic(config, extra, count, restarts, resume=resume)
+        return
+    from jaxdist.runtime import lifetime
+
+    code = train_process(
+        str(config),
+        extra,
+        resume=resume,
+        profile=profile,
+        coordinator=coordinator,
+        num_processes=num_processes,
+        process_id=process_id,
+        distributed=distributed,
+        join_timeout=join_timeout,
+        begun=lifetime.begun(),
+    )
+    if code:
+        raise typer.Exit(code)
+
+
+def _train_elastic(
+    config: Path, extra: list[str], count: int, restarts: int, *, resume: bool
+) -> None:
+    from jaxdist.elastic.agent import Agent, Plan
+
+    args = {"config": str(config), "extra": extra, "resume": resume}
+    say = partial(shared.console().print, soft_wrap=True, markup=False)
+    code = Agent(Plan(args, count, restarts), say).run()
+    if code:
+        raise typer.Exit(code)
+
+
+def drill(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    failures: Annotated[int, typer.Option(min=1, help="Processes to kill or stop, in turn.")],
+    count: Annotated[int, typer.Option("--processes", min=1, help="Processes of the run.")] = 2,
+    seed: Annotated[int, typer.Option(min=0, help="Of when, who, and how.")] = 0,
+    devices: shared.Devices = None,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """Train CONFIG under an agent, and kill and stop its processes on purpose.
+
+    Prints each recovery, and the share of the time that was kept beside the
+    one predicted; ends with exit code 3 where it is less than nine tenths.
+    """
+    extra = shared.prepare(config, overrides, devices)
+    from jaxdist.verbs.drill import drill as run
+
+    say = partial(shared.console().print, soft_wrap=True, markup=False)
+    run(config, extra, failures=failures, processes=count, seed=seed, json_file=json_file, say=say)
+
+
+def import_all() -> None:
+    """Import what training needs, which takes longer than all that comes before its first step."""
+    for module in ("runtime.connection", "runtime.processes", "verbs.train"):
+        importlib.import_module(f"jaxdist.{module}")
+
+
+def train_process(
+    config: str,
+    extra: list[str],
+    *,
+    resume: bool = False,
+    profile: str | None = None,
+    coordinator: str | None = None,
+    num_processes: int | None = None,
+    process_id: int | None = None,
+    distributed: bool = False,
+    join_timeout: int = JOIN_SECONDS,
+    begun: int,
+) -> int:
+    """Be one process of a run, whose environment is prepared; its exit code.
+
+    Args:
+      begun: as `jaxdist.verbs.train.run` has it.
+
+    Raises:
+      JaxdistError: anything that the user can mend.
+    """
+    from jaxdist.errors import STOPPED
     from jaxdist.runtime.connection import connected
     from jaxdist.runtime.processes import find_processes
     from jaxdist.verbs.train import run
@@ -50,15 +154,19 @@ def train(
         index=process_id,
         detect=distributed,
     )
+    stopped: list[str] = []
     with connected(processes, shared.report, seconds=join_timeout):
         run(
-            config,
+            Path(config),
             extra,
             resume=resume,
             profile=profile,
             model_flops=_model_flops,
+            begun=begun,
+            stopped=stopped.append,
             console=shared.console(),
         )
+    return STOPPED if stopped else 0
 
 
 def _model_flops(config: ExperimentConfig, device: Device) -> float:
@@ -79,6 +187,25 @@ def evaluate(
     from jaxdist.verbs.evaluate import evaluate_run
 
     evaluate_run(run, extra, step=step, console=shared.console())
+
+
+def replay(run: shared.Run, *, devices: shared.Devices = None) -> None:
+    """Compute a run with parameter servers again, in the order that its servers took messages in.
+
+    Prints whether what they saved last comes out the same to the bit.
+    """
+    shared.prepare(run / "config.yaml", [], devices)
+    from jaxdist.verbs.replay import replay as again
+
+    if not again(run, shared.console()):
+        raise typer.Exit(1)
+
+
+def report(run: shared.Run, json_file: shared.JsonFile = None) -> None:
+    """Tell where the time of a run went: every second of it, over all its restarts."""
+    from jaxdist.verbs.report import report as tell
+
+    tell(run, json_file, console=shared.console())
 
 
 def generate(

@@ -41,7 +41,8 @@ class SeparateChannels:
     def __call__(self, *args: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            # The plain function: jax refuses a jit with compiler options inside another jit.
+            # The plain function, which no stub has: jax refuses a jit with compiler options inside
+            # another jit.
             return self.jitted.__wrapped__(*args)  # pyright: ignore[reportAttributeAccessIssue]
         kinds = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]
         key = (structure, *kinds)

@@ -213,8 +213,8 @@ def in_lockstep(
         parts: dict[int, jax.Array] = {}
         for index, received in sent.items():
             try:
-                # None starts a generator.
-                parts[index] = generators[index].send(received)  # pyright: ignore
+                # None starts a generator, whatever it is sent later.
+                parts[index] = generators[index].send(received)  # pyright: ignore[reportArgumentType]
             except StopIteration as stop:
                 found[index] = stop.value
         sent = dict(zip(parts, total(list(parts.values())) if parts else [], strict=True))

@@ -25,19 +25,19 @@ MAX_FILE_BYTES = 1 << 18
 MAX_FILES = 64
 
 
-def read(path: str | os.PathLike[str], overrides: Iterable[str] = ()) -> Document:
+def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Document:
     """The merged values of a YAML file, each with its origin; nothing is validated yet.
 
     Args:
-      path: a YAML 1.2 file of UTF-8 text, at most MAX_FILE_BYTES.
+      path: a YAML 1.2 file of UTF-8 text, at most MAX_FILE_BYTES; None has the overrides alone.
       overrides: `section.key=value` texts, applied in order after all includes.
 
     Raises:
       ConfigError: a file that is missing, unreadable or not plain YAML; includes that form a
         cycle; an override that does not fit.
     """
-    file = Path(path)
-    root = _Loader().load(file, None, ())
+    file = None if path is None else Path(path)
+    root = Node({}, Origin("the defaults")) if file is None else _Loader().load(file, None, ())
     for text in overrides:
         root = apply_override(root, text)
     return Document(root.plain(), root.origins(), file)

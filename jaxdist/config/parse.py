@@ -164,6 +164,7 @@ class _Builder:
             key_node = self._node(event, depth + 1)
             value = self._node(next(self.events), depth + 1)
             key, origin = key_node.value, self._origin(event)
+            # A key that is text is a scalar event, which alone is `implicit`.
             if key == "<<" and event.implicit[0]:  # pyright: ignore[reportAttributeAccessIssue]
                 self._problem(event, "'<<' is not part of YAML 1.2; use `include:` at the top")
             elif not isinstance(key, str):

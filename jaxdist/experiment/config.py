@@ -9,10 +9,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from jaxdist.checkpoint.store import CheckpointConfig
+from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config import Config, Count, Document, Problem, problems_error, read, validate
 from jaxdist.config.importing import user_code
 from jaxdist.data import DataConfig
+from jaxdist.elastic.config import ElasticConfig
 from jaxdist.errors import (
     CollectiveError,
     ConfigError,
@@ -27,6 +28,7 @@ from jaxdist.models.loss import LossConfig
 from jaxdist.optim.build import OptimConfig
 from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.sharding import ShardingConfig
+from jaxdist.train.notices import PreemptionConfig
 from jaxdist.train.plan import TrainConfig
 from jaxdist.train.strategy.build import StrategyConfig
 from jaxdist.train.strategy.synchronous import Synchronous
@@ -45,10 +47,12 @@ class EvalConfig(Config):
 
 
 class RunConfig(Config):
-    """Where a run keeps its files."""
+    """Where a run keeps its files, and what stops it early."""
 
     directory: Path | None = None
     """The run directory; null is runs/ and the name of the config file."""
+    preemption: PreemptionConfig = PreemptionConfig()
+    """Who tells, besides signals, that the machine will be taken away."""
 
 
 class ExperimentConfig(Config):
@@ -68,6 +72,8 @@ class ExperimentConfig(Config):
     """Held-out evaluation."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving."""
+    elastic: ElasticConfig = ElasticConfig()
+    """Hosts that come and go."""
     mesh: MeshConfig = MeshConfig()
     """Devices as named axes."""
     sharding: ShardingConfig = ShardingConfig()

@@ -15,9 +15,12 @@ from jaxdist.experiment.config import ExperimentConfig, at_setting
 from jaxdist.experiment.program import make_program
 from jaxdist.mesh import Device, build_mesh
 from jaxdist.sharding import Layout, make_layout
+from jaxdist.train.loading.begin import check_parts
 from jaxdist.train.plan import Plan, check_batch, explain, plan_learning_rate, plan_stages
+from jaxdist.train.replicas import check
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.contract import TrainStage
+from jaxdist.train.strategy.parameter_server import ParameterServer
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ def build(
     with at("sharding", "collective_matmul"):
         layout = make_layout(config.sharding, mesh)
     with at("train", "batch_size"):
-        check_batch(config.train.batch_size, config.train.microbatches, layout)
+        shards = config.parallel.shards
+        check_batch(config.train.batch_size, config.train.microbatches, layout, shards)
     with at("data"):
         dataset = config.data.build()
     with at("data"):
@@ -91,8 +95,11 @@ def build(
     program, derived, notices = make_program(
         config, layout, dataset, loader.batch_shapes, plan, rate, at
     )
+    with at("checkpoint"):
+        notices = (*notices, *check_parts(config.checkpoint, config.strategy.type, program))
     with at("train"):
         stages = _stages(config, layout, dataset, plan, program, loader)
+    replicas = config.train.check_replicas, program
     return Experiment(
         config=config,
         dataset=dataset,
@@ -102,9 +109,22 @@ def build(
         heldout=heldout,
         total_steps=plan.total_steps,
         stages=stages,
-        explained=(*explain(plan, rate), *derived),
-        notices=notices,
+        explained=(
+            *explain(plan, rate),
+            *derived,
+            *_explain_placement(config, program),
+            *check.explained(*replicas),
+        ),
+        notices=(*notices, *check.notices(*replicas)),
     )
+
+
+def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[str]:
+    """How parameters were shared out among servers, where there are several."""
+    strategy = config.strategy
+    if not isinstance(strategy, ParameterServer) or strategy.servers == 1:
+        return ()
+    return strategy.placed(program.model.params, config.optim).explain().splitlines()
 
 
 def _stages(
@@ -122,7 +142,7 @@ def _stages(
     for stage, seen in zip(plan.stages, plan.first_examples, strict=True):
         size, batches = stage.batch_size, loader
         compute = program.compute.resized(train.microbatches_of(size))
-        check_batch(size, compute.microbatches, layout)
+        check_batch(size, compute.microbatches, layout, config.parallel.shards)
         if seen or size != train.batch_size:
             batches = _loader(config, layout, dataset, batch_size=size, start_example=seen)
         if size not in programs:

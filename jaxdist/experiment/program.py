@@ -18,10 +18,12 @@ from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, weighted
 from jaxdist.optim.build import Optimizer, Rate, build_optimizer
 from jaxdist.parallel.compiler import compiler_options
+from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
 from jaxdist.parallel.plan import plan_exchange
+from jaxdist.parallel.strict.check import check_statistics, check_update
 from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
 from jaxdist.train.assemble import assemble
 from jaxdist.train.plan import Plan
@@ -62,6 +64,8 @@ def make_program(
         given = (config.parallel, layout, model.params, dims, whole, model.stacked)
         offloads = offloads_of(config.model)
         exchange, notices = plan_exchange(*given, offloads=offloads, seed=config.seed)
+        if config.parallel.deterministic is not None:
+            check_statistics(model, local=config.parallel.batch_norm == "local")
     with at("parallel", "xla"):
         options = compiler_options(config.parallel.xla, list(layout.mesh.local_devices))
     with at("parallel", "compression"):
@@ -70,6 +74,9 @@ def make_program(
         optimizer = build_optimizer(
             optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
         )
+    if config.parallel.deterministic is not None and exchange.zero is not None:
+        with at("optim"), own("optim"):
+            check_update(optimizer.transform, jax.eval_shape(optimizer.stored, model.params))
     with at("strategy"):
         outer = config.strategy.outer(optimizer)
     with at():
@@ -88,6 +95,8 @@ def make_program(
     of_model = notices_of(config.model, _shapes(batch))
     notices = (*of_model, *notices, *of_strategy)
     explained = explain_messages(config.parallel.compression, exchange)
+    if isinstance(exchange, Strict):
+        explained = (*explained, exchange.explain())
     if chunks is None:
         return program, explained, notices
     more = chunks.notices(stored, model, dims)

@@ -11,6 +11,7 @@ import numpy as np
 from jaxdist.cost.flops import jaxpr_flops
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.mesh import Device, MeshConfig, axis_names, entry_names
+from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.sharding import param_shardings
 
@@ -93,6 +94,14 @@ def bound_notes(experiment: Experiment) -> tuple[str, ...]:
         notes.append(
             f"parallel.compression.type {parallel.compression.type} sends messages in their place"
         )
+    exchange = program.exchange
+    if isinstance(exchange, Strict):
+        if exchange.local.blocks > 1:
+            notes.append(
+                f"{exchange.order.shards} logical shards have {exchange.local.blocks} sums on each "
+                "device that are sent apart: a power of two has one"
+            )
+        return tuple(notes)
     if stage == 3:
         notes.append("parallel.zero.stage 3 gathers parameters for both passes")
     if stage >= 2 and count > 1:

@@ -26,6 +26,7 @@ from jaxdist.hlo.lockstep import Lockstep
 from jaxdist.hlo.parse import Module, parse
 from jaxdist.inspect.ideal import bound_notes, gradient_bound, masked_flops, model_flops
 from jaxdist.inspect.rows import show_bytes
+from jaxdist.inspect.servers import WorkerPart, worker_part
 from jaxdist.inspect.text import digest
 from jaxdist.mesh import Device
 from jaxdist.parallel.pipeline.executor.branches import lockstep
@@ -57,6 +58,7 @@ class Inspection:
       tokens: of one step, or examples.
       estimate_seconds: what reading the program and predicting its time took.
       arguments: bytes of each kind of argument.
+      worker: what of a step with parameter servers this is; None: the whole step.
       memory_bytes: of the device; None when it is not known.
       compile_seconds: XLA's time, without tracing.
     """
@@ -78,6 +80,7 @@ class Inspection:
     masked_flops: float = 0.0
     tokens: int = 0
     estimate_seconds: float = 0.0
+    worker: WorkerPart | None = None
 
     @property
     def ideal_flops(self) -> float:
@@ -139,9 +142,14 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
       RunError: a program that is too large for the device.
     """
     experiment, config = subject.experiment, subject.experiment.config
-    program, mesh = experiment.program, experiment.layout.mesh
-    arguments = _argument_bytes(program.state_shapes, program.batch)
-    lowered = program.train.lower(program.state_shapes, program.batch)
+    program, mesh, worker = experiment.program, experiment.layout.mesh, worker_part(experiment)
+    state, compiled_step, share = program.state_shapes, program.train, 1.0
+    if worker is not None:
+        program, state = worker.program, worker.state
+        compiled_step, share = worker.compiled, worker.share
+    units = int(experiment.units_per_step * share)
+    arguments = _argument_bytes(state, program.batch)
+    lowered = compiled_step.lower(state, program.batch)
     begun = time.perf_counter()
     compiled, text = _compiled(subject, lowered, arguments)
     seconds = time.perf_counter() - begun
@@ -153,11 +161,11 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
     return Inspection(
         config=subject.name,
         model=f"{config.model.type}, {tree_size(program.model.params):,} parameters",
-        step=f"{experiment.units_per_step:,} {experiment.unit}",
+        step=_step(experiment, worker, units),
         device_kind=subject.device_kind,
         ledger=ledger(compiled, mesh, module),
         program_sha256=digest(text, lowered.as_text()),
-        model_flops=model_flops(config, subject.devices[0]),
+        model_flops=model_flops(config, subject.devices[0]) * share,
         gradient_axes=axes,
         gradient_bound_bytes=bound_bytes,
         arguments=arguments,
@@ -165,10 +173,17 @@ def inspect_step(subject: InspectedExperiment) -> Inspection:
         compile_seconds=seconds,
         bound_notes=bound_notes(experiment),
         step_time=timed,
-        masked_flops=masked_flops(experiment),
-        tokens=experiment.units_per_step,
+        masked_flops=masked_flops(experiment) * share,
+        tokens=units,
         estimate_seconds=estimate_seconds,
+        worker=worker,
     )
+
+
+def _step(experiment: Experiment, worker: WorkerPart | None, units: int) -> str:
+    if worker is None:
+        return f"{units:,} {experiment.unit}"
+    return f"{units:,} of {experiment.units_per_step:,} {experiment.unit}: one worker's part"
 
 
 def _compiled(

@@ -13,6 +13,7 @@ from jaxdist.errors import ConfigError, RunError
 from jaxdist.inspect.diff import Difference, difference, print_difference
 from jaxdist.inspect.program import Inspection, inspect_step, open_subject
 from jaxdist.inspect.rows import CollectiveRow, by_axes, by_kind
+from jaxdist.inspect.servers import servers_json
 from jaxdist.inspect.tables import bound_bytes, print_inspection
 from jaxdist.inspect.times import draw_times, print_times, times_json
 from jaxdist.metrics.report import PACKAGES, write_json
@@ -111,6 +112,7 @@ def inspection_json(inspection: Inspection) -> JsonObject:
             "arguments": _snake(inspection.arguments),
             **ledger.to_json()["memory"],
         },
+        "servers": None if inspection.worker is None else servers_json(inspection.worker),
         "ledger": ledger.to_json(),
     }
 

@@ -14,6 +14,7 @@ from jaxdist.inspect.rows import (
     show_number,
     show_ratio,
 )
+from jaxdist.inspect.servers import WorkerPart
 from jaxdist.mesh import describe
 
 
@@ -23,6 +24,8 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
     _print_collectives(inspection, console)
     _print_flops(inspection, console)
     _print_memory(inspection, console)
+    if inspection.worker is not None:
+        _print_servers(inspection.worker, console)
 
 
 def table(title: str, *columns: str) -> Table:
@@ -132,5 +135,21 @@ def _print_memory(inspection: Inspection, console: Console) -> None:
     for name, size in parts.items():
         if size:
             made.add_row(name, show_bytes(size), f"{size / limit:.2%}" if limit else "-")
+    console.print()
+    console.print(made)
+
+
+def _print_servers(part: WorkerPart, console: Console) -> None:
+    """What each server holds, and what goes in and out of it."""
+    made = table(
+        "Servers, and their bytes in a clock of all who push", "server", "parameters", "optimizer",
+        "received", "sent",
+    )  # fmt: skip
+    for one in part.servers:
+        made.add_row(
+            str(one.number), show_bytes(one.parameter_bytes),
+            show_bytes(one.optimizer_bytes), show_bytes(one.received_bytes),
+            show_bytes(one.sent_bytes),
+        )  # fmt: skip
     console.print()
     console.print(made)

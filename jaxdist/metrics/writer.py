@@ -1,8 +1,9 @@
 """Metrics on disk: one JSON line per record, and TensorBoard events beside it.
 
 A resumed run continues the same file. Records of steps that the interrupted run had taken but not
-checkpointed are dropped first, so that the file ends up as if nothing had happened. The events
-carry the same purge for TensorBoard.
+checkpointed are dropped first, so that the file ends up as if nothing had happened. What stays is
+where time went, for that was spent, and where replicas differed, for which a run may go back. The
+events carry the same purge for TensorBoard.
 """
 
 from __future__ import annotations
@@ -11,18 +12,23 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
 from jaxdist.errors import RunError
 from jaxdist.metrics.events import EventFile
+from jaxdist.metrics.goodput import SPLIT as TIME
 from jaxdist.types import Json, JsonObject
 
 FILE_NAME = "metrics.jsonl"
 EVENTS_FOLDER = "tensorboard"
 
+REPLICAS = "replicas"
+"""The split of records of replicas that differed."""
+
+_LASTING = (TIME, REPLICAS)
 _RESERVED = ("step", "split", "time")
 _NON_FINITE = ("nan", "inf", "-inf")
 
@@ -47,6 +53,19 @@ def read_metrics(path: str | os.PathLike[str]) -> list[JsonObject]:
     return [{key: _decode(key, value) for key, value in record.items()} for _, record in lines]
 
 
+def append(
+    directory: str | os.PathLike[str], step: int, values: Mapping[str, float], *, split: str
+) -> None:
+    """One more line of a `metrics.jsonl` that no writer has open any more, without an event.
+
+    Raises:
+      RunError: the disk refuses it.
+    """
+    path = Path(directory) / FILE_NAME
+    with _told(f"append the last metrics of step {step} to", path), path.open("a") as file:
+        file.write(_line(step, values, split, time.time()))
+
+
 class MetricsWriter:
     """Appends records to `metrics.jsonl` and TensorBoard events under `directory`.
 
@@ -57,14 +76,21 @@ class MetricsWriter:
       directory: the run directory; made when missing.
       resume_step: None for a new run; else the step of the checkpoint that the run resumes from (0
         when it starts over): records after it are dropped.
+      admit: asked before each record, raises where this process may not write any more.
 
     Raises:
       RunError: the directory cannot be written, it holds the metrics of another run although
         `resume_step` is None, or a line before the last is not a record.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, resume_step: int | None) -> None:
-        self.path = Path(directory) / FILE_NAME
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        resume_step: int | None,
+        admit: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.path, self._admit = Path(directory) / FILE_NAME, admit
         self._resume_step = resume_step
         self._kept_splits: set[str] = set()
         try:
@@ -104,17 +130,15 @@ class MetricsWriter:
                 f"metric {taken[0]!r} of split {split!r} has the name of a key that every record "
                 f"holds ({', '.join(_RESERVED)}): rename the metric"
             )
-        if step == self._resume_step and split in self._kept_splits:
+        if step == self._resume_step and split in self._kept_splits.difference(_LASTING):
             return  # the interrupted run had already recorded this evaluation of the same state
+        self._admit()
         now = time.time()
-        numbers = {name: float(value) for name, value in values.items()}
-        record = {"step": int(step), "split": split, "time": round(now, 3)}
-        record |= {name: _encode(number) for name, number in numbers.items()}
-        with self._told(f"append the metrics of step {step} to"):
+        with _told(f"append the metrics of step {step} to", self.path):
             self._check_in_place(step)
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.write(_line(step, values, split, now))
             self._file.flush()
-            tagged = {f"{split}/{name}": number for name, number in numbers.items()}
+            tagged = {f"{split}/{name}": float(number) for name, number in values.items()}
             self._events.write(int(step), now, tagged)
 
     def close(self) -> None:
@@ -123,7 +147,7 @@ class MetricsWriter:
         Raises:
           RunError: the disk refuses what was not flushed yet.
         """
-        with self._told("write the last metrics to"), ExitStack() as both:
+        with _told("write the last metrics to", self.path), ExitStack() as both:
             both.callback(self._events.close)
             both.callback(self._file.close)
 
@@ -140,16 +164,6 @@ class MetricsWriter:
             f"{step} on would be lost; leave a run's files alone until it ends, then resume the run"
         )
 
-    @contextmanager
-    def _told(self, doing: str) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise RunError(
-                f"cannot {doing} {self.path}: {error.strerror}; "
-                "free some space, then resume the run"
-            ) from error
-
     def __enter__(self) -> Self:
         return self
 
@@ -164,7 +178,7 @@ class MetricsWriter:
         kept = [
             (line, record)
             for line, record in _complete_lines(self.path)
-            if record["step"] <= resume_step
+            if record["step"] <= resume_step or record["split"] in _LASTING
         ]
         self._kept_splits = {record["split"] for _, record in kept if record["step"] == resume_step}
         temporary = self.path.with_suffix(".tmp")
@@ -173,6 +187,22 @@ class MetricsWriter:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(self.path)
+
+
+@contextmanager
+def _told(doing: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise RunError(
+            f"cannot {doing} {path}: {error.strerror}; free some space, then resume the run"
+        ) from error
+
+
+def _line(step: int, values: Mapping[str, float], split: str, now: float) -> str:
+    record = {"step": int(step), "split": split, "time": round(now, 3)}
+    record |= {name: _encode(float(value)) for name, value in values.items()}
+    return json.dumps(record, allow_nan=False) + "\n"
 
 
 def _metrics_file(path: Path) -> Path:

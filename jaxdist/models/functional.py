@@ -116,6 +116,7 @@ class Functional:
         module = nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
         for norm in batch_norms(module) if statistics_over else ():
             if norm.axis_name is None:
+                # Declared as text alone; what jax takes is a tuple of axes too.
                 norm.axis_name = statistics_over  # pyright: ignore[reportAttributeAccessIssue]
         return module
 

@@ -62,6 +62,7 @@ PRESETS: Mapping[str, tuple[ActivationName, ...]] = {
 class NamedKeeps(dict[str, Keep]):
     """A mapping of names that does not change: models hold it, and models are hashed."""
 
+    # A dict has None for it, to say that it has no hash.
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(tuple(sorted(self.items())))
 

@@ -53,7 +53,7 @@ def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
     >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
     600.0
     """
-    return jnp.sqrt(_total_square(jax.tree.leaves(tree), jax.tree.leaves(specs)))
+    return jnp.sqrt(total_square(jax.tree.leaves(tree), jax.tree.leaves(specs)))
 
 
 def global_norm_of_shards(tree: PyTree, shardings: Shardings) -> jax.Array:
@@ -65,11 +65,11 @@ def global_norm_of_shards(tree: PyTree, shardings: Shardings) -> jax.Array:
     leaves, placed = jax.tree.leaves(tree), jax.tree.leaves(shardings)
     split = [i for i, s in enumerate(placed) if _axes(s.spec) and _divides(leaves[i], s)]
     rest = [x for i, x in enumerate(leaves) if i not in split]
-    total = _total_square(rest, [])
+    total = total_square(rest, [])
     if split:
         specs = [placed[i].spec for i in split]
         total += jax.shard_map(
-            lambda shards: _total_square(shards, specs),
+            lambda shards: total_square(shards, specs),
             mesh=placed[0].mesh,
             in_specs=(specs,),
             out_specs=PartitionSpec(),
@@ -86,7 +86,7 @@ def _divides(leaf: jax.Array, sharding: NamedSharding) -> bool:
     )
 
 
-def _total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> jax.Array:
+def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> jax.Array:
     """The sum of all squares; with specs, of all devices' parts inside `jax.shard_map`."""
     squares = [jnp.sum(_wide_square(x)) for x in leaves]
     axes = _all_axes(specs)

@@ -7,7 +7,7 @@ not change.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -109,6 +109,10 @@ class Placements(NamedTuple):
     shares: Shardings
 
 
+Given = Sequence[tuple[PyTree, PyTree]]
+"""Trees, each with the `jaxdist.optim.owners.Owner` of each of its leaves, or None."""
+
+
 class Exchange(Protocol):
     """From gradients on devices to the share that each one updates, and back to parameters.
 
@@ -129,6 +133,10 @@ class Exchange(Protocol):
     def keeps_barriers(self) -> bool: ...
     @property
     def placements(self) -> Placements: ...
+
+    def options(self, platform: str) -> Mapping[str, Any]:
+        """What the compiler is told on such devices, so that results are as promised."""
+        ...
 
     def init(self, params: Params) -> PyTree:
         """The state before the first step."""
@@ -156,8 +164,24 @@ class Exchange(Protocol):
         """Gradients of the mean loss of the whole batch, and the next state."""
         ...
 
+    def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:
+        """What the loss measures of a whole batch in evaluation mode."""
+        ...
+
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
         """Gradients and parameters as `placements.shares` has them."""
+        ...
+
+    def apply(
+        self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """`function` of trees that belong to parameters, as an update does them.
+
+        Args:
+          function: of the trees and of `rest`; it gives new ones in place of the last of them.
+          given: each tree with that of its leaves' owners; a leaf lies as its owner's share does.
+          rest: the same on all devices.
+        """
         ...
 
     def norm(self, grads: Grads) -> jax.Array:

@@ -9,6 +9,7 @@ import jax
 
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.contract import Algorithm
+from jaxdist.collectives.operations import XLA
 from jaxdist.compression import Codec
 from jaxdist.compression.config import CompressAuto, Compression, CompressionConfig
 from jaxdist.config.schema import Config
@@ -20,9 +21,13 @@ from jaxdist.parallel.exchange.all_reduce import AllReduce
 from jaxdist.parallel.exchange.compressed import compressed_exchange
 from jaxdist.parallel.exchange.messages import Messages, blocks_of
 from jaxdist.parallel.exchange.scatter import Scatter
+from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.exchange.unsharded import Unsharded
 from jaxdist.parallel.exchange.xla import Xla
 from jaxdist.parallel.pipeline.planning.plan import AXIS, PipelineConfig
+from jaxdist.parallel.strict.check import check_devices
+from jaxdist.parallel.strict.config import StrictConfig
+from jaxdist.parallel.strict.tree import Order
 from jaxdist.parallel.validity.notices import notices
 from jaxdist.parallel.validity.table import Facts, check
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
@@ -42,12 +47,19 @@ class ParallelConfig(Config):
     """Whose rows a BatchNorm sees with `reduce`: those of all devices, or each its own."""
     compression: CompressionConfig | None = None
     """Send gradients in few bytes, by codec; null sends them as they are."""
+    deterministic: StrictConfig | None = None
+    """The same bits on other numbers of devices, too; null has them on the same number only."""
     zero: ZeroConfig = ZeroConfig()
     """What of the training state each device keeps only a shard of."""
     pipeline: PipelineConfig = PipelineConfig()
     """How the stages of mesh axis `stage` share the work; `reduce: null` is then `xla`."""
     xla: XlaConfig = XlaConfig()
     """What the compiler is told."""
+
+    @property
+    def shards(self) -> int | None:
+        """Logical shards of a batch; None where devices split it."""
+        return None if self.deterministic is None else self.deterministic.shards
 
 
 def plan_exchange(
@@ -77,8 +89,14 @@ def plan_exchange(
     """
     facts = facts_of(config, layout, dims, offloads=offloads)
     check(facts)
-    zero = plan_zero(config.zero, layout, params, dims)
+    strict = config.deterministic
+    if strict is not None:
+        check_devices(layout.mesh, facts.batch_axes, strict.shards)
+    zero = plan_zero(config.zero, layout, params, dims, parts=config.shards)
     told = tuple(notices(facts, zero))
+    if strict is not None:
+        settings = {"mesh": layout.mesh, "axes": facts.batch_axes, "scanned": scanned}
+        return Strict(whole, zero, algorithm=XLA, order=Order(strict.shards), **settings), told
     if facts.reduction is None:
         return Xla(whole, zero), told
     settings = {
@@ -250,6 +268,7 @@ def facts_of(
         pipeline=_chosen(config.pipeline),
         offloads=offloads,
         compression=config.compression,
+        shards=config.shards,
     )
 
 

@@ -160,13 +160,19 @@ class Zero:
 
 
 def plan_zero(
-    config: ZeroConfig, layout: Layout, params: Params, dims: Mapping[str, Dims]
+    config: ZeroConfig,
+    layout: Layout,
+    params: Params,
+    dims: Mapping[str, Dims],
+    *,
+    parts: int | None = None,
 ) -> Zero | None:
     """What the config's stage splits, and along which dims; None for stage 0.
 
     Args:
       params: the parameters, or their shapes.
       dims: logical dims of each parameter, by name.
+      parts: what split dims divide into, a multiple of the devices; None is the devices.
 
     Raises:
       ConfigError: there is no data axis, or none of two networks for scope ici; a rule already
@@ -175,7 +181,7 @@ def plan_zero(
     if config.stage == 0:
         return None
     axes = _axes(config, layout)
-    parts = math.prod(layout.mesh.shape[axis] for axis in axes)
+    parts = parts or math.prod(layout.mesh.shape[axis] for axis in axes)
     chosen: dict[str, int | None] = {}
     uneven: dict[str, tuple[int, ...]] = {}
     padded: dict[str, tuple[int, int]] = {}

@@ -11,10 +11,12 @@ from jaxdist.errors import CompressionError, ConfigError, blamed
 from jaxdist.param_server.aggregation import AggregationConfig, Direct
 from jaxdist.param_server.consistency.arrival import SSP, OnArrival
 from jaxdist.param_server.consistency.build import ConsistencyConfig
+from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.build import PlacementConfig
+from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.param_server.simulator.config import SimulationConfig, shares_by_speed
 from jaxdist.param_server.wire.config import ProcessesConfig
 
@@ -46,9 +48,28 @@ class Cluster(Config):
     """What `jaxdist simulate` plays: speeds, the network, and what goes wrong."""
 
     @property
+    def racks(self) -> tuple[tuple[int, ...], ...]:
+        """The workers of each rack; () where all push to the servers themselves."""
+        return self.aggregation.racks(range(self.workers))
+
+    def rack_of(self, worker: int) -> int | None:
+        """The number of a worker's rack; None: it has none.
+
+        >>> from jaxdist.param_server.aggregation import Racks
+        >>> Cluster(workers=4, aggregation=Racks(size=2)).rack_of(2)
+        1
+        """
+        return next((at for at, rack in enumerate(self.racks) if worker in rack), None)
+
+    @property
     def clients(self) -> int:
         """Who pushes to the servers: racks, or the workers themselves."""
-        return len(self.aggregation.racks(range(self.workers))) or self.workers
+        return len(self.racks) or self.workers
+
+    @property
+    def of_workers(self) -> Consistency:
+        """What workers keep to: towards the servers, or among those of their rack."""
+        return WITHIN if self.racks else self.consistency
 
     @property
     def local_steps(self) -> int:
@@ -147,8 +168,7 @@ class Cluster(Config):
 
     def _check_racks(self) -> None:
         model = self.consistency
-        racks = self.clients < self.workers
-        if racks and isinstance(model, OnArrival) and model.value_bound is not None:
+        if self.racks and isinstance(model, OnArrival) and model.value_bound is not None:
             raise ConfigError(
                 "consistency.value_bound bounds what each worker has under way, which racks "
                 "combine: leave it out, or take type direct",

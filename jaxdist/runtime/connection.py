@@ -51,8 +51,7 @@ def connected(
     if processes is None:
         yield
         return
-    coordinator = processes.coordinator or "found by jax"
-    words = StandardError(_who(processes.index, processes.count), coordinator)
+    words = StandardError(_who(processes.index, processes.count), processes.coordinator)
     try:
         _connect(processes, seconds, say or _print)
         yield
@@ -69,8 +68,8 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
-def _who(index: int | None, count: int | None) -> str:
-    return "this process" if index is None else f"process {index} of {count}"
+def _who(index: int, count: int) -> str:
+    return f"process {index} of {count}"
 
 
 def _lost(error: BaseException) -> RunError:
@@ -81,9 +80,6 @@ def _lost(error: BaseException) -> RunError:
 def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> None:
     coordinator, count, index = processes.coordinator, processes.count, processes.index
     try:
-        if coordinator is None or count is None or index is None:
-            jax.distributed.initialize(initialization_timeout=seconds)
-            return
         bind = _bind_address(coordinator)
         everywhere = f"[::]:{coordinator.rpartition(':')[2]}"
         listen = bind or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere)

@@ -108,7 +108,7 @@ class StandardError:
 
 
 def _main() -> None:
-    # Standard input, open as long as the process is.
+    # Standard input, open as long as the process is, so without `with`.
     lines = open(0, encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
     for line in translate(lines, sys.argv[1], sys.argv[2]):
         with suppress(OSError):  # nobody reads: go on, or the other process would get a signal

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jaxdist.errors import RunError
+from jaxdist.runtime.clusters import Sighting, sightings
 
-_VARIABLES = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
-_OPEN_MPI = ("OMPI_MCA_orte_hnp_uri", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")
-_SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
-_FIRST_PORT, _PORTS = 61440, 4096
-"""The ports, as many and as high, from which jax takes one by the number of a job."""
+_VARIABLES: tuple[str, ...] = ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID")
+_FLAGS = "--coordinator HOST:PORT --num-processes N --process-id I"
 
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among its peers; all None leaves it to jax to find out from the cluster."""
+    """This process among its peers."""
 
-    coordinator: str | None = None
-    count: int | None = None
-    index: int | None = None
+    coordinator: str
+    count: int
+    index: int
 
 
 def find_processes(
@@ -40,24 +37,40 @@ def find_processes(
     True
 
     Args:
-      detect: read what Open MPI or Slurm have set, else let jax ask the cluster (Kubernetes, TPU
-        pods).
+      detect: what is not given is read from what a scheduler has set.
 
     Raises:
-      RunError: some of the three are given but not all, or they contradict each other.
+      RunError: some of the three are known but not all, or they contradict each other.
     """
-    given = dict(zip(_VARIABLES, (coordinator, count, index), strict=True))
+    values: tuple[str | int | None, ...] = (coordinator, count, index)
+    given = dict(zip(_VARIABLES, values, strict=True))
     for name in _VARIABLES:
         if given[name] is None and name in environ:
             given[name] = environ[name]
     missing = [name for name in _VARIABLES if given[name] is None]
+    if missing and detect:
+        given |= _detected(sightings(environ), missing)
+        missing = []
     if len(missing) == len(_VARIABLES):
-        return _of_cluster(environ) if detect else None
+        return None
     if missing:
-        flags = "--coordinator HOST:PORT --num-processes N --process-id I"
-        raise RunError(f"several processes need all of {flags}; missing: {', '.join(missing)}")
+        raise RunError(f"several processes need all of {_FLAGS}; missing: {', '.join(missing)}")
     address, number, position = (str(given[name]) for name in _VARIABLES)
     return _checked(address, number, position)
+
+
+def _detected(seen: list[Sighting], missing: list[str]) -> dict[str, str | int | None]:
+    """What is missing, of the first scheduler that knows all of it."""
+    for one in seen:
+        known = dict(zip(_VARIABLES, (one.coordinator, one.count, one.index), strict=True))
+        found: dict[str, str | int | None] = {name: known[name] for name in missing}
+        if None not in found.values():
+            return found
+    reasons = "; ".join(f"{one.scheduler}: {one.missing}" for one in seen)
+    raise RunError(
+        f"--distributed: {reasons or 'no scheduler has left a trace'}. Give {_FLAGS}, or "
+        f"{', '.join(missing)} (`jaxdist launch` does)"
+    )
 
 
 def _checked(address: str, number: str, position: str) -> Processes:
@@ -66,31 +79,3 @@ def _checked(address: str, number: str, position: str) -> Processes:
     if not address.rpartition(":")[2].isdigit():
         raise RunError(f"coordinator {address!r} is not HOST:PORT")
     return Processes(address, int(number), int(position))
-
-
-def _of_cluster(environ: Mapping[str, str]) -> Processes:
-    """As jax finds them itself, but known to us before jax waits for them."""
-    if all(name in environ for name in _OPEN_MPI):
-        uri, number, position = (environ[name] for name in _OPEN_MPI)
-        host = re.search(r"tcp://([^,:]+)|tcp6://\[([^],]+)", uri)
-        job = re.match(r"\d+", uri)
-        if host is None or job is None:
-            return Processes()
-        name, port = host[1] or f"[{host[2]}]", int(job[0]) // _PORTS % _PORTS + _FIRST_PORT
-    elif all(name in environ for name in _SLURM):
-        number, position = environ["SLURM_NTASKS"], environ["SLURM_PROCID"]
-        name = first_node(environ["SLURM_STEP_NODELIST"])
-        port = int(environ["SLURM_JOB_ID"]) % _PORTS + _FIRST_PORT
-    else:
-        return Processes()
-    return _checked(f"{name}:{environ.get('JAX_COORDINATOR_PORT', port)}", number, position)
-
-
-def first_node(nodes: str) -> str:
-    """The first of Slurm's list of nodes.
-
-    >>> [first_node(nodes) for nodes in ("a1,b2", "node[007-015,020],b", "gpu[3,5]")]
-    ['a1', 'node007', 'gpu3']
-    """
-    prefix, bracket, rest = nodes.partition(",")[0].partition("[")
-    return prefix + (re.split(r"[],-]", rest)[0] if bracket else "")

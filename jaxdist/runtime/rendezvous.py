@@ -32,6 +32,17 @@ _REMEDY = (
 _HELLO = re.compile(rb"jaxdist process (\d{1,7}) of (\d{1,7})\n")
 
 
+def free_port(host: str = "127.0.0.1") -> int:
+    """One of this machine that nobody had a moment ago.
+
+    Args:
+      host: empty for all its addresses.
+    """
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return probe.getsockname()[1]
+
+
 @dataclass
 class Wait:
     """A wait with an end, and a word now and then while it lasts.

@@ -1,14 +1,30 @@
-"""Where a study writes, checked before its first run."""
+"""What a study without a run is about, and where studies write, checked before the first run."""
 
 from __future__ import annotations
 
 import json
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from jaxdist.config.load import read
+from jaxdist.config.schema import Config, validate
 from jaxdist.errors import RunError
 from jaxdist.types import JsonObject
+
+C = TypeVar("C", bound=Config)
+
+
+def read_settings(settings: Sequence[str], kind: type[C]) -> C:
+    """Settings as a command line gives them: a YAML file, if the first has no `=`; `key=value` ...
+
+    Raises:
+      ConfigError: settings that there are not.
+    """
+    path = Path(settings[0]) if settings and "=" not in settings[0] else None
+    return validate(read(path, settings[path is not None :]), kind)
 
 
 def journal_path(path: Path, name: str, json_file: Path | None, plot: Path | None) -> Path:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.checkpoint.structure import describe
 from jaxdist.errors import CompressionError
 from jaxdist.optim.safety import SkipState
+from jaxdist.train.loading.begin import only, part_names
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.types import OptState, Params, PyTree
@@ -29,10 +30,18 @@ def save(
     *,
     metadata: Mapping[str, Any] | None = None,
     metric: float | None = None,
+    parts: Sequence[str] | None = None,
 ) -> None:
-    """Save a state under its own step; see `CheckpointStore.save`."""
-    saved = program.home.to_files(state)
-    given = {"metadata": metadata or {}, "metric": metric, "shapes": program.own_shapes}
+    """Save a state under its own step; see `CheckpointStore.save`.
+
+    Args:
+      parts: patterns of what is saved of it, see `jaxdist.checkpoint.parts`; None is all.
+    """
+    saved, shapes = program.home.to_files(state), program.own_shapes
+    if parts is not None:
+        names = part_names(program, parts)
+        saved, shapes = only(saved, names), only(shapes, names)
+    given = {"metadata": metadata or {}, "metric": metric, "shapes": shapes}
     store.save(int(state.step), saved, **given)
 
 

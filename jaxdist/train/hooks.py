@@ -7,24 +7,23 @@ next may read in the `Moment`: a checkpoint is also saved where an evaluation wa
 from __future__ import annotations
 
 import math
-import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import jax
 import numpy as np
 
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.errors import ConfigError, RunError
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.optim.safety import check_skips
+from jaxdist.train.replicas.errors import SuspectStateError
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.train.termination import Termination
 
 
-@dataclass(frozen=True)
+@dataclass
 class Cadence:
     """Every so many steps, and after the last; None is after the last alone."""
 
@@ -35,6 +34,9 @@ class Cadence:
         """Whether it is the turn of `step`."""
         return step == self.last or (self.every is not None and step % self.every == 0)
 
+    def saved(self, step: int, seconds: float) -> None:
+        """What it was the turn of took so long; called alike in every process."""
+
 
 @dataclass
 class Moment:
@@ -44,6 +46,7 @@ class Moment:
       state: that training goes on with; a hook may put another one there.
       heldout: means of the evaluation at this step, if there was one.
       best: whether its loss is the best so far.
+      saved: whether a checkpoint or a snapshot has been begun.
       stop: whether the run ends here.
     """
 
@@ -51,11 +54,15 @@ class Moment:
     state: TrainState
     heldout: dict[str, float] | None = None
     best: bool = False
+    saved: bool = False
     stop: bool = False
 
 
 class Hook:
     """Does nothing at any step; a hook overrides what it needs."""
+
+    def waiting(self, step: int) -> None:
+        """The loop begins to wait for `step`, whose metrics come next."""
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
         """The metrics of `step`, ready to be read; called for every step, in order."""
@@ -75,11 +82,13 @@ class Guard(Hook):
     Attributes:
       names: names of the values in the step's metrics vector.
       max_skipped: skipped steps in a row that end the run; None where no step is ever skipped.
+      max_restores: how often a run goes back to its newest checkpoint for that.
     """
 
     names: tuple[str, ...]
     store: CheckpointStore
     max_skipped: int | None = None
+    max_restores: int = 0
     _last: tuple[int, jax.Array] | None = None
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
@@ -94,7 +103,8 @@ class Guard(Hook):
         """The values by name.
 
         Raises:
-          RunError: they are not finite; too many steps in a row were skipped.
+          SuspectStateError: they are not finite.
+          RunError: too many steps in a row were skipped.
         """
         found = dict(zip(self.names, np.asarray(values).tolist(), strict=True))
         if self.max_skipped is not None:
@@ -107,11 +117,12 @@ class Guard(Hook):
             self.store.wait()
             saved = self.store.steps()
             kept = f"the last good checkpoint is step {saved[-1]}" if saved else "nothing was saved"
-            raise RunError(
+            raise SuspectStateError(
                 f"loss is {found['loss']} at step {step} (gradient norm {found['grad_norm']:.3g}, "
-                f"learning rate {found['learning_rate']:.3g}); {kept}. Lower optim.learning_rate, "
-                "set optim.clip_norm, lengthen optim.schedule.warmup_steps, or set "
-                "optim.skip_nonfinite"
+                f"learning rate {found['learning_rate']:.3g})",
+                f"{kept}. Lower optim.learning_rate, set optim.clip_norm, lengthen "
+                "optim.schedule.warmup_steps, or set optim.skip_nonfinite",
+                max_restores=self.max_restores,
             )
         return found
 
@@ -220,113 +231,31 @@ class Save(Hook):
         if moment.stop or moment.best or self.cadence.due(moment.step):
             best = None if self.evaluate is None else self.evaluate.best
             metric = None if moment.heldout is None else moment.heldout["loss"]
+            begun = time.perf_counter()
             self.save(moment.state, best, metric)
-
-
-@dataclass(frozen=True)
-class ProfiledSteps:
-    """Which steps of a run to trace, as `parse_profile` reads them.
-
-    Attributes:
-      first: a step's number; None counts from where the process begins.
-      count: how many.
-    """
-
-    first: int | None
-    count: int
-
-    def after(self, start: int, total: int) -> tuple[int, int]:
-        """The first and the last of them where a process begins after step `start`.
-
-        Raises:
-          ConfigError: they are not all among the steps that are left after the first.
-        """
-        first = start + _WARM_UP + 1 if self.first is None else self.first
-        last = first + self.count - 1
-        if first < start + 2:
-            raise ConfigError(
-                f"--profile begins at step {first}, but this process's first step is {start + 1}, "
-                f"which is mostly compilation: begin at step {start + 2} or later"
-            )
-        if last > total:
-            raise ConfigError(
-                f"--profile ends at step {last}, but the run ends at step {total}: trace earlier "
-                "or fewer steps"
-            )
-        return first, last
-
-
-_WARM_UP = 2
-"""Steps before those that are only counted: one compiles, one fills what runs ahead."""
-_RANGE = re.compile(r"(?:(\d{1,9}):)?(\d{1,9})")
-
-
-def parse_profile(text: str) -> ProfiledSteps:
-    """Steps `first:last`, both traced, or a number of steps after a warm-up of two.
-
-    Raises:
-      ConfigError: neither of these, or none at all.
-
-    >>> parse_profile("10:13"), parse_profile("4")
-    (ProfiledSteps(first=10, count=4), ProfiledSteps(first=None, count=4))
-    """
-    matched = _RANGE.fullmatch(text)
-    if matched is None:
-        raise ConfigError(
-            f"--profile {text!r} cannot be read: give the first and the last step, such as 10:13, "
-            "or a number of steps, such as 4"
-        )
-    first, last = matched[1], int(matched[2])
-    found = ProfiledSteps(None if first is None else int(first), last - int(first or 1) + 1)
-    if found.count < 1:
-        raise ConfigError(f"--profile {text} traces no step: the last must not be before the first")
-    return found
+            moment.saved = True
+            if not moment.stop:
+                self.cadence.saved(moment.step, time.perf_counter() - begun)
 
 
 @dataclass
-class Profile(Hook):
-    """Traces some steps with jax's profiler, in one process of a run.
+class Snapshot(Hook):
+    """Copies the state into memory when its turn comes, where it is not saved to disk anyway."""
 
-    Attributes:
-      folder: where to; None where another process traces.
-      say: told where the trace lies, or why there is none.
-    """
-
-    first: int
-    last: int
-    folder: Path | None
-    say: Callable[[str], None]
-    running: bool = False
+    cadence: Cadence
+    take: Callable[[TrainState], None]
 
     def due(self, step: int) -> bool:
-        # No step may be in flight where a trace begins or ends.
-        return step in (self.first - 1, self.last)
-
-    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
-        # Not at the boundary, where an evaluation may come first.
-        if step == self.last:
-            self.close()
+        return self.cadence.due(step)
 
     def at(self, moment: Moment) -> None:
-        if moment.step == self.first - 1 and self.folder is not None and not moment.stop:
-            jax.profiler.start_trace(self.folder, create_perfetto_trace=True)
-            self.running = True
-
-    def close(self) -> None:
-        """End the trace, if one is running, and say where it lies."""
-        if not self.running:
+        if moment.stop or not self.cadence.due(moment.step):
             return
-        self.running = False
-        try:
-            jax.profiler.stop_trace()
-        except (OSError, ValueError, jax.errors.JaxRuntimeError) as error:
-            self.say(f"profile: no trace was written to {self.folder}: {error}")
-            return
-        self.say(
-            f"profile: steps {self.first} to {self.last} in {self.folder}; open "
-            "perfetto_trace.json.gz of it at https://ui.perfetto.dev, or all of it with "
-            f"xprof --logdir {self.folder}"
-        )
+        begun, taken = time.perf_counter(), not moment.saved
+        if taken:
+            self.take(moment.state)
+            moment.saved = True
+        self.cadence.saved(moment.step, time.perf_counter() - begun if taken else 0.0)
 
 
 @dataclass
@@ -335,6 +264,11 @@ class RunHooks:
 
     hooks: Sequence[Hook]
     stopped: bool = False
+
+    def waiting(self, step: int) -> None:
+        """Tell each hook that the loop waits now."""
+        for hook in self.hooks:
+            hook.waiting(step)
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
         """Give the metrics of a step to each hook."""

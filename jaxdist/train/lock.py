@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
+from jaxdist.elastic.place import place_of
 from jaxdist.errors import RunError
 
 FILE_NAME = "run.lock"
@@ -43,7 +44,12 @@ class HeldError(RunError):
 
 def this_process() -> dict[str, Any]:
     """What a lock says of its holder."""
+    place = place_of(os.environ)
+    fenced = {}
+    if place is not None and place.fence is not None:
+        fenced = {"fence": place.fence, "generation": place.generation}
     return {
+        **fenced,
         "host": platform.node(),
         "boot": _BOOT.read_text().strip() if _BOOT.exists() else "",
         "process": os.getpid(),
@@ -121,6 +127,11 @@ class RunLock:
             if unsettled and time.monotonic() < young_until:
                 os.close(descriptor)
                 return None
+            if _is_deposed(holder):
+                # Its generation is over, though it may live and hold the file: it gets another.
+                self.path.unlink(missing_ok=True)
+                os.close(descriptor)
+                return None
             if locked is False or not (new or self._is_free(holder, locked=bool(locked))):
                 raise self._held(holder)
             _write(descriptor, this_process())
@@ -172,6 +183,16 @@ def _open(path: Path) -> tuple[int, bool]:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644), True
     except FileExistsError:
         return os.open(path, os.O_RDWR), False
+
+
+def _is_deposed(holder: dict[str, Any]) -> bool:
+    """Whether the holder is of a generation before this process's own, of one run."""
+    own = this_process()
+    return (
+        "fence" in own
+        and holder.get("fence") == own["fence"]
+        and holder.get("generation", own["generation"]) < own["generation"]
+    )
 
 
 def _flock(descriptor: int) -> bool | None:

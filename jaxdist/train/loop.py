@@ -17,6 +17,9 @@ StepFunction = Callable[[TrainState, Batch], tuple[TrainState, jax.Array]]
 class Hooks(Protocol):
     """What happens beside the steps."""
 
+    def waiting(self, step: int) -> None:
+        """The loop begins to wait for `step`, whose metrics come next."""
+
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
         """The metrics of `step`, ready to be read; called for every step, in order."""
 
@@ -51,6 +54,7 @@ def run_loop(
         if pending is None:
             return
         step, values = pending
+        hooks.waiting(step)
         values.block_until_ready()
         now = time.perf_counter()
         hooks.metrics(step, values, now - clock)

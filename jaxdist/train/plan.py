@@ -23,6 +23,7 @@ from jaxdist.optim.build import Rate, plan_rate
 from jaxdist.optim.common import OptimizerConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.sharding import Layout
+from jaxdist.train.replicas.config import ReplicaCheckConfig
 
 
 class TrainConfig(Config):
@@ -44,6 +45,8 @@ class TrainConfig(Config):
     """Steps between two lines of metrics."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
     """Batches that wait on the devices beside the one in use."""
+    check_replicas: ReplicaCheckConfig | None = None
+    """Compare replicas of the state, to find a device that is wrong; null compares nothing."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:
@@ -189,17 +192,23 @@ def explain(plan: Plan, rate: Rate) -> tuple[str, ...]:
     return (*(stage.description for stage in plan.stages), *rate.explained)
 
 
-def check_batch(batch_size: int, microbatches: int, layout: Layout) -> None:
+def check_batch(
+    batch_size: int, microbatches: int, layout: Layout, shards: int | None = None
+) -> None:
     """The batch must divide over microbatches and over the devices that split it.
+
+    Args:
+      shards: logical ones, which split it in place of devices; None without them.
 
     Raises:
       ConfigError: it does not; the message gives the nearest sizes that do.
     """
-    parts = layout.data_size * microbatches
+    parts = (shards or layout.data_size) * microbatches
     if batch_size % parts:
         below = batch_size // parts * parts
         fitting = " or ".join(str(size) for size in (below, below + parts) if size)
+        over = f"{shards} logical shards" if shards else f"{layout.data_size} devices along data"
         raise ConfigError(
-            f"a batch of {batch_size} does not divide over {layout.data_size} devices along "
-            f"data x {microbatches} microbatches = {parts} parts; use {fitting}"
+            f"a batch of {batch_size} does not divide over {over} x {microbatches} microbatches = "
+            f"{parts} parts; use {fitting}"
         )

@@ -21,7 +21,7 @@ from jaxdist.collectives.channels import SeparateChannels
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.optim.build import Optimizer
-from jaxdist.optim.owners import Owner
+from jaxdist.optim.owners import Owner, of_params
 from jaxdist.optim.safety import skip_states
 from jaxdist.parallel.compiler import PASSES, Options, merged
 from jaxdist.parallel.contract import Compute, Exchange, Held
@@ -29,7 +29,7 @@ from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import Buffers, Grads, Params, PyTree
+from jaxdist.types import Buffers, Grads, OptState, Params, PyTree, Scalar
 
 STEP_METRICS = ("grad_norm", "learning_rate")
 SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
@@ -162,12 +162,12 @@ class Program:
         grads, params = self.exchange.shares(found.grads, state.params)
         norm = self.exchange.norm(grads)
         values = {name: mean.total / mean.weight for name, mean in found.sums.items()}
+        owned = of_params(params)
+        given = (grads, owned), (params, owned), (state.opt_state, self.home.owners)
         with jax.named_scope("optimizer"):
-            updates, opt_state = self.optimizer.update(
-                grads, state.opt_state, params, grad_norm=norm, value=values["loss"]
-            )
+            params, opt_state = self.exchange.apply(self._moved, given, (norm, values["loss"]))
         values |= {"grad_norm": norm, "learning_rate": self.optimizer.schedule(state.step)}
-        params = self.exchange.publish(optax.apply_updates(params, updates), state.params)
+        params = self.exchange.publish(params, state.params)
         new = replace(
             state,
             step=state.step + 1,
@@ -182,6 +182,13 @@ class Program:
         return self.home.from_step(new), jnp.stack(
             [jnp.asarray(values[name], jnp.float32) for name in self.metrics]
         )
+
+    def _moved(
+        self, grads: Grads, params: Params, opt_state: OptState, norm: Scalar, loss: Scalar
+    ) -> tuple[Any, Any]:
+        update = self.optimizer.update
+        updates, opt_state = update(grads, opt_state, params, grad_norm=norm, value=loss)
+        return optax.apply_updates(params, updates), opt_state
 
     def _train(self, stored: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         state = self.home.to_step(stored)
@@ -264,7 +271,8 @@ class Program:
             state, carried = self.home.to_step(stored), self.home.outer_to_step(stored.outer)
             # As in a step: each device computes its share, which then goes where it is stored.
             _, shares = self.exchange.shares(state.params, state.params)
-            moved, carried = outer.exchange(shares, carried)
+            given = (shares, of_params(shares)), (carried, self.home.owners_of_outer)
+            moved, carried = self.exchange.apply(outer.exchange, given, ())
             params = self.exchange.publish(moved, state.params)
             new = self.home.from_step(replace(state, params=params))
             return replace(new, outer=self.home.outer_from_step(carried))
@@ -276,7 +284,8 @@ class Program:
         """(params as stored, buffers, batch) to sums, in evaluation mode (no randomness)."""
 
         def evaluate(params: Params, buffers: Buffers, batch: Batch) -> Sums:
-            return self.compute.sums(self.home.params_to_step(params), buffers, batch)
+            own = self.home.params_to_step(params)
+            return self.exchange.sums(self.compute, own, buffers, batch)
 
         return self._jitted(evaluate, out_shardings=self.layout.replicated)
 
@@ -294,12 +303,17 @@ class Program:
 
     def _jitted(self, function: Any, more: Options | None = None, **settings: Any) -> Compiled:
         """Compiled with the program's options and with `more`."""
-        options = merged(self.options, more or {})
+        told = self.exchange.options(self._platform)
+        options = merged(merged(self.options, told) or {}, more or {})
         return self._on_platform(jax.jit(function, compiler_options=options, **settings))
 
     @property
     def _on_cpu(self) -> bool:
-        return self.layout.mesh.devices.flat[0].platform == "cpu"
+        return self._platform == "cpu"
+
+    @property
+    def _platform(self) -> str:
+        return self.layout.mesh.devices.flat[0].platform
 
     def _on_platform(self, jitted: jax.stages.Wrapped) -> Compiled:
         named = self.exchange.explicit or self.compute.explicit

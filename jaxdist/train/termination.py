@@ -1,4 +1,4 @@
-"""SIGTERM, a hangup and Ctrl-C end a run at the next step boundary, after a checkpoint."""
+"""SIGTERM, a hangup, Ctrl-C and notices end a run at the next step boundary, after a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from jaxdist.runtime.connection import preempted
 class Termination:
     """While it is entered, the first signal only sets a flag; a second SIGINT raises.
 
-    The signals are SIGTERM, SIGINT, and SIGHUP where it is not ignored (as under nohup). With
+    The signals are SIGTERM, SIGUSR1 (schedulers send it ahead of time), SIGINT, and SIGHUP where it
+    is not ignored (as under nohup). With
     several processes, jax's preemption service takes SIGTERM and all processes agree on the step to
     stop at; a local flag would make them stop at different steps and hang. There the others are
     passed on as a SIGTERM.
@@ -42,8 +43,17 @@ class Termination:
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def notice(self, name: str) -> None:
+        """Something else than a signal asks for the same; from any thread."""
+        self.signal = self.signal or name
+        self._tell(name, "the step under way")
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
+
     def __enter__(self) -> Termination:
-        taken = [signal.SIGINT] if self._several else [signal.SIGTERM, signal.SIGINT]
+        taken = [signal.SIGINT, signal.SIGUSR1]
+        if not self._several:
+            taken.append(signal.SIGTERM)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             taken.append(signal.SIGHUP)
         for number in taken:

@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
+from jaxdist.checkpoint.parts import taken
 from jaxdist.checkpoint.restore import Restored, restore_as
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
@@ -16,7 +17,9 @@ from jaxdist.train.checkpoints import adapted
 from jaxdist.train.directory import RunDirectory
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
-from jaxdist.train.misordered import check_order
+from jaxdist.train.loading.begin import EVALUATED, load_part
+from jaxdist.train.loading.misordered import check_order
+from jaxdist.trees import flatten_with_names
 from jaxdist.verbs.results import print_results
 
 
@@ -41,6 +44,9 @@ def open_run(
     def say(text: str) -> None:
         console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True)
 
+    if config.checkpoint.parts is not None:
+        names = taken(EVALUATED, [n for n, _ in flatten_with_names(experiment.program.own_shapes)])
+        return experiment, load_part(directory, experiment.program, names, step=step, say=say)
     adapt = adapted(experiment.program, say)
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
     check_order(directory, restored.step)

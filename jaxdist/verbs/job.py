@@ -3,54 +3,48 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
 import jax
 from rich.console import Console
-from rich.markup import escape
 
 from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.layout import steps_present
+from jaxdist.checkpoint.snapshots import Snapshots, whole_steps
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import Document, resolved_yaml
+from jaxdist.elastic.fence import RunFence
+from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, TrainStage, build
 from jaxdist.mesh import Device
+from jaxdist.metrics import goodput
+from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.curve import plot_loss
 from jaxdist.metrics.progress import Progress
-from jaxdist.metrics.rates import Efficiency
-from jaxdist.metrics.writer import MetricsWriter, read_metrics
-from jaxdist.runtime.hardware import find_device
-from jaxdist.train.checkpoints import restore, save
+from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
+from jaxdist.train.checkpoints import restore
 from jaxdist.train.directory import RunDirectory, prepare
-from jaxdist.train.evaluate import evaluate
 from jaxdist.train.hooks import (
-    Between,
     Cadence,
-    Evaluate,
-    Guard,
-    Hook,
-    Log,
-    Profile,
-    ProfiledSteps,
-    RunHooks,
-    Save,
-    Stop,
 )
+from jaxdist.train.loading.begin import begin_with, check_begin
+from jaxdist.train.loading.misordered import check_order
 from jaxdist.train.memory import check_state_fits, check_step_fits
-from jaxdist.train.misordered import check_order
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.train.termination import Termination
-from jaxdist.trees import tree_size
+from jaxdist.train.watch.profile import Profile, ProfiledSteps
+from jaxdist.train.watch.told import Goodput
 from jaxdist.types import Json
 from jaxdist.verbs.compare import changes
+from jaxdist.verbs.describe import ModelFlops, describe, efficiency_of
+from jaxdist.verbs.hooks import hooks_of, watching
+from jaxdist.verbs.report import print_goodput
 from jaxdist.verbs.results import print_results
-
-ModelFlops = Callable[[ExperimentConfig, Device], float]
-"""Of a whole step of train.batch_size on such devices, nothing computed twice."""
+from jaxdist.verbs.watched import Watcher, restored_from_memory
 
 
 @dataclass
@@ -62,6 +56,10 @@ class RunJob:
       profiled: the steps to trace.
       model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
       seconds: how long it has run, without what prepared it.
+      begun: what `time.perf_counter_ns` had where its time began to count; None is from the
+        first preparation on.
+      watcher: the agent that has started this process, if there is one.
+      account: of this process's time since it was last prepared, or before that since `begun`.
       experiment: as it was built last.
       heldout: means of the last evaluation.
     """
@@ -75,25 +73,40 @@ class RunJob:
     profiled: ProfiledSteps | None = None
     model_flops: ModelFlops | None = None
     seconds: float = 0.0
+    begun: int | None = None
+    watcher: Watcher | None = None
+    account: Account = field(default_factory=Account)
+    timed: Goodput | None = None
     experiment: Experiment | None = None
     heldout: Mapping[str, float] = field(default_factory=dict)
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
         """See `jaxdist.train.strategy.contract.Job.prepared`."""
+        self.account = account = self._new_account()
         self.experiment = experiment = build(self.config, self.document, devices=devices)
-        check_step_fits(experiment.program)
+        with account.within(Kind.COMPILE):
+            check_step_fits(experiment.program)
         if self.profiled is not None and not self.resume:
             self.profiled.after(0, experiment.total_steps)  # before the directory is begun
+        if self.config.checkpoint.begin_with is not None and not self.resume:
+            check_begin(experiment.program, self.config.checkpoint.begin_with)
         self._begin_directory()
         describe(experiment, self.directory, self.console)
         with ExitStack() as stack:
             store = stack.enter_context(self._store())
-            state, metadata = self._begin(experiment, store)
+            memory = self._memory(stack)
+            state, metadata = self._begin(experiment, store, memory)
             start = int(state.step)
             traced = self.profiled and self.profiled.after(start, experiment.total_steps)
             writer, progress = self._open(experiment, start, stack)
-            hooks, measured = self._hooks(experiment, store, writer, progress, metadata)
+            hooks, measured = hooks_of(self, experiment, store, writer, progress, metadata)
+            hooks.hooks = [
+                *hooks.hooks,
+                *watching(self, experiment, memory, measured, writer, progress),
+            ]
+            if writer is not None:
+                hooks.hooks = [*hooks.hooks, self._timed(experiment, writer, start, stack)]
             if traced is not None:
                 folder = self.directory.profile if jax.process_index() == 0 else None
                 # The last hook, so that a trace begins after what else a boundary holds.
@@ -118,20 +131,38 @@ class RunJob:
                 directory=self.directory.path,
                 note=progress.note,
                 record=record,
+                account=account,
             )
-            store.wait()
+            account.switch(Kind.IDLE)
+            with account.within(Kind.CHECKPOINT_BLOCKED):
+                store.wait()
             self.seconds += time.perf_counter() - begun
-        self.resume = True
+        # Whoever enters again goes on, and traces no more.
+        self.resume, self.profiled = True, None
         self.heldout = measured.heldout if measured is not None else {}
 
     def finish(self, step: int) -> None:
-        """Tell how the run ended, after `step`, and draw its curve."""
+        """Tell how the run ended, after `step`, draw its curve, and tell where its time went."""
+        self._admit()
+        self._tell_end(step)
+        if self.timed is not None:
+            values = goodput.values_of(self.account, self.timed.life)
+            append(self.directory.path, step, values, split=goodput.SPLIT)
+            print_goodput(read_metrics(self.directory.path), self.console)
+
+    def stopped_by(self, step: int) -> str | None:
+        """What ended the run after `step`; None where that was its last."""
+        assert self.experiment is not None, "a strategy prepares its job"
+        return self.termination.signal if step < self.experiment.total_steps else None
+
+    def _tell_end(self, step: int) -> None:
         experiment, console = self.experiment, self.console
         assert experiment is not None, "a strategy prepares its job"
-        if self.termination.signal is not None and step < experiment.total_steps:
+        by = self.stopped_by(step)
+        if by is not None:
             console.print(
-                f"{self.termination.signal}: stopped after step {step} of {experiment.total_steps} "
-                "and saved a checkpoint; continue with the same command and --resume",
+                f"{by}: stopped after step {step} of {experiment.total_steps} "
+                f"and saved a checkpoint; {_going_on(self.config)}",
                 soft_wrap=True,
             )
             return
@@ -166,17 +197,41 @@ class RunJob:
             self.directory.checkpoints,
             keep=config.keep,
             keep_best=config.keep_best,
+            chunk_bytes=config.chunk_bytes,
             on_event=lambda text: self.console.print(
                 f"[bold red]checkpoint:[/] {text}", soft_wrap=True
             ),
+            fence=self._fence,
         )
 
+    @property
+    def _fence(self) -> RunFence | None:
+        return None if self.watcher is None else self.watcher.fence
+
+    def _admit(self) -> None:
+        """Raises where a later generation has begun."""
+        if self._fence is not None:
+            self._fence.check()
+
+    def _memory(self, stack: ExitStack) -> Snapshots | None:
+        """Snapshots in memory, where an agent keeps them."""
+        if self.watcher is None or self.config.checkpoint.memory_every is None:
+            return None
+        say = partial(self.console.print, soft_wrap=True)
+        return stack.enter_context(self.watcher.snapshots(say))
+
     def _begin(
-        self, experiment: Experiment, store: CheckpointStore
+        self, experiment: Experiment, store: CheckpointStore, memory: Snapshots | None
     ) -> tuple[TrainState, Mapping[str, Json]]:
         """A fresh state, or that of the newest whole checkpoint, and what was kept beside it."""
         program = experiment.program
         check_state_fits(program.state_shapes)
+        if self.resume and memory is not None:
+            say = partial(self.console.print, soft_wrap=True)
+            found = restored_from_memory(memory.folder, store, program.state_shapes, say)
+            if found is not None:
+                say(f"resume from step {found[0].step} of {experiment.total_steps}, kept in memory")
+                return found
         if self.resume and broadcast_json(bool(steps_present(store.directory))):
             say = partial(self.console.print, soft_wrap=True)
             restored = restore(store, program, say=say)
@@ -185,7 +240,13 @@ class RunJob:
             return restored.state, restored.metadata
         if self.resume:
             self.console.print("resume: there is no checkpoint yet, so this run begins at step 0")
-        return program.init(), {}
+        begin = self.config.checkpoint.begin_with
+        if begin is None:
+            return program.init(), {}
+        say = partial(self.console.print, soft_wrap=True)
+        state, step = begin_with(program, begin, say=say)
+        say(f"begin  with {', '.join(begin.parts)} of step {step} of {begin.run}")
+        return state, {}
 
     def _open(
         self, experiment: Experiment, start: int, stack: ExitStack
@@ -196,81 +257,42 @@ class RunJob:
             # Not earlier: a resume that is refused leaves the run's own config as it was.
             prepare(self.directory, resolved_yaml(self.config))
             resumed = start if self.resume else None
-            writer = stack.enter_context(MetricsWriter(self.directory.path, resume_step=resumed))
+            given = {"resume_step": resumed, "admit": self._admit}
+            writer = stack.enter_context(MetricsWriter(self.directory.path, **given))
         unit = "tokens" if experiment.unit == "tokens" else "examples"
         given = (experiment.total_steps, start, unit, experiment.units_per_step, self.console)
         efficiency = efficiency_of(experiment, self.model_flops)
         progress = Progress(*given, enabled=primary, efficiency=efficiency)
         return writer, stack.enter_context(progress)
 
-    def _hooks(
-        self,
-        experiment: Experiment,
-        store: CheckpointStore,
-        writer: MetricsWriter | None,
-        progress: Progress,
-        metadata: Mapping[str, Json],
-    ) -> tuple[RunHooks, Evaluate | None]:
-        config, program, heldout = self.config, experiment.program, experiment.heldout
+    def _new_account(self) -> Account:
+        """From the process's start on where this is the first, else from now on."""
+        restores = self.resume and bool(
+            steps_present(self.directory.checkpoints)
+            or (self.watcher is not None and whole_steps(self.watcher.place.snapshots))
+        )
+        begun, self.begun = self.begun, None
+        tell = None if self.watcher is None else self.watcher.publisher.phase
+        return Account(Kind.RECOVERY if restores else Kind.START, begun=begun, tell=tell)
 
-        def held_out(state: TrainState) -> dict[str, float]:
-            assert heldout is not None
-            with heldout.evaluation_batches(config.eval.batches) as batches:
-                return evaluate(program, state.params, state.buffers, batches)
+    def _timed(
+        self, experiment: Experiment, writer: MetricsWriter, start: int, stack: ExitStack
+    ) -> Goodput:
+        """Writes where the time goes, from now on until the files are closed."""
+        cadence = Cadence(self.config.train.log_every, experiment.total_steps)
+        life = goodput.next_life(read_metrics(self.directory.path)) if self.resume else 1
+        self.timed = timed = Goodput(cadence, self.account, life, writer, start)
+        timed.write()
 
-        def saved(state: TrainState, best: float | None, metric: float | None) -> None:
-            save(store, program, state, metadata={"best": best}, metric=metric)
+        def last() -> None:
+            with suppress(RunError):  # what ends a run is told by itself
+                timed.write()
 
-        def every(steps: int | None) -> Cadence:
-            return Cadence(steps, experiment.total_steps)
-
-        guard = Guard(program.metrics, store, program.optimizer.max_skipped)
-        measured: Evaluate | None = None
-        hooks: list[Hook] = [guard, Log(every(config.train.log_every), guard, progress, writer)]
-        hooks.append(Stop(self.termination))
-        if program.outer is not None:
-            hooks.append(Between(program.outer, program.between))
-        if heldout is not None:
-            best = metadata.get("best")
-            measured = Evaluate(every(config.eval.every), held_out, progress, writer, best)
-            hooks.append(measured)
-        hooks.append(Save(every(config.checkpoint.every), saved, measured))
-        return RunHooks(hooks), measured
+        stack.callback(last)
+        return timed
 
 
-def efficiency_of(experiment: Experiment, model_flops: ModelFlops | None) -> Efficiency | None:
-    """What MFU is measured by; None on CPU, and where the peak in the model's dtype is unknown."""
-    device, config = experiment.layout.mesh.local_devices[0], experiment.config
-    known = find_device(device.device_kind) if device.platform != "cpu" else None
-    dtype = getattr(config.model, "compute_dtype", "float32")
-    if model_flops is None or known is None or dtype not in known.flops_per_second:
-        return None
-    return Efficiency(
-        experiment.unit,
-        model_flops(config, device) / experiment.units_per_step,
-        experiment.layout.mesh.devices.size,
-        known.flops_per_second[dtype],
-    )
-
-
-def describe(experiment: Experiment, directory: RunDirectory, console: Console) -> None:
-    """Say what is trained on what, and what was derived."""
-    program, config = experiment.program, experiment.config
-    devices = experiment.layout.mesh.devices
-    shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
-    kind = devices.flat[0].device_kind
-    sizes = [stage.batch_size * experiment.units_per_example for stage in experiment.stages]
-    amount = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
-    console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
-    console.print(
-        f"model  {config.model.type}, {tree_size(program.model.params):,} parameters; "
-        f"{config.optim.type}, {experiment.total_steps:,} steps of "
-        f"{amount} {experiment.unit}",
-        soft_wrap=True,
-    )
-    for line in experiment.explained:
-        console.print(f"plan   {line}", soft_wrap=True)
-    for notice in experiment.notices:
-        console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
-    console.print(f"mesh   {{{shape}}} on {devices.size} x {kind}", soft_wrap=True)
-    console.print(f"run    {directory.path}", soft_wrap=True)
+def _going_on(config: ExperimentConfig) -> str:
+    if config.checkpoint.parts is None:
+        return "continue with the same command and --resume"
+    return "of a part of the state, which another run can begin with (checkpoint.begin_with)"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -12,13 +14,16 @@ from rich.console import Console
 
 from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.data.cache import cache_directory
+from jaxdist.elastic.place import place_of
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.runtime import compilation_cache
 from jaxdist.train.directory import RunDirectory, take
-from jaxdist.train.hooks import parse_profile
+from jaxdist.train.notices import heard
 from jaxdist.train.termination import Termination
+from jaxdist.train.watch.profile import parse_profile
 from jaxdist.verbs.job import ModelFlops, RunJob
+from jaxdist.verbs.watched import watched
 
 
 def run(
@@ -28,6 +33,8 @@ def run(
     resume: bool = False,
     profile: str | None = None,
     model_flops: ModelFlops | None = None,
+    begun: int | None = None,
+    stopped: Callable[[str], None] | None = None,
     console: Console,
 ) -> RunDirectory:
     """Train as the config says; returns the run directory.
@@ -36,11 +43,15 @@ def run(
       resume: continue the newest run of this config from its newest whole checkpoint.
       profile: steps to trace into the run directory, as `parse_profile` reads them.
       model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
+      begun: what `time.perf_counter_ns` had when the time of the run began to count: for a process
+        that does nothing else `jaxdist.runtime.lifetime.begun`; None is now.
+      stopped: called with what ended it, where that was before the last step, once all is saved.
       console: where process 0 prints; the others are silent.
 
     Raises:
       JaxdistError: anything that the user can mend.
     """
+    begun = time.perf_counter_ns() if begun is None else begun
     document, config = load(path, overrides)
     profiled = None if profile is None else parse_profile(profile)
     if jax.process_index() != 0:
@@ -54,12 +65,28 @@ def run(
     with (
         _taken(base, named=named, resume=resume, say=say) as directory,
         Termination(say) as termination,
+        heard(config.run.preemption.build(say), termination.notice),
+        watched(place_of(os.environ), directory.path) as watcher,
     ):
         job = RunJob(
-            document, config, directory, termination, resume, console, profiled, model_flops
+            document,
+            config,
+            directory,
+            termination,
+            resume,
+            console,
+            profiled,
+            model_flops,
+            begun=begun,
+            watcher=watcher,
         )
         state = config.strategy.run(job)
         job.finish(int(state.step))
+        by = job.stopped_by(int(state.step))
+        if by is None and watcher is not None:
+            watcher.place.done.touch()
+        if by is not None and stopped is not None:
+            stopped(by)
     return directory
 
 

@@ -91,13 +91,14 @@ def test_the_budget_is_seconds_per_step_beyond_the_bare_call():
 
 
 @pytest.mark.full
-def test_the_report_holds_the_four_figures(monkeypatch):
+def test_the_report_holds_the_five_figures(monkeypatch):
     for name, cheap in (("GPT", TINY), ("gpt_loss", mlp_loss), ("MLP", TINY)):
         monkeypatch.setattr(overhead, name, cheap)
     monkeypatch.setattr(overhead, "BUSY_ITERATIONS", 1)
     report = overhead.bench(repeats=1)
     assert [(figure.name, figure.goal) for figure in report.figures] == [
         ("gpt step, 8 devices", "<= 1.03"),
+        ("gpt replicas compared, 8 devices", ""),
         ("mlp step, 8 devices", "<= 1.03"),
         ("loop, per step", "<= 1"),
         ("loop + loader", "<= 1.05"),

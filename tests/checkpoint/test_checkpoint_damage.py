@@ -191,7 +191,7 @@ def test_a_manifest_that_points_outside_is_refused(run: Path, name: str) -> None
 
 @pytest.mark.parametrize(
     ("field", "value", "complaint"),
-    [("format", 3, "format"), ("step", -1, "step"), ("leaves", [], "leaves"), ("x", 1, "x")],
+    [("format", 5, "format"), ("step", -1, "step"), ("leaves", [], "leaves"), ("x", 1, "x")],
 )
 def test_a_manifest_of_another_format_is_refused(
     run: Path, field: str, value: Any, complaint: str

@@ -59,22 +59,27 @@ def test_a_full_disk(
     assert caplog.records == []
 
 
+@pytest.mark.parametrize("chunk_bytes", [1 << 20, pytest.param(1 << 12, id="pieces")])
 def test_a_disk_with_room_for_some_of_the_files(
     tmp_path: Path,
     mount_tmpfs: Callable[[Path, int], Path],
     caplog: pytest.LogCaptureFixture,
     capfd: pytest.CaptureFixture[str],
+    chunk_bytes: int,
 ) -> None:
     """Wherever it ends, the save alone fails and says so once: not the next one, nor the close."""
     disk = mount_tmpfs(tmp_path, DISK_BYTES)
     many = {str(i): state(i, kib=16)["w"] for i in range(8)}
+    others = {name: leaf + 1 for name, leaf in many.items()}
     pages = range(12)
-    with CheckpointStore(disk / "run", keep=1, keep_best=False, on_event=pytest.fail) as store:
+    with CheckpointStore(
+        disk / "run", keep=1, keep_best=False, chunk_bytes=chunk_bytes, on_event=pytest.fail
+    ) as store:
         for room in pages:
             store.save(2 * room, many, metadata={})
             store.wait()
             with filled(disk, room), pytest.raises(CheckpointError, match="the disk is full"):
-                save_and_wait(store, 2 * room + 1, many)
+                save_and_wait(store, 2 * room + 1, others)
             assert store.steps() == (2 * room,)
     gc.collect()
     assert (caplog.records, capfd.readouterr().err) == ([], "")

@@ -47,7 +47,9 @@ CHILD = textwrap.dedent("""
     armed = False
     if call != "none":
         setattr(os, call, counted(getattr(os, call)))
-    store = CheckpointStore(directory, keep=2, keep_best=False, on_event=lambda line: None)
+    store = CheckpointStore(
+        directory, keep=2, keep_best=False, chunk_bytes=1 << 15, on_event=lambda line: None
+    )
     first = max(store.steps(), default=0) + 1
     print("ready", flush=True)
     for step in range(first, first + 200):
@@ -56,6 +58,7 @@ CHILD = textwrap.dedent("""
             calls, armed = (calls, True) if armed else (0, True)
         base = jnp.arange(20_000, dtype=jnp.uint32)
         state = {"w": base * jnp.uint32(2654435761) + jnp.uint32(step), "step": jnp.int32(step)}
+        state["frozen"] = base  # in files of its own, to which later steps have links
         store.save(step, state, metadata={"step": step})
         store.wait()
         print(step, flush=True)
@@ -77,6 +80,7 @@ def check(directory: Path, acknowledged: int) -> int:
     target: Any = {
         "w": jax.ShapeDtypeStruct((20_000,), jnp.uint32, sharding=jnp.ones(1).sharding),
         "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=jnp.ones(1).sharding),
+        "frozen": jax.ShapeDtypeStruct((20_000,), jnp.uint32, sharding=jnp.ones(1).sharding),
     }
     with CheckpointStore(directory, keep=2, keep_best=False, on_event=events.append) as store:
         names = sorted(path.name for path in directory.iterdir())
@@ -86,6 +90,7 @@ def check(directory: Path, acknowledged: int) -> int:
             assert restored.metadata == {"step": step}
             assert int(restored.state["step"]) == step
             np.testing.assert_array_equal(np.asarray(restored.state["w"]), expected(step))
+            np.testing.assert_array_equal(np.asarray(restored.state["frozen"]), np.arange(20_000))
         newest = store.restore(target).step
     assert newest in (acknowledged, acknowledged + 1)
     assert all("cleared" in event for event in events), events
@@ -122,6 +127,7 @@ full = partial(pytest.param, marks=pytest.mark.full)
     [
         ("fsync", 6),
         ("rename", 2),
+        ("link", 2),
         *[full("fsync", k) for k in (1, 13)],
         *[full("rename", k) for k in (1, 3)],
         full("unlink", 2),
@@ -135,7 +141,7 @@ def test_sigkill_at_a_system_call(tmp_path: Path, call: str, kill_at: int) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "unlink", "rmdir"])
+@pytest.mark.parametrize("call", ["fsync", "rename", "mkdir", "link", "unlink", "rmdir"])
 @pytest.mark.parametrize("kill_at", range(1, 40))
 def test_sigkill_at_every_system_call(tmp_path: Path, call: str, kill_at: int) -> None:
     test_sigkill_at_a_system_call(tmp_path, call, kill_at)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxdist.checkpoint.restore import restore
 from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.runtime.rendezvous import free_port
 
 CHILD = textwrap.dedent("""
     import json, sys
@@ -34,7 +34,7 @@ CHILD = textwrap.dedent("""
     import numpy as np
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
-    from jaxdist.checkpoint import store as store_module
+    from jaxdist.checkpoint import pieces, store as store_module
     from jaxdist.checkpoint.store import CheckpointStore
     from jaxdist.errors import CheckpointError
 
@@ -56,7 +56,9 @@ CHILD = textwrap.dedent("""
                 jax.tree.leaves(tree)]
 
     said, seen = {}, []
-    store = CheckpointStore(directory, keep=2, keep_best=False, on_event=seen.append)
+    store = CheckpointStore(
+        directory, keep=2, keep_best=False, chunk_bytes=4096, on_event=seen.append
+    )
     for step in (1, 2, 3):
         store.save(step, state(step), metadata={"step": step}, metric=float(step))
     store.wait()
@@ -87,18 +89,19 @@ CHILD = textwrap.dedent("""
     said["failed save"] = refusal(store.wait)
     if process == 0:
         store_module.seal = real
+    if process == 1:
+        real, pieces.place = pieces.place, lambda *a: 1 / 0
+    store.save(4, state(4), metadata={})
+    said["failed part"] = refusal(store.wait)
+    if process == 1:
+        pieces.place = real
+        said["why"] = seen[-1]
     store.save(5, state(5), metadata={"step": 5})
     store.close()
     said["at last"] = store.steps()
     print(json.dumps(said), flush=True)
     jax.distributed.shutdown()
 """)
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run_two(script: str, *arguments: str) -> list[Any]:
@@ -158,6 +161,13 @@ def test_a_commit_that_fails_on_process_0_fails_on_both(said: list[Any]) -> None
         assert "saving step 4" in one["failed save"]
         assert "ZeroDivisionError" in one["failed save"]
         assert one["at last"] == [3, 5]
+
+
+def test_a_part_that_fails_on_process_1_fails_on_both(said: list[Any]) -> None:
+    for one in said:
+        assert "saving step 4" in one["failed part"]
+        assert "pieces/000001/32.0" in one["failed part"]
+    assert "ZeroDivisionError" in said[1]["why"]
 
 
 def test_one_process_restores_what_two_saved(said: list[Any], directory: Path) -> None:

@@ -15,8 +15,9 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec, SingleDeviceSharding
 
+from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.checkpoint.restore import restore
-from jaxdist.checkpoint.store import CheckpointConfig, CheckpointStore
+from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.errors import CheckpointError
 
 P = PartitionSpec

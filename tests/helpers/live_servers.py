@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import optax
 
+from jaxdist.bench.param_server.receivers import TOKEN
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.layout import joined, layouts
@@ -27,7 +28,6 @@ from jaxdist.param_server.wire.local import LocalWire
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
 from jaxdist.param_server.wire.security import Tls
 
-TOKEN = "0123456789abcdef" * 4
 PARAMS = {"w": np.zeros((10, 4), np.float32), "b": np.zeros(3, np.float32)}
 WHOLE_STEPS = optax.with_extra_args_support(optax.sgd(1.0))
 SECONDS = 30.0

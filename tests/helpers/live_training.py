@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +17,17 @@ from jaxdist.config.document import Document
 from jaxdist.config.schema import validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.param_server.consistency.contract import Clocks
+from jaxdist.param_server.live.aggregator import Aggregator
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.order import OrderLog
-from jaxdist.param_server.live.server import Server
+from jaxdist.param_server.live.reception import Reception
+from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import Shard
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.local import LocalWire
 from jaxdist.train.servers.state import Sharded, ShardState
-from jaxdist.train.servers.worker import Clocked, Worker, share_of
+from jaxdist.train.servers.worker import Clocked, Measured, Worker, share_of
 from jaxdist.train.strategy.parameter_server import ParameterServer
 
 DIGITS = {
@@ -49,7 +53,7 @@ class Training:
         self.sharded = Sharded(self.cluster, program, config.optim, placement, config.seed)
         self.start = program.init()
         self.servers: list[Server] = []
-        self.reached: list[Any] = []
+        self.reached: dict[int, Reached] = {}
         model = self.cluster.consistency
         self.clocks = self.cluster.clocks(self.experiment.total_steps)
         for layout, part in zip(
@@ -58,43 +62,75 @@ class Training:
             shard = Shard(
                 layout, model, self.sharded.transform(layout), part.params, part.optimizer
             )
-            state = RangeState(Clocks(self.cluster.workers))
+            state = RangeState(Clocks(self.cluster.clients))
             order = None if log is None else OrderLog(log / f"server_{layout.server}.jsonl")
             codes = next((one for one in self.sharded.codes if one.layout is layout), None)
             server = Server(shard, model, state, log=order, due=[self.clocks],
-                            codes=codes, reached=self.reached.append)  # fmt: skip
-            for client in range(self.cluster.workers):
+                            codes=codes, reached=partial(self.save, layout.server))  # fmt: skip
+            for client in range(self.cluster.clients):
                 server.join(client)
             self.servers.append(server)
+        self.racks = [self._rack(*one) for one in enumerate(self.cluster.racks)]
         self.told: list[tuple[int, Clocked]] = []
+        self.measured: list[Measured] = []
         self._lock = threading.Lock()
+
+    def save(self, server: int, reached: Reached) -> None:
+        self.reached[server] = reached
+
+    def _wires(self, services: Sequence[Reception]) -> list[LocalWire]:
+        given = zip(services, self.sharded.layouts, self.sharded.pushes, strict=True)
+        return [
+            LocalWire(service, partial(spec_for, push=push, shard=layout.spec))
+            for service, layout, push in given
+        ]
+
+    def _rack(self, number: int, workers: tuple[int, ...]) -> list[Aggregator]:
+        """Its aggregators, one for each server."""
+        codes = self.sharded.codes or [None] * self.cluster.servers
+        given = zip(self.sharded.layouts, self._wires(self.servers), codes, strict=True)
+        model, racks = self.cluster.consistency, len(self.cluster.racks)
+
+        def gone(at: int, client: int) -> None:
+            self.servers[at].leave(client)
+
+        return [
+            Aggregator(layout, model, wire, count(number, racks), workers, codes=coded,
+                       gone=partial(gone, at))
+            for at, (layout, wire, coded) in enumerate(given)
+        ]  # fmt: skip
 
     def worker(self, slot: int, stop: int | None = None) -> Worker:
         shares = self.cluster.shares(32)
         loader = self.experiment.loader.part(sum(shares[:slot]), shares[slot])
         program = share_of(self.sharded, loader, 1)
-        wires = [
-            LocalWire(server, partial(spec_for, push=push, shard=one.spec))
-            for server, one, push in zip(
-                self.servers, self.sharded.layouts, self.sharded.pushes, strict=True
-            )
-        ]
-        given = (slot, self.cluster.consistency, self.sharded.layouts, wires)
+        rack = self.cluster.rack_of(slot)
+        wires = self._wires(self.servers if rack is None else self.racks[rack])
+        given = (slot, self.cluster.of_workers, self.sharded.layouts, wires)
         client = Client(*given, codes=self.sharded.codes, patience=Patience(60.0))
+
+        def measure(clock: int, sums: Measured) -> None:
+            with self._lock:
+                self.measured.append(sums)
 
         def tell(one: Clocked) -> None:
             with self._lock:
                 self.told.append((slot, one))
 
-        return Worker(client, self.sharded, program, loader, slot, stop or self.clocks, tell)
+        given = (client, self.sharded, program, loader, slot, stop or self.clocks)
+        return Worker(*given, measure, tell)
 
     def run(self) -> None:
         def work(slot: int) -> None:
             worker = self.worker(slot)
             with worker.client:
                 worker.run()
+            for one in self.racks[rack] if (rack := self.cluster.rack_of(slot)) is not None else ():
+                one.leave(slot)
 
         at_once(work, self.cluster.workers)
+        for one in (one for rack in self.racks for one in rack):
+            one.close()
         for server in self.servers:
             server.close()
 

@@ -19,9 +19,10 @@ import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from jaxdist.checkpoint.arrays import load_arrays
-from jaxdist.checkpoint.layout import ARRAYS, step_directory, steps_present
+from jaxdist.checkpoint.layout import step_directory, steps_present
 from jaxdist.checkpoint.manifest import read_manifest
 from jaxdist.cli import app, shared
+from jaxdist.metrics.goodput import SPLIT
 
 DIGITS = {
     "model": {"type": "mlp", "hidden": [16]},
@@ -135,8 +136,9 @@ def finish(process: subprocess.Popen[str]) -> Finished:
 
 
 def metrics(run: Path, *, without: tuple[str, ...] = CLOCKS) -> list[dict[str, Any]]:
-    """The records of a run; a torn last line is a failure here."""
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """The records of a run but those of its time; a torn last line is a failure here."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in lines if record["split"] != SPLIT]
     return [{k: v for k, v in record.items() if k not in without} for record in records]
 
 
@@ -169,13 +171,13 @@ def steps(run: Path) -> list[int]:
 def checkpoint(run: Path, step: int) -> dict[str, np.ndarray]:
     """The arrays of a checkpoint by name."""
     path = step_directory(run / "checkpoints", step).absolute()
-    leaves = read_manifest(path).leaves
+    manifest = read_manifest(path)
     place = SingleDeviceSharding(jax.devices()[0])
     target = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
-        for name, leaf in leaves.items()
+        for name, leaf in manifest.leaves.items()
     }
-    return jax.device_get(load_arrays(path / ARRAYS, leaves, target))
+    return jax.device_get(load_arrays(path, manifest, target))
 
 
 def assert_same_run(run: Path, reference: Path) -> None:

@@ -225,3 +225,26 @@ def test_the_command_refuses(jaxdist: Jaxdist, arguments: list[object], parts: l
     assert refused.code == 2, refused
     for part in parts:
         assert part in refused.message
+
+
+def test_one_worker_of_a_parameter_server_and_its_servers(tmp_path: Path) -> None:
+    """Adam's moments are on the servers; a push of each worker comes in at each, in a clock."""
+    servers = {"type": "parameter_server", "workers": 4, "servers": 2}
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps({**DIGITS, "mesh": {"data": -1}, "strategy": servers}))
+    found = Looked(tmp_path, path, "train.batch_size=64", "optim.type=adamw")
+    whole = Looked(
+        tmp_path, path, "train.batch_size=64", "optim.type=adamw", "strategy={type: synchronous}"
+    )
+    assert "16 of 64 examples: one worker's part" in found.out
+    assert "plan fullest: server 0" in found.out  # how parameters were shared out
+    memory, rows = found.json["memory"]["arguments"], found.json["servers"]
+    assert memory["optimizer_state_bytes"] == 0
+    params = sum(row["parameter_bytes"] for row in rows)
+    assert params == memory["parameters_bytes"]
+    for row in rows:
+        size = row["parameter_bytes"]
+        assert row["received_bytes"] == row["sent_bytes"] == 4 * size
+        assert 2 * size <= row["optimizer_bytes"] < 2 * size + 64
+    assert found.json["flops"]["ideal"] == whole.json["flops"]["ideal"] / 4
+    assert whole.json["servers"] is None

@@ -68,8 +68,12 @@ CELLS = (
     "cpu",
     "cpu split",
     *(
-        pytest.param(cell, marks=pytest.mark.needs_libtpu)
-        for cell in ("tpu", "tpu manual", "tpu split")
+        pytest.param(cell, marks=[pytest.mark.needs_libtpu, *marks])
+        for cell, marks in (
+            ("tpu", [pytest.mark.full]),
+            ("tpu manual", [pytest.mark.full]),
+            ("tpu split", []),
+        )
     ),
 )
 

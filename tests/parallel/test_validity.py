@@ -61,9 +61,10 @@ EVERY = [
         split if any(name.startswith("data") for name in mesh) else {},
         offloads=offloads,
         compression=messages,
+        shards=shards,
     )
-    for mesh, kind, zero, split, offloads, messages in itertools.product(
-        MESHES, (None, *TYPES), ZEROS, ({}, {"w": "embed"}), (False, True), MESSAGES
+    for mesh, kind, zero, split, offloads, messages, shards in itertools.product(
+        MESHES, (None, *TYPES), ZEROS, ({}, {"w": "embed"}), (False, True), MESSAGES, (None, 8)
     )
 ]
 """Facts of every kind that the features tell apart."""

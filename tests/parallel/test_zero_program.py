@@ -68,7 +68,7 @@ LAYERS = {"type": "xla", "bucket_bytes": 2**18}
 """Which sends a layer of this small model at a time, as all do where layers are large."""
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [full(1), 2, 3])
 def test_the_explicit_form_sends_what_the_bound_says(stage, devices):
     """Two passes over the parameters, three in stage 3 (arXiv 1910.02054, section 7)."""
     found, model_bytes = compiled(stage, {"type": "xla"})
@@ -120,7 +120,7 @@ def test_layers_are_gathered_one_at_a_time(devices):
     assert largest < model_bytes / 4
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [full(2), 3])
 def test_what_a_layer_sends_is_one_message_a_step_of_the_ring(stage, devices):
     """Not one for each of its seven kernels; twice the embedding, and the norms' all-reduce."""
     found, _ = compiled(stage, {"type": "ring"})

@@ -213,6 +213,26 @@ def test_a_rack_asks_once_and_answers_all():
     assert step.effects == (Answer(0, 0, 0, 0, 0), Answer(1, 0, 0, 0, 0))
 
 
+def test_a_rack_that_comes_later_is_where_the_servers_are():
+    """It joins a run, or rounds went on without it: its workers compute no clock that is over."""
+    state = rack.from_worker(BSP(), started(), Pull(Stamp(0, 0, 0)), 0.0).state
+    step = rack.from_root(BSP(), state, Answer(7, 0, clock=5, version=5, floor=5))
+    assert step.effects == (Answer(0, 0, 5, 5, 5),)
+    state, effects, _ = rack.from_worker(BSP(), step.state, Pull(Stamp(0, 1, 0)), 0.0)
+    assert effects == (Answer(1, 0, 5, 5, 5),)
+    for worker in 0, 1:
+        push = Push(Stamp(0, worker, 1), 5, 5)
+        state, effects, _ = rack.from_worker(BSP(), state, push, 0.0)
+    assert effects[0].message == Push(Stamp(0, 7, 1), 5, 5, tokens=2.0)
+
+
+def test_a_push_that_cannot_be_written_is_sent_as_unusable():
+    state = client.hear(client.pull(client.ClientState(7)).state, Answer(7, 0, 0, 0, 0)).state
+    state, message = client.push(state)
+    (again,) = client.retries(client.spoiled(state, message.stamp.sequence))
+    assert again == Push(Stamp(0, 7, 1), 0, 0, usable=False)
+
+
 def test_a_worker_that_has_read_nothing_is_refused():
     step = rack.from_worker(BSP(), started(), Push(Stamp(0, 0, 0), 0, 0), 0.0)
     assert step.state == started()

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import live_worker
 import numpy as np
 import pytest
-from live_servers import TOKEN, WHOLE_STEPS, Servers
-from live_worker import WHOLE, delta
+from live_servers import WHOLE_STEPS, Servers
+
+from jaxdist.bench.param_server.pusher import WHOLE, delta, started
 
 LENGTH = 10_000
-
-
-def started(client: int, port: int) -> subprocess.Popen[str]:
-    assert live_worker.TOKEN == TOKEN
-    command = [sys.executable, live_worker.__file__, str(client), str(port), str(LENGTH)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -49,7 +41,7 @@ def test_workers_are_killed_under_load(kills: int):
             apply(merge, change_of)
 
         server.shard.apply = counted
-        team = {client: started(client, rpc.port) for client in range(2)}
+        team = {client: started(client, rpc.port, LENGTH) for client in range(2)}
 
         def end(client: int) -> None:
             team[client].kill()
@@ -65,7 +57,7 @@ def test_workers_are_killed_under_load(kills: int):
             others = sum(by_client.values())
             end(victim)
             server.admit(new)
-            team[new] = started(new, rpc.port)
+            team[new] = started(new, rpc.port, LENGTH)
             until(lambda: sum(by_client.values()) > others + 5)  # noqa: B023 (the others go on)
         for client in sorted(team):
             end(client)

@@ -65,7 +65,7 @@ def test_rounds_have_the_bits_of_ordered_sums_on_one_mesh(servers):
     found = run.state()
     assert_same(found.params, wanted.params)
     assert_same(found.opt_state, wanted.opt_state)
-    assert [one.floor for one in run.reached] == [6] * servers
+    assert [one.floor for one in run.reached.values()] == [6] * servers
 
 
 MODELS = [
@@ -77,6 +77,8 @@ MODELS = [
     {"type": "elastic", "every": 2, "order": "rounds"},
     {"type": "decoupled", "local_steps": 3},
 ]
+
+BACKUP = {"type": "bsp", "backups": 1}
 
 
 def each(quick):
@@ -96,7 +98,7 @@ def test_every_model_lowers_the_loss_and_loses_nothing(model):
     }
     run = Training(consistency=model, sections=sections, servers=2)
     run.run()
-    losses = [one.sums["loss"][0] / one.sums["loss"][1] for _, one in run.told]
+    losses = [sums["loss"][0] / sums["loss"][1] for sums in run.measured]
     assert np.mean(losses[-4:]) < np.mean(losses[:4])
     for server in run.servers:
         assert server.counters.applied == 2 * run.clocks
@@ -104,11 +106,24 @@ def test_every_model_lowers_the_loss_and_loses_nothing(model):
         assert not server.counters.refused
 
 
-@pytest.mark.parametrize("model", each({0, 1, 6}))
-def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, tmp_path):
+def replays():
+    """Models of consistency with codecs, and without."""
+    kept = [pytest.param(*param.values, None, id=param.id, marks=param.marks)
+            for param in each({0, 1, 6})]  # fmt: skip
+    sign = [
+        pytest.param(MODELS[0], {"type": "sign"}, id="ssp-sign"),
+        pytest.param(BACKUP, {"type": "sign"}, id="bsp-backup-sign", marks=pytest.mark.full),
+        pytest.param(MODELS[6], {"type": "quantize", "bits": 4}, id="decoupled-int4",
+                     marks=pytest.mark.full),
+    ]  # fmt: skip
+    return kept + sign
+
+
+@pytest.mark.parametrize(("model", "codec"), replays())
+def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, codec, tmp_path):
     """Gradients are computed again: the log holds who came when, and nothing of what they sent."""
     sections = {"train": {"steps": 9, "batch_size": 32}}
-    run = Training(consistency=model, sections=sections, servers=2, workers=3,
+    run = Training(consistency=model, codec=codec, sections=sections, servers=2, workers=3,
                    batch_shares=[8, 8, 16], log=tmp_path)  # fmt: skip
     run.run()
     workers = [run.worker(slot) for slot in range(3)]
@@ -124,8 +139,13 @@ def test_a_run_is_replayed_from_its_log_to_the_same_bits(model, tmp_path):
         [read_order(tmp_path / f"server_{at}.jsonl") for at in range(2)],
         lambda client: computation(run.sharded, workers[client].program, client),
         batches,
+        due=run.clocks,
     )
     assert_same(again.run(), [server.shard.params for server in run.servers])
+    for server, found in enumerate(again.reached):
+        saved = run.reached[server]
+        assert found.version == saved.version
+        assert_same((found.params, found.optimizer), (saved.params, saved.optimizer))
     for worker in workers:
         worker.client.close()
 

@@ -388,6 +388,16 @@ def test_eager_versions_go_to_all_when_the_slowest_moves():
     assert effects[-2:] == (Publish(0, 2, 1), Publish(1, 2, 1))
 
 
+def test_a_client_does_not_compute_before_it_knows_its_clock():
+    """Of a publication, which may overtake the answer to a new member's first pull, it does not."""
+    model = SSP(bound=1, reads="ahead")
+    state = worker.hear(worker.pull(worker.ClientState(3)).state, Publish(3, 6, 2)).state
+    assert not worker.ready(model, state)
+    state = worker.hear(state, Answer(3, 0, clock=2, version=6, floor=2)).state
+    assert worker.ready(model, state)
+    assert state.clock == 2
+
+
 def test_a_client_keeps_the_newest_copy_and_hears_an_answer_once():
     """A published version overtakes the answer to a pull; the answer comes twice."""
     state, message = worker.pull(worker.ClientState(4))

@@ -29,7 +29,12 @@ from jaxdist.param_server.simulator.config import (
     Straggler,
     shares_by_speed,
 )
-from jaxdist.param_server.simulator.network import HEADER_BYTES
+from jaxdist.param_server.simulator.network import (
+    HEADER_BYTES,
+    WINDOW_BYTES,
+    Network,
+    Timeline,
+)
 from jaxdist.param_server.simulator.problem import Computed, Sgd
 from jaxdist.param_server.simulator.run import simulate
 from jaxdist.param_server.simulator.table import table
@@ -193,9 +198,11 @@ def test_servers_receive_what_workers_push_and_no_more():
 
 
 def test_a_servers_card_bounds_a_round_and_two_servers_halve_it():
-    """A round sends N S out and N S in, each but the first while others still read: (N + 1) S."""
+    """A round sends N S out, to all at a time, and then N S in: 2 N S."""
     card = 1e4
-    link = Link(bytes_per_second=1e9, server_bytes_per_second=card, latency_seconds=0.0)
+    link = Link(
+        bytes_per_second=1e9, server_bytes_per_second=card, latency_seconds=0.0, unevenness=0.0
+    )
     problem = Quadratic()
     problem.start = {"w": np.ones((200, 5)), "b": np.float64(0.0)}
     times = []
@@ -209,7 +216,7 @@ def test_a_servers_card_bounds_a_round_and_two_servers_halve_it():
             step_seconds=1e-9,
             problem=problem,
         )
-        least = 5 * (4 + 1) * (8 * 1001 / servers) / card
+        least = 5 * (4 + 4) * (8 * 1001 / servers) / card
         assert least < found.seconds < 1.1 * least
         times.append(found.seconds)
     assert times[0] / times[1] == pytest.approx(2, rel=0.02)
@@ -439,3 +446,26 @@ def test_what_cannot_be_is_refused():
         simulated(BSP(backups=3))
     with pytest.raises(ValidationError, match="less than 1"):
         Link(loss=1.0)
+
+
+def test_a_message_that_comes_later_has_the_less_of_a_card_the_more_was_sent():
+    """Two that begin together end together; beside those nearly done a third begins slowly."""
+    timeline, done = Timeline(), {}
+    link = Link(server_bytes_per_second=1e5, latency_seconds=0.0, unevenness=0.0)
+    network = Network(link, timeline, 0)
+
+    def send(worker):
+        arrived = lambda: done.setdefault(worker, timeline.now)  # noqa: E731
+        network.send(("worker", worker), ("server", 0), 100_000 - HEADER_BYTES, arrived, assert_not)
+
+    send(0), send(1)
+    timeline.after(1.8, lambda: send(2))
+    while timeline.step(10.0):
+        pass
+    share = WINDOW_BYTES / (WINDOW_BYTES + 2 * (WINDOW_BYTES + 90_000))
+    assert done[0] == done[1] == pytest.approx(1.8 + 2 * 0.1 / (1 - share))
+    assert done[2] == pytest.approx(3.0)
+
+
+def assert_not():
+    raise AssertionError("nothing is lost")

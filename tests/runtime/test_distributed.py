@@ -1,6 +1,13 @@
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
 import pytest
 
 from jaxdist.errors import RunError
+from jaxdist.runtime import clusters
+from jaxdist.runtime.clusters import sightings
 from jaxdist.runtime.connection import _bind_address
 from jaxdist.runtime.processes import Processes, find_processes
 
@@ -16,9 +23,10 @@ def test_flags_win_over_the_environment():
     assert find_processes(ENVIRON, index=1) == Processes("10.0.0.1:99", 4, 1)
 
 
-def test_alone_or_detected():
+def test_alone_or_with_nobody_to_ask():
     assert find_processes({}) is None
-    assert find_processes({}, detect=True) == Processes()
+    with pytest.raises(RunError, match=r"no scheduler has left a trace\. Give --coordinator"):
+        find_processes({}, detect=True)
 
 
 def test_some_of_three_is_an_error_that_names_the_rest():
@@ -45,36 +53,116 @@ def test_a_loopback_coordinator_listens_on_loopback_only():
     assert _bind_address("10.0.0.1:5") is None
 
 
-SLURM = {
-    "SLURM_JOB_ID": "4099",
-    "SLURM_STEP_NODELIST": "node[007-015],other",
-    "SLURM_NTASKS": "9",
-    "SLURM_PROCID": "8",
-    "SLURM_LOCALID": "0",
-}
-OPEN_MPI = {
-    "OMPI_MCA_orte_hnp_uri": "1531576320.0;tcp://10.96.0.1,10.148.0.1:34911",
-    "OMPI_COMM_WORLD_SIZE": "4",
-    "OMPI_COMM_WORLD_RANK": "1",
-}
+ENVIRONMENTS = Path(__file__).parent / "environments"
+
+
+def captured(name: str) -> dict[str, str]:
+    """What a process saw that a scheduler had started; values may have several lines."""
+    text = (ENVIRONMENTS / f"{name}.env").read_text()
+    return dict(re.findall(r"^(\w+)=((?:.*)(?:\n(?!\w+=).*)*)", text.rstrip(), re.MULTILINE))
+
+
+SLURM = captured("slurm_22")
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("slurm_22", Processes("n1:61441", 2, 1)),
+        ("slurm_22_second_step", Processes("n1:61442", 1, 0)),
+        ("open_mpi_4", Processes("192.0.2.7:62736", 2, 1)),
+        ("open_mpi_5", Processes("head:63221", 2, 1)),
+        ("gke_tpu_two_slices", Processes("train-slice-0-0.train:8476", 8, 7)),
+        ("skypilot", Processes("10.0.0.4:8476", 2, 1)),
+    ],
+)
+def test_schedulers_are_found_by_what_they_really_set(name, found):
+    assert find_processes(captured(name), detect=True) == found
+
+
+def test_steps_of_one_job_have_ports_of_their_own():
+    ports = set()
+    for step in range(40):
+        found = find_processes({**SLURM, "SLURM_STEP_ID": str(step)}, detect=True)
+        ports.add(found.coordinator)
+    assert len(ports) == 40
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("slurm_22_batch", "Slurm: SLURM_STEP_NODELIST not set: this shell belongs to job 2, but"),
+        ("intel_mpi", r"MPI \(PMI\): its variables do not say where process 0 is"),
+    ],
+)
+def test_what_a_scheduler_does_not_say_is_asked_for(name, reason):
+    with pytest.raises(RunError, match=reason):
+        find_processes(captured(name), detect=True)
+
+
+def test_the_address_may_be_given_and_the_rest_found():
+    given = {**captured("intel_mpi"), "JAX_COORDINATOR_ADDRESS": "head:5"}
+    assert find_processes(given, detect=True) == Processes("head:5", 2, 1)
+    pod = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "JOB_COMPLETION_INDEX": "2"}
+    assert find_processes(pod, coordinator="a:5", count=4, detect=True) == Processes("a:5", 4, 2)
 
 
 @pytest.mark.parametrize(
     ("environ", "found"),
     [
-        (SLURM, Processes("node007:61443", 9, 8)),
-        ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, Processes("node007:99", 9, 8)),
-        (OPEN_MPI, Processes("10.96.0.1:62624", 4, 1)),
-        ({**SLURM, **OPEN_MPI}, Processes("10.96.0.1:62624", 4, 1)),
+        ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, "n1:99"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-2]n[3-4]"}, "rack1n3:61441"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[07-9]-ib,x"}, "n07-ib:61441"),
+        ({**SLURM, **captured("open_mpi_4")}, "192.0.2.7:62736"),
         (
-            {**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,fe80::2]:43370"},
-            Processes("[fe80::1]:61441", 4, 1),
+            {
+                **captured("open_mpi_4"),
+                "OMPI_MCA_orte_hnp_uri": "4096.0;tcp6://[fe80::1,fe80::2]:43370",
+            },
+            "[fe80::1]:61441",
         ),
-        ({**OPEN_MPI, "OMPI_MCA_orte_hnp_uri": "?"}, Processes()),
     ],
 )
-def test_a_cluster_is_found_as_jax_finds_it(environ, found):
-    assert find_processes(environ, detect=True) == found
+def test_neighbours_of_what_was_seen(environ, found):
+    assert find_processes(environ, detect=True).coordinator == found
+
+
+def test_every_scheduler_that_left_a_trace_is_named_with_what_it_said():
+    both = sightings({**captured("slurm_22_batch"), **captured("open_mpi_5")})
+    assert [one.scheduler for one in both] == ["Open MPI", "Slurm"]
+    assert both[0].whole
+    assert not both[1].whole
+    assert both[0].read["OMPI_COMM_WORLD_RANK"] == "1"
+
+
+class Metadata(BaseHTTPRequestHandler):
+    """As the server that hosts of TPU VMs ask."""
+
+    def do_GET(self):
+        answers = {
+            "agent-worker-number": "1",
+            "worker-network-endpoints": "unknown:unknown:10.1.0.2,unknown:unknown:10.1.0.3",
+            "tpu-env": "ZONE: 'here'\nMEGASCALE_NUM_SLICES: '1'\n",
+        }
+        self.send_response(200 if self.headers["Metadata-Flavor"] == "Google" else 403)
+        self.end_headers()
+        self.wfile.write(answers[self.path.rsplit("/", 1)[1]].encode())
+
+    def log_message(self, *args):
+        pass
+
+
+def test_a_tpu_vm_asks_its_host(monkeypatch, tmp_path):
+    device = tmp_path / "accel0"
+    device.touch()
+    monkeypatch.setattr(clusters, "TPU_FILES", (str(device),))
+    with HTTPServer(("127.0.0.1", 0), Metadata) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        environ = {"GCE_METADATA_IP": f"127.0.0.1:{server.server_port}"}
+        assert find_processes(environ, detect=True) == Processes("10.1.0.2:8476", 2, 1)
+        server.shutdown()
+    with pytest.raises(RunError, match=r"TPU VM: 127\.0\.0\.1:1 does not answer"):
+        find_processes({"GCE_METADATA_IP": "127.0.0.1:1"}, detect=True)
 
 
 def test_nobody_is_detected_where_nobody_was_asked_for():

@@ -10,13 +10,7 @@ import pytest
 
 from jaxdist.errors import RunError
 from jaxdist.runtime import rendezvous
-from jaxdist.runtime.rendezvous import Wait, meet
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+from jaxdist.runtime.rendezvous import Wait, free_port, meet
 
 
 class Outcome:

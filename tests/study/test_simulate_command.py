@@ -50,8 +50,7 @@ def test_one_run_twice_gives_the_same_file(config: Path) -> None:
     assert any(line.endswith("the bound is 2") for line in lines)
     (variant,) = found("first.json")["variants"]
     (run,) = variant["runs"]
-    # Server 0 has all first; at the end the other one does too.
-    assert [point["updates"] for point in run["curve"]] == [0, 8, 16, 24, 24]
+    assert [point["updates"] for point in run["curve"]] == [0, 8, 16, 24]
     assert run["curve"][-1]["loss"] == variant["losses"][0] < run["curve"][0]["loss"]
     assert sum(one["gradients"] for one in run["workers"]) == 24
     assert run["largest_lead"] <= run["bound"] == 2

@@ -8,16 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist.errors import RunError
-from jaxdist.train.hooks import (
-    Between,
-    Cadence,
-    Evaluate,
-    Guard,
-    Log,
-    RunHooks,
-    Save,
-    Stop,
-)
+from jaxdist.train.hooks import Between, Cadence, Evaluate, Guard, Log, RunHooks, Save, Stop
 from jaxdist.train.step import SKIP_METRICS
 from jaxdist.train.termination import Termination
 

@@ -14,6 +14,9 @@ class Recorder:
         self.events.append(f"dispatch {batch}")
         return state + 1, jnp.float32(batch)
 
+    def waiting(self, step):
+        pass
+
     def metrics(self, step, values, step_seconds):
         assert step_seconds >= 0
         self.events.append(f"metrics {step}={int(values)}")

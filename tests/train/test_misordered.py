@@ -10,7 +10,7 @@ from jaxdist.checkpoint import manifest
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.errors import CheckpointError
 from jaxdist.train.directory import RunDirectory, prepare
-from jaxdist.train.misordered import check_order
+from jaxdist.train.loading.misordered import check_order
 
 TWICE, ONCE = P(None, ("tensor", "data")), P("data", "tensor")
 

@@ -234,7 +234,13 @@ HISTORY = ImportedOptimizerConfig(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("optimizer", [ADAFACTOR, HISTORY], ids=["factored", "history"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        pytest.param(ADAFACTOR, id="factored"),
+        pytest.param(HISTORY, id="history", marks=pytest.mark.full),
+    ],
+)
 def test_what_one_plan_saved_another_loads(optimizer, tmp_path, devices):
     programs = {plan: program_of(optimizer, *given) for plan, given in PLANS.items()}
     rng = np.random.default_rng(0)

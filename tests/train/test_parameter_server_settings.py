@@ -15,6 +15,7 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.optim.build import OptimConfig
+from jaxdist.train.strategy.parameter_server import ParameterServer
 from jaxdist.train.strategy.rule import ServerRule
 from jaxdist.train.strategy.separable import check_separable
 from jaxdist.trees import flatten_with_names
@@ -309,3 +310,9 @@ def test_a_factor_of_the_rate_scales_the_update():
     half, _ = rule.update(name, array, np.ones_like(array), 0.5, state)
     np.testing.assert_allclose(array - full, 2 * (array - half), rtol=1e-5)
     np.testing.assert_allclose(array - full, 0.5, rtol=1e-6)
+
+
+def test_one_process_starts_all_others(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 4)
+    with pytest.raises(ConfigError, match="starts its own processes, and this is one of 4"):
+        ParameterServer(workers=2).run(None)  # pyright: ignore[reportArgumentType]

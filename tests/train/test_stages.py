@@ -42,6 +42,9 @@ class Hooks:
     def __init__(self, stop: int | None = None) -> None:
         self.losses, self.stop, self.stopped = [], stop, False
 
+    def waiting(self, step):
+        pass
+
     def metrics(self, step, values, step_seconds):
         self.losses.append((step, float(values[0])))
 

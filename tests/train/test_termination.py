@@ -29,7 +29,7 @@ def hangup_ends() -> Iterator[None]:
     signal.signal(signal.SIGHUP, before)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_is_noted_and_said_at_once(number: signal.Signals, hangup_ends: None) -> None:
     said = Said()
     before = signal.getsignal(number)

@@ -101,7 +101,14 @@ def trained_by_the_rule(devices, **sections):
     return params
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+QUICK = ("adamw", "lamb")
+"""They keep two moments, and scale by norms; the others are between them."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.full) for name in OPTIMIZERS],
+)
 def test_rounds_are_the_run_on_one_mesh(name):
     """To the bit: sums over workers are those over devices. So is the update where XLA fuses it
     alike in a program of one parameter and in one of all, as with plain momentum; else its last bit

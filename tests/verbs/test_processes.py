@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import time
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import flips
 import numpy as np
 import pytest
 from runs import Finished, Jaxdist, checkpoint, finish, metrics, steps, wait_for_step
 
 from jaxdist.runtime.environment import TIMEOUT_FLAGS
+from jaxdist.runtime.rendezvous import free_port
 
 # Sums over devices associate otherwise between processes than within one; 24 steps of Adam at a
 # learning rate of 1e-3 let float32 rounding (6e-8) grow to a few 1e-6.
@@ -36,6 +38,27 @@ class Digits:
         return {"image": np.zeros((8, 8, 1), np.float32), "label": np.int32(index % 10)}
 """
 
+FLIPPING = f"""
+import sys
+import numpy as np
+sys.path.append({str(Path(flips.__file__).parent)!r})
+from flips import Flip, flipping
+
+device = flipping(Flip([13], at_device=3))
+device.__enter__()
+
+class Images:
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        image = np.random.default_rng(index).normal(size=(4, 4, 1)).astype(np.float32)
+        return {{"image": image, "label": np.int32(index % 3)}}
+
+def data():
+    return Images(), Images()
+"""
+
 full = partial(pytest.param, marks=pytest.mark.full)
 
 # What gloo's threads print while they connect: each piece is whole, lines are not.
@@ -46,12 +69,6 @@ GLOO = re.compile(rf"^(?:{PIECE}|\d|\s)*{PIECE}(?:{PIECE}|\d|\s)*", re.MULTILINE
 
 # What a process says whose peers are slow to start.
 WAITING = re.compile(r"^waiting for 127\.0\.0\.1:\d+ \(.*\n", re.MULTILINE)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[subprocess.Popen[str]]:
@@ -129,7 +146,7 @@ def test_a_signal_stops_all_and_one_process_goes_on(
     for index in to:
         processes[index].send_signal(number)
     first, second = finish_all(processes)
-    assert (first.code, second.code) == (0, 0), (first, second)
+    assert (first.code, second.code) == (75, 75), (first, second)
     last = metrics(jaxdist.run)[-1]["step"]
     assert 60 <= last < total
     assert steps(jaxdist.run)[-1] == last
@@ -225,3 +242,23 @@ def test_the_error_of_one_ends_the_other(jaxdist: Jaxdist) -> None:
     assert second.code == 2
     assert f"example 700 raised OSError: a broken sector ({jaxdist.folder}" in second.message
     assert "mine.py:10)" in second.message
+
+
+def test_two_processes_go_back_together(jaxdist: Jaxdist) -> None:
+    (jaxdist.folder / "flipping.py").write_text(FLIPPING)
+    data = {"type": "import", "path": "flipping:data", "classes": 3}
+    check = {"check_replicas": {"every": 4, "on_difference": "restore"}}
+    jaxdist.config(data=data, mesh={"data": 4}, train=check)
+    first, second = finish_all(pair(jaxdist))
+    assert (first.code, second.code) == (0, 0), (first, second)
+    line = next(
+        line
+        for line in first.out.splitlines()
+        if line.startswith("going back: replicas differ at step 16")
+    )
+    assert "(process 1 on " in line
+    assert "resume from step 8 of 24" in first.out
+    assert second.out == ""
+    records = metrics(jaxdist.run)
+    assert [r["step"] for r in records if r["split"] == "train"] == [*range(1, 25)]
+    assert [(r["step"], r["process"]) for r in records if r["split"] == "replicas"] == [(16, 1)]

@@ -14,8 +14,9 @@ from runs import RUN, Jaxdist
 
 from jaxdist.errors import ConfigError
 from jaxdist.metrics.rates import Efficiency
-from jaxdist.train.hooks import Moment, Profile, ProfiledSteps, parse_profile
-from jaxdist.verbs.job import efficiency_of
+from jaxdist.train.hooks import Moment
+from jaxdist.train.watch.profile import Profile, ProfiledSteps, parse_profile
+from jaxdist.verbs.describe import efficiency_of
 
 
 def test_a_trace_holds_the_steps_asked_for(jaxdist: Jaxdist) -> None:

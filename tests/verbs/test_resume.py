@@ -87,14 +87,19 @@ def test_sigkill_at_random_steps(noisy: Jaxdist, whole: Path, seed: int) -> None
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.full)]
+    "number",
+    [
+        signal.SIGTERM,
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.full),
+        pytest.param(signal.SIGINT, marks=pytest.mark.full),
+    ],
 )
-def test_a_signal_saves_and_exits_0(noisy: Jaxdist, whole: Path, number: signal.Signals) -> None:
+def test_a_signal_saves_and_exits_75(noisy: Jaxdist, whole: Path, number: signal.Signals) -> None:
     process = noisy.start("train", "config.yaml")
     wait_for_step(process, noisy.run, 37)
     process.send_signal(number)
     stopped = finish(process)
-    assert (stopped.code, stopped.err) == (0, "")
+    assert (stopped.code, stopped.err) == (75, "")
     last = metrics(noisy.run)[-1]["step"]
     assert 37 <= last < STEPS
     assert steps(noisy.run)[-1] == last

@@ -94,7 +94,7 @@ def test_the_same_command_twice_at_once(jaxdist: Jaxdist) -> None:
     assert seen.code == 0, seen
     first.send_signal(signal.SIGTERM)
     stopped = finish(first)
-    assert (stopped.code, stopped.err) == (0, ""), stopped
+    assert (stopped.code, stopped.err) == (75, ""), stopped
     recorded = [r["step"] for r in metrics(jaxdist.run) if r["split"] == "train"]
     assert recorded == [*range(1, len(recorded) + 1)]
     assert not (jaxdist.run / "run.lock").exists()

@@ -54,3 +54,12 @@ def test_other_plans_see_what_the_run_saw_and_go_on_where_it_was(config: Path) -
     run(config, [*begun, "train.steps=3"], resume=True, console=QUIET)
     last = run(config, [*begun, *ONE_CHUNK], resume=True, console=QUIET).path
     assert losses(last, "train") == pytest.approx(losses(whole, "train"), rel=1e-5)
+
+
+@pytest.mark.full
+def test_a_run_with_several_chunks_begins_with_the_layers_of_one_without(config: Path) -> None:
+    whole = run(config, ["run.directory=whole", *NO_STAGES], console=QUIET).path
+    seen = evaluate_run(whole, console=QUIET)["loss"]
+    begin = ["run.directory=begun", "checkpoint.begin_with={run: whole}", "train.steps=1"]
+    tuned = run(config, [*begin, "optim.learning_rate=1.0e-30"], console=QUIET).path
+    assert evaluate_run(tuned, console=QUIET)["loss"] == pytest.approx(seen, rel=1e-5)

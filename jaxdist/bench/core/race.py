@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
@@ -21,6 +20,7 @@ import numpy as np
 from jaxdist.bench.core.harness import Sample
 from jaxdist.bench.core.team import Command, one_round, started
 from jaxdist.errors import RunError
+from jaxdist.runtime.rendezvous import free_port
 from jaxdist.types import Json, JsonObject
 
 WORLD = 2
@@ -101,10 +101,7 @@ def our_commands(config: Mapping[str, Json], directory: Path, world: int) -> lis
     command = [sys.executable, "-m", module, json.dumps(config), str(directory)]
     if world == 1:
         return [(command, {})]
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    peers = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": str(world)}
+    peers = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(world)}
     return [(command, {**peers, "JAX_PROCESS_ID": str(rank)}) for rank in range(world)]
 
 

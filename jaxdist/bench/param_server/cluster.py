@@ -8,22 +8,27 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import numpy as np
 import optax
 
 from jaxdist.bench.core.report import Figure
 from jaxdist.bench.param_server.receivers import TOKEN
+from jaxdist.param_server.aggregation import Direct, Racks
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.live.aggregator import Aggregator
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.layout import Layout, layouts
 from jaxdist.param_server.live.server import Server
 from jaxdist.param_server.live.shard import Shard
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import tensors_of
+from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.wire.contract import Service
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
 
@@ -31,6 +36,7 @@ STEP_SECONDS = 0.02
 SLOWER = 10
 BOUND = 2
 STEPS = 5
+DIRECT = Direct()
 
 
 @dataclass
@@ -51,47 +57,74 @@ class Played:
 
 @contextmanager
 def played(
-    model: Consistency, workers: int, servers: int, params: dict[str, np.ndarray], range_bytes: int
+    model: Consistency,
+    workers: int,
+    servers: int,
+    params: dict[str, np.ndarray],
+    range_bytes: int,
+    aggregation: Direct | Racks = DIRECT,
 ) -> Iterator[Played]:
     """Servers in front of these parameters, and a client for each worker, over gRPC."""
     placement = Balanced(range_bytes=range_bytes).place(tensors_of(params), range(servers))
     shards = layouts(placement, params)
+    racks = aggregation.racks(range(workers))
     sgd = optax.with_extra_args_support(optax.sgd(1.0))
     with ExitStack() as stack:
         found: list[Server] = []
-        wires: list[RpcWire] = []
         for layout in shards:
             shard = Shard(layout, model, sgd, layout.flatten(params))
-            server = Server(shard, model, RangeState(Clocks(workers)))
+            server = Server(shard, model, RangeState(Clocks(len(racks) or workers)))
             stack.callback(server.close)
-            for client in range(workers):
+            for client in range(len(racks) or workers):
                 server.join(client)
-            rpc = RpcServer(server, TOKEN)
-            stack.callback(rpc.close)
             found.append(server)
-            spec = partial(spec_for, push=layout.spec, shard=layout.spec)
-            wires.append(RpcWire(f"127.0.0.1:{rpc.port}", TOKEN, spec))
+        wires = _wires(stack, found, shards)
+        ways = dict.fromkeys(range(workers), wires)
+        for number, rack in enumerate(racks):
+            ways |= dict.fromkeys(rack, _aggregated(stack, model, number, rack, wires, shards))
         patience = Patience(120.0, 60.0)
+        kept = WITHIN if racks else model
         clients = [
-            stack.enter_context(Client(number, model, shards, wires, patience=patience))
+            stack.enter_context(Client(number, kept, shards, ways[number], patience=patience))
             for number in range(workers)
         ]
         yield Played(found, shards, clients, [0] * workers, [])
+
+
+def _wires(
+    stack: ExitStack, services: Sequence[Service], shards: Sequence[Layout]
+) -> list[RpcWire]:
+    """The way to each service, on a port of its own."""
+    wires: list[RpcWire] = []
+    for service, layout in zip(services, shards, strict=True):
+        rpc = RpcServer(service, TOKEN)
+        stack.callback(rpc.close)
+        spec = partial(spec_for, push=layout.spec, shard=layout.spec)
+        wires.append(RpcWire(f"127.0.0.1:{rpc.port}", TOKEN, spec))
+    return wires
+
+
+def _aggregated(
+    stack: ExitStack,
+    model: Consistency,
+    number: int,
+    workers: tuple[int, ...],
+    wires: Sequence[RpcWire],
+    shards: Sequence[Layout],
+) -> list[RpcWire]:
+    """The ways to a rack's aggregators, one for each server."""
+    found: list[Aggregator] = []
+    for layout, wire in zip(shards, wires, strict=True):
+        found.append(Aggregator(layout, model, wire, count(number), workers))
+        stack.callback(found[-1].close)
+    return _wires(stack, found, shards)
 
 
 def traffic(workers: int = 4, servers: int = 4) -> Figure:
     """What comes in at the fullest server in a step of all workers."""
     params = {"w": np.zeros((64, 1024), np.float32)}
     size = params["w"].nbytes
-    with played(BSP(), workers, servers, params, size // (4 * servers)) as run:
-
-        def work(client: Client) -> None:
-            for _ in range(STEPS):
-                client.push(client.read())
-            client.drain()
-
-        _together([partial(work, client) for client in run.clients])
-        fullest = max(server.counters.received_bytes for server in run.servers)
+    fullest = max(_received(workers, servers, params, size // (4 * servers), DIRECT))
     return Figure(
         f"bytes into the fullest of {servers} servers in a step",
         fullest / STEPS,
@@ -101,6 +134,43 @@ def traffic(workers: int = 4, servers: int = 4) -> Figure:
         f"{workers} workers, {size} bytes of parameters; the reference is N S / shards. Frames add "
         "92 bytes to each MiB",
     )
+
+
+def racks(workers: int = 4, size: int = 2) -> Figure:
+    """What comes in at all servers in a step of all workers, without racks and with them."""
+    params = {"w": np.zeros((64, 1024), np.float32)}
+    without, with_racks = (
+        sum(_received(workers, 2, params, 2**15, aggregation)) / STEPS
+        for aggregation in (DIRECT, Racks(size=size))
+    )
+    return Figure(
+        f"root ingress: without racks / with racks of size {size} ({workers} workers)",
+        without,
+        with_racks,
+        f">= {size}",
+        "bytes",
+        f"of a step, {params['w'].nbytes} bytes of parameters on 2 servers, counted by them; the "
+        "ratio is the rack's size",
+    )
+
+
+def _received(
+    workers: int,
+    servers: int,
+    params: dict[str, np.ndarray],
+    range_bytes: int,
+    aggregation: Direct | Racks,
+) -> list[int]:
+    """Bytes of payloads that came in at each server in `STEPS` rounds."""
+    with played(BSP(), workers, servers, params, range_bytes, aggregation) as run:
+
+        def work(client: Client) -> None:
+            for _ in range(STEPS):
+                client.push(client.read())
+            client.drain()
+
+        _together([partial(work, client) for client in run.clients])
+        return [server.counters.received_bytes for server in run.servers]
 
 
 def slow_worker(workers: int = 4, seconds: float = 4.0) -> list[Figure]:

@@ -19,20 +19,19 @@ from jaxdist.bench.collectives.lab import MESSAGE_SECONDS, one_device
 from jaxdist.bench.core import lab
 from jaxdist.bench.core.lab import Lab, LabLink
 from jaxdist.bench.core.report import Figure
-from jaxdist.bench.param_server.host import FOUND, RING, Case, Task, start
+from jaxdist.bench.param_server.host import FOUND, RING, Case, Task
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
-from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.simulator.config import Link, SimulationConfig
-from jaxdist.param_server.simulator.problem import Arrays, Computed, Sgd
-from jaxdist.param_server.simulator.run import simulate
+from jaxdist.param_server.simulator.pace import WARMUP
+from jaxdist.param_server.simulator.pace import step_seconds as simulated_step_seconds
 from jaxdist.runtime import hardware
 
 FLOATS = 2**18
 WORKERS = 3
 STEP_SECONDS, SLOWER = 0.1, 2.0
-WARMUP = 4
-"""Steps that are not counted."""
+TOUCHED = 0.01
+"""Share of the parameters that a batch of a sparse model touches."""
 EQUAL = (STEP_SECONDS,) * WORKERS
 STRAGGLER = (*EQUAL[:-1], SLOWER * STEP_SECONDS)
 MODELS_SHOWN: Mapping[str, dict[str, str | int]] = {
@@ -45,19 +44,6 @@ LINKS = (LabLink(100e6), LabLink(1e9))
 RUN_SECONDS: Mapping[float, float] = {100e6: 16.0, 1e9: 8.0}
 GOAL = "<= 1.2"
 TIMEOUT_SECONDS = 600.0
-
-
-class Nothing:
-    """A problem whose gradients take no time and change nothing, of so many parameters."""
-
-    def __init__(self, floats: int) -> None:
-        self.start: Arrays = start(floats)
-
-    def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
-        return Computed(self.start)
-
-    def loss(self, params: Arrays) -> float:
-        return 0.0
 
 
 def figures() -> list[Figure]:
@@ -73,55 +59,67 @@ def figures() -> list[Figure]:
 
 
 def _on(link: LabLink) -> list[Figure]:
-    seconds = RUN_SECONDS[link.bits_per_s]
-    rate = f"{link.bits_per_s / 1e6:g} Mbit/s"
     cases = [
         Case(f"{name}, {speeds}", model, steps)
         for speeds, steps in SPEEDS.items()
         for name, model in MODELS_SHOWN.items()
     ]
-    real = measured(Lab(sites=1 + WORKERS, across=link), cases, seconds)
-    found = [
-        _beside(
-            f"{case.name}, {rate}",
-            step_seconds(real[case.name], case.cluster().updates_per_step),
-            simulated(case, link, seconds),
-            "beside the simulator's",
-        )
-        for case in cases
+    found = _against_simulator(cases, link, FLOATS)
+    sparse = [
+        Case(f"bsp, 1% touched, {name}", {"type": "bsp"}, own) for name, own in SPEEDS.items()
     ]
+    found += _against_simulator(sparse, link, int(TOUCHED * FLOATS))
     rings = [Case(f"all-reduce, {name}", {"type": RING}, steps) for name, steps in SPEEDS.items()]
-    summed = measured(Lab(sites=WORKERS, across=link), rings, seconds)
+    summed = measured(Lab(sites=WORKERS, across=link), rings, RUN_SECONDS[link.bits_per_s])
     found += [
         _beside(
-            f"{case.name}, {rate}",
+            f"{case.name}, {_named(link)}",
             step_seconds(summed[case.name], 1),
             max(case.step_seconds) + all_reduce_seconds(4 * FLOATS, WORKERS, link),
-            "beside the cost model's",
+            f"{4 * FLOATS:,} bytes; beside the cost model's",
         )
         for case in rings
     ]
     return found
 
 
+def _named(link: LabLink) -> str:
+    return f"{link.bits_per_s / 1e6:g} Mbit/s"
+
+
+def _against_simulator(cases: Sequence[Case], link: LabLink, floats: int) -> list[Figure]:
+    seconds = RUN_SECONDS[link.bits_per_s]
+    real = measured(Lab(sites=1 + WORKERS, across=link), cases, seconds, floats)
+    return [
+        _beside(
+            f"{case.name}, {_named(link)}",
+            step_seconds(real[case.name], case.cluster().updates_per_step),
+            simulated(case, link, seconds, floats),
+            f"{4 * floats:,} bytes; beside the simulator's",
+        )
+        for case in cases
+    ]
+
+
 def _beside(name: str, real: float, predicted: float, what: str) -> Figure:
     """Off by the larger over the smaller, so that one goal holds for both sides."""
     off = max(real / predicted, predicted / real)
     note = (
-        f"a step of {WORKERS} workers, {4 * FLOATS / 2**20:g} MiB of parameters, "
-        f"{STEP_SECONDS:g} s of sleep for a gradient; {what}; the ratio is the larger over the "
-        "smaller"
+        f"a step of {WORKERS} workers, {STEP_SECONDS:g} s of sleep for a gradient, {what}; the "
+        "ratio is the larger over the smaller"
     )
     return Figure(name, real, predicted, GOAL, "s", note, paired_ratio=off)
 
 
-def measured(hosts: Lab, cases: Sequence[Case], seconds: float) -> dict[str, list[float]]:
+def measured(
+    hosts: Lab, cases: Sequence[Case], seconds: float, floats: int = FLOATS
+) -> dict[str, list[float]]:
     """When each update was made, by case.
 
     Raises:
       RunError: this machine cannot hold the lab, or a host fails.
     """
-    task = Task(hosts.size, tuple(cases), FLOATS, seconds)
+    task = Task(hosts.size, tuple(cases), floats, seconds)
     command = [sys.executable, "-m", "jaxdist.bench.param_server.host", json.dumps(asdict(task))]
     environ = one_device(os.environ)
     printed = lab.run(hosts, command, environ=environ, timeout_seconds=TIMEOUT_SECONDS)
@@ -135,26 +133,15 @@ def step_seconds(times: Sequence[float], updates: int) -> float:
     return float((counted[-1] - counted[0]) / (len(counted) - 1) * updates)
 
 
-def cluster_of(case: Case, link: Link, seconds: float) -> Cluster:
-    """A case as the simulator takes it."""
-    script = SimulationConfig(step_seconds=case.step_seconds, link=link, seconds=seconds)
-    return case.cluster().model_copy(update={"simulation": script})
-
-
-def simulated(case: Case, link: LabLink, seconds: float) -> float:
+def simulated(case: Case, link: LabLink, seconds: float, floats: int = FLOATS) -> float:
     """Seconds of a step in the simulator, on such links."""
     rate = link.payload_bytes_per_s
     cards = Link(
         bytes_per_second=rate, server_bytes_per_second=rate, latency_seconds=MESSAGE_SECONDS
     )
-    cluster = cluster_of(case, cards, seconds)
-    report = simulate(
-        cluster, Nothing(FLOATS), Sgd(0.1), clocks=10**6, measure_every=1, pooled=cluster.pooled
-    )
-    per_step = cluster.updates_per_step
-    points = [point for point in report.curve if point.updates >= WARMUP * per_step]
-    first, last = points[0], points[-1]
-    return (last.seconds - first.seconds) / (last.updates - first.updates) * per_step
+    script = SimulationConfig(step_seconds=case.step_seconds, link=cards)
+    cluster = case.cluster().model_copy(update={"simulation": script})
+    return simulated_step_seconds(cluster, floats, seconds)
 
 
 def all_reduce_seconds(size_bytes: int, workers: int, link: LabLink) -> float:

@@ -15,12 +15,18 @@ def bench(repeats: int = REPEATS, ray: str | None = None, lab: bool = False) -> 
       lab: in their place, on slow links: real step times beside the simulator's.
     """
     # Here, so that a list of all benches does not need the extra param-server.
-    from jaxdist.bench.param_server import cluster, race, wire
+    from jaxdist.bench.param_server import cluster, kills, race, wire
     from jaxdist.bench.param_server.lab import figures as on_slow_links
 
     if lab:
         return Report("param-server --lab", on_slow_links())
-    figures = [*wire.figures(repeats), cluster.traffic(), *cluster.slow_worker()]
+    figures = [
+        *wire.figures(repeats),
+        cluster.traffic(),
+        cluster.racks(),
+        *cluster.slow_worker(),
+        kills.longest_stall(),
+    ]
     if ray is not None:
         figures += race.figures(ray)
     return Report("param-server", figures)

@@ -31,7 +31,7 @@ class Chain(Codec):
     then: Then
     """How they are written: cast, quantize, adaptive or sign."""
 
-    @property
+    @property  # of a class variable: here it depends on the first codec
     def exchange(self) -> Exchange:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Codes cannot be added, as randomk's own values are."""
         return "gather" if self.first.exchange == "gather" else "scatter"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -9,9 +10,11 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxdist.parallel.contract import Placements
+from jaxdist.models.loss import Batch, Sums
+from jaxdist.parallel.compiler import Options
+from jaxdist.parallel.contract import Compute, Given, Placements
 from jaxdist.parallel.zero import Zero
-from jaxdist.types import Grads, Params, PyTree, Shardings
+from jaxdist.types import Buffers, Grads, Params, PyTree, Shardings
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,12 @@ class Base:
     @property
     def keeps_barriers(self) -> bool:
         return False
+
+    def options(self, platform: str) -> Options:
+        return {}
+
+    def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:
+        return compute.sums(params, buffers, batch)
 
     @property
     def placements(self) -> Placements:
@@ -58,3 +67,8 @@ class Base:
             return grads, params
         lie = self.placements.shares
         return jax.lax.with_sharding_constraint((grads, params), (lie, lie))
+
+    def apply(
+        self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        return function(*(tree for tree, _ in given), *rest)

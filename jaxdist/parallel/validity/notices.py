@@ -44,6 +44,11 @@ def _of_stage(facts: Facts, plan: Zero | None) -> Iterator[str]:
             f"divides by {parts} ({axes}), and those that zeros could fill up would more than "
             "double, or are split by another axis; a size that divides would be split"
         )
+    if zero.stage == 2 and facts.shards is not None and parts > 1:
+        yield (
+            f"{shown_stage(facts)} does what stage 1 does with parallel.deterministic: a whole "
+            "gradient of a logical shard is held until it is added to its neighbour's"
+        )
     if zero.scope == "ici" and not zero.stage:
         yield "parallel.zero.scope ici has no effect at parallel.zero.stage 0"
 
@@ -61,7 +66,7 @@ def _of_reduction(facts: Facts) -> Iterator[str]:
             if facts.batch_axes
             else f"{narrow}: no axis of {mesh} splits the batch, so that no gradients are summed"
         )
-    if facts.local_statistics and facts.reduction is None:
+    if facts.local_statistics and facts.reduction is None and facts.shards is None:
         yield (
             "parallel.batch_norm local has no effect with parallel.reduce null: XLA computes with "
             "the whole batch as one array; set parallel.reduce: {type: xla}"

@@ -34,6 +34,7 @@ class Facts:
       pipeline: settings of parallel.pipeline that are not the default, as the user knows them.
       offloads: whether the model's activations go to the host's memory.
       compression: of gradients; None sends them as they are.
+      shards: logical ones, of `parallel.deterministic`; None without it.
     """
 
     mesh: Mapping[str, int]
@@ -47,6 +48,7 @@ class Facts:
     pipeline: tuple[str, ...] = ()
     offloads: bool = False
     compression: Compression | None = None
+    shards: int | None = None
 
     @property
     def stages(self) -> int:
@@ -171,6 +173,9 @@ FEATURES: Mapping[str, Feature] = {
     "compression over data.dcn": _messages_over("data.dcn"),
     "zero.secondary": Feature(
         lambda f: f.zero.stage == 3 and f.zero.secondary, lambda f: "parallel.zero.secondary"
+    ),
+    "deterministic: strict": Feature(
+        lambda f: f.shards is not None, lambda f: "parallel.deterministic.type strict"
     ),
     "train.microbatches": Feature(lambda f: True, lambda f: "train.microbatches"),
     "model.remat": Feature(lambda f: True, lambda f: "model.remat"),
@@ -324,6 +329,46 @@ ROWS: tuple[Row, ...] = (
         "a stage keeps activations of its microbatches in buffers of its own, which are in the "
         "device's memory",
         "save or recompute them, or take mesh.stage away",
+    ),
+    Row(
+        (("deterministic: strict",), ("no axis splits the batch",)),
+        "its logical shards lie along the axis of the batch, and there is none",
+        "set mesh.data (1 will do; and leave sharding.rules.batch at data)",
+    ),
+    Row(
+        (("deterministic: strict",), ("a sharding rule over data",)),
+        "a logical shard needs parameters that are not split along the axis of the batch",
+        "set that rule to null; parallel.zero splits the training state and keeps the bits",
+    ),
+    Row(
+        (("deterministic: strict",), REDUCTIONS),
+        "logical shards are added up in an order of their own, which no other reduction keeps",
+        "set parallel.reduce: null",
+    ),
+    Row(
+        (("deterministic: strict",), COMPRESSION),
+        "messages are of a device's own sum of gradients, and they leave out some of it",
+        "set parallel.compression: null",
+    ),
+    Row(
+        (("deterministic: strict",), ("stage (a pipeline)",)),
+        "stages add up microbatches in the order of their schedule, and not by logical shard",
+        "take mesh.stage away",
+    ),
+    Row(
+        (("deterministic: strict",), ("zero.scope: ici",)),
+        "shards inside the fast network are added up there first, in the order of its devices",
+        "set parallel.zero.scope: all",
+    ),
+    Row(
+        (("deterministic: strict",), ("zero.secondary",)),
+        "parameters are gathered once, at the beginning of a step, with no second copy to keep",
+        "set parallel.zero.secondary: false",
+    ),
+    Row(
+        (("deterministic: strict",), ZERO_STAGES, ("tensor (or another axis)",)),
+        "the norm of gradients that two axes split would be added up in the order of devices",
+        "set parallel.zero.stage: 0, or keep data alone in mesh",
     ),
 )
 """Every combination that is refused."""

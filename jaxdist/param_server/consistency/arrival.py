@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
@@ -54,9 +55,10 @@ class OnArrival(Consistency):
             )
         return self
 
+    @abstractmethod
     def how(self) -> Reads:
         """How a worker comes to newer parameters: the setting `reads`."""
-        raise NotImplementedError
+        ...
 
     @property
     def publishes(self) -> bool:

@@ -7,6 +7,7 @@ version: for updates on arrival it is the least clock of a member.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal
@@ -165,13 +166,15 @@ class Consistency(Config):
         """Why a change is not taken, though its client's clock moves on; None: it is."""
         return None if arrival.usable else "it holds a NaN or an infinity"
 
+    @abstractmethod
     def due(self, clocks: Clocks, now: float) -> Merge | None:
         """The next update out of what is held; None: nothing is due."""
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def fresh(self, floor: int, clock: int) -> bool:
         """May a worker at `clock` compute from a version with this floor?"""
-        raise NotImplementedError
+        ...
 
     def admits(self, clocks: Clocks, client: int) -> bool:
         """May a member read the current version for what it computes next?"""

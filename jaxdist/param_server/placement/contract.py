@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -113,17 +114,19 @@ class PlacementRule(Config):
         owners = self.owners(ranges, numbers)
         return Placement(numbers, ranges, owners, self.law(len(numbers)))
 
+    @abstractmethod
     def owners(self, ranges: Sequence[Range], servers: tuple[int, ...]) -> tuple[int, ...]:
         """The server of each range.
 
         Raises:
           ConfigError: the rule does not go with so many servers.
         """
-        raise NotImplementedError
+        ...
 
+    @abstractmethod
     def law(self, servers: int) -> str:
         """What the rule promises of a placement on so many servers, a sentence."""
-        raise NotImplementedError
+        ...
 
 
 def least_bytes(sizes: Sequence[int], servers: int) -> int:

@@ -80,6 +80,8 @@ def ready(model: Consistency, state: ClientState) -> bool:
     """May the worker compute from its copy?"""
     if state.version is None or (state.pulling and not model.ahead):
         return False
+    if state.admitted < 0:
+        return False  # a publication came first: it does not say at which clock a member joined
     kept = model.reuses and model.fresh(state.floor, state.clock)
     return kept or state.admitted == state.clock
 
@@ -105,6 +107,13 @@ def push(
     computed_from = state.version if version is None else version
     message = Push(stamp, state.clock, computed_from, tokens, usable)
     return _send(replace(state, clock=state.clock + 1), message)
+
+
+def spoiled(state: ClientState, sequence: int) -> ClientState:
+    """With a push under way, not sent yet, whose payload turns out to be unusable."""
+    known = state.under_way[sequence]
+    assert isinstance(known, Push)
+    return replace(state, under_way={**state.under_way, sequence: replace(known, usable=False)})
 
 
 def hear(state: ClientState, reply: Reply) -> Heard:

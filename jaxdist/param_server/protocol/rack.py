@@ -36,7 +36,7 @@ class RackState:
     """What an aggregator knows of a range besides arrays.
 
     Attributes:
-      inner: towards its workers; its versions are the rack's rounds.
+      inner: towards its workers; its versions are the rack's rounds, numbered as its pushes are.
       outer: towards the servers.
       read: the oldest version that workers were given for the open round.
       answers: to workers, which wait for the rack's own copy.
@@ -130,8 +130,20 @@ def from_root(model: Consistency, state: RackState, reply: Reply) -> RackStep:
         settled = state.owed.get(heard.settled, ())
         effects += [replace(one, version=None) if dropped else one for one in settled]
     owed = {number: one for number, one in state.owed.items() if number != heard.settled}
-    found = _released(model, replace(state, outer=heard.state, owed=owed))
+    found = _numbered(model, replace(state, outer=heard.state, owed=owed))
     return RackStep(found.state, (*effects, *found.effects), heard.takes)
+
+
+def _numbered(model: Consistency, state: RackState) -> RackStep:
+    """Its rounds have the numbers of its pushes: where the servers say that it is at a later clock,
+    because it has just joined or they went on without it, its workers are too.
+    """
+    clock = state.outer.clock
+    if clock == state.inner.clocks.version:
+        return _released(model, state)
+    moved = (replace(one, clock=clock, version=clock, floor=clock) for one in state.answers)
+    state = replace(state, answers=tuple(moved))
+    return _heard(model, state, server.advanced(WITHIN, state.inner, clock))
 
 
 def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:

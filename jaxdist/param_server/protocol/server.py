@@ -98,6 +98,14 @@ def moved(state: RangeState, epoch: int) -> RangeState:
     return replace(state, epoch=epoch, reads=())
 
 
+def advanced(model: Consistency, state: RangeState, clock: int) -> Step:
+    """With all that is before a clock made elsewhere: its members go on from there."""
+    clocks = state.clocks
+    members = {client: max(at, clock) for client, at in clocks.clocks.items()}
+    clocks = replace(clocks, clocks=members, version=clock, floor=clock)
+    return _decided(model, replace(state, clocks=clocks), 0.0)
+
+
 def tick(model: Consistency, state: RangeState, now: float) -> Step:
     """What time alone brings about; to be called at `wake`."""
     return _decided(model, state, now)

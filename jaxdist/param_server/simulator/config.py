@@ -60,6 +60,9 @@ class Link(Config):
     """From one card to another, besides the bytes."""
     jitter_seconds: NonNegativeFloat = 0.0
     """Up to so much more, drawn for each message: they overtake each other."""
+    unevenness: NonNegativeFloat = 0.1
+    """Of messages that share a card from the same moment on: the standard deviation of the
+    logarithm of a message's share, drawn for each."""
     loss: Chance = 0.0
     """Share of messages that do not arrive."""
     copies: Chance = 0.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 import heapq
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Any
 
 from jaxdist.param_server.simulator.config import Link
 
@@ -16,6 +17,8 @@ Node = tuple[str, int]
 """("server", 0), ("worker", 3)."""
 HEADER_BYTES = 64
 """Of every message, beside its arrays."""
+WINDOW_BYTES = 14_600
+"""That a TCP connection sends before it hears anything: ten segments (RFC 6928)."""
 
 
 class Timeline:
@@ -39,9 +42,38 @@ class Timeline:
         return True
 
 
+@dataclass(eq=False)
+class _Flow:
+    """A message on its way from one card into another.
+
+    Attributes:
+      luck: a factor of its window.
+      ends: when its last byte leaves, if rates stay.
+    """
+
+    source: Node
+    target: Node
+    size: int
+    luck: float
+    done: Action
+    sent_bytes: float = 0.0
+    rate: float = 0.0
+    ends: float = float("inf")
+
+    @property
+    def ports(self) -> tuple[tuple[Node, str], ...]:
+        return (self.source, "out"), (self.target, "in")
+
+    @property
+    def window_bytes(self) -> float:
+        """Cards are shared in proportion to it: it grows by what has been sent (slow start)."""
+        return self.luck * (WINDOW_BYTES + self.sent_bytes)
+
+
 @dataclass
 class Network:
-    """Cards with a queue each way: a message leaves after those before it, and so it comes in.
+    """Cards that messages share as TCP's connections do: those that begin together evenly, one that
+    comes later has the less the more the others have sent.
 
     Attributes:
       received_bytes: by node, copies included.
@@ -57,8 +89,10 @@ class Network:
 
     def __post_init__(self) -> None:
         self._random = random.Random(f"network {self.seed}")
-        self._out_free: dict[Node, float] = {}
-        self._in_free: dict[Node, float] = {}
+        self._flows: list[_Flow] = []
+        self._shared_at = 0.0
+        self._plan = 0
+        self._share_planned = False
 
     def send(
         self, source: Node, target: Node, payload_bytes: int, deliver: Action, lost: Action
@@ -69,28 +103,102 @@ class Network:
           deliver: called when all of it has come in; twice for a copy.
           lost: called when it is lost, at once.
         """
-        size, now = HEADER_BYTES + payload_bytes, self.timeline.now
-        begin = max(now, self._out_free.get(source, 0.0))
-        self._out_free[source] = end = begin + size / self._rate(source)
+        size, draws, link = HEADER_BYTES + payload_bytes, self._random, self.link
         self.sent_bytes[source] += size
-        draws = self._random
-        if draws.random() < self.link.loss:
+        ways: list[float] = []
+        if draws.random() < link.loss:
             self.lost += 1
-            lost()
-            return
-        for _ in range(2 if draws.random() < self.link.copies else 1):
-            way = self.link.latency_seconds + draws.random() * self.link.jitter_seconds
-            self.timeline.after(
-                begin + way - now, lambda way=way: self._arrive(target, size, end + way, deliver)
-            )
+            lost()  # its bytes still take their time on the cards
+        else:
+            for _ in range(2 if draws.random() < link.copies else 1):
+                ways.append(link.latency_seconds + draws.random() * link.jitter_seconds)
 
-    def _arrive(self, target: Node, size: int, last_byte: float, deliver: Action) -> None:
-        begin = max(self.timeline.now, self._in_free.get(target, 0.0))
-        done = max(begin + size / self._rate(target), last_byte)
-        self._in_free[target] = done
-        self.received_bytes[target] += size
-        self.timeline.after(done - self.timeline.now, deliver)
+        def arrive() -> None:
+            self.received_bytes[target] += size
+            deliver()
 
-    def _rate(self, node: Node) -> float:
+        def done() -> None:
+            for way in ways:
+                self.timeline.after(way, arrive)
+
+        luck = draws.lognormvariate(0.0, link.unevenness)
+        self._flows.append(_Flow(source, target, size, luck, done))
+        self._share_soon()
+
+    def _share_soon(self) -> None:
+        """Once for all messages that are sent at one time."""
+        if not self._share_planned:
+            self._share_planned = True
+            self.timeline.after(0.0, self._share)
+
+    def _share(self) -> None:
+        """Give each message its rate from now on, and plan for the end of the next."""
+        now = self.timeline.now
+        for flow in self._flows:
+            flow.sent_bytes += flow.rate * (now - self._shared_at)
+        self._shared_at, self._share_planned = now, False
+        flows = [(flow.window_bytes, flow.ports) for flow in self._flows]
+        rates = fair_rates(flows, self._capacity)
+        for flow, rate in zip(self._flows, rates, strict=True):
+            flow.rate, flow.ends = rate, now + max(0.0, flow.size - flow.sent_bytes) / rate
+        self._plan += 1
+        if self._flows:
+            plan, next_end = self._plan, min(flow.ends for flow in self._flows)
+            self.timeline.after(next_end - now, lambda: self._finish(plan, next_end))
+
+    def _finish(self, plan: int, end: float) -> None:
+        if plan != self._plan:
+            return  # rates have changed since
+        done = [flow for flow in self._flows if flow.ends <= end]
+        self._flows = [flow for flow in self._flows if flow.ends > end]
+        for flow in done:
+            flow.done()
+        self._share_soon()
+
+    def _capacity(self, port: tuple[Node, str]) -> float:
+        (kind, _), _ = port
         link = self.link
-        return link.server_bytes_per_second if node[0] == "server" else link.bytes_per_second
+        return link.server_bytes_per_second if kind == "server" else link.bytes_per_second
+
+
+def fair_rates(
+    flows: Sequence[tuple[float, Sequence[Hashable]]], capacity: Callable[[Any], float]
+) -> list[float]:
+    """The rate of each flow, where none can have more for its weight but from one that has no more
+    for its own: max-min fairness, by progressive filling (Bertsekas and Gallager, Data Networks,
+    6.5.2).
+
+    Args:
+      flows: the weight of each, and the ports that it goes through.
+      capacity: of a port, in the unit of the rates.
+
+    >>> capacity = {"a": 9, "b": 4, "s": 6, "t": 9}
+    >>> flows = [(1, ("a", "s")), (1, ("b", "s")), (1, ("b", "t"))]
+    >>> fair_rates(flows, capacity.__getitem__)
+    [4.0, 2.0, 2.0]
+    """
+    rates = [0.0] * len(flows)
+    left: dict[Hashable, float] = {}
+    sharing: dict[Hashable, dict[int, float]] = {}
+    for at, (weight, ports) in enumerate(flows):
+        for port in ports:
+            if port not in left:
+                left[port], sharing[port] = float(capacity(port)), {}
+            sharing[port][at] = weight
+    units = {port: left[port] / sum(found.values()) for port, found in sharing.items()}
+    while units:
+        full = min(units, key=units.__getitem__)
+        unit = units[full]
+        changed: set[Hashable] = set()
+        for at, weight in list(sharing[full].items()):
+            rates[at] = weight * unit
+            for port in flows[at][1]:
+                left[port] -= rates[at]
+                del sharing[port][at]
+                changed.add(port)
+        for port in changed:
+            if sharing[port]:
+                units[port] = max(0.0, left[port]) / sum(sharing[port].values())
+            else:
+                del units[port]
+    return rates

@@ -98,7 +98,7 @@ class RackNode:
             outer = self.states[server].outer
             assert outer.version is not None
             assert client.ready(self.run.model, outer)
-            self.run.check_read(server, outer.clock, outer.version)
+            self.run.reads.check(server, outer.clock, outer.version)
             payload = self.copies[server]
         self.run.tell_worker(self.node, server, reply, payload)
 

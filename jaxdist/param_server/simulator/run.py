@@ -4,27 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.consistency.arrival import SSP, Adaptive, OnArrival
-from jaxdist.param_server.consistency.contract import Consistency
-from jaxdist.param_server.consistency.decoupled import Decoupled
-from jaxdist.param_server.consistency.elastic import Elastic
-from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.placement.contract import Placement
-from jaxdist.param_server.placement.ranges import Tensor
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
 from jaxdist.param_server.protocol.rack import WITHIN
+from jaxdist.param_server.simulator.checks import Reads, Values
+from jaxdist.param_server.simulator.curve import Curve, joined
 from jaxdist.param_server.simulator.encoder import Encoder, Encoding
 from jaxdist.param_server.simulator.network import Action, Network, Node, Timeline
-from jaxdist.param_server.simulator.problem import Arrays, Problem, Rule, Sgd
+from jaxdist.param_server.simulator.problem import Problem, Rule
 from jaxdist.param_server.simulator.rack import RackNode
-from jaxdist.param_server.simulator.report import Point, Report, Work
+from jaxdist.param_server.simulator.report import Report, Work
+from jaxdist.param_server.simulator.setup import placed, server_rule
 from jaxdist.param_server.simulator.shard import Shard, ShardNode
 from jaxdist.param_server.simulator.worker import WorkerNode
 
@@ -62,14 +55,6 @@ def simulate(
     return Simulation(*given).run()
 
 
-@dataclass
-class _Reads:
-    """What reads were checked for: see `Simulation.check_reads`."""
-
-    count: int = 0
-    largest_lead: int = 0
-
-
 class Simulation:
     """One run; see `simulate`."""
 
@@ -86,7 +71,7 @@ class Simulation:
     ) -> None:
         self.cluster, self.config, self.model = cluster, cluster.simulation, cluster.consistency
         self.problem, self.rule, self.clocks = problem, rule, clocks
-        self.measure_every, self.pool = measure_every, pool
+        self.pool = pool
         # Workers of a rack keep rounds among themselves, whatever the racks do.
         self.worker_model = WITHIN if cluster.clients < cluster.workers else self.model
         self.timeline = Timeline()
@@ -107,10 +92,9 @@ class Simulation:
         places = enumerate(cluster.aggregation.racks(range(cluster.workers)))
         self.racks = [RackNode(at, workers, self) for at, workers in places]
         self._rack_clients: dict[int, RackNode] = {}
-        self.reads, self.largest_value = _Reads(), 0.0
-        self._bound = bound_of(self.model)
-        self.curve: list[Point] = []
-        self._next_measured = float(measure_every)
+        self.reads = Reads(cluster, self.shards)
+        self.values = Values(cluster, rule.learning_rate)
+        self.curve = Curve(cluster, problem, self.shards, measure_every, self._gradients)
 
     @property
     def now(self) -> float:
@@ -127,7 +111,7 @@ class Simulation:
             self.after(crash.at_seconds, self.workers[crash.worker].crash)
             if crash.back_seconds is not None:
                 self.after(crash.back_seconds, partial(self._back, crash.worker))
-        self._measure()
+        self.curve.measure(self.now)
         for worker in self.workers:
             self.after(0.0, worker.go_on)
         limit = float("inf") if self.config.seconds is None else self.config.seconds
@@ -136,7 +120,7 @@ class Simulation:
                 break
         else:
             self._check_not_stuck(limit)
-        self._measure()
+        self.curve.measure(self.now)
         return self._report()
 
     def _check_not_stuck(self, limit: float) -> None:
@@ -266,7 +250,7 @@ class Simulation:
         if message.stamp.client in shard.state.clocks.clocks:
             shard.receive(message, payload, self.now)
         if server == 0:
-            self._measure_when_due()
+            self.curve.look(self.now)
         wake = protocol.wake(self.model, shard.state)
         if wake is not None:
             self.after(max(0.0, wake - self.now), lambda: self._tick(shard))
@@ -278,77 +262,31 @@ class Simulation:
         else:
             self.after(until - self.now, lambda: self._tick(shard))
 
-    def joined(self, shards: Sequence[Shard]) -> dict[str, np.ndarray]:
-        """Parameters by name, out of each server's part."""
-        found: dict[str, np.ndarray] = {}
-        rows: dict[str, list[tuple[int, np.ndarray]]] = {}
-        for node, arrays in zip(self.shards, shards, strict=True):
-            for one, array in zip(node.ranges, arrays, strict=True):
-                rows.setdefault(one.name, []).append((one.start, array))
-        for name, like in self.problem.start.items():
-            parts = [array for _, array in sorted(rows[name], key=lambda part: part[0])]
-            whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            found[name] = whole.reshape(np.shape(like))
-        return found
-
     def check_reads(self, worker: WorkerNode) -> None:
         """That what a worker is about to compute from is no staler than the model says."""
         if self.racks:
             return  # the rack's copy is checked when its workers are answered
         for server, link in enumerate(worker.links):
             assert link.version is not None
-            self.check_read(server, link.clock, link.version)
-
-    def check_read(self, server: int, clock: int, version: int) -> None:
-        """The same of a client at a clock: by the simulation's own count of what was applied before
-        each version.
-        """
-        lead = clock - self.shards[server].book.floors[version]
-        self.reads.count += 1
-        self.reads.largest_lead = max(self.reads.largest_lead, lead)
-        assert self._bound is None or lead <= self._bound, (
-            f"a client at clock {clock} reads version {version} of server {server}, {lead} clocks "
-            f"old: more than {self._bound}"
-        )
-
-    def largest(self, shard: Shard) -> float:
-        """The largest magnitude by which gradients move a parameter, by plain SGD."""
-        assert isinstance(self.model, OnArrival)
-        unit = self.rule.learning_rate * self.model.rate(0, self.cluster.workers)
-        return unit * max(float(np.abs(array).max(initial=0.0)) for array in shard)
+            self.reads.check(server, link.clock, link.version)
 
     def _watch_values(self) -> None:
-        """The value bound's own quantity: the sum of all that is under way."""
-        if not isinstance(self.model, OnArrival) or self.model.value_bound is None:
+        if not self.values.watched:
             return
         for at in range(len(self.shards)):
-            sums = [worker.under_way(at) for worker in self.workers if worker.alive]
-            total = tuple(np.sum(parts, axis=0) for parts in zip(*sums, strict=True))
-            self.largest_value = max(self.largest_value, self.largest(total))
+            self.values.look([one.under_way(at) for one in self.workers if one.alive])
 
-    def _measure_when_due(self) -> None:
-        steps = self.shards[0].merged * self.cluster.local_steps / self.cluster.clients
-        if steps >= self._next_measured:
-            self._next_measured = (steps // self.measure_every + 1) * self.measure_every
-            self._measure()
-
-    def _measure(self) -> None:
-        params = self.joined([shard.arrays for shard in self.shards])
-        gradients = sum(worker.gradients for worker in self.workers)
-        updates = self.shards[0].state.clocks.version
-        steps = gradients / self.cluster.workers
-        point = Point(self.now, gradients, steps, updates, self.problem.loss(params))
-        if not self.curve or self.curve[-1][3:] != point[3:]:
-            self.curve.append(point)
+    def _gradients(self) -> int:
+        return sum(worker.gradients for worker in self.workers)
 
     def _report(self) -> Report:
         end = self.now
         books = [shard.book for shard in self.shards]
         received, sent = self.network.received_bytes, self.network.sent_bytes
         return Report(
-            params=self.joined([shard.arrays for shard in self.shards]),
+            params=joined(self.problem, self.shards, [shard.arrays for shard in self.shards]),
             seconds=end,
-            curve=tuple(self.curve),
+            curve=tuple(self.curve.points),
             work=tuple(
                 Work(one.gradients, one.busy_seconds, one.idle_seconds, one.crashes)
                 for one in self.workers
@@ -362,39 +300,10 @@ class Simulation:
             lost=self.network.lost,
             reads=self.reads.count,
             largest_lead=self.reads.largest_lead,
-            bound=self._bound,
-            largest_value=self.largest_value,
+            bound=self.reads.bound,
+            largest_value=self.values.largest,
         )
 
 
 def _bytes(payload: Shard | None) -> int:
     return 0 if payload is None else sum(array.nbytes for array in payload)
-
-
-def server_rule(model: Consistency, rule: Rule) -> Rule:
-    """What servers update parameters by."""
-    if isinstance(model, Decoupled):
-        return Sgd(model.learning_rate, model.momentum, model.nesterov)
-    return rule
-
-
-def placed(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
-    """The arrays of a problem on servers 0, 1, 2, ..."""
-    tensors = [
-        Tensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes, divisible)
-        for name, array in start.items()
-    ]
-    return cluster.placement.place(tensors, range(cluster.servers))
-
-
-def bound_of(model: Consistency) -> int | None:
-    """The most clocks that a read may be old; None: the model has no such bound."""
-    match model:
-        case SSP():
-            return model.bound
-        case Adaptive():
-            return model.most
-        case BSP(backups=0) | Elastic(order="rounds"):
-            return 0
-        case _:
-            return None

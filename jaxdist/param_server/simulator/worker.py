@@ -11,6 +11,7 @@ from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.param_server.protocol import client
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Message, Publish, Push, Reply
+from jaxdist.param_server.simulator.curve import joined
 from jaxdist.param_server.simulator.network import Node
 from jaxdist.param_server.simulator.problem import Computed
 from jaxdist.param_server.simulator.shard import Shard, slices
@@ -101,7 +102,9 @@ class WorkerNode:
             self.run.pool -= 1
         self.idle_seconds += self.run.now - self.waits_since
         self._read = [link.version for link in self.links]
-        copy = self.run.joined([found for found in self.copies if found is not None])
+        copy = joined(
+            self.run.problem, self.run.shards, [one for one in self.copies if one is not None]
+        )
         first = self.trainer.read(copy)
         clock, me = self.clock, self.client
         if first is not None:
@@ -185,7 +188,7 @@ class WorkerNode:
         if not isinstance(model, OnArrival) or model.value_bound is None:
             return False
         workers = self.run.cluster.workers
-        largest = max(self.run.largest(self.under_way(at)) for at in range(len(self.links)))
+        largest = max(self.run.values.of(self.under_way(at)) for at in range(len(self.links)))
         return model.holds_back(largest, workers)
 
     def crash(self) -> None:

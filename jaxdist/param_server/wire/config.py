@@ -25,12 +25,13 @@ class TlsConfig(Config):
 
 
 class ProcessesConfig(Config):
-    """Servers and workers as processes of this machine."""
+    """Servers, aggregators of racks and workers as processes of this machine."""
 
     host: str = "127.0.0.1"
     """Address that servers listen on; one of a network needs tls."""
     port: Port = 0
-    """Of server 0; the next ones have the next ports. 0 takes free ones."""
+    """Of server 0; the next ones have the next ports, and then the racks' aggregators, each as many
+    as there are servers. 0 takes free ones."""
     token: Path | None = None
     """File with the token that workers must know; null makes a new one for each run."""
     tls: TlsConfig | None = None

@@ -39,6 +39,8 @@ class Op(IntEnum):
     """The answer to LATE, as text."""
 
 
+NO_SEQUENCE = 2**64 - 1
+"""Of a refusal of something that had none."""
 CARRY_TEXT = frozenset({Op.REFUSE, Op.WAITING})
 CARRY_SHARD = frozenset({Op.PUSH, Op.ANSWER, Op.PUBLISH})
 OF_WORKERS = frozenset({Op.HELLO, Op.PULL, Op.PUSH, Op.LATE})

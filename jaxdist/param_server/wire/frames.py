@@ -133,7 +133,7 @@ def _frame(
         MAGIC, FORMAT, one.op, dtype, one.flag, ndim, slot, one.tensor, elements, offset, length,
         one.epoch, one.client, one.sequence, one.clock, one.version, one.floor, one.tokens,
     )  # fmt: skip
-    crc = google_crc32c.extend(google_crc32c.value(head), part)  # pyright: ignore[reportArgumentType]
+    crc = google_crc32c.extend(google_crc32c.value(head), part)
     return b"".join((head, CRC.pack(crc), part.data))
 
 
@@ -156,7 +156,7 @@ def parse(frame: bytes) -> Header:
     if version != FORMAT:
         raise FrameError(f"format {version} is not {FORMAT}: both sides need the same jaxdist")
     view = np.frombuffer(frame, np.uint8)
-    found = google_crc32c.extend(google_crc32c.value(frame[: HEAD.size]), view[HEADER_BYTES:])  # pyright: ignore[reportArgumentType]
+    found = google_crc32c.extend(google_crc32c.value(frame[: HEAD.size]), view[HEADER_BYTES:])
     if (found,) != CRC.unpack_from(frame, HEAD.size):
         raise FrameError("crc32c does not match: the frame was changed on its way")
     try:

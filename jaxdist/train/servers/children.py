@@ -7,12 +7,15 @@ import os
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Literal, NamedTuple
 
+from jaxdist.runtime.standard_input import lines
 from jaxdist.types import JsonObject
 
 MODULE = "jaxdist.verbs.processes"
@@ -20,7 +23,7 @@ END_SECONDS = 10.0
 """For so long a process that was told to end may take."""
 LAST_LINES = 15
 
-Role = Literal["server", "worker"]
+Role = Literal["server", "aggregator", "worker"]
 
 
 class Event(NamedTuple):
@@ -39,7 +42,7 @@ class Child:
     """One process.
 
     Args:
-      number: a server's, or a client's.
+      number: a server's, a rack's, or a client's.
       setup: its first line.
       log: where its standard error goes.
       events: where all that it says goes.
@@ -118,6 +121,23 @@ class Child:
         self._events.put(Event(self, {}, self.process.wait()))
 
 
+@dataclass
+class Team:
+    """Who computes.
+
+    Attributes:
+      workers: by client number.
+      slots: by client number, which part of each batch is its.
+      deaths: by slot, in a row without a clock between.
+      done: slots that have taken all their clocks.
+    """
+
+    workers: dict[int, Child] = field(default_factory=dict)
+    slots: dict[int, int] = field(default_factory=dict)
+    deaths: Counter[int] = field(default_factory=Counter)
+    done: set[int] = field(default_factory=set)
+
+
 class Parent:
     """The other side: what the supervisor says, and how to answer it.
 
@@ -140,5 +160,5 @@ class Parent:
 
     def hear(self) -> Iterator[JsonObject]:
         """What the supervisor says, to its end."""
-        for line in sys.stdin:
+        for line in lines():
             yield json.loads(line)

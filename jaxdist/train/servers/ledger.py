@@ -11,6 +11,8 @@ from jaxdist.param_server.cluster import Cluster
 from jaxdist.types import JsonObject
 
 Rate = Callable[[int], float]
+Sums = Mapping[str, Sequence[float]]
+"""What a loss measures, by name: total and weight."""
 
 
 class Ledger:
@@ -25,19 +27,22 @@ class Ledger:
     def __init__(self, cluster: Cluster, names: Sequence[str], rate: Rate, first: int) -> None:
         self.cluster, self.names, self.rate, self.first = cluster, names, rate, first
         self.progress: dict[int, int] = dict.fromkeys(range(cluster.workers), first - 1)
-        self._sums: dict[int, dict[int, Mapping[str, Sequence[float]]]] = defaultdict(dict)
+        self.computed: dict[int, int] = dict(self.progress)
+        self._sums: dict[int, dict[int, Sums]] = defaultdict(dict)
+        self._last_sums: dict[int, Sums] = {}
         self._squares: dict[int, dict[int, float]] = defaultdict(dict)
         self._known: dict[int, float] = {}
         self._floors: dict[int, int] = dict.fromkeys(range(cluster.servers), first)
         self._stats: dict[int, JsonObject] = {}
+        self._aggregators: dict[int, JsonObject] = {}
         self._workers: dict[int, JsonObject] = {}
         self._busy: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
         self._last = time.monotonic()
 
     @property
     def newest(self) -> int:
-        """The newest clock that anybody has reported."""
-        return max(self.progress.values())
+        """The newest clock that anybody has computed."""
+        return max(self.computed.values())
 
     @property
     def clock_seconds(self) -> float:
@@ -45,15 +50,18 @@ class Ledger:
         return min((report["seconds"] for report in self._workers.values()), default=1.0)
 
     def behind(self, slots: set[int]) -> set[int]:
-        """Those of the slots that have reported the least."""
-        least = min((self.progress[slot] for slot in slots), default=0)
-        return {slot for slot in slots if self.progress[slot] == least}
+        """Those of the slots that have computed the least; who waits for others is not behind."""
+        least = min((self.computed[slot] for slot in slots), default=0)
+        return {slot for slot in slots if self.computed[slot] == least}
+
+    def measured(self, slot: int, clock: int, sums: Sums) -> None:
+        """A worker has computed a clock, and is about to push what came of it."""
+        self.computed[slot] = max(self.computed[slot], clock)
+        self._sums[clock][slot] = sums
 
     def clock(self, slot: int, report: JsonObject) -> None:
-        """A worker has done a clock."""
-        clock = report["clock"]
-        self.progress[slot] = max(self.progress[slot], clock)
-        self._sums[clock][slot] = report["sums"]
+        """A worker has done a clock: its push is under way, and it can begin the next."""
+        self.progress[slot] = max(self.progress[slot], report["clock"])
         self._workers[slot] = report
         spent = self._busy[slot]
         spent[0] += report["seconds"]
@@ -65,6 +73,10 @@ class Ledger:
         self._stats[server] = report["stats"]
         self._floors[server] = report["stats"]["floor"]
 
+    def forwarded(self, aggregator: int, stats: JsonObject) -> None:
+        """What an aggregator counts."""
+        self._aggregators[aggregator] = stats
+
     def complete(self, clock: int, done: set[int]) -> bool:
         """Whether all who still compute have got past a clock, and so have the servers."""
         if any(floor <= clock for floor in self._floors.values()):
@@ -72,9 +84,14 @@ class Ledger:
         return all(at >= clock for slot, at in self.progress.items() if slot not in done)
 
     def metrics(self, clock: int, step: int) -> tuple[list[float], float]:
-        """The values of a step in the order of their names, and how long it took."""
+        """The values of a step in the order of their names, and how long it took.
+
+        Where all died between a push and its loss (elastic averaging pushes first), the loss is
+        that of the clock before.
+        """
+        self._last_sums = self._sums.pop(clock, self._last_sums)
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for sums in self._sums.pop(clock, {}).values():
+        for sums in self._last_sums.values():
             if all(math.isfinite(number) for pair in sums.values() for number in pair):
                 for name, (total, weight) in sums.items():
                     totals[name][0] += total
@@ -100,7 +117,7 @@ class Ledger:
         return math.sqrt(sum(self._known.values()))
 
     def summary(self) -> dict[str, float]:
-        """Staleness, queues, bytes and idle shares, of each server and worker."""
+        """Staleness, queues, bytes and idle shares, of each server, aggregator and worker."""
         found: dict[str, float] = {}
         for server, stats in sorted(self._stats.items()):
             found |= {
@@ -117,6 +134,8 @@ class Ledger:
                     "refused",
                 )
             }
+        for number, stats in sorted(self._aggregators.items()):
+            found |= {f"aggregator_{number}_{name}": value for name, value in stats.items()}
         for slot, (seconds, waited) in sorted(self._busy.items()):
             found[f"worker_{slot}_idle_share"] = waited / seconds if seconds else 0.0
             for name in ("received_bytes", "sent_bytes"):

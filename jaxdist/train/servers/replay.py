@@ -10,6 +10,7 @@ import numpy as np
 from jaxdist.data.loader import DeviceBatch
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Arrival
+from jaxdist.param_server.live.codes import Encoder
 from jaxdist.param_server.live.layout import Layout
 from jaxdist.param_server.live.order import Taken, step
 from jaxdist.param_server.live.shard import Shard
@@ -20,6 +21,8 @@ from jaxdist.train.servers.worker import Computation, Flats
 
 Key = tuple[int, int]
 """A client and a clock of it: one change, a part of which went to each server."""
+Pushes = Mapping[Key, Push]
+"""What came in at a server."""
 BatchesOf = Callable[[int, int], Sequence[DeviceBatch]]
 """The batches of a client's clock."""
 
@@ -39,6 +42,10 @@ class Replay:
       states: of the protocol, as servers began.
       logs: of each server.
       work: a new computation for a client.
+      due: a clock; what servers saved at it is in `reached`.
+
+    Raises:
+      RunError: racks combined what workers sent.
     """
 
     def __init__(
@@ -49,31 +56,40 @@ class Replay:
         logs: Sequence[Iterable[Taken]],
         work: Callable[[int], Computation],
         batches_of: BatchesOf,
+        due: int | None = None,
     ) -> None:
+        if sharded.cluster.racks:
+            raise RunError(
+                "servers of a run with racks know what racks sent, and not what their workers did: "
+                "such a run cannot be computed again from their logs"
+            )
         self.sharded, self._work, self._batches_of = sharded, work, batches_of
         taken = [list(log) for log in logs]
-        self._versions = [_versions(log) for log in taken]
-        self._works: dict[int, Computation] = {}
+        self._pushes = [_pushes(log) for log in taken]
+        self._works: dict[int, tuple[Computation, list[Encoder]]] = {}
         self._changes: dict[Key, Flats] = {}
         self._left: Counter[Key] = Counter()
-        for versions in self._versions:
-            self._left.update(versions.keys())
-        given = zip(sharded.layouts, start, states, taken, self._versions, strict=True)
-        self.servers = [_Server(sharded, *one) for one in given]
+        for pushes in self._pushes:
+            self._left.update(pushes.keys())
+        self._clocks: dict[int, deque[int]] = {}
+        for client, clock in sorted(self._left):
+            self._clocks.setdefault(client, deque()).append(clock)
+        given = zip(sharded.layouts, start, states, taken, self._pushes, strict=True)
+        self.servers = [_Server(sharded, *one, due) for one in given]
 
     def run(self) -> list[np.ndarray]:
         """The parameters of each shard at the end.
 
         Raises:
           RunError: a change was computed from versions that no log has: its worker died while it
-            was on its way, to some servers only.
+            was on its way, to some servers only; or `due` was not come to.
         """
         moved = True
         while moved:
             moved = False
             for server in self.servers:
                 moved |= server.advance(self._change_of)
-        stuck = [str(s.layout.server) for s in self.servers if s.waiting]
+        stuck = [str(s.layout.server) for s in self.servers if s.stuck]
         if stuck:
             raise RunError(
                 f"servers {', '.join(stuck)} wait for changes that cannot be computed again: their "
@@ -81,10 +97,18 @@ class Replay:
             )
         return [server.shard.params for server in self.servers]
 
+    @property
+    def reached(self) -> list[ShardState]:
+        """Each server's shard at `due`."""
+        return [server.reached for server in self.servers if server.reached is not None]
+
     def _change_of(self, server: int, one: Arrival) -> np.ndarray:
         key = one.client, one.clock
-        if key not in self._changes:
-            self._changes[key] = self._computed(*key)
+        # Those before it too, applied or not: workers have optimizers and residuals of their own.
+        clocks = self._clocks[one.client]
+        while clocks and clocks[0] <= one.clock:
+            self._changes[one.client, clocks[0]] = self._computed(one.client, clocks[0])
+            clocks.popleft()
         change = self._changes[key][server]
         self._left[key] -= 1
         if not self._left[key]:
@@ -92,18 +116,28 @@ class Replay:
         return change
 
     def _computed(self, client: int, clock: int) -> Flats:
+        pushes = [found.get((client, clock)) for found in self._pushes]
         flats: Flats = []
-        for server, versions in zip(self.servers, self._versions, strict=True):
-            found = server.versions.get(versions.get((client, clock), -1))
+        for server, push in zip(self.servers, pushes, strict=True):
+            found = None if push is None else server.versions.get(push.version)
             if found is None:
                 raise _NotYetError
             flats.append(found)
-        work = self._works.setdefault(client, self._work(client))
+        if client not in self._works:
+            encoders = [Encoder(codes, client) for codes in self.sharded.codes]
+            self._works[client] = self._work(client), encoders
+        work, encoders = self._works[client]
         first = work.begin(flats)
         changes, _ = work.compute(self._batches_of(client, clock), clock)
-        for server, versions in zip(self.servers, self._versions, strict=True):
-            server.used(versions[client, clock])
-        return changes if first is None else first
+        changes = changes if first is None else first
+        taken = [push for push in pushes if push is not None]
+        for server, push in zip(self.servers, taken, strict=True):
+            server.used(push.version)
+        for at, encoder in enumerate(encoders):
+            sequence = taken[at].stamp.sequence
+            written, _ = encoder(changes[at], sequence)
+            changes[at] = encoder.codes.decode(written, client, sequence)
+        return changes
 
 
 class _Server:
@@ -112,6 +146,7 @@ class _Server:
     Attributes:
       versions: parameters that changes were computed from which are not computed again yet.
       waiting: effects that are to come.
+      reached: the shard when all changes of clocks before `due` were in it; None: not yet.
     """
 
     def __init__(
@@ -121,21 +156,29 @@ class _Server:
         start: ShardState,
         state: RangeState,
         log: Sequence[Taken],
-        versions: Mapping[Key, int],
+        pushes: Pushes,
+        due: int | None,
     ) -> None:
         self.layout, self._model = layout, sharded.cluster.consistency
         transform = sharded.transform(layout)
         self.shard = Shard(layout, self._model, transform, start.params, start.optimizer)
         self._state, self._log = state, deque(log)
-        self._wanted = Counter(versions.values())
+        self._wanted = Counter(push.version for push in pushes.values())
         self.versions = {state.clocks.version: self.shard.params}
         self.waiting: deque[Effect] = deque()
+        self._due = due
+        self.reached: ShardState | None = None
 
     def used(self, version: int) -> None:
         """One change less is to be computed from a version."""
         self._wanted[version] -= 1
         if not self._wanted[version] and version < self._newest:
             del self.versions[version]
+
+    @property
+    def stuck(self) -> bool:
+        """Whether it could not come to where it was to come."""
+        return bool(self.waiting) if self._due is None else self.reached is None
 
     @property
     def _newest(self) -> int:
@@ -152,6 +195,7 @@ class _Server:
                     return moved
                 self.waiting.popleft()
                 moved = True
+            self._look()
             if self._log:
                 taken = self._log.popleft()
                 found = step(self._model, self._state, taken)
@@ -159,7 +203,15 @@ class _Server:
                 self.waiting.extend(found.effects)
                 if taken.kind == "leave":
                     self.shard.forget(taken.client)
+        self._look()
         return moved
+
+    def _look(self) -> None:
+        """As a server does when it has done all that a message brought about."""
+        clocks, due = self._state.clocks, self._due
+        if self.reached is None and due is not None and clocks.floor >= due:
+            params, optimizer = self.shard.params, self.shard.kept()
+            self.reached = ShardState(due, clocks.version, params, optimizer)
 
     def _do(self, effect: Effect, change_of: Callable[[int, Arrival], np.ndarray]) -> None:
         if isinstance(effect, Answer | Publish):
@@ -177,7 +229,7 @@ class _Server:
             self.versions.pop(before, None)
 
 
-def _versions(log: Iterable[Taken]) -> dict[Key, int]:
-    """The version that each change was computed from."""
+def _pushes(log: Iterable[Taken]) -> Pushes:
+    """By client and clock."""
     pushes = (taken.message for taken in log if isinstance(taken.message, Push))
-    return {(push.stamp.client, push.clock): push.version for push in pushes}
+    return {(push.stamp.client, push.clock): push for push in pushes}

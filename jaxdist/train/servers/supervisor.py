@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -17,10 +16,12 @@ import jax.numpy as jnp
 
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.errors import CheckpointError, RunError
+from jaxdist.metrics.account import Kind
 from jaxdist.param_server.wire.security import make_token, read_tls, read_token
 from jaxdist.runtime.environment import plan_environment
-from jaxdist.train.servers.children import Child, Event, Role
+from jaxdist.train.servers.children import Child, Event, Role, Team
 from jaxdist.train.servers.files import clear, prune, read_shard, write_shard
+from jaxdist.train.servers.fleet import Fleet
 from jaxdist.train.servers.ledger import Ledger
 from jaxdist.train.servers.state import Sharded
 from jaxdist.train.state import TrainState
@@ -29,26 +30,9 @@ from jaxdist.types import JsonObject
 
 LOGS = "logs"
 POLL_SECONDS = 0.2
-SIGNS_OF_LIFE = frozenset({"listening", "clock", "saved"})
+SIGNS_OF_LIFE = frozenset({"listening", "measured", "clock", "saved"})
 AHEAD_SECONDS = 1.0
 """A run that is to stop stops so much later: at a clock that nobody has passed when it hears."""
-
-
-@dataclass
-class Team:
-    """Who computes.
-
-    Attributes:
-      workers: by client number.
-      slots: by client number, which part of each batch is its.
-      deaths: by slot, in a row without a clock between.
-      done: slots that have taken all their clocks.
-    """
-
-    workers: dict[int, Child] = field(default_factory=dict)
-    slots: dict[int, int] = field(default_factory=dict)
-    deaths: Counter[int] = field(default_factory=Counter)
-    done: set[int] = field(default_factory=set)
 
 
 class Supervisor:
@@ -64,8 +48,7 @@ class Supervisor:
         self.sharded, self.cluster, self.prepared = sharded, sharded.cluster, prepared
         self.directory, self.token = prepared.directory, token
         self.events: SimpleQueue[Event] = SimpleQueue()
-        self.servers: list[Child] = []
-        self.ports: list[int] = []
+        self.fleet = Fleet(self.cluster, self._child, self._next)
         self.team = Team()
         first, last = int(prepared.state.step), prepared.stages[-1].last_step
         self.first, self.last = self.cluster.clocks(first), self.cluster.clocks(last)
@@ -87,7 +70,7 @@ class Supervisor:
         due = {self.cluster.clocks(step) for step in self._due_steps()}
         self._shards(state)
         try:
-            self._start(sorted(due))
+            self.fleet.begin(sorted(due))
             for number in range(self.cluster.workers):
                 self._worker(number, number)
             return self._through(state, due)
@@ -120,14 +103,13 @@ class Supervisor:
             "token": str(self.token),
             "clock": self.first,
             "stop": self.last,
-            "ports": self.ports,
         }
 
-    def _child(self, role: Role, number: int, **more: object) -> Child:
+    def _child(self, role: Role, number: int, /, **more: object) -> Child:
         mesh = self.sharded.program.layout.mesh
         environ = dict(os.environ)
-        if role == "server" and mesh.devices.flat[0].platform != "cpu":
-            # A server computes on the host, in a mesh of the workers' shape.
+        if role != "worker" and mesh.devices.flat[0].platform != "cpu":
+            # It computes on the host, in a mesh of the workers' shape.
             environ |= plan_environment(environ, fake_devices=mesh.devices.size)
         return Child(
             role,
@@ -138,23 +120,13 @@ class Supervisor:
             events=self.events,
         )
 
-    def _start(self, due: list[int]) -> None:
-        """The servers, with the first workers as members, until all listen."""
-        clients = list(range(self.cluster.workers))
-        for layout in self.sharded.layouts:
-            self.servers.append(self._child("server", layout.server, due=due, clients=clients))
-        ports: dict[int, int] = {}
-        while len(ports) < len(self.servers):
-            event = self._next("servers to start")
-            if event.what.get("event") == "listening":
-                ports[event.child.number] = event.what["port"]
-        self.ports = [ports[child.number] for child in self.servers]
-
     def _worker(self, client: int, slot: int) -> None:
         self.team.slots[client] = slot
-        self.team.workers[client] = self._child("worker", client, slot=slot)
+        ports = self.fleet.ports(slot)
+        self.team.workers[client] = self._child("worker", client, slot=slot, ports=ports)
         with (self.directory / "order" / "clients.jsonl").open("a") as file:
-            file.write(json.dumps({"client": client, "slot": slot}) + "\n")
+            told = {"first": self.first, "client": client, "slot": slot}
+            file.write(json.dumps(told) + "\n")
 
     def _next(self, what: str) -> Event:
         """The next thing that a process says.
@@ -165,7 +137,7 @@ class Supervisor:
         try:
             event = self.events.get(timeout=POLL_SECONDS)
         except Empty:
-            event = Event(self.servers[0], {})
+            event = Event(self.fleet.servers[0], {})
         # Not what servers count: they do so while everybody waits.
         if event.code is not None or event.what.get("event") in SIGNS_OF_LIFE:
             self.heard = time.monotonic()
@@ -194,7 +166,7 @@ class Supervisor:
         return [child for client, child in team.workers.items() if team.slots[client] in behind]
 
     def _ended(self, child: Child, code: int) -> None:
-        if child.role == "server":
+        if child.role != "worker":
             raise RunError(
                 f"{child} ended ({_how(code)}) and with it what it held; go on from the newest "
                 f"checkpoint with --resume. {child.last_words()}"
@@ -203,8 +175,7 @@ class Supervisor:
             return
         slot = self.team.slots[child.number]
         del self.team.workers[child.number]
-        for server in self.servers:
-            server.say({"leave": child.number})
+        self.fleet.leave(child.number, slot)
         if code == 0:
             self.team.done.add(slot)
             return
@@ -216,19 +187,25 @@ class Supervisor:
             )
         client = max(self.team.slots) + 1
         self.prepared.note(f"{child} ended ({_how(code)}): worker {client} takes its place")
-        for server in self.servers:
-            server.say({"admit": client})
+        self.fleet.admit(client, slot)
         self._worker(client, slot)
 
     def _hear(self, event: Event) -> None:
         what = event.what
         match what.get("event"):
+            case "measured":
+                slot = self.team.slots[event.child.number]
+                self.ledger.measured(slot, what["clock"], what["sums"])
             case "clock":
                 slot = self.team.slots[event.child.number]
                 self.team.deaths[slot] = 0
                 self.ledger.clock(slot, what)
             case "applied":
                 self.ledger.applied(event.child.number, what)
+            case "forwarded":
+                self.ledger.forwarded(event.child.number, what["stats"])
+            case "gone":
+                self.fleet.gone(what)
             case "saved":
                 self.saved[what["clock"]] += 1
             case "failed":
@@ -243,6 +220,8 @@ class Supervisor:
                 self._hear(self._next(f"clock {clock}"))
             step = self.step_of(clock + 1)
             values, seconds = self.ledger.metrics(clock, step)
+            # Until the first clock is done, processes start and compile.
+            self.prepared.account.switch(Kind.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
             clock += 1
             asked = hooks.due(step) and clock not in due
@@ -255,7 +234,7 @@ class Supervisor:
         return state
 
     def _boundary(self, state: TrainState, clock: int) -> TrainState:
-        while self.saved[clock] < len(self.servers):
+        while self.saved[clock] < self.cluster.servers:
             self._hear(self._next(f"servers to save clock {clock}"))
         step = self.step_of(clock)
         layouts = self.sharded.layouts
@@ -270,14 +249,15 @@ class Supervisor:
         ahead = 2 + int(AHEAD_SECONDS / max(self.ledger.clock_seconds, 1e-4))
         stop = min(self.last, self.ledger.newest + 1 + ahead)
         due.add(stop)
-        for child in (*self.servers, *self.team.workers.values()):
+        for child in (*self.fleet.servers, *self.team.workers.values()):
             child.say({"stop": stop})
         return stop
 
     def _end(self) -> None:
         """No process outlives the run."""
-        for child in (*self.team.workers.values(), *self.servers):
+        for child in self.team.workers.values():
             child.end()
+        self.fleet.end()
 
 
 def _how(code: int) -> str:
@@ -288,7 +268,8 @@ def supervise(sharded: Sharded, prepared: Prepared) -> TrainState:
     """Do a run with processes; the last state.
 
     Raises:
-      RunError: a server died, a worker died again and again, or nothing happened for too long.
+      RunError: a server or an aggregator died, a worker died again and again, or nothing happened
+        for too long.
     """
     processes = sharded.cluster.processes
     assert prepared.directory is not None

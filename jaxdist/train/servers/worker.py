@@ -30,18 +30,20 @@ Flats = list[np.ndarray]
 """Parameters or changes, an array of each server."""
 
 
+Measured = Mapping[str, tuple[float, float]]
+"""What the loss measures, by name: totals and weights."""
+
+
 @dataclass(frozen=True)
 class Clocked:
-    """What a worker tells of one clock.
+    """What a worker tells of one clock, when the next can begin.
 
     Attributes:
-      sums: of what the loss measures: totals and weights.
       seconds: it took; of these it `waited_seconds` for servers.
       versions: of the parameters it computed from, by server.
     """
 
     clock: int
-    sums: Mapping[str, tuple[float, float]]
     seconds: float
     waited_seconds: float
     versions: tuple[int, ...]
@@ -192,6 +194,8 @@ class Worker:
       loader: of its part of each batch.
       slot: its number among those that compute; one that takes the place of another has the same.
       stop: the clock before which it ends; may be lowered while it runs.
+      measure: called with a clock and what its loss measured, before its gradient is pushed: of
+        all that servers apply the loss is known, whenever the worker dies.
       tell: called after each clock.
       delay_seconds: what each clock takes longer, for experiments with stragglers.
     """
@@ -202,6 +206,7 @@ class Worker:
     loader: Loader
     slot: int
     stop: int
+    measure: Callable[[int, Measured], None]
     tell: Callable[[Clocked], None]
     delay_seconds: float = 0.0
 
@@ -225,6 +230,7 @@ class Worker:
                 changes, sums = work.compute(ahead.take(clock), clock)
                 time.sleep(self.delay_seconds)
                 measured = {n: (float(mean.total), float(mean.weight)) for n, mean in sums.items()}
+                self.measure(clock, measured)
                 if first is None:
                     client.push(changes, tokens=measured["loss"][1])
                 if client.clock < self.stop:
@@ -232,7 +238,7 @@ class Worker:
                 took = time.perf_counter() - begun
                 more = client.waited_seconds - waited
                 counts = client.received_bytes, client.sent_bytes
-                self.tell(Clocked(clock, measured, took, more, versions, *counts))
+                self.tell(Clocked(clock, took, more, versions, *counts))
         client.drain()
 
     def _hold_back(self, model: Consistency) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from jaxdist.data.loader import Loader
 from jaxdist.mesh import Device
+from jaxdist.metrics.account import Account
 from jaxdist.optim.build import OptimConfig, Optimizer
 from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.sharding import Dims, Layout
@@ -52,6 +53,7 @@ class Prepared:
       directory: of the run; a process that reads its config builds the same.
       note: tells the user a line.
       record: writes down what servers and workers count, at a step.
+      account: of this process's time; what hooks do is in it already.
     """
 
     state: TrainState
@@ -62,6 +64,7 @@ class Prepared:
     directory: Path | None = None
     note: Callable[[str], None] = print
     record: Callable[[int, Mapping[str, float]], None] = lambda step, values: None
+    account: Account = field(default_factory=Account)
 
 
 @dataclass(frozen=True)

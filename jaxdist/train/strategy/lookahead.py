@@ -21,7 +21,7 @@ from jaxdist.optim.build import Optimizer
 from jaxdist.optim.common import Beta
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.train.strategy.contract import Job, RunSettings
-from jaxdist.train.strategy.synchronous import through_stages
+from jaxdist.train.strategy.synchronous import all_steps
 from jaxdist.types import OptState, Params
 
 
@@ -77,8 +77,7 @@ class Lookahead(Config):
         )
 
     def run(self, job: Job) -> TrainState:
-        with job.prepared() as prepared:
-            return through_stages(prepared)
+        return all_steps(job)
 
 
 class Slow(NamedTuple):

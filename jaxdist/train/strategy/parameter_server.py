@@ -29,6 +29,7 @@ from jaxdist.param_server.consistency.notices import notices
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.placement.ranges import tensors_of
 from jaxdist.param_server.simulator.encoder import vectors
+from jaxdist.param_server.wire.ports import check_ports
 from jaxdist.sharding import Layout
 from jaxdist.train.plan import TrainConfig, check_batch
 from jaxdist.train.state import TrainState
@@ -72,25 +73,20 @@ class ParameterServer(Cluster):
         from jaxdist.train.servers.state import Sharded
         from jaxdist.train.servers.supervisor import supervise
 
-        self.check_aggregation()
+        if jax.process_count() > 1:
+            raise ConfigError(
+                f"strategy.type parameter_server starts its own processes, and this is one of "
+                f"{jax.process_count()}: start it once, without --processes or --coordinator",
+                setting=("strategy", "type"),
+            )
+        with blamed("strategy"):
+            given = self.processes.host, self.processes.port, self.servers
+            check_ports(*given, aggregators=len(self.racks))
         with job.prepared() as prepared:
             assert prepared.optim is not None
             program = prepared.stages[0].program
             placement = self.placed(program.model.params, prepared.optim)
             return supervise(Sharded(self, program, prepared.optim, placement), prepared)
-
-    def check_aggregation(self) -> None:
-        """Refuse what `jaxdist train` cannot do yet.
-
-        Raises:
-          ConfigError: racks.
-        """
-        if self.aggregation.racks(range(self.workers)):
-            raise ConfigError(
-                "strategy.aggregation type racks: `jaxdist train` starts no aggregators, which "
-                "`jaxdist simulate` plays: take type direct",
-                setting=("aggregation",),
-            )
 
     def placed(self, params: Params, optim: OptimConfig) -> Placement:
         """Which server holds what.
@@ -178,6 +174,13 @@ def _check_parallel(parallel: ParallelConfig, layout: Layout) -> None:
                 f"optimizer's state: set parallel.{name} back to its default, and see {instead}",
                 setting=("parallel", name),
             )
+    if parallel.deterministic is not None:
+        raise ConfigError(
+            "with strategy.type parameter_server gradients are added up by servers, in the order "
+            "of workers, and not by logical shard: set parallel.deterministic back to null (the "
+            "order of what came is kept, and `jaxdist replay` has its bits)",
+            setting=("parallel", "deterministic"),
+        )
     for axis, size in layout.mesh.shape.items():
         kind = axis.removesuffix("_dcn").removesuffix("_ici")
         if size > 1 and kind not in ("data", "tensor"):
@@ -196,6 +199,12 @@ def _check_train(train: TrainConfig) -> None:
                 "parameter_server have no step in common at which: leave it out",
                 setting=("train", name),
             )
+    if train.check_replicas is not None:
+        raise ConfigError(
+            "check_replicas compares devices that take every step together, and workers of "
+            "strategy.type parameter_server hold other parameters than each other: leave it out",
+            setting=("train", "check_replicas"),
+        )
 
 
 def _check_optimizer(optim: OptimConfig) -> None:

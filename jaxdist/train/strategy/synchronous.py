@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Literal
 
 from jaxdist.config.schema import Config
+from jaxdist.metrics.account import Kind
 from jaxdist.optim.build import Optimizer
 from jaxdist.train.loop import run_loop
 from jaxdist.train.memory import told_if_too_large
+from jaxdist.train.replicas.errors import SuspectStateError
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.train.strategy.contract import Job, Prepared, RunSettings
 
@@ -25,8 +28,28 @@ class Synchronous(Config):
         return ()
 
     def run(self, job: Job) -> TrainState:
+        return all_steps(job)
+
+
+def all_steps(job: Job) -> TrainState:
+    """Every step of a run; where its state is suspect, again from the newest whole checkpoint.
+
+    Recomputing is enough: what is wrong once on a device is rarely so a second time (arXiv
+    2604.00726), and the same steps from the same state have the same bits.
+
+    Raises:
+      SuspectStateError: the run may not go back, or not again.
+      RunError: what `through_stages` raises.
+    """
+    for restores in itertools.count():
         with job.prepared() as prepared:
-            return through_stages(prepared)
+            try:
+                return through_stages(prepared)
+            except SuspectStateError as error:
+                error.check_restores(restores)
+                prepared.note(f"going back: {error.what}")
+        # The error is gone here, and with its frames the state that is wrong.
+    raise AssertionError("unreachable: the count does not end")
 
 
 def through_stages(prepared: Prepared) -> TrainState:
@@ -35,15 +58,18 @@ def through_stages(prepared: Prepared) -> TrainState:
     Raises:
       RunError: a step does not fit the memory; whatever the hooks raise.
     """
-    state, hooks = prepared.state, prepared.hooks
+    state, hooks, account = prepared.state, prepared.hooks, prepared.account
     for stage in prepared.stages:
         start = int(state.step)
         if start >= stage.last_step or hooks.stopped:
             continue
         prepared.enter(stage)
-        batches = stage.loader.batches(start - stage.first_step)
-        with told_if_too_large(f"a step of {stage.batch_size} examples"), batches:
-            state = run_loop(
-                stage.program.train, state, batches, hooks, start=start, stop=stage.last_step
-            )
+        train = account.first(Kind.COMPILE, stage.program.train)
+        with (
+            told_if_too_large(f"a step of {stage.batch_size} examples"),
+            stage.loader.batches(start - stage.first_step) as batches,
+            account.within(Kind.STEP),
+        ):
+            waited = account.each(Kind.INPUT_WAIT, batches)
+            state = run_loop(train, state, waited, hooks, start=start, stop=stage.last_step)
     return state

@@ -1,4 +1,5 @@
-"""A server or a worker of a run, started by its supervisor as `python -m` this module, its role.
+"""A process of a run, started by its supervisor as `python -m` this module and a role: server,
+aggregator or worker.
 
 The first line of its input is the setup, later ones are orders; the end of its input ends it.
 """
@@ -16,40 +17,25 @@ from pathlib import Path
 
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import JaxdistError, RunError
-from jaxdist.experiment import Experiment, build, load
+from jaxdist.experiment.servers import part_of
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import Shard
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.wire.config import is_loopback
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
-from jaxdist.param_server.wire.security import read_tls, read_token
 from jaxdist.runtime import compilation_cache
-from jaxdist.train.directory import RunDirectory
 from jaxdist.train.servers.children import Parent
 from jaxdist.train.servers.files import read_shard, write_shard
-from jaxdist.train.servers.state import Sharded, ShardState
-from jaxdist.train.servers.worker import Clocked, Worker, share_of
-from jaxdist.train.strategy.parameter_server import ParameterServer
+from jaxdist.train.servers.state import ShardState
+from jaxdist.train.servers.worker import Clocked, Measured, Worker
 from jaxdist.types import JsonObject
+from jaxdist.verbs.processes.aggregator import AggregatorProcess
+from jaxdist.verbs.processes.setup import listening, sharded_run, wires_to
 
 STATS_SECONDS = 1.0
 BETWEEN_SECONDS = 0.02
 """Between two reports, of however many updates."""
-
-
-def sharded_run(run: Path) -> tuple[Experiment, ParameterServer, Sharded]:
-    """The experiment of a run directory, and how it lies on servers."""
-    document, config = load(RunDirectory(run).config)
-    experiment = build(config, document)
-    strategy = config.strategy
-    assert isinstance(strategy, ParameterServer), strategy.type
-    placement = strategy.placed(experiment.program.model.params, config.optim)
-    given = (strategy, experiment.program, config.optim, placement, config.seed)
-    return experiment, strategy, Sharded(*given)
 
 
 class ServerProcess:
@@ -57,7 +43,8 @@ class ServerProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.run, self.number, self.parent = Path(setup["run"]), setup["number"], parent
-        _, cluster, sharded = sharded_run(self.run)
+        _, sharded = sharded_run(self.run)
+        cluster = sharded.cluster
         self.layout = next(one for one in sharded.layouts if one.server == self.number)
         start = read_shard(self.run, sharded, self.layout, setup["clock"])
         self._squares: deque[tuple[int, float]] = deque()
@@ -65,7 +52,7 @@ class ServerProcess:
         self._reached: queue.SimpleQueue[Reached | None] = queue.SimpleQueue()
         model, transform = cluster.consistency, sharded.transform(self.layout)
         shard = Shard(self.layout, model, transform, start.params, start.optimizer)
-        clocks = Clocks(cluster.workers, version=start.version, floor=start.floor)
+        clocks = Clocks(cluster.clients, version=start.version, floor=start.floor)
         name = f"server_{self.number}.from_{start.floor}.jsonl"
         self.server = Server(
             shard,
@@ -79,20 +66,14 @@ class ServerProcess:
         )
         for client in setup["clients"]:
             self.server.join(client)
-        processes = cluster.processes
-        self.rpc = RpcServer(
-            self.server,
-            read_token(Path(setup["token"])),
-            host=processes.host,
-            port=processes.port and processes.port + self.number,
-            tls=processes.tls and read_tls(processes.tls),
-            sessions=4 * cluster.workers + 8,
-        )
+        for client in setup["admitted"]:
+            self.server.admit(client)
+        self.rpc = listening(self.server, sharded, setup, self.number)
         self._over = threading.Event()
         self._threads = [threading.Thread(target=one) for one in (self._write, self._tell)]
         for thread in self._threads:
             thread.start()
-        parent.say("listening", port=self.rpc.port)
+        parent.say("listening", ports=[self.rpc.port])
 
     def order(self, what: JsonObject) -> None:
         """What the supervisor says."""
@@ -149,39 +130,24 @@ class WorkerProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.setup, self.parent = setup, parent
-        experiment, cluster, sharded = sharded_run(Path(setup["run"]))
-        config, slot = experiment.config, setup["slot"]
-        shares = cluster.shares(config.train.batch_size)
-        loader = experiment.loader.part(sum(shares[:slot]), shares[slot])
-        microbatches = config.train.microbatches_of(shares[slot])
-        program = share_of(sharded, loader, microbatches)
+        experiment, sharded = sharded_run(Path(setup["run"]))
+        cluster, slot = sharded.cluster, setup["slot"]
+        rack = cluster.rack_of(slot)
+        loader, program = part_of(experiment, sharded, slot)
         processes = cluster.processes
-        token = read_token(Path(setup["token"]))
-        tls = processes.tls and read_tls(processes.tls)
-        shares_memory = processes.shared_memory and is_loopback(processes.host)
-        wires = [
-            RpcWire(
-                f"{processes.host}:{port}",
-                token,
-                partial(spec_for, push=push, shard=layout.spec),
-                tls,
-                max(push.size_bytes, layout.spec.size_bytes) if shares_memory else 0,
-            )
-            for layout, push, port in zip(
-                sharded.layouts, sharded.pushes, setup["ports"], strict=True
-            )
-        ]
         # Longer than the supervisor's: it ends those who are late, and spares those who wait.
         patience = Patience(2 * processes.deadline_seconds, processes.retry_seconds)
         self.client = Client(
             setup["number"],
-            cluster.consistency,
+            cluster.of_workers,
             sharded.layouts,
-            wires,
+            wires_to(sharded, setup),
             codes=sharded.codes,
             patience=patience,
+            through="" if rack is None else f"aggregator {rack} of ",
         )
-        self.worker = Worker(self.client, sharded, program, loader, slot, setup["stop"], self._tell)
+        given = (self.client, sharded, program, loader, slot, setup["stop"])
+        self.worker = Worker(*given, self._measure, self._tell)
 
     def order(self, what: JsonObject) -> None:
         """What the supervisor says."""
@@ -191,13 +157,16 @@ class WorkerProcess:
             case _:
                 raise AssertionError(what)
 
+    def _measure(self, clock: int, sums: Measured) -> None:
+        self.parent.say("measured", clock=clock, sums=sums)
+
     def _tell(self, one: Clocked) -> None:
         self.parent.say("clock", **vars(one))
 
 
-def serve(setup: JsonObject, parent: Parent) -> None:
-    """A server, until its input ends."""
-    process = ServerProcess(setup, parent)
+def serve(role: type[ServerProcess | AggregatorProcess], setup: JsonObject, parent: Parent) -> None:
+    """A server or an aggregator, until its input ends."""
+    process = role(setup, parent)
     for what in parent.hear():
         process.order(what)
     process.close()
@@ -217,7 +186,11 @@ def work(setup: JsonObject, parent: Parent) -> None:
         process.worker.run()
 
 
-ROLES: dict[str, Callable[[JsonObject, Parent], None]] = {"server": serve, "worker": work}
+ROLES: dict[str, Callable[[JsonObject, Parent], None]] = {
+    "server": partial(serve, ServerProcess),
+    "aggregator": partial(serve, AggregatorProcess),
+    "worker": work,
+}
 
 
 def main() -> None:

@@ -1,17 +1,19 @@
-"""A worker in a process of its own, until it is killed: `python live_worker.py CLIENT PORT LENGTH`.
+"""A worker in a process of its own, until it is killed.
 
-It pushes whole numbers, and prints its first clock, then its clock whenever all that it pushed is
-acknowledged.
+`python -m jaxdist.bench.param_server.pusher CLIENT PORT LENGTH` pushes whole numbers to a server,
+and prints its first clock, then its clock whenever all that it pushed is acknowledged.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from functools import partial
 
 import numpy as np
 
+from jaxdist.bench.param_server.receivers import TOKEN
 from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.layout import Layout, Piece
@@ -20,7 +22,6 @@ from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcWire
 
 PAUSE_SECONDS = 0.003
-TOKEN = "0123456789abcdef" * 4
 WHOLE = Asynchronous(gradient_weight="whole")
 
 
@@ -29,9 +30,20 @@ def delta(client: int, clock: int, length: int) -> np.ndarray:
     return np.random.default_rng([client, clock]).integers(-4, 5, length).astype(np.float32)
 
 
-def main(number: int, port: int, length: int) -> None:
+def layout_of(length: int) -> Layout:
+    """Of the one server: an array."""
     piece = Piece(Range("w", 0, length, 4 * length), (length,), 0)
-    layout = Layout(0, np.dtype(np.float32), (piece,))
+    return Layout(0, np.dtype(np.float32), (piece,))
+
+
+def started(client: int, port: int, length: int) -> subprocess.Popen[str]:
+    """Such a process; it writes to its standard output."""
+    command = [sys.executable, "-m", __spec__.name, *map(str, (client, port, length))]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def main(number: int, port: int, length: int) -> None:
+    layout = layout_of(length)
     wire = RpcWire(
         f"127.0.0.1:{port}", TOKEN, partial(spec_for, push=layout.spec, shard=layout.spec)
     )

@@ -1,0 +1,1 @@
+"""Benches of runs that lose processes."""

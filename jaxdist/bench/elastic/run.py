@@ -1,0 +1,60 @@
+"""A run that a bench has started, and what to wait for in it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxdist.errors import RunError
+
+CONFIG = """
+model: {type: mlp, hidden: [512, 256]}
+data: {type: images, source: digits}
+optim: {type: adamw, learning_rate: 1.0e-3}
+train: {steps: 100000, batch_size: 64, log_every: 1}
+eval: {every: null}
+checkpoint: {every: 100, memory_every: 10}
+"""
+WAIT_SECONDS = 180.0
+
+
+@contextmanager
+def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose output goes to FOLDER/out; ended with all that it has started."""
+    with (folder / "out").open("wb") as out:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=out, stderr=out, start_new_session=True
+        )
+        try:
+            yield process
+        except RunError as error:
+            words = (folder / "out").read_text(errors="replace")[-1000:]
+            raise RunError(f"{error}: {words}") from error
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGTERM)
+                try:
+                    process.wait(WAIT_SECONDS / 6)
+                except subprocess.TimeoutExpired:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+
+
+def until(found: Callable[[], dict | bool | None], process: subprocess.Popen[bytes]) -> dict:
+    """What is found first, with a deadline.
+
+    Raises:
+      RunError: nothing is, or the process has ended.
+    """
+    deadline = time.monotonic() + WAIT_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        answer = found()
+        if answer:
+            return answer if isinstance(answer, dict) else {}
+        time.sleep(0.02)
+    raise RunError(f"nothing has happened for {WAIT_SECONDS:g} s ({process.poll()})")

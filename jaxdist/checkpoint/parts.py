@@ -1,0 +1,124 @@
+"""Parts of a state by patterns over the paths of its arrays, such as `params` or `!opt_state`.
+
+A pattern is a path whose names may have `*` and `?`; it takes all that lies below. With `!` before
+it leaves that out. What is taken is what some pattern takes (all, where each has a `!`) and none
+leaves out.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from jaxdist.checkpoint.manifest import LeafRecord
+from jaxdist.checkpoint.structure import differences
+from jaxdist.config.schema import Config
+from jaxdist.errors import CheckpointError
+from jaxdist.types import PyTree
+
+_LISTED = 12
+
+
+def _path(pattern: str) -> str:
+    names = pattern.removeprefix("!").split("/")
+    if not all(names) or any(name.strip() != name for name in names):
+        raise ValueError(
+            f"{pattern!r} is no path of names joined by '/', such as params/encoder or !opt_state"
+        )
+    return pattern
+
+
+Pattern = Annotated[str, AfterValidator(_path)]
+"""See this module."""
+Patterns = Annotated[tuple[Pattern, ...], Field(min_length=1)]
+
+
+class BeginWith(Config):
+    """Begin a new run at step 0 with a part of another run's state."""
+
+    run: Annotated[str, Field(min_length=1)]
+    """Directory of the other run, such as runs/pretrained."""
+    parts: Patterns = ("params",)
+    """Paths of what is taken, such as params/encoder; `*` is any name, and `!` leaves out."""
+    step: Annotated[int, Field(ge=0)] | None = None
+    """Of the checkpoint; null is the newest that is whole."""
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a path is that of the pattern, without its `!`, or lies below.
+
+    >>> matches("params/*/kernel", "params/head/kernel"), matches("params", "params2/x")
+    (True, False)
+    """
+    wanted, found = pattern.removeprefix("!").split("/"), name.split("/")
+    return len(found) >= len(wanted) and all(map(fnmatchcase, found, wanted))
+
+
+def taken(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """The names that are in a part, in their order.
+
+    >>> taken(["params", "!params/head"], ["params/body/w", "params/head/w", "step"])
+    ['params/body/w']
+    """
+    without = [pattern for pattern in patterns if pattern.startswith("!")]
+    among = [pattern for pattern in patterns if not pattern.startswith("!")]
+    return [
+        name
+        for name in names
+        if (not among or any(matches(pattern, name) for pattern in among))
+        and not any(matches(pattern, name) for pattern in without)
+    ]
+
+
+def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) -> None:
+    """Refuse patterns that match none of the names, and all together if they take none.
+
+    Raises:
+      CheckpointError: names the patterns, and what there is.
+    """
+    unknown = [p for p in patterns if not any(matches(p, name) for name in names)]
+    if unknown:
+        raise CheckpointError(
+            f"{', '.join(unknown)}: nothing in {of} has such a path; there are {outline(names)}"
+        )
+    if not taken(patterns, names):
+        raise CheckpointError(
+            f"{', '.join(patterns)} together take nothing of {of}; there are {outline(names)}"
+        )
+
+
+def outline(names: Sequence[str]) -> str:
+    """The beginnings of paths, with how many arrays each has.
+
+    >>> outline(["step", "params/a/w", "params/a/b", "params/c"])
+    'step, params/a (2 arrays), params/c'
+    """
+    groups = Counter("/".join(name.split("/")[:2]) for name in names)
+    listed = [f"{group} ({n} arrays)" if n > 1 else group for group, n in groups.items()]
+    rest = len(listed) - _LISTED
+    return ", ".join(listed[:_LISTED]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -> None:
+    """Refuse a checkpoint that lacks arrays of a part, or has them of another shape or dtype.
+
+    Args:
+      target: the part alone, of `jax.ShapeDtypeStruct`.
+
+    Raises:
+      CheckpointError: lists the first that do not fit, with both shapes and dtypes.
+    """
+    lines = [line for line in differences(dict(saved), target) if not line.endswith(", not wanted")]
+    if lines:
+        rest = len(lines) - _LISTED
+        listed = lines[:_LISTED] + ([f"and {rest} more"] if rest > 0 else [])
+        raise CheckpointError(
+            f"{where} has not the part that is wanted of it:\n  "
+            + "\n  ".join(listed)
+            + f"\nit has {outline(list(saved))}; leave out what does not fit, as with "
+            f"'!{lines[0].split(':')[0]}', or give the model the same shapes"
+        )

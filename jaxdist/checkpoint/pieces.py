@@ -1,0 +1,224 @@
+"""Large arrays in files of their own, by rows: what an earlier step already has is linked to it.
+
+pieces/000012/          array number 12
+  0.0                   its block that begins at row 0 and column 0: raw bytes in C order
+  341.0                 the next
+
+Each file is known by its digest, whichever array and step it is of. A hard link gives the new step
+the earlier one's file under its own name: each step stays whole by itself, deletion counts nothing,
+and where a file system has no links the file is written instead.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxdist.checkpoint.layout import PIECES
+from jaxdist.checkpoint.manifest import DIGEST_BYTES, Cuts, FileRecord, Manifest, record_of
+
+CHUNK_BYTES = 1 << 20
+_LEAST_SHARE = 8
+"""Of a chunk: with smaller shards the files would be too many, and orbax packs them well."""
+
+
+class Piece(NamedTuple):
+    """A block of an array on its way to a file.
+
+    Attributes:
+      name: path inside the checkpoint.
+      block: on the host, contiguous.
+    """
+
+    name: str
+    block: np.ndarray
+
+
+def cut(array: jax.Array, chunk_bytes: int) -> Cuts | None:
+    """Where a large array is cut, so that no file goes over two devices' shards; None if it is not.
+
+    For each dim where its blocks begin, in ascending order, and last its size. Rows are never cut
+    that fit into a chunk.
+
+    >>> cut(jax.numpy.zeros((5, 4)), chunk_bytes=32)
+    ((0, 2, 4, 5), (0, 4))
+    """
+    shard = array.sharding.shard_shape(array.shape)
+    item = array.dtype.itemsize
+    small = math.prod(shard) * item * _LEAST_SHARE < chunk_bytes
+    if small or array.nbytes < chunk_bytes or not array.shape:
+        return None
+    lengths = list(shard)
+    for dim in range(len(shard)):
+        row_bytes = item * math.prod(shard[dim + 1 :])
+        lengths[dim] = min(shard[dim], max(1, chunk_bytes // row_bytes))
+        if row_bytes <= chunk_bytes:
+            break
+    return tuple(
+        (*(s + i for s in range(0, size, own) for i in range(0, own, length)), size)
+        for size, own, length in zip(array.shape, shard, lengths, strict=True)
+    )
+
+
+def piece_name(number: str, begin: Sequence[int]) -> str:
+    """Path inside the checkpoint of the block that begins there.
+
+    >>> piece_name("000012", (341, 0))
+    'pieces/000012/341.0'
+    """
+    return f"{PIECES}/{number}/{'.'.join(map(str, begin))}"
+
+
+def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
+    """Bytes of each file of an array, whichever process writes it."""
+    whole = [ends[-1] for ends in cuts]
+    return {
+        piece_name(number, begin): math.prod(e - b for b, e in zip(begin, end, strict=True))
+        * dtype.itemsize
+        for begin, end in _blocks(cuts, [0] * len(whole), whole)
+    }
+
+
+def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
+    """What this process writes of an array, copied to the host, each block on one process."""
+    found: list[Piece] = []
+    shards = [shard for shard in array.addressable_shards if not shard.replica_id]
+    for shard in shards:
+        shard.data.copy_to_host_async()
+    for shard in shards:
+        # A copy: on CPU the array's own memory would be seen, which the next step may overwrite.
+        held = np.array(shard.data, order="C")
+        corner = tuple(part.start or 0 for part in shard.index)
+        for begin, end in _blocks(cuts, corner, held.shape):
+            inside = tuple(slice(b - c, e - c) for b, e, c in zip(begin, end, corner, strict=True))
+            found.append(Piece(piece_name(number, begin), np.ascontiguousarray(held[inside])))
+    return found
+
+
+def _blocks(
+    cuts: Cuts, corner: Sequence[int], shape: Sequence[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Begin and end of each block that shares elements with a box, in C order."""
+    overlapping = [
+        [pair for pair in itertools.pairwise(ends) if pair[0] < c + n and c < pair[1]]
+        for ends, c, n in zip(cuts, corner, shape, strict=True)
+    ]
+    for block in itertools.product(*overlapping):
+        yield tuple(begin for begin, _ in block), tuple(end for _, end in block)
+
+
+class Known:
+    """Files of earlier steps and of this one by digest.
+
+    Args:
+      steps: directory and manifest of each, the preferred last.
+      on_event: told in one line of a file that turns out to be damaged.
+    """
+
+    def __init__(
+        self, steps: Iterable[tuple[Path, Manifest]], on_event: Callable[[str], None]
+    ) -> None:
+        self._on_event = on_event
+        self._paths = {
+            record.blake2b: path / name
+            for path, manifest in steps
+            for name, record in manifest.files.items()
+            if name.startswith(f"{PIECES}/")
+        }
+
+    def link(self, record: FileRecord, path: Path) -> bool:
+        """Give `path` the content of a record by a link, if a sound file has it.
+
+        The file is read before: a damaged one must not go on to the steps to come.
+        """
+        source = self._paths.get(record.blake2b)
+        if source is None:
+            return False
+        try:
+            if record_of(source) != record:
+                self._on_event(f"{source} is damaged: it is written anew instead of linked")
+                return False
+            os.link(source, path)
+        except OSError:  # gone, another disk, no links here, or too many of them
+            return False
+        return True
+
+    def add(self, record: FileRecord, path: Path) -> None:
+        """Let later pieces of the same content link to this file, which is written."""
+        self._paths[record.blake2b] = path
+
+
+def place(staging: Path, pieces: Sequence[Piece], known: Known) -> dict[str, FileRecord]:
+    """Write or link each piece, and return the files' records by name.
+
+    Raises:
+      OSError: a file cannot be written.
+    """
+    for folder in {(staging / piece.name).parent for piece in pieces}:
+        folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor() as pool:
+        records = pool.map(lambda piece: _place(staging / piece.name, piece.block, known), pieces)
+        return dict(zip((piece.name for piece in pieces), records, strict=True))
+
+
+def _place(path: Path, block: np.ndarray, known: Known) -> FileRecord:
+    data = block.reshape(-1).view(np.uint8).data
+    digest = hashlib.blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
+    record = FileRecord(bytes=len(data), blake2b=digest)
+    if not known.link(record, path):
+        with path.open("xb") as file:
+            file.write(data)
+        known.add(record, path)
+    return record
+
+
+def load(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    """An array from its pieces, in the sharding of `wanted`; only what its devices hold is read.
+
+    Where `wanted` goes beyond what is there its elements are zeros.
+
+    Raises:
+      OSError: a file cannot be read.
+      ValueError: a file has another length.
+    """
+    done: dict[str, np.ndarray] = {}
+
+    def part(index: tuple[slice, ...] | None) -> np.ndarray:
+        assert index is not None
+        if str(index) not in done:  # replicas ask for the same
+            done[str(index)] = _read(directory, number, cuts, wanted, index)
+        return done[str(index)]
+
+    return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
+
+
+def _read(
+    directory: Path,
+    number: str,
+    cuts: Cuts,
+    wanted: jax.ShapeDtypeStruct,
+    index: tuple[slice, ...],
+) -> np.ndarray:
+    ranges = [part.indices(size) for part, size in zip(index, wanted.shape, strict=True)]
+    corner = [begin for begin, _, _ in ranges]
+    out = np.zeros([end - begin for begin, end, _ in ranges], wanted.dtype)
+    for begin, end in _blocks(cuts, corner, out.shape):
+        shape = [e - b for b, e in zip(begin, end, strict=True)]
+        data = (directory / piece_name(number, begin)).read_bytes()
+        block = np.frombuffer(data, wanted.dtype).reshape(shape)
+        to, of = [], []
+        for b, e, c, n in zip(begin, end, corner, out.shape, strict=True):
+            first, last = max(b, c), min(e, c + n)
+            to.append(slice(first - c, last - c))
+            of.append(slice(first - b, last - b))
+        out[tuple(to)] = block[tuple(of)]
+    return out

@@ -1,0 +1,230 @@
+"""Snapshots of the state in this machine's memory, for the processes that come after a lost one.
+
+No process waits for another: each writes what it alone has to write, every part of the state once
+over all processes (replica 0 of each shard), and a snapshot counts when all its files are there.
+
+FOLDER/step_00000120.1_of_4      what process 1 has of step 120:
+    a line of JSON               pieces of leaves and where they lie, metadata, the rest's digest
+    raw bytes                    the pieces, one after another
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.checkpoint.layout import snapshot_name, snapshot_of
+from jaxdist.checkpoint.structure import named_leaves
+from jaxdist.errors import CheckpointError
+from jaxdist.types import Json, JsonObject, PyTree
+
+KEEP = 2
+"""The newest may not be whole yet."""
+Span = tuple[tuple[int, int], ...]
+"""From where to where a piece goes, in each dimension."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    name: str
+    span: Span
+    array: np.ndarray
+
+
+class Snapshots:
+    """What one process writes; a context manager.
+
+    Args:
+      folder: of this machine, in memory; made if it is not there.
+      process: its number among `count`.
+      say: called with a line when a snapshot cannot be written, which ends nothing.
+    """
+
+    def __init__(self, folder: Path, process: int, count: int, say: Callable[[str], None]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self._process, self._count, self._say = folder, process, count, say
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.wait()
+
+    def take(self, step: int, state: PyTree, metadata: Mapping[str, Json]) -> None:
+        """Copy this process's parts to the host and return; they are written in the background.
+
+        The caller may donate `state` to its next step at once. Waits for the snapshot before.
+        """
+        self.wait()
+        pieces = list(_pieces(state))
+        given = (step, pieces, dict(metadata))
+        self._thread = threading.Thread(target=self._write, args=given, name=f"snapshot-{step}")
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Return when the last snapshot's part of this process is written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, step: int, pieces: list[_Piece], metadata: JsonObject) -> None:
+        path = self.folder / snapshot_name(step, self._process, self._count)
+        staging = path.with_name(f".{path.name}")
+        try:
+            with staging.open("wb") as file:
+                file.write(_header(pieces, metadata))
+                for piece in pieces:
+                    file.write(_raw(piece.array))
+            staging.rename(path)
+            self._prune()
+        except OSError as error:
+            self._say(f"no snapshot of step {step} in {self.folder}: {error.strerror or error}")
+            staging.unlink(missing_ok=True)
+
+    def _prune(self) -> None:
+        """Of its own files alone."""
+        found = sorted(self.folder.glob(f"step_*.{self._process}_of_{self._count}"))
+        for path in found[:-KEEP]:
+            path.unlink(missing_ok=True)
+
+
+def _pieces(state: PyTree) -> Iterator[_Piece]:
+    """Copies of this process's first replicas; on CPU an array would be the device's own memory."""
+    leaves = named_leaves(state)
+    for leaf in leaves.values():
+        leaf.copy_to_host_async()
+    for name, leaf in leaves.items():
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == 0 and shard.data.size:
+                copied = np.array(shard.data, copy=True, order="C")
+                yield _Piece(name, _span(shard.index, leaf.shape), copied)
+
+
+def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> Span:
+    pairs = zip(index, shape, strict=True)
+    return tuple(
+        (part.start or 0, size if part.stop is None else part.stop) for part, size in pairs
+    )
+
+
+def _raw(array: np.ndarray) -> memoryview:
+    """Its bytes; numpy itself shows none of a bfloat16."""
+    return array.reshape(-1).view(np.uint8).data
+
+
+def _header(pieces: list[_Piece], metadata: JsonObject) -> bytes:
+    told = [[piece.name, piece.span, str(piece.array.dtype)] for piece in pieces]
+    body = json.dumps({"pieces": told, "metadata": metadata})
+    digest = _digest(body, *(_raw(piece.array) for piece in pieces))
+    return json.dumps({"blake2b": digest, "body": body}).encode() + b"\n"
+
+
+def _digest(body: str, *raw: bytes | memoryview) -> str:
+    digest = hashlib.blake2b(body.encode(), digest_size=32)
+    for one in raw:
+        digest.update(one)
+    return digest.hexdigest()
+
+
+def whole_steps(folder: Path) -> list[int]:
+    """Steps of which each process's file is there, in ascending order.
+
+    Files of generations with other numbers of processes count by themselves.
+    """
+    return sorted(_whole(folder))
+
+
+def _whole(folder: Path) -> dict[int, list[Path]]:
+    """By step, the files that together are whole; of several such sets the one with most files."""
+    found: dict[tuple[int, int], list[Path]] = {}
+    for path in sorted(folder.glob("step_*")):
+        part = snapshot_of(path.name)
+        if part is not None:
+            step, _, count = part
+            found.setdefault((step, count), []).append(path)
+    return {step: files for (step, count), files in sorted(found.items()) if len(files) == count}
+
+
+def load(folder: Path, step: int, target: PyTree) -> tuple[PyTree, JsonObject]:
+    """The state of a step, on whatever mesh, and what was kept beside it.
+
+    Args:
+      target: tree of `jax.ShapeDtypeStruct` with shardings.
+
+    Raises:
+      CheckpointError: a file is damaged, or the snapshot is not of such a state.
+    """
+    pieces: dict[str, list[_Piece]] = {}
+    metadata: JsonObject = {}
+    for path in _whole(folder).get(step, []):
+        found, metadata = _read(path)
+        for piece in found:
+            pieces.setdefault(piece.name, []).append(piece)
+    leaves = [
+        _placed(name, pieces.get(name, []), leaf) for name, leaf in named_leaves(target).items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(target), leaves), metadata
+
+
+def _read(path: Path) -> tuple[list[_Piece], JsonObject]:
+    """A file's pieces.
+
+    Raises:
+      CheckpointError: its content does not match its digest.
+    """
+    try:
+        head, _, raw = path.read_bytes().partition(b"\n")
+        sealed = json.loads(head)
+        if _digest(sealed["body"], raw) != sealed["blake2b"]:
+            raise ValueError("its content does not match its digest")
+        told = json.loads(sealed["body"])
+        pieces, offset = [], 0
+        for name, span, dtype in told["pieces"]:
+            shape = tuple(stop - start for start, stop in span)
+            array = np.frombuffer(raw, jnp.dtype(dtype), int(np.prod(shape)), offset)
+            pieces.append(_Piece(name, tuple(map(tuple, span)), array.reshape(shape)))
+            offset += array.nbytes
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"snapshot {path.name}: {error}") from error
+    return pieces, told["metadata"]
+
+
+def _placed(name: str, pieces: list[_Piece], leaf: Any) -> jax.Array:
+    size = sum(piece.array.size for piece in pieces)
+    kinds = {(str(piece.array.dtype), len(piece.span)) for piece in pieces}
+    ends = [max((p.span[at][1] for p in pieces), default=0) for at in range(len(leaf.shape))]
+    fits = kinds <= {(str(leaf.dtype), len(leaf.shape))} and tuple(ends) == leaf.shape
+    if size != leaf.size or (size and not fits):
+        raise CheckpointError(f"a snapshot has another {name} than {leaf.dtype}{list(leaf.shape)}")
+
+    def part(index: Any) -> np.ndarray:
+        return _assembled(pieces, _span(index, leaf.shape), leaf)
+
+    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+
+
+def _assembled(pieces: list[_Piece], span: Span, leaf: Any) -> np.ndarray:
+    """What a device holds, out of all pieces that reach into it."""
+    for piece in pieces:
+        if piece.span == span:
+            return piece.array
+    out = np.empty([stop - start for start, stop in span], leaf.dtype)
+    for piece in pieces:
+        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(span, piece.span, strict=True)]
+        if all(start < stop for start, stop in common):
+            into = tuple(slice(s - a, e - a) for (s, e), (a, _) in zip(common, span, strict=True))
+            own = tuple(
+                slice(s - a, e - a) for (s, e), (a, _) in zip(common, piece.span, strict=True)
+            )
+            out[into] = piece.array[own]
+    return out

@@ -1,0 +1,31 @@
+"""The section `elastic` of a configuration: what hosts that come and go must agree on."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from jaxdist.config.document import Document
+from jaxdist.config.schema import Config, validate
+from jaxdist.elastic.membership import MembershipConfig
+
+
+class ElasticConfig(Config):
+    """Hosts that come and go: `jaxdist agent`."""
+
+    lease_seconds: PositiveFloat = 10.0
+    """A host that was not heard for so long is lost."""
+    settle_seconds: NonNegativeFloat = 5.0
+    """A generation begins, or ends to grow, when for so long no host has come or gone."""
+    drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
+    """By how much of the time clocks run too fast or too slow at most."""
+
+    def membership(self, least: int, most: int) -> MembershipConfig:
+        """The same, of so many hosts.
+
+        Raises:
+          ConfigError: more at least than at most.
+        """
+        given = {**self.model_dump(), "min_hosts": least, "max_hosts": most}
+        return validate(Document(given), MembershipConfig)

@@ -1,0 +1,76 @@
+"""What keeps a deposed generation from writing into a run: marks in the run's directory.
+
+RUN/generations/00000003     generation 3 has begun to write
+
+Each generation leaves a mark before it reads anything, and one that finds a mark of a later one
+writes no more. Marks are only added, so that whoever makes one late lowers nothing. A process may
+be suspended between looking and writing; so what it writes bears its number in a name that its
+successor takes away first (`jaxdist.checkpoint.layout`), and the file of metrics is replaced.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from jaxdist.elastic.membership import Fence
+from jaxdist.errors import RunError
+
+FOLDER = "generations"
+
+
+class RunFence:
+    """A generation's own look at the fence of its run.
+
+    Args:
+      run: the run directory.
+      generation: the number of this one, greater than those of all before.
+    """
+
+    def __init__(self, run: Path, generation: int) -> None:
+        self.run, self.generation = run, generation
+
+    def raise_(self) -> None:
+        """Leave this generation's mark: those before write no more.
+
+        Raises:
+          RunError: a later one has begun already, or the mark cannot be made.
+        """
+        try:
+            folder = self.run / FOLDER
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / f"{self.generation:08d}").touch()
+        except OSError as error:
+            raise RunError(
+                f"run directory {self.run} cannot be written: {error.strerror or error}; choose "
+                "another with run.directory=PATH"
+            ) from error
+        self.check()
+
+    def check(self) -> None:
+        """Look whether this generation may write.
+
+        Raises:
+          RunError: a later one has begun.
+        """
+        newest = newest_generation(self.run)
+        if Fence(newest).admit(self.generation) is None:
+            raise RunError(
+                f"generation {self.generation} of {self.run} was deposed by generation {newest}: "
+                "it writes no more; the run goes on there"
+            )
+
+
+def newest_generation(run: Path) -> int:
+    """The number of the newest generation that has written into a run; 0: none has."""
+    try:
+        names = os.listdir(run / FOLDER)
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+    return max((int(name) for name in names if name.isdigit()), default=0)
+
+
+def newest_of_all(base: Path) -> int:
+    """The same over a run's directory and those numbered after it: `base-2`, `base-3` ..."""
+    found = [base, *base.parent.glob(f"{base.name}-[0-9]*")]
+    return max(newest_generation(run) for run in found)

@@ -1,0 +1,1 @@
+"""What the processes of a generation were at before it was lost, and which of them were slow."""

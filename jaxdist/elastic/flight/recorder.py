@@ -1,0 +1,188 @@
+"""The agent's side of flight records: it looks now and then who is slow, and keeps what was last.
+
+RUN/flight_3.json      of generation 3, when it was lost or stuck: each process's last phases
+RUN/flight_3.png       the same as a picture, drawn when the next generation takes steps
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from jaxdist.elastic.flight import picture
+from jaxdist.elastic.flight.slow import Flight, Slow, find_slow
+from jaxdist.elastic.journal import Journal
+from jaxdist.elastic.place import Place
+from jaxdist.elastic.status import Status, read_flight
+from jaxdist.types import JsonObject
+
+LOOK_SECONDS = 5.0
+"""Between two looks at who is slow; who is so at two in a row is told."""
+DRAW_SECONDS = 60.0
+"""So long the agent waits for a picture at its end."""
+
+
+class Recorder:
+    """What an agent tells what happens to its generations.
+
+    Args:
+      say: tells the user a line.
+      draw: whether records become pictures.
+    """
+
+    def __init__(self, journal: Journal, say: Callable[[str], None], *, draw: bool = True) -> None:
+        self._journal, self._say, self._draw = journal, say, draw
+        self._next = 0.0
+        self._generation = 0
+        self._beats: dict[int, tuple[int, int]] = {}
+        self._suspects: frozenset[int] = frozenset()
+        self._told: set[int] = set()
+        self._unwritten: list[JsonObject] = []
+        self._kept: list[Path] = []
+        self._run: Path | None = None
+        self._drawing: subprocess.Popen[bytes] | None = None
+
+    def look(self, place: Place, statuses: Sequence[Status]) -> None:
+        """At each look of the agent: who is slow, every few seconds."""
+        now = time.monotonic()
+        if place.generation != self._generation:
+            self._generation, self._next = place.generation, now + LOOK_SECONDS
+            self._beats, self._suspects, self._told = {}, frozenset(), set()
+        if now < self._next or len(statuses) < 2:
+            return
+        self._next = now + LOOK_SECONDS
+        slow = find_slow([self._flight(place, one.process) for one in statuses])
+        for one in slow:
+            if one.process in self._suspects and one.process not in self._told:
+                self._told.add(one.process)
+                self._tell(place, one)
+        self._suspects = frozenset(one.process for one in slow)
+
+    def _flight(self, place: Place, process: int) -> Flight:
+        found = read_flight(place.status(process))
+        if found is None:
+            return Flight(process, [])
+        status, phases = found
+        beats, late = self._beats.get(process, (0, 0))
+        self._beats[process] = status.beats, status.late
+        return Flight(process, phases, status.beats - beats, status.late - late)
+
+    def _tell(self, place: Place, slow: Slow) -> None:
+        self._journal.add(
+            place,
+            "slow",
+            process=slow.process,
+            ratio=slow.ratio,
+            least=slow.least,
+            step=slow.step,
+            why=slow.why,
+        )
+        self._say(f"{slow.words()} (step {slow.step})")
+
+    def lost(self, place: Place, process: int, how: str, processes: range) -> None:
+        """A generation cannot go on: write down what its processes were at, dead or alive.
+
+        Args:
+          processes: those of this machine.
+        """
+        self._run = place.run
+        self._unwritten.append(flight_record(place, process, how, processes))
+        self._write()
+
+    def _write(self) -> None:
+        """What can be: a process tells the run directory when it has come so far."""
+        with suppress(OSError):  # none has told it yet, or the disk is full
+            folder = None if self._run is None else Path(self._run.read_text(encoding="utf-8"))
+            while folder is not None and self._unwritten:
+                record = self._unwritten[0]
+                path = folder / record_name(record)
+                path.write_text(json.dumps(record, indent=1), encoding="utf-8")
+                self._kept.append(path)
+                self._unwritten.pop(0)
+
+    def begun(self) -> None:
+        """A generation takes steps: there is time for a picture of the one before."""
+        self._write()
+        self._begin_drawing()
+
+    def close(self) -> None:
+        """The last pictures; returns when they are drawn, or have taken too long."""
+        self._write()
+        self._end_drawing()
+        self._begin_drawing()
+        self._end_drawing()
+
+    def _begin_drawing(self) -> None:
+        """In a process of its own: a thread would keep the agent's from looking after the run."""
+        busy = self._drawing is not None and self._drawing.poll() is None
+        if busy or not (self._draw and self._kept):
+            return
+        self._drawing = subprocess.Popen(
+            [sys.executable, "-m", picture.__name__, *map(str, self._kept)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._kept = []
+
+    def _end_drawing(self) -> None:
+        if self._drawing is None:
+            return
+        try:
+            self._drawing.wait(DRAW_SECONDS)
+        except subprocess.TimeoutExpired:  # the record itself is there
+            self._drawing.kill()
+            self._drawing.wait()
+        self._drawing = None
+
+
+def record_name(record: JsonObject) -> str:
+    """Of its file; each machine writes one of its own processes.
+
+    >>> record_name({"generation": 3, "processes": [{"process": 2}]})
+    'flight_3_from_2.json'
+    """
+    first = record["processes"][0]["process"]
+    return f"flight_{record['generation']}" + (f"_from_{first}.json" if first else ".json")
+
+
+def flight_record(place: Place, process: int, how: str, processes: range) -> JsonObject:
+    """The last phases of all processes of a generation, as plain data; times are in seconds.
+
+    `begin` is before the moment `time` (of the epoch), on one clock for all.
+
+    Args:
+      process: the one that was lost or is stuck.
+    """
+    now, told = time.monotonic_ns(), []
+    for index in processes:
+        found = read_flight(place.status(index))
+        if found is None:
+            told.append({"process": index, "pid": None, "step": None, "phases": []})
+            continue
+        status, phases = found
+        given = [
+            {
+                "phase": one.name,
+                "step": one.step,
+                "begin": 1e-9 * (one.begin - now),
+                "seconds": 1e-9 * one.duration,
+            }
+            for one in phases
+        ]
+        silent = 1e-9 * now - status.alive
+        one = {"process": index, "pid": status.pid, "step": status.step, "silent_seconds": silent}
+        told.append({**one, "phases": given})
+    return {
+        "generation": place.generation,
+        "process": process,
+        "how": how,
+        "time": time.time(),
+        "processes": told,
+    }

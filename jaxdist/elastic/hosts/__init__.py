@@ -1,0 +1,1 @@
+"""Several hosts under one run: a rendezvous, who keeps its registry, what each host does."""

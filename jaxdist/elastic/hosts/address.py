@@ -1,0 +1,30 @@
+"""From an address to a rendezvous."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxdist.elastic.hosts.contract import Rendezvous
+from jaxdist.errors import ConfigError
+
+SCHEMES = ("redis://", "rediss://")
+
+
+def open_rendezvous(address: str) -> Rendezvous:
+    """The rendezvous at an address: a directory, or redis://HOST:PORT.
+
+    Raises:
+      ConfigError: an address of another kind, or without the package that it needs.
+      RendezvousError: it cannot be reached, or is not fit.
+    """
+    if address.startswith(SCHEMES):
+        from jaxdist.elastic.hosts.redis_server import RedisRendezvous
+
+        return RedisRendezvous(address)
+    if "://" in address:
+        raise ConfigError(
+            f"--rendezvous {address}: give a directory that all hosts see, or redis://HOST:PORT"
+        )
+    from jaxdist.elastic.hosts.folder import FolderRendezvous
+
+    return FolderRendezvous(Path(address))

@@ -1,0 +1,81 @@
+"""A copy of what another host has of the snapshots: the loss of one host leaves them whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxdist.checkpoint.layout import snapshot_of
+from jaxdist.elastic.hosts.copies import CopyError, fetch, list_parts, parts_in
+
+LOOK_SECONDS = 0.5
+KEEP = 2
+"""The newest may not be whole yet."""
+
+
+class Buddy:
+    """Follows one host in a generation; `close` it.
+
+    Args:
+      address: at which that host hands out its parts.
+      folder: of this host's own parts, where the copies come to lie too.
+      processes: numbers of that host's processes, among `total`.
+    """
+
+    def __init__(
+        self, address: str, folder: Path, token: bytes, processes: frozenset[int], total: int
+    ) -> None:
+        self.address, self.folder, self.token = address, folder, token
+        self.processes, self.total = processes, total
+        self._closed, self._keeping = threading.Event(), threading.Lock()
+        self._thread = threading.Thread(target=self._live, name="buddy", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Copy nothing any more; what is under way, from a host that may be stuck, is dropped."""
+        with self._keeping:
+            self._closed.set()
+
+    def look(self) -> None:
+        """Copy what is new, and take away what is old.
+
+        Raises:
+          CopyError: the host cannot be reached.
+        """
+        theirs = self._newest(list_parts(self.address, self.token))
+        here = set(parts_in(self.folder))
+        for name in theirs:
+            if name not in here and not self._closed.is_set():
+                fetch(self.address, name, self.folder, self.token, self._wanted())
+        with self._wanted() as wanted:
+            for name in self._of(parts_in(self.folder)) if theirs and wanted else []:
+                if name not in theirs:
+                    (self.folder / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def _wanted(self) -> Iterator[bool]:
+        """Whether it still copies, which does not change inside."""
+        with self._keeping:
+            yield not self._closed.is_set()
+
+    def _of(self, names: list[str]) -> list[str]:
+        parts = ((name, snapshot_of(name)) for name in names)
+        return [n for n, p in parts if p and p[1] in self.processes and p[2] == self.total]
+
+    def _newest(self, names: list[str]) -> list[str]:
+        """Of that host's own processes, each one's newest."""
+        found: dict[int, list[str]] = {}
+        for name in sorted(self._of(names)):
+            part = snapshot_of(name)
+            assert part is not None
+            found.setdefault(part[1], []).append(name)
+        return [name for files in found.values() for name in files[-KEEP:]]
+
+    def _live(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            try:
+                self.look()
+            except CopyError:
+                continue  # it is lost, which the registry will say, or has just pruned the file

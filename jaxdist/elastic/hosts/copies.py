@@ -1,0 +1,249 @@
+"""Parts of snapshots from host to host, over TCP: for a buddy, and for who begins without them.
+
+Both sides prove that they have the shared token before a byte of a file goes: each signs what it
+says together with the other's nonce (HMAC-SHA256). What comes is compared with the digest that was
+signed. Nothing is encrypted: networks in between may read the state, and change none of it.
+
+client: nonce                              server: nonce
+client: {"want": NAME, "mac": ...}         server: {"bytes": N, "blake2b": ..., "mac": ...}, bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import socketserver
+import threading
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from jaxdist.checkpoint.layout import snapshot_of
+from jaxdist.errors import RunError
+from jaxdist.types import JsonObject
+
+SECONDS = 10.0
+"""Of silence that end a transfer."""
+_NONCE, _LINE_BYTES, _BLOCK_BYTES = 32, 1 << 20, 1 << 20
+LIST = "*"
+"""What is wanted where the names of all parts are."""
+
+
+class CopyError(RunError):
+    """A part of a snapshot that did not come."""
+
+
+class CopyServer:
+    """Hands out the parts that lie in a folder, to who has the token; `close` it.
+
+    Args:
+      host: address to listen on; empty is all of this machine's.
+    """
+
+    def __init__(self, folder: Path, token: bytes, host: str = "") -> None:
+        self.folder = folder
+        answering = _answering(folder, token)
+        socketserver.ThreadingTCPServer.allow_reuse_address = True
+        self._server = socketserver.ThreadingTCPServer((host, 0), answering)
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(0.1,), name="copies", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """That it listens on."""
+        return self._server.server_address[1]
+
+    def close(self) -> None:
+        """Hand out nothing any more."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def parts_in(folder: Path) -> list[str]:
+    """Names of the parts of snapshots that lie in a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(name for name in os.listdir(folder) if snapshot_of(name) is not None)
+
+
+def list_parts(address: str, token: bytes) -> list[str]:
+    """What a host has.
+
+    Raises:
+      CopyError: it cannot be reached, or does not have the token.
+    """
+    with _Asked(address, LIST, token) as asked:
+        names = json.loads(asked.read().decode())
+    return [name for name in names if snapshot_of(name) is not None]
+
+
+def fetch(
+    address: str,
+    name: str,
+    folder: Path,
+    token: bytes,
+    keeping: AbstractContextManager[bool] | None = None,
+) -> None:
+    """Copy a part into a folder; it is there whole, or not.
+
+    Args:
+      keeping: entered when all has come: whether it is still wanted.
+
+    Raises:
+      CopyError: the host cannot be reached, has no such part or not the token, or what came is not
+        what it sent.
+    """
+    if snapshot_of(name) is None:
+        raise CopyError(f"{name!r} is no part of a snapshot")
+    folder.mkdir(parents=True, exist_ok=True)
+    staging = folder / f".{name}-{secrets.token_hex(4)}"
+    try:
+        with _Asked(address, name, token) as asked, staging.open("wb") as file:
+            asked.copy(file)
+        with keeping or nullcontext(True) as wanted:
+            if wanted:
+                staging.rename(folder / name)
+    except OSError as error:
+        raise CopyError(f"{name} of {address} cannot be kept: {error}") from error
+    finally:
+        staging.unlink(missing_ok=True)
+
+
+class _Asked:
+    """A file on its way; a context manager."""
+
+    def __init__(self, address: str, want: str, token: bytes) -> None:
+        self._who, self._want = f"{want} of {address}", want
+        host, _, port = address.rpartition(":")
+        try:
+            with ExitStack() as stack:
+                place = host.strip("[]"), int(port)
+                self._socket = socket.create_connection(place, timeout=SECONDS)
+                stack.enter_context(self._socket)
+                self._file = stack.enter_context(self._socket.makefile("rwb"))
+                own = secrets.token_bytes(_NONCE)
+                self._file.write(own)
+                self._file.flush()
+                theirs = self._file.read(_NONCE)
+                _send(self._file, {"want": want}, token, theirs)
+                self._told = _receive(self._file, token, own)
+                self._stack = stack.pop_all()
+        except (OSError, ValueError) as error:
+            raise CopyError(
+                f"{self._who}: {error}. It must be reachable, and have the same token"
+            ) from error
+
+    def __enter__(self) -> _Asked:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+
+    def read(self) -> bytes:
+        """All of it, where it is short."""
+        raw = self._file.read(min(int(self._told["bytes"]), _LINE_BYTES))
+        self._check(hashlib.blake2b(raw, digest_size=32).hexdigest())
+        return raw
+
+    def copy(self, file: BinaryIO) -> None:
+        """All of it, into a file."""
+        digest, left = hashlib.blake2b(digest_size=32), int(self._told["bytes"])
+        while left:
+            try:
+                block = self._file.read(min(left, _BLOCK_BYTES))
+            except OSError as error:
+                raise CopyError(f"{self._who}: {error}") from error
+            if not block:
+                raise CopyError(f"{self._who}: it was cut short by {left} bytes")
+            digest.update(block)
+            file.write(block)
+            left -= len(block)
+        self._check(digest.hexdigest())
+
+    def _check(self, found: str) -> None:
+        if found != self._told["blake2b"]:
+            raise CopyError(f"{self._who}: what came does not match its digest")
+
+
+def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHandler]:
+    class Answer(socketserver.StreamRequestHandler):
+        timeout = SECONDS
+
+        def handle(self) -> None:
+            try:
+                self._answer()
+            except (OSError, ValueError):
+                return  # a stranger, or it went away: the other side says so
+
+        def _answer(self) -> None:
+            theirs = self.rfile.read(_NONCE)
+            own = secrets.token_bytes(_NONCE)
+            self.wfile.write(own)
+            both = _Both(self.rfile, self.wfile)
+            want = _receive(both, token, own)["want"]
+            if want == LIST:
+                raw = json.dumps(parts_in(folder)).encode()
+                digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
+                _send(both, {"bytes": len(raw), "blake2b": digest}, token, theirs)
+                self.wfile.write(raw)
+            elif snapshot_of(want) is not None:
+                self._give(both, folder / want, theirs)
+
+        def _give(self, both: _Both, path: Path, theirs: bytes) -> None:
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=32))
+                size = file.tell()
+                told = {"bytes": size, "blake2b": found.hexdigest()}
+                _send(both, told, token, theirs)
+                file.seek(0)
+                self.connection.sendfile(file, 0, size)
+
+    return Answer
+
+
+class _Both:
+    """Two halves of a connection as one file."""
+
+    def __init__(self, reader: Any, writer: Any) -> None:
+        self.readline, self.write = reader.readline, writer.write
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+
+def _mac(token: bytes, nonce: bytes, body: bytes) -> str:
+    return hmac.new(token, nonce + body, hashlib.sha256).hexdigest()
+
+
+def _send(file: Any, told: JsonObject, token: bytes, nonce: bytes) -> None:
+    body = json.dumps(told)
+    line = json.dumps({"body": body, "mac": _mac(token, nonce, body.encode())})
+    file.write(line.encode() + b"\n")
+    file.flush()
+
+
+def _receive(file: Any, token: bytes, nonce: bytes) -> JsonObject:
+    """What the other side says.
+
+    Raises:
+      ValueError: it says nothing, or is not signed with the token.
+    """
+    line = file.readline(_LINE_BYTES)
+    if not line:
+        raise ValueError("no answer")
+    try:
+        sealed = json.loads(line)
+        body, mac = sealed["body"].encode(), str(sealed["mac"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"an answer of another kind: {line[:60]!r}") from error
+    if not hmac.compare_digest(mac.encode(), _mac(token, nonce, body).encode()):
+        raise ValueError("it has another token")
+    return json.loads(body)

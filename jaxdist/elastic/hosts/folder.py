@@ -1,0 +1,199 @@
+"""A rendezvous in a directory that all hosts see: every change is one rename.
+
+FOLDER/keeper/TOKEN       a file without content, whose name is the token
+FOLDER/KIND/NAME.json     a value
+
+A swap renames the token's file: of several hosts that rename the same file one succeeds, and the
+others find it gone. So it asks the file server itself, and no cache of a client's can answer.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_hex
+
+from jaxdist.elastic.hosts.contract import RendezvousError, Token
+from jaxdist.types import Json
+
+KEEPER = "keeper"
+PROBES = 40
+_TRIES, _PAUSE_SECONDS = 50, 0.01
+
+
+class FolderRendezvous:
+    """See `jaxdist.elastic.hosts.contract.Rendezvous`.
+
+    Args:
+      folder: made if it is not there.
+
+    Raises:
+      RendezvousError: it cannot be written, or has no atomic rename.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder.absolute()
+        self.address = str(folder)
+        with self._told():
+            self.folder.mkdir(parents=True, exist_ok=True)
+            probe = self.folder / f".probe-{token_hex(4)}"
+            probe.mkdir()
+        try:
+            with self._told():
+                problem = find_problem(probe)
+        finally:
+            shutil.rmtree(probe, ignore_errors=True)
+        if problem:
+            raise RendezvousError(
+                f"the rendezvous {self.address} has no atomic rename ({problem}): choose a "
+                "directory of a POSIX file system, such as NFS or Lustre, or redis://HOST:PORT"
+            )
+        with self._told():
+            self._begin()
+
+    def _begin(self) -> None:
+        """Put the first token there, once: a directory is not renamed onto one with content."""
+        if (self.folder / KEEPER).is_dir():
+            return
+        staging = self.folder / f".new-{token_hex(4)}"
+        staging.mkdir()
+        (staging / str(Token(token_hex(16)))).touch()
+        try:
+            os.rename(staging, self.folder / KEEPER)
+        except OSError as error:
+            shutil.rmtree(staging, ignore_errors=True)
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+    def token(self) -> str:
+        """The token as it is now."""
+        found: list[str] = []
+        for _ in range(_TRIES):
+            with self._told():
+                found = os.listdir(self.folder / KEEPER)
+            if len(found) == 1:  # while it is renamed a listing may have both names, or none
+                return found[0]
+            time.sleep(_PAUSE_SECONDS)
+        raise RendezvousError(
+            f"{self.folder / KEEPER} holds {len(found)} files in place of one: something else "
+            "writes there; end all agents and choose an empty directory"
+        )
+
+    def swap(self, seen: str, new: str) -> bool:
+        """Rename the token's file."""
+        with self._told():
+            try:
+                os.rename(self.folder / KEEPER / seen, self.folder / KEEPER / new)
+            except FileNotFoundError:
+                if not (self.folder / KEEPER).is_dir():
+                    raise
+                return False
+        return True
+
+    def put(self, name: str, value: Json) -> None:
+        """Write beside it, and rename."""
+        path = self._path(name)
+        staging = path.with_name(f".{path.name}-{token_hex(4)}")
+        with self._told():
+            path.parent.mkdir(exist_ok=True)
+            staging.write_text(json.dumps(value), encoding="utf-8")
+            os.replace(staging, path)
+
+    def get(self, name: str) -> Json:
+        """A value; None where there is none."""
+        with self._told():
+            try:
+                return json.loads(self._path(name).read_text(encoding="utf-8"))
+            except FileNotFoundError:
+                return None
+
+    def names(self, kind: str) -> list[str]:
+        """Names of all values of a kind."""
+        with self._told():
+            try:
+                found = os.listdir(self.folder / kind)
+            except FileNotFoundError:
+                return []
+        return sorted(name.removesuffix(".json") for name in found if not name.startswith("."))
+
+    def drop(self, name: str) -> None:
+        """Remove a value."""
+        with self._told(), suppress(FileNotFoundError):
+            self._path(name).unlink()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}.json"
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise RendezvousError(
+                f"the rendezvous {self.address} cannot be reached: {error.strerror or error}; it "
+                "must be a directory that all hosts can write to"
+            ) from error
+
+
+def find_problem(folder: Path) -> str | None:
+    """What a rename in an empty directory does that it should not; None: nothing.
+
+    Cost: some forty renames, while a thread reads.
+    """
+    problem = _one_by_one(folder)
+    return problem or _while_read(folder)
+
+
+def _one_by_one(folder: Path) -> str | None:
+    old, new = folder / "old", folder / "new"
+    old.write_text("old")
+    new.write_text("new")
+    os.rename(new, old)
+    if new.exists() or old.read_text() != "new":
+        return "a file that is renamed onto another does not take its place"
+    with suppress(FileNotFoundError):
+        os.rename(new, folder / "other")
+        return "a file that is gone can be renamed"
+    for name in ("full", "next"):
+        (folder / name).mkdir()
+        (folder / name / name).touch()
+    with suppress(OSError):
+        os.rename(folder / "next", folder / "full")
+        return "a directory takes the place of another that has content"
+    return None
+
+
+def _while_read(folder: Path) -> str | None:
+    """A file that takes another's place again and again is there, and whole, at any moment."""
+    path, seen = folder / "value", set[str]()
+    whole = "x" * 4096
+    path.write_text(whole)
+    over = threading.Event()
+
+    def read() -> None:
+        while not over.is_set():
+            try:
+                text = path.read_text()
+            except FileNotFoundError:
+                text = ""
+            if text != whole:
+                seen.add("is not there for a moment" if not text else "is torn for a moment")
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(PROBES):
+            other = folder / f"value-{number}"
+            other.write_text(whole)
+            os.replace(other, path)
+    finally:
+        over.set()
+        reader.join()
+    return f"a file that takes another's place {min(seen)}" if seen else None

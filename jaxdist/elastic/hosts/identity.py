@@ -1,0 +1,85 @@
+"""What all hosts of a run must have alike, and in what one differs."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jaxdist
+from jaxdist.errors import ConfigError
+from jaxdist.runtime import environment
+from jaxdist.types import Json, JsonObject
+
+PACKAGES = ("jaxdist", "jax", "jaxlib", "flax", "optax")
+LISTED = 8
+
+
+def card(values: Json, settings: Mapping[str, Json], host: str, name: str, token: bytes) -> Any:
+    """What a host shows the others.
+
+    Args:
+      values: of the config, with its overrides.
+      settings: of the agent, that are no part of the config.
+      host: the name of this one, for people.
+      name: of the rendezvous.
+      token: the shared one; shown is only a proof of it.
+    """
+    versions = {f"version of {key}": found for key, found in environment.versions(PACKAGES).items()}
+    return {
+        "host": host,
+        "proof": hmac.new(token, name.encode(), hashlib.sha256).hexdigest(),
+        "alike": {
+            **versions,
+            "code of jaxdist": code_digest(),
+            **{f"config {key}": value for key, value in flat(values).items()},
+            **settings,
+        },
+    }
+
+
+def check(own: Mapping[str, Any], keeper: Mapping[str, Any], address: str) -> None:
+    """Compare this host's card with that of the host that keeps the registry.
+
+    Raises:
+      ConfigError: they differ; names the host, and what differs.
+    """
+    if own["proof"] != keeper["proof"]:
+        raise ConfigError(
+            f"the token of this host, {own['host']}, is not that of {keeper['host']} at {address}: "
+            "give all hosts the same --token-file"
+        )
+    here, there = own["alike"], keeper["alike"]
+    keys = [key for key in {**there, **here} if here.get(key) != there.get(key)]
+    if keys:
+        told = [f"{key}: {here.get(key)} here, {there.get(key)} there" for key in keys[:LISTED]]
+        more = f"; and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
+        raise ConfigError(
+            f"this host, {own['host']}, differs from {keeper['host']} at {address}: "
+            f"{'; '.join(told)}{more}. Make them alike, or choose another --rendezvous"
+        )
+
+
+def flat(value: Json, path: str = "") -> JsonObject:
+    """Leaves by their dotted paths.
+
+    >>> flat({"a": {"b": 1}, "c": []})
+    {'a.b': 1, 'c': []}
+    """
+    if isinstance(value, dict) and value:
+        found: JsonObject = {}
+        for key, child in value.items():
+            found |= flat(child, f"{path}.{key}" if path else str(key))
+        return found
+    return {path: value}
+
+
+def code_digest() -> str:
+    """A digest of the sources of jaxdist: two checkouts may have one version."""
+    root = Path(jaxdist.__file__).parent
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(root.rglob("*.py")):
+        digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()

@@ -1,0 +1,192 @@
+"""A host's side: a thread that asks for leases, hears answers, and keeps the registry if it must.
+
+What the processes of this host do is the agent's business: the thread takes up no answer that ends
+a generation before the agent has said that its processes are gone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError, Token
+from jaxdist.elastic.hosts.keeper import Keeper, boot_clock, decode_answer, encode_renewal
+from jaxdist.elastic.membership import Generation, Host, MembershipConfig
+from jaxdist.types import Json, JsonObject
+
+BEAT_SECONDS, BEAT_LEASES = 0.5, 0.05
+KILL_LEASES = 0.1
+"""So much of a lease is left when the processes of a host must be ended."""
+OVER = "run/over"
+
+
+class Membership:
+    """What this host has to do with the others; `begin`, and `close` at the end.
+
+    Attributes:
+      facts: what others may know of this host; see `tell`.
+      over: how the run ended, when it has: `generation`, `code` and `words`.
+      name: of the rendezvous, drawn when it was made.
+      trouble: why the rendezvous does not answer; None while it does.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        config: MembershipConfig,
+        own: str,
+        keeper: Keeper,
+        clock: Callable[[], float] = boot_clock,
+    ) -> None:
+        self.rendezvous, self.config, self.own, self.keeper = rendezvous, config, own, keeper
+        self.clock = clock
+        self.facts: JsonObject = {}
+        self.over: JsonObject | None = None
+        self.trouble: RendezvousError | None = None
+        self._host = Host(own)
+        self._number = 0
+        self._working: Generation | None = None
+        self._ends = ""
+        self._before = -1
+        self.name = ""
+        self._lock = threading.Lock()
+        self._saying = threading.Lock()
+        self._wake, self._closed = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
+
+    def begin(self) -> None:
+        """Ask for the first time.
+
+        Raises:
+          RendezvousError: the rendezvous cannot be reached.
+        """
+        before = self.rendezvous.get(OVER)
+        self._before = -1 if before is None else before["generation"]
+        self.name = Token.parse(self.rendezvous.token()).name
+        self.turn()
+        self._thread.start()
+
+    @property
+    def beat_seconds(self) -> float:
+        """Between two turns."""
+        return min(BEAT_SECONDS, BEAT_LEASES * self.config.lease_seconds)
+
+    @property
+    def ended_before(self) -> int:
+        """The generation in which a former run of this rendezvous ended; -1: there is none."""
+        return self._before
+
+    def take(self) -> Generation | None:
+        """The generation that this host works in from now on, if it holds a lease on one."""
+        with self._lock:
+            assert self._working is None, "the generation before is released first"
+            found = self._host.at_work(self._soon())
+            self._working, self._ends = found, ""
+            return found
+
+    def ends(self) -> str | None:
+        """Why the processes of this host must be ended now; None while they may work."""
+        with self._lock:
+            if self._working is None or self._ends:
+                return self._ends or "it has no generation"
+            if self._host.at_work(self._soon()) != self._working:
+                return "its lease ran out"
+            return None
+
+    def release(self) -> None:
+        """The processes of this host are gone."""
+        with self._lock:
+            working, self._working, self._ends = self._working, None, ""
+            if working is not None:
+                self._host = self._host.stop(working.number + 1)
+        self._wake.set()
+
+    def tell(self, **facts: Json) -> None:
+        """Let others know, at once."""
+        with self._lock:
+            self.facts = {**self.facts, **facts}
+        self._wake.set()
+
+    def say(self, *, leaves: bool = False) -> None:
+        """Ask for a lease, now."""
+        with self._saying:  # numbers in the order in which they are written
+            with self._lock:
+                self._number += 1
+                message = self._host.renew(self.clock(), leaves=leaves)
+                told = encode_renewal(message, self._number, self.facts)
+            self.rendezvous.put(f"host/{self.own}", told)
+
+    def others(self) -> Mapping[str, Any]:
+        """By host, what each has said last."""
+        found = {}
+        for host in self.rendezvous.names("host"):
+            told = self.rendezvous.get(f"host/{host}")
+            if told is not None:
+                found[host] = told
+        return found
+
+    def finish(self, generation: int, code: int, words: str = "") -> None:
+        """Tell all hosts that the run is over."""
+        told = {"generation": generation, "code": code, "words": words}
+        self.over = self.over or told
+        self.rendezvous.put(OVER, told)
+
+    def turn(self) -> None:
+        """Ask, keep the registry if it is this host's to keep, and hear the answer."""
+        self.say()
+        self.keeper.turn()
+        self._check_name()
+        told = self.rendezvous.get(f"answer/{self.own}")
+        # Read after the answer: where hosts left because the run is over, it is seen with it.
+        over = self.rendezvous.get(OVER)
+        if over is not None and over["generation"] > self._before:
+            self.over = over
+        if told is not None:
+            with self._lock:
+                self._hear(told)
+
+    def _hear(self, told: Mapping[str, Any]) -> None:
+        heard = self._host.hear(self.config, decode_answer(told))
+        if self._working is None or heard.generation == self._working:
+            self._host = heard
+        elif not self._ends:
+            self._ends = "the registry has ended it"
+
+    def _check_name(self) -> None:
+        if Token.parse(self.rendezvous.token()).name != self.name:
+            raise RendezvousError(
+                f"the rendezvous {self.rendezvous.address} has lost its content: end all agents "
+                "and begin them again with --resume"
+            )
+
+    def _soon(self) -> float:
+        return self.clock() + KILL_LEASES * self.config.lease_seconds
+
+    def _live(self) -> None:
+        while not self._closed.is_set():
+            self._wake.wait(self.beat_seconds)
+            self._wake.clear()
+            try:
+                self.turn()
+                self.trouble = None
+            except RendezvousError as error:
+                self.trouble = error
+            except (ValueError, KeyError, TypeError) as error:
+                self.trouble = RendezvousError(
+                    f"the rendezvous {self.rendezvous.address} holds something else than agents "
+                    f"write ({error!r}): end all agents and choose an empty place"
+                )
+
+    def close(self) -> None:
+        """Leave: the others need not wait for this host's lease to run out."""
+        self._closed.set()
+        self._wake.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.release()
+        with suppress(RendezvousError):
+            self.say(leaves=True)
+            self.keeper.turn()
+            self.keeper.resign()

@@ -1,0 +1,138 @@
+"""From what a command was given to an agent among the others."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from secrets import token_hex
+
+from jaxdist.config import Document, read, validate
+from jaxdist.elastic.agent import Agent, Plan
+from jaxdist.elastic.config import ElasticConfig
+from jaxdist.elastic.fence import newest_of_all
+from jaxdist.elastic.hosts.address import open_rendezvous
+from jaxdist.elastic.hosts.contract import Token
+from jaxdist.elastic.hosts.identity import card
+from jaxdist.elastic.hosts.together import Here, Together
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.types import JsonObject
+
+
+def agent_of(
+    config: Path,
+    extra: list[str],
+    *,
+    rendezvous: str,
+    least: int,
+    most: int,
+    processes: int,
+    host: str | None,
+    token_file: Path | None,
+    resume: bool,
+    restarts: int,
+    seconds: float,
+    say: Callable[[str], None],
+) -> Agent:
+    """The agent of this machine.
+
+    Args:
+      config: the file, with the overrides `extra`.
+      rendezvous: address that all hosts meet at.
+      least, most: hosts of a generation.
+      processes: of this machine.
+      host: NAME or NAME/ADDRESS; None is this machine's name.
+      token_file: has the token that hosts share; None takes the one of the rendezvous.
+      seconds: how long to wait for hosts.
+
+    Raises:
+      JaxdistError: anything that the user can mend.
+    """
+    values = read(config, extra).values
+    elastic = validate(Document(values.get("elastic") or {}), ElasticConfig)
+    membership = elastic.membership(least, most)
+    name, address = split_host(host or platform.node())
+    token = None if token_file is None else read_token(token_file)
+    place = open_rendezvous(rendezvous)
+    drawn = Token.parse(place.token()).name
+    settings = {"--min": least, "--max": most}
+    shared = token or drawn.encode()
+    here = Here(
+        f"{re.sub('[^A-Za-z0-9-]', '-', name)}-{token_hex(4)}",
+        name,
+        address,
+        processes,
+        devices_of(values, os.environ),
+        shared,
+    )
+    base = Path((values.get("run") or {}).get("directory") or Path("runs") / config.stem)
+    together = Together(
+        place,
+        membership,
+        here,
+        card(values, settings, name, drawn, shared),
+        values,
+        say,
+        seconds=seconds,
+        resume=resume,
+        before=newest_of_all(base),
+    )
+    args = {"config": str(config), "extra": extra}
+    return Agent(Plan(args, processes, restarts), say, hosts=together)
+
+
+def split_host(text: str) -> tuple[str, str]:
+    """Name and address of a host.
+
+    >>> split_host("rack1-a/10.0.0.7"), split_host("node1")
+    (('rack1-a', '10.0.0.7'), ('node1', 'node1'))
+
+    Raises:
+      ConfigError: one of them is missing.
+    """
+    name, slash, address = text.partition("/")
+    if not name or (slash and not address):
+        raise ConfigError(f"--host {text!r} is not NAME or NAME/ADDRESS")
+    return name, address or name
+
+
+def read_token(path: Path) -> bytes:
+    """The shared token.
+
+    Raises:
+      RunError: it cannot be read, or is too short to be one.
+    """
+    try:
+        token = path.read_bytes().strip()
+    except OSError as error:
+        raise RunError(f"--token-file {path} cannot be read: {error.strerror or error}") from error
+    if len(token) < 16:
+        raise RunError(
+            f"--token-file {path} has {len(token)} bytes: write 16 or more that nobody can guess, "
+            "such as `openssl rand -hex 32` gives"
+        )
+    return token
+
+
+def devices_of(values: JsonObject, environ: Mapping[str, str]) -> int:
+    """Devices that each process of this machine will have, without starting jax.
+
+    >>> devices_of({"mesh": {"fake_devices": 4}}, {})
+    4
+    >>> devices_of({}, {"CUDA_VISIBLE_DEVICES": "1,3"})
+    2
+    """
+    fake = (values.get("mesh") or {}).get("fake_devices")
+    if isinstance(fake, int):
+        return max(fake, 1)
+    if environ.get("JAX_PLATFORMS", "").startswith("cpu"):
+        return 1
+    if "CUDA_VISIBLE_DEVICES" in environ:
+        return max(len([one for one in environ["CUDA_VISIBLE_DEVICES"].split(",") if one]), 1)
+    for pattern in (r"nvidia\d+", r"accel\d+"):
+        found = [name for name in os.listdir("/dev") if re.fullmatch(pattern, name)]
+        if found:
+            return len(found)
+    return 1

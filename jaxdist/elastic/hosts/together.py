@@ -1,0 +1,365 @@
+"""Several machines, each with an agent: who takes part, as `jaxdist.elastic.part` asks.
+
+The registry says which hosts are a generation, and in which order. The first of them works out what
+each has to do (`jaxdist.elastic.hosts.plan`) and tells it through the rendezvous; each fetches what
+it lacks of the newest snapshot that they hold together, and begins its processes.
+
+host/HOST      what a host says: its renewal, and facts (name, address, parts of snapshots ...)
+answer/HOST    what the registry's keeper answers
+term/N         the registry, as the keeper of term N knows it, and what all hosts must have alike
+plan/N         who does what in generation N
+run/path       the run directory, when it is known;  run/full: the devices of the first generation
+run/over       how the run ended
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxdist.elastic.hosts.buddy import Buddy
+from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError
+from jaxdist.elastic.hosts.copies import CopyError, CopyServer, fetch, parts_in
+from jaxdist.elastic.hosts.identity import check
+from jaxdist.elastic.hosts.keeper import STRANGER_LEASES, Keeper, boot_clock, card_of
+from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.plan import HostFacts, Plan, Rule, make_plan
+from jaxdist.elastic.membership import Generation, MembershipConfig
+from jaxdist.elastic.part import Part
+from jaxdist.elastic.place import Place
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.runtime.rendezvous import Wait, free_port
+from jaxdist.types import JsonObject
+
+LOOK_SECONDS = 0.1
+END_SECONDS = 120.0
+"""For so long a host that has ended well waits to hear that the run has."""
+PATH, FULL = "run/path", "run/full"
+
+
+@dataclass(frozen=True)
+class Here:
+    """What this machine brings.
+
+    Attributes:
+      host: a name that no other agent has.
+      name: for people.
+      address: at which the other hosts reach it.
+      processes: that it starts, each with so many `devices`.
+      token: shared by all hosts.
+    """
+
+    host: str
+    name: str
+    address: str
+    processes: int
+    devices: int
+    token: bytes
+
+
+class Together:
+    """See `jaxdist.elastic.part.Hosts`.
+
+    Args:
+      card: what all hosts must have alike, see `jaxdist.elastic.hosts.identity`.
+      values: of the config.
+      seconds: how long to wait for enough hosts.
+      before: number of the newest generation of the run in former rendezvous.
+      clock: seconds; of this host alone.
+    """
+
+    def __init__(
+        self,
+        rendezvous: Rendezvous,
+        config: MembershipConfig,
+        here: Here,
+        card: JsonObject,
+        values: JsonObject,
+        say: Callable[[str], None],
+        *,
+        seconds: float,
+        resume: bool,
+        before: int = 0,
+        clock: Callable[[], float] = boot_clock,
+    ) -> None:
+        self.rendezvous, self.config, self.here, self.card = rendezvous, config, here, card
+        self.values, self.say, self.seconds, self.resume = values, say, seconds, resume
+        keeper = Keeper(rendezvous, config, here.host, card, before=before, clock=clock)
+        self.members = Membership(rendezvous, config, here.host, keeper, clock)
+        self._server: CopyServer | None = None
+        self._buddy: Buddy | None = None
+        self._path_known, self._looked, self._newest = False, 0.0, 0
+        self._place: Place | None = None
+        self._joined = False
+
+    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
+        """The next generation that this host is in."""
+        place = Place(folder, 0)
+        wait = Wait(self.seconds, self.say)
+        if not self._joined:
+            self._join(place, wait)
+        while not stopped():
+            over = self.members.over
+            if over is not None:
+                return self._told_over(over)
+            generation = self.members.take()
+            if generation is not None:
+                with suppress(RendezvousError):  # it is `trouble`, and may be over in a moment
+                    part = self._begin(place, generation)
+                    if part is not None:
+                        return part
+                self.members.release()
+            if wait.over:
+                raise RunError(self._too_few())
+            if wait.elapsed >= 1:
+                self._tell_wait(wait)
+            time.sleep(LOOK_SECONDS)
+        return None
+
+    def ends(self, part: Part) -> str | None:
+        """Whether the registry, or the end of the run, ends this host's processes."""
+        now = time.monotonic()
+        if not self._path_known and now - self._looked >= LOOK_SECONDS:
+            self._looked = now
+            self._pass_path(part)
+        over = self.members.over
+        if over is not None:
+            # What has ended well elsewhere ends by itself here, in a moment.
+            return None if over["code"] == 0 and part.count else over["words"] or "the run is over"
+        ends = self.members.ends()
+        return None if ends is None else self._why(part, ends)
+
+    def release(self, part: Part, why: str = "") -> None:
+        """All processes here are gone: the registry may begin the next generation."""
+        assert self._place is not None
+        if self._buddy is not None:
+            self._buddy.close()
+            self._buddy = None
+        told = {"generation": part.generation, "words": f"{self.here.name}: {why}"} if why else None
+        self.members.tell(parts=parts_in(self._place.snapshots), why=told)
+        self.members.release()
+
+    def over(self, part: Part) -> bool:
+        """Whether the run is over; processes also end well where one was told to stop."""
+        assert self._place is not None
+        if not Place(self._place.folder, part.generation).done.exists():
+            return False
+        if part.first == 0:
+            self.members.finish(part.generation, 0)
+            return True
+        deadline = time.monotonic() + END_SECONDS
+        while time.monotonic() < deadline:
+            if self.members.over is not None:
+                return self.members.over["code"] == 0
+            if self.members.ends() is not None:
+                return False
+            time.sleep(LOOK_SECONDS)
+        return False
+
+    def leave(self) -> None:
+        """Tell the others why the processes stop."""
+        self.members.tell(leaving=True)
+        with suppress(RendezvousError):
+            self.members.say()
+
+    def fail(self, code: int, words: str) -> None:
+        """Tell all hosts that the run cannot go on."""
+        with suppress(RendezvousError):
+            self.members.finish(self._newest, code, f"{self.here.name}: {words}")
+
+    def close(self) -> None:
+        """Leave."""
+        if self._buddy is not None:
+            self._buddy.close()
+        if self._joined:
+            self.members.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _join(self, place: Place, wait: Wait) -> None:
+        """Become one of the hosts, if this one is as they are."""
+        first: str | None = None
+        while not wait.over:
+            self.members.keeper.look(STRANGER_LEASES)
+            if self.members.keeper.reign is not None:
+                break
+            found = card_of(self.rendezvous)
+            if found is not None and first not in (None, found[0]):  # its keeper lives
+                check(self.card, found[1], self.rendezvous.address)
+                break
+            first = first if found is None or first is not None else found[0]
+            time.sleep(LOOK_SECONDS)
+        else:
+            raise RunError(
+                f"nobody keeps the registry at {self.rendezvous.address}, and it cannot be taken: "
+                f"tried for {wait.seconds:g} s"
+            )
+        local = self.here.address in ("127.0.0.1", "localhost")
+        self._server = CopyServer(place.snapshots, self.here.token, "127.0.0.1" if local else "")
+        facts = asdict(self.here)
+        del facts["host"], facts["token"]
+        copies = f"{self.here.address}:{self._server.port}"
+        self.members.facts = {**facts, "copies": copies, "parts": [], "why": None}
+        self.members.begin()
+        self._joined = True
+
+    def _begin(self, place: Place, generation: Generation) -> Part | None:
+        """What this host has to do in a generation; None where it is over before it began."""
+        self._newest = generation.number
+        key = f"plan/{generation.number}"
+        if generation.coordinator == self.here.host:
+            self._tell_plan(key, generation)
+        told = None
+        while told is None:
+            if self.members.ends() is not None or self.members.over is not None:
+                return None
+            told = self.rendezvous.get(key)
+            if told is None:
+                time.sleep(LOOK_SECONDS)
+        plan = Plan(**told["plan"])
+        first, count = plan.places[self.here.host]
+        self._place, self._path_known = place, False
+        self._collect(place, generation, plan)
+        if first == 0:
+            settings = f" with {', '.join(plan.settings)}" if plan.settings else ""
+            waits = f"; waiting beside them: {', '.join(plan.idle)}" if plan.idle else ""
+            self.say(
+                f"generation {generation.number}: {len(plan.places) - len(plan.idle)} hosts, "
+                f"{plan.total} processes{settings}{waits}"
+            )
+        fence = hashlib.sha256(self.members.name.encode()).hexdigest()[:16]
+        coordinator = told["coordinator"] if plan.total > 1 else None
+        given = (generation.number, first, count, plan.total, coordinator, told["resume"])
+        return Part(*given, plan.settings, fence)
+
+    def _tell_plan(self, key: str, generation: Generation) -> None:
+        said = self.members.others()
+        if not said.keys() >= set(generation.members):
+            return  # one is gone already: the registry will see it
+        hosts = [HostFacts.of(host, said[host]["facts"]) for host in generation.members]
+        full = self.rendezvous.get(FULL)
+        known = full["data"] if self._of_this_run(full) else None
+        rule = Rule.of(self.values, known)
+        try:
+            plan = make_plan(hosts, rule, self.config.min_hosts)
+        except RunError as error:
+            self.fail(ConfigError.exit_code, str(error))
+            return
+        number = generation.number
+        if known is None:
+            told = {"generation": number, "data": rule.data_size(plan.devices)}
+            self.rendezvous.put(FULL, told)
+        resume = self.resume or self._of_this_run(self.rendezvous.get(PATH))
+        address = self.here.address
+        port = free_port("127.0.0.1" if address in ("127.0.0.1", "localhost") else "")
+        for name in self.rendezvous.names("plan"):
+            if int(name) < number - 1:
+                self.rendezvous.drop(f"plan/{name}")
+        coordinator = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+        self.rendezvous.put(
+            key, {"plan": asdict(plan), "coordinator": coordinator, "resume": resume}
+        )
+
+    def _of_this_run(self, told: Mapping[str, Any] | None) -> bool:
+        """Whether something was told since the last run of this rendezvous ended."""
+        return told is not None and told["generation"] > self.members.ended_before
+
+    def _collect(self, place: Place, generation: Generation, plan: Plan) -> None:
+        """Fetch what this host lacks of the snapshot, and take away all others.
+
+        Other snapshots are of steps that are taken again, or lack what a lost host had.
+        """
+        folder, said = place.snapshots, self.members.others()
+        here = set(parts_in(folder))
+        for name in here - plan.snapshot.keys():
+            (folder / name).unlink(missing_ok=True)
+        for name, host in plan.snapshot.items():
+            if name in here or host not in said:
+                continue
+            try:
+                fetch(said[host]["facts"]["copies"], name, folder, self.here.token)
+            except CopyError as error:
+                self.say(f"no snapshot in memory: {error}")
+                break
+        self.members.tell(parts=parts_in(folder), why=None)
+        at = generation.members.index(self.here.host)
+        before = generation.members[at - 1]
+        if before != self.here.host and before in said:
+            address = said[before]["facts"]["copies"]
+            first, count = plan.places[before]
+            mine = frozenset(range(first, first + count))
+            self._buddy = Buddy(address, folder, self.here.token, mine, plan.total)
+
+    def _pass_path(self, part: Part) -> None:
+        """The run directory, from the process that knows it to all agents."""
+        assert self._place is not None
+        with suppress(RendezvousError):
+            if part.first == 0 and self._place.run.exists():
+                path = self._place.run.read_text(encoding="utf-8")
+                if path:
+                    told = {"generation": part.generation, "path": path}
+                    self.rendezvous.put(PATH, told)
+                    self._path_known = True
+            elif part.first != 0:
+                told = self.rendezvous.get(PATH)
+                if told is not None and told["generation"] == part.generation:
+                    self._place.run.write_text(told["path"], encoding="utf-8")
+                    self._path_known = True
+
+    def _why(self, part: Part, ends: str) -> str:
+        """What ended a generation, in the words of the host that lost something."""
+        trouble = self.members.trouble
+        if trouble is not None:
+            return str(trouble)
+        with suppress(RendezvousError):
+            for one in self.members.others().values():
+                why = one["facts"].get("why")
+                if why and why["generation"] == part.generation:
+                    return why["words"]
+                if one["facts"].get("leaving"):
+                    return f"{one['facts']['name']} leaves"
+        return "a host was lost, or came" if "registry" in ends else ends
+
+    def _told_over(self, over: Mapping[str, Any]) -> None:
+        if over["code"] == ConfigError.exit_code:
+            raise ConfigError(over["words"])
+        if over["code"]:
+            raise RunError(over["words"])
+
+    def _tell_wait(self, wait: Wait) -> None:
+        names, least = self._names(), self.config.min_hosts
+        if len(names) < least:
+            what = f"hosts: {len(names)} of {least} are here ({', '.join(names)})"
+        else:
+            what = f"the next generation (not known to be lost: {', '.join(names)})"
+        wait.tell(f"waiting at {self.rendezvous.address} for {what}")
+
+    def _too_few(self) -> str:
+        trouble = self.members.trouble
+        if trouble is not None:
+            return f"{trouble} (tried for {self.seconds:g} s)"
+        names = self._names()
+        least = self.config.min_hosts
+        lacking = f"{max(least - len(names), 0)} of {least} hosts are missing"
+        return (
+            f"no generation began at {self.rendezvous.address} within {self.seconds:g} s: "
+            f"{lacking}, here {'is' if len(names) == 1 else 'are'} {', '.join(names)}; begin the "
+            "agents of the others, lower --min, or wait longer with --join-timeout SECONDS"
+        )
+
+    def _names(self) -> list[str]:
+        """Of the hosts that the registry's keeper takes for alive, as far as it has told."""
+        with suppress(RendezvousError):
+            found = card_of(self.rendezvous)
+            terms = self.rendezvous.names("term")
+            told = self.rendezvous.get(f"term/{max(map(int, terms))}") if found and terms else None
+            said = self.members.others()
+            if told is not None:
+                alive = told["registry"]["alive"]
+                return sorted(said[host]["facts"]["name"] for host in alive if host in said)
+        return [self.here.name]

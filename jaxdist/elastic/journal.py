@@ -1,0 +1,44 @@
+"""What an agent writes down of its generations: RUN/elastic.jsonl."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from jaxdist.elastic.place import Place
+from jaxdist.types import Json, JsonObject
+
+FILE_NAME = "elastic.jsonl"
+
+
+class Journal:
+    """Keeps what happens until the run directory is known, and then appends it there."""
+
+    def __init__(self) -> None:
+        self._kept: list[JsonObject] = []
+
+    def add(self, place: Place, event: str, **what: Json) -> None:
+        """One line: an event of a generation."""
+        line = {"time": time.time(), "generation": place.generation, "event": event, **what}
+        self._kept.append(line)
+        with suppress(OSError):  # no process has told the directory, or the disk is full
+            path = Path(place.run.read_text(encoding="utf-8")) / FILE_NAME
+            with path.open("a", encoding="utf-8") as file:
+                for one in self._kept:
+                    file.write(json.dumps(one) + "\n")
+            self._kept = []
+
+
+def read_journal(run: Path) -> list[JsonObject]:
+    """The events of a run's generations in their order; none where no agent has started it."""
+    try:
+        lines = (run / FILE_NAME).read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
+    events = []
+    for line in lines:
+        with suppress(ValueError):  # the last may be cut off where the agent was killed
+            events.append(json.loads(line))
+    return events

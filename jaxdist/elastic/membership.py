@@ -1,0 +1,255 @@
+"""Who takes part: hosts hold leases, and one generation of them at a time is at work.
+
+A registry hears from hosts and grants leases on its generation; a host is at work while it holds
+one. Nothing here does I/O or reads a clock: who calls gives the time and carries the messages,
+which may be lost, late, doubled and in any order. Clocks may have any offset; each runs too fast or
+too slow by `drift` at most.
+
+Never are two generations at work, at any moment. A host counts its lease from when it asked, the
+registry from when it answered, which is later; the host's is shorter by what clocks may drift
+apart. The registry ends a generation by granting no more of it, and begins the next only when each
+lease on it has run out or its holder has said that it stopped. What a host has stopped it never
+takes up again, so that old messages do no harm. (Gray and Cheriton, "Leases", SOSP 1989.)
+
+A host that is suspended between looking at its lease and writing may still write too late: the
+number of its generation is a fencing token, and who is written to keeps a `Fence`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from jaxdist.config.schema import LARGEST, Config, Count
+
+
+class MembershipConfig(Config):
+    """Of how many hosts a generation is, and for how long it is waited for them."""
+
+    min_hosts: Count = 1
+    """With fewer nothing is at work."""
+    max_hosts: Count = LARGEST
+    """Others wait, and take the places of those that are lost."""
+    lease_seconds: PositiveFloat = 10.0
+    """A host that was not heard for so long is lost; it should ask several times in it."""
+    settle_seconds: NonNegativeFloat = 5.0
+    """A generation begins, or ends to grow, when for so long no host has come or gone."""
+    drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
+    """By how much of the time clocks run too fast or too slow at most."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MembershipConfig:
+        if self.min_hosts > self.max_hosts:
+            raise ValueError(
+                f"min_hosts {self.min_hosts} is above max_hosts {self.max_hosts}: lower it"
+            )
+        return self
+
+    @property
+    def held_seconds(self) -> float:
+        """How long a host takes its lease to last, by its own clock."""
+        return self.lease_seconds * (1 - self.drift) / (1 + self.drift)
+
+
+@dataclass(frozen=True)
+class Generation:
+    """Hosts that work together.
+
+    Attributes:
+      number: greater than those of all generations before; the fencing token.
+      members: in the order in which they came.
+    """
+
+    number: int = 0
+    members: tuple[str, ...] = ()
+
+    @property
+    def coordinator(self) -> str:
+        """The member that all others meet at: the one that has been there longest."""
+        return self.members[0]
+
+
+@dataclass(frozen=True)
+class Renew:
+    """A host asks for a lease.
+
+    Attributes:
+      host: a name that no other process has, nor the same host after it began anew.
+      sent: when, by its own clock.
+      stopped: it never again takes up this generation, or one before.
+      leaves: it asks for the last time, and for nothing.
+    """
+
+    host: str
+    sent: float
+    stopped: int
+    leaves: bool = False
+
+
+@dataclass(frozen=True)
+class Grant:
+    """A lease on a generation, counted from when it was asked for (`sent`, the host's clock)."""
+
+    generation: Generation
+    sent: float
+
+
+@dataclass(frozen=True)
+class Stop:
+    """No generation with a smaller number than `token` may be at work any more."""
+
+    token: int
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a host knows.
+
+    Attributes:
+      stopped: generations up to this one it never takes up again.
+      generation: that of its last lease.
+      until: when this lease runs out, by its own clock.
+    """
+
+    name: str
+    stopped: int = 0
+    generation: Generation | None = None
+    until: float = -math.inf
+
+    def renew(self, now: float, *, leaves: bool = False) -> Renew:
+        """What it says to the registry, several times in each lease; who leaves stops first."""
+        return Renew(self.name, now, self.stopped, leaves)
+
+    def at_work(self, now: float) -> Generation | None:
+        """The generation that it works in, if its lease holds."""
+        return self.generation if now < self.until else None
+
+    def stop(self, token: int) -> Host:
+        """It ends its work in all generations with a smaller number."""
+        stopped = max(self.stopped, token - 1)
+        if self.generation is None or self.generation.number > stopped:
+            return replace(self, stopped=stopped)
+        return replace(self, stopped=stopped, generation=None, until=-math.inf)
+
+    def hear(self, config: MembershipConfig, message: Grant | Stop) -> Host:
+        """What it knows after a message."""
+        if isinstance(message, Stop):
+            return self.stop(message.token)
+        given, until = message.generation, message.sent + config.held_seconds
+        if given.number <= self.stopped:
+            return self
+        if given == self.generation:
+            return replace(self, until=max(self.until, until))
+        return replace(self.stop(given.number), generation=given, until=until)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """What the registry knows; to be kept on disk, and `restarted` when it is read back.
+
+    Attributes:
+      alive: by host, until when it counts as alive, by the registry's clock.
+      generation: the newest.
+      granted: whether it is at work, or was ended.
+      holders: by host, until when it may hold a lease on it.
+      since: when a host came or went last.
+    """
+
+    alive: Mapping[str, float] = field(default_factory=dict)
+    generation: Generation = Generation()
+    granted: bool = False
+    holders: Mapping[str, float] = field(default_factory=dict)
+    since: float = -math.inf
+
+    def restarted(self, config: MembershipConfig, now: float) -> Registry:
+        """What was read back from disk, with a clock that may be another one.
+
+        Where it was at work, leases were perhaps granted after it was written, so that all members
+        may hold one.
+        """
+        members = self.generation.members if self.granted else tuple(self.holders)
+        return replace(
+            self,
+            alive=dict.fromkeys(self.alive, now + config.lease_seconds),
+            holders=dict.fromkeys(members, now + config.lease_seconds),
+            since=now,
+        )
+
+    def receive(
+        self, config: MembershipConfig, now: float, message: Renew
+    ) -> tuple[Registry, Grant | Stop]:
+        """A message has come: what the registry knows then, and its answer."""
+        known = self.heard(config, now, message).passed(config, now)
+        number = known.generation.number
+        if known.granted and message.host in known.generation.members:
+            holders = {**known.holders, message.host: now + config.lease_seconds}
+            return replace(known, holders=holders), Grant(known.generation, message.sent)
+        return known, Stop(number if known.granted else number + 1)
+
+    def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
+        """Who is alive, and who has stopped, after a message."""
+        alive, holders, granted = dict(self.alive), dict(self.holders), self.granted
+        came = message.host not in alive
+        if message.leaves:
+            alive.pop(message.host, None)
+        else:
+            alive[message.host] = now + config.lease_seconds
+        if message.stopped >= self.generation.number:
+            holders.pop(message.host, None)
+            # A member that cannot take part any more is as good as lost.
+            granted = granted and message.host not in self.generation.members
+        since = now if came != message.leaves else self.since
+        return replace(self, alive=alive, holders=holders, granted=granted, since=since)
+
+    def passed(self, config: MembershipConfig, now: float) -> Registry:
+        """What time alone changes: hosts are lost, a generation ends, the next begins."""
+        alive = {host: until for host, until in self.alive.items() if until > now}
+        since = self.since if len(alive) == len(self.alive) else now
+        holders = {host: until for host, until in self.holders.items() if until > now}
+        known = replace(self, alive=alive, holders=holders, since=since)
+        if known.granted and known._ends(config, now):
+            known = replace(known, granted=False)
+        if not known.granted and not holders and known._may_begin(config, now):
+            known = replace(known, generation=known._next(config), granted=True)
+        return known
+
+    def _ends(self, config: MembershipConfig, now: float) -> bool:
+        members = self.generation.members
+        if not self.alive.keys() >= set(members):
+            return True
+        grows = len(members) < config.max_hosts and len(self.alive) > len(members)
+        return grows and self._settled(config, now)
+
+    def _may_begin(self, config: MembershipConfig, now: float) -> bool:
+        count = len(self.alive)
+        return count >= config.min_hosts and (
+            count >= config.max_hosts or self._settled(config, now)
+        )
+
+    def _settled(self, config: MembershipConfig, now: float) -> bool:
+        return now - self.since >= config.settle_seconds
+
+    def _next(self, config: MembershipConfig) -> Generation:
+        # In the order in which they came, so that who was a member before stays one.
+        members = tuple(self.alive)[: config.max_hosts]
+        return Generation(self.generation.number + 1, members)
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Kept by what is written to: nothing of an older generation comes after a newer one's.
+
+    >>> fence = Fence().admit(3)
+    >>> fence.admit(2) is None, fence.admit(4)
+    (True, Fence(token=4))
+    """
+
+    token: int = 0
+
+    def admit(self, token: int) -> Fence | None:
+        """The fence after a write with this token; None refuses it."""
+        return None if token < self.token else Fence(token)

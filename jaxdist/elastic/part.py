@@ -1,0 +1,139 @@
+"""Who takes part in a run: what an agent asks, and the answer of one machine alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from jaxdist.runtime.rendezvous import free_port
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a machine does in a generation.
+
+    Attributes:
+      generation: from 1; the numbers grow.
+      first: number of the first of its processes, among all.
+      count: how many processes it has; 0 in a generation that has no use for it.
+      total: how many all machines have.
+      coordinator: HOST:PORT where processes meet; None for one that is alone.
+      resume: whether a generation was before, whose state it goes on with.
+      extra: settings that replace those of the config.
+      fence: name under which what is written is fenced, see `jaxdist.elastic.fence`; None: no
+        other generation can be at work.
+    """
+
+    generation: int
+    first: int
+    count: int
+    total: int
+    coordinator: str | None
+    resume: bool
+    extra: tuple[str, ...] = ()
+    fence: str | None = None
+
+    @property
+    def processes(self) -> range:
+        """The numbers of its processes."""
+        return range(self.first, self.first + self.count)
+
+    def environ(self, index: int) -> dict[str, str]:
+        """What tells a process of this machine who it is among all."""
+        if self.coordinator is None:
+            return {}
+        return {
+            "JAX_COORDINATOR_ADDRESS": self.coordinator,
+            "JAX_NUM_PROCESSES": str(self.total),
+            "JAX_PROCESS_ID": str(self.first + index),
+        }
+
+
+class Hosts(Protocol):
+    """Who takes part; an agent asks from one thread."""
+
+    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
+        """Wait for the next generation that this machine is in.
+
+        Args:
+          folder: of this machine, in memory: see `jaxdist.elastic.place`.
+          stopped: whether the wait shall end.
+
+        Returns:
+          None: the run is over, or `stopped`.
+
+        Raises:
+          RunError: nothing began for too long, or other hosts gave up.
+        """
+        ...
+
+    def ends(self, part: Part) -> str | None:
+        """Why the processes of this machine must be ended though none was lost; None: go on."""
+        ...
+
+    def release(self, part: Part, why: str = "") -> None:
+        """All processes of this machine are gone.
+
+        Args:
+          why: what was lost here; empty where they ended well, or were told to.
+        """
+        ...
+
+    def over(self, part: Part) -> bool:
+        """Whether the run is over, where all processes of this machine have ended well."""
+        ...
+
+    def leave(self) -> None:
+        """This machine was told to stop; its processes will be in a moment."""
+        ...
+
+    def fail(self, code: int, words: str) -> None:
+        """The run cannot go on, on any machine."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is asked any more."""
+        ...
+
+
+class Alone:
+    """One machine, of which nobody else knows.
+
+    Args:
+      processes: of each generation.
+      resume: whether the first generation goes on with a run.
+    """
+
+    def __init__(self, processes: int, *, resume: bool = False) -> None:
+        self.processes, self.resume = processes, resume
+        self._number = 0
+
+    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
+        """The next generation, at once."""
+        self._number += 1
+        count = self.processes
+        coordinator = f"127.0.0.1:{free_port()}" if count > 1 else None
+        resume = self._number > 1 or self.resume
+        return Part(self._number, 0, count, count, coordinator, resume)
+
+    def ends(self, part: Part) -> str | None:
+        """Never."""
+        return None
+
+    def release(self, part: Part, why: str = "") -> None:
+        """Nobody waits for it."""
+
+    def over(self, part: Part) -> bool:
+        """It is."""
+        return True
+
+    def leave(self) -> None:
+        """Nobody waits for it."""
+
+    def fail(self, code: int, words: str) -> None:
+        """Nobody else is to be told."""
+
+    def close(self) -> None:
+        """There is nothing to close."""

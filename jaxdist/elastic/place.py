@@ -1,0 +1,76 @@
+"""Where an agent and the processes of its run meet: a folder in this machine's memory."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER, GENERATION, FENCE = "JAXDIST_AGENT", "JAXDIST_GENERATION", "JAXDIST_FENCE"
+"""Variables that tell a process of it."""
+MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folder, as the processes of one generation see it.
+
+    Attributes:
+      generation: from 1; each has new processes.
+      fence: where several hosts take part, what their generations have in common: one of an
+        older generation may still live, and must not write. None: there is no such.
+    """
+
+    folder: Path
+    generation: int
+    fence: str | None = None
+
+    @property
+    def snapshots(self) -> Path:
+        """Copies of the state, as checkpoints are; they outlive processes, and not the machine."""
+        return self.folder / "snapshots"
+
+    @property
+    def run(self) -> Path:
+        """A file with the path of the run directory, when it is known."""
+        return self.folder / "run"
+
+    @property
+    def done(self) -> Path:
+        """A file that is there when the generation has come to the end of the run, and was not told
+        to stop before."""
+        return self.folder / f"done_{self.generation}"
+
+    def status(self, process: int) -> Path:
+        """What a process says of itself: see `jaxdist.elastic.status`."""
+        return self.folder / f"status_{self.generation}_{process}"
+
+    def log(self, member: int) -> Path:
+        """The standard error of a member, by its number among all that were started."""
+        return self.folder / f"log_{member}"
+
+    def environ(self) -> dict[str, str]:
+        """What a process finds it by."""
+        fence = {} if self.fence is None else {FENCE: self.fence}
+        return {FOLDER: str(self.folder), GENERATION: str(self.generation), **fence}
+
+
+def place_of(environ: Mapping[str, str]) -> Place | None:
+    """The place of a process that an agent has started; None of any other.
+
+    >>> place_of({}) is None
+    True
+    """
+    if FOLDER not in environ:
+        return None
+    return Place(Path(environ[FOLDER]), int(environ.get(GENERATION, "1")), environ.get(FENCE))
+
+
+@contextmanager
+def new_folder() -> Iterator[Path]:
+    """A folder that nobody else can enter, in memory where the system has such; gone at the end."""
+    parent = MEMORY if MEMORY.is_dir() else None
+    with tempfile.TemporaryDirectory(prefix="jaxdist-", dir=parent) as folder:
+        yield Path(folder)

@@ -1,0 +1,71 @@
+"""Who is stuck: a decision on what processes say of themselves, without a clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxdist.elastic.status import Status
+from jaxdist.metrics.account import Kind
+
+SLOW_PHASES = frozenset({Kind.START, Kind.RECOVERY, Kind.COMPILE, Kind.EVALUATION, Kind.IDLE})
+"""That may rightly take long, and in which others do not wait for a process."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a process may do nothing.
+
+    Attributes:
+      silent_seconds: without a sign of life.
+      step_seconds: all processes at one step, and none of them getting on.
+    """
+
+    silent_seconds: float = 10.0
+    step_seconds: float = 600.0
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """A process that keeps the others.
+
+    Attributes:
+      why: what it does in place of going on.
+    """
+
+    process: int
+    why: str
+
+
+def find_stuck(found: Sequence[Status], now: float, patience: Patience) -> Stuck | None:
+    """The process that the others wait for, where they have waited for too long.
+
+    One that is silent is stopped or starved. Where all live and none gets on, it is the one that
+    is furthest behind: at the lowest step, of these one that does not wait for it as the others do,
+    of these one that is not at a step, and of these the one that got stuck first.
+    """
+    silent = [one for one in found if now - one.alive > patience.silent_seconds]
+    if silent:
+        first = min(silent, key=lambda one: one.alive)
+        return Stuck(first.process, f"has not been heard for {now - first.alive:.0f} s")
+    working = [one for one in found if one.phase not in SLOW_PHASES]
+    if not working or now - max(one.since for one in found) <= patience.step_seconds:
+        return None
+    behind = min(found, key=lambda one: (one.step, one.waiting, one.phase is Kind.STEP, one.since))
+    waited = now - behind.since
+    return Stuck(
+        behind.process, f"is at {behind.phase} after step {behind.step} for {waited:.0f} s"
+    )
+
+
+def first_lost(codes: Sequence[int | None]) -> int | None:
+    """The process that was lost first, of those that have ended since the last look.
+
+    One that was killed comes before those that end because they miss it.
+
+    >>> first_lost([3, -9, None]), first_lost([None, 3, 0]), first_lost([0, None])
+    (1, 1, None)
+    """
+    ended = [at for at, code in enumerate(codes) if code]
+    killed = [at for at in ended if (codes[at] or 0) < 0]
+    return next(iter(killed + ended), None)

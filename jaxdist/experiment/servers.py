@@ -1,0 +1,27 @@
+"""An experiment with parameter servers: what each server holds, and what each worker computes."""
+
+from __future__ import annotations
+
+from jaxdist.data.loader import Loader
+from jaxdist.experiment.experiment import Experiment
+from jaxdist.train.servers.state import Sharded
+from jaxdist.train.servers.worker import share_of
+from jaxdist.train.step import Program
+from jaxdist.train.strategy.parameter_server import ParameterServer
+
+
+def sharded_of(experiment: Experiment) -> Sharded:
+    """How the state of an experiment lies on its servers."""
+    config = experiment.config
+    strategy = config.strategy
+    assert isinstance(strategy, ParameterServer), strategy.type
+    placement = strategy.placed(experiment.program.model.params, config.optim)
+    return Sharded(strategy, experiment.program, config.optim, placement, config.seed)
+
+
+def part_of(experiment: Experiment, sharded: Sharded, slot: int) -> tuple[Loader, Program]:
+    """A worker's part of each batch, and the program that computes with it."""
+    train = experiment.config.train
+    shares = sharded.cluster.shares(train.batch_size)
+    loader = experiment.loader.part(sum(shares[:slot]), shares[slot])
+    return loader, share_of(sharded, loader, train.microbatches_of(shares[slot]))

@@ -1,0 +1,36 @@
+"""What this process can tell of the cluster that it is in, and how."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Mapping
+
+from jaxdist.launch.build import ENGINES
+from jaxdist.runtime.clusters import Sighting, sightings
+
+
+def explain(environ: Mapping[str, str]) -> Iterator[str]:
+    """Lines: schedulers that have left a trace, what was read, what is ignored and why; engines."""
+    seen = sightings(environ)
+    used = next((one for one in seen if one.whole), None)
+    if not seen:
+        yield "no scheduler has started this process"
+    for one in seen:
+        yield _verdict(one, used)
+        yield from (f"    {name}={_short(value)}" for name, value in one.read.items())
+    for name, one in ENGINES.items():
+        yield f"--on {name}: " + (shutil.which(one.program) or f"not here ({one.install})")
+
+
+def _verdict(one: Sighting, used: Sighting | None) -> str:
+    if one is used:
+        return (
+            f"{one.scheduler}: process {one.index} of {one.count}, process 0 at {one.coordinator}"
+        )
+    why = one.missing or (f"{used.scheduler} started the processes" if used else "")
+    return f"{one.scheduler}: ignored, {why}"
+
+
+def _short(value: str, most: int = 60) -> str:
+    line = " ".join(value.split())
+    return line if len(line) <= most else line[: most - 3] + "..."

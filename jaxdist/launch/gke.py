@@ -1,0 +1,201 @@
+"""A JobSet for GKE: slices of TPUs, or nodes with GPUs (or neither).
+
+One job of the set is a slice; a set that loses a pod is begun anew, up to `restarts` times, and its
+processes go on from the newest checkpoint. What is rendered is the API jobset.x-k8s.io/v1alpha2.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import re
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, model_validator
+from ruamel.yaml import YAML
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.errors import ConfigError
+from jaxdist.launch.contract import Commands, Engine, Job, Rendered
+from jaxdist.runtime.clusters import FIXED_PORT
+from jaxdist.runtime.topology import Topology, parse_topology
+from jaxdist.types import Json, JsonObject
+
+MANIFEST = "jobset.yaml"
+WORKERS = "slice"
+MOST_NAME = 40
+"""Of 63 letters that the name of a pod may have: it ends with the set's job, both numbers and five
+letters."""
+ACCELERATORS = {
+    "v4": "tpu-v4-podslice",
+    "v5e": "tpu-v5-lite-podslice",
+    "v5p": "tpu-v5p-slice",
+    "v6e": "tpu-v6e-slice",
+    "tpu7x": "tpu7x",
+}
+"""What GKE calls the nodes of each family."""
+
+
+def chips_per_host(topology: Topology) -> int:
+    """Of the machines that GKE makes a slice of: up to eight chips of v5e and v6e are one machine,
+    larger slices have four on each.
+
+    >>> [chips_per_host(parse_topology(text)) for text in ("v5e:2x4", "v5e:4x4", "v5p:4x4x4")]
+    [8, 4, 4]
+    """
+    chips = math.prod(topology.shape)
+    most = 8 if topology.family in ("v5e", "v6e") and chips <= 8 else 4
+    return min(chips, most)
+
+
+class Volume(Config):
+    """A disk that all pods see."""
+
+    claim: str
+    """The PersistentVolumeClaim."""
+    path: str = "/data"
+    """Where it is found; the run directory should lie there."""
+
+
+class Gke(Engine):
+    """kubectl, with the JobSet controller in the cluster."""
+
+    program: ClassVar[str] = "kubectl"
+    install: ClassVar[str] = "install kubectl, and JobSet in the cluster (jobset.sigs.k8s.io)"
+    identity: ClassVar[str] = r"jobset\.jobset\.x-k8s\.io/(\S+)"
+    type: Literal["gke"] = "gke"
+    """Selects this engine."""
+    image: str
+    """With jaxdist in it, and the config at the path that is given here."""
+    tpu: str | None = None
+    """Topology of a slice, as v5p:4x4x4: nodes and chips follow from it; null is no TPU."""
+    slices: Count = 1
+    """Of TPUs, which a slower network joins."""
+    gpus_per_node: Count | None = None
+    """GPUs of each pod, where there is no TPU."""
+    namespace: str = "default"
+    """Where the set lives."""
+    queue: str | None = None
+    """Of Kueue, which starts all pods or none."""
+    restarts: Annotated[int, Field(ge=0)] = 20
+    """Of the whole set, after a pod was lost."""
+    grace_seconds: Count = 300
+    """For saving, between SIGTERM and SIGKILL."""
+    volume: Volume | None = None
+    """Where checkpoints are kept."""
+    cpu: Count | str | None = None
+    """Cores of each pod, where it has no accelerator that decides it."""
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Gke:
+        if self.tpu is not None and self.gpus_per_node is not None:
+            raise ValueError("tpu and gpus_per_node: a pod has one or the other")
+        if self.tpu is not None:
+            family = parse_topology(self.tpu).family
+            if family not in ACCELERATORS:
+                known = ", ".join(ACCELERATORS)
+                raise ValueError(f"tpu {self.tpu}: GKE is known to have {known}")
+        return self
+
+    def check(self, job: Job) -> None:
+        if not re.fullmatch(r"[a-z]([a-z0-9-]*[a-z0-9])?", job.name) or len(job.name) > MOST_NAME:
+            raise ConfigError(
+                f"--name {job.name}: Kubernetes takes small letters, digits and '-', a letter "
+                f"first and no '-' last, here at most {MOST_NAME} of them"
+            )
+        if job.processes > 1:
+            raise ConfigError("--processes-per-node: a pod is one process, with all its devices")
+        if self.tpu is not None and job.nodes > 1:
+            raise ConfigError(f"--nodes {job.nodes}: tpu {self.tpu} says how many hosts there are")
+        if self.slices > 1 and self.tpu is None:
+            raise ConfigError(f"slices {self.slices} are of TPUs: give tpu")
+
+    def render(self, job: Job) -> Rendered:
+        text = io.StringIO()
+        yaml = YAML()
+        yaml.default_flow_style = False
+        yaml.dump(self._jobset(job), text)
+        command = ("kubectl", "apply", "--namespace", self.namespace, "-f")
+        return Rendered({MANIFEST: text.getvalue()}, (*command, f"{{folder}}/{MANIFEST}"))
+
+    def commands(self, identity: str, folder: Path) -> Commands:
+        where = ("--namespace", self.namespace)
+        mine = ("-l", f"jobset.sigs.k8s.io/jobset-name={identity}")
+        return Commands(
+            ("kubectl", "get", "jobset,pods", *where, *mine),
+            ("kubectl", "logs", *where, *mine, "--tail=50", "--prefix", "--all-containers"),
+            ("kubectl", "delete", "jobset", identity, *where),
+        )
+
+    def _hosts(self, job: Job) -> int:
+        if self.tpu is None:
+            return job.nodes
+        topology = parse_topology(self.tpu)
+        return math.prod(topology.shape) // chips_per_host(topology)
+
+    def _jobset(self, job: Job) -> JsonObject:
+        labels: JsonObject = {} if self.queue is None else {"kueue.x-k8s.io/queue-name": self.queue}
+        hosts = self._hosts(job)
+        template: JsonObject = {
+            "parallelism": hosts,
+            "completions": hosts,
+            "completionMode": "Indexed",
+            "backoffLimit": 0,  # the set begins anew, not one pod
+            "template": {"spec": self._pod(job, hosts)},
+        }
+        return {
+            "apiVersion": "jobset.x-k8s.io/v1alpha2",
+            "kind": "JobSet",
+            "metadata": {"name": job.name, **({"labels": labels} if labels else {})},
+            "spec": {
+                "failurePolicy": {"maxRestarts": self.restarts},
+                "network": {"enableDNSHostnames": True},
+                "replicatedJobs": [
+                    {"name": WORKERS, "replicas": self.slices, "template": {"spec": template}}
+                ],
+            },
+        }
+
+    def _pod(self, job: Job, hosts: int) -> JsonObject:
+        limits = self._limits()
+        container: JsonObject = {
+            "name": "train",
+            "image": self.image,
+            "command": list[Json](job.train("--distributed")),
+            "env": [{"name": n, "value": v} for n, v in self._environment(job, hosts).items()],
+            **({"resources": {"limits": limits}} if limits else {}),
+        }
+        pod: JsonObject = {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": self.grace_seconds,
+            "containers": [container],
+        }
+        if self.tpu is not None:
+            topology = parse_topology(self.tpu)
+            pod["nodeSelector"] = {
+                "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[topology.family],
+                "cloud.google.com/gke-tpu-topology": self.tpu.partition(":")[2],
+            }
+        if self.volume is not None:
+            container["volumeMounts"] = [{"name": "data", "mountPath": self.volume.path}]
+            claim: JsonObject = {"claimName": self.volume.claim}
+            pod["volumes"] = [{"name": "data", "persistentVolumeClaim": claim}]
+        return pod
+
+    def _limits(self) -> JsonObject:
+        if self.tpu is not None:
+            return {"google.com/tpu": chips_per_host(parse_topology(self.tpu))}
+        if self.gpus_per_node is not None:
+            return {"nvidia.com/gpu": self.gpus_per_node}
+        return {} if self.cpu is None else {"cpu": str(self.cpu)}
+
+    def _environment(self, job: Job, hosts: int) -> dict[str, str]:
+        """What a pod does not know of the others; GKE itself tells pods with TPUs."""
+        if self.tpu is not None:
+            return {}
+        first = f"{job.name}-{WORKERS}-0-0.{job.name}"  # the set's service has its name
+        return {
+            "JAX_COORDINATOR_ADDRESS": f"{first}:{FIXED_PORT}",
+            "JAX_NUM_PROCESSES": str(hosts),
+        }

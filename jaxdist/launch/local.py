@@ -1,0 +1,23 @@
+"""This machine: `jaxdist train`, under an agent where there are several processes."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from jaxdist.launch.contract import Engine, Job, Rendered, one_node
+
+
+class Local(Engine):
+    """This machine."""
+
+    program: ClassVar[str] = "jaxdist"
+    install: ClassVar[str] = "pip install jaxdist"
+    type: Literal["local"] = "local"
+    """Selects this engine."""
+
+    def check(self, job: Job) -> None:
+        one_node(job, "local")
+
+    def render(self, job: Job) -> Rendered:
+        several = ("--elastic", "--processes", str(job.processes)) if job.processes > 1 else ()
+        return Rendered({}, tuple(job.train(*several)), waits=True)

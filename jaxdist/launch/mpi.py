@@ -1,0 +1,47 @@
+"""mpirun of Open MPI, versions 4 and 5."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from jaxdist.config.schema import Count
+from jaxdist.errors import ConfigError
+from jaxdist.launch.contract import Engine, Job, Rendered
+
+
+class Mpi(Engine):
+    """mpirun; ranks lie node by node, so that neighbours on the mesh are neighbours there."""
+
+    program: ClassVar[str] = "mpirun"
+    install: ClassVar[str] = "install Open MPI (openmpi-bin)"
+    type: Literal["mpi"] = "mpi"
+    """Selects this engine."""
+    hosts: tuple[str, ...] = ()
+    """Names of the nodes, process 0's first; none: those that the scheduler has given, or this
+    one."""
+    port: Count | None = None
+    """Of process 0; null is one that follows from mpirun's own number."""
+    export: tuple[str, ...] = ("XLA_FLAGS", "JAXDIST_CACHE", "PATH")
+    """Variables of this shell that processes on other nodes get as well."""
+    as_root: bool = False
+    """Let root run it, as in a container."""
+
+    def check(self, job: Job) -> None:
+        if self.hosts and len(self.hosts) != job.nodes:
+            raise ConfigError(
+                f"hosts: {len(self.hosts)} names for --nodes {job.nodes}: give one for each"
+            )
+
+    def render(self, job: Job) -> Rendered:
+        each = f"ppr:{job.processes}:node:OVERSUBSCRIBE"
+        command = ["mpirun", "-n", str(job.count), "--map-by", each, "--bind-to", "none"]
+        if self.as_root:
+            command.append("--allow-run-as-root")
+        if self.hosts:
+            command += ["--host", ",".join(f"{host}:{job.processes}" for host in self.hosts)]
+        for name in self.export:
+            command += ["-x", name]
+        if self.port is not None:
+            command += ["-x", f"JAX_COORDINATOR_PORT={self.port}"]
+        notes = ("a lost process ends all; run it again and it goes on from the newest checkpoint",)
+        return Rendered({}, (*command, *job.train("--distributed")), waits=True, notes=notes)

@@ -1,0 +1,182 @@
+"""The driver of a job on Ray: `python -m jaxdist.launch.ray_job SETTINGS.json`.
+
+A process that is lost cannot be replaced among the others, so all actors are ended, and begun anew
+elsewhere where need be; the processes go on from the newest checkpoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxdist.errors import JaxdistError, RunError
+from jaxdist.types import JsonObject
+
+CONFIG_ERROR = 2
+CONNECT_SECONDS = 20
+Lost = tuple[int, int | None]
+"""A process, and its exit code; None where its actor was lost."""
+
+
+def _ray(module: str = "ray") -> Any:
+    """An extra, which takes long to import."""
+    return importlib.import_module(module)
+
+
+class Process:
+    """An actor: one process of the run, and where it could be met."""
+
+    def __init__(self) -> None:
+        self._child: subprocess.Popen[bytes] | None = None
+
+    def address(self) -> str:
+        """Of this node, with a port that nobody has."""
+        from jaxdist.runtime.rendezvous import free_port
+
+        return f"{_ray('ray.util').get_node_ip_address()}:{free_port()}"
+
+    def run(self, command: list[str], folder: str, environ: dict[str, str]) -> int:
+        """Begin the process, which ends with this actor, and wait for it; its exit code."""
+        tied = [sys.executable, "-m", "jaxdist.launch.tied", sys.executable, *command]
+        given = {**os.environ, **environ}
+        self._child = subprocess.Popen(tied, stdin=subprocess.PIPE, cwd=folder, env=given)
+        return self._child.wait()
+
+    def stop(self) -> None:
+        """Let it save and stop."""
+        if self._child is not None:
+            self._child.send_signal(signal.SIGTERM)
+
+
+def connect(settings: JsonObject) -> None:
+    """Join the cluster, or begin one.
+
+    Raises:
+      RunError: it cannot be reached, or asks for no token.
+    """
+    address = settings["address"]
+    if address is None:
+        os.environ["RAY_AUTH_MODE"] = "token"  # read when ray is imported
+        _ray().init(address="local", include_dashboard=False, log_to_driver=True)
+        return
+    if os.environ.get("RAY_AUTH_MODE") != "token" and not settings["insecure"]:
+        raise RunError(
+            f"the cluster at {address} would be used without a token: start it with "
+            "RAY_AUTH_MODE=token and set that here, or set insecure=true"
+        )
+    host, _, port = address.rpartition(":")
+    try:  # Ray would say for minutes that it tries again
+        socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise RunError(f"no Ray at {address}: {error}; it is HOST:PORT of the head") from error
+    _ray().init(address=address, log_to_driver=True)
+
+
+def run(settings: JsonObject) -> int:
+    """All generations; the exit code of the run.
+
+    Raises:
+      RunError: the cluster has no room, or too many generations were lost.
+    """
+    connect(settings)
+    words = ""
+    for generation in range(1, settings["restarts"] + 2):
+        lost = _generation(settings)
+        if lost is None:
+            return 0
+        process, code = lost
+        if code == CONFIG_ERROR:
+            return CONFIG_ERROR
+        how = "its actor was lost" if code is None else f"exit code {code}"
+        words = f"generation {generation} ended (process {process}: {how})"
+        print(words, flush=True)
+    raise RunError(f"{settings['restarts']} restarts were not enough; the last: {words}")
+
+
+def _generation(settings: JsonObject) -> Lost | None:
+    """The first process that did not end well; None: all did."""
+    ray, count = _ray(), settings["nodes"] * settings["processes"]
+    group = _room(settings, count)
+    actors = _actors(settings, count, group)
+    try:
+        coordinator = ray.get(actors[0].address.remote())
+        known = {"JAX_COORDINATOR_ADDRESS": coordinator, "JAX_NUM_PROCESSES": str(count)}
+        waiting: dict[Any, int] = {}
+        for at, actor in enumerate(actors):
+            environ = {**known, "JAX_PROCESS_ID": str(at)}
+            told = actor.run.remote(settings["command"], settings["folder"], environ)
+            waiting[told] = at
+        return _first_lost(waiting)
+    finally:
+        for actor in actors:
+            with suppress(Exception):  # it may be gone already
+                ray.kill(actor)
+        _ray("ray.util").remove_placement_group(group)
+
+
+def _first_lost(waiting: dict[Any, int]) -> Lost | None:
+    ray = _ray()
+    while waiting:
+        (done, *_), _ = ray.wait([*waiting])
+        at = waiting.pop(done)
+        try:
+            code = ray.get(done)
+        except ray.exceptions.RayError:
+            return at, None
+        if code:
+            return at, code
+    return None
+
+
+def _room(settings: JsonObject, count: int) -> Any:
+    """A group of places, spread over the nodes, when there is room for all of them.
+
+    Raises:
+      RunError: there was none for too long.
+    """
+    each = {"CPU": settings["cpus"], **({"GPU": settings["gpus"]} if settings["gpus"] else {})}
+    group = _ray("ray.util").placement_group([each] * count, strategy="SPREAD")
+    if not group.wait(settings["wait_seconds"]):
+        raise RunError(
+            f"waited {settings['wait_seconds']:g} s for {count} x {each} on a cluster of "
+            f"{_ray().cluster_resources()}: lower cpus or gpus, or wait longer (wait_seconds)"
+        )
+    return group
+
+
+def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
+    strategy = _ray("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+    remote = _ray().remote(max_concurrency=2)(Process)
+    return [
+        remote.options(
+            num_cpus=settings["cpus"],
+            num_gpus=settings["gpus"],
+            scheduling_strategy=strategy(placement_group=group, placement_group_bundle_index=at),
+        ).remote()
+        for at in range(count)
+    ]
+
+
+def main(path: str) -> int:
+    """The job of a settings file."""
+    if importlib.util.find_spec("ray") is None:
+        print("error: ray is not installed: pip install 'jaxdist[ray]'", file=sys.stderr)
+        return CONFIG_ERROR
+    try:
+        return run(json.loads(Path(path).read_text()))
+    except JaxdistError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,120 @@
+"""A batch script for Slurm, which asks to be queued again when it was stopped before its end.
+
+Slurm tells the steps of a job that is to make way for another (SIGTERM), not its script, and takes
+it for completed where they then end well: so the script looks whether it was preempted, and asks
+itself. Before the time limit it is the script that is told (`--signal=B:USR1`), and tells the step.
+A job that is cancelled is neither, and stays away.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from jaxdist.config.schema import Count
+from jaxdist.errors import ConfigError
+from jaxdist.launch.contract import Commands, Engine, Job, Rendered, seconds_of
+
+SCRIPT = "job.sbatch"
+_BODY = """
+echo "$(date --iso-8601=seconds) begins, queued again ${SLURM_RESTART_COUNT:-0} times"
+again=
+srun --kill-on-bad-exit=1 COMMAND &
+step=$!
+# Not by a signal to srun, which would kill the processes.
+trap 'again="the time limit is near"; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
+while kill -0 "$step" 2>/dev/null; do wait "$step"; code=$?; done  # a signal ends a wait too
+if scontrol show job --oneliner "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
+  again="another job needs the nodes"
+fi
+if [ -n "$again" ]; then
+  echo "$(date --iso-8601=seconds) to be queued again: $again"
+  scontrol requeue "$SLURM_JOB_ID" && sleep 600  # until it is ended for that
+fi
+exit "$code"
+"""
+
+
+class Slurm(Engine):
+    """sbatch, with srun within."""
+
+    program: ClassVar[str] = "sbatch"
+    install: ClassVar[str] = "install Slurm's client (slurm-client), on a login node"
+    identity: ClassVar[str] = r"^(\d+)"
+    type: Literal["slurm"] = "slurm"
+    """Selects this engine."""
+    partition: str
+    """Of the cluster; sinfo lists them."""
+    time: Count | Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] = "1-00:00:00"
+    """The limit, as Slurm writes it: minutes, H:M:S, D-H:M:S."""
+    notice_seconds: Count = 300
+    """So long before the limit all save and stop, and the job is queued again."""
+    account: str | None = None
+    """Who pays."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    gpus_per_node: Count | None = None
+    """Shared out evenly among a node's processes."""
+    cpus_per_process: Count | None = None
+    """Cores of each; null leaves it to the cluster."""
+    memory: Count | str | None = None
+    """Of each node, as Slurm writes it: 64G, or a number of megabytes."""
+    options: tuple[str, ...] = ()
+    """More lines for sbatch, as `--exclusive`."""
+
+    def check(self, job: Job) -> None:
+        if seconds_of(str(self.time)) <= self.notice_seconds:
+            raise ConfigError(
+                f"time {self.time} is no longer than notice_seconds {self.notice_seconds}: nothing "
+                "would be left to train in"
+            )
+        if self.gpus_per_node and self.gpus_per_node % job.processes:
+            raise ConfigError(
+                f"gpus_per_node {self.gpus_per_node} cannot be shared out among "
+                f"--processes-per-node {job.processes}"
+            )
+
+    def render(self, job: Job) -> Rendered:
+        body = _BODY.replace("COMMAND", shlex.join(job.train("--distributed")))
+        lines = [f"#SBATCH {line}" for line in self._lines(job)]
+        text = "\n".join(["#!/bin/bash", *lines, body.lstrip("\n")])
+        return Rendered({SCRIPT: text}, ("sbatch", "--parsable", f"{{folder}}/{SCRIPT}"))
+
+    def _lines(self, job: Job) -> list[str]:
+        gpus = self.gpus_per_node
+        given = {
+            "account": self.account,
+            "qos": self.qos,
+            "constraint": self.constraint,
+            "gpus-per-task": None if gpus is None else gpus // job.processes,
+            "cpus-per-task": self.cpus_per_process,
+            "mem": self.memory,
+        }
+        return [
+            f"--job-name={re.sub(r'[^A-Za-z0-9_.-]', '-', job.name)}",
+            f"--partition={self.partition}",
+            f"--nodes={job.nodes}",
+            f"--ntasks-per-node={job.processes}",
+            "--distribution=block:block",
+            f"--time={self.time}",
+            f"--signal=B:USR1@{self.notice_seconds}",
+            "--requeue",
+            "--open-mode=append",
+            f"--chdir={job.folder}",
+            "--output={folder}/slurm-%j.log",
+            *(f"--{name}={value}" for name, value in given.items() if value is not None),
+            *self.options,
+        ]
+
+    def commands(self, identity: str, folder: Path) -> Commands:
+        return Commands(
+            ("scontrol", "show", "job", "--oneliner", identity),
+            ("tail", "-n", "50", str(folder / f"slurm-{identity}.log")),
+            ("scancel", identity),
+        )

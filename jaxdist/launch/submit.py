@@ -1,0 +1,144 @@
+"""A launch carried out: its files written, its engine asked, what became of it looked up later."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxdist.errors import RunError
+from jaxdist.launch.build import engine
+from jaxdist.launch.contract import Engine, Job
+
+RECORD = "launch.json"
+SUBMIT_SECONDS = 120
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A launch that was begun.
+
+    Attributes:
+      folder: of its files.
+      identity: what the engine calls it; empty where the command lasted as long as the job.
+    """
+
+    engine: Engine
+    folder: Path
+    identity: str
+
+
+def new_folder(base: Path, name: str) -> Path:
+    """One that is not there yet: NAME, NAME.2, NAME.3, ...
+
+    Raises:
+      RunError: it cannot be made.
+    """
+    number, folder = 1, base / name
+    while True:
+        try:
+            folder.mkdir(parents=True)
+            return folder.absolute()
+        except FileExistsError:
+            number += 1
+            folder = base / f"{name}.{number}"
+        except OSError as error:
+            raise RunError(f"cannot make {folder}: {error.strerror}") from error
+
+
+def installed(one: Engine) -> None:
+    """Refuse an engine that is not there.
+
+    Raises:
+      RunError: with how to come by it.
+    """
+    if shutil.which(one.program) is None:
+        raise RunError(f"{one.program} is not installed here: {one.install}")
+
+
+def launch(
+    one: Engine, settings: Sequence[str], job: Job, base: Path, say: Callable[[str], None]
+) -> int:
+    """Write the files and run the command; its exit code.
+
+    Args:
+      settings: of the engine, as they were given.
+      base: folder of all launches.
+
+    Raises:
+      JaxdistError: the engine cannot run the job, is not installed, or has refused it.
+    """
+    one.check(job)
+    installed(one)
+    folder = new_folder(base, job.name)
+    rendered = one.render(job).at(folder)
+    for name, text in rendered.files.items():
+        (folder / name).write_text(text)
+    record = {"on": one.model_dump()["type"], "settings": [*settings], "identity": ""}
+    _write(folder, record)
+    say(f"launch {shlex.join(rendered.command)}")
+    if rendered.waits:
+        return subprocess.run(rendered.command, cwd=job.folder, check=False).returncode
+    done = _run(rendered.command, job.folder)
+    found = re.search(one.identity, done, re.MULTILINE)
+    if found is None:
+        raise RunError(f"{rendered.command[0]} did not name the job: {done.strip()}")
+    _write(folder, {**record, "identity": found[1]})
+    say(f"job {found[1]}: jaxdist launch status|logs|stop {_shown(folder)}")
+    return 0
+
+
+def _shown(folder: Path) -> Path:
+    here = Path.cwd()
+    return folder.relative_to(here) if folder.is_relative_to(here) else folder
+
+
+def _write(folder: Path, record: dict[str, object]) -> None:
+    (folder / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _run(command: Sequence[str], folder: Path) -> str:
+    try:
+        done = subprocess.run(
+            command, cwd=folder, capture_output=True, text=True, timeout=SUBMIT_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(f"{command[0]} did not answer within {SUBMIT_SECONDS} s") from None
+    if done.returncode:
+        words = (done.stderr or done.stdout).strip()
+        raise RunError(f"{command[0]} refused it (exit code {done.returncode}): {words}")
+    return done.stdout
+
+
+def launched(folder: Path) -> Launched:
+    """What was launched from a folder.
+
+    Raises:
+      RunError: nothing was.
+    """
+    try:
+        record = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError) as error:
+        raise RunError(f"{folder} is not the folder of a launch: {error}") from error
+    return Launched(engine(record["on"], record["settings"]), folder, record["identity"])
+
+
+def ask(what: str, folder: Path) -> int:
+    """Run the engine's command for the job of a folder: status, logs or stop; its exit code.
+
+    Raises:
+      RunError: the engine has no such command, or is not installed.
+    """
+    found = launched(folder)
+    commands = found.engine.commands(found.identity, found.folder)
+    command = getattr(commands, what)
+    if not command:
+        kind = found.engine.model_dump()["type"]
+        raise RunError(f"{kind} has no {what} for a job: it ends with the command that began it")
+    installed(found.engine)
+    return subprocess.run(command, check=False).returncode

@@ -1,0 +1,142 @@
+"""An account of time: each moment belongs to exactly one kind, so that the kinds add up."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import StrEnum
+from typing import ParamSpec, TypeVar
+
+Given = ParamSpec("Given")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class Kind(StrEnum):
+    """What the time of a run goes to, as process 0 sees it."""
+
+    STEP = "step"
+    """Dispatching steps and exchanges between them, and waiting for them: the work itself."""
+    INPUT_WAIT = "input_wait"
+    """Waiting for the next batch, even where devices still compute the step before."""
+    EVALUATION = "evaluation"
+    """Held-out means, with the compilation of what measures them."""
+    CHECKPOINT_BLOCKED = "checkpoint_blocked"
+    """Training waits for a save: the copy to the host, and the save before if it still goes on."""
+    SNAPSHOT = "snapshot"
+    """Training waits for a copy of the state into the memory of hosts."""
+    REPLICA_CHECK = "replica_check"
+    """Comparing replicas of the state."""
+    COMPILE = "compile"
+    """Tracing a step, and the first call of each stage's and of what digests replicas."""
+    START = "start"
+    """From the process's start to its first step, and making each stage's batches ready."""
+    RECOVERY = "recovery"
+    """The same where a run goes on from a checkpoint, which is loaded then."""
+    LOST_WORK = "lost_work"
+    """What was done after the last checkpoint before a death, and had to be done again."""
+    IDLE = "idle"
+    """Nothing of these: the end of a run, and from a life's last record to the next start."""
+
+
+class Account:
+    """Time by kind: that of an interval within another belongs to the inner one alone.
+
+    Of one thread. Integers of nanoseconds, so that the kinds add up to the wall time exactly.
+    Cost: 0.2 us a call; nothing waits for a device.
+
+    Args:
+      kind: what the time goes to outside of all intervals, until `switch` says otherwise.
+      begun: the clock's value where the account begins; now, if None.
+      clock: nanoseconds that never go back.
+      tell: called with what the time goes to from now on, at each change.
+
+    >>> moments = iter([0, 3, 10, 14])
+    >>> account = Account(Kind.START, clock=lambda: next(moments))
+    >>> account.enter(Kind.STEP)
+    >>> account.leave()
+    >>> {kind.value: spent for kind, spent in account.spent().items() if spent}
+    {'step': 7, 'start': 7}
+    """
+
+    def __init__(
+        self,
+        kind: Kind = Kind.IDLE,
+        *,
+        begun: int | None = None,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        tell: Callable[[Kind], None] | None = None,
+    ) -> None:
+        self._clock, self._tell = clock, tell
+        self._since = clock() if begun is None else begun
+        self._stack = [kind]
+        self._spent = dict.fromkeys(Kind, 0)
+
+    def enter(self, kind: Kind) -> None:
+        """An interval begins, within the one that is open."""
+        self._settle()
+        self._stack.append(kind)
+        self._told()
+
+    def leave(self) -> None:
+        """The innermost interval ends."""
+        assert len(self._stack) > 1, "nothing was entered"
+        self._settle()
+        self._stack.pop()
+        self._told()
+
+    def switch(self, kind: Kind) -> None:
+        """The innermost interval goes on as another kind."""
+        self._settle()
+        self._stack[-1] = kind
+        self._told()
+
+    def spent(self) -> Mapping[Kind, int]:
+        """Nanoseconds by kind until now; their sum is the time since the account began."""
+        self._settle()
+        return dict(self._spent)
+
+    @contextmanager
+    def within(self, kind: Kind) -> Iterator[None]:
+        """Inside is an interval."""
+        self.enter(kind)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    def each(self, kind: Kind, items: Iterator[Item]) -> Iterator[Item]:
+        """The same items; waiting for one of them is an interval."""
+        while True:
+            self.enter(kind)  # not `within`, which costs a microsecond
+            try:
+                item = next(items)
+            except StopIteration:
+                return
+            finally:
+                self.leave()
+            yield item
+
+    def first(self, kind: Kind, function: Callable[Given, Result]) -> Callable[Given, Result]:
+        """The same function; its first call is an interval."""
+        called = False
+
+        def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            nonlocal called
+            if called:
+                return function(*args, **kwargs)
+            called = True
+            with self.within(kind):
+                return function(*args, **kwargs)
+
+        return call
+
+    def _told(self) -> None:
+        if self._tell is not None:
+            self._tell(self._stack[-1])
+
+    def _settle(self) -> None:
+        now = self._clock()
+        self._spent[self._stack[-1]] += now - self._since
+        self._since = now

@@ -1,0 +1,234 @@
+"""Where the time of a run went, from the records of all its lives.
+
+A life is one process (of several, process 0) from its start to its last record. Each of its records
+has what its account held by then, so that a killed run is known up to its last record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from jaxdist.metrics.account import Account, Kind
+from jaxdist.types import Json, JsonObject
+
+SPLIT, INTERVALS = "goodput", "intervals"
+"""Splits of the records of time, and of how often a run has chosen to save."""
+WORK = (
+    Kind.STEP,
+    Kind.INPUT_WAIT,
+    Kind.EVALUATION,
+    Kind.CHECKPOINT_BLOCKED,
+    Kind.SNAPSHOT,
+    Kind.REPLICA_CHECK,
+)
+"""What is lost where it has to be done again; a start or a compilation keeps its name."""
+
+_SAVES = (Kind.CHECKPOINT_BLOCKED, Kind.SNAPSHOT)
+_STARTS = (Kind.START, Kind.RECOVERY, Kind.COMPILE)
+Seconds = Mapping[Kind, float]
+Record = Mapping[str, Json]
+
+
+def values_of(account: Account, life: int) -> dict[str, float]:
+    """A record of what an account holds now.
+
+    Args:
+      life: its number among those of the run, from 1.
+    """
+    spent = account.spent()
+    wall = sum(spent.values())
+    return {
+        "life": life,
+        "wall_seconds": 1e-9 * wall,
+        "goodput": spent[Kind.STEP] / wall if wall else 0.0,
+        **{f"spent_{kind}_seconds": 1e-9 * nanoseconds for kind, nanoseconds in spent.items()},
+    }
+
+
+def next_life(records: Iterable[Record]) -> int:
+    """The number of the life that follows those of these records."""
+    return 1 + max((int(record["life"]) for record in records if _is_ours(record)), default=0)
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of a run.
+
+    Attributes:
+      began: seconds since 1970.
+      first_step: steps that were taken before it.
+      last_step: that of its last record.
+      kept_step: steps of it that no later life had to take again.
+      seconds: what its time went to; their sum is its wall time.
+    """
+
+    number: int
+    began: float
+    first_step: int
+    last_step: int
+    kept_step: int
+    seconds: Seconds
+
+    @property
+    def wall_seconds(self) -> float:
+        """From its process's start to its last record."""
+        return sum(self.seconds.values())
+
+    @property
+    def ended(self) -> float:
+        """When its last record was written, in seconds since 1970."""
+        return self.began + self.wall_seconds
+
+
+@dataclass(frozen=True)
+class Goodput:
+    """Where the time of a run went.
+
+    Attributes:
+      lives: in their order, at least one.
+    """
+
+    lives: tuple[Life, ...]
+
+    @property
+    def gaps_seconds(self) -> tuple[float, ...]:
+        """From the last record of each life to the start of the next, by the clock on the wall."""
+        return tuple(max(after.began - before.ended, 0.0) for before, after in pairwise(self.lives))
+
+    @property
+    def seconds(self) -> dict[Kind, float]:
+        """What the time of the whole run went to; the gaps between lives are idle."""
+        found = {kind: sum(life.seconds[kind] for life in self.lives) for kind in Kind}
+        found[Kind.IDLE] += sum(self.gaps_seconds)
+        return found
+
+    @property
+    def wall_seconds(self) -> float:
+        """From the first process's start to the last record."""
+        return sum(life.wall_seconds for life in self.lives) + sum(self.gaps_seconds)
+
+    @property
+    def goodput(self) -> float:
+        """The share of the wall time in which steps were taken that counted, 0 to 1."""
+        return self.seconds[Kind.STEP] / self.wall_seconds if self.wall_seconds else 0.0
+
+    @property
+    def kept(self) -> float:
+        """The share of the time that neither failures nor saves took, 0 to 1; 1 of no time.
+
+        Of all time but the first start, its compilation, and what the end of a run takes: what
+        closed forms predict of a run that fails.
+        """
+        seconds, first = self.seconds, self.lives[0].seconds
+        useful = sum(seconds[kind] for kind in WORK if kind not in _SAVES)
+        taken = sum(seconds[kind] for kind in (*_SAVES, Kind.LOST_WORK))
+        taken += sum(seconds[kind] - first[kind] for kind in _STARTS) + sum(self.gaps_seconds)
+        return useful / (useful + taken) if useful + taken else 1.0
+
+    @property
+    def lost_steps(self) -> int:
+        """Steps that were taken more than once."""
+        return sum(life.last_step - max(life.kept_step, life.first_step) for life in self.lives)
+
+    def as_json(self) -> JsonObject:
+        """Plain data."""
+        return {
+            "wall_seconds": self.wall_seconds,
+            "goodput": self.goodput,
+            "seconds": _named(self.seconds),
+            "lost_steps": self.lost_steps,
+            "gaps_seconds": list(self.gaps_seconds),
+            "lives": [
+                {
+                    "life": life.number,
+                    "began": life.began,
+                    "first_step": life.first_step,
+                    "last_step": life.last_step,
+                    "kept_step": life.kept_step,
+                    "wall_seconds": life.wall_seconds,
+                    "seconds": _named(life.seconds),
+                }
+                for life in self.lives
+            ],
+        }
+
+
+def joined(records: Iterable[Record]) -> Goodput | None:
+    """All lives of a run, from its records of metrics in their order; None where none is of time.
+
+    What a life did after the step that a later one went on from is lost work: steps, and what
+    stood between them.
+    """
+    ours = (record for record in records if _is_ours(record))
+    lives = [list(group) for _, group in groupby(ours, key=lambda record: record["life"])]
+    starts = [group[0]["step"] for group in lives]
+    found = []
+    for at, group in enumerate(lives):
+        kept_step = min([group[-1]["step"], *starts[at + 1 :]])
+        found.append(_life(group, kept_step))
+    return Goodput(tuple(found)) if found else None
+
+
+def _life(records: Sequence[Record], kept_step: int) -> Life:
+    last = records[-1]
+    seconds = _seconds(last)
+    kept = [record for record in records if record["step"] <= kept_step]
+    # Of steps that a life did not even begin with, nothing is kept.
+    until = _seconds(kept[-1]) if kept else dict.fromkeys(Kind, 0.0)
+    if last["step"] > kept_step:
+        seconds[Kind.LOST_WORK] = sum(seconds[kind] - until[kind] for kind in WORK)
+        seconds |= {kind: until[kind] for kind in WORK}
+    began = last["time"] - last["wall_seconds"]
+    return Life(int(last["life"]), began, records[0]["step"], last["step"], kept_step, seconds)
+
+
+def _is_ours(record: Record) -> bool:
+    return record["split"] == SPLIT and "life" in record
+
+
+def _seconds(record: Record) -> dict[Kind, float]:
+    return {kind: float(record.get(f"spent_{kind}_seconds", 0.0)) for kind in Kind}
+
+
+def _named(seconds: Seconds) -> JsonObject:
+    return {kind.value: spent for kind, spent in seconds.items()}
+
+
+def predicted(records: Iterable[Record]) -> float | None:
+    """The share of the time that a run has last predicted to keep; None where it chose nothing.
+
+    Of snapshots and checkpoints, each share is of what the other leaves.
+
+    >>> predicted([{"split": "intervals", "snapshot_predicted": 0.9},
+    ...            {"split": "intervals", "checkpoint_blocked_predicted": 0.5}])
+    0.45
+    """
+    last: dict[str, float] = {}
+    for record in records:
+        if record["split"] == INTERVALS:
+            last |= {key: value for key, value in record.items() if key.endswith("_predicted")}
+    return math.prod(last.values()) if last else None
+
+
+def table(found: Goodput) -> str:
+    """Lines of at most 80 columns: seconds and share of each kind that there was.
+
+    >>> print(table(Goodput((Life(1, 0.0, 0, 9, 9, {k: 0.0 for k in Kind} | {Kind.STEP: 8.0,
+    ...     Kind.IDLE: 2.0}),))))
+    time   10.0 s in 1 life; goodput 80.0%
+           step                      8.0 s   80.0%
+           idle                      2.0 s   20.0%
+    """
+    wall, count = found.wall_seconds, len(found.lives)
+    lives = "1 life" if count == 1 else f"{count} lives"
+    lost = f", {found.lost_steps} steps taken twice" if found.lost_steps else ""
+    head = f"time   {wall:,.1f} s in {lives}{lost}; goodput {found.goodput:.1%}"
+    rows = [
+        f"       {kind.replace('_', ' '):<18} {spent:>10,.1f} s {spent / wall:>7.1%}"
+        for kind, spent in found.seconds.items()
+        if spent >= 0.05
+    ]
+    return "\n".join([head, *rows])

@@ -1,0 +1,226 @@
+"""Digests of what replicas hold, by which a wrong bit is found and its device named.
+
+A device that computes or remembers wrongly raises nothing: training goes on, wrong. But replicas of
+the same shard must hold the same bits, so that a few words from each tell. Only what has replicas
+can be compared: a shard that one device alone holds cannot, and neither can what was already wrong
+when all devices summed it up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxdist.mesh import Device, entry_names
+from jaxdist.trees import flatten_with_names, leaf_bytes
+from jaxdist.types import Leaf, PyTree
+
+LANES = 2
+"""Words of a digest."""
+_LISTED = 3
+_GOLDEN = 0x9E3779B9
+"""2^32 over the golden ratio: neighbours' places lie far apart."""
+
+
+class Difference(NamedTuple):
+    """Replicas of one shard that are not equal.
+
+    Attributes:
+      leaf: its name in the tree.
+      holders: the devices that hold a replica of the shard.
+      odd: those of them that differ from a majority; () where no majority is equal.
+    """
+
+    leaf: str
+    holders: tuple[Device, ...]
+    odd: tuple[Device, ...]
+
+    def told(self, hosts: Mapping[int, str]) -> str:
+        """Which replicas differ, on one line.
+
+        Args:
+          hosts: names of those of the processes, by number.
+        """
+        if self.odd:
+            equal = len(self.holders) - len(self.odd)
+            verb = "differs" if len(self.odd) == 1 else "differ"
+            return f"{self.leaf}: {_listed(self.odd, hosts)} {verb} from {equal} equal replicas"
+        return (
+            f"{self.leaf}: the replicas on {_listed(self.holders, hosts)} differ, and as no "
+            f"majority of the {len(self.holders)} is equal, nobody can tell which is wrong"
+        )
+
+
+def _listed(devices: Sequence[Device], hosts: Mapping[int, str]) -> str:
+    names = [
+        f"device {device.id} (process {device.process_index} on {hosts[device.process_index]})"
+        for device in devices
+    ]
+    more = [f"{len(names) - _LISTED} more"] if len(names) > _LISTED else []
+    *first, last = [*names[:_LISTED], *more]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """How much of what a device holds can be compared.
+
+    Attributes:
+      held_bytes: of a device's shards of all leaves.
+      compared_bytes: of those that other devices hold too.
+    """
+
+    held_bytes: int
+    compared_bytes: int
+
+    @property
+    def share(self) -> float:
+        """0 to 1."""
+        return self.compared_bytes / self.held_bytes if self.held_bytes else 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Replicas:
+    """The replicas of a tree on a mesh.
+
+    Attributes:
+      shapes: `jax.ShapeDtypeStruct`s, each with a `NamedSharding` on `mesh`.
+    """
+
+    mesh: Mesh
+    shapes: PyTree
+
+    @cached_property
+    def digests(self) -> jax.stages.Wrapped:
+        """From the tree to the digest of each device's shard of each leaf.
+
+        uint32 `[*mesh, leaves, 2]`, equal on all devices; the tree is left as it is. Each device
+        reads its shards once and keeps no copy; then 8 bytes for each leaf and device go to all.
+        """
+        specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.shapes)
+        axes = self.mesh.axis_names
+
+        def own(tree: PyTree) -> jax.Array:
+            found = jnp.stack([digest(leaf) for leaf in jax.tree.leaves(tree)])
+            return found.reshape(*(1 for _ in axes), *found.shape)
+
+        mapped = jax.shard_map(
+            own, mesh=self.mesh, in_specs=(specs,), out_specs=PartitionSpec(*axes), check_vma=False
+        )
+        whole = jax.sharding.NamedSharding(self.mesh, PartitionSpec())
+        return jax.jit(mapped, out_shardings=whole)
+
+    @cached_property
+    def coverage(self) -> Coverage:
+        """What can be compared at all."""
+        held = [(leaf_bytes(_shard(leaf)), self._apart(leaf)) for leaf in self._leaves.values()]
+        return Coverage(sum(size for size, _ in held), sum(size for size, apart in held if apart))
+
+    def differences(self, digests: np.ndarray) -> tuple[Difference, ...]:
+        """The shards whose replicas differ.
+
+        Args:
+          digests: as `digests` gives them.
+        """
+        found: list[Difference] = []
+        for number, (name, leaf) in enumerate(self._leaves.items()):
+            apart = self._apart(leaf)
+            if not apart:
+                continue
+            holders = _rows(self.mesh.devices, apart)
+            values = _rows(_as_one(digests[..., number, :]), apart)
+            for row in np.flatnonzero((values != values[:, :1]).any(axis=1)):
+                found.append(_difference(name, holders[row], values[row]))
+        return tuple(found)
+
+    @cached_property
+    def _leaves(self) -> dict[str, Leaf]:
+        return dict(flatten_with_names(self.shapes))
+
+    def _apart(self, leaf: Leaf) -> tuple[int, ...]:
+        """Which dims of the mesh lead from one replica of a leaf's shard to another."""
+        split = {name for entry in leaf.sharding.spec for name in entry_names(entry)}
+        sizes = self.mesh.shape.items()
+        return tuple(at for at, (name, size) in enumerate(sizes) if size > 1 and name not in split)
+
+
+def digest(leaf: jax.Array) -> jax.Array:
+    """uint32 `[2]` of an array's bits; in whatever order devices sum, it is the same.
+
+    Sums modulo 2^32 over the array's words x_i of at most 32 bits: of x_i (2 i + 1), and of
+    h(x_i + g i), where h is one to one, scatters bits, and g is odd. The multipliers of the first
+    are odd and h is one to one, so that whatever changes in one word changes both sums. Changes of
+    several words could cancel out in the first; in the second with a probability of 2^-32.
+
+    >>> [int(word) for word in digest(jnp.array([1, 0, 2], jnp.int32))]
+    [11, 239823234]
+    """
+    words = _words(leaf)
+    place = _places(words.shape)
+    both = words * (2 * place + 1), _scattered(words + place * jnp.uint32(_GOLDEN))
+    zero = jnp.uint32(0)
+
+    # One reduction of both: XLA would write the words down to sum them twice.
+    def add(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> list[jax.Array]:
+        return [a + b for a, b in zip(one, other, strict=True)]
+
+    return jnp.stack(lax.reduce(both, (zero,) * LANES, add, tuple(range(words.ndim))))
+
+
+def _words(leaf: jax.Array) -> jax.Array:
+    """The bits of each element, uint32; elements of 64 bits are two words. A bool is its value."""
+    if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    if leaf.dtype == jnp.bool_:
+        return leaf.astype(jnp.uint32)
+    if jnp.issubdtype(leaf.dtype, jnp.complexfloating):
+        leaf = jnp.stack([leaf.real, leaf.imag])
+    bits = min(8 * leaf.dtype.itemsize, 32)
+    return lax.bitcast_convert_type(leaf, jnp.dtype(f"uint{bits}")).astype(jnp.uint32)
+
+
+def _places(shape: tuple[int, ...]) -> jax.Array:
+    """The number of each element, uint32; not of a flat copy, which some devices lay out anew."""
+    place = jnp.zeros(shape, jnp.uint32)
+    for dim in range(len(shape)):
+        stride = math.prod(shape[dim + 1 :]) % 2**32
+        place += lax.broadcasted_iota(jnp.uint32, shape, dim) * jnp.uint32(stride)
+    return place
+
+
+def _scattered(words: jax.Array) -> jax.Array:
+    """One to one: the finalizer of MurmurHash3 (Appleby)."""
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)
+
+
+def _shard(leaf: Leaf) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.sharding.shard_shape(leaf.shape), leaf.dtype)
+
+
+def _as_one(digests: np.ndarray) -> np.ndarray:
+    """Both lanes as one number, uint64."""
+    return digests[..., 0].astype(np.uint64) << np.uint64(32) | digests[..., 1]
+
+
+def _rows(values: np.ndarray, apart: tuple[int, ...]) -> np.ndarray:
+    """`[shards, replicas]` from an array of the mesh's shape."""
+    moved = np.moveaxis(values, apart, range(-len(apart), 0))
+    return moved.reshape(-1, math.prod(moved.shape[-len(apart) :]))
+
+
+def _difference(name: str, holders: np.ndarray, values: np.ndarray) -> Difference:
+    (common, count), *_ = Counter(values.tolist()).most_common(1)
+    odd = holders[values != common] if 2 * count > len(values) else ()
+    return Difference(name, tuple(holders), tuple(odd))

@@ -1,0 +1,351 @@
+"""Gradients whose bits do not depend on how many devices compute them (`parallel.deterministic`).
+
+A batch is V logical shards by index, V fixed by the config. A shard's gradients, sums and buffers
+are computed by one program of one shape wherever it lies, with a key of the shard's own index, and
+all of it is added up in the order of `jaxdist.parallel.strict.tree`: a device's part of the tree by
+the device, the rest of it where the sums of all devices arrive, each device adding its part of the
+elements. Only the order of additions is ours: what is sent is a reduce-scatter and an all-gather.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxdist.collectives.bucket import BUCKET_BYTES, plan_buckets
+from jaxdist.collectives.operations import XLA, all_gather, all_to_all
+from jaxdist.models.loss import Batch, Sums
+from jaxdist.optim.owners import Owner
+from jaxdist.optim.safety import all_finite, global_norm, total_square
+from jaxdist.parallel.compiler import PASSES, Options
+from jaxdist.parallel.contract import Compute, Given, Gradients, Held, Surroundings
+from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit, over
+from jaxdist.parallel.exchange.scatter import Scatter
+from jaxdist.parallel.strict.pieces import in_pieces
+from jaxdist.parallel.strict.tree import Local, Order, add_blocks, settled, turns
+from jaxdist.parallel.unshard import on_blocks
+from jaxdist.parallel.wire import Wire
+from jaxdist.parallel.zero import Zero
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Buffers, Grads, Params, PyTree
+
+ON_CPU: Options = {PASSES: "cse_barrier_expander", "xla_cpu_multi_thread_eigen": False}
+"""Barriers stay; and the order in which a product is added up does not depend on threads."""
+
+
+@dataclass(frozen=True)
+class Strict(Explicit):
+    """The mean of logical shards' gradients, in one order.
+
+    Attributes:
+      order: of the shards.
+    """
+
+    order: Order = field(kw_only=True)
+
+    def options(self, platform: str) -> Options:
+        return ON_CPU if platform == "cpu" else {}
+
+    @property
+    def devices(self) -> int:
+        """Along the axes of the batch."""
+        return math.prod(self.mesh.shape[axis] for axis in self.axes)
+
+    @property
+    def local(self) -> Local:
+        """What each device has of the order."""
+        return self.order.on(self.devices)
+
+    def explain(self) -> str:
+        """What each device does for it, a line."""
+        local, shards = self.local, self.order.shards
+        return (
+            f"strict: {shards} logical shards, {local.shards} on each device, which holds "
+            f"{local.held} gradients at most and sends {local.blocks}; the same bits on any number "
+            f"of devices along data that divides {shards}"
+        )
+
+    @property
+    def _alone(self) -> bool:
+        """Whether a logical shard is computed by one device."""
+        return self.devices == self.mesh.size
+
+    def gradients(
+        self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
+    ) -> tuple[Gradients, Any]:
+        found = self._blocks(compute, held, batch, key)
+        specs = self.specs if self.zero is None else self.zero.specs(self.specs)
+        total = self._on_all_axes(self._sum, found.grads, specs)
+        # What follows must not be compiled into what comes before, which is not the same on every
+        # number of devices: on one of them a weight may be a constant.
+        total, weight = lax.optimization_barrier((total, found.sums["loss"].weight))
+        mean = over(weight, total)
+        mean = mean if self.zero is None else self.zero.cut(mean)
+        return found._replace(grads=lax.optimization_barrier(mean)), state
+
+    def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:
+        def run(params: Params, buffers: Buffers, batch: PyTree) -> Sums:
+            rows = self._rows(batch)
+
+            def one(number: jax.Array) -> Sums:
+                given = (params, buffers, _take(rows, number))
+                return compute.sums(*settled(given, flat=self._alone))
+
+            return self._everywhere(add_blocks(one, self.local, flat=self._alone))
+
+        found = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            axis_names=set(self.axes),
+            in_specs=(EVERYWHERE, EVERYWHERE, PartitionSpec(self.axes)),
+            out_specs=EVERYWHERE,
+            check_vma=False,
+        )
+        return found(params, buffers, batch)
+
+    def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
+        grads, params = super().shares(grads, params)
+        if self.zero is not None:
+            # What is skipped for one piece must be for all: see `apply`.
+            fine = all_finite(grads)
+            grads = jax.tree.map(lambda g: jnp.where(fine, g, jnp.nan), grads)
+        return lax.optimization_barrier((grads, params))
+
+    def publish(self, params: Params, into: Params) -> PyTree:
+        params = lax.optimization_barrier(params)
+        if self.zero is None or self.zero.stage == 3:
+            return params
+        settings = {"mesh": self.mesh, "axes": self.axes, "scanned": self.scanned}
+        return Scatter(self.whole, self.zero, algorithm=XLA, **settings).publish(params, into)
+
+    def apply(
+        self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
+    ) -> tuple[Any, ...]:
+        """With ZeRO in the pieces that all numbers of devices have in common."""
+        zero = self.zero
+        if zero is None:
+            return super().apply(function, given, rest)
+        shares = {name: s.spec for name, s in flatten_with_names(self.placements.shares)}
+        owners = [jax.tree.structure(tree).flatten_up_to(owned) for tree, owned in given]
+        places = [[o and o.place_of(zero.dims[o.name]) for o in of] for of in owners]
+        specs = [
+            jax.tree.map(lambda _, o: o.spec(shares[o.name]) if o else EVERYWHERE, *of)
+            for of in given
+        ]
+
+        def run(trees: list[PyTree], rest: tuple[Any, ...]) -> tuple[Any, ...]:
+            return in_pieces(function, self.local.shards, trees, places, rest)
+
+        filled = [_owned(zero.fill_one, *of) for of in given]
+        count = len(jax.eval_shape(function, *(tree for tree, _ in given), *rest))
+        found = jax.shard_map(
+            run,
+            mesh=self.mesh,
+            in_specs=(specs, EVERYWHERE),
+            out_specs=tuple(specs[-count:]),
+            check_vma=False,
+        )(filled, rest)
+        last = [owned for _, owned in given[-count:]]
+        cut = tuple(_owned(zero.cut_one, *of) for of in zip(found, last, strict=True))
+        return lax.optimization_barrier(cut)
+
+    def norm(self, grads: Grads) -> jax.Array:
+        """Of shards, the sums of V pieces along the split dim are added in the order."""
+        if self.zero is None:
+            return global_norm(grads)
+        total = self._on_all_axes(self._square, self.zero.filled(grads), EVERYWHERE, stacked=False)
+        return jnp.sqrt(total)
+
+    def _blocks(self, compute: Compute, held: Held, batch: Batch, key: jax.Array) -> Gradients:
+        """Each device's own sums of gradients, stacked over `axes`; sums of all, buffers' means."""
+
+        def run(stored: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
+            rows, first = self._rows(batch), lax.axis_index(self.axes) * self.local.shards
+            given = held._replace(params=self._entered(stored), stored=(), buffers=buffers)
+
+            def one(number: jax.Array) -> Gradients:
+                own = jax.random.fold_in(key, first + number)
+                ready, mine = settled((given, _take(rows, number)), flat=self._alone)
+                return _wide(compute.gradients(ready, mine, own, Surroundings()))
+
+            found = add_blocks(one, self.local, flat=self._alone)
+            sums, total = self._everywhere((found.sums, found.buffers))
+            means = jax.tree.map(self._mean_like, total, buffers)
+            return Gradients(found.grads, sums, means)
+
+        split = self.zero is not None and self.zero.stage == 3
+        params = jax.tree.map(lambda _: EVERYWHERE, held.stored)
+        return jax.shard_map(
+            run,
+            mesh=self.mesh,
+            axis_names=set(self.axes),
+            in_specs=(
+                self.zero.specs(params) if split and self.zero else EVERYWHERE,
+                EVERYWHERE,
+                PartitionSpec(self.axes),
+                EVERYWHERE,
+            ),
+            out_specs=Gradients(PartitionSpec(self.axes), EVERYWHERE, EVERYWHERE),  # pyright: ignore[reportArgumentType]
+            check_vma=False,
+        )(held.stored, held.buffers, batch, key)
+
+    def _rows(self, batch: PyTree) -> PyTree:
+        """A device's rows `[B, ...]` as those of its shards, `[shards, B / shards, ...]`."""
+        return jax.tree.map(lambda x: x.reshape(self.local.shards, -1, *x.shape[1:]), batch)
+
+    def _entered(self, stored: Params) -> PyTree:
+        """Whole parameters: those of stage 3 are gathered once, at the beginning of a step."""
+        zero = self.zero
+        if zero is None or zero.stage < 3:
+            return stored
+        leaves, structure = jax.tree.flatten(stored)
+        lengths, specs = zero.lengths_of(stored), jax.tree.leaves(self.specs)
+        split = {i: dim for i, dim in enumerate(zero.dims_of(stored)) if dim is not None}
+        mine = [*split]
+        gather = partial(
+            Wire(zero.axes, XLA).gather,
+            dims=[*split.values()],
+            lengths=[lengths[i] for i in mine],
+        )
+        wholes = on_blocks(gather, [specs[i] for i in mine])([leaves[i] for i in mine])
+        for i, leaf in zip(mine, wholes, strict=True):
+            leaves[i] = leaf
+        return structure.unflatten(leaves)
+
+    def _everywhere(self, blocks: PyTree) -> PyTree:
+        """The sums of all shards from each device's blocks, few and small; of integers the last."""
+
+        def total(flat: jax.Array) -> jax.Array:
+            return self.order.add(lax.optimization_barrier(all_gather(flat, self.axes)))
+
+        leaves, structure = jax.tree.flatten(blocks)
+        floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        found = [x[-1] for x in leaves]
+        sums = _in_buckets(total, [leaves[i] for i in floating])
+        for i, leaf in zip(floating, sums, strict=True):
+            found[i] = leaf
+        return structure.unflatten(found)
+
+    def _mean_like(self, total: jax.Array, like: jax.Array) -> jax.Array:
+        floating = jnp.issubdtype(like.dtype, jnp.inexact)
+        return (total / self.order.shards).astype(like.dtype) if floating else total
+
+    def _on_all_axes(
+        self,
+        function: Callable[[PyTree], PyTree],
+        tree: PyTree,
+        out: PyTree,
+        *,
+        stacked: bool = True,
+    ) -> PyTree:
+        """`function` of each device's own blocks, or of its shards, manual on all axes."""
+        if stacked:
+            specs = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
+        else:
+            assert self.zero is not None
+            specs = self.zero.specs(self.specs)
+        run = jax.shard_map(
+            function, mesh=self.mesh, in_specs=(specs,), out_specs=out, check_vma=False
+        )
+        return run(tree)
+
+    def _sum(self, blocks: Grads) -> PyTree:
+        """Sums of all shards: with ZeRO this device's part of what is split, else whole."""
+        leaves, structure = jax.tree.flatten(blocks)
+        dims = _dims(self.zero, blocks)
+        whole = [i for i, dim in enumerate(dims) if dim is None]
+        split = [i for i, dim in enumerate(dims) if dim is not None]
+        cut = [self._cut(leaves[i], dims[i]) for i in split]
+        totals = _in_buckets(self._total, [leaves[i] for i in whole])
+        parts = _in_buckets(self._part, cut, lead=2)
+        for i, leaf in zip([*whole, *split], [*totals, *parts], strict=True):
+            leaves[i] = leaf
+        return structure.unflatten(leaves)
+
+    def _cut(self, blocks: jax.Array, dim: int | None) -> jax.Array:
+        """`[blocks, ...]` as `[devices, blocks, ...]`, each device's part of dim; zeros fill it up.
+
+        To a multiple of all shards, as `plan_zero` does it for them.
+        """
+        assert dim is not None
+        rows = jnp.moveaxis(blocks, dim + 1, 1)
+        filled = [(0, 0), (0, -rows.shape[1] % self.order.shards)]
+        rows = jnp.pad(rows, filled + [(0, 0)] * (rows.ndim - 2))
+        parts = rows.reshape(len(rows), self.devices, -1, *rows.shape[2:])
+        return jnp.moveaxis(jnp.moveaxis(parts, 1, 0), 2, dim + 2)
+
+    def _total(self, flat: jax.Array) -> jax.Array:
+        """`[blocks, n]` of each device to the sum `[n]` on all."""
+        size = flat.shape[1]
+        flat = jnp.pad(flat, [(0, 0), (0, -size % self.devices)])
+        parts = jnp.moveaxis(flat.reshape(len(flat), self.devices, -1), 1, 0)
+        return all_gather(self._part(parts), self.axes, size=size)
+
+    def _part(self, parts: jax.Array) -> jax.Array:
+        """`[devices, blocks, n]`, to each device its own, to the sum `[n]` of this one's."""
+        arrived = all_to_all(parts, self.axes)
+        return self.order.add(arrived.reshape(-1, parts.shape[-1]))
+
+    def _square(self, shards: Grads) -> jax.Array:
+        """The sum of squares over all devices' shards, and over what is whole on each."""
+        leaves, dims, count = jax.tree.leaves(shards), _dims(self.zero, shards), self.local.shards
+        pieces = [
+            (rows := jnp.moveaxis(x, dim, 0)).reshape(count, -1, *rows.shape[1:])
+            for x, dim in zip(leaves, dims, strict=True)
+            if dim is not None
+        ]
+
+        def turn(number: jax.Array, squares: jax.Array) -> jax.Array:
+            piece = settled(_take(pieces, number))
+            return squares.at[number].set(total_square(piece, []))
+
+        squares = turns(count, turn, jnp.zeros(count, jnp.float32))
+        rest = [x for x, dim in zip(leaves, dims, strict=True) if dim is None]
+        total = self.order.add(all_gather(squares, self.axes))
+        return lax.optimization_barrier(total) + total_square(rest, [])
+
+
+def _owned(change: Callable[[Any, Owner], Any], tree: PyTree, owners: PyTree) -> PyTree:
+    return jax.tree.map(lambda x, owner: change(x, owner) if owner else x, tree, owners)
+
+
+def _dims(zero: Zero | None, tree: PyTree) -> list[int | None]:
+    return [None] * len(jax.tree.leaves(tree)) if zero is None else zero.dims_of(tree)
+
+
+def _take(tree: PyTree, number: jax.Array) -> PyTree:
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tree)
+
+
+def _wide(tree: PyTree) -> PyTree:
+    """What is added up over shards would not bear narrow sums."""
+
+    def wide(x: jax.Array) -> jax.Array:
+        floating = jnp.issubdtype(x.dtype, jnp.inexact)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if floating else x
+
+    return jax.tree.map(wide, tree)
+
+
+def _in_buckets(
+    function: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array], *, lead: int = 1
+) -> list[jax.Array]:
+    """`function` of leaves end to end, `[*lead, n]` to `[n]`: few messages in place of many."""
+    flat = [x.reshape(*x.shape[:lead], -1) for x in leaves]
+    found: dict[int, jax.Array] = {}
+    for bucket in plan_buckets(flat, BUCKET_BYTES):
+        result = function(jnp.concatenate([flat[i] for i in bucket], axis=-1))
+        begin = 0
+        for i in bucket:
+            end = begin + flat[i].shape[-1]
+            found[i] = result[begin:end].reshape(leaves[i].shape[lead:])
+            begin = end
+    return [found[i] for i in range(len(leaves))]

@@ -1,0 +1,155 @@
+"""What cannot keep its bits on another number of devices is refused, with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import Mesh
+
+from jaxdist.errors import ConfigError
+from jaxdist.mesh import describe
+from jaxdist.models.functional import Functional, batch_norms
+from jaxdist.types import Params
+
+OTHER_AXES = ("tensor",)
+"""Beside data, those whose sums were seen to keep their order: XLA places them in one process."""
+CROSSING = frozenset(
+    [
+        "sort",
+        "cumsum",
+        "cumprod",
+        "cummax",
+        "cummin",
+        "cumlogsumexp",
+        "rev",
+        "dot_general",
+        "iota",
+        "random_bits",
+        "random_wrap",
+        "threefry2x32",
+        "fft",
+        "transpose",
+        "gather",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "top_k",
+        "triangular_solve",
+        "cholesky",
+        "householder_product",
+    ]
+)
+"""Primitives that keep a shape and yet mix elements, or depend on where they lie."""
+
+
+def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
+    """The shards must divide over the devices that split the batch, and others be near.
+
+    Raises:
+      ConfigError: they do not; an axis beside data that is not known to keep bits, or that crosses
+        processes.
+    """
+    sizes = dict(mesh.shape)
+    count = 1
+    for axis in batch_axes:
+        count *= sizes[axis]
+    if shards % count:
+        fitting = shards // count * count
+        near = " or ".join(str(n) for n in (fitting, fitting + count) if n)
+        raise ConfigError(
+            f"{shards} logical shards do not divide over {count} devices along data, each of which "
+            f"computes as many of them; use {near}, or a size of mesh.data that divides {shards}",
+            setting=("deterministic", "shards"),
+        )
+    others = [axis for axis, size in sizes.items() if axis not in batch_axes and size > 1]
+    for axis in others:
+        if not axis.startswith(OTHER_AXES):
+            raise ConfigError(
+                f"strict with mesh {describe(sizes)}: what a logical shard computes is split over "
+                f"{axis}, and whether its bits stay is not known; keep data and tensor alone",
+                setting=("deterministic",),
+            )
+    places = [mesh.axis_names.index(axis) for axis in batch_axes]
+    by_shard = mesh.devices.transpose(
+        *places, *(i for i in range(mesh.devices.ndim) if i not in places)
+    ).reshape(count, -1)
+    if any(len({device.process_index for device in row}) > 1 for row in by_shard):
+        raise ConfigError(
+            f"strict with mesh {describe(sizes)}: devices along {', '.join(others)} lie on several "
+            "processes, which add up partial sums in another order than one process does; put "
+            "data first in mesh, and as many devices on a process as those axes have",
+            setting=("deterministic",),
+        )
+
+
+def check_statistics(model: Functional, *, local: bool) -> None:
+    """Batch norms must keep to logical shards.
+
+    Raises:
+      ConfigError: they average over the whole batch.
+    """
+    if local:
+        return
+    with nnx.use_eager_sharding(False):
+        module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
+    if batch_norms(module):
+        raise ConfigError(
+            "strict with parallel.batch_norm global: a BatchNorm over all rows of a batch ties its "
+            "logical shards together, each of which is computed by itself; set "
+            "parallel.batch_norm: local (statistics by logical shard, running ones their mean)",
+            setting=("batch_norm",),
+        )
+
+
+def check_update(transform: optax.GradientTransformationExtraArgs, params: Params) -> None:
+    """With ZeRO, an update must go element by element: it is done in pieces, in no other order.
+
+    Nothing is computed: the traced update is read. That all elements are finite may be asked.
+
+    Raises:
+      ConfigError: it adds up elements, mixes them, or draws at random.
+    """
+    number = jax.ShapeDtypeStruct((), jnp.float32)
+    state = jax.eval_shape(transform.init, params)
+
+    def update(grads: Params, state: Any, params: Params, norm: jax.Array, loss: jax.Array) -> Any:
+        return transform.update(grads, state, params, grad_norm=norm, value=loss)
+
+    traced = jax.make_jaxpr(update)(params, state, params, number, number)
+    found = next(_crossing(traced.jaxpr), None)
+    if found is not None:
+        raise ConfigError(
+            f"strict with parallel.zero: the update has {found}, which goes over elements that lie "
+            "on several devices, in an order of their number; take an update of each element by "
+            "itself (adamw, sgd; clip_norm and skip_nonfinite are fine), or parallel.zero.stage: 0"
+        )
+
+
+def _crossing(jaxpr: Any) -> Iterator[str]:
+    """Primitives that are not done element by element."""
+    for equation in jaxpr.eqns:
+        inner = [x for value in equation.params.values() for x in _jaxprs(value)]
+        if inner:
+            for sub in inner:
+                yield from _crossing(sub)
+            continue
+        name = equation.primitive.name
+        shapes = [
+            {v.aval.shape for v in variables if getattr(v.aval, "shape", ())}
+            for variables in (equation.invars, equation.outvars)
+        ]
+        # A number from many, but for one that does not depend on their order.
+        fewer = shapes[0] and shapes[0] != shapes[1] and name != "reduce_and"
+        if len(shapes[0] | shapes[1]) > 1 or fewer or (name in CROSSING and any(shapes)):
+            yield name
+
+
+def _jaxprs(value: Any) -> Iterator[Any]:
+    for one in value if isinstance(value, tuple | list) else (value,):
+        found = getattr(one, "jaxpr", one)
+        if hasattr(found, "eqns"):
+            yield found

@@ -1,0 +1,88 @@
+"""Updates of shards in pieces of one shape, so that they are the same code on every device count.
+
+XLA:CPU contracts a product and a sum into one rounding or not as it sees fit for a loop, and a loop
+over a shard of another length is another loop. So shards are updated in the pieces that all
+device counts have in common, one turn each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.parallel.strict.tree import settled, turns
+from jaxdist.types import PyTree
+
+Places = Sequence[int | None]
+"""Which dim of each leaf is cut; None is of a leaf that all pieces share."""
+
+
+def in_pieces(
+    function: Callable[..., tuple[Any, ...]],
+    count: int,
+    trees: Sequence[PyTree],
+    places: Sequence[Places],
+    rest: tuple[Any, ...],
+) -> tuple[Any, ...]:
+    """`function` of trees, `count` equal pieces of what has a place one after another.
+
+    Args:
+      function: of the trees and of `rest`, element by element; it gives new ones in place of the
+        last of the trees.
+      trees: of this device.
+      places: of the leaves of each tree.
+    """
+
+    def run(number: jax.Array) -> tuple[Any, ...]:
+        cut = [_map(_cut(number, count), *pair) for pair in zip(trees, places, strict=True)]
+        pieces, more = settled((cut, rest))
+        return settled(function(*pieces, *more))
+
+    shapes = jax.eval_shape(run, jnp.int32(0))
+    mine = places[len(places) - len(shapes) :]
+
+    def turn(number: jax.Array, done: tuple[Any, ...]) -> tuple[Any, ...]:
+        found = run(number)
+        return tuple(_map(_put(number), *of) for of in zip(done, mine, found, strict=True))
+
+    begun = tuple(_map(_room(count), *pair) for pair in zip(shapes, mine, strict=True))
+    return turns(count, turn, begun)
+
+
+def _map(function: Callable[..., Any], tree: PyTree, places: Places, *more: PyTree) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)
+    rest = [jax.tree.leaves(other) for other in more]
+    return structure.unflatten([function(*of) for of in zip(leaves, places, *rest, strict=True)])
+
+
+def _cut(number: jax.Array, count: int) -> Callable[[jax.Array, int | None], jax.Array]:
+    def cut(leaf: jax.Array, place: int | None) -> jax.Array:
+        if place is None:
+            return leaf
+        size = leaf.shape[place] // count
+        return lax.dynamic_slice_in_dim(leaf, number * size, size, place)
+
+    return cut
+
+
+def _put(number: jax.Array) -> Callable[[jax.Array, int | None, jax.Array], jax.Array]:
+    def put(done: jax.Array, place: int | None, piece: jax.Array) -> jax.Array:
+        if place is None:
+            return piece
+        return lax.dynamic_update_slice_in_dim(done, piece, number * piece.shape[place], place)
+
+    return put
+
+
+def _room(count: int) -> Callable[[jax.ShapeDtypeStruct, int | None], jax.Array]:
+    def room(piece: jax.ShapeDtypeStruct, place: int | None) -> jax.Array:
+        shape = list(piece.shape)
+        if place is not None:
+            shape[place] *= count
+        return jnp.zeros(shape, piece.dtype)
+
+    return room

@@ -1,0 +1,223 @@
+"""A client's side of the wire: sessions that are opened again, messages until they are answered."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxdist.param_server.protocol import client as protocol
+from jaxdist.param_server.protocol.client import ClientState
+from jaxdist.param_server.protocol.messages import Message, Refuse, Reply
+from jaxdist.param_server.wire.contract import (
+    NO_SEQUENCE,
+    Envelope,
+    Op,
+    Session,
+    Wire,
+    WireError,
+)
+from jaxdist.param_server.wire.messages import of_message, to_reply
+
+AWAY_SECONDS = 0.05
+"""Between two attempts to reach a server."""
+
+
+class Link:
+    """What a client knows of one server. All is used with the lock of its `Exchange` held.
+
+    Args:
+      server: its number, which is the shard's.
+      name: of whom the wire leads to.
+
+    Attributes:
+      state: of the protocol, as the client has it by now.
+      copy: the newest parameters that came; the owner's to set.
+      payloads: of pushes that are not settled, by sequence; the owner's to set.
+      welcome: does the server know whose session this is?
+      late: whom the server waits for, as it said when it was asked.
+      idle: there is nobody to speak for, and no session.
+    """
+
+    def __init__(self, server: int, wire: Wire, state: ClientState, name: str) -> None:
+        self.server, self.wire, self.state, self.name = server, wire, state, name
+        self.copy: np.ndarray | None = None
+        self.payloads: dict[int, np.ndarray] = {}
+        self.welcome, self.late, self.idle = False, "", False
+        self.session: Session | None = None
+        self._over = threading.Event()
+        self._asked: dict[int, float] = {}
+        self._greeted = 0.0
+
+    def send(self, message: Message) -> None:
+        """Send a message, with its payload; once there is a session, where there is none."""
+        sequence = message.stamp.sequence
+        self._asked[sequence] = time.monotonic()
+        if self.session is not None and self.welcome:
+            payload = self.payloads.get(sequence)
+            self.session.send(of_message(message, self.server, payload))
+
+    def ask_late(self) -> None:
+        """Ask whom the server waits for."""
+        if self.session is not None and self.welcome:
+            self.session.send(self._envelope(Op.LATE))
+
+    def again(self, before: float) -> None:
+        """Send again what was sent before this time, and has no answer."""
+        if not self.welcome:
+            if self.session is not None and self._greeted <= before:
+                self._greet(self.session)
+            return
+        under_way = protocol.retries(self.state)
+        kept = {message.stamp.sequence for message in under_way}
+        self._asked = {number: at for number, at in self._asked.items() if number in kept}
+        for message in under_way:
+            if self._asked[message.stamp.sequence] <= before:
+                self.send(message)
+
+    def welcomed(self) -> None:
+        """The server knows whose session this is: all that is under way goes there again."""
+        self.welcome = True
+        for message in protocol.retries(self.state):
+            self.send(message)
+
+    def opened(self, session: Session, over: threading.Event) -> None:
+        """A session is there."""
+        self.session, self._over = session, over
+        self._greet(session)
+
+    def ended(self, over: threading.Event) -> Session | None:
+        """The session that `over` is of has ended, or ends; what is left of it to close."""
+        over.set()
+        if over is not self._over:
+            return None
+        session, self.session, self.welcome = self.session, None, False
+        return session
+
+    def begin(self, state: ClientState) -> Session | None:
+        """As another client, which keeps nothing of this one's; the session to close."""
+        self.state, self.copy, self.late = state, None, ""
+        self.payloads, self._asked = {}, {}
+        return self.ended(self._over)
+
+    def _greet(self, session: Session) -> None:
+        self._greeted = time.monotonic()
+        session.send(self._envelope(Op.HELLO))
+
+    def _envelope(self, op: Op) -> Envelope:
+        return Envelope(op, self.state.epoch, self.state.client, tensor=self.server)
+
+
+class Exchange:
+    """The sessions behind a client's links, kept open by a thread.
+
+    Args:
+      lock: the owner's; all that is called back is called with it held.
+      retry_seconds: for an answer, before a message is sent again.
+      heard: called with each reply of the protocol, and its payload.
+      failed: called with why nothing goes on: a server refused something.
+
+    Attributes:
+      changed: notified after all that was heard.
+    """
+
+    def __init__(
+        self,
+        links: Sequence[Link],
+        lock: threading.RLock,
+        *,
+        retry_seconds: float,
+        heard: Callable[[Link, Reply, np.ndarray | None], None],
+        failed: Callable[[str], None],
+    ) -> None:
+        self.links, self._retry_seconds = tuple(links), retry_seconds
+        self._heard, self._failed = heard, failed
+        self.changed, self._lost = threading.Condition(lock), threading.Condition(lock)
+        self._left: list[Session] = []
+        self._closed = False
+        self._keeper = threading.Thread(target=self._keep, name="sessions", daemon=True)
+        self._keeper.start()
+
+    def close(self) -> None:
+        """End all sessions; not with the lock held."""
+        with self._lost:
+            self._closed = True
+            self._lost.notify_all()
+        self._keeper.join()
+        for session in (*self._left, *(link.session for link in self.links)):
+            if session is not None:
+                session.close()
+
+    def begin(self, link: Link, state: ClientState) -> None:
+        """Speak for another client, once the link is not idle; the lock is held."""
+        session = link.begin(state)
+        if session is not None:
+            self._left.append(session)  # closed by the thread: its end may wait for the lock
+        self._lost.notify_all()
+
+    def wake(self) -> None:
+        """A link is not idle any more; the lock is held."""
+        self._lost.notify_all()
+
+    def _hear(self, link: Link, over: threading.Event, envelope: Envelope) -> None:
+        with self.changed:
+            if not over.is_set():
+                self._take(link, envelope)
+            self.changed.notify_all()
+
+    def _take(self, link: Link, envelope: Envelope) -> None:
+        if envelope.client != link.state.client:
+            if envelope.op is Op.REFUSE:
+                self._failed(f"{link.name} refused it: {envelope.text}")
+        elif envelope.op is Op.WELCOME:
+            link.welcomed()
+        elif envelope.op is Op.WAITING:
+            link.late = envelope.text
+        else:
+            reply = to_reply(envelope)
+            if not isinstance(reply, Refuse):
+                self._heard(link, reply, envelope.payload)
+            elif reply.sequence == NO_SEQUENCE or reply.sequence in link.state.under_way:
+                self._failed(f"{link.name} refused a message: {reply.reason}")
+
+    def _keep(self) -> None:
+        """Opens sessions that ended, and sends again what had no answer for too long."""
+        while True:
+            with self._lost:
+                if self._closed:
+                    return
+                before = time.monotonic() - self._retry_seconds
+                for link in self.links:
+                    link.again(before)
+                away = [link for link in self.links if link.session is None and not link.idle]
+                if not away and not self._left:
+                    self._lost.wait(self._retry_seconds / 4)
+                left, self._left = self._left, []
+            for session in left:
+                session.close()
+            for link in away:
+                self._open(link)
+                time.sleep(AWAY_SECONDS)
+
+    def _open(self, link: Link) -> None:
+        over = threading.Event()
+
+        def ended(reason: str) -> None:
+            with self.changed:
+                link.ended(over)
+                if "UNAUTHENTICATED" in reason:
+                    self._failed(f"{link.name} does not let it in: {reason}")
+                self.changed.notify_all()
+                self._lost.notify_all()
+
+        try:
+            session = link.wire.open(lambda envelope: self._hear(link, over, envelope), ended)
+        except WireError:
+            return
+        with self.changed:
+            if link.idle:
+                self._left.append(session)
+            elif not over.is_set():
+                link.opened(session, over)

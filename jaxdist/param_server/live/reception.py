@@ -1,0 +1,238 @@
+"""A server's side of the wire: who has which session, and what was pushed until it is settled."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jaxdist.param_server.live.codes import Codes
+from jaxdist.param_server.protocol.messages import Message, Push, Refuse, Reply
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.wire.contract import (
+    NO_SEQUENCE,
+    OF_WORKERS,
+    Envelope,
+    Op,
+    Peer,
+    Spec,
+)
+from jaxdist.param_server.wire.frames import FrameError, spec_for, text_payload
+from jaxdist.param_server.wire.messages import of_reply, to_message
+
+MOST_REASONS = 64
+WAITING_BYTES = 256 * 2**20
+"""What a client may have waiting here, or four of its pushes where that is more."""
+
+
+@dataclass
+class Counters:
+    """What a server has done so far.
+
+    Attributes:
+      dropped: changes that were not applied, by reason.
+      refused: messages that changed nothing, by reason.
+      received_bytes, sent_bytes: of payloads.
+      busy_seconds: spent on messages and updates, of all that passed.
+    """
+
+    applied: int = 0
+    dropped: Counter[str] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
+    received_bytes: int = 0
+    sent_bytes: int = 0
+    busy_seconds: float = 0.0
+
+    @staticmethod
+    def count(counter: Counter[str], reason: str) -> None:
+        """One more for a reason, whatever its numbers; what a peer can say is no end of reasons."""
+        kind = re.sub(r"-?\d+", "n", reason.split(":")[0])[:80]
+        counter[kind if kind in counter or len(counter) < MOST_REASONS else "other"] += 1
+
+
+class Reception(ABC):
+    """A `jaxdist.param_server.wire.contract.Service` in front of one range.
+
+    It knows sessions and payloads; who extends it says what the range makes of a message.
+
+    Args:
+      spec: of the shard.
+      codes: how pushes are written; None: as they are.
+    """
+
+    def __init__(self, spec: Spec, codes: Codes | None) -> None:
+        self.counters = Counters()
+        self._spec, self._codes, self._push_spec = spec, codes, codes.spec if codes else spec
+        self._payloads: dict[tuple[int, int], np.ndarray] = {}
+        self._waiting: Counter[int] = Counter()
+        self._admitted: set[int] = set()
+        self._peers: dict[int, Peer] = {}
+        self._clients: dict[Peer, int] = {}
+        self._begun = time.monotonic()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+
+    @property
+    @abstractmethod
+    def _range(self) -> RangeState:
+        """Of the protocol, as it is now."""
+
+    @abstractmethod
+    def _join(self, client: int) -> None:
+        """A new member; the lock is held here and below."""
+
+    @abstractmethod
+    def _message(self, message: Message) -> None:
+        """A member's message; the payload of a push that is not known yet is kept."""
+
+    @abstractmethod
+    def _late(self) -> str:
+        """Whom clients wait for."""
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.monotonic() - self._begun
+
+    def admit(self, client: int) -> None:
+        """Let this number, which nobody had, join by itself; no other can."""
+        with self._changed:
+            self._admitted.add(client)
+
+    def spec(self, envelope: Envelope) -> Spec | None:
+        """What a worker may send, of those it has not yet too much of waiting here."""
+        if envelope.op not in OF_WORKERS:
+            raise FrameError(f"{envelope.op.name} is not a worker's to send", envelope)
+        if envelope.tensor != self._spec.tensor:
+            raise FrameError(
+                f"tensor {envelope.tensor} is not here: this is {self._spec.tensor}", envelope
+            )
+        if envelope.op is Op.PUSH:
+            self._check_push(envelope)
+        return spec_for(envelope, self._push_spec, self._spec)
+
+    def _check_push(self, envelope: Envelope) -> None:
+        with self._changed:
+            state, waiting = self._range, self._waiting[envelope.client]
+        if envelope.epoch != state.epoch:
+            raise FrameError(
+                f"epoch {envelope.epoch} is not the range's, {state.epoch}: ask for the placement",
+                envelope,
+            )
+        if envelope.client not in state.clocks.clocks:
+            raise FrameError(f"client {envelope.client} is not a member: join first", envelope)
+        size = self._spec.size_bytes
+        if waiting * size > max(WAITING_BYTES, 4 * size):
+            raise FrameError(f"{waiting} pushes of client {envelope.client} wait already", envelope)
+
+    def receive(self, peer: Peer, envelope: Envelope) -> None:
+        begun = time.perf_counter()
+        size = 0 if envelope.payload is None else envelope.payload.nbytes
+        if self._codes is not None and envelope.payload is not None:
+            change = self._codes.decode(envelope.payload, envelope.client, envelope.sequence)
+            envelope = replace(envelope, payload=change)
+        finite = envelope.payload is None or is_finite(envelope.payload)
+        with self._changed:
+            self.counters.received_bytes += size
+            self._received(peer, envelope, finite)
+            self.counters.busy_seconds += time.perf_counter() - begun
+            self._changed.notify_all()
+
+    def _received(self, peer: Peer, envelope: Envelope, finite: bool) -> None:
+        if envelope.op is Op.HELLO:
+            self._hello(peer, envelope)
+        elif self._clients.get(peer) != envelope.client:
+            self._refuse(peer, envelope, f"this session is not client {envelope.client}'s")
+        elif envelope.op is Op.LATE:
+            peer.say(replace(envelope, op=Op.WAITING, payload=text_payload(self._late())))
+        else:
+            message = to_message(envelope)
+            if isinstance(message, Push) and not finite:
+                message = replace(message, usable=False)
+            self._keep(envelope)
+            self._message(message)
+
+    def _hello(self, peer: Peer, envelope: Envelope) -> None:
+        client = envelope.client
+        if envelope.epoch != self._range.epoch:
+            reason = f"epoch {envelope.epoch} is not the range's, {self._range.epoch}"
+            return self._refuse(peer, envelope, reason)
+        if client in self._admitted and client not in self._range.inboxes:
+            self._join(client)
+        elif client not in self._range.inboxes:
+            reason = f"client {client} is not expected: the supervisor gives out numbers"
+            return self._refuse(peer, envelope, reason)
+        elif client not in self._range.clocks.clocks:
+            reason = f"client {client} has left: take a number that nobody had"
+            return self._refuse(peer, envelope, reason)
+        before = self._peers.get(client)
+        if before is not None and before is not peer:
+            self._clients.pop(before, None)
+            before.close()
+        self._peers[client], self._clients[peer] = peer, client
+        return peer.say(Envelope(Op.WELCOME, self._range.epoch, client, tensor=self._spec.tensor))
+
+    def _keep(self, envelope: Envelope) -> None:
+        """The payload of a push that is not known yet."""
+        key = envelope.client, envelope.sequence
+        inbox = self._range.inboxes.get(envelope.client)
+        if envelope.payload is None or inbox is None or key in self._payloads:
+            return
+        if inbox.expected <= envelope.sequence and inbox.accepts(envelope.sequence):
+            self._payloads[key] = envelope.payload
+            self._waiting[envelope.client] += 1
+
+    def rejected(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
+        with self._changed:
+            self._refuse(peer, envelope, reason)
+
+    def _refuse(self, peer: Peer, envelope: Envelope | None, reason: str) -> None:
+        self.counters.count(self.counters.refused, reason)
+        client, sequence = self._clients.get(peer, 0), NO_SEQUENCE
+        if envelope is not None and envelope.client == client and envelope.op is not Op.HELLO:
+            sequence = envelope.sequence
+        refusal = Refuse(client, sequence, reason, self._range.epoch)
+        peer.say(of_reply(refusal, self._spec.tensor, self._range.epoch))
+
+    def left(self, peer: Peer) -> None:
+        """The worker may come back with another session: only a supervisor takes it for gone."""
+        with self._changed:
+            client = self._clients.pop(peer, None)
+            if client is not None and self._peers.get(client) is peer:
+                del self._peers[client]
+
+    def _release(self, client: int, sequence: int) -> None:
+        if self._payloads.pop((client, sequence), None) is not None:
+            self._waiting[client] -= 1
+
+    def _reply(self, reply: Reply, payload: np.ndarray | None = None) -> None:
+        """To the client, where it has a session: else it asks again when it is back."""
+        if isinstance(reply, Refuse):
+            self.counters.count(self.counters.refused, reply.reason)
+        peer = self._peers.get(reply.client)
+        if peer is not None:
+            self.counters.sent_bytes += 0 if payload is None else payload.nbytes
+            peer.say(of_reply(reply, self._spec.tensor, self._range.epoch, payload))
+
+    def _dismissed(self, client: int) -> Peer | None:
+        """A client has gone for good; its session, to be closed without the lock."""
+        self._admitted.discard(client)
+        return self._peers.pop(client, None)
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether an array holds no NaN and no infinity.
+
+    >>> is_finite(np.array([3e38, 3e38], np.float32)), is_finite(np.array([1, np.nan]))
+    (True, False)
+    """
+    if array.dtype.kind in "iu":
+        return True
+    with np.errstate(all="ignore"):
+        # In one pass: whatever is not finite leaves the sum so. A sum may also overflow by itself.
+        return bool(np.isfinite(array.sum(dtype=array.dtype)) or np.isfinite(array).all())

@@ -1,0 +1,63 @@
+"""What a simulation checks of itself: that no read is too old, and how far values run ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.arrival import OnArrival
+from jaxdist.param_server.simulator.setup import bound_of
+from jaxdist.param_server.simulator.shard import Shard, ShardNode
+
+
+class Reads:
+    """Reads, by the simulation's own count of what was applied before each version.
+
+    Attributes:
+      bound: the most clocks that a read may be old; None: there is no such bound.
+      count, largest_lead: of the reads; clocks that the oldest was behind its reader.
+    """
+
+    def __init__(self, cluster: Cluster, shards: Sequence[ShardNode]) -> None:
+        self.bound, self._shards = bound_of(cluster.consistency), shards
+        self.count, self.largest_lead = 0, 0
+
+    def check(self, server: int, clock: int, version: int) -> None:
+        """That what a client at a clock is about to use is no staler than the model says."""
+        lead = clock - self._shards[server].book.floors[version]
+        self.count += 1
+        self.largest_lead = max(self.largest_lead, lead)
+        assert self.bound is None or lead <= self.bound, (
+            f"a client at clock {clock} reads version {version} of server {server}, {lead} clocks "
+            f"old: more than {self.bound}"
+        )
+
+
+class Values:
+    """The value bound's own quantity: the sum of all changes that are under way.
+
+    Attributes:
+      largest: magnitude, by which they move a parameter by plain SGD, of all that was looked at.
+    """
+
+    def __init__(self, cluster: Cluster, learning_rate: float) -> None:
+        self.model, self.largest = cluster.consistency, 0.0
+        self._workers, self._learning_rate = cluster.workers, learning_rate
+
+    @property
+    def watched(self) -> bool:
+        """Whether the model bounds values."""
+        return isinstance(self.model, OnArrival) and self.model.value_bound is not None
+
+    def of(self, change: Shard) -> float:
+        """The largest magnitude by which gradients move a parameter."""
+        assert isinstance(self.model, OnArrival)
+        unit = self._learning_rate * self.model.rate(0, self._workers)
+        return unit * max(float(np.abs(array).max(initial=0.0)) for array in change)
+
+    def look(self, under_way: Sequence[Shard]) -> None:
+        """At the changes of all workers for one server."""
+        total = tuple(np.sum(parts, axis=0) for parts in zip(*under_way, strict=True))
+        self.largest = max(self.largest, self.of(total))

@@ -1,0 +1,66 @@
+"""The loss of the servers' parameters, measured as steps go by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.simulator.problem import Problem
+from jaxdist.param_server.simulator.report import Point
+from jaxdist.param_server.simulator.shard import Shard, ShardNode
+
+
+def joined(
+    problem: Problem, nodes: Sequence[ShardNode], shards: Sequence[Shard]
+) -> dict[str, np.ndarray]:
+    """Parameters by name, out of each server's part."""
+    found: dict[str, np.ndarray] = {}
+    rows: dict[str, list[tuple[int, np.ndarray]]] = {}
+    for node, arrays in zip(nodes, shards, strict=True):
+        for one, array in zip(node.ranges, arrays, strict=True):
+            rows.setdefault(one.name, []).append((one.start, array))
+    for name, like in problem.start.items():
+        parts = [array for _, array in sorted(rows[name], key=lambda part: part[0])]
+        whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
+        found[name] = whole.reshape(np.shape(like))
+    return found
+
+
+class Curve:
+    """Points of the loss.
+
+    Args:
+      every: steps between two points: gradients of all workers, over their number.
+      gradients: how many all workers have computed.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        problem: Problem,
+        nodes: Sequence[ShardNode],
+        every: int,
+        gradients: Callable[[], int],
+    ) -> None:
+        self.cluster, self.problem, self.nodes = cluster, problem, nodes
+        self.points: list[Point] = []
+        self._every, self._next, self._gradients = every, float(every), gradients
+
+    def look(self, now: float) -> None:
+        """A point, where one is due."""
+        steps = self.nodes[0].merged * self.cluster.local_steps / self.cluster.clients
+        if steps >= self._next:
+            self._next = (steps // self._every + 1) * self._every
+            self.measure(now)
+
+    def measure(self, now: float) -> None:
+        """A point at this time, unless the last one is of the same state."""
+        params = joined(self.problem, self.nodes, [node.arrays for node in self.nodes])
+        gradients = self._gradients()
+        steps = gradients / self.cluster.workers
+        updates = self.nodes[0].state.clocks.version
+        point = Point(now, gradients, steps, updates, self.problem.loss(params))
+        if not self.points or self.points[-1][3:] != point[3:]:
+            self.points.append(point)

@@ -1,0 +1,56 @@
+"""How long a step takes, by the simulator: of gradients that change nothing."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.simulator.problem import Arrays, Computed, Sgd
+from jaxdist.param_server.simulator.run import simulate
+
+WARMUP = 4
+"""Steps that are not counted."""
+
+
+class Still:
+    """A problem whose gradients are zeros: parameters in so many arrays of one length."""
+
+    def __init__(self, floats: int, arrays: int) -> None:
+        each = np.zeros(-(-floats // arrays), np.float32)
+        self.start: Arrays = {f"w{number}": each for number in range(arrays)}
+
+    def gradient(self, params: Arrays, worker: int, step: int) -> Computed:
+        return Computed(self.start)
+
+    def loss(self, params: Arrays) -> float:
+        return 0.0
+
+
+def step_seconds(cluster: Cluster, floats: int, seconds: float) -> float:
+    """Virtual seconds from one step of all workers to the next, in the mean.
+
+    Args:
+      cluster: with the speeds and links of its script.
+      floats: parameters, float32.
+      seconds: of virtual time that are played.
+
+    Returns:
+      nan where no two steps were done in that time.
+    """
+    script = cluster.simulation.model_copy(update={"seconds": seconds})
+    report = simulate(
+        cluster.model_copy(update={"simulation": script}),
+        Still(floats, cluster.servers),
+        Sgd(0.1),
+        clocks=10**6,
+        measure_every=1,
+        pooled=cluster.pooled,
+    )
+    per_step = cluster.updates_per_step
+    points = [point for point in report.curve if point.updates >= WARMUP * per_step]
+    if len(points) < 2:
+        return math.nan
+    first, last = points[0], points[-1]
+    return (last.seconds - first.seconds) / (last.updates - first.updates) * per_step

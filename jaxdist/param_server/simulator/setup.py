@@ -1,0 +1,44 @@
+"""What follows from the settings before anything runs: rules, placement, bounds."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.arrival import SSP, Adaptive
+from jaxdist.param_server.consistency.contract import Consistency
+from jaxdist.param_server.consistency.decoupled import Decoupled
+from jaxdist.param_server.consistency.elastic import Elastic
+from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.placement.contract import Placement
+from jaxdist.param_server.placement.ranges import Tensor
+from jaxdist.param_server.simulator.problem import Arrays, Rule, Sgd
+
+
+def server_rule(model: Consistency, rule: Rule) -> Rule:
+    """What servers update parameters by."""
+    if isinstance(model, Decoupled):
+        return Sgd(model.learning_rate, model.momentum, model.nesterov)
+    return rule
+
+
+def placed(start: Arrays, cluster: Cluster, *, divisible: bool) -> Placement:
+    """The arrays of a problem on servers 0, 1, 2, ..."""
+    tensors = [
+        Tensor(name, len(np.atleast_1d(array)), np.asarray(array).nbytes, divisible)
+        for name, array in start.items()
+    ]
+    return cluster.placement.place(tensors, range(cluster.servers))
+
+
+def bound_of(model: Consistency) -> int | None:
+    """The most clocks that a read may be old; None: the model has no such bound."""
+    match model:
+        case SSP():
+            return model.bound
+        case Adaptive():
+            return model.most
+        case BSP(backups=0) | Elastic(order="rounds"):
+            return 0
+        case _:
+            return None

@@ -1,0 +1,58 @@
+"""Whether servers can listen where a config tells them to."""
+
+from __future__ import annotations
+
+import socket
+
+from jaxdist.errors import ConfigError
+
+LAST_PORT = 65535
+
+
+def check_ports(host: str, port: int, servers: int, *, aggregators: int = 0) -> None:
+    """Refuse ports that do not exist or are taken, before any process is started.
+
+    Args:
+      port: of the first server; the others have the next ones. 0: free ones are taken.
+      aggregators: after them, with as many ports each as there are servers.
+
+    Raises:
+      ConfigError: with the port, and what to do.
+    """
+    if port == 0:
+        return
+    needed = servers * (1 + aggregators)
+    if port + needed - 1 > LAST_PORT:
+        who = f"{servers} servers" + (f" and {aggregators} aggregators" if aggregators else "")
+        raise ConfigError(
+            f"strategy.processes.port: {who} from port {port} on need ports up to "
+            f"{port + needed - 1}, and {LAST_PORT} is the last: set {LAST_PORT + 1 - needed} or "
+            "less, or 0 for free ones",
+            setting=("processes", "port"),
+        )
+    for number in range(needed):
+        reason = _refused(host.strip("[]"), port + number)
+        if reason is not None:
+            rack = number // servers - 1
+            who = f"server {number}" if rack < 0 else f"aggregator {rack}"
+            raise ConfigError(
+                f"strategy.processes.port: {who} cannot listen on {host}, port "
+                f"{port + number}: {reason}; name free ports of this machine ({port} is server "
+                "0's, the others have the next ones), or 0, which takes free ones",
+                setting=("processes", "port"),
+            )
+
+
+def _refused(host: str, port: int) -> str | None:
+    """Why it cannot be listened on."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server itself does
+            one.bind(address)
+            one.listen()
+    except OSError as error:
+        return (error.strerror or str(error)).lower()
+    return None

@@ -1,0 +1,194 @@
+"""Parameter servers or an all-reduce? Step times of both, by the simulator and the cost model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+from rich.console import Console
+
+from jaxdist.collectives.cost import Level, predict_seconds
+from jaxdist.collectives.operations import XLA
+from jaxdist.config.schema import Config
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
+from jaxdist.param_server.consistency.build import ConsistencyConfig
+from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.simulator.config import Link, SimulationConfig
+from jaxdist.param_server.simulator.pace import step_seconds
+from jaxdist.runtime import hardware
+from jaxdist.study.files import check_writable, read_settings, write_json
+
+RING = "all-reduce"
+MODELS: Mapping[str, ConsistencyConfig] = {
+    "bsp": BSP(),
+    "ssp 2": SSP(bound=2),
+    "async": Asynchronous(),
+}
+"""From the strictest on."""
+PLAYED_BYTES = 2**19
+"""What the simulator moves for a model, on links that are slower by as much: time is the same."""
+PLAYED_STEPS = 24
+CLEAR = 0.95
+"""A looser model must be faster by so much than a stricter one."""
+
+Share = Annotated[float, Field(gt=0, le=1)]
+
+
+class ChoiceConfig(Config):
+    """What is trained, and on what."""
+
+    parameter_bytes: Annotated[float, Field(ge=4096)] = 1e8
+    """Of the parameters; a gradient of all of them has as many."""
+    touched: tuple[Share, ...] = (1.0, 0.01)
+    """Share of the parameters that one worker's batch reads and changes; 1: a dense model."""
+    step_seconds: PositiveFloat = 0.1
+    """Of the gradient of a worker's part of a batch."""
+    gbits: tuple[PositiveFloat, ...] = (1.0, 10.0, 100.0)
+    """Of each host's card, in each direction."""
+    latency_seconds: NonNegativeFloat = 1e-4
+    """Of a message, besides its bytes."""
+    workers: Annotated[int, Field(ge=2, le=64)] = 8
+    """Hosts that compute."""
+    servers: Annotated[int, Field(ge=1, le=64)] = 4
+    """Hosts that hold the parameters, beside them."""
+    slower: Annotated[float, Field(gt=1)] = 2.0
+    """So many times as long one worker takes, in rows with a straggler."""
+    noise: PositiveFloat = 0.3
+    """Standard deviation of the logarithm of each step's time, in rows where all are slow at
+    times."""
+
+    def speeds(self) -> tuple[Speeds, ...]:
+        """How workers may differ."""
+        return (
+            Speeds("equal"),
+            Speeds(f"one {self.slower:g}x slow", slowest=self.slower),
+            Speeds("all at times", noise=self.noise),
+        )
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """How workers differ.
+
+    Attributes:
+      slowest: so many times as long as the others one of them takes.
+      noise: standard deviation of the logarithm of each step's time.
+    """
+
+    name: str
+    slowest: float = 1.0
+    noise: float = 0.0
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One row.
+
+    Attributes:
+      seconds: of a step of all workers, by what exchanges gradients.
+    """
+
+    touched: float
+    gbits: float
+    speeds: str
+    seconds: Mapping[str, float]
+
+    @property
+    def take(self) -> str:
+        """The strictest that is about as fast as any."""
+        fastest = min(self.seconds.values())
+        return next(name for name, took in self.seconds.items() if CLEAR * took <= fastest)
+
+
+def run(
+    settings: Sequence[str], *, json_file: Path | None = None, console: Console
+) -> list[Choice]:
+    """Print and write what to take; the same settings give the same numbers.
+
+    Args:
+      settings: a YAML file of `ChoiceConfig`, if the first has no `=`; then `key=value` ...
+
+    Raises:
+      JaxdistError: settings that there are not; a file that cannot be written.
+    """
+    config = read_settings(settings, ChoiceConfig)
+    check_writable(None, json_file)
+    found = list(choices(config))
+    console.print(text(config, found), soft_wrap=True, markup=False)
+    if json_file is not None:
+        rows = [{**asdict(row), "take": row.take} for row in found]
+        write_json(json_file, {"config": config.model_dump(), "rows": rows})
+    return found
+
+
+def choices(config: ChoiceConfig) -> Iterator[Choice]:
+    """A row for each sparsity, link and kind of straggler."""
+    for touched, gbits, speeds in product(config.touched, config.gbits, config.speeds()):
+        found = {RING: ring_seconds(config, touched, gbits, speeds)}
+        for name, model in MODELS.items():
+            found[name] = server_seconds(config, touched, gbits, speeds, model)
+        yield Choice(touched, gbits, speeds.name, found)
+
+
+def ring_seconds(config: ChoiceConfig, touched: float, gbits: float, speeds: Speeds) -> float:
+    """Of a step that ends in an all-reduce of whole gradients; where few parameters are touched,
+    of an all-gather of what was, if that is faster.
+
+    Nothing is hidden behind the backward pass.
+    """
+    link = hardware.Link(config.latency_seconds, gbits * 1e9 / 8)
+    levels = [Level(config.workers, link)]
+    exchanges = [predict_seconds(XLA, "all_reduce", config.parameter_bytes, levels)]
+    if touched < 1:
+        gathered = config.workers * touched * config.parameter_bytes
+        exchanges.append(predict_seconds(XLA, "all_gather", gathered, levels))
+    draws = np.random.default_rng(0).lognormal(0.0, speeds.noise, (4096, config.workers))
+    draws[:, 0] *= speeds.slowest
+    return float(draws.max(axis=1).mean()) * config.step_seconds + min(exchanges)
+
+
+def server_seconds(
+    config: ChoiceConfig, touched: float, gbits: float, speeds: Speeds, model: ConsistencyConfig
+) -> float:
+    """Of a step of all workers, who read and push what they touch."""
+    size = touched * config.parameter_bytes
+    scale = min(1.0, PLAYED_BYTES / size)
+    rate = gbits * 1e9 / 8
+    card = Link(
+        bytes_per_second=scale * rate,
+        server_bytes_per_second=scale * rate,
+        latency_seconds=config.latency_seconds,
+    )
+    own = (config.step_seconds * speeds.slowest, *[config.step_seconds] * (config.workers - 1))
+    script = SimulationConfig(step_seconds=own, noise=speeds.noise, link=card)
+    cluster = Cluster(
+        workers=config.workers, servers=config.servers, consistency=model, simulation=script
+    )
+    exchange = 2 * size * (config.workers / config.servers + 1) / rate
+    most = max(own) * (1 + 2 * speeds.noise) + exchange
+    return step_seconds(cluster, int(scale * size / 4), PLAYED_STEPS * most)
+
+
+def text(config: ChoiceConfig, rows: Sequence[Choice]) -> str:
+    """At most 80 columns."""
+    widths = {name: max(len(name), 7) for name in rows[0].seconds}
+    head = f"{'touched':>7}  {'Gbit/s':>6}  {'workers':<12}"
+    lines = [
+        f"{config.workers} workers, {config.servers} servers, {config.parameter_bytes:,.0f} bytes "
+        f"of parameters, {config.step_seconds:g} s for a gradient",
+        "milliseconds of a step of all workers; nothing hides behind the backward pass",
+        "",
+        head + "".join(f" {name:>{width}}" for name, width in widths.items()) + "  take",
+    ]
+    for row in rows:
+        line = f"{row.touched:>7.4g}  {row.gbits:>6g}  {row.speeds:<12}"
+        for name, width in widths.items():
+            line += f" {1e3 * row.seconds[name]:>{width},.0f}"
+        lines.append(f"{line}  {row.take}")
+    return "\n".join(lines)

@@ -1,0 +1,207 @@
+"""`jaxdist simulate fleet`: goodput over the interval between saves, with and without snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from jaxdist.elastic import intervals
+from jaxdist.elastic.fleet import (
+    FleetConfig,
+    Saves,
+    Simulated,
+    first_order,
+    simulate,
+    snapshots_with,
+)
+from jaxdist.metrics.account import Kind
+from jaxdist.study.files import check_writable, read_settings, write_json
+from jaxdist.study.simulation.fleet_plot import plot_fleet
+from jaxdist.types import JsonObject
+
+POWERS = range(-8, 5)
+"""Of two, by which Young's interval for checkpoints is multiplied."""
+_BESTS = {"Young": intervals.young, "Daly": intervals.daly}
+
+
+@dataclass(frozen=True)
+class Tier:
+    """One way to save at every interval.
+
+    Attributes:
+      name: what is saved.
+      cost: seconds that work stands still for the save that is swept.
+      rows: by interval, the shortest first.
+      formula: the goodput of each in closed form.
+    """
+
+    name: str
+    cost: float
+    rows: tuple[Simulated, ...]
+    formula: tuple[float, ...]
+
+    @property
+    def means(self) -> list[float]:
+        """The goodput of each row, over all runs."""
+        return [row.shares[Kind.STEP] for row in self.rows]
+
+    @property
+    def best(self) -> Simulated:
+        """The row with the most goodput."""
+        return self.rows[int(np.argmax(self.means))]
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """A fleet, simulated.
+
+    Attributes:
+      tiers: checkpoints alone, and snapshots in memory beside them; rows at equal intervals.
+    """
+
+    config: FleetConfig
+    tiers: tuple[Tier, Tier]
+
+    @property
+    def every(self) -> list[float]:
+        """Seconds of work between two saves, by row."""
+        return [row.saves.every for row in self.tiers[0].rows]
+
+    def marks(self, tier: Tier) -> dict[str, float]:
+        """The intervals that closed forms call best, in seconds, by name; none for free saves."""
+        found = _BESTS if tier.cost else {}
+        return {name: best(tier.cost, self.config.mttf) for name, best in found.items()}
+
+    def text(self) -> str:
+        """The tables, at most 80 columns wide."""
+        return "\n".join([*_head(self.config), "", *self._sweep(), "", *self._accounts()])
+
+    def _sweep(self) -> list[str]:
+        alone, both = self.tiers
+        lines = [
+            f"{'a save':>9}  {alone.name:<33} {both.name}",
+            f"{'each':>9}  {'goodput':>7} {'formula':>8} {'':<16} {'goodput':>7} {'formula':>8}",
+        ]
+        for at, every in enumerate(self.every):
+            cells = "  ".join(
+                f"{tier.means[at]:>7.1%} {max(tier.formula[at], 0):>8.1%} "
+                f"{self._said(tier, at):<14}"
+                for tier in self.tiers
+            )
+            lines.append(f"{every:>7,.0f} s  {cells}".rstrip())
+        return lines
+
+    def _said(self, tier: Tier, at: int) -> str:
+        names = [name for name, best in self.marks(tier).items() if best == self.every[at]]
+        best = ["best"] if tier.rows[at] is tier.best else []
+        return ", ".join([*best, *names])
+
+    def _accounts(self) -> list[str]:
+        lines = ["where the time goes, at the best interval of each:"]
+        for kind in self.tiers[0].best.seconds:
+            shares = [tier.best.shares[kind] for tier in self.tiers]
+            name = "detection" if kind is Kind.IDLE else kind.replace("_", " ")
+            lines.append(f"  {name:<20} {shares[0]:>8.1%} {shares[1]:>27.1%}")
+        return lines
+
+    def as_json(self) -> JsonObject:
+        """Plain data: the text, the config, and every row."""
+        return {
+            "text": self.text().splitlines(),
+            "config": self.config.model_dump(mode="json"),
+            "mttf_seconds": self.config.mttf,
+            "tiers": [
+                {
+                    "name": tier.name,
+                    "marks_seconds": self.marks(tier),
+                    "best_seconds": tier.best.saves.every,
+                    "rows": [
+                        _row(row, formula)
+                        for row, formula in zip(tier.rows, tier.formula, strict=True)
+                    ],
+                }
+                for tier in self.tiers
+            ],
+        }
+
+
+def _row(row: Simulated, formula: float) -> JsonObject:
+    low, high = np.percentile(row.goodput, [5, 95]).tolist()
+    return {
+        "every_seconds": row.saves.every,
+        "saves_per_checkpoint": row.saves.disk,
+        "goodput": row.shares[Kind.STEP],
+        "goodput_5": low,
+        "goodput_95": high,
+        "formula": formula,
+        "failures": row.failures.tolist(),
+        "shares": {kind.value: share for kind, share in row.shares.items()},
+    }
+
+
+def _head(config: FleetConfig) -> list[str]:
+    failures = config.days * intervals.DAY_SECONDS / config.mttf
+    return [
+        f"fleet  {config.devices:,} devices, a failure each {config.mttf / 3600:.2f} h: "
+        f"{failures:,.0f} in {config.days:g} days; {config.runs} runs, seed {config.seed}",
+        f"  a failure: {config.detect_seconds:g} s until seen, {config.restart_seconds:g} s to "
+        f"restart, {config.restore_seconds:g} s to load (memory: "
+        f"{config.memory_restore_seconds:g} s)",
+        f"  a save: {config.checkpoint_seconds:g} s to disk, {config.snapshot_seconds:g} s to "
+        f"memory, where {config.both_copies_lost:.1%} of failures take both copies",
+        f"  beside snapshots a checkpoint each {config.checkpoint_every / 3600:.2f} h",
+    ]
+
+
+def run(
+    settings: Sequence[str],
+    *,
+    json_file: Path | None = None,
+    plot: Path | None = None,
+    console: Console,
+) -> Fleet:
+    """Simulate a fleet; print and write what that gives. The same settings give the same numbers.
+
+    Args:
+      settings: a YAML file of `FleetConfig`, if the first has no `=`; then `key=value` ...
+      json_file, plot: a file and a directory to write to.
+
+    Raises:
+      JaxdistError: settings that a fleet does not have; files that cannot be written.
+    """
+    config = read_settings(settings, FleetConfig)
+    check_writable(plot, json_file)
+    done = sweep(config)
+    console.print(done.text(), soft_wrap=True, markup=False)
+    if json_file is not None:
+        write_json(json_file, done.as_json())
+    if plot is not None:
+        plot_fleet(done, plot)
+    return done
+
+
+def sweep(config: FleetConfig) -> Fleet:
+    """Goodput over the interval, of checkpoints alone and of snapshots beside them."""
+    costs = config.checkpoint_seconds, config.snapshot_seconds
+    bests = [best(cost, config.mttf) for cost in costs for best in _BESTS.values() if cost]
+    middle = intervals.young(max(costs[0], 1.0), config.mttf)
+    every = sorted({*(middle * 2.0**power for power in POWERS), *bests})
+    alone = [Saves(seconds) for seconds in every]
+    both = [snapshots_with(config, seconds) for seconds in every]
+    found = simulate(config, [*alone, *both])
+    exact = [
+        intervals.goodput(seconds, costs[0], config.mttf, config.recovery) for seconds in every
+    ]
+    pairs = zip(both, exact, strict=True)
+    rough = [first_order(config, way) if way.disk > 1 else known for way, known in pairs]
+    return Fleet(
+        config,
+        (
+            Tier("checkpoints alone", costs[0], tuple(found[: len(every)]), tuple(exact)),
+            Tier("with snapshots in memory", costs[1], tuple(found[len(every) :]), tuple(rough)),
+        ),
+    )

@@ -1,0 +1,1 @@
+"""What runs load of checkpoints beside their own whole state."""

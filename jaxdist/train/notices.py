@@ -1,0 +1,140 @@
+"""Notices that this process's machine is about to be taken away, and who brings them.
+
+A source waits in a thread of its own; the first that has something to say stops the run as a signal
+does: at the next step boundary, with a checkpoint. Signals are no sources: `Termination` has them.
+"""
+
+from __future__ import annotations
+
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from pydantic import PositiveFloat
+
+from jaxdist.config.schema import Config
+
+GCE_URL = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"
+GCE_HEADERS = {"Metadata-Flavor": "Google"}
+QUESTION_SECONDS, AGAIN_SECONDS = 60.0, 5.0
+"""Until a question that waits for a change is asked anew, and one that failed."""
+_NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+class Notice(Protocol):
+    """A source of notices."""
+
+    name: str
+    """What the user is told has come."""
+
+    def wait(self, over: threading.Event) -> bool:
+        """Return True when it has come; False soon after `over` is set."""
+        ...
+
+
+class FileNotice:
+    """A file that appears, written by whoever knows.
+
+    Args:
+      seconds: between two looks.
+    """
+
+    def __init__(self, path: Path, seconds: float) -> None:
+        self.path, self.name, self._seconds = path, f"{path} has appeared", seconds
+
+    def wait(self, over: threading.Event) -> bool:
+        """See `Notice`."""
+        while not over.is_set():
+            if self.path.exists():
+                return True
+            over.wait(self._seconds)
+        return False
+
+
+class MetadataNotice:
+    """Google's metadata server, which says TRUE when this machine is preempted.
+
+    https://cloud.google.com/compute/docs/instances/create-use-preemptible, "detecting preemption".
+    It is asked once for what is now, and then again and again for a change. Where nobody answers
+    the run goes on as it would without.
+
+    Args:
+      say: told once where nobody answers.
+    """
+
+    name = "the metadata server says that this machine is preempted"
+
+    def __init__(self, url: str, say: Callable[[str], None]) -> None:
+        self._url, self._say, self._failed = url, say, False
+
+    def wait(self, over: threading.Event) -> bool:
+        """See `Notice`; a question that is under way is left alone."""
+        url = self._url
+        while not over.is_set():
+            answer = self._asked(url)
+            if answer == "TRUE":
+                return True
+            if answer is None:
+                over.wait(AGAIN_SECONDS)
+            else:
+                url = f"{self._url}?{urllib.parse.urlencode({'wait_for_change': 'true'})}"
+        return False
+
+    def _asked(self, url: str) -> str | None:
+        request = urllib.request.Request(url, headers=GCE_HEADERS)
+        try:
+            with _NO_PROXY.open(request, timeout=QUESTION_SECONDS) as answer:
+                return answer.read(64).decode("ascii", "replace").strip()
+        except TimeoutError:
+            return ""  # nothing has changed
+        except (OSError, ValueError) as error:
+            if not self._failed:
+                self._failed = True
+                self._say(f"preemption: {self._url} does not answer ({error}); asked again")
+            return None
+
+
+class PreemptionConfig(Config):
+    """Who tells, besides signals, that the machine will be taken away; any one is enough."""
+
+    file: Path | None = None
+    """A file that appears; null: none."""
+    file_seconds: PositiveFloat = 0.5
+    """Between two looks at it."""
+    gce: bool = False
+    """Whether to ask Google's metadata server."""
+    gce_url: str = GCE_URL
+    """Where that is."""
+
+    def build(self, say: Callable[[str], None]) -> list[Notice]:
+        """The sources."""
+        found: list[Notice] = []
+        if self.file is not None:
+            found.append(FileNotice(self.file, self.file_seconds))
+        if self.gce:
+            found.append(MetadataNotice(self.gce_url, say))
+        return found
+
+
+@contextmanager
+def heard(notices: Sequence[Notice], tell: Callable[[str], None]) -> Iterator[None]:
+    """Inside, each source is listened to; `tell` gets the name of one that has come.
+
+    Each in a thread of its own, which ends no process and keeps none from ending.
+    """
+    over = threading.Event()
+
+    def listen(notice: Notice) -> None:
+        if notice.wait(over) and not over.is_set():
+            tell(notice.name)
+
+    for notice in notices:
+        threading.Thread(target=listen, args=(notice,), name="notice", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()

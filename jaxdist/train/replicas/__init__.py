@@ -1,0 +1,1 @@
+"""Comparing replicas between steps, and going back where they differ."""

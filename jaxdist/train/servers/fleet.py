@@ -1,0 +1,83 @@
+"""Servers, and aggregators in front of them: the processes that workers push to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.train.servers.children import Child, Event, Role
+from jaxdist.types import JsonObject
+
+
+class Starts(Protocol):
+    """Starts a process with a setup."""
+
+    def __call__(self, role: Role, number: int, /, **setup: object) -> Child: ...
+
+
+class Fleet:
+    """The processes that a run cannot lose, and what they are told of workers.
+
+    Args:
+      start: starts a process.
+      next_event: the next thing that a process says, while something is waited for.
+    """
+
+    def __init__(self, cluster: Cluster, start: Starts, next_event: Callable[[str], Event]) -> None:
+        self.cluster, self._start, self._next = cluster, start, next_event
+        self.servers: list[Child] = []
+        self.aggregators: list[Child] = []
+        self._ports: dict[Child, list[int]] = {}
+
+    def begin(self, due: list[int]) -> None:
+        """Start all of them, until they listen."""
+        clients, racks = range(self.cluster.clients), len(self.cluster.racks)
+        # A rack that all workers left comes back with its next number.
+        given = {"clients": [*clients], "admitted": [rack + racks for rack in range(racks)]}
+        for number in range(self.cluster.servers):
+            self.servers.append(self._start("server", number, due=due, **given))
+        self._listen(self.servers, "servers to start")
+        ports = self._ports_of(self.servers)
+        for rack in range(racks):
+            self.aggregators.append(self._start("aggregator", rack, ports=ports))
+        self._listen(self.aggregators, "aggregators to start")
+
+    def _listen(self, children: list[Child], what: str) -> None:
+        while not all(child in self._ports for child in children):
+            event = self._next(what)
+            if event.what.get("event") == "listening":
+                self._ports[event.child] = event.what["ports"]
+
+    def _ports_of(self, children: list[Child]) -> list[int]:
+        return [port for child in children for port in self._ports[child]]
+
+    def _in_front(self, slot: int) -> list[Child]:
+        """Whom a worker pushes to."""
+        rack = self.cluster.rack_of(slot)
+        return self.servers if rack is None else [self.aggregators[rack]]
+
+    def ports(self, slot: int) -> list[int]:
+        """Of those that a worker pushes to, one for each server."""
+        return self._ports_of(self._in_front(slot))
+
+    def leave(self, client: int, slot: int) -> None:
+        """A worker has gone for good."""
+        for child in self._in_front(slot):
+            child.say({"leave": client})
+
+    def admit(self, client: int, slot: int) -> None:
+        """A worker will join."""
+        for child in self._in_front(slot):
+            child.say({"admit": client})
+
+    def gone(self, what: JsonObject) -> None:
+        """All workers of a rack have left it, and so it leaves a server."""
+        server, client = self.servers[what["server"]], what["client"]
+        server.say({"leave": client})
+        server.say({"admit": client + 2 * len(self.cluster.racks)})
+
+    def end(self) -> None:
+        """End those that live."""
+        for child in (*self.aggregators, *self.servers):
+            child.end()

@@ -1,0 +1,56 @@
+"""What a run says of itself before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rich.console import Console
+from rich.markup import escape
+
+from jaxdist.experiment import Experiment, ExperimentConfig
+from jaxdist.mesh import Device
+from jaxdist.metrics.rates import Efficiency
+from jaxdist.runtime.hardware import find_device
+from jaxdist.train.directory import RunDirectory
+from jaxdist.trees import tree_size
+
+ModelFlops = Callable[[ExperimentConfig, Device], float]
+"""Of a whole step of train.batch_size on such devices, nothing computed twice."""
+
+
+def efficiency_of(experiment: Experiment, model_flops: ModelFlops | None) -> Efficiency | None:
+    """What MFU is measured by; None on CPU, and where the peak in the model's dtype is unknown."""
+    device, config = experiment.layout.mesh.local_devices[0], experiment.config
+    known = find_device(device.device_kind) if device.platform != "cpu" else None
+    dtype = getattr(config.model, "compute_dtype", "float32")
+    if model_flops is None or known is None or dtype not in known.flops_per_second:
+        return None
+    return Efficiency(
+        experiment.unit,
+        model_flops(config, device) / experiment.units_per_step,
+        experiment.layout.mesh.devices.size,
+        known.flops_per_second[dtype],
+    )
+
+
+def describe(experiment: Experiment, directory: RunDirectory, console: Console) -> None:
+    """Say what is trained on what, and what was derived."""
+    program, config = experiment.program, experiment.config
+    devices = experiment.layout.mesh.devices
+    shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
+    kind = devices.flat[0].device_kind
+    sizes = [stage.batch_size * experiment.units_per_example for stage in experiment.stages]
+    amount = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
+    console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
+    console.print(
+        f"model  {config.model.type}, {tree_size(program.model.params):,} parameters; "
+        f"{config.optim.type}, {experiment.total_steps:,} steps of "
+        f"{amount} {experiment.unit}",
+        soft_wrap=True,
+    )
+    for line in experiment.explained:
+        console.print(f"plan   {line}", soft_wrap=True)
+    for notice in experiment.notices:
+        console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
+    console.print(f"mesh   {{{shape}}} on {devices.size} x {kind}", soft_wrap=True)
+    console.print(f"run    {directory.path}", soft_wrap=True)

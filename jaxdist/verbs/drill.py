@@ -1,0 +1,88 @@
+"""`jaxdist drill`: a run whose processes are killed and stopped on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from jaxdist.config import read
+from jaxdist.elastic.agent import Agent, Plan
+from jaxdist.elastic.drill import Drilled, Striker, every_of, judge, recoveries_of, strikes_of
+from jaxdist.elastic.journal import Journal, read_journal
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.metrics.goodput import joined
+from jaxdist.metrics.report import write_json
+from jaxdist.metrics.writer import read_metrics
+from jaxdist.types import JsonObject
+
+
+def drill(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    failures: int,
+    processes: int,
+    seed: int = 0,
+    json_file: Path | None = None,
+    say: Callable[[str], None],
+) -> Drilled:
+    """Train as the config says, elastically, with failures at seeded steps.
+
+    Args:
+      failures: so many processes are killed, or stopped, one at a time.
+      say: tells the user a line.
+
+    Raises:
+      ConfigError: the config has no number of steps.
+      RunError: the run does not come to its end, is done before all failures, or kept less than
+        nine tenths of what was predicted.
+    """
+    values = read(path, overrides).values
+    train, saves = (_section(values, name) for name in ("train", "checkpoint"))
+    steps = train.get("steps")
+    if not isinstance(steps, int):
+        raise ConfigError(
+            "a drill needs to know how long the run is: give train.steps (train.steps=2000), not "
+            "epochs"
+        )
+    strikes = strikes_of(failures, steps, processes, seed)
+    strikers: list[Striker] = []
+
+    def record(journal: Journal, tell: Callable[[str], None]) -> Striker:
+        strikers.append(Striker(journal, tell, strikes))
+        return strikers[0]
+
+    args = {"config": str(path), "extra": list(overrides), "resume": False}
+    code = Agent(Plan(args, processes), say, record=record).run()
+    (striker,) = strikers
+    if code:
+        raise RunError(f"the run was told to stop (exit code {code}); a drill goes to its end")
+    if striker.left or striker.run is None:
+        raise RunError(
+            f"the run was done after {len(striker.struck)} of {failures} failures: give it more "
+            "steps (train.steps), or fewer failures"
+        )
+    records = read_metrics(striker.run)
+    found = joined(records)
+    assert found is not None, "a run that has taken steps has written down its time"
+    recoveries = recoveries_of(strikes, striker.struck, read_journal(striker.run), found)
+    every = every_of(records, saves.get("memory_every", 10), saves.get("every", 500))
+    silent = Plan(args, processes).patience.silent_seconds
+    drilled = judge(recoveries, found, every, silent)
+    for line in drilled.lines():
+        say(line)
+    if json_file is not None:
+        write_json(json_file, {"run": str(striker.run), **drilled.as_json()}, what="drill")
+    if not drilled.held:
+        raise RunError(
+            f"the run kept {drilled.achieved:.1%} of its time, less than nine tenths of the "
+            f"{drilled.predicted:.1%} that were predicted: look at the recoveries above, and at "
+            f"{striker.run}/flight_*.png"
+        )
+    return drilled
+
+
+def _section(values: JsonObject, name: str) -> JsonObject:
+    """A section of a config that is not checked yet: the run does so, and tells."""
+    found = values.get(name)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,75 @@
+"""A process of a run that an agent has started: what it says, and its snapshots in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.markup import escape
+
+from jaxdist.checkpoint.agree import any_process, broadcast_json
+from jaxdist.checkpoint.layout import steps_present
+from jaxdist.checkpoint.snapshots import Snapshots, load, whole_steps
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.elastic.fence import RunFence
+from jaxdist.elastic.place import Place
+from jaxdist.elastic.status import Publisher
+from jaxdist.errors import CheckpointError
+from jaxdist.train.state import TrainState
+from jaxdist.types import Json
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Whom a process tells what it does.
+
+    Attributes:
+      fence: of a run on several hosts: whether this generation may still write.
+    """
+
+    place: Place
+    publisher: Publisher
+    fence: RunFence | None = None
+
+    def snapshots(self, say: Callable[[str], None]) -> Snapshots:
+        """What this process keeps in memory."""
+        return Snapshots(self.place.snapshots, jax.process_index(), jax.process_count(), say)
+
+
+@contextmanager
+def watched(place: Place | None, run: Path) -> Iterator[Watcher | None]:
+    """Tell the agent of this process, if there is one, where the run is and how it gets on."""
+    if place is None:
+        yield None
+        return
+    index = jax.process_index()
+    if index == 0:
+        place.run.write_text(str(run.absolute()), encoding="utf-8")
+    fence = None if place.fence is None else RunFence(run, place.generation)
+    if fence is not None and index == 0:
+        fence.raise_()  # before anything of the run is read
+    with Publisher(place.status(index), index) as publisher:
+        yield Watcher(place, publisher, fence)
+
+
+def restored_from_memory(
+    folder: Path, disk: CheckpointStore, shapes: TrainState, say: Callable[[str], None]
+) -> tuple[TrainState, Mapping[str, Json]] | None:
+    """The newest snapshot that is whole, where it is newer than each checkpoint on disk.
+
+    All processes decide alike: what one cannot load none takes.
+    """
+    saved = max(steps_present(disk.directory), default=-1)
+    steps = [step for step in whole_steps(folder) if step > saved]
+    for step in broadcast_json(sorted(steps, reverse=True)):
+        found = None
+        try:
+            found = load(folder, step, shapes)
+        except CheckpointError as error:
+            say(f"[bold red]passed over:[/] {escape(str(error))}")
+        if not any_process(found is None):
+            return found
+    return None

@@ -1,0 +1,143 @@
+"""Generations of an agent, whose processes are small scripts in place of training."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from jaxdist.elastic import members
+from jaxdist.elastic.agent import Agent, Plan
+from jaxdist.elastic.flight.recorder import Recorder
+from jaxdist.elastic.status import Status
+from jaxdist.elastic.watch import Patience
+from jaxdist.errors import ConfigError, RunError
+
+SCRIPT = """
+import json, os, signal, sys, time
+from pathlib import Path
+from jaxdist.elastic.place import place_of
+from jaxdist.elastic.status import Publisher
+from jaxdist.metrics.account import Kind
+
+line = sys.stdin.readline()
+if not line:
+    sys.exit()
+order = json.loads(line)
+os.environ.update(order["environ"])
+args, index = order["args"], int(os.environ.get("JAX_PROCESS_ID", "0"))
+place = place_of(os.environ)
+if index == 0:
+    place.run.write_text(args["run"])
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a run that has saved
+with Publisher(place.status(index), index) as publisher:
+    publisher.phase(Kind.STEP)
+    first = 0 if args["same"] else 10 * (place.generation - 1)
+    for step in range(first, first + 10):
+        publisher.step(step)
+        time.sleep(0.005)
+    exec(args["then"])
+"""
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The exit code of a run whose processes do something at their tenth step, and its lines."""
+    (tmp_path / "a_standby.py").write_text(SCRIPT)
+    monkeypatch.setattr(members, "STANDBY", "a_standby")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    said: list[str] = []
+
+    def start(then: str, *, same: bool = False, **plan: object) -> tuple[int, list[str]]:
+        args = {"run": str(tmp_path), "then": then, "same": same}
+        given = {"processes": 3, "patience": Patience(silent_seconds=1.0), **plan}
+        record = partial(Recorder, draw=False)
+        return Agent(Plan(args, **given), said.append, record=record).run(), said
+
+    return start
+
+
+def journal(folder: Path) -> list[tuple[int, str]]:
+    lines = (folder / "elastic.jsonl").read_text().splitlines()
+    return [(one["generation"], one["event"]) for one in map(json.loads, lines)]
+
+
+def test_a_killed_process_is_followed_by_a_generation(run, tmp_path: Path):
+    then = """
+if place.generation < 3 and index == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if place.generation < 3:
+    time.sleep(60)  # as who waits in a collective
+assert args["resume"] == (place.generation > 1)
+"""
+    code, said = run(then)
+    assert code == 0
+    assert [line.split(":")[0] for line in said] == [
+        "process 1 of 3 ended (signal SIGKILL), at step 9",
+        "process 1 of 3 ended (signal SIGKILL), at step 19",
+    ]
+    events = journal(tmp_path)
+    assert [one for one in events if one[1] == "lost"] == [(1, "lost"), (2, "lost")]
+    for generation in (1, 2):
+        record = json.loads((tmp_path / f"flight_{generation}.json").read_text())
+        assert (record["process"], record["how"]) == (1, "ended (signal SIGKILL)")
+        dead = record["processes"][1]
+        assert (dead["step"], dead["phases"][-1]["phase"]) == (10 * generation - 1, "step")
+
+
+def test_a_process_that_is_stopped_is_named_and_ended(run, tmp_path: Path):
+    then = """
+if place.generation == 1:
+    if index == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+"""
+    code, said = run(then)
+    assert code == 0
+    assert said[0].startswith("process 2 of 3 has not been heard for 1 s, at step 9")
+    lines = map(json.loads, (tmp_path / "elastic.jsonl").read_text().splitlines())
+    (stuck,) = (one for one in lines if one["event"] == "stuck")
+    assert stuck["process"] == 2
+    assert [one["step"] for one in stuck["processes"]] == [9, 9, 9]
+
+
+def test_who_has_ended_while_the_agent_was_away_is_not_stuck(run, monkeypatch: pytest.MonkeyPatch):
+    """It may get no core for a while, between its look at who lives and at what they say."""
+    looked, away = Agent._statuses, iter([1.5])
+
+    def late(*args: object) -> list[Status]:
+        if len(found := looked(*args)) < 3:
+            return found
+        time.sleep(next(away, 0))
+        return looked(*args)
+
+    monkeypatch.setattr(Agent, "_statuses", late)
+    assert run("") == (0, [])
+
+
+def test_losses_without_a_new_step_end_it(run):
+    then = 'sys.stderr.write("broken"); sys.stderr.flush(); os._exit(3)'
+    with pytest.raises(RunError, match=r"2 generations in a row .* process 0 ended .*broken"):
+        run(then, same=True, restarts=2, processes=1)
+
+
+def test_what_only_a_person_can_mend_is_not_tried_again(run):
+    with pytest.raises(ConfigError, match=r"^no such key$"):
+        run('sys.stderr.write("error: no such key"); sys.stderr.flush(); os._exit(2)', processes=1)
+
+
+def test_a_signal_is_passed_on_and_ends_it(run, tmp_path: Path):
+    def stop() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    timer = threading.Timer(2.0, stop)
+    timer.start()
+    code, said = run("time.sleep(60)")
+    timer.join()
+    assert (code, said) == (75, [])

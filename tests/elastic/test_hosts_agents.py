@@ -1,0 +1,165 @@
+"""Agents of several hosts: who is lost, who comes back, who was stopped and goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from elastic_hosts import Play, finish, kill, playing
+from redis_place import redis_server
+
+
+@pytest.fixture
+def play(tmp_path: Path) -> Iterator[Play]:
+    with playing(tmp_path, mesh={"data": 2}) as found:
+        yield found
+
+
+def count_of(number: int):
+    return lambda marks: marks[0]["count"] == number
+
+
+def lost_and_back(play: Play, victim: int) -> None:
+    """Two hosts of one process each; one is killed, and comes again."""
+    hosts = [play.start("a", most=2)]
+    play.wait(count_of(1))
+    hosts.append(play.start("b", most=2))
+    both = play.wait(count_of(2))
+    assert both[0]["address"] == both[1]["address"]
+    assert both[0]["address"].startswith("127.0.0.1:")
+    assert [one["agent"] for one in both] == [host.pid for host in hosts]  # as they came
+    assert "extra" in both[0]
+    assert both[0]["extra"] == []
+    time.sleep(1.2)  # each has a copy of what the other keeps
+    kill(hosts[victim])
+    (alone,) = play.wait(count_of(1))
+    assert alone["agent"] == hosts[1 - victim].pid
+    assert alone["resume"]
+    assert alone["extra"] == ["mesh.data=1", "train.microbatches=2"]
+    step = 100 * both[0]["generation"]
+    assert alone["parts"] == [f"step_{step:08d}.0_of_2", f"step_{step:08d}.1_of_2"]
+    hosts.append(play.start("c", most=2))
+    again = play.wait(count_of(2))
+    assert [one["agent"] for one in again] == [hosts[1 - victim].pid, hosts[2].pid]
+    kept = f"step_{100 * alone['generation']:08d}.0_of_1"
+    # What else there is these have written since.
+    now = f"step_{100 * again[0]['generation']:08d}"
+    assert [[x for x in one["parts"] if now not in x] for one in again] == [[kept]] * 2
+    numbers = [one["generation"] for one in (both[0], alone, again[0])]
+    assert numbers == sorted(set(numbers))
+    play.end()
+    told = [finish(host) for host in (hosts[1 - victim], hosts[2])]
+    assert [code for code, _ in told] == [0, 0], told
+    lines = (play.folder / "elastic.jsonl").read_text().splitlines()
+    assert {"begun", "ended"} <= {json.loads(line)["event"] for line in lines}
+
+
+@pytest.mark.full
+def test_the_first_host_is_lost_and_another_comes(play: Play):
+    """It kept the registry, and was where processes meet."""
+    lost_and_back(play, 0)
+
+
+@pytest.mark.full
+def test_the_last_host_is_lost_and_another_comes(play: Play):
+    lost_and_back(play, 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_the_same_with_redis(tmp_path: Path, victim: int):
+    with (
+        redis_server(tmp_path) as (address, _),
+        playing(tmp_path, address, mesh={"data": 2}) as play,
+    ):
+        lost_and_back(play, victim)
+
+
+@pytest.mark.full
+def test_a_stopped_agent_that_goes_on_ends_what_it_had(play: Play):
+    """Its lease has run out, and others are at work: its processes are ended before it asks."""
+    hosts = [play.start("a"), play.start("b")]
+    both = play.wait(count_of(2))
+    first = next(host for host in hosts if host.pid == both[0]["agent"])
+    first.send_signal(signal.SIGSTOP)
+    (alone,) = play.wait(count_of(1))
+    os.kill(both[0]["pid"], 0)  # it lives, and is of no generation any more
+    first.send_signal(signal.SIGCONT)
+    again = play.wait(count_of(2))
+    assert [one["agent"] for one in again] == [alone["agent"], first.pid]
+    with pytest.raises(ProcessLookupError):
+        os.kill(both[0]["pid"], 0)
+    play.end()
+    told = [finish(host) for host in hosts]
+    assert [code for code, _ in told] == [0, 0], told
+
+
+def test_a_lost_process_is_told_everywhere_and_all_begin_anew(play: Play):
+    hosts = [play.start(name, least=2) for name in "ab"]
+    both = play.wait(count_of(2))
+    number = both[0]["generation"]
+    os.kill(both[1]["pid"], signal.SIGKILL)
+    again = play.wait(lambda marks: marks[0]["generation"] > number)
+    assert again[0]["generation"] == number + 1
+    # Of what only a person can mend all hosts are told, and none begins again.
+    (play.folder / f"crash-{number + 1}-0").write_text("2")
+    told = dict(zip((host.pid for host in hosts), map(finish, hosts), strict=True))
+    assert [code for code, _ in told.values()] == [2, 2], told
+    assert "process 1 of 2 ended (signal SIGKILL)" in told[both[1]["agent"]][1]
+    names = {host.pid: name for host, name in zip(hosts, "ab", strict=True)}
+    loser = names[both[1]["agent"]]
+    assert f"{loser}: ended (signal SIGKILL)" in told[both[0]["agent"]][1]
+    assert all("error: " in out and "broken" in out for _, out in told.values()), told
+    assert max(one["generation"] for one in play.marks()) == number + 1
+
+
+@pytest.mark.full
+def test_who_is_told_to_stop_leaves_and_the_others_go_on(play: Play):
+    hosts = [play.start("a"), play.start("b")]
+    play.wait(count_of(2))
+    hosts[0].send_signal(signal.SIGTERM)
+    (alone,) = play.wait(count_of(1))
+    assert alone["agent"] == hosts[1].pid
+    finish(hosts[0])
+    play.end()
+    assert finish(hosts[1])[0] == 0
+
+
+@pytest.mark.full
+def test_a_rendezvous_is_used_again_for_the_next_run(play: Play):
+    for turn in range(2):
+        hosts = [play.start("a", least=2), play.start("b", least=2)]
+        first = play.wait(lambda marks, turn=turn: marks[0]["generation"] > turn)
+        assert not first[0]["resume"]
+        play.end()
+        told = [finish(host) for host in hosts]
+        assert [code for code, _ in told] == [0, 0], told
+        (play.folder / "end").unlink()
+        assert first[0]["generation"] == turn + 1
+
+
+@pytest.mark.full
+def test_a_host_that_no_mesh_has_a_place_for_waits_and_takes_anothers(tmp_path: Path):
+    """A batch of 8 does not divide over three."""
+    with playing(tmp_path) as play:
+        hosts = [play.start(name, least=2) for name in "ab"]
+        both = play.wait(count_of(2))
+        number = both[0]["generation"]
+        hosts.append(play.start("c", least=2))
+        again = play.wait(lambda marks: marks[0]["generation"] > number)
+        assert len(again) == 2
+        working = [one["agent"] for one in again]
+        assert working == [one["agent"] for one in both]
+        kill(hosts.pop([host.pid for host in hosts].index(working[1])))
+        number = again[0]["generation"]
+        last = play.wait(lambda marks: marks[0]["generation"] > number)
+        assert [one["agent"] for one in last] == [working[0], hosts[-1].pid]
+        play.end()
+        told = [finish(host) for host in hosts]
+        assert [code for code, _ in told] == [0, 0], told
+        assert "2 processes; waiting beside them: c" in "".join(out for _, out in told)

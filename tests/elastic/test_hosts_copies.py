@@ -1,0 +1,135 @@
+"""Parts of snapshots between hosts: whole and signed, or not at all."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jaxdist.elastic.hosts import buddy as buddy_module
+from jaxdist.elastic.hosts import copies
+from jaxdist.elastic.hosts.buddy import Buddy
+from jaxdist.elastic.hosts.copies import CopyError, CopyServer, fetch, list_parts, parts_in
+
+TOKEN = b"0123456789abcdef"
+NAME = "step_00000010.0_of_2"
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[str]:
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / NAME).write_bytes(bytes(range(256)) * 20_000)
+    (theirs / "secret").write_text("of others")
+    found = CopyServer(theirs, TOKEN, "127.0.0.1")
+    yield f"127.0.0.1:{found.port}"
+    found.close()
+
+
+def test_a_part_comes_as_it_is(server: str, tmp_path: Path):
+    assert list_parts(server, TOKEN) == [NAME]
+    fetch(server, NAME, tmp_path / "ours", TOKEN)
+    assert (tmp_path / "ours" / NAME).read_bytes() == (tmp_path / "theirs" / NAME).read_bytes()
+    assert parts_in(tmp_path / "ours") == [NAME]
+
+
+def test_another_token_gets_nothing(server: str, tmp_path: Path):
+    with pytest.raises(CopyError, match="have the same token"):
+        fetch(server, NAME, tmp_path / "ours", b"another")
+    assert list((tmp_path / "ours").iterdir()) == []
+
+
+def test_a_server_with_another_token_is_not_believed(tmp_path: Path, monkeypatch):
+    """Though it hands out to whoever asks."""
+    true = copies._receive
+    monkeypatch.setattr(
+        copies, "_receive", lambda file, token, nonce: true(file, token, nonce)
+        if token == TOKEN else __import__("json").loads(
+            __import__("json").loads(file.readline())["body"]),
+    )  # fmt: skip
+    (tmp_path / NAME).write_text("not ours")
+    found = CopyServer(tmp_path, b"another", "127.0.0.1")
+    try:
+        with pytest.raises(CopyError, match="it has another token"):
+            fetch(f"127.0.0.1:{found.port}", NAME, tmp_path / "ours", TOKEN)
+    finally:
+        found.close()
+
+
+@pytest.mark.parametrize("name", ["secret", "../theirs/secret", "*", "step_00000011.0_of_2"])
+def test_only_parts_are_handed_out(server: str, tmp_path: Path, name: str):
+    with pytest.raises(CopyError):
+        fetch(server, name, tmp_path / "ours", TOKEN)
+    with pytest.raises(CopyError), copies._Asked(server, "../theirs/secret", TOKEN):
+        pass
+
+
+@pytest.mark.parametrize(("at", "becomes"), [(-1, b"\x00"), (0, b"\xff")])
+def test_what_is_changed_on_its_way_is_refused(server, tmp_path, monkeypatch, at, becomes):
+    true = copies.hashlib.file_digest
+
+    def then_changed(file, digest):
+        found = true(file, digest)
+        raw = bytearray((tmp_path / "theirs" / NAME).read_bytes())
+        raw[at] = becomes[0]
+        (tmp_path / "theirs" / NAME).write_bytes(raw)
+        return found
+
+    monkeypatch.setattr(copies.hashlib, "file_digest", then_changed)
+    with pytest.raises(CopyError, match="does not match its digest"):
+        fetch(server, NAME, tmp_path / "ours", TOKEN)
+    assert list((tmp_path / "ours").iterdir()) == []
+
+
+def test_what_is_cut_short_is_refused(server, tmp_path, monkeypatch):
+    def cut(self, file, offset=0, count=None):
+        self.sendall(file.read(1000))
+
+    monkeypatch.setattr(socket.socket, "sendfile", cut)
+    with pytest.raises(CopyError, match="it was cut short by 5119000 bytes"):
+        fetch(server, NAME, tmp_path / "ours", TOKEN)
+    assert list((tmp_path / "ours").iterdir()) == []
+
+
+def test_strangers_end_nothing(server: str, tmp_path: Path):
+    for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 9, bytes(40) + b"{}\n", bytes(32) + b"[]\n"):
+        with socket.create_connection(tuple(server.split(":")), timeout=5) as stranger:
+            stranger.sendall(said)
+    assert list_parts(server, TOKEN) == [NAME]
+
+
+def test_a_buddy_has_the_newest_and_of_its_host_alone(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(buddy_module, "LOOK_SECONDS", 60.0)
+    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
+    ours.mkdir()
+    for step in (20, 30):
+        for process in (0, 1):
+            (theirs / f"step_{step:08d}.{process}_of_2").write_text(f"{step}")
+    for name in ("step_00000005.0_of_2", "step_00000005.1_of_2", "step_00000005.0_of_3"):
+        (ours / name).write_text("old")
+    found = Buddy(server, ours, TOKEN, frozenset({0}), 2)
+    try:
+        found.look()
+        assert parts_in(ours) == [
+            "step_00000005.0_of_3", "step_00000005.1_of_2",
+            "step_00000020.0_of_2", "step_00000030.0_of_2",
+        ]  # fmt: skip
+    finally:
+        found.close()
+
+
+def test_a_buddy_that_is_closed_keeps_nothing_more(server, tmp_path, monkeypatch):
+    """Not even what was on its way."""
+    monkeypatch.setattr(buddy_module, "LOOK_SECONDS", 60.0)
+    found = Buddy(server, tmp_path / "ours", TOKEN, frozenset({0}), 2)
+    true = copies._Asked.copy
+
+    def copy(self, file):
+        true(self, file)
+        found.close()
+
+    monkeypatch.setattr(copies._Asked, "copy", copy)
+    found.look()
+    assert list((tmp_path / "ours").iterdir()) == []

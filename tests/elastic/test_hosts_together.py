@@ -1,0 +1,217 @@
+"""What hosts that meet are told: who is awaited, who differs, whose clock and token are others."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_place import redis_server
+
+from jaxdist.elastic.hosts import identity, start
+from jaxdist.elastic.hosts.address import open_rendezvous
+from jaxdist.elastic.hosts.keeper import boot_clock
+from jaxdist.elastic.hosts.start import agent_of, devices_of, read_token, split_host
+from jaxdist.elastic.hosts.together import Here, Together
+from jaxdist.elastic.membership import MembershipConfig
+from jaxdist.elastic.part import Part
+from jaxdist.errors import ConfigError, RunError
+
+LEASE = {"lease_seconds": 1.0, "settle_seconds": 0.05}
+VALUES = {"train": {"batch_size": 8, "steps": 5}}
+TOKEN = b"0123456789abcdef"
+
+
+class Meeting:
+    """Hosts of one process, closed at the end."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self.folder, self.stack, self.said = folder, stack, []
+
+    def host(self, name: str, *, least: int = 1, seconds: float = 20.0, **given: Any) -> Together:
+        rendezvous = open_rendezvous(given.pop("address", str(self.folder / "meet")))
+        config = MembershipConfig(min_hosts=least, max_hosts=4, **LEASE)
+        token, values = given.pop("token", TOKEN), given.pop("values", VALUES)
+        here = Here(f"{name}-1", name, "127.0.0.1", 1, 1, token)
+        name_of = rendezvous.token().partition(".")[0]
+        card = identity.card(values, {"--min": least}, name, name_of, token)
+        (self.folder / name).mkdir(exist_ok=True)
+        made = Together(
+            rendezvous, config, here, card, values, self.said.append,
+            seconds=seconds, resume=False, **given,
+        )  # fmt: skip
+        self.stack.callback(made.close)
+        return made
+
+    def begin(self, *hosts: Together) -> list[Part | None]:
+        """What each is told, at the same time."""
+        found: dict[int, Part | None] = {}
+
+        def one(at: int, host: Together) -> None:
+            found[at] = host.begin(self.folder / host.here.name, lambda: False)
+
+        threads = [threading.Thread(target=one, args=given) for given in enumerate(hosts)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [found[at] for at in range(len(hosts))]
+
+
+@pytest.fixture
+def meeting(tmp_path: Path) -> Iterator[Meeting]:
+    with ExitStack() as stack:
+        yield Meeting(tmp_path, stack)
+
+
+def test_hosts_meet_whatever_their_clocks_show(meeting: Meeting):
+    a = meeting.host("a", least=2)
+    b = meeting.host("b", least=2, clock=lambda: boot_clock() - 1e6)
+    parts = meeting.begin(a, b)
+    assert {part.generation for part in parts if part} == {1}
+    assert sorted((p.first, p.count, p.total) for p in parts if p) == [(0, 1, 2), (1, 1, 2)]
+    assert len({part.coordinator for part in parts if part}) == 1
+    assert len({part.fence for part in parts if part}) == 1
+    time.sleep(1.5 * LEASE["lease_seconds"])  # it is renewed
+    for host, part in zip((a, b), parts, strict=True):
+        assert part is not None
+        assert host.ends(part) is None
+
+
+def test_too_few_hosts_are_waited_for_and_told(meeting: Meeting):
+    words = r"within 0.5 s: 2 of 3 hosts are missing, here is a; begin the agents of the others"
+    with pytest.raises(RunError, match=words):
+        meeting.host("a", least=3, seconds=0.5).begin(meeting.folder, lambda: False)
+
+
+@pytest.mark.full
+def test_who_is_awaited_is_said_now_and_then(meeting: Meeting, monkeypatch):
+    monkeypatch.setattr("jaxdist.runtime.rendezvous.FIRST_WORD_SECONDS", 1.0)
+    with pytest.raises(RunError):
+        meeting.host("a", least=3, seconds=2.0).begin(meeting.folder, lambda: False)
+    assert meeting.said
+    assert re.search(r"waiting at .*meet for hosts: 1 of 3 are here \(a\)", meeting.said[0])
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"values": {"train": {"batch_size": 8, "steps": 6}}},
+         r"this host, b, differs from a at .*: config train.steps: 6 here, 5 there\. Make them"),
+        pytest.param({"least": 2}, r"differs from a at .*: --min: 2 here, 1 there",
+                     marks=pytest.mark.full),
+        ({"token": b"another-token-16"},
+         r"the token of this host, b, is not that of a at .*: give all hosts the same"),
+    ],
+)  # fmt: skip
+def test_a_host_that_differs_is_refused_and_the_others_go_on(meeting: Meeting, given, words):
+    a = meeting.host("a")
+    (part,) = meeting.begin(a)
+    assert part is not None
+    with pytest.raises(ConfigError, match=words):
+        meeting.host("b", **given).begin(meeting.folder / "b", lambda: False)
+    time.sleep(4 * LEASE["settle_seconds"])
+    assert a.ends(part) is None
+
+
+@pytest.mark.full
+def test_another_jaxdist_or_jax_is_refused(meeting: Meeting, monkeypatch):
+    a = meeting.host("a")
+    meeting.begin(a)
+    true = identity.environment.versions
+    monkeypatch.setattr(
+        identity.environment, "versions", lambda names: {**true(names), "jax": "0.9.9"}
+    )
+    monkeypatch.setattr(identity, "code_digest", lambda: "another")
+    words = r"version of jax: 0\.9\.9 here, \S+ there; code of jaxdist: another here, \w+ there"
+    with pytest.raises(ConfigError, match=words):
+        meeting.host("b").begin(meeting.folder / "b", lambda: False)
+
+
+@pytest.mark.full
+def test_where_all_are_gone_another_config_may_begin(meeting: Meeting):
+    a = meeting.host("a")
+    meeting.begin(a)
+    a.close()
+    (part,) = meeting.begin(meeting.host("b", values={"train": {"batch_size": 4}}))
+    assert part is not None
+    assert part.generation == 2
+
+
+@pytest.mark.full
+def test_a_rendezvous_that_goes_away_ends_the_lease_and_is_told(tmp_path: Path):
+    with ExitStack() as stack, redis_server(tmp_path) as (address, process):
+        meeting = Meeting(tmp_path, stack)
+        a = meeting.host("a", address=address, seconds=2.0)
+        (part,) = meeting.begin(a)
+        assert part is not None
+        process.kill()
+        deadline = time.monotonic() + 20
+        while a.ends(part) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert "redis://127.0.0.1" in (a.ends(part) or "")
+        a.release(part)
+        with pytest.raises(RunError, match=r"redis://\S+ cannot be reached: .*tried for 2 s"):
+            a.begin(meeting.folder / "a", lambda: False)
+
+
+def test_a_mesh_that_cannot_be_ends_it_everywhere(meeting: Meeting):
+    values = {"mesh": {"data": 1, "tensor": 4}, "train": {"batch_size": 8}}
+    with pytest.raises(ConfigError, match=r"a: 1 hosts cannot go on\. with 1: 1 devices are not a"):
+        meeting.host("a", values=values).begin(meeting.folder / "a", lambda: False)
+
+
+@pytest.fixture
+def given(tmp_path: Path, monkeypatch) -> dict[str, Any]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text("{elastic: {lease_seconds: 1.0}}")
+    return {
+        "rendezvous": "meet", "least": 1, "most": 2, "processes": 1, "host": "a/127.0.0.1",
+        "token_file": None, "resume": False, "restarts": 3, "seconds": 1.0, "say": print,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"least": 3}, "min_hosts 3 is above max_hosts 2: lower it"),
+        ({"host": "/10.0.0.7"}, "--host '/10.0.0.7' is not NAME or NAME/ADDRESS"),
+        ({"token_file": Path("nothing")}, "--token-file nothing cannot be read: No such file"),
+        ({"rendezvous": "config.yaml/x"}, "cannot be reached: Not a directory"),
+    ],
+)
+def test_what_an_agent_is_given_is_looked_at_first(given, changed, words):
+    with pytest.raises((ConfigError, RunError), match=words):
+        agent_of(Path("config.yaml"), [], **{**given, **changed})
+
+
+def test_a_key_that_is_none_is_refused(given):
+    Path("config.yaml").write_text("{elastic: {lease: 1.0}}")
+    with pytest.raises(ConfigError, match="lease"):
+        agent_of(Path("config.yaml"), [], **given)
+
+
+def test_an_agent_goes_on_from_the_generations_of_its_run(given, tmp_path: Path):
+    (tmp_path / "runs/config-2/generations/00000006").mkdir(parents=True)
+    found = agent_of(Path("config.yaml"), [], **given)
+    assert isinstance(found.hosts, Together)
+    assert found.hosts.members.keeper.before == 6
+
+
+def test_names_tokens_and_devices(tmp_path: Path, monkeypatch):
+    assert split_host("n1/::1") == ("n1", "::1")
+    (tmp_path / "short").write_text("abc\n")
+    with pytest.raises(RunError, match="has 3 bytes: write 16 or more"):
+        read_token(tmp_path / "short")
+    (tmp_path / "token").write_bytes(TOKEN + b"\n")
+    assert read_token(tmp_path / "token") == TOKEN
+    monkeypatch.setattr(start.os, "listdir", lambda path: ["nvidia0", "nvidia1", "nvidiactl"])
+    assert devices_of({}, {}) == 2
+    assert devices_of({}, {"JAX_PLATFORMS": "cpu"}) == 1
+    monkeypatch.setattr(start.os, "listdir", lambda path: ["null"])
+    assert devices_of({"mesh": {"data": 2}}, {}) == 1

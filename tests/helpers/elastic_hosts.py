@@ -1,0 +1,183 @@
+"""Agents of several hosts on this machine, whose processes are small scripts in place of training.
+
+As a program: `python elastic_hosts.py JSON`, one host. What a process was told it appends to MARKS.
+It ends well when the file END is there, and takes a step every few milliseconds until then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+MARKS, END, CRASH = "marks", "end", "crash"
+SECONDS = 60.0
+ELASTIC = {"lease_seconds": 1.5, "settle_seconds": 0.3}
+
+PROCESS = """
+import json, os, signal, sys, time
+from pathlib import Path
+from jaxdist.elastic.place import place_of
+from jaxdist.elastic.status import Publisher
+from jaxdist.metrics.account import Kind
+
+line = sys.stdin.readline()
+if not line:
+    sys.exit()
+order = json.loads(line)
+os.environ.update(order["environ"])
+index = int(os.environ.get("JAX_PROCESS_ID", "0"))
+place, folder = place_of(os.environ), Path(sys.argv[0]).parent
+if index == 0:
+    place.run.write_text(str(folder))
+place.snapshots.mkdir(exist_ok=True)
+count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
+told = {
+    "generation": place.generation, "index": index, "count": count, "pid": os.getpid(),
+    "agent": os.getppid(), "parts": sorted(path.name for path in place.snapshots.iterdir()),
+    "address": os.environ.get("JAX_COORDINATOR_ADDRESS"), "fence": place.fence, **order["args"],
+}
+with (folder / "marks").open("a") as file:
+    file.write(json.dumps(told) + "\\n")
+with Publisher(place.status(index), index) as publisher:
+    publisher.phase(Kind.STEP)
+    step = 100 * place.generation
+    (place.snapshots / f"step_{step:08d}.{index}_of_{count}").write_text(f"{index}")
+    while not (folder / "end").exists():
+        step += 1
+        publisher.step(step)
+        time.sleep(0.005)
+        if (folder / f"crash-{place.generation}-{index}").exists():
+            sys.stderr.write("error: broken")
+            sys.stderr.flush()
+            os._exit(int((folder / f"crash-{place.generation}-{index}").read_text()))
+place.done.touch()
+"""
+
+
+class Play:
+    """Hosts in a folder."""
+
+    def __init__(self, folder: Path, rendezvous: str | None = None, **config: Any) -> None:
+        self.folder, self.rendezvous = folder, rendezvous or str(folder / "meet")
+        (folder / "a_process.py").write_text(PROCESS)
+        self.values = {"elastic": ELASTIC, "train": {"batch_size": 8}, **config}
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, name: str, **given: Any) -> subprocess.Popen[str]:
+        """An agent, of so many processes."""
+        config = self.folder / f"config-{name}.yaml"
+        config.write_text(json.dumps(given.pop("values", self.values)))
+        told = {"rendezvous": self.rendezvous, "name": name, "config": str(config), **given}
+        process = subprocess.Popen(
+            [sys.executable, __file__, json.dumps(told)],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join([str(self.folder), *sys.path])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.started.append(process)
+        return process
+
+    def marks(self) -> list[dict[str, Any]]:
+        """What processes were told, in the order in which they began."""
+        path = self.folder / MARKS
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def wait(self, holds: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
+        """The marks of the newest generation, when they are as they should be."""
+        deadline = time.monotonic() + SECONDS
+        found: list[dict[str, Any]] = []
+        while time.monotonic() < deadline:
+            marks = self.marks()
+            newest = max((one["generation"] for one in marks), default=0)
+            found = sorted(
+                (one for one in marks if one["generation"] == newest), key=lambda one: one["index"]
+            )
+            if found and len(found) == found[0]["count"] and holds(found):
+                return found
+            time.sleep(0.02)
+        said = [finish(one) if one.poll() is not None else "alive" for one in self.started]
+        raise AssertionError(f"{found}; {said}")
+
+    def end(self) -> None:
+        """Let all processes end well."""
+        (self.folder / END).touch()
+
+    def kill(self) -> None:
+        """End what a failed test has left behind."""
+        for process in self.started:
+            kill(process)
+            process.communicate()
+
+
+@contextmanager
+def playing(folder: Path, rendezvous: str | None = None, **config: Any) -> Iterator[Play]:
+    play = Play(folder, rendezvous, **config)
+    try:
+        yield play
+    finally:
+        play.kill()
+
+
+def children(pid: int) -> list[int]:
+    found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
+    return [int(line) for line in found.stdout.split()]
+
+
+def kill(process: subprocess.Popen[str]) -> None:
+    """As a host is lost: the agent and all that it has started, at one moment."""
+    members = children(process.pid)
+    with suppress(ProcessLookupError):
+        process.kill()
+    for pid in members:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
+    out, _ = process.communicate(timeout=SECONDS)
+    return process.returncode, out
+
+
+def main() -> None:
+    from jaxdist.cli import shared
+    from jaxdist.elastic import members
+    from jaxdist.elastic.hosts.start import agent_of
+
+    told = json.loads(sys.argv[1])
+    members.STANDBY = "a_process"
+    given = {
+        "least": told.get("least", 1),
+        "most": told.get("most", 4),
+        "processes": told.get("processes", 1),
+        "token_file": Path(told["token_file"]) if "token_file" in told else None,
+        "seconds": told.get("seconds", 30.0),
+    }
+    try:
+        found = agent_of(
+            Path(told["config"]),
+            [],
+            rendezvous=told["rendezvous"],
+            host=f"{told['name']}/127.0.0.1",
+            resume=False,
+            restarts=3,
+            say=lambda line: print(line, flush=True),
+            **given,
+        )
+        sys.exit(found.run())
+    except Exception as error:
+        sys.exit(shared.report(error))
+
+
+if __name__ == "__main__":
+    main()

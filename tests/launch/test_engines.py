@@ -1,0 +1,213 @@
+"""What each engine renders, read as the engine would read it; nothing is submitted."""
+
+import json
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from ruamel.yaml import YAML
+
+from jaxdist.errors import ConfigError
+from jaxdist.launch.build import ENGINES, engine
+from jaxdist.launch.contract import Job, seconds_of
+
+JOB = Job("my config.yaml", ("train.steps=9",), "digits", nodes=2, folder=Path("/shared/work"))
+TRAIN = ["jaxdist", "train", "my config.yaml", "train.steps=9", "--resume"]
+NEEDED = {
+    "local": [],
+    "slurm": ["partition=main"],
+    "mpi": [],
+    "ray": [],
+    "gke": ["image=there/it:1"],
+    "tpu-vm": ["slice=mine", "zone=us-east5-a", "folder=/home/me/work"],
+}
+
+
+def rendered(on: str, *settings: str, **changes):
+    one, job = engine(on, [*NEEDED[on], *settings]), replace(JOB, **changes)
+    one.check(job)
+    return one.render(job).at(Path("/shared/work/launch"))
+
+
+def test_every_engine_has_what_it_needs_and_a_program():
+    assert NEEDED.keys() == ENGINES.keys()
+    for name, kind in ENGINES.items():
+        assert engine(name, NEEDED[name]).model_dump()["type"] == name
+        assert kind.program
+        assert kind.install
+
+
+@pytest.fixture
+def script():
+    return rendered("slurm", "gpus_per_node=8", "account=us", processes=4).files["job.sbatch"]
+
+
+def test_a_batch_script_is_one_that_bash_can_read(script):
+    done = subprocess.run(["bash", "-n"], input=script, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "srun --kill-on-bad-exit=1 jaxdist train 'my config.yaml' train.steps=9 --resume " in script
+    )
+
+
+def test_a_batch_script_says_what_slurm_is_to_do(script):
+    lines = {line[8:] for line in script.splitlines() if line.startswith("#SBATCH ")}
+    assert lines == {
+        "--job-name=digits", "--partition=main", "--nodes=2", "--ntasks-per-node=4",
+        "--distribution=block:block", "--time=1-00:00:00", "--signal=B:USR1@300", "--requeue",
+        "--open-mode=append", "--chdir=/shared/work", "--gpus-per-task=2", "--account=us",
+        "--output=/shared/work/launch/slurm-%j.log",
+    }  # fmt: skip
+
+
+def test_limits_as_slurm_writes_them():
+    texts = ["90", "1:30:00", "2-12", "1-02:03:04", "5:30"]
+    assert [*map(seconds_of, texts)] == [5400, 5400, 216000, 93784, 330]
+
+
+def test_mpirun_has_ranks_node_by_node():
+    command = rendered("mpi", "hosts=[a, b]", "port=7000", processes=2).command
+    assert list(command[-6:]) == [*TRAIN, "--distributed"]
+    assert command[:5] == ("mpirun", "-n", "4", "--map-by", "ppr:2:node:OVERSUBSCRIBE")
+    assert command[command.index("--host") + 1] == "a:2,b:2"
+    assert "JAX_COORDINATOR_PORT=7000" in command
+
+
+def test_one_machine_needs_no_agent_for_one_process():
+    assert list(rendered("local", nodes=1).command) == TRAIN
+    assert list(rendered("local", nodes=1, processes=2).command[-3:]) == [
+        "--elastic", "--processes", "2",
+    ]  # fmt: skip
+
+
+def test_ray_is_told_the_same_command():
+    found = json.loads(rendered("ray", "gpus=1", processes=2).files["ray.json"])
+    assert found["command"] == ["-m", "jaxdist.cli", *TRAIN[1:], "--distributed"]
+    assert (found["nodes"], found["processes"], found["gpus"]) == (2, 2, 1.0)
+
+
+def test_all_hosts_of_a_slice_run_the_same_line():
+    command = rendered("tpu-vm", nodes=1).command
+    assert "--worker=all" in command
+    assert command[-1].startswith("--command=cd /home/me/work && jaxdist train 'my config.yaml'")
+
+
+def manifest(*settings, **changes):
+    return YAML(typ="safe").load(rendered("gke", *settings, **changes).files["jobset.yaml"])
+
+
+def test_slices_of_tpus_become_a_job_each():
+    found = manifest("tpu=v5p:4x4x4", "slices=2", "queue=team", nodes=1)
+    (job,) = found["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    assert (job["replicas"], job["template"]["spec"]["parallelism"]) == (2, 16)
+    assert pod["nodeSelector"] == {
+        "cloud.google.com/gke-tpu-accelerator": "tpu-v5p-slice",
+        "cloud.google.com/gke-tpu-topology": "4x4x4",
+    }
+    assert pod["containers"][0]["resources"] == {"limits": {"google.com/tpu": 4}}
+    assert pod["containers"][0]["env"] == []  # GKE tells them
+    assert found["metadata"]["labels"] == {"kueue.x-k8s.io/queue-name": "team"}
+
+
+def test_nodes_with_gpus_are_told_where_the_first_is():
+    found = manifest("gpus_per_node=8", "volume={claim: shared}")
+    (job,) = found["spec"]["replicatedJobs"]
+    container = job["template"]["spec"]["template"]["spec"]["containers"][0]
+    environ = {one["name"]: one["value"] for one in container["env"]}
+    assert environ == {
+        "JAX_COORDINATOR_ADDRESS": "digits-slice-0-0.digits:8476",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    assert container["volumeMounts"] == [{"name": "data", "mountPath": "/data"}]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["tpu=v5e:2x4"],
+        ["tpu=v6e:16x16", "slices=4"],
+        ["gpus_per_node=8", "volume={claim: shared}"],
+        ["cpu=4"],
+    ],
+)
+def test_kubernetes_takes_the_job_of_a_set(settings):
+    validate = pytest.importorskip("kubernetes_validate").validate
+    found = manifest(*settings, nodes=1)
+    (job,) = found["spec"]["replicatedJobs"]
+    names = {"name": f"{found['metadata']['name']}-{job['name']}-0"}
+    whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": names, **job["template"]}
+    validate(whole, "1.33", strict=True)
+    # What JobSet adds to it, v1alpha2.
+    assert found["spec"].keys() == {"failurePolicy", "network", "replicatedJobs"}
+    assert job.keys() == {"name", "replicas", "template"}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "changes", "message"),
+    [
+        ("local", [], {}, "--nodes 2: local is one machine"),
+        ("slurm", ["time=5"], {}, "time 5 is no longer than notice_seconds 300"),
+        ("slurm", ["gpus_per_node=8"], {"processes": 3}, "8 cannot be shared out among"),
+        ("mpi", ["hosts=[a]"], {}, "hosts: 1 names for --nodes 2"),
+        ("gke", [], {"name": "My_Run"}, "--name My_Run: Kubernetes takes small letters"),
+        ("gke", [], {"name": "a" * 41}, "at most 40"),
+        ("gke", ["tpu=v5e:2x4"], {}, "says how many hosts there are"),
+        ("gke", ["slices=2"], {}, "slices 2 are of TPUs: give tpu"),
+        ("gke", ["tpu=v5e:2x4", "gpus_per_node=1"], {}, "a pod has one or the other"),
+        ("gke", ["tpu=v5e:2x4x4"], {}, "has 3 dims, v5e has 2"),
+        ("gke", [], {"processes": 2}, "a pod is one process"),
+        ("tpu-vm", [], {}, "one process on every host of the slice"),
+    ],
+)
+def test_what_an_engine_cannot_run(name, settings, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        rendered(name, *settings, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "message"),
+    [
+        ("slurmm", [], r"--on slurmm: did you mean 'slurm'\?"),
+        ("slurm", [], r"set\.partition .*required, but not set"),
+        ("slurm", ["partition=main", "tme=3"], r"set\.tme.*did you mean 'time'"),
+    ],
+)
+def test_settings_that_there_are_not(name, settings, message):
+    with pytest.raises(ConfigError, match=message):
+        engine(name, settings)
+
+
+def test_a_dry_run_prints_all_of_it_and_writes_nothing(jaxdist):
+    jaxdist.config()
+    done = jaxdist.here(
+        "launch", "config.yaml", "--on", "slurm", "--set", "partition=main", "--dry-run"
+    )
+    assert done.code == 0, done
+    assert "#SBATCH --partition=main" in done.out
+    assert f"sbatch --parsable {jaxdist.folder}/runs/launches/config/job.sbatch" in done.out
+    assert not (jaxdist.folder / "runs").exists()
+
+
+def test_mistakes_end_before_anything_is_written(jaxdist, monkeypatch):
+    jaxdist.config(train={"stepss": 3})
+    done = jaxdist.here("launch", "config.yaml")
+    assert (done.code, "did you mean 'steps'" in done.message) == (2, True), done
+    jaxdist.config()
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    done = jaxdist.here("launch", "config.yaml", "--on", "slurm", "--set", "partition=main")
+    assert done.code != 0
+    assert "sbatch is not installed here: install Slurm's client" in done.message
+    assert not (jaxdist.folder / "runs").exists()
+    done = jaxdist.here("launch", "status", "nowhere")
+    assert "nowhere is not the folder of a launch" in done.message
+
+
+def test_what_is_found_here_is_said(jaxdist, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    done = jaxdist.here("launch", "explain")
+    assert "Slurm: ignored, SLURM_STEP_NODELIST, SLURM_PROCID not set: this shell" in done.out
+    assert "--on gke: " in done.out

@@ -1,0 +1,177 @@
+"""`jaxdist agent` on hosts that come and go: each example is used once in each epoch, exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from elastic_hosts import children, kill
+from redis_place import redis_server
+from runs import Jaxdist, checkpoint, finish, metrics, wait_for_step
+
+from jaxdist.checkpoint.layout import step_directory
+from jaxdist.checkpoint.manifest import read_manifest
+
+# Each example has a parameter, whose gradient is -1/64 where a batch has it: with a learning rate
+# of 64 it counts how often it was used. The loss is less the mean count of the batch's examples:
+# before an epoch's end it is less the number of the epochs before, at each step, or some example
+# was used twice or left out.
+COUNTING = """
+import time
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxdist import Mean
+
+class Examples:
+    def __len__(self):
+        return 512
+
+    def __getitem__(self, index):
+        time.sleep(0.0003)
+        return {"example": np.int32(index)}
+
+class Counts(nnx.Module):
+    def __init__(self, rngs):
+        self.counts = nnx.Param(jnp.zeros((512,)), dims=("features",))
+
+def loss(module, batch):
+    used = module.counts[...][batch["example"]]
+    return {"loss": Mean(-(used * batch["weight"]).sum(), batch["weight"].sum())}
+"""
+EXAMPLES, BATCH, EPOCHS = 512, 64, 150
+STEPS = EPOCHS * EXAMPLES // BATCH
+CONFIG = {
+    "model": {"type": "import", "path": "counting:Counts"},
+    "loss": {"type": "import", "path": "counting:loss"},
+    "data": {"type": "import", "path": "counting:Examples"},
+    "optim": {"type": "sgd", "momentum": 0.0, "learning_rate": 64.0,
+              "schedule": {"type": "constant"}},
+    "train": {"epochs": float(EPOCHS), "batch_size": BATCH, "log_every": 1},
+    "checkpoint": {"every": 200, "keep": 3, "memory_every": 100},
+    "mesh": {"data": 2},
+    "elastic": {"lease_seconds": 4.0, "settle_seconds": 1.0},
+}  # fmt: skip
+
+
+def agent(jaxdist: Jaxdist, name: str, meet: str = "meet", **more: Any) -> subprocess.Popen[str]:
+    options = [x for key, value in more.items() for x in (f"--{key}", value)]
+    given = ("--rendezvous", meet, "--host", f"{name}/127.0.0.1", "--devices", 1, *options)
+    return jaxdist.start("agent", "config.yaml", *given, "run.directory=run")
+
+
+def prepared(jaxdist: Jaxdist) -> Path:
+    (jaxdist.folder / "counting.py").write_text(COUNTING)
+    jaxdist.config(CONFIG)
+    return jaxdist.folder / "run"
+
+
+def wait(holds: Callable[[], Any], *processes: subprocess.Popen[str]) -> Any:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        found = holds()
+        if found:
+            return found
+        for process in processes:
+            assert process.poll() is None, finish(process)
+        time.sleep(0.05)
+    raise AssertionError("it did not come")
+
+
+def begun(run: Path, hosts: int) -> int:
+    """The newest generation that so many hosts have begun; 0: none."""
+    path = run / "elastic.jsonl"
+    lines = [json.loads(one) for one in path.read_text().splitlines()] if path.exists() else []
+    numbers = [one["generation"] for one in lines if one["event"] == "begun"]
+    newest = max(numbers, default=0)
+    return newest if numbers.count(newest) == hosts else 0
+
+
+def assert_each_once_an_epoch(run: Path) -> None:
+    trained = [one for one in metrics(run) if one["split"] == "train"]
+    assert [one["step"] for one in trained] == list(range(1, STEPS + 1))
+    per_epoch = EXAMPLES // BATCH
+    assert [one["loss"] for one in trained] == [-float(at // per_epoch) for at in range(STEPS)]
+    found = checkpoint(run, STEPS)
+    (counts,) = (x for name, x in found.items() if name.startswith("params"))
+    np.testing.assert_array_equal(counts, np.full(EXAMPLES, EPOCHS))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_host_is_done_without_until_it_comes_back(jaxdist: Jaxdist, victim: int):
+    run = prepared(jaxdist)
+    jaxdist.config(CONFIG, checkpoint={"every": 100_000, "memory_every": 100})
+    hosts = [agent(jaxdist, name, max=2) for name in "ab"]
+    number = wait(lambda: begun(run, 2), *hosts)
+    other = hosts[1 - victim]
+    wait_for_step(other, run, 270)
+    kill(hosts[victim])
+    wait(lambda: begun(run, 1) > number, other)
+    back = agent(jaxdist, "ab"[victim], max=2)
+    wait(lambda: begun(run, 2) > number, other, back)
+    told = [finish(one) for one in (other, back)]
+    assert [one.code for one in told] == [0, 0], told
+    out = "".join(one.out for one in told)
+    assert "with mesh.data=1, train.microbatches=2" in out
+    assert "mesh   {data: 1} on 1 x cpu" in out
+    assert len(re.findall("kept in memory", out)) >= 2  # the loss of a host left it whole
+    assert_each_once_an_epoch(run)
+    newest = read_manifest(step_directory(run / "checkpoints", STEPS))
+    assert newest.generation == begun(run, 2)
+
+
+@pytest.mark.full
+def test_the_same_with_redis(jaxdist: Jaxdist, tmp_path: Path):
+    with redis_server(tmp_path) as (address, _):
+        run = prepared(jaxdist)
+        hosts = [agent(jaxdist, name, address, max=2) for name in "ab"]
+        number = wait(lambda: begun(run, 2), *hosts)
+        wait_for_step(hosts[1], run, 30)
+        kill(hosts[0])
+        wait(lambda: begun(run, 1) > number, hosts[1])
+        done = finish(hosts[1])
+        assert done.code == 0, done
+        assert_each_once_an_epoch(run)
+
+
+@pytest.mark.full
+def test_a_host_that_was_frozen_and_deposed_writes_nothing_more(jaxdist: Jaxdist):
+    """Alone at work it is frozen with its processes; another goes on. Then a process of it wakes
+    before its agent, and would train on."""
+    run = prepared(jaxdist)
+    frozen = agent(jaxdist, "a")
+    assert wait(lambda: begun(run, 1), frozen)
+    wait_for_step(frozen, run, 30)
+    pids = [frozen.pid, *children(frozen.pid)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    other = agent(jaxdist, "b")
+    number = wait(lambda: begun(run, 1) > 1 and begun(run, 1), other)
+    for pid in pids[1:]:
+        os.kill(pid, signal.SIGCONT)
+    path = run / "checkpoints"
+    time.sleep(3)
+    mine = [read_manifest(one).generation for one in path.glob("step_*")]
+    assert set(mine) <= {1, number}
+    assert not list(path.glob(".tmp-g1-*"))
+    frozen.send_signal(signal.SIGCONT)
+    told = [finish(one) for one in (frozen, other)]
+    assert [one.code for one in told] == [0, 0], told
+    assert_each_once_an_epoch(run)
+
+
+def test_what_a_config_gets_wrong_is_told(jaxdist: Jaxdist):
+    jaxdist.config({**CONFIG, "elastic": {"lease": 1.0}})
+    done = jaxdist.here("agent", "config.yaml", "--rendezvous", "meet")
+    assert done.code == 2
+    assert "lease" in done.message
