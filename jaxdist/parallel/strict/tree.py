@@ -73,8 +73,8 @@ class Order:
     def add(self, blocks: jax.Array) -> jax.Array:
         """The sum over the first dim of `[n, ...]`: sums of V / n shards each, in order.
 
-        >>> Order(12).add(jnp.arange(12.0)), Order(12).add(jnp.full(3, 1.5))
-        (Array(66., dtype=float32), Array(4.5, dtype=float32))
+        >>> [float(Order(12).add(x)) for x in (jnp.arange(12.0), jnp.full(3, 1.5))]
+        [66.0, 4.5]
         """
         runs = self.shards // self.run
         while len(blocks) > runs:
