@@ -23,6 +23,7 @@ from jaxdist.errors import (
     ShardingError,
 )
 from jaxdist.mesh import MeshConfig
+from jaxdist.metrics.energy.config import EnergyConfig
 from jaxdist.models.build import ModelConfig
 from jaxdist.models.loss import LossConfig
 from jaxdist.optim.build import OptimConfig
@@ -82,6 +83,8 @@ class ExperimentConfig(Config):
     """What is communicated explicitly."""
     strategy: StrategyConfig = Synchronous()
     """How the run is made of steps and processes, by type."""
+    energy: EnergyConfig = EnergyConfig()
+    """How energy is measured, and its carbon."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Of parameters, data order and random layers."""
     run: RunConfig = RunConfig()

@@ -2,8 +2,8 @@
 
 A resumed run continues the same file. Records of steps that the interrupted run had taken but not
 checkpointed are dropped first, so that the file ends up as if nothing had happened. What stays is
-where time went, for that was spent, and where replicas differed, for which a run may go back. The
-events carry the same purge for TensorBoard.
+where time and energy went, for they were spent, and where replicas differed, for which a run may go
+back. The events carry the same purge for TensorBoard.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from jaxdist.errors import RunError
+from jaxdist.metrics.energy.tally import SPLIT as ENERGY
 from jaxdist.metrics.events import EventFile
 from jaxdist.metrics.goodput import SPLIT as TIME
 from jaxdist.types import Json, JsonObject
@@ -28,7 +29,7 @@ EVENTS_FOLDER = "tensorboard"
 REPLICAS = "replicas"
 """The split of records of replicas that differed."""
 
-_LASTING = (TIME, REPLICAS)
+_LASTING = (TIME, ENERGY, REPLICAS)
 _RESERVED = ("step", "split", "time")
 _NON_FINITE = ("nan", "inf", "-inf")
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import jax
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist.config import Document
 from jaxdist.experiment import Experiment, ExperimentConfig
+from jaxdist.experiment.config import at_setting
 from jaxdist.mesh import Device
+from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.energy.meters import open_meter
+from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.rates import Efficiency
 from jaxdist.runtime.hardware import find_device
 from jaxdist.train.directory import RunDirectory
@@ -33,8 +39,37 @@ def efficiency_of(experiment: Experiment, model_flops: ModelFlops | None) -> Eff
     )
 
 
-def describe(experiment: Experiment, directory: RunDirectory, console: Console) -> None:
-    """Say what is trained on what, and what was derived."""
+def tally_of(experiment: Experiment, document: Document, account: Account) -> Tally | str:
+    """What counts the energy of a run from now on, or why nothing does; on process 0 alone.
+
+    Raises:
+      ConfigError: the meter that the config asks for cannot be had.
+    """
+    if jax.process_index() != 0:
+        return "process 0 measures"
+    config, mesh = experiment.config.energy, experiment.layout.mesh
+    device = mesh.local_devices[0]
+    known = find_device(device.device_kind)
+    begun = account.spent()
+
+    def seconds() -> tuple[float, float]:
+        spent = account.spent()
+        since = {kind: 1e-9 * (spent[kind] - begun[kind]) for kind in Kind}
+        return sum(since.values()), since[Kind.STEP]
+
+    power = config.power_of(None if known is None else known.name)
+    with at_setting(document, "energy", "meter"):
+        found = open_meter(config.meter, device.platform, power, mesh.devices.size, seconds)
+    if isinstance(found, str):
+        return found
+    unit = "tokens" if experiment.unit == "tokens" else "examples"
+    return Tally(found, config.site, unit, experiment.units_per_step)
+
+
+def describe(
+    experiment: Experiment, directory: RunDirectory, tally: Tally | str, console: Console
+) -> None:
+    """Say what is trained on what, what was derived, and how energy is measured."""
     program, config = experiment.program, experiment.config
     devices = experiment.layout.mesh.devices
     shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
@@ -53,4 +88,6 @@ def describe(experiment: Experiment, directory: RunDirectory, console: Console) 
     for notice in experiment.notices:
         console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
     console.print(f"mesh   {{{shape}}} on {devices.size} x {kind}", soft_wrap=True)
+    told = f"none: {tally}" if isinstance(tally, str) else tally.described
+    console.print(f"energy {told}", soft_wrap=True, markup=False)
     console.print(f"run    {directory.path}", soft_wrap=True)

@@ -23,6 +23,7 @@ from jaxdist.mesh import Device
 from jaxdist.metrics import goodput
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.curve import plot_loss
+from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
 from jaxdist.train.checkpoints import restore
@@ -40,7 +41,7 @@ from jaxdist.train.watch.profile import Profile, ProfiledSteps
 from jaxdist.train.watch.told import Goodput
 from jaxdist.types import Json
 from jaxdist.verbs.compare import changes
-from jaxdist.verbs.describe import ModelFlops, describe, efficiency_of
+from jaxdist.verbs.describe import ModelFlops, describe, efficiency_of, tally_of
 from jaxdist.verbs.hooks import hooks_of, watching
 from jaxdist.verbs.report import print_goodput
 from jaxdist.verbs.results import print_results
@@ -89,10 +90,12 @@ class RunJob:
             check_step_fits(experiment.program)
         if self.profiled is not None and not self.resume:
             self.profiled.after(0, experiment.total_steps)  # before the directory is begun
+        tally = tally_of(experiment, self.document, account)
         if self.config.checkpoint.begin_with is not None and not self.resume:
             check_begin(experiment.program, self.config.checkpoint.begin_with)
         self._begin_directory()
-        describe(experiment, self.directory, self.console)
+        describe(experiment, self.directory, tally, self.console)
+        tally = tally if isinstance(tally, Tally) else None
         with ExitStack() as stack:
             store = stack.enter_context(self._store())
             memory = self._memory(stack)
@@ -106,7 +109,10 @@ class RunJob:
                 *watching(self, experiment, memory, measured, writer, progress),
             ]
             if writer is not None:
-                hooks.hooks = [*hooks.hooks, self._timed(experiment, writer, start, stack)]
+                hooks.hooks = [
+                    *hooks.hooks,
+                    self._timed(experiment, writer, start, tally, stack),
+                ]
             if traced is not None:
                 folder = self.directory.profile if jax.process_index() == 0 else None
                 # The last hook, so that a trace begins after what else a boundary holds.
@@ -116,6 +122,8 @@ class RunJob:
 
             def enter(stage: TrainStage) -> None:
                 progress.units_per_step = stage.batch_size * experiment.units_per_example
+                if tally is not None:
+                    tally.units_per_step = progress.units_per_step
 
             def record(step: int, values: Mapping[str, float]) -> None:
                 if writer is not None:
@@ -276,12 +284,17 @@ class RunJob:
         return Account(Kind.RECOVERY if restores else Kind.START, begun=begun, tell=tell)
 
     def _timed(
-        self, experiment: Experiment, writer: MetricsWriter, start: int, stack: ExitStack
+        self,
+        experiment: Experiment,
+        writer: MetricsWriter,
+        start: int,
+        tally: Tally | None,
+        stack: ExitStack,
     ) -> Goodput:
-        """Writes where the time goes, from now on until the files are closed."""
+        """Writes where time and energy go, from now on until the files are closed."""
         cadence = Cadence(self.config.train.log_every, experiment.total_steps)
         life = goodput.next_life(read_metrics(self.directory.path)) if self.resume else 1
-        self.timed = timed = Goodput(cadence, self.account, life, writer, start)
+        self.timed = timed = Goodput(cadence, self.account, life, writer, start, tally)
         timed.write()
 
         def last() -> None:

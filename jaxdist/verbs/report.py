@@ -12,6 +12,7 @@ from rich.console import Console
 from jaxdist.elastic.flight.slow import Slow
 from jaxdist.elastic.journal import read_journal
 from jaxdist.errors import RunError
+from jaxdist.metrics.energy import tally
 from jaxdist.metrics.goodput import Goodput, joined, predicted, table
 from jaxdist.metrics.report import write_json
 from jaxdist.metrics.writer import FILE_NAME, read_metrics
@@ -50,7 +51,14 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
         console.print(line, soft_wrap=True, markup=False)
     if json_file is not None:
         slow = [event for event in events if event["event"] == "slow"]
-        more = {"kept": found.kept, "predicted": predicted(records), "slow": slow}
+        energy = tally.joined(records)
+        drawn = None if energy is None else energy.as_json()
+        more = {
+            "kept": found.kept,
+            "predicted": predicted(records),
+            "slow": slow,
+            "energy": drawn,
+        }
         write_json(json_file, {"run": str(run), **found.as_json(), **more}, what="report")
     return found
 
@@ -68,6 +76,9 @@ def _print(found: Goodput, records: Sequence[JsonObject], console: Console) -> N
     if share is not None:
         told = f"kept   {found.kept:.1%} of the time after the first start; predicted {share:.1%}"
         console.print(told, soft_wrap=True)
+    energy = tally.joined(records)
+    if energy is not None:
+        console.print(tally.table(energy), soft_wrap=True, markup=False)
     shares = waiting_shares(records)
     if shares:
         console.print(

@@ -49,7 +49,9 @@ def test_two_clocks_agree(trained: Jaxdist) -> None:
 
 
 def test_a_killed_run_has_a_report_and_its_lives_are_joined(jaxdist: Jaxdist) -> None:
-    jaxdist.config(train={"steps": 400}, checkpoint={"every": 40}, eval={"every": 40})
+    energy = {"meter": "model", "watts": 100}
+    given = {"checkpoint": {"every": 40}, "eval": {"every": 40}, "energy": energy}
+    jaxdist.config(train={"steps": 400}, **given)
     kill_at_step(jaxdist.start("train", "config.yaml"), jaxdist.run, 100)
     first = reported(jaxdist)
     assert len(first["lives"]) == 1
@@ -65,6 +67,13 @@ def test_a_killed_run_has_a_report_and_its_lives_are_joined(jaxdist: Jaxdist) ->
     assert found["seconds"]["idle"] >= found["gaps_seconds"][0] > 0
     if before["last_step"] > before["kept_step"]:
         assert found["seconds"]["lost_work"] > 0  # of what its records tell
+    drawn = found["energy"]
+    assert drawn["joules"] == pytest.approx(100 * drawn["seconds"], rel=0.01)
+    # Lost steps are in it, as far as the records tell.
+    steps = before["last_step"] + 400 - after["first_step"]
+    assert drawn["examples"] % steps == 0 < drawn["examples"]
+    assert "energy modelled, not measured: 1 x 100 W" in done.out
+    assert "J (100.0 W), " in done.out
 
 
 def test_nothing_to_report(trained: Jaxdist) -> None:

@@ -10,6 +10,8 @@ import jax
 
 from jaxdist.metrics import goodput
 from jaxdist.metrics.account import Account
+from jaxdist.metrics.energy.tally import SPLIT as ENERGY
+from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.train.hooks import Cadence, Hook, Moment
 
@@ -30,13 +32,14 @@ class Tell(Hook):
 
 @dataclass
 class Goodput(Hook):
-    """Writes down where the time went: with the log, though not each time, and at each save.
+    """Writes down where time and energy went: with the log, though not each time, and at each save.
 
     A record stands at each step that a later life may go on from, so that what is lost is known.
 
     Attributes:
       life: number of this process among those of the run, from 1.
       step: the last that was taken.
+      tally: of energy, where it is measured.
       seconds_between: two records are at least a hundredth of the time so far apart (a
         tenth of a second at least), but for saves; so long at most.
     """
@@ -46,11 +49,14 @@ class Goodput(Hook):
     life: int
     writer: MetricsWriter
     step: int
+    tally: Tally | None = None
     seconds_between: float = 10.0
     _next: float = 0.0
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
         self.step = step
+        if self.tally is not None:
+            self.tally.stepped()
         if self.cadence.due(step) and time.monotonic() >= self._next:
             self.write()
 
@@ -65,3 +71,5 @@ class Goodput(Hook):
         apart = max(0.01 * values["wall_seconds"], 0.1)
         self._next = time.monotonic() + min(apart, self.seconds_between)
         self.writer.write(self.step, values, split=goodput.SPLIT)
+        if self.tally is not None:
+            self.writer.write(self.step, self.tally.values(self.life), split=ENERGY)

@@ -1,0 +1,49 @@
+"""Energy in a config."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, PositiveFloat, model_validator
+
+from jaxdist.config.schema import Config
+from jaxdist.cost.energy import POWERS, Power, Site
+
+
+class EnergyConfig(Config):
+    """How the energy of a run is measured, and what it is where the run takes place."""
+
+    meter: Literal["auto", "nvml", "rapl", "model", "none"] = "auto"
+    """Counters of GPUs (nvml) or of CPUs (rapl), the published power of the chip (model), or none;
+    auto takes the counters of what the run computes on, else the model, else none."""
+    watts: PositiveFloat | None = None
+    """Of one device at work, where it is not known or known better here (v5e, v5p, v6e: Google
+    publishes none)."""
+    idle_watts: Annotated[float, Field(ge=0)] | None = None
+    """Of one device at no work; null counts `watts` all the time. Only beside watts."""
+    pue: Annotated[float, Field(ge=1)] = 1.0
+    """Power usage effectiveness: what the site draws over what its machines draw."""
+    grid: Annotated[float, Field(ge=0)] = 475.0
+    """Grams of CO2 equivalent per kWh; 475 is the mean of the world in 2019 (IEA), hydro 26, coal
+    995 (codecarbon)."""
+
+    @model_validator(mode="after")
+    def _check_watts(self) -> EnergyConfig:
+        if self.idle_watts is not None and (self.watts is None or self.idle_watts > self.watts):
+            raise ValueError("idle_watts is of a device whose watts are given, and at most those")
+        return self
+
+    @property
+    def site(self) -> Site:
+        """Where it is drawn."""
+        return Site(self.pue, self.grid)
+
+    def power_of(self, device: str | None) -> Power | None:
+        """Of a device by the short name of `jaxdist.runtime.hardware`; None where not known.
+
+        >>> EnergyConfig(watts=250).power_of("v5p").most, EnergyConfig().power_of("v5p")
+        (250.0, None)
+        """
+        if self.watts is not None:
+            return Power(self.watts, self.idle_watts, "energy.watts of the config")
+        return None if device is None else POWERS.get(device)

@@ -1,0 +1,189 @@
+"""What tells joules: counters of GPUs, counters of CPUs, a model by power, or nothing.
+
+A counter tells what the devices have drawn since it was opened, whoever used them: a machine that
+runs something else too is counted with it. The counters are of this host alone.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from jaxdist.cost.energy import Power
+from jaxdist.errors import RunError
+
+POWERCAP = Path("/sys/class/powercap")
+Method = Literal["counter", "model"]
+
+
+class Meter(Protocol):
+    """Joules since it was opened."""
+
+    name: str
+    """What is counted, for people."""
+    method: Method
+
+    def joules(self) -> float:
+        """Never less than the time before."""
+        ...
+
+
+class Rapl:
+    """Intel's and AMD's counters of CPU packages and their memory, in microjoules.
+
+    Each wraps at `max_energy_range_uj` and must be read more often than that (minutes at full
+    load). Only top-level zones and memory count: cores lie within their package.
+
+    Args:
+      root: the kernel's powercap folder.
+
+    Raises:
+      RunError: there are none, or this user may not read them.
+    """
+
+    method: Method = "counter"
+
+    def __init__(self, root: Path = POWERCAP) -> None:
+        zones = [zone for zone in sorted(root.glob("*-rapl:*")) if _counts(zone)]
+        if not zones:
+            raise RunError(f"there is no RAPL counter in {root}")
+        self._zones = zones
+        self._ranges = [_number(zone / "max_energy_range_uj") for zone in zones]
+        self._last = [_number(zone / "energy_uj") for zone in zones]
+        self._total = 0
+        self.name = f"RAPL ({', '.join((zone / 'name').read_text().strip() for zone in zones)})"
+
+    def joules(self) -> float:
+        """See `Meter`."""
+        now = [_number(zone / "energy_uj") for zone in self._zones]
+        for was, is_, most in zip(self._last, now, self._ranges, strict=True):
+            self._total += is_ - was if is_ >= was else is_ + most - was
+        self._last = now
+        return 1e-6 * self._total
+
+
+class Nvml:
+    """The energy counters of this host's GPUs, in millijoules, updated about every 100 ms.
+
+    Args:
+      visible: which GPUs, by their number; None is all.
+
+    Raises:
+      RunError: nvidia-ml-py is not installed, there is no driver, or the GPUs have no counter.
+    """
+
+    method: Method = "counter"
+
+    def __init__(self, visible: Sequence[int] | None = None) -> None:
+        try:
+            import pynvml  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise RunError("nvidia-ml-py is not installed: pip install 'jaxdist[energy]'") from None
+        self._nvml: Any = pynvml
+        try:
+            pynvml.nvmlInit()
+            numbers = range(pynvml.nvmlDeviceGetCount()) if visible is None else visible
+            self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(number) for number in numbers]
+            self._begun = self._counted()
+        except pynvml.NVMLError as error:
+            raise RunError(f"NVML cannot count energy here: {error}") from error
+        if not self._gpus:
+            raise RunError("NVML sees no GPU")
+        self.name = f"NVML ({len(self._gpus)} GPUs)" if len(self._gpus) > 1 else "NVML (1 GPU)"
+
+    def joules(self) -> float:
+        """See `Meter`."""
+        return 1e-3 * (self._counted() - self._begun)
+
+    def _counted(self) -> int:
+        return sum(self._nvml.nvmlDeviceGetTotalEnergyConsumption(gpu) for gpu in self._gpus)
+
+
+class Modelled:
+    """Published power times time: at work while a step is taken, else at no work.
+
+    Args:
+      devices: how many draw it, on all hosts.
+      seconds: called for the time since the beginning, and how much of it was steps.
+    """
+
+    method: Method = "model"
+
+    def __init__(
+        self, power: Power, devices: int, seconds: Callable[[], tuple[float, float]]
+    ) -> None:
+        self._power, self._devices, self._seconds = power, devices, seconds
+        self.name = f"{devices} x {power.most:g} W, {power.source}"
+
+    def joules(self) -> float:
+        """See `Meter`."""
+        wall, work = self._seconds()
+        idle = self._power.watts(0.0) * (wall - work)
+        return self._devices * (self._power.watts(1.0) * work + idle)
+
+
+def visible_gpus(environment: Mapping[str, str]) -> list[int] | None:
+    """Those that CUDA_VISIBLE_DEVICES leaves, by number; None where it names all, or none so.
+
+    >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}), visible_gpus({})
+    ([2, 3], None)
+    """
+    parts = [part.strip() for part in environment.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    return [int(part) for part in parts] if all(part.isdigit() for part in parts) else None
+
+
+def open_meter(
+    kind: str,
+    platform: str,
+    power: Power | None,
+    devices: int,
+    seconds: Callable[[], tuple[float, float]],
+) -> Meter | str:
+    """The meter of a config; of "auto" the best at hand, or why there is none.
+
+    Args:
+      kind: see `EnergyConfig.meter`.
+      platform: what is computed on: "cpu", "gpu" or "tpu".
+      power: of a device, if it is known.
+      devices: how many, on all hosts.
+      seconds: as of `Modelled`.
+
+    Raises:
+      RunError: the meter that was asked for by name cannot be had.
+    """
+    if kind == "none":
+        return "energy.meter is none"
+    counters: dict[str, Callable[[], Meter]] = {
+        "rapl": Rapl,
+        "nvml": lambda: Nvml(visible_gpus(os.environ)),
+    }
+    if kind in counters:
+        return counters[kind]()
+    why = "a TPU has no counter that can be read"
+    name = {"cpu": "rapl", "gpu": "nvml"}.get(platform)
+    if kind == "auto" and name is not None:
+        try:
+            return counters[name]()
+        except RunError as error:
+            why = str(error)
+    if power is not None:
+        return Modelled(power, devices, seconds)
+    if kind == "model":
+        raise RunError("no power of this device is published: give energy.watts")
+    return f"{why}, and no power of this device is known (energy.watts gives it)"
+
+
+def _counts(zone: Path) -> bool:
+    """A package, the whole of a system, or memory; and readable."""
+    try:
+        name = (zone / "name").read_text().strip()
+        _number(zone / "energy_uj")
+    except (OSError, ValueError):
+        return False
+    return name.startswith("package") or name == "dram"
+
+
+def _number(path: Path) -> int:
+    return int(path.read_text())

@@ -1,0 +1,137 @@
+"""The energy of a run: one record a life, each with all that it has drawn so far."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from jaxdist.cost.energy import Site
+from jaxdist.metrics.energy.meters import Meter
+from jaxdist.types import Json, JsonObject
+
+SPLIT = "energy"
+"""Of the records of energy."""
+UNITS = ("tokens", "examples")
+"""What a run counts its data by: the key of that number in a record."""
+
+
+@dataclass
+class Tally:
+    """What one life draws.
+
+    Attributes:
+      unit: of `UNITS`.
+      units_per_step: of all devices; may be set later, too.
+      units: that its steps have taken so far.
+    """
+
+    meter: Meter
+    site: Site
+    unit: str
+    units_per_step: int
+    clock: Callable[[], float] = time.monotonic
+    units: int = 0
+
+    def __post_init__(self) -> None:
+        self._begun = self.clock()
+
+    @property
+    def described(self) -> str:
+        """What is counted, how, and by which factors."""
+        how = "counted by" if self.meter.method == "counter" else "modelled, not measured:"
+        return f"{how} {self.meter.name}; PUE {self.site.pue:g}, {self.site.grid:g} g CO2e/kWh"
+
+    def stepped(self) -> None:
+        """A step has been taken."""
+        self.units += self.units_per_step
+
+    def values(self, life: int) -> dict[str, float]:
+        """A record of all until now."""
+        joules, seconds = self.meter.joules(), self.clock() - self._begun
+        return {
+            "life": life,
+            "joules": joules,
+            "seconds": seconds,
+            self.unit: self.units,
+            "watts": joules / seconds if seconds > 0 else 0.0,
+            "kwh": self.site.kwh(joules),
+            "grams_co2e": self.site.grams(joules),
+        }
+
+
+@dataclass(frozen=True)
+class Energy:
+    """Of a whole run: the sums over its lives, steps that were lost too.
+
+    Attributes:
+      joules: that devices have drawn.
+      unit: of `UNITS`.
+      units: those of lost steps counted again.
+      kwh: that the site has drawn for it.
+    """
+
+    joules: float
+    seconds: float
+    unit: str
+    units: float
+    kwh: float
+    grams: float
+
+    @property
+    def joules_per_million(self) -> float | None:
+        """Tokens or examples; None before the first step."""
+        return 1e6 * self.joules / self.units if self.units else None
+
+    def as_json(self) -> JsonObject:
+        """Plain data."""
+        return {
+            "joules": self.joules,
+            "seconds": self.seconds,
+            self.unit: self.units,
+            f"joules_per_million_{self.unit}": self.joules_per_million,
+            "kwh": self.kwh,
+            "grams_co2e": self.grams,
+        }
+
+
+def joined(records: Iterable[Mapping[str, Json]]) -> Energy | None:
+    """The energy of all lives of a run, from its records of metrics; None where none tells."""
+    ours = (record for record in records if record["split"] == SPLIT)
+    last = [[*group][-1] for _, group in groupby(ours, key=lambda record: record["life"])]
+    if not last:
+        return None
+
+    def total(name: str) -> float:
+        return sum(float(record[name]) for record in last)
+
+    unit = next(name for name in UNITS if name in last[-1])
+    sums = (total("seconds"), unit, total(unit), total("kwh"), total("grams_co2e"))
+    return Energy(total("joules"), *sums)
+
+
+def table(energy: Energy) -> str:
+    """Lines of at most 80 columns.
+
+    >>> print(table(Energy(7.2e3, 100.0, "tokens", 2e6, 0.002, 1.9)))
+    energy 7.2 kJ (72.0 W), 3.6 kJ a million tokens
+           2.0 Wh at the site, 1.9 g CO2e
+    """
+    watts = f" ({_scaled(energy.joules / energy.seconds, 'W')})" if energy.seconds else ""
+    each = energy.joules_per_million
+    rate = "" if each is None else f", {_scaled(each, 'J')} a million {energy.unit}"
+    site, carbon = _scaled(1e3 * energy.kwh, "Wh"), _scaled(energy.grams, "g")
+    drawn = _scaled(energy.joules, "J")
+    return f"energy {drawn}{watts}{rate}\n       {site} at the site, {carbon} CO2e"
+
+
+def _scaled(number: float, unit: str) -> str:
+    """
+    >>> _scaled(54_755.8, "g"), _scaled(0.0471, "g"), _scaled(0.0, "J")
+    ('54.8 kg', '47.1 mg', '0.0 J')
+    """
+    for size, prefix in ((1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""), (1e-3, "m")):
+        if number >= size:
+            return f"{number / size:,.1f} {prefix}{unit}"
+    return f"{number:.1f} {unit}"
