@@ -69,7 +69,7 @@ def tally_of(experiment: Experiment, document: Document, account: Account) -> Ta
 def describe(
     experiment: Experiment, directory: RunDirectory, tally: Tally | str, console: Console
 ) -> None:
-    """Say what is trained on what, what was derived, and how energy is measured."""
+    """Say what is trained on what, what was derived, and how energy is measured, if it is."""
     program, config = experiment.program, experiment.config
     devices = experiment.layout.mesh.devices
     shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
@@ -88,6 +88,6 @@ def describe(
     for notice in experiment.notices:
         console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
     console.print(f"mesh   {{{shape}}} on {devices.size} x {kind}", soft_wrap=True)
-    told = f"none: {tally}" if isinstance(tally, str) else tally.described
-    console.print(f"energy {told}", soft_wrap=True, markup=False)
+    if isinstance(tally, Tally):
+        console.print(f"energy {tally.described}", soft_wrap=True, markup=False)
     console.print(f"run    {directory.path}", soft_wrap=True)

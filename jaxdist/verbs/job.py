@@ -61,6 +61,7 @@ class RunJob:
         first preparation on.
       watcher: the agent that has started this process, if there is one.
       account: of this process's time since it was last prepared, or before that since `begun`.
+      unmetered: why energy is not measured, where it is not.
       experiment: as it was built last.
       heldout: means of the last evaluation.
     """
@@ -78,6 +79,7 @@ class RunJob:
     watcher: Watcher | None = None
     account: Account = field(default_factory=Account)
     timed: Goodput | None = None
+    unmetered: str | None = None
     experiment: Experiment | None = None
     heldout: Mapping[str, float] = field(default_factory=dict)
 
@@ -95,6 +97,7 @@ class RunJob:
             check_begin(experiment.program, self.config.checkpoint.begin_with)
         self._begin_directory()
         describe(experiment, self.directory, tally, self.console)
+        self.unmetered = tally if isinstance(tally, str) else None
         tally = tally if isinstance(tally, Tally) else None
         with ExitStack() as stack:
             store = stack.enter_context(self._store())
@@ -157,6 +160,8 @@ class RunJob:
             values = goodput.values_of(self.account, self.timed.life)
             append(self.directory.path, step, values, split=goodput.SPLIT)
             print_goodput(read_metrics(self.directory.path), self.console)
+            if self.unmetered is not None:
+                self.console.print(f"energy none: {self.unmetered}", soft_wrap=True, markup=False)
 
     def stopped_by(self, step: int) -> str | None:
         """What ended the run after `step`; None where that was its last."""
