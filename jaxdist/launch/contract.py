@@ -7,6 +7,7 @@ without a cluster; `jaxdist.launch.submit` carries it out.
 from __future__ import annotations
 
 import shlex
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -103,9 +104,9 @@ class Engine(Config):
           ConfigError: with what to change.
         """
 
+    @abstractmethod
     def render(self, job: Job) -> Rendered:
         """The files and the command."""
-        raise NotImplementedError(type(self).__name__)
 
     def commands(self, identity: str, folder: Path) -> Commands:
         """About a job that was submitted.
