@@ -59,7 +59,7 @@ def test_a_full_disk(
     assert caplog.records == []
 
 
-# Where one write fails, jax's serialization may close its loop before others of the same array began.
+# Where one write fails, jax may close its event loop before others of the same array began.
 @pytest.mark.filterwarnings(
     "ignore:Exception ignored in. <coroutine object async_serialize_from_host:"
     "pytest.PytestUnraisableExceptionWarning"
