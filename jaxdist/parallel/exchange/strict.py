@@ -29,7 +29,7 @@ from jaxdist.parallel.compiler import PASSES, Options
 from jaxdist.parallel.contract import Compute, Given, Gradients, Held, Surroundings
 from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit, over
 from jaxdist.parallel.exchange.scatter import Scatter
-from jaxdist.parallel.strict.pieces import in_pieces
+from jaxdist.parallel.strict.pieces import in_pieces, once
 from jaxdist.parallel.strict.tree import Local, Order, add_blocks, settled, turns
 from jaxdist.parallel.unshard import on_blocks
 from jaxdist.parallel.wire import Wire
@@ -37,7 +37,10 @@ from jaxdist.parallel.zero import Zero
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Buffers, Grads, Params, PyTree
 
-ON_CPU: Options = {PASSES: "cse_barrier_expander", "xla_cpu_multi_thread_eigen": False}
+ON_CPU: Options = {
+    PASSES: "cse_barrier_expander,while-loop-invariant-code-motion",
+    "xla_cpu_multi_thread_eigen": False,
+}
 """Barriers stay; and the order in which a product is added up does not depend on threads."""
 
 
@@ -132,7 +135,7 @@ class Strict(Explicit):
         """With ZeRO in the pieces that all numbers of devices have in common."""
         zero = self.zero
         if zero is None:
-            return super().apply(function, given, rest)
+            return self._once(function, [tree for tree, _ in given], rest)
         shares = {name: s.spec for name, s in flatten_with_names(self.placements.shares)}
         owners = [jax.tree.structure(tree).flatten_up_to(owned) for tree, owned in given]
         places = [[o and o.place_of(zero.dims[o.name]) for o in of] for of in owners]
@@ -160,9 +163,30 @@ class Strict(Explicit):
     def norm(self, grads: Grads) -> jax.Array:
         """Of shards, the sums of V pieces along the split dim are added in the order."""
         if self.zero is None:
-            return global_norm(grads)
+            (found,) = self._once(lambda g, _: (global_norm(g),), [grads, jnp.float32(0)], ())
+            return found
         total = self._on_all_axes(self._square, self.zero.filled(grads), EVERYWHERE, stacked=False)
         return jnp.sqrt(total)
+
+    def _once(
+        self,
+        function: Callable[..., tuple[Any, ...]],
+        trees: Sequence[PyTree],
+        rest: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """`function` of what all devices along the batch hold alike: one program for any number.
+
+        Manual along these axes, or it would be another where it asks what XLA may have split.
+        """
+        run = jax.shard_map(
+            partial(once, function, flat=self._alone),
+            mesh=self.mesh,
+            axis_names=set(self.axes),
+            in_specs=(EVERYWHERE, EVERYWHERE),
+            out_specs=EVERYWHERE,
+            check_vma=False,
+        )
+        return run(tuple(trees), rest)
 
     def _blocks(self, compute: Compute, held: Held, batch: Batch, key: jax.Array) -> Gradients:
         """Each device's own sums of gradients, stacked over `axes`; sums of all, buffers' means."""
