@@ -38,7 +38,7 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Buffers, Grads, Params, PyTree
 
 ON_CPU: Options = {
-    PASSES: "cse_barrier_expander,while-loop-invariant-code-motion",
+    PASSES: "cse_barrier_expander,while-loop-invariant-code-motion,cse",
     "xla_cpu_multi_thread_eigen": False,
 }
 """Barriers stay; and the order in which a product is added up does not depend on threads."""
