@@ -141,6 +141,15 @@ def test_the_bits_are_those_of_one_device(case: tuple[str, str, int, int, dict[s
     assert [prints for prints in found.values() if prints != found[1]] == []
 
 
+@pytest.mark.full
+def test_a_shard_of_one_element_is_divided_as_any() -> None:
+    sections = strict_cases.config("mlp", "adamw", 8, 1)
+    sections["model"] = {"type": "mlp", "hidden": [40, 8]}
+    sections["parallel"]["zero"]["whole_below"] = 1
+    found = [strict_cases.prints(strict_cases.built(sections, {"data": n}, n)) for n in (1, 8)]
+    assert found[0] == found[1]
+
+
 def test_an_update_is_the_same_program_on_any_number_of_devices() -> None:
     """LAMB sums in another way where XLA may have split an array along an automatic axis."""
 

@@ -41,8 +41,8 @@ ON_CPU: Options = {
     "xla_cpu_multi_thread_eigen": False,
 }
 """Barriers stay; nothing is moved out of a loop, of which a device with one shard computes the same
-each time; and what is common is not merged, which XLA does earlier where it partitions, and divides
-by a number of one user in another way. A product is added up in an order without threads."""
+each time; and what is common is not merged, which XLA does earlier where it partitions: by numbers that
+have one user it multiplies with the inverse, by others it divides. A product is added up in an order without threads."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Strict(Explicit):
         total = self._on_all_axes(self.reduction.total, found.grads, specs)
         # What follows must not be compiled into what comes before, which is not the same on every
         # number of devices: on one of them a weight may be a constant.
-        # Times, not over: XLA turns a division by one number into either, by the shape of a shard.
+        # Times, not over: XLA does so by itself, but not where a shard is of one element.
         given = (total, 1 / found.sums["loss"].weight)
         total, factor = lax.optimization_barrier(given)
         mean = jax.tree.map(lambda g: (g * factor).astype(g.dtype), total)
