@@ -36,13 +36,18 @@ from jaxdist.parallel.wire import Wire
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Buffers, Grads, Params, PyTree
 
-ON_CPU: Options = {
-    PASSES: "cse_barrier_expander,while-loop-invariant-code-motion,cse",
-    "xla_cpu_multi_thread_eigen": False,
-}
-"""Barriers stay; nothing is moved out of a loop, of which a device with one shard computes the same
-each time; and what is common is not merged, which XLA does earlier where it partitions: by numbers that
-have one user it multiplies with the inverse, by others it divides. A product is added up in an order without threads."""
+AWAY = (
+    "cse_barrier_expander",
+    "while-loop-invariant-code-motion",
+    "cse",
+    "small-while-loop-hoisting",
+)
+"""XLA:CPU's passes that are not run. Barriers stay. Nothing is moved out of a loop, of which a
+device with one shard computes the same each time. What is common is not merged, which is done
+earlier where XLA partitions: by numbers of one user it multiplies with the inverse, by others it
+divides. And small loops stay loops, for what it makes of them cannot have barriers."""
+ON_CPU: Options = {PASSES: ",".join(AWAY), "xla_cpu_multi_thread_eigen": False}
+"""The order in which a product is added up does not depend on threads either."""
 
 
 @dataclass(frozen=True)
