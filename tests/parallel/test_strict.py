@@ -115,7 +115,10 @@ FULL = [
     ("mlp", "adamw", 4, 0, {}),
     ("gpt", "adamw", 8, 3, {"lookahead": 2}),
     ("gpt bfloat16", "masters", 8, 1, {}),
+    ("gpt bfloat16", "adamw", 8, 0, {}),
     ("linen", "lamb", 8, 0, {}),
+    ("linen", "sgd", 8, 0, {}),
+    ("mlp", "lamb", 8, 0, {}),
     ("cnn", "sgd", 8, 2, {}),
     ("mlp", "scaled", 8, 3, {}),
     ("nnx", "spikes", 6, 0, {}),
@@ -136,6 +139,28 @@ def test_the_bits_are_those_of_one_device(case: tuple[str, str, int, int, dict[s
     found = strict_cases.on_all(strict_cases.config(name, kind, shards, stage, **more))
     assert len(found) >= 3
     assert [prints for prints in found.values() if prints != found[1]] == []
+
+
+@pytest.mark.full
+def test_a_shard_of_one_element_is_divided_as_any() -> None:
+    sections = strict_cases.config("mlp", "adamw", 8, 1)
+    sections["model"] = {"type": "mlp", "hidden": [40, 8]}
+    sections["parallel"]["zero"]["whole_below"] = 1
+    found = [strict_cases.prints(strict_cases.built(sections, {"data": n}, n)) for n in (1, 8)]
+    assert found[0] == found[1]
+
+
+def test_an_update_is_the_same_program_on_any_number_of_devices() -> None:
+    """LAMB sums in another way where XLA may have split an array along an automatic axis."""
+
+    def reductions(count: int) -> list[str]:
+        sections = strict_cases.config("mlp", "lamb", 4, 0)
+        program = strict_cases.built(sections, {"data": count}, count).program
+        text = program.train.lower(program.state_shapes, program.batch).as_text()
+        return sorted(re.findall(r"stablehlo.reduce\(.* : \((.*)\) ->", text))
+
+    one, four = reductions(1), reductions(4)
+    assert one == four
 
 
 @pytest.mark.slow

@@ -3,8 +3,8 @@
 A batch is V logical shards by index, V fixed by the config. A shard's gradients, sums and buffers
 are computed by one program of one shape wherever it lies, with a key of the shard's own index, and
 all of it is added up in the order of `jaxdist.parallel.strict.tree`: a device's part of the tree by
-the device, the rest of it where the sums of all devices arrive, each device adding its part of the
-elements. Only the order of additions is ours: what is sent is a reduce-scatter and an all-gather.
+the device, the rest of it where the sums of all devices arrive (`Reduction`). The update is one
+program too: with ZeRO of pieces that all numbers of devices have in common, else of all at once.
 """
 
 from __future__ import annotations
@@ -20,25 +20,34 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from jaxdist.collectives.bucket import BUCKET_BYTES, plan_buckets
-from jaxdist.collectives.operations import XLA, all_gather, all_to_all
+from jaxdist.collectives.operations import XLA
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.optim.owners import Owner
-from jaxdist.optim.safety import all_finite, global_norm, total_square
+from jaxdist.optim.safety import all_finite, global_norm
 from jaxdist.parallel.compiler import PASSES, Options
 from jaxdist.parallel.contract import Compute, Given, Gradients, Held, Surroundings
-from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit, over
+from jaxdist.parallel.exchange.explicit import EVERYWHERE, Explicit
 from jaxdist.parallel.exchange.scatter import Scatter
-from jaxdist.parallel.strict.pieces import in_pieces
-from jaxdist.parallel.strict.tree import Local, Order, add_blocks, settled, turns
+from jaxdist.parallel.strict.pieces import in_pieces, once
+from jaxdist.parallel.strict.reduction import Reduction
+from jaxdist.parallel.strict.tree import Local, Order, add_blocks, settled, take, wide
 from jaxdist.parallel.unshard import on_blocks
 from jaxdist.parallel.wire import Wire
-from jaxdist.parallel.zero import Zero
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Buffers, Grads, Params, PyTree
 
-ON_CPU: Options = {PASSES: "cse_barrier_expander", "xla_cpu_multi_thread_eigen": False}
-"""Barriers stay; and the order in which a product is added up does not depend on threads."""
+AWAY = (
+    "cse_barrier_expander",
+    "while-loop-invariant-code-motion",
+    "cse",
+    "small-while-loop-hoisting",
+)
+"""XLA:CPU's passes that are not run. Barriers stay. Nothing is moved out of a loop, of which a
+device with one shard computes the same each time. What is common is not merged, which is done
+earlier where XLA partitions: by numbers of one user it multiplies with the inverse, by others it
+divides. And small loops stay loops, for what it makes of them cannot have barriers."""
+ON_CPU: Options = {PASSES: ",".join(AWAY), "xla_cpu_multi_thread_eigen": False}
+"""The order in which a product is added up does not depend on threads either."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,11 @@ class Strict(Explicit):
         """What each device has of the order."""
         return self.order.on(self.devices)
 
+    @property
+    def reduction(self) -> Reduction:
+        """Of what devices have of it."""
+        return Reduction(self.order, self.axes, self.devices, self.zero)
+
     def explain(self) -> str:
         """What each device does for it, a line."""
         local, shards = self.local, self.order.shards
@@ -83,11 +97,13 @@ class Strict(Explicit):
     ) -> tuple[Gradients, Any]:
         found = self._blocks(compute, held, batch, key)
         specs = self.specs if self.zero is None else self.zero.specs(self.specs)
-        total = self._on_all_axes(self._sum, found.grads, specs)
+        total = self._on_all_axes(self.reduction.total, found.grads, specs)
         # What follows must not be compiled into what comes before, which is not the same on every
         # number of devices: on one of them a weight may be a constant.
-        total, weight = lax.optimization_barrier((total, found.sums["loss"].weight))
-        mean = over(weight, total)
+        # Times, not over: XLA does so by itself, but not where a shard is of one element.
+        given = (total, 1 / found.sums["loss"].weight)
+        total, factor = lax.optimization_barrier(given)
+        mean = jax.tree.map(lambda g: (g * factor).astype(g.dtype), total)
         mean = mean if self.zero is None else self.zero.cut(mean)
         return found._replace(grads=lax.optimization_barrier(mean)), state
 
@@ -96,10 +112,10 @@ class Strict(Explicit):
             rows = self._rows(batch)
 
             def one(number: jax.Array) -> Sums:
-                given = (params, buffers, _take(rows, number))
+                given = (params, buffers, take(rows, number))
                 return compute.sums(*settled(given, flat=self._alone))
 
-            return self._everywhere(add_blocks(one, self.local, flat=self._alone))
+            return self.reduction.everywhere(add_blocks(one, self.local, flat=self._alone))
 
         found = jax.shard_map(
             run,
@@ -132,7 +148,7 @@ class Strict(Explicit):
         """With ZeRO in the pieces that all numbers of devices have in common."""
         zero = self.zero
         if zero is None:
-            return super().apply(function, given, rest)
+            return self._once(function, [tree for tree, _ in given], rest)
         shares = {name: s.spec for name, s in flatten_with_names(self.placements.shares)}
         owners = [jax.tree.structure(tree).flatten_up_to(owned) for tree, owned in given]
         places = [[o and o.place_of(zero.dims[o.name]) for o in of] for of in owners]
@@ -160,9 +176,32 @@ class Strict(Explicit):
     def norm(self, grads: Grads) -> jax.Array:
         """Of shards, the sums of V pieces along the split dim are added in the order."""
         if self.zero is None:
-            return global_norm(grads)
-        total = self._on_all_axes(self._square, self.zero.filled(grads), EVERYWHERE, stacked=False)
+            (found,) = self._once(lambda g, _: (global_norm(g),), [grads, jnp.float32(0)], ())
+            return found
+        total = self._on_all_axes(
+            self.reduction.square, self.zero.filled(grads), EVERYWHERE, stacked=False
+        )
         return jnp.sqrt(total)
+
+    def _once(
+        self,
+        function: Callable[..., tuple[Any, ...]],
+        trees: Sequence[PyTree],
+        rest: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """`function` of what all devices along the batch hold alike: one program for any number.
+
+        Manual along these axes, or it would be another where it asks what XLA may have split.
+        """
+        run = jax.shard_map(
+            partial(once, function, flat=self._alone),
+            mesh=self.mesh,
+            axis_names=set(self.axes),
+            in_specs=(EVERYWHERE, EVERYWHERE),
+            out_specs=EVERYWHERE,
+            check_vma=False,
+        )
+        return run(tuple(trees), rest)
 
     def _blocks(self, compute: Compute, held: Held, batch: Batch, key: jax.Array) -> Gradients:
         """Each device's own sums of gradients, stacked over `axes`; sums of all, buffers' means."""
@@ -173,12 +212,12 @@ class Strict(Explicit):
 
             def one(number: jax.Array) -> Gradients:
                 own = jax.random.fold_in(key, first + number)
-                ready, mine = settled((given, _take(rows, number)), flat=self._alone)
-                return _wide(compute.gradients(ready, mine, own, Surroundings()))
+                ready, mine = settled((given, take(rows, number)), flat=self._alone)
+                return wide(compute.gradients(ready, mine, own, Surroundings()))
 
             found = add_blocks(one, self.local, flat=self._alone)
-            sums, total = self._everywhere((found.sums, found.buffers))
-            means = jax.tree.map(self._mean_like, total, buffers)
+            sums, total = self.reduction.everywhere((found.sums, found.buffers))
+            means = jax.tree.map(self.reduction.mean_like, total, buffers)
             return Gradients(found.grads, sums, means)
 
         split = self.zero is not None and self.zero.stage == 3
@@ -220,24 +259,6 @@ class Strict(Explicit):
             leaves[i] = leaf
         return structure.unflatten(leaves)
 
-    def _everywhere(self, blocks: PyTree) -> PyTree:
-        """The sums of all shards from each device's blocks, few and small; of integers the last."""
-
-        def total(flat: jax.Array) -> jax.Array:
-            return self.order.add(lax.optimization_barrier(all_gather(flat, self.axes)))
-
-        leaves, structure = jax.tree.flatten(blocks)
-        floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
-        found = [x[-1] for x in leaves]
-        sums = _in_buckets(total, [leaves[i] for i in floating])
-        for i, leaf in zip(floating, sums, strict=True):
-            found[i] = leaf
-        return structure.unflatten(found)
-
-    def _mean_like(self, total: jax.Array, like: jax.Array) -> jax.Array:
-        floating = jnp.issubdtype(like.dtype, jnp.inexact)
-        return (total / self.order.shards).astype(like.dtype) if floating else total
-
     def _on_all_axes(
         self,
         function: Callable[[PyTree], PyTree],
@@ -257,95 +278,6 @@ class Strict(Explicit):
         )
         return run(tree)
 
-    def _sum(self, blocks: Grads) -> PyTree:
-        """Sums of all shards: with ZeRO this device's part of what is split, else whole."""
-        leaves, structure = jax.tree.flatten(blocks)
-        dims = _dims(self.zero, blocks)
-        whole = [i for i, dim in enumerate(dims) if dim is None]
-        split = [i for i, dim in enumerate(dims) if dim is not None]
-        cut = [self._cut(leaves[i], dims[i]) for i in split]
-        totals = _in_buckets(self._total, [leaves[i] for i in whole])
-        parts = _in_buckets(self._part, cut, lead=2)
-        for i, leaf in zip([*whole, *split], [*totals, *parts], strict=True):
-            leaves[i] = leaf
-        return structure.unflatten(leaves)
-
-    def _cut(self, blocks: jax.Array, dim: int | None) -> jax.Array:
-        """`[blocks, ...]` as `[devices, blocks, ...]`, each device's part of dim; zeros fill it up.
-
-        To a multiple of all shards, as `plan_zero` does it for them.
-        """
-        assert dim is not None
-        rows = jnp.moveaxis(blocks, dim + 1, 1)
-        filled = [(0, 0), (0, -rows.shape[1] % self.order.shards)]
-        rows = jnp.pad(rows, filled + [(0, 0)] * (rows.ndim - 2))
-        parts = rows.reshape(len(rows), self.devices, -1, *rows.shape[2:])
-        return jnp.moveaxis(jnp.moveaxis(parts, 1, 0), 2, dim + 2)
-
-    def _total(self, flat: jax.Array) -> jax.Array:
-        """`[blocks, n]` of each device to the sum `[n]` on all."""
-        size = flat.shape[1]
-        flat = jnp.pad(flat, [(0, 0), (0, -size % self.devices)])
-        parts = jnp.moveaxis(flat.reshape(len(flat), self.devices, -1), 1, 0)
-        return all_gather(self._part(parts), self.axes, size=size)
-
-    def _part(self, parts: jax.Array) -> jax.Array:
-        """`[devices, blocks, n]`, to each device its own, to the sum `[n]` of this one's."""
-        arrived = all_to_all(parts, self.axes)
-        return self.order.add(arrived.reshape(-1, parts.shape[-1]))
-
-    def _square(self, shards: Grads) -> jax.Array:
-        """The sum of squares over all devices' shards, and over what is whole on each."""
-        leaves, dims, count = jax.tree.leaves(shards), _dims(self.zero, shards), self.local.shards
-        pieces = [
-            (rows := jnp.moveaxis(x, dim, 0)).reshape(count, -1, *rows.shape[1:])
-            for x, dim in zip(leaves, dims, strict=True)
-            if dim is not None
-        ]
-
-        def turn(number: jax.Array, squares: jax.Array) -> jax.Array:
-            piece = settled(_take(pieces, number))
-            return squares.at[number].set(total_square(piece, []))
-
-        squares = turns(count, turn, jnp.zeros(count, jnp.float32))
-        rest = [x for x, dim in zip(leaves, dims, strict=True) if dim is None]
-        total = self.order.add(all_gather(squares, self.axes))
-        return lax.optimization_barrier(total) + total_square(rest, [])
-
 
 def _owned(change: Callable[[Any, Owner], Any], tree: PyTree, owners: PyTree) -> PyTree:
     return jax.tree.map(lambda x, owner: change(x, owner) if owner else x, tree, owners)
-
-
-def _dims(zero: Zero | None, tree: PyTree) -> list[int | None]:
-    return [None] * len(jax.tree.leaves(tree)) if zero is None else zero.dims_of(tree)
-
-
-def _take(tree: PyTree, number: jax.Array) -> PyTree:
-    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tree)
-
-
-def _wide(tree: PyTree) -> PyTree:
-    """What is added up over shards would not bear narrow sums."""
-
-    def wide(x: jax.Array) -> jax.Array:
-        floating = jnp.issubdtype(x.dtype, jnp.inexact)
-        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if floating else x
-
-    return jax.tree.map(wide, tree)
-
-
-def _in_buckets(
-    function: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array], *, lead: int = 1
-) -> list[jax.Array]:
-    """`function` of leaves end to end, `[*lead, n]` to `[n]`: few messages in place of many."""
-    flat = [x.reshape(*x.shape[:lead], -1) for x in leaves]
-    found: dict[int, jax.Array] = {}
-    for bucket in plan_buckets(flat, BUCKET_BYTES):
-        result = function(jnp.concatenate([flat[i] for i in bucket], axis=-1))
-        begin = 0
-        for i in bucket:
-            end = begin + flat[i].shape[-1]
-            found[i] = result[begin:end].reshape(leaves[i].shape[lead:])
-            begin = end
-    return [found[i] for i in range(len(leaves))]

@@ -53,6 +53,29 @@ def in_pieces(
     return turns(count, turn, begun)
 
 
+def once(
+    function: Callable[..., tuple[Any, ...]],
+    trees: Sequence[PyTree],
+    rest: tuple[Any, ...],
+    *,
+    flat: bool = True,
+) -> tuple[Any, ...]:
+    """`function` of trees, compiled apart from what is around it.
+
+    Args:
+      function: of the trees and of `rest`; it gives new ones in place of the last of the trees.
+      flat: as of `settled`.
+    """
+    shapes = jax.eval_shape(function, *trees, *rest)
+    others, last = trees[: len(trees) - len(shapes)], trees[len(trees) - len(shapes) :]
+
+    def turn(_: jax.Array, last: tuple[Any, ...]) -> tuple[Any, ...]:
+        given, mine, more = settled((others, last, rest), flat=flat)
+        return settled(function(*given, *mine, *more), flat=flat)
+
+    return turns(1, turn, tuple(last))
+
+
 def _map(function: Callable[..., Any], tree: PyTree, places: Places, *more: PyTree) -> PyTree:
     leaves, structure = jax.tree.flatten(tree)
     rest = [jax.tree.leaves(other) for other in more]

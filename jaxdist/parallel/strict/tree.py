@@ -99,6 +99,21 @@ def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
     return structure.unflatten([x.reshape(of.shape) for x, of in zip(done, leaves, strict=True)])
 
 
+def take(tree: PyTree, number: jax.Array) -> PyTree:
+    """Of leaves `[n, ...]` those of that number."""
+    return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tree)
+
+
+def wide(tree: PyTree) -> PyTree:
+    """In dtypes that bear sums over shards: float32 at least."""
+
+    def one(x: jax.Array) -> jax.Array:
+        floating = jnp.issubdtype(x.dtype, jnp.inexact)
+        return x.astype(jnp.promote_types(x.dtype, jnp.float32)) if floating else x
+
+    return jax.tree.map(one, tree)
+
+
 def add_blocks(one: Callable[[jax.Array], PyTree], local: Local, *, flat: bool = True) -> PyTree:
     """A device's own sums, leaves `[local.blocks, ...]`; of integers each block's last.
 

@@ -1,0 +1,137 @@
+"""Sums of all shards from what each device has of them, inside `jax.shard_map`, in one order.
+
+Every device adds its part of the elements, in the order of `jaxdist.parallel.strict.tree`: what is
+sent is a reduce-scatter and an all-gather.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxdist.collectives.bucket import BUCKET_BYTES, plan_buckets
+from jaxdist.collectives.operations import all_gather, all_to_all
+from jaxdist.optim.safety import total_square
+from jaxdist.parallel.strict.pieces import once
+from jaxdist.parallel.strict.tree import Order, settled, take, turns
+from jaxdist.parallel.zero import Zero
+from jaxdist.types import Grads, PyTree
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Of the blocks that `jaxdist.parallel.strict.tree.add_blocks` gives on each device.
+
+    Attributes:
+      order: of the shards.
+      axes: manual mesh axes that they lie along, slowest first.
+      devices: along these.
+      zero: what is split over them at the end; None leaves all whole.
+    """
+
+    order: Order
+    axes: tuple[str, ...]
+    devices: int
+    zero: Zero | None
+
+    def everywhere(self, blocks: PyTree) -> PyTree:
+        """The sums of all shards from each device's blocks, few and small; of integers the last."""
+
+        def total(flat: jax.Array) -> jax.Array:
+            return self.order.add(lax.optimization_barrier(all_gather(flat, self.axes)))
+
+        leaves, structure = jax.tree.flatten(blocks)
+        floating = [i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)]
+        found = [x[-1] for x in leaves]
+        sums = _in_buckets(total, [leaves[i] for i in floating])
+        for i, leaf in zip(floating, sums, strict=True):
+            found[i] = leaf
+        return structure.unflatten(found)
+
+    def mean_like(self, total: jax.Array, like: jax.Array) -> jax.Array:
+        floating = jnp.issubdtype(like.dtype, jnp.inexact)
+        return (total / self.order.shards).astype(like.dtype) if floating else total
+
+    def total(self, blocks: Grads) -> PyTree:
+        """Sums of all shards: with ZeRO this device's part of what is split, else whole."""
+        leaves, structure = jax.tree.flatten(blocks)
+        dims = _dims(self.zero, blocks)
+        whole = [i for i, dim in enumerate(dims) if dim is None]
+        split = [i for i, dim in enumerate(dims) if dim is not None]
+        cut = [self._cut(leaves[i], dims[i]) for i in split]
+        totals = _in_buckets(self._whole, [leaves[i] for i in whole])
+        parts = _in_buckets(self._part, cut, lead=2)
+        for i, leaf in zip([*whole, *split], [*totals, *parts], strict=True):
+            leaves[i] = leaf
+        return structure.unflatten(leaves)
+
+    def _cut(self, blocks: jax.Array, dim: int | None) -> jax.Array:
+        """`[blocks, ...]` as `[devices, blocks, ...]`, each device's part of dim; zeros fill it up.
+
+        To a multiple of all shards, as `plan_zero` does it for them.
+        """
+        assert dim is not None
+        rows = jnp.moveaxis(blocks, dim + 1, 1)
+        filled = [(0, 0), (0, -rows.shape[1] % self.order.shards)]
+        rows = jnp.pad(rows, filled + [(0, 0)] * (rows.ndim - 2))
+        parts = rows.reshape(len(rows), self.devices, -1, *rows.shape[2:])
+        return jnp.moveaxis(jnp.moveaxis(parts, 1, 0), 2, dim + 2)
+
+    def _whole(self, flat: jax.Array) -> jax.Array:
+        """`[blocks, n]` of each device to the sum `[n]` on all."""
+        size = flat.shape[1]
+        flat = jnp.pad(flat, [(0, 0), (0, -size % self.devices)])
+        parts = jnp.moveaxis(flat.reshape(len(flat), self.devices, -1), 1, 0)
+        return all_gather(self._part(parts), self.axes, size=size)
+
+    def _part(self, parts: jax.Array) -> jax.Array:
+        """`[devices, blocks, n]`, to each device its own, to the sum `[n]` of this one's."""
+        arrived = all_to_all(parts, self.axes)
+        return self.order.add(arrived.reshape(-1, parts.shape[-1]))
+
+    def square(self, shards: Grads) -> jax.Array:
+        """The sum of squares over all devices' shards, and over what is whole on each."""
+        leaves, dims, count = (
+            jax.tree.leaves(shards),
+            _dims(self.zero, shards),
+            self.order.on(self.devices).shards,
+        )
+        pieces = [
+            (rows := jnp.moveaxis(x, dim, 0)).reshape(count, -1, *rows.shape[1:])
+            for x, dim in zip(leaves, dims, strict=True)
+            if dim is not None
+        ]
+
+        def turn(number: jax.Array, squares: jax.Array) -> jax.Array:
+            piece = settled(take(pieces, number))
+            return squares.at[number].set(total_square(piece, []))
+
+        squares = turns(count, turn, jnp.zeros(count, jnp.float32))
+        rest = [x for x, dim in zip(leaves, dims, strict=True) if dim is None]
+        total = self.order.add(all_gather(squares, self.axes))
+        (whole,) = once(lambda rest, _: (total_square(rest, []),), [rest, jnp.float32(0)], ())
+        return total + whole
+
+
+def _dims(zero: Zero | None, tree: PyTree) -> list[int | None]:
+    return [None] * len(jax.tree.leaves(tree)) if zero is None else zero.dims_of(tree)
+
+
+def _in_buckets(
+    function: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array], *, lead: int = 1
+) -> list[jax.Array]:
+    """`function` of leaves end to end, `[*lead, n]` to `[n]`: few messages in place of many."""
+    flat = [x.reshape(*x.shape[:lead], -1) for x in leaves]
+    found: dict[int, jax.Array] = {}
+    for bucket in plan_buckets(flat, BUCKET_BYTES):
+        result = function(jnp.concatenate([flat[i] for i in bucket], axis=-1))
+        begin = 0
+        for i in bucket:
+            end = begin + flat[i].shape[-1]
+            found[i] = result[begin:end].reshape(leaves[i].shape[lead:])
+            begin = end
+    return [found[i] for i in range(len(leaves))]
