@@ -85,6 +85,15 @@ class Hosts(Protocol):
         """Whether the run is over, where all processes of this machine have ended well."""
         ...
 
+    def why(self, part: Part) -> str:
+        """Why a generation ended whose processes have all saved and stopped before the run's end,
+        and this machine was not told to."""
+        ...
+
+    def named(self) -> dict[str, str]:
+        """What to write down of this machine, beside the number of a process."""
+        ...
+
     def leave(self) -> None:
         """This machine was told to stop; its processes will be in a moment."""
         ...
@@ -128,6 +137,14 @@ class Alone:
     def over(self, part: Part) -> bool:
         """It is."""
         return True
+
+    def why(self, part: Part) -> str:
+        """It is not asked: `over` is true."""
+        return ""
+
+    def named(self) -> dict[str, str]:
+        """There is no other."""
+        return {}
 
     def leave(self) -> None:
         """Nobody waits for it."""

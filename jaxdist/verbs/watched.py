@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,6 +53,17 @@ def watched(place: Place | None, run: Path) -> Iterator[Watcher | None]:
         fence.raise_()  # before anything of the run is read
     with Publisher(place.status(index), index) as publisher:
         yield Watcher(place, publisher, fence)
+
+
+def leaving(place: Place | None) -> Callable[[str], None]:
+    """Tells the agent of this process, if there is one, that its machine is to stop, and why."""
+
+    def tell(name: str) -> None:
+        if place is not None:
+            with suppress(OSError):  # the agent is gone, and its folder
+                place.notice.write_text(name, encoding="utf-8")
+
+    return tell
 
 
 def restored_from_memory(

@@ -113,7 +113,7 @@ def test_a_lost_process_is_told_everywhere_and_all_begin_anew(play: Play):
     assert "process 1 of 2 ended (signal SIGKILL)" in told[both[1]["agent"]][1]
     names = {host.pid: name for host, name in zip(hosts, "ab", strict=True)}
     loser = names[both[1]["agent"]]
-    assert f"{loser}: ended (signal SIGKILL)" in told[both[0]["agent"]][1]
+    assert f"{loser}: process 1 ended (signal SIGKILL)" in told[both[0]["agent"]][1]
     assert all("error: " in out and "broken" in out for _, out in told.values()), told
     assert max(one["generation"] for one in play.marks()) == number + 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -175,3 +176,40 @@ def test_what_a_config_gets_wrong_is_told(jaxdist: Jaxdist):
     done = jaxdist.here("agent", "config.yaml", "--rendezvous", "meet")
     assert done.code == 2
     assert "lease" in done.message
+
+
+@pytest.mark.full
+def test_one_host_that_is_noticed_leaves_for_good_and_the_others_go_on(jaxdist: Jaxdist):
+    """Each host looks for the file in a folder of its own; all save, at one step."""
+    run = prepared(jaxdist)
+    own = jaxdist.folder / "b"
+    own.mkdir()
+    (own / "counting.py").write_text(COUNTING)
+    meet, notice = str(jaxdist.folder / "meet"), "run.preemption.file=notice"
+    jaxdist.config(CONFIG, run={"directory": str(run)})
+    shutil.copy(jaxdist.folder / "config.yaml", own)
+    there = Jaxdist(own, Path(jaxdist._environ["JAX_COMPILATION_CACHE_DIR"]))
+    try:
+        hosts = [
+            one.start("agent", "config.yaml", "--rendezvous", meet, "--host", f"{name}/127.0.0.1",
+                      "--devices", 1, notice)
+            for one, name in ((jaxdist, "a"), (there, "b"))
+        ]  # fmt: skip
+        number = wait(lambda: begun(run, 2), *hosts)
+        wait_for_step(hosts[0], run, 130)
+        (own / "notice").touch()
+        gone = finish(hosts[1])
+        assert gone.code == 75, gone
+        wait(lambda: begun(run, 1) > number, hosts[0])
+        done = finish(hosts[0])
+    finally:
+        there.kill()
+    assert done.code == 0, done
+    assert "b leaves" in done.out
+    assert_each_once_an_epoch(run)
+    events = [json.loads(one) for one in (run / "elastic.jsonl").read_text().splitlines()]
+    assert max(one["generation"] for one in events) == number + 1
+    saved = re.search(r"resume from step (\d+) of", done.out)
+    assert saved is not None
+    assert int(saved[1]) >= 130  # at the step at which it stopped, and not from memory
+    assert "kept in memory" not in done.out

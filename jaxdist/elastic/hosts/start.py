@@ -18,6 +18,7 @@ from jaxdist.elastic.hosts.contract import Token
 from jaxdist.elastic.hosts.identity import card
 from jaxdist.elastic.hosts.together import Here, Together
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.runtime.notices import PreemptionConfig
 from jaxdist.types import JsonObject
 
 
@@ -80,7 +81,9 @@ def agent_of(
         before=newest_of_all(base),
     )
     args = {"config": str(config), "extra": extra}
-    return Agent(Plan(args, processes, restarts), say, hosts=together)
+    told = (values.get("run") or {}).get("preemption") or {}
+    notices = validate(Document(told), PreemptionConfig).build(say)
+    return Agent(Plan(args, processes, restarts, notices=notices), say, hosts=together)
 
 
 def split_host(text: str) -> tuple[str, str]:

@@ -161,6 +161,14 @@ class Together:
             time.sleep(LOOK_SECONDS)
         return False
 
+    def why(self, part: Part) -> str:
+        """Who has left, as far as it has told."""
+        return self._why(part, "a host was told to stop")
+
+    def named(self) -> dict[str, str]:
+        """This host."""
+        return {"host": self.here.name}
+
     def leave(self) -> None:
         """Tell the others why the processes stop."""
         self.members.tell(leaving=True)
