@@ -128,8 +128,10 @@ class Agent:
         if self._told is not None:
             raise RunError(f"process {process} {found.how}: {found.words}")
         told = {"process": process, "how": found.how, "step": self.newest, "words": found.words}
-        self._journal.add(place, "lost", **told, **self.hosts.named())
-        words = f"process {process} of {part.total} {found.how}"
+        named = self.hosts.named()
+        self._journal.add(place, "lost", **told, **named)
+        on = f" on {named['host']}" if named else ""
+        words = f"process {process} of {part.total}{on} {found.how}"
         self.say(f"{words}, {at}: generation {part.generation + 1} begins")
 
     def _check(self, part: Part, lost: Lost, in_vain: int) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from jaxdist.elastic.status import Status
 from jaxdist.runtime.rendezvous import free_port
 
 
@@ -85,6 +86,14 @@ class Hosts(Protocol):
         """Whether the run is over, where all processes of this machine have ended well."""
         ...
 
+    def tell(self, part: Part, statuses: Sequence[Status], now: float) -> None:
+        """What the processes of this machine are at, for who waits for them."""
+        ...
+
+    def elsewhere(self, part: Part) -> Sequence[Status] | None:
+        """What those of all others are at, by this machine's clock; None: not all have told."""
+        ...
+
     def why(self, part: Part) -> str:
         """Why a generation ended whose processes have all saved and stopped before the run's end,
         and this machine was not told to."""
@@ -137,6 +146,13 @@ class Alone:
     def over(self, part: Part) -> bool:
         """It is."""
         return True
+
+    def tell(self, part: Part, statuses: Sequence[Status], now: float) -> None:
+        """Nobody waits for it."""
+
+    def elsewhere(self, part: Part) -> Sequence[Status]:
+        """There are no others."""
+        return ()
 
     def why(self, part: Part) -> str:
         """It is not asked: `over` is true."""

@@ -148,7 +148,10 @@ class Team:
                 self.recorder.begun()
                 self.stepping()
             self.recorder.look(self.place, statuses)
-            stuck = find_stuck(statuses, now, self.patience)
+            self.hosts.tell(self.part, statuses, now)
+            stuck = find_stuck(
+                statuses, now, self.patience, lambda: self.hosts.elsewhere(self.part)
+            )
             if stuck is not None:
                 return self._stuck(stuck, statuses)
 
@@ -197,5 +200,6 @@ class Team:
             }
             for one in statuses
         ]
-        self.journal.add(self.place, "stuck", process=stuck.process, processes=at, stacks=stacks)
+        told = {"process": stuck.process, **self.hosts.named(), "processes": at, "stacks": stacks}
+        self.journal.add(self.place, "stuck", **told)
         return Lost(stuck.process - self.part.first, stuck.why)

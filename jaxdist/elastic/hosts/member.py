@@ -105,9 +105,13 @@ class Membership:
 
     def tell(self, **facts: Json) -> None:
         """Let others know, at once."""
+        self.note(**facts)
+        self._wake.set()
+
+    def note(self, **facts: Json) -> None:
+        """Let others know with what is said next."""
         with self._lock:
             self.facts = {**self.facts, **facts}
-        self._wake.set()
 
     def say(self, *, leaves: bool = False) -> None:
         """Ask for a lease, now."""
