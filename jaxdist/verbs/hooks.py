@@ -57,7 +57,8 @@ def hooks_of(
     def saved(state: TrainState, best: float | None, metric: float | None) -> None:
         with job.account.within(Kind.CHECKPOINT_BLOCKED):
             given = {"metric": metric, "parts": config.checkpoint.parts}
-            save(store, program, state, metadata={"best": best}, **given)
+            metadata = {"best": best, **job.kept}
+            save(store, program, state, metadata=metadata, **given)
 
     def every(steps: int | None) -> Cadence:
         return Cadence(steps, experiment.total_steps)
@@ -134,7 +135,7 @@ def watching(
     def take(state: TrainState) -> None:
         best = None if measured is None else measured.best
         with job.account.within(Kind.SNAPSHOT):
-            memory.take(int(state.step), state, {"best": best})
+            memory.take(int(state.step), state, {"best": best, **job.kept})
 
     every = job.config.checkpoint.memory_every
     assert every is not None, "there are no snapshots without it"

@@ -27,9 +27,7 @@ from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
 from jaxdist.train.checkpoints import restore
 from jaxdist.train.directory import RunDirectory, prepare
-from jaxdist.train.hooks import (
-    Cadence,
-)
+from jaxdist.train.hooks import Cadence
 from jaxdist.train.loading.begin import begin_with, check_begin
 from jaxdist.train.loading.misordered import check_order
 from jaxdist.train.memory import check_state_fits, check_step_fits
@@ -38,13 +36,13 @@ from jaxdist.train.strategy.contract import Prepared
 from jaxdist.train.termination import Termination
 from jaxdist.train.watch.profile import Profile, ProfiledSteps
 from jaxdist.train.watch.told import Goodput
-from jaxdist.types import Json
+from jaxdist.types import Json, JsonObject
 from jaxdist.verbs.compare import changes
 from jaxdist.verbs.describe import ModelFlops, describe, efficiency_of
 from jaxdist.verbs.hooks import hooks_of, watching
 from jaxdist.verbs.report import print_goodput
 from jaxdist.verbs.results import print_results
-from jaxdist.verbs.watched import Watcher, restored_from_memory
+from jaxdist.verbs.watched import Watcher, continued, restored_from_memory
 
 
 @dataclass
@@ -62,6 +60,7 @@ class RunJob:
       account: of this process's time since it was last prepared, or before that since `begun`.
       experiment: as it was built last.
       heldout: means of the last evaluation.
+      kept: beside each state that is saved.
     """
 
     document: Document
@@ -79,6 +78,7 @@ class RunJob:
     timed: Goodput | None = None
     experiment: Experiment | None = None
     heldout: Mapping[str, float] = field(default_factory=dict)
+    kept: JsonObject = field(default_factory=dict)
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
@@ -98,6 +98,8 @@ class RunJob:
             memory = self._memory(stack)
             state, metadata = self._begin(experiment, store, memory)
             start = int(state.step)
+            if self.config.elastic.batch == "rescale":
+                self.experiment = experiment = continued(self, start, metadata, devices)
             traced = self.profiled and self.profiled.after(start, experiment.total_steps)
             writer, progress = self._open(experiment, start, stack)
             hooks, measured = hooks_of(self, experiment, store, writer, progress, metadata)

@@ -1,11 +1,12 @@
-"""A process of a run that an agent has started: what it says, and its snapshots in memory."""
+"""A process of a run that an agent has started: what it says, its snapshots, and its batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from rich.markup import escape
@@ -18,8 +19,14 @@ from jaxdist.elastic.fence import RunFence
 from jaxdist.elastic.place import Place
 from jaxdist.elastic.status import Publisher
 from jaxdist.errors import CheckpointError
+from jaxdist.experiment import Experiment, build
+from jaxdist.mesh import Device
+from jaxdist.train.rescale import KEY, extended
 from jaxdist.train.state import TrainState
 from jaxdist.types import Json
+
+if TYPE_CHECKING:
+    from jaxdist.verbs.job import RunJob
 
 
 @dataclass(frozen=True)
@@ -84,3 +91,20 @@ def restored_from_memory(
         if not any_process(found is None):
             return found
     return None
+
+
+def continued(
+    job: RunJob, start: int, metadata: Mapping[str, Json], devices: Sequence[Device] | None
+) -> Experiment:
+    """The run from a step on, built anew: where in the data it stands, and how fast it learns.
+
+    Args:
+      metadata: what was kept beside the state.
+    """
+    train = job.config.train
+    sizes = extended(metadata.get(KEY), start, train.batch_size, train.full_batch_size)
+    job.kept = {KEY: [[*one] for one in sizes]}
+    experiment = build(job.config, job.document, devices=devices, sizes=sizes)
+    for line in experiment.explained if len(sizes) > 1 else ():
+        job.console.print(line, soft_wrap=True)
+    return experiment

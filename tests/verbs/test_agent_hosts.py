@@ -19,7 +19,7 @@ from elastic_hosts import children, kill
 from redis_place import redis_server
 from runs import Jaxdist, checkpoint, finish, metrics, wait_for_step
 
-from jaxdist.checkpoint.layout import step_directory
+from jaxdist.checkpoint.layout import METADATA, step_directory
 from jaxdist.checkpoint.manifest import read_manifest
 
 # Each example has a parameter, whose gradient is -1/64 where a batch has it: with a learning rate
@@ -213,3 +213,47 @@ def test_one_host_that_is_noticed_leaves_for_good_and_the_others_go_on(jaxdist: 
     assert saved is not None
     assert int(saved[1]) >= 130  # at the step at which it stopped, and not from memory
     assert "kept in memory" not in done.out
+
+
+@pytest.mark.full
+def test_a_batch_that_shrinks_and_grows_with_the_hosts(jaxdist: Jaxdist):
+    """The rule scales the learning rate with the batch, so that each use still counts one."""
+    run = prepared(jaxdist)
+    scale = {"batch_size": BATCH, "learning_rate": 64.0, "rule": "linear"}
+    optim = {"type": "sgd", "momentum": 0.0, "scale_from": scale, "schedule": {"type": "constant"}}
+    jaxdist.config({**CONFIG, "optim": optim}, elastic={"batch": "rescale"})
+    hosts = [agent(jaxdist, name, max=2) for name in "ab"]
+    number = wait(lambda: begun(run, 2), *hosts)
+    wait_for_step(hosts[1], run, 130)
+    kill(hosts[0])
+    wait(lambda: begun(run, 1) > number, hosts[1])
+    back = agent(jaxdist, "a", max=2)
+    wait(lambda: begun(run, 2) > number, hosts[1], back)
+    told = [finish(one) for one in (hosts[1], back)]
+    assert [one.code for one in told] == [0, 0], told
+    assert "with mesh.data=1, train.batch_size=32, train.rescaled_from=64" in told[0].out
+    trained = [one for one in metrics(run) if one["split"] == "train"]
+    last = trained[-1]["step"]
+    assert [one["step"] for one in trained] == list(range(1, last + 1))
+    kept = (step_directory(run / "checkpoints", last) / METADATA).read_text()
+    sizes = json.loads(kept)["batch_sizes"]
+    assert [size for _, size in sizes] == [64, 32, 64]
+    used = 0
+    for step, one in enumerate(trained):
+        size = next(of for first, of in reversed(sizes) if first <= step)
+        assert one["learning_rate"] == size
+        assert one["loss"] == -np.mean(np.arange(used, used + size) // EXAMPLES)
+        used += size
+    found = checkpoint(run, last)
+    (counts,) = (x for name, x in found.items() if name.startswith("params"))
+    assert EPOCHS * EXAMPLES <= used < EPOCHS * EXAMPLES + BATCH
+    assert counts.sum() == used
+    assert set(counts) <= {EPOCHS, EPOCHS + 1}
+
+
+def test_a_batch_that_shrinks_needs_a_rule_for_the_learning_rate(jaxdist: Jaxdist):
+    prepared(jaxdist)
+    jaxdist.config(CONFIG, elastic={"batch": "rescale"})
+    done = jaxdist.here("train", "config.yaml", "--devices", 8, "mesh.data=8")
+    assert done.code == 2
+    assert "batch: rescale needs a rule for the learning rate: give optim.scale" in done.message
