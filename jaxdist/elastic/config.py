@@ -17,7 +17,8 @@ class ElasticConfig(Config):
     lease_seconds: PositiveFloat = 10.0
     """A host that was not heard for so long is lost."""
     settle_seconds: NonNegativeFloat = 5.0
-    """A generation begins, or ends to grow, when for so long no host has come or gone."""
+    """A generation begins, or is told to save and stop so as to grow, when for so long no host has
+    come or gone."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """By how much of the time clocks run too fast or too slow at most."""
     batch: Literal["same", "rescale"] = "same"

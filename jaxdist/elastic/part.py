@@ -74,6 +74,11 @@ class Hosts(Protocol):
         """Why the processes of this machine must be ended though none was lost; None: go on."""
         ...
 
+    def pauses(self, part: Part) -> bool:
+        """Whether the processes of this machine, with all others, are to save and stop, and to
+        begin again with more machines."""
+        ...
+
     def release(self, part: Part, why: str = "") -> None:
         """All processes of this machine are gone.
 
@@ -139,6 +144,10 @@ class Alone:
     def ends(self, part: Part) -> str | None:
         """Never."""
         return None
+
+    def pauses(self, part: Part) -> bool:
+        """Never."""
+        return False
 
     def release(self, part: Part, why: str = "") -> None:
         """Nobody waits for it."""

@@ -103,6 +103,7 @@ class Team:
     stepping: Callable[[], None]
     stopped: bool = False
     _passed: bool = field(default=False, init=False)
+    _left: bool = field(default=False, init=False)
 
     def kill(self) -> None:
         """End all processes; returns when they are gone."""
@@ -119,7 +120,7 @@ class Team:
         over, told, look_at = None, False, 0.0
         while True:
             time.sleep(POLL_SECONDS)
-            self._pass_on()
+            self._pass_on(grows=told)
             ended = self.hosts.ends(self.part)
             if ended is not None:
                 return Lost(None, ended)
@@ -165,11 +166,18 @@ class Team:
         self.stopped = self.stopped or code == STOPPED
         return 0 if code == STOPPED else code
 
-    def _pass_on(self) -> None:
-        """What has told this machine to stop, once."""
-        if not self._passed and self.told() is not None:
-            self._passed = True
+    def _pass_on(self, *, grows: bool) -> None:
+        """What has told this machine, or all, to stop: once.
+
+        Args:
+          grows: whether to stop so that others can come; not before there are new steps to save.
+        """
+        if not self._left and self.told() is not None:
+            self._left = True
             self.hosts.leave()
+        pauses = grows and bool(self.members) and self.hosts.pauses(self.part)
+        if not self._passed and (self._left or pauses):
+            self._passed = True
             for member in self.members:
                 member.signal(signal.SIGTERM)
 

@@ -28,7 +28,7 @@ class Termination:
       say: called with a line when the signal has come; at times from a thread of its own, because
         a step may keep the main thread for minutes.
       here: called with what has told this very process, before others hear of it; not for a
-        SIGTERM where there are several, which the agents and other processes send too.
+        SIGTERM, which an agent sends too.
     """
 
     def __init__(
@@ -46,14 +46,15 @@ class Termination:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = self.signal or signal.Signals(number).name
-        self._here(signal.Signals(number).name)
+        if number != signal.SIGTERM:
+            self._here(signal.Signals(number).name)
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def notice(self, name: str) -> None:
         """Something else than a signal asks for the same; from any thread."""
-        self.signal = self.signal or name
         self._here(name)
+        self.signal = self.signal or name
         self._tell(name, "the step under way")
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -39,6 +39,7 @@ place, folder = place_of(os.environ), Path(sys.argv[0]).parent
 if index == 0:
     place.run.write_text(str(folder))
 place.snapshots.mkdir(exist_ok=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a run that has saved
 count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
 told = {
     "generation": place.generation, "index": index, "count": count, "pid": os.getpid(),

@@ -43,6 +43,7 @@ from jaxdist.types import JsonObject
 LOOK_SECONDS = 0.1
 END_SECONDS = 120.0
 """For so long a host that has ended well waits to hear that the run has."""
+GROWS = "a host came"
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Together:
         self.say, self.seconds = say, seconds
         keeper = Keeper(rendezvous, config, here.host, card, before=before, clock=clock)
         self.members = Membership(rendezvous, config, here.host, keeper, clock)
+        self._in_part = bool((values.get("checkpoint") or {}).get("parts"))
         self._words = Words(self.members, here.name, seconds)
         given = (here.address, here.token, values, say, resume)
         self._preparing = Preparing(self.members, *given)
@@ -138,8 +140,14 @@ class Together:
         if over is not None:
             # What has ended well elsewhere ends by itself here, in a moment.
             return None if over["code"] == 0 and part.count else over["words"] or "the run is over"
+        if self._in_part and self.members.pauses:
+            return GROWS
         ends = self.members.ends()
         return None if ends is None else self._words.why(part, ends)
+
+    def pauses(self, part: Part) -> bool:
+        """Where a checkpoint holds all that a run needs to go on."""
+        return not self._in_part and self.members.pauses
 
     def release(self, part: Part, why: str = "") -> None:
         """All processes here are gone: the registry may begin the next generation."""
@@ -185,7 +193,7 @@ class Together:
 
     def why(self, part: Part) -> str:
         """Who has left, as far as it has told."""
-        return self._words.why(part, "a host was told to stop")
+        return self._words.why(part, GROWS if self.members.pauses else "a host was told to stop")
 
     def named(self) -> dict[str, str]:
         """This host."""
