@@ -80,6 +80,7 @@ def run(
             model_flops,
             begun=begun,
             watcher=watcher,
+            base=base,
         )
         state = config.strategy.run(job)
         job.finish(int(state.step))

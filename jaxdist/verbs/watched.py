@@ -73,23 +73,32 @@ def leaving(place: Place | None) -> Callable[[str], None]:
     return tell
 
 
-def restored_from_memory(
-    folder: Path, disk: CheckpointStore, shapes: TrainState, say: Callable[[str], None]
-) -> tuple[TrainState, Mapping[str, Json]] | None:
-    """The newest snapshot that is whole, where it is newer than each checkpoint on disk.
+def restored(
+    tiers: Mapping[str, Path], disk: CheckpointStore, shapes: TrainState, say: Callable[[str], None]
+) -> tuple[TrainState, Mapping[str, Json], str] | None:
+    """The newest snapshot that is whole, where it is newer than each checkpoint; and where it was.
 
     All processes decide alike: what one cannot load none takes.
+
+    Args:
+      tiers: folders by what to call them; of one step the first is taken.
     """
     saved = max(steps_present(disk.directory), default=-1)
-    steps = [step for step in whole_steps(folder) if step > saved]
-    for step in broadcast_json(sorted(steps, reverse=True)):
-        found = None
+    found = [
+        (step, -at, where)
+        for at, (where, folder) in enumerate(tiers.items())
+        for step in whole_steps(folder)
+        if step > saved
+    ]
+    for step, _, where in broadcast_json(sorted(found, reverse=True)):
+        loaded = None
         try:
-            found = load(folder, step, shapes)
+            loaded = load(tiers[where], step, shapes)
         except CheckpointError as error:
-            say(f"[bold red]passed over:[/] {escape(str(error))}")
-        if not any_process(found is None):
-            return found
+            say(f"[bold red]passed over {where}:[/] {escape(str(error))}")
+        if not any_process(loaded is None):
+            assert loaded is not None
+            return *loaded, where
     return None
 
 

@@ -24,7 +24,7 @@ from typing import Any
 
 from jaxdist.elastic.hosts.buddy import Buddy
 from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError
-from jaxdist.elastic.hosts.copies import CopyServer, parts_in
+from jaxdist.elastic.hosts.copies import CopyServer, parts_in, seed
 from jaxdist.elastic.hosts.identity import check
 from jaxdist.elastic.hosts.keeper import STRANGER_LEASES, Keeper, boot_clock, card_of
 from jaxdist.elastic.hosts.member import Membership
@@ -74,6 +74,7 @@ class Together:
       values: of the config.
       seconds: how long to wait for enough hosts.
       before: number of the newest generation of the run in former rendezvous.
+      local: with snapshots of a run that goes on, on this machine's disk; None: there are none.
       clock: seconds; of this host alone.
     """
 
@@ -89,8 +90,10 @@ class Together:
         seconds: float,
         resume: bool,
         before: int = 0,
+        local: Path | None = None,
         clock: Callable[[], float] = boot_clock,
     ) -> None:
+        self._local = local if resume else None
         self.rendezvous, self.config, self.here, self.card = rendezvous, config, here, card
         self.say, self.seconds = say, seconds
         keeper = Keeper(rendezvous, config, here.host, card, before=before, clock=clock)
@@ -242,7 +245,10 @@ class Together:
         facts = asdict(self.here)
         del facts["host"], facts["token"]
         copies = f"{self.here.address}:{self._server.port}"
-        self.members.facts = {**facts, "copies": copies, "parts": [], "why": None}
+        if self._local is not None:
+            seed(self._local, place.snapshots)
+        parts = parts_in(place.snapshots)
+        self.members.facts = {**facts, "copies": copies, "parts": parts, "why": None}
         self.members.begin()
         self._joined = True
 
