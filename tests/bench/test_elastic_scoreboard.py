@@ -14,7 +14,7 @@ from jaxdist.errors import ConfigError, RunError
 
 def test_rows_are_asked_for_by_number():
     assert board.asked("all") == {name: score.trials for name, score in board.SCORES.items()}
-    with pytest.raises(ConfigError, match=r"--scoreboard 'R02': did you mean 'R0"):
+    with pytest.raises(ConfigError, match=r"--scoreboard 'R02': did you mean 'R"):
         board.asked("R02")
     with pytest.raises(ConfigError, match=r"--scoreboard 'R08=x': give a number of trials, such"):
         board.asked("R08=x")
