@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
 from pydantic import PositiveFloat
@@ -13,6 +14,15 @@ from jaxdist.config.schema import Config, Count
 Auto = Literal["auto"]
 
 
+class LocalConfig(Config):
+    """Snapshots on a disk of each machine: quicker than a shared one, and left when it restarts."""
+
+    directory: Path
+    """Of every machine by itself; each run has a folder in it."""
+    every: Count = 100
+    """Steps between two of them."""
+
+
 class CheckpointConfig(Config):
     """When to save, and what to keep."""
 
@@ -21,6 +31,8 @@ class CheckpointConfig(Config):
     memory_every: Count | Auto | None = 10
     """Steps between two snapshots in memory, which `jaxdist train --elastic` keeps for those who
     come after a lost process; auto as for checkpoints; null: none."""
+    local: LocalConfig | None = None
+    """Snapshots on each machine's own disk, between those in memory and checkpoints; null: none."""
     mttf_hours: PositiveFloat = 24.0
     """For auto: between two failures, until one was seen. A guess."""
     keep: Count = 3

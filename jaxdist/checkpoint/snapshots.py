@@ -1,4 +1,4 @@
-"""Snapshots of the state in this machine's memory, for the processes that come after a lost one.
+"""Snapshots of the state in this machine's memory, or on its disk, for those who go on.
 
 No process waits for another: each writes what it alone has to write, every part of the state once
 over all processes (replica 0 of each shard), and a snapshot counts when all its files are there.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.checkpoint.layout import snapshot_name, snapshot_of
+from jaxdist.checkpoint.layout import fsync_directory, snapshot_name, snapshot_of
 from jaxdist.checkpoint.structure import named_leaves
 from jaxdist.errors import CheckpointError
 from jaxdist.types import Json, JsonObject, PyTree
@@ -47,10 +48,29 @@ class Snapshots:
       folder: of this machine, in memory; made if it is not there.
       process: its number among `count`.
       say: called with a line when a snapshot cannot be written, which ends nothing.
+      lasts: whether the folder is on a disk, whose files are to outlive a crash of the machine.
+
+    Raises:
+      CheckpointError: there can be no such folder.
     """
 
-    def __init__(self, folder: Path, process: int, count: int, say: Callable[[str], None]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def __init__(
+        self,
+        folder: Path,
+        process: int,
+        count: int,
+        say: Callable[[str], None],
+        *,
+        lasts: bool = False,
+    ) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f"snapshots cannot lie in {folder}: {error.strerror or error}; choose another "
+                "checkpoint.local.directory"
+            ) from error
+        self._lasts = lasts
         self.folder, self._process, self._count, self._say = folder, process, count, say
         self._thread: threading.Thread | None = None
 
@@ -71,6 +91,16 @@ class Snapshots:
         self._thread = threading.Thread(target=self._write, args=given, name=f"snapshot-{step}")
         self._thread.start()
 
+    def forget(self, after: int) -> None:
+        """Take away all of later steps, which are taken anew; before a step is taken."""
+        self._unlink(lambda step: step > after)
+
+    def _unlink(self, old: Callable[[int], bool]) -> None:
+        for path in self.folder.glob("step_*"):
+            part = snapshot_of(path.name)
+            if part is not None and old(part[0]):
+                path.unlink(missing_ok=True)
+
     def wait(self) -> None:
         """Return when the last snapshot's part of this process is written."""
         if self._thread is not None:
@@ -85,17 +115,25 @@ class Snapshots:
                 file.write(_header(pieces, metadata))
                 for piece in pieces:
                     file.write(_raw(piece.array))
+                if self._lasts:
+                    file.flush()
+                    os.fsync(file.fileno())
             staging.rename(path)
+            if self._lasts:
+                fsync_directory(self.folder)
             self._prune()
         except OSError as error:
             self._say(f"no snapshot of step {step} in {self.folder}: {error.strerror or error}")
             staging.unlink(missing_ok=True)
 
     def _prune(self) -> None:
-        """Of its own files alone."""
+        """Of its own files; on disk also what processes of other numbers have left there."""
         found = sorted(self.folder.glob(f"step_*.{self._process}_of_{self._count}"))
         for path in found[:-KEEP]:
             path.unlink(missing_ok=True)
+        oldest = snapshot_of(found[-KEEP:][0].name)
+        if self._lasts and oldest is not None:
+            self._unlink(lambda step: step < oldest[0])
 
 
 def _pieces(state: PyTree) -> Iterator[_Piece]:
@@ -134,6 +172,19 @@ def _digest(body: str, *raw: bytes | memoryview) -> str:
     for one in raw:
         digest.update(one)
     return digest.hexdigest()
+
+
+def local_folder(directory: Path, run: Path) -> Path:
+    """Where the snapshots of a run lie on a machine's own disk.
+
+    Args:
+      run: its directory, without the number of a second run, which clears the folder.
+
+    >>> local_folder(Path("/ssd"), Path("/runs/gpt")).name
+    'gpt-86bcf769'
+    """
+    digest = hashlib.blake2b(str(run.absolute()).encode(), digest_size=4).hexdigest()
+    return directory / f"{run.name}-{digest}"
 
 
 def whole_steps(folder: Path) -> list[int]:

@@ -62,6 +62,10 @@ def bench(
     sigterms: Annotated[
         int | None, typer.Option(min=1, help="elastic: so many runs more are told to stop.")
     ] = None,
+    scoreboard: Annotated[
+        str | None,
+        typer.Option(help="elastic: faults on purpose, all or some rows: all, R08=20,R29."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
@@ -76,7 +80,14 @@ def bench(
     from jaxdist.bench import run
     from jaxdist.bench.core import ranges
 
-    options = {"lab": lab or None, "torch": torch, "ray": ray, "plot": plot, "sigterms": sigterms}
+    options = {
+        "lab": lab or None,
+        "torch": torch,
+        "ray": ray,
+        "plot": plot,
+        "sigterms": sigterms,
+        "scoreboard": scoreboard,
+    }
     given = {option: value for option, value in options.items() if value is not None}
     report = run(name, json_file, **given)
     report.print()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -17,9 +17,13 @@ class ElasticConfig(Config):
     lease_seconds: PositiveFloat = 10.0
     """A host that was not heard for so long is lost."""
     settle_seconds: NonNegativeFloat = 5.0
-    """A generation begins, or ends to grow, when for so long no host has come or gone."""
+    """A generation begins, or is told to save and stop so as to grow, when for so long no host has
+    come or gone."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """By how much of the time clocks run too fast or too slow at most."""
+    batch: Literal["same", "rescale"] = "same"
+    """Where the mesh shrinks: `same`, in more microbatches; or as much smaller as the mesh, at a
+    learning rate by the rule of optim.scale_from."""
 
     def membership(self, least: int, most: int) -> MembershipConfig:
         """The same, of so many hosts.
@@ -27,5 +31,5 @@ class ElasticConfig(Config):
         Raises:
           ConfigError: more at least than at most.
         """
-        given = {**self.model_dump(), "min_hosts": least, "max_hosts": most}
+        given = {**self.model_dump(exclude={"batch"}), "min_hosts": least, "max_hosts": most}
         return validate(Document(given), MembershipConfig)

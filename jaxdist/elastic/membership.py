@@ -37,7 +37,8 @@ class MembershipConfig(Config):
     lease_seconds: PositiveFloat = 10.0
     """A host that was not heard for so long is lost; it should ask several times in it."""
     settle_seconds: NonNegativeFloat = 5.0
-    """A generation begins, or ends to grow, when for so long no host has come or gone."""
+    """A generation begins, or is told to save and stop so as to grow, when for so long no host has
+    come or gone."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """By how much of the time clocks run too fast or too slow at most."""
 
@@ -92,10 +93,15 @@ class Renew:
 
 @dataclass(frozen=True)
 class Grant:
-    """A lease on a generation, counted from when it was asked for (`sent`, the host's clock)."""
+    """A lease on a generation, counted from when it was asked for (`sent`, the host's clock).
+
+    Attributes:
+      pauses: whether it is to save and stop at its next boundary, so that it can grow.
+    """
 
     generation: Generation
     sent: float
+    pauses: bool = False
 
 
 @dataclass(frozen=True)
@@ -113,12 +119,14 @@ class Host:
       stopped: generations up to this one it never takes up again.
       generation: that of its last lease.
       until: when this lease runs out, by its own clock.
+      pauses: whether it has heard that the generation is to save and stop.
     """
 
     name: str
     stopped: int = 0
     generation: Generation | None = None
     until: float = -math.inf
+    pauses: bool = False
 
     def renew(self, now: float, *, leaves: bool = False) -> Renew:
         """What it says to the registry, several times in each lease; who leaves stops first."""
@@ -133,7 +141,7 @@ class Host:
         stopped = max(self.stopped, token - 1)
         if self.generation is None or self.generation.number > stopped:
             return replace(self, stopped=stopped)
-        return replace(self, stopped=stopped, generation=None, until=-math.inf)
+        return Host(self.name, stopped)
 
     def hear(self, config: MembershipConfig, message: Grant | Stop) -> Host:
         """What it knows after a message."""
@@ -143,8 +151,10 @@ class Host:
         if given.number <= self.stopped:
             return self
         if given == self.generation:
-            return replace(self, until=max(self.until, until))
-        return replace(self.stop(given.number), generation=given, until=until)
+            pauses = self.pauses or message.pauses
+            return replace(self, until=max(self.until, until), pauses=pauses)
+        stopped = max(self.stopped, given.number - 1)
+        return Host(self.name, stopped, given, until, message.pauses)
 
 
 @dataclass(frozen=True)
@@ -157,6 +167,7 @@ class Registry:
       granted: whether it is at work, or was ended.
       holders: by host, until when it may hold a lease on it.
       since: when a host came or went last.
+      pauses: whether its hosts were told to save and stop, so that more can take part.
     """
 
     alive: Mapping[str, float] = field(default_factory=dict)
@@ -164,6 +175,7 @@ class Registry:
     granted: bool = False
     holders: Mapping[str, float] = field(default_factory=dict)
     since: float = -math.inf
+    pauses: bool = False
 
     def restarted(self, config: MembershipConfig, now: float) -> Registry:
         """What was read back from disk, with a clock that may be another one.
@@ -187,7 +199,8 @@ class Registry:
         number = known.generation.number
         if known.granted and message.host in known.generation.members:
             holders = {**known.holders, message.host: now + config.lease_seconds}
-            return replace(known, holders=holders), Grant(known.generation, message.sent)
+            grant = Grant(known.generation, message.sent, known.pauses)
+            return replace(known, holders=holders), grant
         return known, Stop(number if known.granted else number + 1)
 
     def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
@@ -211,16 +224,17 @@ class Registry:
         since = self.since if len(alive) == len(self.alive) else now
         holders = {host: until for host, until in self.holders.items() if until > now}
         known = replace(self, alive=alive, holders=holders, since=since)
-        if known.granted and known._ends(config, now):
+        if known.granted and not known.alive.keys() >= set(known.generation.members):
             known = replace(known, granted=False)
+        if known.granted and known._grows(config, now):
+            # Its hosts end it themselves, when they have saved: no step is lost.
+            known = replace(known, pauses=True)
         if not known.granted and not holders and known._may_begin(config, now):
-            known = replace(known, generation=known._next(config), granted=True)
+            known = replace(known, generation=known._next(config), granted=True, pauses=False)
         return known
 
-    def _ends(self, config: MembershipConfig, now: float) -> bool:
+    def _grows(self, config: MembershipConfig, now: float) -> bool:
         members = self.generation.members
-        if not self.alive.keys() >= set(members):
-            return True
         grows = len(members) < config.max_hosts and len(self.alive) > len(members)
         return grows and self._settled(config, now)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from jaxdist.elastic.status import Status
 from jaxdist.runtime.rendezvous import free_port
 
 
@@ -73,6 +74,11 @@ class Hosts(Protocol):
         """Why the processes of this machine must be ended though none was lost; None: go on."""
         ...
 
+    def pauses(self, part: Part) -> bool:
+        """Whether the processes of this machine, with all others, are to save and stop, and to
+        begin again with more machines."""
+        ...
+
     def release(self, part: Part, why: str = "") -> None:
         """All processes of this machine are gone.
 
@@ -83,6 +89,23 @@ class Hosts(Protocol):
 
     def over(self, part: Part) -> bool:
         """Whether the run is over, where all processes of this machine have ended well."""
+        ...
+
+    def tell(self, part: Part, statuses: Sequence[Status], now: float) -> None:
+        """What the processes of this machine are at, for who waits for them."""
+        ...
+
+    def elsewhere(self, part: Part) -> Sequence[Status] | None:
+        """What those of all others are at, by this machine's clock; None: not all have told."""
+        ...
+
+    def why(self, part: Part) -> str:
+        """Why a generation ended whose processes have all saved and stopped before the run's end,
+        and this machine was not told to."""
+        ...
+
+    def named(self) -> dict[str, str]:
+        """What to write down of this machine, beside the number of a process."""
         ...
 
     def leave(self) -> None:
@@ -122,12 +145,31 @@ class Alone:
         """Never."""
         return None
 
+    def pauses(self, part: Part) -> bool:
+        """Never."""
+        return False
+
     def release(self, part: Part, why: str = "") -> None:
         """Nobody waits for it."""
 
     def over(self, part: Part) -> bool:
         """It is."""
         return True
+
+    def tell(self, part: Part, statuses: Sequence[Status], now: float) -> None:
+        """Nobody waits for it."""
+
+    def elsewhere(self, part: Part) -> Sequence[Status]:
+        """There are no others."""
+        return ()
+
+    def why(self, part: Part) -> str:
+        """It is not asked: `over` is true."""
+        return ""
+
+    def named(self) -> dict[str, str]:
+        """There is no other."""
+        return {}
 
     def leave(self) -> None:
         """Nobody waits for it."""

@@ -43,6 +43,19 @@ class Place:
         to stop before."""
         return self.folder / f"done_{self.generation}"
 
+    @property
+    def notice(self) -> Path:
+        """A file with what has told a process of the generation that its machine is to stop; not
+        there where it was told to by the agent, or by other machines' processes."""
+        return self.folder / f"notice_{self.generation}"
+
+    def noticed(self) -> str | None:
+        """What has told a process that its machine is to stop, if something did."""
+        try:
+            return self.notice.read_text(encoding="utf-8") or None
+        except FileNotFoundError:
+            return None
+
     def status(self, process: int) -> Path:
         """What a process says of itself: see `jaxdist.elastic.status`."""
         return self.folder / f"status_{self.generation}_{process}"

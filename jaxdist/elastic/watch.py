@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jaxdist.elastic.status import Status
@@ -37,25 +37,48 @@ class Stuck:
     why: str
 
 
-def find_stuck(found: Sequence[Status], now: float, patience: Patience) -> Stuck | None:
-    """The process that the others wait for, where they have waited for too long.
+def find_stuck(
+    found: Sequence[Status],
+    now: float,
+    patience: Patience,
+    others: Callable[[], Sequence[Status] | None] = tuple,
+) -> Stuck | None:
+    """The process of this machine that all others wait for, where they have waited for too long.
 
     One that is silent is stopped or starved. Where all live and none gets on, it is the one that
     is furthest behind: at the lowest step, of these one that does not wait for it as the others do,
-    of these one that is not at a step, and of these the one that got stuck first.
+    of these one that is not at a step, and of these the one that got stuck first. Each machine
+    names only its own: the one that has it ends it, and lets the others know.
+
+    Args:
+      others: processes of other machines, by this one's clock; None where one of them is not known
+        yet. Asked only where those of this machine have waited for too long.
     """
     silent = [one for one in found if now - one.alive > patience.silent_seconds]
     if silent:
         first = min(silent, key=lambda one: one.alive)
         return Stuck(first.process, f"has not been heard for {now - first.alive:.0f} s")
-    working = [one for one in found if one.phase not in SLOW_PHASES]
-    if not working or now - max(one.since for one in found) <= patience.step_seconds:
+    if not _still(found, now, patience):
         return None
-    behind = min(found, key=lambda one: (one.step, one.waiting, one.phase is Kind.STEP, one.since))
+    elsewhere = others()
+    if elsewhere is None or not _still(elsewhere, now, patience):
+        return None
+    everyone = [*found, *elsewhere]
+    if not any(one.phase not in SLOW_PHASES for one in everyone):
+        return None
+    behind = min(
+        everyone, key=lambda one: (one.step, one.waiting, one.phase is Kind.STEP, one.since)
+    )
+    if behind not in found:
+        return None
     waited = now - behind.since
     return Stuck(
         behind.process, f"is at {behind.phase} after step {behind.step} for {waited:.0f} s"
     )
+
+
+def _still(found: Sequence[Status], now: float, patience: Patience) -> bool:
+    return all(now - one.since > patience.step_seconds for one in found)
 
 
 def first_lost(codes: Sequence[int | None]) -> int | None:

@@ -28,8 +28,8 @@ from jaxdist.models.build import ModelConfig
 from jaxdist.models.loss import LossConfig
 from jaxdist.optim.build import OptimConfig
 from jaxdist.parallel.plan import ParallelConfig
+from jaxdist.runtime.notices import PreemptionConfig
 from jaxdist.sharding import ShardingConfig
-from jaxdist.train.notices import PreemptionConfig
 from jaxdist.train.plan import TrainConfig
 from jaxdist.train.strategy.build import StrategyConfig
 from jaxdist.train.strategy.synchronous import Synchronous

@@ -18,6 +18,7 @@ from jaxdist.sharding import Layout, make_layout
 from jaxdist.train.loading.begin import check_parts
 from jaxdist.train.plan import Plan, check_batch, explain, plan_learning_rate, plan_stages
 from jaxdist.train.replicas import check
+from jaxdist.train.rescale import Sizes, check_rescaled
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.contract import TrainStage
 from jaxdist.train.strategy.parameter_server import ParameterServer
@@ -67,8 +68,12 @@ def build(
     document: Document | None = None,
     *,
     devices: Sequence[Device] | None = None,
+    sizes: Sizes = (),
 ) -> Experiment:
     """Build everything that a config names, on all devices or on those given.
+
+    Args:
+      sizes: batch sizes of a run that goes on, see `jaxdist.train.plan.plan_stages`.
 
     Raises:
       ConfigError: a part that cannot be built, or parts that do not go together.
@@ -81,6 +86,10 @@ def build(
     with at("train", "batch_size"):
         shards = config.parallel.shards
         check_batch(config.train.batch_size, config.train.microbatches, layout, shards)
+    if config.elastic.batch == "rescale":
+        with at("elastic"):
+            strict = config.parallel.deterministic is not None
+            check_rescaled(config.train, config.optim.scale_from, strict=strict)
     with at("data"):
         dataset = config.data.build()
     with at("data"):
@@ -89,7 +98,7 @@ def build(
             None if dataset.heldout is None else _loader(config, layout, dataset, heldout=True)
         )
     with at("train"):
-        plan = plan_stages(config.train, len(dataset.train))
+        plan = plan_stages(config.train, len(dataset.train), sizes)
     with at("optim"):
         rate = plan_learning_rate(config.train, config.optim, plan, len(dataset.train))
     program, derived, notices = make_program(

@@ -47,6 +47,7 @@ class Moment:
       heldout: means of the evaluation at this step, if there was one.
       best: whether its loss is the best so far.
       saved: whether a checkpoint or a snapshot has been begun.
+      lasting: whether a checkpoint has.
       stop: whether the run ends here.
     """
 
@@ -55,6 +56,7 @@ class Moment:
     heldout: dict[str, float] | None = None
     best: bool = False
     saved: bool = False
+    lasting: bool = False
     stop: bool = False
 
 
@@ -233,17 +235,22 @@ class Save(Hook):
             metric = None if moment.heldout is None else moment.heldout["loss"]
             begun = time.perf_counter()
             self.save(moment.state, best, metric)
-            moment.saved = True
+            moment.saved = moment.lasting = True
             if not moment.stop:
                 self.cadence.saved(moment.step, time.perf_counter() - begun)
 
 
 @dataclass
 class Snapshot(Hook):
-    """Copies the state into memory when its turn comes, where it is not saved to disk anyway."""
+    """Copies the state when its turn comes, where it is not saved to something better anyway.
+
+    Attributes:
+      lasts: whether the copy is on a disk, and one in memory does not stand for it.
+    """
 
     cadence: Cadence
     take: Callable[[TrainState], None]
+    lasts: bool = False
 
     def due(self, step: int) -> bool:
         return self.cadence.due(step)
@@ -251,7 +258,7 @@ class Snapshot(Hook):
     def at(self, moment: Moment) -> None:
         if moment.stop or not self.cadence.due(moment.step):
             return
-        begun, taken = time.perf_counter(), not moment.saved
+        begun, taken = time.perf_counter(), not (moment.lasting if self.lasts else moment.saved)
         if taken:
             self.take(moment.state)
             moment.saved = True

@@ -24,6 +24,7 @@ from jaxdist.optim.common import OptimizerConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.sharding import Layout
 from jaxdist.train.replicas.config import ReplicaCheckConfig
+from jaxdist.train.rescale import Sizes, last_stage, rescaled, seen
 
 
 class TrainConfig(Config):
@@ -35,6 +36,9 @@ class TrainConfig(Config):
     """Passes over the training split, rounded to whole steps."""
     batch_size: Count
     """Examples (windows, images) per optimizer step, over all devices and microbatches."""
+    rescaled_from: Count | None = None
+    """The batch size of the full mesh, to which learning rate and length belong where an agent has
+    made batch_size another (elastic.batch: rescale); null: it is batch_size."""
     microbatches: Count = 1
     """Pieces that a batch is computed in, one after another, to save memory."""
     batch_ramp: BatchRampConfig | None = None
@@ -58,6 +62,11 @@ class TrainConfig(Config):
             )
         return self
 
+    @property
+    def full_batch_size(self) -> int:
+        """Examples of a step on the full mesh."""
+        return self.rescaled_from or self.batch_size
+
     def total_examples(self, examples: int | None) -> int:
         """Examples that a run of `epochs` sees, of a training split of this many."""
         assert self.epochs is not None
@@ -75,10 +84,14 @@ class Plan:
 
     Attributes:
       rate: the learning rate that the stages bring; None leaves it to the optimizer's config.
+      sizes: batch sizes of a run whose batches follow the mesh; its one stage is of the last.
+      full_steps: steps that it would take in batches of the full size.
     """
 
     stages: tuple[BatchPhase, ...]
     rate: Rate | None = None
+    sizes: Sizes = ()
+    full_steps: int = 0
 
     @property
     def total_steps(self) -> int:
@@ -88,8 +101,9 @@ class Plan:
     @property
     def first_examples(self) -> tuple[int, ...]:
         """Examples seen before each stage."""
+        before = seen(self.sizes, self.sizes[-1][0]) if self.sizes else 0
         sizes = [stage.steps * stage.batch_size for stage in self.stages]
-        return tuple(sum(sizes[:i]) for i in range(len(sizes)))
+        return tuple(before + sum(sizes[:i]) for i in range(len(sizes)))
 
 
 def needs_examples(train: TrainConfig, optim: OptimizerConfig) -> bool:
@@ -98,11 +112,13 @@ def needs_examples(train: TrainConfig, optim: OptimizerConfig) -> bool:
     return train.epochs is not None or (scaled is not None and scaled.warmup_epochs is not None)
 
 
-def plan_stages(train: TrainConfig, examples: int | None) -> Plan:
+def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> Plan:
     """The stages of a run.
 
     Args:
       examples: size of the training split; None is allowed where `needs_examples` is false.
+      sizes: of a run that goes on and whose batches follow the mesh: all that it has had, with
+        that of now as the last.
 
     Raises:
       ConfigError: a ramp that does not end at batch_size or outlasts the run; phases that do not
@@ -117,8 +133,12 @@ def plan_stages(train: TrainConfig, examples: int | None) -> Plan:
     if steps is None:
         assert train.epochs is not None
         assert examples is not None, "epochs need the size of the data"
-        steps = max(1, round(train.epochs * examples / train.batch_size))
-    return Plan((BatchPhase(0, steps, train.batch_size),))
+        steps = max(1, round(train.epochs * examples / train.full_batch_size))
+    if not sizes and train.rescaled_from is None:
+        return Plan((BatchPhase(0, steps, train.batch_size),))
+    sizes = sizes or ((0, train.batch_size),)
+    stage = last_stage(sizes, steps * train.full_batch_size)
+    return Plan((stage,), sizes=sizes, full_steps=steps)
 
 
 def _plan_phases(
@@ -177,12 +197,15 @@ def plan_learning_rate(
             f"scale_from.warmup_epochs {scaled.warmup_epochs:g} are no fixed number of steps while "
             "train.batch_ramp changes the batch; give warmup_fraction, or schedule.warmup_steps"
         )
-    return plan_rate(
+    rate = plan_rate(
         optim,
-        total_steps=plan.total_steps,
-        batch_size=train.batch_size,
+        total_steps=plan.full_steps or plan.total_steps,
+        batch_size=train.full_batch_size,
         examples_per_epoch=examples,
     )
+    if not plan.sizes:
+        return rate
+    return rescaled(rate, scaled, train.full_batch_size, plan.sizes)
 
 
 def explain(plan: Plan, rate: Rate) -> tuple[str, ...]:

@@ -17,14 +17,14 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding
 
-from jaxdist.collectives.channels import SeparateChannels
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.owners import Owner, of_params
 from jaxdist.optim.safety import skip_states
-from jaxdist.parallel.compiler import PASSES, Options, merged
+from jaxdist.parallel.compiler import Options
 from jaxdist.parallel.contract import Compute, Exchange, Held
+from jaxdist.parallel.jitted import Compiled, Jitted
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.home import Home, View
 from jaxdist.train.state import Outer, TrainState
@@ -33,9 +33,6 @@ from jaxdist.types import Buffers, Grads, OptState, Params, PyTree, Scalar
 
 STEP_METRICS = ("grad_norm", "learning_rate")
 SKIP_METRICS = ("skipped_steps", "skipped_in_a_row")
-KEEP_BARRIERS: Options = {PASSES: "cse_barrier_expander"}
-"""Of jax.lax.optimization_barrier, on CPU."""
-Compiled = jax.stages.Wrapped | SeparateChannels
 
 
 class Found(NamedTuple):
@@ -231,7 +228,7 @@ class Program:
 
         It is `gradients` and `update` in one program.
         """
-        return self._updating(self._train, (self._stored_shardings, self.layout.replicated))
+        return self._jitted.updating(self._train, (self._stored_shardings, self.layout.replicated))
 
     @cached_property
     def gradients(self) -> Compiled:
@@ -259,7 +256,7 @@ class Program:
             own = found._replace(grads=self.home.grads_to_step(found.grads))
             return self._update(self.home.to_step(stored), own)
 
-        return self._updating(update, (self._stored_shardings, self.layout.replicated))
+        return self._jitted.updating(update, (self._stored_shardings, self.layout.replicated))
 
     @cached_property
     def between(self) -> Compiled:
@@ -277,7 +274,7 @@ class Program:
             new = self.home.from_step(replace(state, params=params))
             return replace(new, outer=self.home.outer_from_step(carried))
 
-        return self._updating(between, self._stored_shardings)
+        return self._jitted.updating(between, self._stored_shardings)
 
     @cached_property
     def evaluate(self) -> Compiled:
@@ -293,28 +290,7 @@ class Program:
     def _stored_shardings(self) -> TrainState:
         return jax.tree.map(lambda s: s.sharding, self.state_shapes)
 
-    def _updating(self, function: Any, shardings: Any) -> Compiled:
-        """A program that takes a state and gives the next one in its memory."""
-        # XLA:CPU drops barriers before it fuses; they make replicas of new parameters equal.
-        keep = self.exchange.keeps_barriers and self._on_cpu
-        return self._jitted(
-            function, KEEP_BARRIERS if keep else {}, donate_argnums=0, out_shardings=shardings
-        )
-
-    def _jitted(self, function: Any, more: Options | None = None, **settings: Any) -> Compiled:
-        """Compiled with the program's options and with `more`."""
-        told = self.exchange.options(self._platform)
-        options = merged(merged(self.options, told) or {}, more or {})
-        return self._on_platform(jax.jit(function, compiler_options=options, **settings))
-
     @property
-    def _on_cpu(self) -> bool:
-        return self._platform == "cpu"
-
-    @property
-    def _platform(self) -> str:
-        return self.layout.mesh.devices.flat[0].platform
-
-    def _on_platform(self, jitted: jax.stages.Wrapped) -> Compiled:
-        named = self.exchange.explicit or self.compute.explicit
-        return SeparateChannels(jitted) if named and self._on_cpu else jitted
+    def _jitted(self) -> Jitted:
+        platform = self.layout.mesh.devices.flat[0].platform
+        return Jitted(self.compute, self.exchange, self.options, platform)

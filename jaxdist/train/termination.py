@@ -27,11 +27,17 @@ class Termination:
     Args:
       say: called with a line when the signal has come; at times from a thread of its own, because
         a step may keep the main thread for minutes.
+      here: called with what has told this very process, before others hear of it; not for a
+        SIGTERM, which an agent sends too.
     """
 
-    def __init__(self, say: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(
+        self,
+        say: Callable[[str], None] = lambda line: None,
+        here: Callable[[str], None] = lambda name: None,
+    ) -> None:
         self.signal: str | None = None
-        self._say = say
+        self._say, self._here = say, here
         self._said = False
         self._previous: dict[int, Any] = {}
         self._several = jax.process_count() > 1
@@ -40,11 +46,14 @@ class Termination:
         if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.signal = self.signal or signal.Signals(number).name
+        if number != signal.SIGTERM:
+            self._here(signal.Signals(number).name)
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def notice(self, name: str) -> None:
         """Something else than a signal asks for the same; from any thread."""
+        self._here(name)
         self.signal = self.signal or name
         self._tell(name, "the step under way")
         if self._several:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from jaxdist.checkpoint.snapshots import Snapshots
@@ -57,7 +57,8 @@ def hooks_of(
     def saved(state: TrainState, best: float | None, metric: float | None) -> None:
         with job.account.within(Kind.CHECKPOINT_BLOCKED):
             given = {"metric": metric, "parts": config.checkpoint.parts}
-            save(store, program, state, metadata={"best": best}, **given)
+            metadata = {"best": best, **job.kept}
+            save(store, program, state, metadata=metadata, **given)
 
     def every(steps: int | None) -> Cadence:
         return Cadence(steps, experiment.total_steps)
@@ -119,24 +120,36 @@ def _cadence(
 def watching(
     job: RunJob,
     experiment: Experiment,
-    memory: Snapshots | None,
+    tiers: tuple[Snapshots | None, Snapshots | None],
     measured: Evaluate | None,
     writer: MetricsWriter | None,
     progress: Progress,
 ) -> Iterator[Hook]:
-    """What is done for an agent."""
-    if job.watcher is None:
-        return
-    yield Tell(job.watcher.publisher.step, job.watcher.publisher.wait)
-    if memory is None:
-        return
+    """What is done for an agent, and for who goes on.
 
-    def take(state: TrainState) -> None:
-        best = None if measured is None else measured.best
-        with job.account.within(Kind.SNAPSHOT):
-            memory.take(int(state.step), state, {"best": best})
+    Args:
+      tiers: snapshots in memory, and on this machine's disk.
+    """
+    if job.watcher is not None:
+        yield Tell(job.watcher.publisher.step, job.watcher.publisher.wait)
+    config = job.config.checkpoint
 
-    every = job.config.checkpoint.memory_every
-    assert every is not None, "there are no snapshots without it"
-    given = (job, experiment, writer, progress)
-    yield Snapshot(_cadence(every, Kind.SNAPSHOT, *given, seen=True), take)
+    def taking(snapshots: Snapshots) -> Callable[[TrainState], None]:
+        def take(state: TrainState) -> None:
+            best = None if measured is None else measured.best
+            with job.account.within(Kind.SNAPSHOT):
+                snapshots.take(int(state.step), state, {"best": best, **job.kept})
+
+        return take
+
+    memory, local = tiers
+    if memory is not None:
+        assert config.memory_every is not None, "there are no snapshots without it"
+        given = (job, experiment, writer, progress)
+        cadence = _cadence(config.memory_every, Kind.SNAPSHOT, *given, seen=True)
+        yield Snapshot(cadence, taking(memory))
+    if local is not None:
+        assert config.local is not None, "there are no snapshots without it"
+        yield Snapshot(
+            Cadence(config.local.every, experiment.total_steps), taking(local), lasts=True
+        )

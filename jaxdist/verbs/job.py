@@ -7,13 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import jax
 from rich.console import Console
 
 from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.layout import steps_present
-from jaxdist.checkpoint.snapshots import Snapshots, whole_steps
+from jaxdist.checkpoint.snapshots import Snapshots, local_folder, whole_steps
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import Document, resolved_yaml
 from jaxdist.elastic.fence import RunFence
@@ -28,9 +29,7 @@ from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
 from jaxdist.train.checkpoints import restore
 from jaxdist.train.directory import RunDirectory, prepare
-from jaxdist.train.hooks import (
-    Cadence,
-)
+from jaxdist.train.hooks import Cadence
 from jaxdist.train.loading.begin import begin_with, check_begin
 from jaxdist.train.loading.misordered import check_order
 from jaxdist.train.memory import check_state_fits, check_step_fits
@@ -39,13 +38,13 @@ from jaxdist.train.strategy.contract import Prepared
 from jaxdist.train.termination import Termination
 from jaxdist.train.watch.profile import Profile, ProfiledSteps
 from jaxdist.train.watch.told import Goodput
-from jaxdist.types import Json
+from jaxdist.types import Json, JsonObject
 from jaxdist.verbs.compare import changes
 from jaxdist.verbs.describe import ModelFlops, describe, efficiency_of, tally_of
 from jaxdist.verbs.hooks import hooks_of, watching
 from jaxdist.verbs.report import print_goodput
 from jaxdist.verbs.results import print_results
-from jaxdist.verbs.watched import Watcher, restored_from_memory
+from jaxdist.verbs.watched import Watcher, continued, restored
 
 
 @dataclass
@@ -64,6 +63,8 @@ class RunJob:
       unmetered: why energy is not measured, where it is not.
       experiment: as it was built last.
       heldout: means of the last evaluation.
+      kept: beside each state that is saved.
+      base: the run directory as it was asked for, without the number of another run.
     """
 
     document: Document
@@ -82,6 +83,8 @@ class RunJob:
     unmetered: str | None = None
     experiment: Experiment | None = None
     heldout: Mapping[str, float] = field(default_factory=dict)
+    kept: JsonObject = field(default_factory=dict)
+    base: Path | None = None
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
@@ -102,14 +105,19 @@ class RunJob:
         with ExitStack() as stack:
             store = stack.enter_context(self._store())
             memory = self._memory(stack)
-            state, metadata = self._begin(experiment, store, memory)
+            local = self._local(stack)
+            state, metadata = self._begin(experiment, store, memory, local)
             start = int(state.step)
+            if local is not None:
+                local.forget(start if self.resume else -1)
+            if self.config.elastic.batch == "rescale":
+                self.experiment = experiment = continued(self, start, metadata, devices)
             traced = self.profiled and self.profiled.after(start, experiment.total_steps)
             writer, progress = self._open(experiment, start, stack)
             hooks, measured = hooks_of(self, experiment, store, writer, progress, metadata)
             hooks.hooks = [
                 *hooks.hooks,
-                *watching(self, experiment, memory, measured, writer, progress),
+                *watching(self, experiment, (memory, local), measured, writer, progress),
             ]
             if writer is not None:
                 hooks.hooks = [
@@ -233,24 +241,41 @@ class RunJob:
         say = partial(self.console.print, soft_wrap=True)
         return stack.enter_context(self.watcher.snapshots(say))
 
+    def _local(self, stack: ExitStack) -> Snapshots | None:
+        """Snapshots on this machine's disk."""
+        config = self.config.checkpoint.local
+        if config is None:
+            return None
+        folder = local_folder(config.directory, self.base or self.directory.path)
+        given = (folder, jax.process_index(), jax.process_count())
+        say = partial(self.console.print, soft_wrap=True)
+        return stack.enter_context(Snapshots(*given, say, lasts=True))
+
     def _begin(
-        self, experiment: Experiment, store: CheckpointStore, memory: Snapshots | None
+        self,
+        experiment: Experiment,
+        store: CheckpointStore,
+        memory: Snapshots | None,
+        local: Snapshots | None,
     ) -> tuple[TrainState, Mapping[str, Json]]:
         """A fresh state, or that of the newest whole checkpoint, and what was kept beside it."""
         program = experiment.program
         check_state_fits(program.state_shapes)
-        if self.resume and memory is not None:
+        tiers = {} if memory is None else {"in memory": memory.folder}
+        tiers |= {} if local is None else {"on this machine's disk": local.folder}
+        if self.resume and tiers:
             say = partial(self.console.print, soft_wrap=True)
-            found = restored_from_memory(memory.folder, store, program.state_shapes, say)
+            found = restored(tiers, store, program.state_shapes, say)
             if found is not None:
-                say(f"resume from step {found[0].step} of {experiment.total_steps}, kept in memory")
-                return found
+                state, metadata, where = found
+                say(f"resume from step {state.step} of {experiment.total_steps}, kept {where}")
+                return state, metadata
         if self.resume and broadcast_json(bool(steps_present(store.directory))):
             say = partial(self.console.print, soft_wrap=True)
-            restored = restore(store, program, say=say)
-            check_order(self.directory, restored.step)
-            say(f"resume from step {restored.step} of {experiment.total_steps}")
-            return restored.state, restored.metadata
+            saved = restore(store, program, say=say)
+            check_order(self.directory, saved.step)
+            say(f"resume from step {saved.step} of {experiment.total_steps}")
+            return saved.state, saved.metadata
         if self.resume:
             self.console.print("resume: there is no checkpoint yet, so this run begins at step 0")
         begin = self.config.checkpoint.begin_with
@@ -283,6 +308,7 @@ class RunJob:
         restores = self.resume and bool(
             steps_present(self.directory.checkpoints)
             or (self.watcher is not None and whole_steps(self.watcher.place.snapshots))
+            or self.config.checkpoint.local is not None
         )
         begun, self.begun = self.begun, None
         tell = None if self.watcher is None else self.watcher.publisher.phase

@@ -18,12 +18,12 @@ from jaxdist.elastic.place import place_of
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.runtime import compilation_cache
+from jaxdist.runtime.notices import heard
 from jaxdist.train.directory import RunDirectory, take
-from jaxdist.train.notices import heard
 from jaxdist.train.termination import Termination
 from jaxdist.train.watch.profile import parse_profile
 from jaxdist.verbs.job import ModelFlops, RunJob
-from jaxdist.verbs.watched import watched
+from jaxdist.verbs.watched import leaving, watched
 
 
 def run(
@@ -61,12 +61,13 @@ def run(
         console = Console(file=console.file, force_terminal=False, highlight=False)
     say = partial(console.print, soft_wrap=True, markup=False)
     compilation_cache.enable(cache_directory() / "compiled")
+    place = place_of(os.environ)
     base, named = config.run.directory or Path("runs") / path.stem, bool(config.run.directory)
     with (
         _taken(base, named=named, resume=resume, say=say) as directory,
-        Termination(say) as termination,
+        Termination(say, leaving(place)) as termination,
         heard(config.run.preemption.build(say), termination.notice),
-        watched(place_of(os.environ), directory.path) as watcher,
+        watched(place, directory.path) as watcher,
     ):
         job = RunJob(
             document,
@@ -79,6 +80,7 @@ def run(
             model_flops,
             begun=begun,
             watcher=watcher,
+            base=base,
         )
         state = config.strategy.run(job)
         job.finish(int(state.step))

@@ -1,11 +1,12 @@
-"""A process of a run that an agent has started: what it says, and its snapshots in memory."""
+"""A process of a run that an agent has started: what it says, its snapshots, and its batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from rich.markup import escape
@@ -18,8 +19,14 @@ from jaxdist.elastic.fence import RunFence
 from jaxdist.elastic.place import Place
 from jaxdist.elastic.status import Publisher
 from jaxdist.errors import CheckpointError
+from jaxdist.experiment import Experiment, build
+from jaxdist.mesh import Device
+from jaxdist.train.rescale import KEY, extended
 from jaxdist.train.state import TrainState
 from jaxdist.types import Json
+
+if TYPE_CHECKING:
+    from jaxdist.verbs.job import RunJob
 
 
 @dataclass(frozen=True)
@@ -55,21 +62,58 @@ def watched(place: Place | None, run: Path) -> Iterator[Watcher | None]:
         yield Watcher(place, publisher, fence)
 
 
-def restored_from_memory(
-    folder: Path, disk: CheckpointStore, shapes: TrainState, say: Callable[[str], None]
-) -> tuple[TrainState, Mapping[str, Json]] | None:
-    """The newest snapshot that is whole, where it is newer than each checkpoint on disk.
+def leaving(place: Place | None) -> Callable[[str], None]:
+    """Tells the agent of this process, if there is one, that its machine is to stop, and why."""
+
+    def tell(name: str) -> None:
+        if place is not None:
+            with suppress(OSError):  # the agent is gone, and its folder
+                place.notice.write_text(name, encoding="utf-8")
+
+    return tell
+
+
+def restored(
+    tiers: Mapping[str, Path], disk: CheckpointStore, shapes: TrainState, say: Callable[[str], None]
+) -> tuple[TrainState, Mapping[str, Json], str] | None:
+    """The newest snapshot that is whole, where it is newer than each checkpoint; and where it was.
 
     All processes decide alike: what one cannot load none takes.
+
+    Args:
+      tiers: folders by what to call them; of one step the first is taken.
     """
     saved = max(steps_present(disk.directory), default=-1)
-    steps = [step for step in whole_steps(folder) if step > saved]
-    for step in broadcast_json(sorted(steps, reverse=True)):
-        found = None
+    found = [
+        (step, -at, where)
+        for at, (where, folder) in enumerate(tiers.items())
+        for step in whole_steps(folder)
+        if step > saved
+    ]
+    for step, _, where in broadcast_json(sorted(found, reverse=True)):
+        loaded = None
         try:
-            found = load(folder, step, shapes)
+            loaded = load(tiers[where], step, shapes)
         except CheckpointError as error:
-            say(f"[bold red]passed over:[/] {escape(str(error))}")
-        if not any_process(found is None):
-            return found
+            say(f"[bold red]passed over {where}:[/] {escape(str(error))}")
+        if not any_process(loaded is None):
+            assert loaded is not None
+            return *loaded, where
     return None
+
+
+def continued(
+    job: RunJob, start: int, metadata: Mapping[str, Json], devices: Sequence[Device] | None
+) -> Experiment:
+    """The run from a step on, built anew: where in the data it stands, and how fast it learns.
+
+    Args:
+      metadata: what was kept beside the state.
+    """
+    train = job.config.train
+    sizes = extended(metadata.get(KEY), start, train.batch_size, train.full_batch_size)
+    job.kept = {KEY: [[*one] for one in sizes]}
+    experiment = build(job.config, job.document, devices=devices, sizes=sizes)
+    for line in experiment.explained if len(sizes) > 1 else ():
+        job.console.print(line, soft_wrap=True)
+    return experiment

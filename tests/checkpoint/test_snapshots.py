@@ -122,3 +122,23 @@ def test_no_room_ends_nothing(tmp_path: Path):
         shutil.rmtree(tmp_path)
         snapshots.take(10, on(1, 1), {})
     assert said[0].startswith("no snapshot of step 10")
+
+
+def test_what_is_taken_anew_is_forgotten_and_other_numbers_of_processes_go_with_time(tmp_path):
+    names = [f"step_{step:08d}.{process}_of_2" for step in (5, 15, 40) for process in (0, 1)]
+    for name in names:
+        (tmp_path / name).write_bytes(b"")
+    with Snapshots(tmp_path, 0, 1, pytest.fail, lasts=True) as snapshots:
+        snapshots.forget(20)
+        assert sorted(path.name for path in tmp_path.iterdir()) == names[:4]
+        for step in (20, 30, 40):
+            snapshots.take(step, on(4, 2), {})
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step_00000030.0_of_1", "step_00000040.0_of_1"
+    ]  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path):
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match=r"snapshots cannot lie in .*choose another"):
+        Snapshots(tmp_path / "file" / "x", 0, 1, print)

@@ -9,13 +9,16 @@ import threading
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jaxdist.elastic import members
-from jaxdist.elastic.agent import Agent, Plan
+from jaxdist.elastic.agent import Agent, Plan, exit_of
 from jaxdist.elastic.flight.recorder import Recorder
+from jaxdist.elastic.part import Alone, Hosts, Part
 from jaxdist.elastic.status import Status
+from jaxdist.elastic.team import Team
 from jaxdist.elastic.watch import Patience
 from jaxdist.errors import ConfigError, RunError
 
@@ -54,11 +57,13 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     said: list[str] = []
 
-    def start(then: str, *, same: bool = False, **plan: object) -> tuple[int, list[str]]:
+    def start(
+        then: str, *, same: bool = False, hosts: Hosts | None = None, **plan: object
+    ) -> tuple[int, list[str]]:
         args = {"run": str(tmp_path), "then": then, "same": same}
         given = {"processes": 3, "patience": Patience(silent_seconds=1.0), **plan}
         record = partial(Recorder, draw=False)
-        return Agent(Plan(args, **given), said.append, record=record).run(), said
+        return Agent(Plan(args, **given), said.append, hosts=hosts, record=record).run(), said
 
     return start
 
@@ -109,7 +114,7 @@ if place.generation == 1:
 
 def test_who_has_ended_while_the_agent_was_away_is_not_stuck(run, monkeypatch: pytest.MonkeyPatch):
     """It may get no core for a while, between its look at who lives and at what they say."""
-    looked, away = Agent._statuses, iter([1.5])
+    looked, away = Team._statuses, iter([1.5])
 
     def late(*args: object) -> list[Status]:
         if len(found := looked(*args)) < 3:
@@ -117,7 +122,7 @@ def test_who_has_ended_while_the_agent_was_away_is_not_stuck(run, monkeypatch: p
         time.sleep(next(away, 0))
         return looked(*args)
 
-    monkeypatch.setattr(Agent, "_statuses", late)
+    monkeypatch.setattr(Team, "_statuses", late)
     assert run("") == (0, [])
 
 
@@ -141,3 +146,57 @@ def test_a_signal_is_passed_on_and_ends_it(run, tmp_path: Path):
     code, said = run("time.sleep(60)")
     timer.join()
     assert (code, said) == (75, [])
+
+
+class Others(Alone):
+    """As if there were other hosts: a run that stops before its end goes on elsewhere."""
+
+    left = False
+
+    def over(self, part: Part) -> bool:
+        return part.generation > 1
+
+    def why(self, part: Part) -> str:
+        return "b leaves"
+
+    def leave(self) -> None:
+        self.left = True
+
+
+NOTICED = """
+if place.generation == 1:
+    if index == 1 and {mine}:
+        place.notice.write_text("SIGUSR1")
+    time.sleep(0.2)
+    sys.exit(75)
+"""
+
+
+def test_a_host_whose_process_was_told_takes_part_no_more(run):
+    hosts = Others(2)
+    assert run(NOTICED.format(mine=True), hosts=hosts, processes=2) == (75, [])
+    assert hosts.left
+
+
+def test_a_host_whose_processes_stop_because_another_leaves_goes_on(run):
+    hosts = Others(2)
+    code, said = run(NOTICED.format(mine=False), hosts=hosts, processes=2)
+    assert (code, said) == (0, ["generation 1 ended, at step 9: b leaves"])
+    assert not hosts.left
+
+
+@pytest.mark.parametrize(
+    ("told", "stopped", "members", "over", "code"),
+    [
+        (True, True, 2, False, 75),
+        (True, False, 2, True, 0),  # its last step came first
+        (True, False, 0, False, 75),  # a host that waits
+        (False, True, 2, False, None),  # another host was told
+        (False, True, 2, True, 75),  # a machine alone: its processes were told
+        (False, False, 2, True, 0),
+        (False, False, 2, False, None),
+    ],
+)
+def test_who_takes_part_again(told, stopped, members, over, code):
+    given = {"stopped": stopped, "members": members * [object()]}
+    assert exit_of(told=told, team=SimpleNamespace(**given), over=over) == code

@@ -110,10 +110,13 @@ def test_a_lost_process_is_told_everywhere_and_all_begin_anew(play: Play):
     (play.folder / f"crash-{number + 1}-0").write_text("2")
     told = dict(zip((host.pid for host in hosts), map(finish, hosts), strict=True))
     assert [code for code, _ in told.values()] == [2, 2], told
-    assert "process 1 of 2 ended (signal SIGKILL)" in told[both[1]["agent"]][1]
     names = {host.pid: name for host, name in zip(hosts, "ab", strict=True)}
+    assert (
+        f"process 1 of 2 on {names[both[1]['agent']]} ended (signal SIGKILL)"
+        in told[both[1]["agent"]][1]
+    )
     loser = names[both[1]["agent"]]
-    assert f"{loser}: ended (signal SIGKILL)" in told[both[0]["agent"]][1]
+    assert f"{loser}: process 1 ended (signal SIGKILL)" in told[both[0]["agent"]][1]
     assert all("error: " in out and "broken" in out for _, out in told.values()), told
     assert max(one["generation"] for one in play.marks()) == number + 1
 
@@ -163,3 +166,25 @@ def test_a_host_that_no_mesh_has_a_place_for_waits_and_takes_anothers(tmp_path: 
         told = [finish(host) for host in hosts]
         assert [code for code, _ in told] == [0, 0], told
         assert "2 processes; waiting beside them: c" in "".join(out for _, out in told)
+
+
+@pytest.mark.full
+def test_the_process_that_others_on_other_hosts_wait_for_is_named(play: Play):
+    """Each agent sees its own process stand still; only one of them is behind."""
+    hosts = [play.start(name, least=2, step_seconds=2.0) for name in "ab"]
+    both = play.wait(count_of(2))
+    number = both[0]["generation"]
+    (play.folder / f"stuck-{number}-1").touch()
+    again = play.wait(lambda marks: marks[0]["generation"] > number)
+    assert again[0]["generation"] == number + 1
+    play.end()
+    told = dict(zip((host.pid for host in hosts), map(finish, hosts), strict=True))
+    assert [code for code, _ in told.values()] == [0, 0], told
+    names = {host.pid: name for host, name in zip(hosts, "ab", strict=True)}
+    on = names[both[1]["agent"]]
+    assert f"process 1 of 2 on {on} is at input_wait after step" in told[both[1]["agent"]][1]
+    other = told[both[0]["agent"]][1]
+    assert f"{on}: process 1 is at input_wait after step" in other
+    lines = map(json.loads, (play.folder / "elastic.jsonl").read_text().splitlines())
+    (stuck,) = (one for one in lines if one["event"] == "stuck")
+    assert (stuck["process"], stuck["host"]) == (1, on)

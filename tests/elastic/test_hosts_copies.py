@@ -11,7 +11,7 @@ import pytest
 from jaxdist.elastic.hosts import buddy as buddy_module
 from jaxdist.elastic.hosts import copies
 from jaxdist.elastic.hosts.buddy import Buddy
-from jaxdist.elastic.hosts.copies import CopyError, CopyServer, fetch, list_parts, parts_in
+from jaxdist.elastic.hosts.copies import CopyError, CopyServer, fetch, list_parts, parts_in, seed
 
 TOKEN = b"0123456789abcdef"
 NAME = "step_00000010.0_of_2"
@@ -133,3 +133,15 @@ def test_a_buddy_that_is_closed_keeps_nothing_more(server, tmp_path, monkeypatch
     monkeypatch.setattr(copies._Asked, "copy", copy)
     found.look()
     assert list((tmp_path / "ours").iterdir()) == []
+
+
+def test_what_the_disk_has_is_handed_out_like_the_others(tmp_path: Path):
+    disk, folder = tmp_path / "disk", tmp_path / "snapshots"
+    seed(disk, folder)  # there is none
+    assert not folder.exists()
+    disk.mkdir()
+    for name in ("step_00000010.0_of_2", "step_00000020.0_of_2", ".step_00000030.0_of_2", "x"):
+        (disk / name).write_text(name)
+    seed(disk, folder)
+    assert parts_in(folder) == ["step_00000010.0_of_2", "step_00000020.0_of_2"]
+    assert (folder / "step_00000020.0_of_2").read_text() == "step_00000020.0_of_2"

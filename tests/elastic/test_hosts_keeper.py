@@ -79,6 +79,10 @@ class World:
 
     def say(self, name: str) -> None:
         self.numbers[name] += 1
+        host = self.hosts[name]
+        if host.pauses:  # it has saved, and stops
+            assert host.generation is not None
+            self.hosts[name] = host.stop(host.generation.number + 1)
         told = encode_renewal(self.hosts[name].renew(self.time(name)), self.numbers[name], {})
         self.place.put(f"host/{name}", told)
 

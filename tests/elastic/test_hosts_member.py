@@ -51,8 +51,10 @@ def test_a_generation_that_was_ended_is_given_back_by_the_agent_alone(pair):
     assert first is not None
     assert first.members == ("a",)
     assert a.ends() is None
-    turns(a, b)  # b came: the registry ends the generation to grow
-    assert a.ends() == "the registry has ended it"
+    assert not a.pauses
+    turns(a, b)  # b came: a is to end the generation when it has saved
+    assert a.ends() is None
+    assert a.pauses
     turns(a, b)
     assert b.take() is None  # the processes of a may still be there
     a.release()
@@ -61,6 +63,7 @@ def test_a_generation_that_was_ended_is_given_back_by_the_agent_alone(pair):
     assert found is not None
     assert found.members == ("a", "b")
     assert a.take() == found
+    assert not a.pauses
 
 
 def test_processes_are_ended_before_the_lease_is(pair):

@@ -72,6 +72,22 @@ def test_the_data_axis_shrinks_and_the_batch_is_cut_finer():
     assert make_plan(hosts(1, 2), rule, 1).settings == ("mesh.data=1", "train.microbatches=8")
 
 
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": -1}])
+def test_a_batch_that_shrinks_with_the_mesh(mesh):
+    """Three devices have no share of a batch of 64 that stays, and one of 48."""
+    rule = Rule(mesh, 64, 2, full=4, rescales=True)
+    assert [one for one in make_plan(hosts(4), rule, 1).settings if "mesh" not in one] == []
+    for count in (3, 2, 1, 6):
+        plan = make_plan(hosts(count), rule, count)
+        found = tuple(one for one in plan.settings if not one.startswith("mesh"))
+        assert found == (f"train.batch_size={16 * count}", "train.rescaled_from=64")
+
+
+def test_a_full_mesh_that_the_batch_does_not_divide_over():
+    with pytest.raises(RunError, match="a batch of 6 does not divide over the full mesh's 4"):
+        make_plan(hosts(3), Rule({"data": 4}, 6, rescales=True), 3)
+
+
 def test_hosts_that_no_mesh_has_a_place_for_wait():
     plan = make_plan(hosts(3), Rule({"data": 4}, 64), 1)  # 64 rows do not divide over 3
     assert plan.idle == ("h2",)
@@ -100,6 +116,7 @@ def test_a_mesh_over_two_networks_is_right_at_its_full_size():
 def test_the_rule_is_read_from_the_config():
     values = {"mesh": {"tensor": 2, "data": 3, "fake_devices": 4}, "train": {"batch_size": 12}}
     assert Rule.of(values, None) == Rule({"tensor": 2, "data": 3}, 12, 1, None)
+    assert Rule.of({**values, "elastic": {"batch": "rescale"}}, None).rescales
     assert Rule.of({}, 2) == Rule({"data": -1}, 1, 1, 2)
 
 

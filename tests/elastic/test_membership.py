@@ -45,6 +45,10 @@ class World:
         self.hosts[name], self.clocks[name] = Host(name), self.clock()
 
     def say(self, name: str) -> None:
+        host = self.hosts[name]
+        if host.pauses and self.random.random() < 0.5:  # it has saved, and stops
+            assert host.generation is not None
+            self.hosts[name] = host.stop(host.generation.number + 1)
         message = self.hosts[name].renew(self.time(name))
         self.under_way.append(("registry", message))
 
@@ -223,6 +227,24 @@ def test_shrink_replace_and_grow():
     (last,) = set(world.at_work().values())
     assert last.members == ("host 2", "host 5", "host 6")
     assert first.number < second.number < third.number < last.number
+
+
+def test_a_generation_that_could_grow_goes_on_until_it_stops_itself():
+    world = World(0, CONFIG.model_copy(update={"max_hosts": 4}))
+    for _ in range(2):
+        world.join()
+    world.calm(10.0)
+    (first,) = set(world.at_work().values())
+    world.random.random = lambda: 1.0  # nobody stops
+    world.join()
+    world.calm(40.0)
+    assert set(world.at_work().values()) == {first}
+    assert all(world.hosts[name].pauses for name in first.members)
+    world.random.random = lambda: 0.0
+    world.calm(3.0)
+    (second,) = set(world.at_work().values())
+    assert second.members == (*first.members, "host 3")
+    assert not any(host.pauses for host in world.hosts.values())
 
 
 def test_who_leaves_is_not_waited_for():

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxdist.elastic.hosts import progress
 from jaxdist.elastic.status import BEAT_SECONDS, Publisher, Status, read_status
 from jaxdist.elastic.watch import Patience, find_stuck
 from jaxdist.metrics.account import Kind
@@ -69,3 +70,57 @@ def test_what_a_process_says_is_read(tmp_path: Path):
             assert time.monotonic() < deadline
             time.sleep(BEAT_SECONDS / 10)
         assert again.since == first.since
+
+
+def named_by(own: list[Status], elsewhere: list[Status] | None) -> int | None:
+    stuck = find_stuck(own, NOW, PATIENCE, lambda: elsewhere)
+    return None if stuck is None else stuck.process
+
+
+def test_each_machine_names_only_its_own_that_all_wait_for():
+    waits = replace(status(0, 8, Kind.STEP, 70.0), waiting=True)
+    behind = status(1, 8, Kind.INPUT_WAIT, 71.0)
+    assert named_by([waits], [behind]) is None
+    assert named_by([behind], [waits]) == 1
+    evaluates = status(1, 8, Kind.EVALUATION, 71.0)  # while the others wait: it is named
+    assert (named_by([waits], [evaluates]), named_by([evaluates], [waits])) == (None, 1)
+
+
+def test_others_that_get_on_or_are_not_known_name_nobody():
+    behind = status(1, 8, Kind.INPUT_WAIT, 71.0)
+    assert named_by([behind], None) is None
+    assert named_by([behind], [status(0, 9, Kind.STEP, 3.0)]) is None
+
+
+def test_others_are_asked_only_where_processes_wait_for_long():
+    def asked() -> list[Status]:
+        raise AssertionError
+
+    assert find_stuck([status(0, 8, Kind.STEP, 50.0)], NOW, PATIENCE, asked) is None
+    silent = status(0, 8, Kind.STEP, 50.0, silent=11.0)
+    assert find_stuck([silent], NOW, PATIENCE, asked) is not None
+
+
+def test_ages_go_from_host_to_host():
+    """The clock of the one that tells shows something else; a message ages while it lies there."""
+    theirs = [replace(status(3, 8, Kind.STEP, 60.0, silent=2.0), waiting=True)]
+    facts = {"progress": progress.encode(5, theirs, NOW)}
+    said = {"own-1": {"number": 1, "facts": {}}, "b-1": {"number": 7, "facts": facts}}
+    elsewhere = progress.Elsewhere("own-1", 5, 1)
+    assert elsewhere.statuses is None
+    assert elsewhere.due(20.0)
+    elsewhere.read(said, 20.0)
+    assert not elsewhere.due(20.5)
+    assert elsewhere.statuses == [Status(3, 0, 8, Kind.STEP, -40.0, 18.0, waiting=True)]
+    elsewhere.read(said, 30.0)  # the same message
+    assert elsewhere.statuses == [Status(3, 0, 8, Kind.STEP, -40.0, 18.0, waiting=True)]
+    elsewhere.read({"b-1": {"number": 8, "facts": facts}}, 30.0)
+    assert elsewhere.statuses == [Status(3, 0, 8, Kind.STEP, -30.0, 28.0, waiting=True)]
+
+
+@pytest.mark.parametrize(("generation", "processes"), [(6, 1), (5, 2)])
+def test_what_is_of_another_generation_or_not_all_tells_nothing(generation, processes):
+    facts = {"progress": progress.encode(5, [status(3, 8, Kind.STEP, 60.0)], NOW)}
+    elsewhere = progress.Elsewhere("own-1", generation, processes)
+    elsewhere.read({"b-1": {"number": 1, "facts": facts}}, 0.0)
+    assert elsewhere.statuses is None

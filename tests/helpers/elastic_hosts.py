@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ place, folder = place_of(os.environ), Path(sys.argv[0]).parent
 if index == 0:
     place.run.write_text(str(folder))
 place.snapshots.mkdir(exist_ok=True)
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a run that has saved
 count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
 told = {
     "generation": place.generation, "index": index, "count": count, "pid": os.getpid(),
@@ -54,6 +56,12 @@ with Publisher(place.status(index), index) as publisher:
         step += 1
         publisher.step(step)
         time.sleep(0.005)
+        if (folder / f"stuck-{place.generation}-{index}").exists():
+            publisher.phase(Kind.INPUT_WAIT)
+            time.sleep(60)
+        if list(folder.glob(f"stuck-{place.generation}-*")):  # as who waits in a collective
+            publisher.wait()
+            time.sleep(60)
         if (folder / f"crash-{place.generation}-{index}").exists():
             sys.stderr.write("error: broken")
             sys.stderr.flush()
@@ -153,6 +161,7 @@ def main() -> None:
     from jaxdist.cli import shared
     from jaxdist.elastic import members
     from jaxdist.elastic.hosts.start import agent_of
+    from jaxdist.elastic.watch import Patience
 
     told = json.loads(sys.argv[1])
     members.STANDBY = "a_process"
@@ -174,6 +183,9 @@ def main() -> None:
             say=lambda line: print(line, flush=True),
             **given,
         )
+        if "step_seconds" in told:
+            patience = Patience(step_seconds=told["step_seconds"])
+            found.plan = replace(found.plan, patience=patience)
         sys.exit(found.run())
     except Exception as error:
         sys.exit(shared.report(error))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -18,7 +19,7 @@ from elastic_hosts import children, kill
 from redis_place import redis_server
 from runs import Jaxdist, checkpoint, finish, metrics, wait_for_step
 
-from jaxdist.checkpoint.layout import step_directory
+from jaxdist.checkpoint.layout import METADATA, step_directory
 from jaxdist.checkpoint.manifest import read_manifest
 
 # Each example has a parameter, whose gradient is -1/64 where a batch has it: with a learning rate
@@ -124,7 +125,10 @@ def test_a_lost_host_is_done_without_until_it_comes_back(jaxdist: Jaxdist, victi
     out = "".join(one.out for one in told)
     assert "with mesh.data=1, train.microbatches=2" in out
     assert "mesh   {data: 1} on 1 x cpu" in out
-    assert len(re.findall("kept in memory", out)) >= 2  # the loss of a host left it whole
+    assert "kept in memory" in out  # the loss of a host left it whole
+    (ended,) = re.findall(r"ended, at step (\d+): a host came", out)
+    resumed = re.findall(r"resume from step (\d+) of", out)
+    assert int(resumed[-1]) >= int(ended)  # to grow costs no step
     assert_each_once_an_epoch(run)
     newest = read_manifest(step_directory(run / "checkpoints", STEPS))
     assert newest.generation == begun(run, 2)
@@ -175,3 +179,84 @@ def test_what_a_config_gets_wrong_is_told(jaxdist: Jaxdist):
     done = jaxdist.here("agent", "config.yaml", "--rendezvous", "meet")
     assert done.code == 2
     assert "lease" in done.message
+
+
+@pytest.mark.full
+def test_one_host_that_is_noticed_leaves_for_good_and_the_others_go_on(jaxdist: Jaxdist):
+    """Each host looks for the file in a folder of its own; all save, at one step."""
+    run = prepared(jaxdist)
+    own = jaxdist.folder / "b"
+    own.mkdir()
+    (own / "counting.py").write_text(COUNTING)
+    meet, notice = str(jaxdist.folder / "meet"), "run.preemption.file=notice"
+    jaxdist.config(CONFIG, run={"directory": str(run)})
+    shutil.copy(jaxdist.folder / "config.yaml", own)
+    there = Jaxdist(own, Path(jaxdist._environ["JAX_COMPILATION_CACHE_DIR"]))
+    try:
+        hosts = [
+            one.start("agent", "config.yaml", "--rendezvous", meet, "--host", f"{name}/127.0.0.1",
+                      "--devices", 1, notice)
+            for one, name in ((jaxdist, "a"), (there, "b"))
+        ]  # fmt: skip
+        number = wait(lambda: begun(run, 2), *hosts)
+        wait_for_step(hosts[0], run, 130)
+        (own / "notice").touch()
+        gone = finish(hosts[1])
+        assert gone.code == 75, gone
+        wait(lambda: begun(run, 1) > number, hosts[0])
+        done = finish(hosts[0])
+    finally:
+        there.kill()
+    assert done.code == 0, done
+    assert "b leaves" in done.out
+    assert_each_once_an_epoch(run)
+    events = [json.loads(one) for one in (run / "elastic.jsonl").read_text().splitlines()]
+    assert max(one["generation"] for one in events) == number + 1
+    saved = re.search(r"resume from step (\d+) of", done.out)
+    assert saved is not None
+    assert int(saved[1]) >= 130  # at the step at which it stopped, and not from memory
+    assert "kept in memory" not in done.out
+
+
+@pytest.mark.full
+def test_a_batch_that_shrinks_and_grows_with_the_hosts(jaxdist: Jaxdist):
+    """The rule scales the learning rate with the batch, so that each use still counts one."""
+    run = prepared(jaxdist)
+    scale = {"batch_size": BATCH, "learning_rate": 64.0, "rule": "linear"}
+    optim = {"type": "sgd", "momentum": 0.0, "scale_from": scale, "schedule": {"type": "constant"}}
+    jaxdist.config({**CONFIG, "optim": optim}, elastic={"batch": "rescale"})
+    hosts = [agent(jaxdist, name, max=2) for name in "ab"]
+    number = wait(lambda: begun(run, 2), *hosts)
+    wait_for_step(hosts[1], run, 130)
+    kill(hosts[0])
+    wait(lambda: begun(run, 1) > number, hosts[1])
+    back = agent(jaxdist, "a", max=2)
+    wait(lambda: begun(run, 2) > number, hosts[1], back)
+    told = [finish(one) for one in (hosts[1], back)]
+    assert [one.code for one in told] == [0, 0], told
+    assert "with mesh.data=1, train.batch_size=32, train.rescaled_from=64" in told[0].out
+    trained = [one for one in metrics(run) if one["split"] == "train"]
+    last = trained[-1]["step"]
+    assert [one["step"] for one in trained] == list(range(1, last + 1))
+    kept = (step_directory(run / "checkpoints", last) / METADATA).read_text()
+    sizes = json.loads(kept)["batch_sizes"]
+    assert [size for _, size in sizes] == [64, 32, 64]
+    used = 0
+    for step, one in enumerate(trained):
+        size = next(of for first, of in reversed(sizes) if first <= step)
+        assert one["learning_rate"] == size
+        assert one["loss"] == -np.mean(np.arange(used, used + size) // EXAMPLES)
+        used += size
+    found = checkpoint(run, last)
+    (counts,) = (x for name, x in found.items() if name.startswith("params"))
+    assert EPOCHS * EXAMPLES <= used < EPOCHS * EXAMPLES + BATCH
+    assert counts.sum() == used
+    assert set(counts) <= {EPOCHS, EPOCHS + 1}
+
+
+def test_a_batch_that_shrinks_needs_a_rule_for_the_learning_rate(jaxdist: Jaxdist):
+    prepared(jaxdist)
+    jaxdist.config(CONFIG, elastic={"batch": "rescale"})
+    done = jaxdist.here("train", "config.yaml", "--devices", 8, "mesh.data=8")
+    assert done.code == 2
+    assert "batch: rescale needs a rule for the learning rate: give optim.scale" in done.message

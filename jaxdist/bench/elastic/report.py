@@ -22,6 +22,7 @@ import numpy as np
 from jaxdist.bench.core.report import Figure, Report
 from jaxdist.bench.elastic import cost, peer, sigterm
 from jaxdist.bench.elastic.run import CONFIG, WAIT_SECONDS, started, until
+from jaxdist.bench.elastic.scoreboard import board
 from jaxdist.errors import RunError
 
 PROCESSES, KILLS, TORCH_KILLS = 4, 5, 3
@@ -50,6 +51,7 @@ def bench(
     kills: int = KILLS,
     torch: str | None = None,
     sigterms: int = 0,
+    scoreboard: str | None = None,
 ) -> Report:
     """What it costs to be able to go on, and SIGKILL of one of four processes, again and again.
 
@@ -57,7 +59,10 @@ def bench(
       kills: how often.
       torch: a Python that has torch: the same under torchrun, with DDP.
       sigterms: so many runs more are told to stop.
+      scoreboard: rows in place of all this, see `jaxdist.bench.elastic.scoreboard.board.asked`.
     """
+    if scoreboard is not None:
+        return board.scoreboard(scoreboard)
     costs = cost.figures()
     ours, agent = recoveries(kills)
     seconds = [one.seconds for one in ours]

@@ -198,6 +198,7 @@ def encode(registry: Registry) -> JsonObject:
         "number": registry.generation.number,
         "members": [*registry.generation.members],
         "granted": registry.granted,
+        "pauses": registry.pauses,
         "holders": [*registry.holders],
     }
 
@@ -208,6 +209,7 @@ def decode(told: Mapping[str, Any]) -> Registry:
         alive=dict.fromkeys(told["alive"], 0.0),
         generation=Generation(told["number"], tuple(told["members"])),
         granted=told["granted"],
+        pauses=told["pauses"],
         holders=dict.fromkeys(told["holders"], 0.0),
     )
 
@@ -220,6 +222,7 @@ def encode_answer(message: Grant | Stop) -> JsonObject:
         "number": message.generation.number,
         "members": [*message.generation.members],
         "sent": message.sent,
+        "pauses": message.pauses,
     }
 
 
@@ -231,7 +234,8 @@ def decode_answer(told: Mapping[str, Any]) -> Grant | Stop:
     """
     if "stop" in told:
         return Stop(told["stop"])
-    return Grant(Generation(told["number"], tuple(told["members"])), told["sent"])
+    given = Generation(told["number"], tuple(told["members"]))
+    return Grant(given, told["sent"], told["pauses"])
 
 
 def encode_renewal(message: Renew, number: int, facts: Mapping[str, Any]) -> JsonObject:

@@ -95,6 +95,14 @@ class Membership:
                 return "its lease ran out"
             return None
 
+    @property
+    def pauses(self) -> bool:
+        """Whether the processes of this host are to save and stop, so that more hosts can come."""
+        with self._lock:
+            return self._working is not None and (
+                self._host.pauses and self._host.generation == self._working
+            )
+
     def release(self) -> None:
         """The processes of this host are gone."""
         with self._lock:
@@ -105,9 +113,13 @@ class Membership:
 
     def tell(self, **facts: Json) -> None:
         """Let others know, at once."""
+        self.note(**facts)
+        self._wake.set()
+
+    def note(self, **facts: Json) -> None:
+        """Let others know with what is said next."""
         with self._lock:
             self.facts = {**self.facts, **facts}
-        self._wake.set()
 
     def say(self, *, leaves: bool = False) -> None:
         """Ask for a lease, now."""

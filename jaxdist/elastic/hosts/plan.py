@@ -9,7 +9,8 @@ same order, and learns at the same rate. Where fewer devices share it, it is com
 microbatches: as few as leave no device with more rows at once than on the full mesh, and divide.
 The full mesh is the one that the config writes; where it writes data: -1, that of the first
 generation. So D devices along data take m microbatches, the least with D m >= D0 m0 and B a
-multiple of D m, where D0, m0 and the batch B are the full mesh's.
+multiple of D m, where D0, m0 and the batch B are the full mesh's. Or, as the config has it, the
+batch is B D / D0, and each device has as many rows as on the full mesh.
 """
 
 from __future__ import annotations
@@ -63,12 +64,14 @@ class Rule:
       batch_size: examples of a step.
       microbatches: pieces of it, on the full mesh.
       full: devices along data of the full mesh where the config writes -1; None: not known yet.
+      rescales: whether the batch shrinks and grows with the mesh.
     """
 
     mesh: Mapping[str, Json]
     batch_size: int
     microbatches: int = 1
     full: int | None = None
+    rescales: bool = False
 
     @classmethod
     def of(cls, values: JsonObject, full: int | None) -> Rule:
@@ -77,7 +80,8 @@ class Rule:
         sizes = {axis: size for axis, size in mesh.items() if axis in AXES and size is not None}
         given = train.get("batch_size"), train.get("microbatches", 1)
         numbers = [number if isinstance(number, int) and number > 0 else 1 for number in given]
-        return cls(sizes or {DATA: -1}, numbers[0], numbers[1], full)
+        rescales = (values.get("elastic") or {}).get("batch") == "rescale"
+        return cls(sizes or {DATA: -1}, numbers[0], numbers[1], full, rescales)
 
     @property
     def others(self) -> int:
@@ -121,14 +125,31 @@ class Rule:
         found = []
         if isinstance(written, int) and written not in (-1, data):
             found.append(f"mesh.data={data}")
+        if self.rescales:
+            return (*found, *self._rescaled(data))
         count = self._microbatches(data)
         if count != self.microbatches:
             found.append(f"train.microbatches={count}")
         return tuple(found)
 
-    def _microbatches(self, data: int) -> int:
+    def _full(self, data: int) -> int:
         written = self.mesh.get(DATA, 1)
-        full = (self.full or data) if written == -1 else _count(written)
+        return (self.full or data) if written == -1 else _count(written)
+
+    def _rescaled(self, data: int) -> tuple[str, ...]:
+        """Each device has as many rows as on the full mesh."""
+        size, left = divmod(self.batch_size * data, self._full(data))
+        if left:
+            raise RunError(
+                f"a batch of {self.batch_size} does not divide over the full mesh's "
+                f"{self._full(data)} devices along data"
+            )
+        if size == self.batch_size:
+            return ()
+        return f"train.batch_size={size}", f"train.rescaled_from={self.batch_size}"
+
+    def _microbatches(self, data: int) -> int:
+        full = self._full(data)
         least = -(-full * self.microbatches // data)
         for count in range(least, self.batch_size // data + 1):
             if self.batch_size % (data * count) == 0:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from secrets import token_hex
 
+from jaxdist.checkpoint.snapshots import local_folder
 from jaxdist.config import Document, read, validate
 from jaxdist.elastic.agent import Agent, Plan
 from jaxdist.elastic.config import ElasticConfig
@@ -18,6 +19,7 @@ from jaxdist.elastic.hosts.contract import Token
 from jaxdist.elastic.hosts.identity import card
 from jaxdist.elastic.hosts.together import Here, Together
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.runtime.notices import PreemptionConfig
 from jaxdist.types import JsonObject
 
 
@@ -78,9 +80,22 @@ def agent_of(
         seconds=seconds,
         resume=resume,
         before=newest_of_all(base),
+        local=local_of(values, base),
     )
     args = {"config": str(config), "extra": extra}
-    return Agent(Plan(args, processes, restarts), say, hosts=together)
+    told = (values.get("run") or {}).get("preemption") or {}
+    notices = validate(Document(told), PreemptionConfig).build(say)
+    return Agent(Plan(args, processes, restarts, notices=notices), say, hosts=together)
+
+
+def local_of(values: JsonObject, run: Path) -> Path | None:
+    """Where this machine's disk has snapshots of the run, if it is to have any.
+
+    >>> local_of({"checkpoint": {"local": {"directory": "/ssd"}}}, Path("/runs/gpt")).parent
+    PosixPath('/ssd')
+    """
+    local = (values.get("checkpoint") or {}).get("local") or {}
+    return local_folder(Path(local["directory"]), run) if "directory" in local else None
 
 
 def split_host(text: str) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,22 +24,26 @@ from typing import Any
 
 from jaxdist.elastic.hosts.buddy import Buddy
 from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError
-from jaxdist.elastic.hosts.copies import CopyError, CopyServer, fetch, parts_in
+from jaxdist.elastic.hosts.copies import CopyServer, parts_in, seed
 from jaxdist.elastic.hosts.identity import check
 from jaxdist.elastic.hosts.keeper import STRANGER_LEASES, Keeper, boot_clock, card_of
 from jaxdist.elastic.hosts.member import Membership
-from jaxdist.elastic.hosts.plan import HostFacts, Plan, Rule, make_plan
+from jaxdist.elastic.hosts.plan import Plan
+from jaxdist.elastic.hosts.prepare import PATH, Preparing
+from jaxdist.elastic.hosts.progress import Elsewhere, encode
+from jaxdist.elastic.hosts.words import Words
 from jaxdist.elastic.membership import Generation, MembershipConfig
 from jaxdist.elastic.part import Part
 from jaxdist.elastic.place import Place
+from jaxdist.elastic.status import Status
 from jaxdist.errors import ConfigError, RunError
-from jaxdist.runtime.rendezvous import Wait, free_port
+from jaxdist.runtime.rendezvous import Wait
 from jaxdist.types import JsonObject
 
 LOOK_SECONDS = 0.1
 END_SECONDS = 120.0
 """For so long a host that has ended well waits to hear that the run has."""
-PATH, FULL = "run/path", "run/full"
+GROWS = "a host came"
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ class Together:
       values: of the config.
       seconds: how long to wait for enough hosts.
       before: number of the newest generation of the run in former rendezvous.
+      local: with snapshots of a run that goes on, on this machine's disk; None: there are none.
       clock: seconds; of this host alone.
     """
 
@@ -85,17 +90,24 @@ class Together:
         seconds: float,
         resume: bool,
         before: int = 0,
+        local: Path | None = None,
         clock: Callable[[], float] = boot_clock,
     ) -> None:
+        self._local = local if resume else None
         self.rendezvous, self.config, self.here, self.card = rendezvous, config, here, card
-        self.values, self.say, self.seconds, self.resume = values, say, seconds, resume
+        self.say, self.seconds = say, seconds
         keeper = Keeper(rendezvous, config, here.host, card, before=before, clock=clock)
         self.members = Membership(rendezvous, config, here.host, keeper, clock)
+        self._in_part = bool((values.get("checkpoint") or {}).get("parts"))
+        self._words = Words(self.members, here.name, seconds)
+        given = (here.address, here.token, values, say, resume)
+        self._preparing = Preparing(self.members, *given)
         self._server: CopyServer | None = None
         self._buddy: Buddy | None = None
         self._path_known, self._looked, self._newest = False, 0.0, 0
         self._place: Place | None = None
         self._joined = False
+        self._elsewhere: Elsewhere | None = None
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
         """The next generation that this host is in."""
@@ -115,9 +127,9 @@ class Together:
                         return part
                 self.members.release()
             if wait.over:
-                raise RunError(self._too_few())
+                raise RunError(self._words.too_few())
             if wait.elapsed >= 1:
-                self._tell_wait(wait)
+                self._words.tell_wait(wait)
             time.sleep(LOOK_SECONDS)
         return None
 
@@ -131,8 +143,14 @@ class Together:
         if over is not None:
             # What has ended well elsewhere ends by itself here, in a moment.
             return None if over["code"] == 0 and part.count else over["words"] or "the run is over"
+        if self._in_part and self.members.pauses:
+            return GROWS
         ends = self.members.ends()
-        return None if ends is None else self._why(part, ends)
+        return None if ends is None else self._words.why(part, ends)
+
+    def pauses(self, part: Part) -> bool:
+        """Where a checkpoint holds all that a run needs to go on."""
+        return not self._in_part and self.members.pauses
 
     def release(self, part: Part, why: str = "") -> None:
         """All processes here are gone: the registry may begin the next generation."""
@@ -160,6 +178,29 @@ class Together:
                 return False
             time.sleep(LOOK_SECONDS)
         return False
+
+    def tell(self, part: Part, statuses: Sequence[Status], now: float) -> None:
+        """With what this host says next."""
+        self.members.note(progress=encode(part.generation, statuses, now))
+
+    def elsewhere(self, part: Part) -> Sequence[Status] | None:
+        """As the others have told; what they say is read once a second."""
+        now = time.monotonic()
+        if self._elsewhere is None or self._elsewhere.generation != part.generation:
+            count = part.total - part.count
+            self._elsewhere = Elsewhere(self.here.host, part.generation, count)
+        if self._elsewhere.due(now):
+            with suppress(RendezvousError):  # it is `trouble`, and ends the lease
+                self._elsewhere.read(self.members.others(), now)
+        return self._elsewhere.statuses
+
+    def why(self, part: Part) -> str:
+        """Who has left, as far as it has told."""
+        return self._words.why(part, GROWS if self.members.pauses else "a host was told to stop")
+
+    def named(self) -> dict[str, str]:
+        """This host."""
+        return {"host": self.here.name}
 
     def leave(self) -> None:
         """Tell the others why the processes stop."""
@@ -204,7 +245,10 @@ class Together:
         facts = asdict(self.here)
         del facts["host"], facts["token"]
         copies = f"{self.here.address}:{self._server.port}"
-        self.members.facts = {**facts, "copies": copies, "parts": [], "why": None}
+        if self._local is not None:
+            seed(self._local, place.snapshots)
+        parts = parts_in(place.snapshots)
+        self.members.facts = {**facts, "copies": copies, "parts": parts, "why": None}
         self.members.begin()
         self._joined = True
 
@@ -213,7 +257,9 @@ class Together:
         self._newest = generation.number
         key = f"plan/{generation.number}"
         if generation.coordinator == self.here.host:
-            self._tell_plan(key, generation)
+            problem = self._preparing.tell_plan(key, generation)
+            if problem is not None:
+                self.fail(ConfigError.exit_code, str(problem))
         told = None
         while told is None:
             if self.members.ends() is not None or self.members.over is not None:
@@ -224,7 +270,7 @@ class Together:
         plan = Plan(**told["plan"])
         first, count = plan.places[self.here.host]
         self._place, self._path_known = place, False
-        self._collect(place, generation, plan)
+        self._buddy = self._preparing.collect(place.snapshots, generation, plan)
         if first == 0:
             settings = f" with {', '.join(plan.settings)}" if plan.settings else ""
             waits = f"; waiting beside them: {', '.join(plan.idle)}" if plan.idle else ""
@@ -236,64 +282,6 @@ class Together:
         coordinator = told["coordinator"] if plan.total > 1 else None
         given = (generation.number, first, count, plan.total, coordinator, told["resume"])
         return Part(*given, plan.settings, fence)
-
-    def _tell_plan(self, key: str, generation: Generation) -> None:
-        said = self.members.others()
-        if not said.keys() >= set(generation.members):
-            return  # one is gone already: the registry will see it
-        hosts = [HostFacts.of(host, said[host]["facts"]) for host in generation.members]
-        full = self.rendezvous.get(FULL)
-        known = full["data"] if self._of_this_run(full) else None
-        rule = Rule.of(self.values, known)
-        try:
-            plan = make_plan(hosts, rule, self.config.min_hosts)
-        except RunError as error:
-            self.fail(ConfigError.exit_code, str(error))
-            return
-        number = generation.number
-        if known is None:
-            told = {"generation": number, "data": rule.data_size(plan.devices)}
-            self.rendezvous.put(FULL, told)
-        resume = self.resume or self._of_this_run(self.rendezvous.get(PATH))
-        address = self.here.address
-        port = free_port("127.0.0.1" if address in ("127.0.0.1", "localhost") else "")
-        for name in self.rendezvous.names("plan"):
-            if int(name) < number - 1:
-                self.rendezvous.drop(f"plan/{name}")
-        coordinator = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-        self.rendezvous.put(
-            key, {"plan": asdict(plan), "coordinator": coordinator, "resume": resume}
-        )
-
-    def _of_this_run(self, told: Mapping[str, Any] | None) -> bool:
-        """Whether something was told since the last run of this rendezvous ended."""
-        return told is not None and told["generation"] > self.members.ended_before
-
-    def _collect(self, place: Place, generation: Generation, plan: Plan) -> None:
-        """Fetch what this host lacks of the snapshot, and take away all others.
-
-        Other snapshots are of steps that are taken again, or lack what a lost host had.
-        """
-        folder, said = place.snapshots, self.members.others()
-        here = set(parts_in(folder))
-        for name in here - plan.snapshot.keys():
-            (folder / name).unlink(missing_ok=True)
-        for name, host in plan.snapshot.items():
-            if name in here or host not in said:
-                continue
-            try:
-                fetch(said[host]["facts"]["copies"], name, folder, self.here.token)
-            except CopyError as error:
-                self.say(f"no snapshot in memory: {error}")
-                break
-        self.members.tell(parts=parts_in(folder), why=None)
-        at = generation.members.index(self.here.host)
-        before = generation.members[at - 1]
-        if before != self.here.host and before in said:
-            address = said[before]["facts"]["copies"]
-            first, count = plan.places[before]
-            mine = frozenset(range(first, first + count))
-            self._buddy = Buddy(address, folder, self.here.token, mine, plan.total)
 
     def _pass_path(self, part: Part) -> None:
         """The run directory, from the process that knows it to all agents."""
@@ -311,55 +299,8 @@ class Together:
                     self._place.run.write_text(told["path"], encoding="utf-8")
                     self._path_known = True
 
-    def _why(self, part: Part, ends: str) -> str:
-        """What ended a generation, in the words of the host that lost something."""
-        trouble = self.members.trouble
-        if trouble is not None:
-            return str(trouble)
-        with suppress(RendezvousError):
-            for one in self.members.others().values():
-                why = one["facts"].get("why")
-                if why and why["generation"] == part.generation:
-                    return why["words"]
-                if one["facts"].get("leaving"):
-                    return f"{one['facts']['name']} leaves"
-        return "a host was lost, or came" if "registry" in ends else ends
-
     def _told_over(self, over: Mapping[str, Any]) -> None:
         if over["code"] == ConfigError.exit_code:
             raise ConfigError(over["words"])
         if over["code"]:
             raise RunError(over["words"])
-
-    def _tell_wait(self, wait: Wait) -> None:
-        names, least = self._names(), self.config.min_hosts
-        if len(names) < least:
-            what = f"hosts: {len(names)} of {least} are here ({', '.join(names)})"
-        else:
-            what = f"the next generation (not known to be lost: {', '.join(names)})"
-        wait.tell(f"waiting at {self.rendezvous.address} for {what}")
-
-    def _too_few(self) -> str:
-        trouble = self.members.trouble
-        if trouble is not None:
-            return f"{trouble} (tried for {self.seconds:g} s)"
-        names = self._names()
-        least = self.config.min_hosts
-        lacking = f"{max(least - len(names), 0)} of {least} hosts are missing"
-        return (
-            f"no generation began at {self.rendezvous.address} within {self.seconds:g} s: "
-            f"{lacking}, here {'is' if len(names) == 1 else 'are'} {', '.join(names)}; begin the "
-            "agents of the others, lower --min, or wait longer with --join-timeout SECONDS"
-        )
-
-    def _names(self) -> list[str]:
-        """Of the hosts that the registry's keeper takes for alive, as far as it has told."""
-        with suppress(RendezvousError):
-            found = card_of(self.rendezvous)
-            terms = self.rendezvous.names("term")
-            told = self.rendezvous.get(f"term/{max(map(int, terms))}") if found and terms else None
-            said = self.members.others()
-            if told is not None:
-                alive = told["registry"]["alive"]
-                return sorted(said[host]["facts"]["name"] for host in alive if host in said)
-        return [self.here.name]

@@ -13,10 +13,11 @@ import numpy as np
 from jaxdist.data.loader import Loader
 from jaxdist.errors import DataError
 from jaxdist.models.loss import Batch
+from jaxdist.parallel.jitted import Compiled
 from jaxdist.param_server.simulator.problem import Arrays, Computed
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
-from jaxdist.train.step import Compiled, Found, Program
+from jaxdist.train.step import Found, Program
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
 

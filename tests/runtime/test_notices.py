@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from runs import Jaxdist, metrics, steps
 
-from jaxdist.train import notices
-from jaxdist.train.notices import MetadataNotice, PreemptionConfig, heard
+from jaxdist.runtime import notices
+from jaxdist.runtime.notices import MetadataNotice, PreemptionConfig, heard
 from jaxdist.train.termination import Termination
 
 

@@ -1,0 +1,1 @@
+"""The scoreboard: faults on purpose, so many of each, and what the goals come to."""

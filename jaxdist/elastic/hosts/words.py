@@ -1,0 +1,78 @@
+"""What a host tells a person of the others: who is awaited, who was lost, and why."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+
+from jaxdist.elastic.hosts.contract import RendezvousError
+from jaxdist.elastic.hosts.keeper import card_of
+from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.part import Part
+from jaxdist.runtime.rendezvous import Wait
+
+
+@dataclass(frozen=True)
+class Words:
+    """Of one host, by its own name for people.
+
+    Attributes:
+      seconds: how long it waits for enough hosts.
+    """
+
+    members: Membership
+    name: str
+    seconds: float
+
+    def why(self, part: Part, ends: str) -> str:
+        """What ended a generation, in the words of the host that lost something."""
+        trouble = self.members.trouble
+        if trouble is not None:
+            return str(trouble)
+        with suppress(RendezvousError):
+            for one in self.members.others().values():
+                why = one["facts"].get("why")
+                if why and why["generation"] == part.generation:
+                    return why["words"]
+                if one["facts"].get("leaving"):
+                    return f"{one['facts']['name']} leaves"
+        return "a host was lost, or came" if "registry" in ends else ends
+
+    def tell_wait(self, wait: Wait) -> None:
+        """Say now and then who is awaited."""
+        names, least = self._names(), self.members.config.min_hosts
+        if len(names) < least:
+            what = f"hosts: {len(names)} of {least} are here ({', '.join(names)})"
+        else:
+            what = f"the next generation (not known to be lost: {', '.join(names)})"
+        wait.tell(f"waiting at {self.members.rendezvous.address} for {what}")
+
+    def too_few(self) -> str:
+        """Why no generation began, and what to do."""
+        trouble = self.members.trouble
+        if trouble is not None:
+            return f"{trouble} (tried for {self.seconds:g} s)"
+        names = self._names()
+        least = self.members.config.min_hosts
+        lacking = f"{max(least - len(names), 0)} of {least} hosts are missing"
+        return (
+            f"no generation began at {self.members.rendezvous.address} within {self.seconds:g} s: "
+            f"{lacking}, here {'is' if len(names) == 1 else 'are'} {', '.join(names)}; begin the "
+            "agents of the others, lower --min, or wait longer with --join-timeout SECONDS"
+        )
+
+    def _names(self) -> list[str]:
+        """Of the hosts that the registry's keeper takes for alive, as far as it has told."""
+        with suppress(RendezvousError):
+            found = card_of(self.members.rendezvous)
+            terms = self.members.rendezvous.names("term")
+            told = (
+                self.members.rendezvous.get(f"term/{max(map(int, terms))}")
+                if found and terms
+                else None
+            )
+            said = self.members.others()
+            if told is not None:
+                alive = told["registry"]["alive"]
+                return sorted(said[host]["facts"]["name"] for host in alive if host in said)
+        return [self.name]

@@ -1,0 +1,213 @@
+"""The processes of one generation on this machine, watched until it is over."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jaxdist.elastic.flight.recorder import Recorder
+from jaxdist.elastic.journal import Journal
+from jaxdist.elastic.members import Member, how_ended
+from jaxdist.elastic.part import Hosts, Part
+from jaxdist.elastic.place import Place
+from jaxdist.elastic.status import Status, read_status
+from jaxdist.elastic.watch import Patience, Stuck, find_stuck, first_lost
+from jaxdist.errors import STOPPED
+from jaxdist.metrics.account import Kind
+
+POLL_SECONDS, LOOK_SECONDS = 0.05, 0.1
+"""Between two looks at who lives, and once a generation takes steps, at what they say."""
+END_SECONDS = 120.0
+"""For so long others may go on when one process has ended well, or all were told to stop."""
+STACK_SECONDS, STACK_LINES = 0.5, 200
+
+
+@dataclass(frozen=True)
+class Lost:
+    """Why a generation cannot go on.
+
+    Attributes:
+      process: its number among those of this machine; None where none of them was lost, and the
+        generation ended elsewhere.
+      code: of the exit; None where the process lives and is stuck.
+    """
+
+    process: int | None
+    how: str
+    words: str = ""
+    code: int | None = None
+
+
+@dataclass
+class Marks:
+    """When a generation did what for the first time, in seconds of `time.monotonic`."""
+
+    begun: float
+    up: float | None = None
+    restored: float | None = None
+    stepped: float | None = None
+
+    def look(self, statuses: Sequence[Status], count: int, first_step: int) -> None:
+        """Note what is new."""
+        now = time.monotonic()
+        if not count or len(statuses) < count:
+            return
+        self.up = self.up or now
+        if self.restored is None and all(one.phase not in _BEFORE for one in statuses):
+            self.restored = now
+        if self.stepped is None and min(one.step for one in statuses) >= first_step:
+            self.stepped = now
+
+    def seconds(self, lost_at: float | None) -> dict[str, float]:
+        """The parts of a beginning, when all of it is known.
+
+        Args:
+          lost_at: when the generation before was lost; None: there was none.
+        """
+        assert self.up is not None
+        assert self.restored is not None
+        assert self.stepped is not None
+        return {
+            "stop_seconds": 0.0 if lost_at is None else self.begun - lost_at,
+            "restart_seconds": self.up - self.begun,
+            "restore_seconds": self.restored - self.up,
+            "first_step_seconds": self.stepped - self.restored,
+        }
+
+
+_BEFORE = frozenset({Kind.START, Kind.RECOVERY})
+
+
+@dataclass
+class Team:
+    """Processes that were told to begin; `watch` once, then `kill`.
+
+    Attributes:
+      newest: the last step that any process of the run has seen.
+      told: what ends this machine's part, if something does.
+      stepping: called when the generation takes steps that none before had come to.
+      stopped: whether a process has saved and stopped before the run's end, as it was told.
+    """
+
+    place: Place
+    part: Part
+    members: Sequence[Member]
+    patience: Patience
+    hosts: Hosts
+    journal: Journal
+    recorder: Recorder
+    newest: int
+    told: Callable[[], str | None]
+    stepping: Callable[[], None]
+    stopped: bool = False
+    _passed: bool = field(default=False, init=False)
+    _left: bool = field(default=False, init=False)
+
+    def kill(self) -> None:
+        """End all processes; returns when they are gone."""
+        for member in self.members:
+            member.kill()
+
+    def watch(self, lost_at: float | None) -> Lost | None:
+        """Until it has ended well (None), or cannot go on.
+
+        Args:
+          lost_at: when the generation before was lost, in seconds of `time.monotonic`.
+        """
+        marks, first = Marks(time.monotonic()), max(self.newest + 1, 1)
+        over, told, look_at = None, False, 0.0
+        while True:
+            time.sleep(POLL_SECONDS)
+            self._pass_on(grows=told)
+            ended = self.hosts.ends(self.part)
+            if ended is not None:
+                return Lost(None, ended)
+            now = time.monotonic()  # before the look at who lives: who has ended is silent too
+            codes = [self._ended(member) for member in self.members]
+            lost = first_lost(codes)
+            if lost is not None:
+                self._statuses([None] * len(codes))  # of the dead too: their last words
+                return self._lost(lost, codes[lost])
+            if all(code == 0 for code in codes) and (codes or self._passed):
+                return None
+            if 0 in codes or self._passed:
+                over = over or time.monotonic() + END_SECONDS
+            if over is not None and time.monotonic() > over:
+                late = next(at for at, code in enumerate(codes) if code is None)
+                return Lost(late, f"did not end within {END_SECONDS:g} s of the others")
+            if told and now < look_at:
+                continue
+            look_at = now + LOOK_SECONDS
+            statuses = self._statuses(codes)
+            marks.look(statuses, len(codes), first)
+            if marks.stepped is not None and not told:
+                told = True
+                pids = [one.pid for one in statuses]
+                self.journal.add(self.place, "begun", pids=pids, **marks.seconds(lost_at))
+                self.recorder.begun()
+                self.stepping()
+            self.recorder.look(self.place, statuses)
+            self.hosts.tell(self.part, statuses, now)
+            stuck = find_stuck(
+                statuses, now, self.patience, lambda: self.hosts.elsewhere(self.part)
+            )
+            if stuck is not None:
+                return self._stuck(stuck, statuses)
+
+    def _lost(self, at: int, code: int | None) -> Lost:
+        assert code is not None
+        return Lost(at, f"ended ({how_ended(code)})", self.members[at].last_words(), code)
+
+    def _ended(self, member: Member) -> int | None:
+        """Its exit code; one that was told to stop, and has saved, has ended well."""
+        code = member.poll()
+        self.stopped = self.stopped or code == STOPPED
+        return 0 if code == STOPPED else code
+
+    def _pass_on(self, *, grows: bool) -> None:
+        """What has told this machine, or all, to stop: once.
+
+        Args:
+          grows: whether to stop so that others can come; not before there are new steps to save.
+        """
+        if not self._left and self.told() is not None:
+            self._left = True
+            self.hosts.leave()
+        pauses = grows and bool(self.members) and self.hosts.pauses(self.part)
+        if not self._passed and (self._left or pauses):
+            self._passed = True
+            for member in self.members:
+                member.signal(signal.SIGTERM)
+
+    def _statuses(self, codes: Sequence[int | None]) -> list[Status]:
+        found = (
+            read_status(self.place.status(self.part.first + index))
+            for index, code in enumerate(codes)
+            if code is None
+        )
+        statuses = [one for one in found if one is not None]
+        self.newest = max([self.newest, *(one.step for one in statuses)])
+        return statuses
+
+    def _stuck(self, stuck: Stuck, statuses: Sequence[Status]) -> Lost:
+        """Ask all for their stacks, and write down what each was at."""
+        for member in self.members:
+            member.signal(signal.SIGUSR2)
+        time.sleep(STACK_SECONDS)
+        stacks = {str(member.index): member.last_words(STACK_LINES) for member in self.members}
+        now = time.monotonic()
+        at = [
+            {
+                "process": one.process,
+                "step": one.step,
+                "phase": str(one.phase),
+                "for_seconds": now - one.since,
+                "silent_seconds": now - one.alive,
+            }
+            for one in statuses
+        ]
+        told = {"process": stuck.process, **self.hosts.named(), "processes": at, "stacks": stacks}
+        self.journal.add(self.place, "stuck", **told)
+        return Lost(stuck.process - self.part.first, stuck.why)

@@ -1,0 +1,46 @@
+"""How the functions of a plan are compiled: with which options, and on which channels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist.collectives.channels import SeparateChannels
+from jaxdist.parallel.compiler import PASSES, Options, merged
+from jaxdist.parallel.contract import Compute, Exchange
+
+KEEP_BARRIERS: Options = {PASSES: "cse_barrier_expander"}
+"""Of jax.lax.optimization_barrier, on CPU."""
+Compiled = jax.stages.Wrapped | SeparateChannels
+
+
+@dataclass(frozen=True)
+class Jitted:
+    """Compiles functions of one compute and exchange.
+
+    Attributes:
+      options: for the compiler, of all of them.
+      platform: of the devices.
+    """
+
+    compute: Compute
+    exchange: Exchange
+    options: Options
+    platform: str
+
+    def __call__(self, function: Any, more: Options | None = None, **settings: Any) -> Compiled:
+        """Compiled with the program's options and with `more`."""
+        told = self.exchange.options(self.platform)
+        options = merged(merged(self.options, told) or {}, more or {})
+        jitted = jax.jit(function, compiler_options=options, **settings)
+        named = self.exchange.explicit or self.compute.explicit
+        return SeparateChannels(jitted) if named and self.platform == "cpu" else jitted
+
+    def updating(self, function: Any, shardings: Any) -> Compiled:
+        """A program that takes a state and gives the next one in its memory."""
+        # XLA:CPU drops barriers before it fuses; they make replicas of new parameters equal.
+        keep = self.exchange.keeps_barriers and self.platform == "cpu"
+        more = KEEP_BARRIERS if keep else {}
+        return self(function, more, donate_argnums=0, out_shardings=shardings)
