@@ -91,13 +91,8 @@ class RunJob:
         """See `jaxdist.train.strategy.contract.Job.prepared`."""
         self.account = account = self._new_account()
         self.experiment = experiment = build(self.config, self.document, devices=devices)
-        with account.within(Kind.COMPILE):
-            check_step_fits(experiment.program)
-        if self.profiled is not None and not self.resume:
-            self.profiled.after(0, experiment.total_steps)  # before the directory is begun
+        self._check(experiment)
         tally = tally_of(experiment, self.document, account)
-        if self.config.checkpoint.begin_with is not None and not self.resume:
-            check_begin(experiment.program, self.config.checkpoint.begin_with)
         self._begin_directory()
         describe(experiment, self.directory, tally, self.console)
         self.unmetered = tally if isinstance(tally, str) else None
@@ -125,11 +120,8 @@ class RunJob:
                     self._timed(experiment, writer, start, tally, stack),
                 ]
             if traced is not None:
-                folder = self.directory.profile if jax.process_index() == 0 else None
                 # The last hook, so that a trace begins after what else a boundary holds.
-                profile = Profile(*traced, folder, progress.note)
-                stack.callback(profile.close)
-                hooks.hooks = [*hooks.hooks, profile]
+                hooks.hooks = [*hooks.hooks, self._profile(traced, progress, stack)]
 
             def enter(stage: TrainStage) -> None:
                 progress.units_per_step = stage.batch_size * experiment.units_per_example
@@ -159,6 +151,23 @@ class RunJob:
         # Whoever enters again goes on, and traces no more.
         self.resume, self.profiled = True, None
         self.heldout = measured.heldout if measured is not None else {}
+
+    def _check(self, experiment: Experiment) -> None:
+        """What would end the run later ends it before its directory is begun."""
+        with self.account.within(Kind.COMPILE):
+            check_step_fits(experiment.program)
+        if self.resume:
+            return
+        if self.profiled is not None:
+            self.profiled.after(0, experiment.total_steps)
+        if self.config.checkpoint.begin_with is not None:
+            check_begin(experiment.program, self.config.checkpoint.begin_with)
+
+    def _profile(self, traced: tuple[int, int], progress: Progress, stack: ExitStack) -> Profile:
+        folder = self.directory.profile if jax.process_index() == 0 else None
+        profile = Profile(*traced, folder, progress.note)
+        stack.callback(profile.close)
+        return profile
 
     def finish(self, step: int) -> None:
         """Tell how the run ended, after `step`, draw its curve, and tell where its time went."""
