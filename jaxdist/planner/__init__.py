@@ -1,0 +1,1 @@
+"""Which plan a model should be trained by on a pod: searched by formulas, confirmed by compiling."""

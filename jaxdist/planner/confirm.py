@@ -1,0 +1,88 @@
+"""A plan compiled ahead of time for its topology: what its own program says of memory and time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from jaxdist.errors import RunError
+from jaxdist.inspect.program import inspect_step, open_subject
+from jaxdist.planner.plan import Plan
+from jaxdist.planner.target import Target
+from jaxdist.planner.time import across
+from jaxdist.planner.write import overrides_of
+from jaxdist.runtime.topology import topology_devices
+
+OF_ONE_SLICE = (
+    "Several slices: one slice's program is compiled, with its part of the batch; what crosses "
+    "the slow network is added by formula."
+)
+
+
+@dataclass(frozen=True)
+class Confirmed:
+    """What a compiled program says; of one device.
+
+    Attributes:
+      seconds: of a step, predicted from the compiler's estimates; of several slices with the slow
+        network's, by formula.
+      peak_bytes: of memory.
+      mfu: with attention counted whole, of one slice.
+      sent_bytes: by mesh axes.
+      refusal: why the compiler does not take it; empty where it does.
+      note: what is not of the program.
+      compile_seconds: that it took.
+    """
+
+    seconds: float = 0.0
+    peak_bytes: int = 0
+    mfu: float = 0.0
+    sent_bytes: dict[str, float] = dataclasses.field(default_factory=dict)
+    refusal: str = ""
+    note: str = ""
+    compile_seconds: float = 0.0
+
+
+def of_one_slice(plan: Plan) -> Plan:
+    """The program that each of several slices runs, without what joins them."""
+    return dataclasses.replace(plan, slices=1, scope="all")
+
+
+def confirm(
+    path: Path, overrides: Sequence[str], plan: Plan, target: Target, slow_seconds: float = 0.0
+) -> Confirmed:
+    """Compile one plan; minutes of a core.
+
+    Args:
+      slow_seconds: of what crosses the slow network, by formula.
+    """
+    settings = [*overrides, *overrides_of(of_one_slice(plan))]
+    if target.slices > 1:
+        settings.append(f"train.batch_size={batch_of(path, overrides) // target.slices}")
+    try:
+        subject = open_subject(path, settings, topology_devices(target.text))
+        found = inspect_step(subject)
+    except RunError as error:
+        return Confirmed(refusal=str(error))
+    assert found.step_time is not None, "TPU programs are timed"
+    sent: dict[str, float] = {}
+    for one in found.ledger.collectives:
+        axes = "other groups" if one.axes is None else " x ".join(one.axes)
+        sent[axes] = sent.get(axes, 0.0) + one.sent_bytes
+    return Confirmed(
+        seconds=found.step_time.seconds + slow_seconds,
+        peak_bytes=found.ledger.memory.peak_bytes,
+        mfu=found.mfu(masked=True) or 0.0,
+        sent_bytes=sent,
+        note=OF_ONE_SLICE if target.slices > 1 else "",
+        compile_seconds=found.compile_seconds,
+    )
+
+
+def batch_of(path: Path, overrides: Sequence[str]) -> int:
+    """`train.batch_size` of a config."""
+    from jaxdist.experiment import load
+
+    return load(path, overrides)[1].train.batch_size
