@@ -34,10 +34,10 @@ class Work:
       accumulated: gradients of a microbatch beside their sum.
     """
 
-    block: float = 2.0
+    block: float = 2.3
     logits: float = 8.0
-    gathered: float = 2.0
-    layer_gradients: float = 1.0
+    gathered: float = 0.5
+    layer_gradients: float = 0.0
     accumulated: float = 1.0
 
 
@@ -175,13 +175,15 @@ def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None, work: Work = 
     optimizer = mine.shard if plan.zero >= 1 else mine.whole
     summed = mine.shard if plan.zero >= 2 else mine.whole
     gradients = float(summed * model.param_bytes)
-    if plan.microbatches > 1 and ticks is None:
+    if plan.microbatches > 1:
         gradients *= 1 + work.accumulated
     layers = model.layers // (plan.stage * plan.chunks)
     kept = layers * kept_bytes(model, plan, rows)
     message = rows * model.window * model.embed * model.width / plan.tensor
     if ticks is not None:
+        kept *= max(1, ticks.slots.residuals) if plan.stash else 1
         kept += (ticks.slots.inputs + ticks.slots.gradients + 2) * message
+        gradients += mine.whole * model.width * (model.param_bytes > model.width)
     logits = rows * model.window * model.vocab / plan.tensor / model.loss_chunks * work.logits
     gathered = 0.0
     if plan.zero == 3:

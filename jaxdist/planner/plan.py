@@ -37,6 +37,8 @@ class Plan:
       microbatches: of a step.
       schedule: of the pipeline; None without stages.
       chunks: of the model on each stage.
+      stash: whether a stage keeps what its forward tasks leave, and does not run them again.
+      ahead: whether forward tasks run further ahead.
       bfloat16_reduction: whether gradients are reduced in bfloat16, by an explicit reduction.
     """
 
@@ -50,6 +52,8 @@ class Plan:
     microbatches: int = 1
     schedule: Schedule | None = None
     chunks: int = 1
+    stash: bool = False
+    ahead: bool = False
     bfloat16_reduction: bool = False
 
     @property
@@ -86,16 +90,25 @@ class Plan:
         remat: Json = self.remat
         if self.remat == ALL_NAMED:
             remat = dict.fromkeys(_ALL, "save")
-        parallel: dict[str, Json] = {"zero": {"stage": self.zero}}
+        zero: dict[str, Json] = {"stage": self.zero}
+        parallel: dict[str, Json] = {"zero": zero}
         if self.zero and self.scope == "ici":
-            parallel["zero"] = {"stage": self.zero, "scope": "ici"}
+            zero["scope"] = "ici"
         if self.bfloat16_reduction:
             parallel |= {"reduce": {"type": "xla"}, "reduce_dtype": "bfloat16"}
+            if self.zero == 3:
+                # As XLA gathers them where it places the reductions itself.
+                zero["gather_dtype"] = "bfloat16"
         if self.schedule is not None:
             schedule: dict[str, Json] = {"type": self.schedule}
             if self.schedule == "interleaved":
                 schedule["chunks"] = self.chunks
-            parallel["pipeline"] = {"schedule": schedule}
+            pipeline: dict[str, Json] = {"schedule": schedule}
+            if self.stash:
+                pipeline["activations"] = "stash"
+            if self.ahead:
+                pipeline["ahead"] = True
+            parallel["pipeline"] = pipeline
         sharding: dict[str, Json] = {}
         if self.tensor > 1:
             sharding = {"rules": {"residual_seq": "tensor"}, "collective_matmul": True}
@@ -121,7 +134,8 @@ class Plan:
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} microbatches")
         if self.schedule is not None:
-            parts.append(self.schedule + (f" {self.chunks}" if self.chunks > 1 else ""))
+            words = [self.schedule] + [str(self.chunks)] * (self.chunks > 1)
+            parts.append(" ".join(words + ["ahead"] * self.ahead + ["stash"] * self.stash))
         if self.bfloat16_reduction:
             parts.append("bf16 sums")
         return ", ".join(parts)

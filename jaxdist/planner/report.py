@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from jaxdist.config import Document
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
 from jaxdist.inspect.rows import show_bytes
@@ -20,7 +19,7 @@ from jaxdist.metrics.report import write_json
 from jaxdist.planner.confirm import Confirmed, confirm
 from jaxdist.planner.explain import draw, energy_lines, print_explained
 from jaxdist.planner.model import Decoder, decoder_of
-from jaxdist.planner.search import Found, Judged, judged_of, no_plan, search
+from jaxdist.planner.search import Found, Judged, best, judged_of, no_plan, search
 from jaxdist.planner.target import Target, parse_target
 from jaxdist.planner.write import write_config
 from jaxdist.types import JsonObject
@@ -93,7 +92,7 @@ def plan(path: Path, overrides: Sequence[str], asked: Asked, *, console: Console
     if not found.valid:
         raise no_plan(model, target, found)
     result = _confirmed(path, overrides, asked, Result(
-        model, target, found, found.valid[: asked.top], (), spent
+        model, target, found, best(found, asked.top), (), spent
     ), console)  # fmt: skip
     print_result(result, config, console)
     if asked.explain is not None:

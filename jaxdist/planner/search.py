@@ -13,7 +13,8 @@ from functools import lru_cache
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.ticks import Ticks
+from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
+from jaxdist.parallel.pipeline.schedules.derived import eager
 from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
@@ -26,7 +27,7 @@ from jaxdist.planner.target import Places, Target, meshes
 from jaxdist.planner.time import Seconds, seconds
 
 MOST_MICROBATCHES = 128
-SPARE = 0.03
+SPARE = 0.06
 """Of a chip's memory that a plan must leave by formula, since the formula is not exact."""
 MEMORY = "more memory than a chip has"
 
@@ -129,7 +130,12 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
         kinds = [("1f1b", 1), ("zb_h1", 1), *(("interleaved", n) for n in cuts)]
     for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, range(4), kinds):
         scopes = ("all", "ici") if zero and target.slices > 1 else ("all",)
-        for scope, narrow in itertools.product(scopes, (False, True)):
+        stashes = (False,) if kind is None else (False, True)
+        # Forward passes ahead shorten the ticks of 1F1B; the others are laid out for theirs.
+        aheads = (False, True) if kind == "1f1b" else (False,)
+        for scope, narrow, stash, ahead in itertools.product(
+            scopes, (False, True), stashes, aheads
+        ):
             yield dataclasses.replace(
                 base,
                 zero=zero,
@@ -138,6 +144,8 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
                 microbatches=count,
                 schedule=kind,
                 chunks=chunks,
+                stash=stash,
+                ahead=ahead,
                 bfloat16_reduction=narrow,
             )
 
@@ -151,6 +159,8 @@ def refusal(model: Decoder, plan: Plan) -> str | None:
         return "one replica has no state to split and no gradients to sum"
     if plan.bfloat16_reduction and (not model.narrow or model.param_bytes == 2):
         return "sums in bfloat16 save nothing, or the model is float32"
+    if plan.bfloat16_reduction and plan.zero >= 2:
+        return "ZeRO 2 and 3 sum gradients in the compute dtype as it is"
     return _invalid(
         plan.zero, plan.scope, plan.stage > 1, plan.tensor > 1, plan.slices > 1,
         plan.bfloat16_reduction,
@@ -203,15 +213,27 @@ def ticks_of(plan: Plan) -> Ticks | None:
     """The ticks of a plan's pipeline; None without one."""
     if plan.schedule is None:
         return None
-    return _ticks(plan.schedule, plan.stage, plan.microbatches, plan.chunks)
+    activations = "stash" if plan.stash else "recompute"
+    return _ticks(
+        plan.schedule, plan.stage, plan.microbatches, plan.chunks, activations, plan.ahead
+    )
 
 
 @lru_cache(maxsize=1024)
-def _ticks(kind: Schedule, stages: int, microbatches: int, chunks: int) -> Ticks:
+def _ticks(
+    kind: Schedule,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    activations: Activations,
+    ahead: bool,
+) -> Ticks:
     make = {"1f1b": one_f_one_b, "zb_h1": zb_h1}
     if kind == "interleaved":
-        return lower(interleaved(stages, microbatches, chunks))
-    return lower(make[kind](stages, microbatches))
+        schedule = interleaved(stages, microbatches, chunks)
+    else:
+        schedule = make[kind](stages, microbatches)
+    return lower(eager(schedule) if ahead else schedule, activations=activations)
 
 
 MOST_SLICES = 4096
@@ -234,6 +256,21 @@ def least_chips(model: Decoder, target: Target) -> int | None:
     return None
 
 
+def best(found: Found, top: int) -> tuple[Judged, ...]:
+    """The fastest plans, without those that a faster one of their mesh beats in memory too."""
+    chosen: list[Judged] = []
+    for one in found.valid:
+        if len(chosen) == top:
+            break
+        if not any(_beaten(one, other) for other in chosen):
+            chosen.append(one)
+    return tuple(chosen)
+
+
+def _beaten(one: Judged, by: Judged) -> bool:
+    return one.places == by.places and one.memory.total >= by.memory.total
+
+
 def judged_of(found: Found, top: tuple[Judged, ...], number: int) -> Judged:
     """The plan of a number, counted from 1: those printed, then the others, then what is too large.
 
@@ -242,7 +279,8 @@ def judged_of(found: Found, top: tuple[Judged, ...], number: int) -> Judged:
     """
     if number <= len(top):
         return top[number - 1]
-    every = (*found.valid, *found.too_large)
+    printed = {one.plan for one in top}
+    every = (*top, *(one for one in found.valid if one.plan not in printed), *found.too_large)
     if number > len(every):
         raise ConfigError(
             f"--explain {number}: there are {len(found.valid):,} plans that fit, and "

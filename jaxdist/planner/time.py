@@ -27,17 +27,24 @@ class Rates:
       product: share of the peak that large matrix products reach.
       attention_forward, attention_backward: the same of attention's kernels.
       passes: times that the activations of a block pass through memory, forwards.
+      elements: bytes of activations that pass through the vector unit while the matrix units do one
+        FLOP at their peak: what bounds elements where memory is fast.
       update: bytes that pass through memory for each parameter's update, beside its state.
+      ring: share of the peak that remains of `product` in the products of a collective matmul.
     """
 
-    product: float = 0.90
+    product: float = 0.94
     attention_forward: float = 0.60
     attention_backward: float = 0.80
-    passes: float = 2.0
+    passes: float = 2.5
+    elements: float = 1 / 300
+    ring: float = 0.90
     update: float = 8.0
 
 
 RATES = Rates()
+FORWARD_BLOCK, BACKWARD_BLOCK = 1024, 512
+"""Positions in a block of splash attention, as `jaxdist.models.attention` asks for."""
 
 
 @dataclass(frozen=True)
@@ -131,19 +138,28 @@ def seconds(
     count, layers = plan.microbatches, model.layers // plan.stage
     split = tokens / plan.tensor  # the work of each device of a replica
 
-    product = split * model.layer_flops / (peak * rates.product)
-    forward = split * model.attention_flops * 0.5 / (peak * rates.attention_forward)
-    backward = 2.5 * split * model.attention_flops * 0.5 / (peak * rates.attention_backward)
+    share_of_peak = rates.product * (rates.ring if plan.tensor > 1 else 1.0)
+    product = split * model.layer_flops / (peak * share_of_peak)
+    pairs = split * model.attention_flops / peak
+    forward = pairs * _computed(model, FORWARD_BLOCK) / rates.attention_forward
+    backward = 2.5 * pairs * _computed(model, BACKWARD_BLOCK) / rates.attention_backward
     again = _recomputed_share(model, plan) * product + forward
-    element = rates.passes * split * _width(model) * width / memory_rate
-    head = 3 * split * model.head_flops / (peak * rates.product) / plan.stage
+    element_rate = min(memory_rate, peak * rates.elements)
+    element = rates.passes * split * _width(model) * width / element_rate
+    head = 3 * split * model.head_flops / (peak * rates.product)
     waits_tensor = _tensor_waits(model, plan, places, target, tokens)
     per_layer_data = _layer_waits(model, plan, places, target)
-    layer = 3 * product + forward + backward + again + 3 * element + waits_tensor + per_layer_data
-    whole = count * (layers * layer + head)
+    ahead = product + forward + element + waits_tensor / 3
+    if plan.schedule is not None and not plan.stash:
+        again += ahead  # its stage runs a forward task once more for the backward task
+    back = 2 * product + backward + again + 2 * element + waits_tensor * 2 / 3 + per_layer_data
     bubble = 0.0
     if ticks is not None:
-        bubble = _bubble(ticks, whole / count, plan, model, places, target, tokens)
+        tick = _ticks_seconds(ticks, layers / plan.chunks, ahead, back, plan)
+        message = split * model.embed * width
+        busy = count * (layers * (ahead + back) + head / plan.stage)
+        bubble = tick + count * head - busy + _messages(ticks, target, message)
+        head /= plan.stage
     once_data, slow = _step_waits(model, plan, places, target)
     state = (mine.shard if plan.zero else mine.whole) * (
         2 * model.state_bytes + 2 * model.param_bytes + rates.update
@@ -159,6 +175,12 @@ def seconds(
         tensor=count * layers * waits_tensor,
         bubble=bubble,
     )
+
+
+def _computed(model: Decoder, block: int) -> float:
+    """Of the products of attention, those in blocks that the causal mask leaves anything of."""
+    turns = max(1, model.window // block)
+    return (turns + 1) / (2 * turns)
 
 
 def _wide_peak(target: Target) -> float:
@@ -194,18 +216,22 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
     """Of one block in all passes: gathers before attention and reductions after it."""
     if plan.tensor == 1:
         return 0.0
-    passes = 3 if plan.remat in ("full", "save_attention", "save_qkv") else 2
+    again = "attention_out" not in KEPT[plan.remat]
     once = gather(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
-    return passes * 2 * once
+    # Forwards in and out, the same of gradients, and the input once more for those of weights.
+    return (7 if again else 5) * once
 
 
 def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> float:
     """Of one block and microbatch, inside the fast network: what ZeRO gathers and scatters."""
-    if plan.zero < 2:
-        return 0.0
     layer = share(model, plan).layer * model.width
+    if plan.zero < 2:
+        # XLA sums the gradients of each microbatch; an explicit reduction their sum, once.
+        explicit = plan.bfloat16_reduction or plan.schedule is not None
+        return 0.0 if explicit else 2 * gather(target, places.dims[1], plan.data, layer)
     once = gather(target, places.dims[1], plan.data, layer)
-    sums = once * (1 if plan.bfloat16_reduction else 2)
+    # On three dims libtpu has no reduce-scatter: it sums whole gradients, and cuts.
+    sums = once * (2 if len(places.dims[1]) > 2 else 1)
     gathers = 2 * once if plan.zero == 3 else 0.0
     return gathers + sums
 
@@ -216,7 +242,7 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
     sum_bytes = 2 if plan.bfloat16_reduction else model.param_bytes
     dims = places.dims[1]
     fast = 0.0
-    if plan.zero < 2:
+    if plan.zero < 2 and (plan.bfloat16_reduction or plan.schedule is not None):
         fast += 2 * gather(target, dims, plan.data, mine.whole * sum_bytes)
     if plan.zero in (1, 2):
         fast += gather(target, dims, plan.data, mine.whole * model.param_bytes)
@@ -228,30 +254,25 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
     return fast, slow
 
 
-def _bubble(
-    ticks: Ticks,
-    work: float,
-    plan: Plan,
-    model: Decoder,
-    places: Places,
-    target: Target,
-    tokens: int,
-) -> float:
-    """Seconds in which the mean stage waits for others, and for messages.
+def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan: Plan) -> float:
+    """Of all ticks, each as long as its busiest stage.
 
     Args:
-      work: seconds of one microbatch on a stage.
+      layers: of a chunk.
+      ahead, back: seconds of one layer's passes.
     """
-    unit = work / plan.chunks / 4  # forward, backward twice as long, and the forward pass again
+    twice = ahead if not plan.stash else 0.0  # halves of a backward task each begin with a forward
     kinds = {
-        TaskKind.FORWARD: unit,
-        TaskKind.FULL: 3 * unit,
-        TaskKind.INPUT: 2 * unit,
-        TaskKind.WEIGHT: 2 * unit,
+        TaskKind.FORWARD: layers * ahead,
+        TaskKind.FULL: layers * back,
+        TaskKind.INPUT: layers * (back + twice) / 2,
+        TaskKind.WEIGHT: layers * (back + twice) / 2,
     }
-    message = tokens / plan.tensor * model.embed * model.width
+    return ticks.seconds(kinds)
+
+
+def _messages(ticks: Ticks, target: Target, size_bytes: float) -> float:
+    """Seconds of what stages send each other in all ticks."""
     link = target.device.fast
-    each = message / link.bytes_per_second + link.latency_seconds
-    channels = len(ticks.outputs) + len(ticks.cotangents)
-    del places
-    return max(0.0, ticks.seconds(kinds) - plan.microbatches * work) + ticks.ticks * channels * each
+    each = size_bytes / link.bytes_per_second + link.latency_seconds
+    return ticks.ticks * (len(ticks.outputs) + len(ticks.cotangents)) * each
