@@ -35,7 +35,7 @@ def bench(
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu, compression, param-server or elastic."
+            "pipeline, tpu, plan, compression, param-server or elastic."
         ),
     ],
     json_file: Annotated[
@@ -62,6 +62,10 @@ def bench(
     sigterms: Annotated[
         int | None, typer.Option(min=1, help="elastic: so many runs more are told to stop.")
     ] = None,
+    programs: Annotated[
+        int | None,
+        typer.Option(min=0, help="plan: so many are compiled, minutes each; 0 is formulas alone."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
@@ -76,7 +80,14 @@ def bench(
     from jaxdist.bench import run
     from jaxdist.bench.core import ranges
 
-    options = {"lab": lab or None, "torch": torch, "ray": ray, "plot": plot, "sigterms": sigterms}
+    options = {
+        "lab": lab or None,
+        "torch": torch,
+        "ray": ray,
+        "plot": plot,
+        "sigterms": sigterms,
+        "programs": programs,
+    }
     given = {option: value for option, value in options.items() if value is not None}
     report = run(name, json_file, **given)
     report.print()

@@ -11,7 +11,6 @@ from jaxdist.errors import RunError
 from jaxdist.inspect.program import inspect_step, open_subject
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Target
-from jaxdist.planner.time import across
 from jaxdist.planner.write import overrides_of
 from jaxdist.runtime.topology import topology_devices
 
