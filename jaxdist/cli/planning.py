@@ -40,7 +40,12 @@ def plan(
     CONFIG says of mesh, sharding, parallel, model.remat and train.microbatches
     is searched anew; all else is taken as it is.
     """
-    shared.set_environment((config, list(overrides or [])), topology=on)
+    from jaxdist.runtime import environment
+
+    if compile_top:
+        environment.prepare(fake_devices=1)
+    else:
+        environment.prepare()
     from jaxdist.planner.report import Asked
     from jaxdist.planner.report import plan as search
 

@@ -1,1 +1,1 @@
-"""Which plan a model should be trained by on a pod: searched by formulas, confirmed by compiling."""
+"""Which plan should train a model on a pod: searched by formulas, confirmed by compiling."""

@@ -240,20 +240,30 @@ MOST_SLICES = 4096
 
 
 def least_chips(model: Decoder, target: Target) -> int | None:
-    """Chips of as many slices as the model would fit on at its batch; None: on none.
+    """Chips of as many slices as the model would fit on, with a sequence or more for each replica.
 
-    Raises:
-      ConfigError: the batch is smaller than the replicas that would be needed.
+    None where it fits on none, however many.
     """
     slices = target.slices
     while slices < MOST_SLICES * target.slices:
         slices *= 2
         wider = dataclasses.replace(target, slices=slices)
         # More slices need as many sequences: a batch that only divides over fewer is grown.
-        batch = math.lcm(model.batch, wider.chips)
-        if search(dataclasses.replace(model, batch=batch), wider).valid:
+        grown = dataclasses.replace(model, batch=math.lcm(model.batch, wider.chips))
+        if any(_smallest(grown, places, wider) for places in meshes(wider)):
             return wider.chips
     return None
+
+
+def _smallest(model: Decoder, places: Places, target: Target) -> bool:
+    """Whether the plan of a mesh that takes least memory fits."""
+    stage, data, tensor = places.sizes
+    plan = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
+    rows = model.batch // plan.replicas
+    plan = dataclasses.replace(plan, microbatches=rows, zero=3 if plan.replicas > 1 else 0)
+    if stage > 1 or refusal(model, plan) is not None:
+        return False
+    return judge(model, plan, places, target).fits
 
 
 def best(found: Found, top: int) -> tuple[Judged, ...]:

@@ -74,6 +74,18 @@ class Target:
         )
 
 
+def ring_hops(target: Target, dims: Dims) -> int:
+    """Hops of the longest message where each chip of whole dims sends to its next one, in a ring.
+
+    >>> ring_hops(parse_target("v5p:4x4x4"), (2,)), ring_hops(parse_target("v5e:4x4"), (1,))
+    (1, 3)
+    """
+    if not target.is_tpu:
+        return 1
+    lines = [target.shape[d] - 1 for d in dims if not target.ends_joined[d]]
+    return max(lines, default=1)
+
+
 def parse_target(text: str, slices: int = 1) -> Target:
     """A TPU slice such as `v5p:8x8x8`, or `h100:16x8`: GPUs as hosts x GPUs of a host.
 

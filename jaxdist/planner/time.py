@@ -16,7 +16,7 @@ from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 from jaxdist.planner.memory import rows_of, share
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan
-from jaxdist.planner.target import Dims, Places, Target
+from jaxdist.planner.target import Dims, Places, Target, ring_hops
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,25 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
     again = "attention_out" not in KEPT[plan.remat]
     once = gather(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
     # Forwards in and out, the same of gradients, and the input once more for those of weights.
-    return (7 if again else 5) * once
+    return (7 if again else 5) * once + _ring_waits(model, plan, places, target, tokens)
+
+
+def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:
+    """Of one block: what of the MLP's messages does not hide behind its products.
+
+    A piece goes round while a piece is multiplied, by gate and up together (two products) or by
+    down (one). On a line the last chip's message to the first passes all the others.
+    """
+    size = plan.tensor
+    link, peak = target.device.fast, target.device.flops_per_second["bfloat16"]
+    piece = tokens / size
+    message = piece * model.embed * model.width * ring_hops(target, places.dims[2])
+    wire = message / link.bytes_per_second + link.latency_seconds
+    product = 2.0 * piece * model.embed * (model.mlp / size) / peak
+    in_, out = (max(0.0, wire - count * product) for count in (2, 1))
+    again = in_ if not {"mlp_gate", "mlp_up"} <= set(KEPT[plan.remat]) else 0.0
+    # Backwards each ring turns again, its gradients with it.
+    return (size - 1) * (in_ + out + again + max(0.0, 2 * wire - 4 * product) + in_)
 
 
 def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> float:

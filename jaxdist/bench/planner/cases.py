@@ -75,7 +75,9 @@ PUBLISHED = (
     Published(
         "128B", _128b(128), "v5p:4x4x8", Plan(data=16, tensor=8, remat="minimal"), 0.687, V5P
     ),
-    Published("128B", _128b(256), "v5p:4x8x8", Plan(data=32, tensor=8, remat="minimal"), 0.688, V5P),
+    Published(
+        "128B", _128b(256), "v5p:4x8x8", Plan(data=32, tensor=8, remat="minimal"), 0.688, V5P
+    ),
     Published(
         "256B", _maxtext(64, 16384, 128, 57344, 512), "v5p:8x8x8",
         Plan(data=64, tensor=8, remat="minimal"), 0.671, V5P,

@@ -20,7 +20,7 @@ from jaxdist.planner.target import Places, meshes, parse_target
 
 PROGRAMS = 60
 SEED, CALIBRATION = 1, 8
-"""Of the draws of this seed the first ones were read for the formulas' factors, and are left out."""
+"""The first draws of this seed were read for the formulas' factors, and are left out."""
 
 
 def bench(programs: int = PROGRAMS) -> Report:
