@@ -29,16 +29,16 @@ class Work:
     Attributes:
       block: of the activations of one block, all of them.
       logits: bytes of each logit.
-      gathered: layers of gathered parameters, in the compute dtype.
-      layer_gradients: float32 gradients of whole layers.
-      accumulated: gradients of a microbatch beside their sum.
+      ends: of embedding and head, gathered in the compute dtype.
+      sequences: whole sequences of the residual stream, where axis tensor splits them elsewhere.
+      accumulated: of several microbatches, the sum of gradients with what is added to it.
     """
 
-    block: float = 2.3
-    logits: float = 8.0
-    gathered: float = 0.5
-    layer_gradients: float = 0.0
-    accumulated: float = 1.0
+    block: float = 3.0
+    logits: float = 3.5
+    ends: float = 2.1
+    sequences: float = 3.8
+    accumulated: float = 1.9
 
 
 WORK = Work()
@@ -174,9 +174,10 @@ def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None, work: Work = 
     stored = mine.shard if plan.zero == 3 else mine.whole
     optimizer = mine.shard if plan.zero >= 1 else mine.whole
     summed = mine.shard if plan.zero >= 2 else mine.whole
-    gradients = float(summed * model.param_bytes)
+    # One microbatch's gradients stay in the compute dtype until the update reads them.
+    gradients = float(summed * min(model.param_bytes, model.width))
     if plan.microbatches > 1:
-        gradients *= 1 + work.accumulated
+        gradients = work.accumulated * summed * model.param_bytes
     layers = model.layers // (plan.stage * plan.chunks)
     kept = layers * kept_bytes(model, plan, rows)
     message = rows * model.window * model.embed * model.width / plan.tensor
@@ -184,13 +185,11 @@ def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None, work: Work = 
         kept *= max(1, ticks.slots.residuals) if plan.stash else 1
         kept += (ticks.slots.inputs + ticks.slots.gradients + 2) * message
         gradients += mine.whole * model.width * (model.param_bytes > model.width)
-    logits = rows * model.window * model.vocab / plan.tensor / model.loss_chunks * work.logits
-    gathered = 0.0
-    if plan.zero == 3:
-        gathered = work.gathered * mine.layer * model.width
-    gathered += work.layer_gradients * mine.layer * 4
-    block = work.block * block_bytes(model, plan, rows) + gathered
-    working = max(block, logits + mine.ends * model.width)
+    logits = rows * model.window * model.vocab / plan.tensor / model.loss_chunks
+    block = work.block * block_bytes(model, plan, rows)
+    if plan.tensor > 1:
+        block += work.sequences * message * plan.tensor
+    working = max(block, work.logits * logits + work.ends * mine.ends * model.width)
     return Memory(
         parameters=float(stored * model.param_bytes),
         optimizer=float(optimizer * model.state_bytes),
