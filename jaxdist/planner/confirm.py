@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jaxdist.errors import RunError
 from jaxdist.inspect.program import inspect_step, open_subject
+from jaxdist.inspect.rows import by_axes
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Target
 from jaxdist.planner.write import overrides_of
@@ -66,10 +67,8 @@ def confirm(
     except RunError as error:
         return Confirmed(refusal=str(error))
     assert found.step_time is not None, "TPU programs are timed"
-    sent: dict[str, float] = {}
-    for one in found.ledger.collectives:
-        axes = "other groups" if one.axes is None else " x ".join(one.axes)
-        sent[axes] = sent.get(axes, 0.0) + one.sent_bytes
+    rows = by_axes(found.ledger, found.gradient_axes)
+    sent = {" x ".join(row.axes or ("other groups",)): float(row.sent_bytes) for row in rows}
     return Confirmed(
         seconds=found.step_time.seconds + slow_seconds,
         peak_bytes=found.ledger.memory.peak_bytes,

@@ -182,7 +182,8 @@ def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None, work: Work = 
     kept = layers * kept_bytes(model, plan, rows)
     message = rows * model.window * model.embed * model.width / plan.tensor
     if ticks is not None:
-        kept *= max(1, ticks.slots.residuals) if plan.stash else 1
+        # Between its halves a backward task leaves what it read, and a gradient of each of it.
+        kept *= max(1, (ticks.slots.residuals if plan.stash else 0) + 2 * ticks.slots.kept)
         kept += (ticks.slots.inputs + ticks.slots.gradients + 2) * message
         gradients += mine.whole * model.width * (model.param_bytes > model.width)
     logits = rows * model.window * model.vocab / plan.tensor / model.loss_chunks

@@ -27,7 +27,7 @@ from jaxdist.planner.target import Places, Target, meshes
 from jaxdist.planner.time import Seconds, seconds
 
 MOST_MICROBATCHES = 128
-SPARE = 0.06
+SPARE = 0.05
 """Of a chip's memory that a plan must leave by formula, since the formula is not exact."""
 MEMORY = "more memory than a chip has"
 
