@@ -6,13 +6,15 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+from jaxdist.config import plain_yaml, read
 from jaxdist.errors import RunError
 from jaxdist.inspect.program import inspect_step, open_subject
 from jaxdist.inspect.rows import by_axes
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Target
-from jaxdist.planner.write import overrides_of
+from jaxdist.planner.write import planned
 from jaxdist.runtime.topology import topology_devices
 
 OF_ONE_SLICE = (
@@ -58,14 +60,16 @@ def confirm(
     Args:
       slow_seconds: of what crosses the slow network, by formula.
     """
-    settings = [*overrides, *overrides_of(of_one_slice(plan))]
-    if target.slices > 1:
-        settings.append(f"train.batch_size={batch_of(path, overrides) // target.slices}")
-    try:
-        subject = open_subject(path, settings, topology_devices(target.text))
-        found = inspect_step(subject)
-    except RunError as error:
-        return Confirmed(refusal=str(error))
+    values = planned(read(path, overrides).values, of_one_slice(plan))
+    values["train"]["batch_size"] //= target.slices
+    # Nothing but the plan is of this file: its name stands in messages in place of the config's.
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / path.name
+        file.write_text(plain_yaml(values), encoding="utf-8")
+        try:
+            found = inspect_step(open_subject(file, (), topology_devices(target.text)))
+        except RunError as error:
+            return Confirmed(refusal=str(error).replace(str(file), str(path)))
     assert found.step_time is not None, "TPU programs are timed"
     rows = by_axes(found.ledger, found.gradient_axes)
     sent = {" x ".join(row.axes or ("other groups",)): float(row.sent_bytes) for row in rows}
@@ -77,10 +81,3 @@ def confirm(
         note=OF_ONE_SLICE if target.slices > 1 else "",
         compile_seconds=found.compile_seconds,
     )
-
-
-def batch_of(path: Path, overrides: Sequence[str]) -> int:
-    """`train.batch_size` of a config."""
-    from jaxdist.experiment import load
-
-    return load(path, overrides)[1].train.batch_size

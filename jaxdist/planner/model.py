@@ -129,9 +129,20 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
     """The sizes of a config's model.
 
     Raises:
-      ConfigError: another model than gpt, or an optimizer whose state is not known.
+      ConfigError: another model than gpt, an optimizer whose state is not known, or settings that
+        no plan would keep.
     """
     model, optim = config.model, config.optim
+    for name in ("deterministic", "compression"):
+        with at_setting(document, "parallel", name):
+            if getattr(config.parallel, name) is not None:
+                raise ConfigError(
+                    "plans are not searched for it, and would leave it out: take it away to see "
+                    "them, and set it again in the config that --write makes"
+                )
+    with at_setting(document, "strategy", "type"):
+        if config.strategy.type != "synchronous":
+            raise ConfigError(f"{config.strategy.type}: only synchronous steps are planned")
     with at_setting(document, "model", "type"):
         if not isinstance(model, GptConfig):
             raise ConfigError(

@@ -43,6 +43,8 @@ class Rates:
 
 
 RATES = Rates()
+HIDDEN_IN_TICKS = 1 / 8
+"""Of the products in a pipeline's ticks, what hides a ring: read from compiled steps of 70B."""
 FORWARD_BLOCK, BACKWARD_BLOCK = 1024, 512
 """Positions in a block of splash attention, as `jaxdist.models.attention` asks for."""
 
@@ -56,7 +58,7 @@ class Seconds:
       attention: its kernels.
       recomputed: what the backward pass computes again.
       elements: activations through memory.
-      update: the optimizer's state through memory.
+      update: the optimizer's state through memory, with casts and sums of gradients.
       data: waits for collectives over the data axis inside the fast network.
       slow: the same across the slow network.
       tensor: waits for collectives over axis tensor.
@@ -158,12 +160,19 @@ def seconds(
         tick = _ticks_seconds(ticks, layers / plan.chunks, ahead, back, plan)
         message = split * model.embed * width
         busy = count * (layers * (ahead + back) + head / plan.stage)
-        bubble = tick + count * head - busy + _messages(ticks, target, message)
+        hops = ring_hops(target, places.dims[0]) if plan.chunks > 1 else 1
+        bubble = tick + count * head - busy + _messages(ticks, target, hops * message)
         head /= plan.stage
     once_data, slow = _step_waits(model, plan, places, target)
     state = (mine.shard if plan.zero else mine.whole) * (
         2 * model.state_bytes + 2 * model.param_bytes + rates.update
     )
+    # Each microbatch adds its gradients to their sum, and casts what is stored in another dtype.
+    summed = mine.shard if plan.zero >= 2 else mine.whole
+    if count > 1:
+        state += 3 * count * summed * model.param_bytes
+    if plan.zero < 3 and model.param_bytes > width:
+        state += 2 * count * mine.whole * (model.param_bytes + width)
     return Seconds(
         products=count * (layers * 3 * product + head),
         attention=count * layers * (forward + backward),
@@ -225,8 +234,8 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
 def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:
     """Of one block: what of the MLP's messages does not hide behind its products.
 
-    A piece goes round while a piece is multiplied, by gate and up together (two products) or by
-    down (one). On a line the last chip's message to the first passes all the others.
+    Pieces go round both ways while pieces are multiplied, by gate and up together (two products)
+    or by down (one). On a line the last chip's message to the first passes all the others.
     """
     size = plan.tensor
     link, peak = target.device.fast, target.device.flops_per_second["bfloat16"]
@@ -234,10 +243,12 @@ def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, toke
     message = piece * model.embed * model.width * ring_hops(target, places.dims[2])
     wire = message / link.bytes_per_second + link.latency_seconds
     product = 2.0 * piece * model.embed * (model.mlp / size) / peak
-    in_, out = (max(0.0, wire - count * product) for count in (2, 1))
+    if plan.schedule is not None:
+        product *= HIDDEN_IN_TICKS
+    in_, out = (max(0.0, wire - 2 * count * product) for count in (2, 1))
     again = in_ if not {"mlp_gate", "mlp_up"} <= set(KEPT[plan.remat]) else 0.0
     # Backwards each ring turns again, its gradients with it.
-    return (size - 1) * (in_ + out + again + max(0.0, 2 * wire - 4 * product) + in_)
+    return size // 2 * (in_ + out + again + max(0.0, 2 * wire - 8 * product) + in_)
 
 
 def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> float:

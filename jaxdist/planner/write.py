@@ -44,24 +44,6 @@ def _kept(parallel: Json) -> dict[str, Json]:
     return {name: parallel[name] for name in KEPT_OF_PARALLEL if name in parallel}
 
 
-def overrides_of(plan: Plan) -> list[str]:
-    """The same as overrides of the command line."""
-    return [
-        f"{path}={plain_inline(value)}" for path, value in plan.settings().items() if value != {}
-    ]
-
-
-def plain_inline(value: Json) -> str:
-    """YAML of a value in one line.
-
-    >>> plain_inline({"data": 8, "tensor": 4})
-    '{data: 8, tensor: 4}'
-    """
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{k}: {plain_inline(v)}" for k, v in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
 def write_config(document: Document, plan: Plan, path: Path) -> None:
     """Write a config with a plan in it, checked before.
 

@@ -83,6 +83,10 @@ def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
         (["--on", "v5e:2x4", "--explain", "99999"], "give 1 to"),
         (["--on", "v5e:2x4", "train.batch_size=7"], "batch does not divide"),
         (["--on", "v5e:2x4", "optim.type=lars"], "optim.type"),
+        (
+            ["--on", "v5e:2x4", "parallel={deterministic: {type: strict, shards: 8}}"],
+            "plans are not searched for it",
+        ),
         (["--on", "v5e:2x4", "--write", "no/such/best.yaml"], "No such file"),
         (
             ["--on", "v5e:1x1", "model.layers=64", "model.embed=8192", "model.mlp=32768"],

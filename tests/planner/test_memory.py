@@ -16,7 +16,7 @@ from jaxdist.planner.memory import kept_bytes, memory, share
 from jaxdist.planner.model import Decoder, decoder_of
 from jaxdist.planner.plan import KEPT, Plan
 from jaxdist.planner.search import refusal, ticks_of
-from jaxdist.planner.write import overrides_of
+from jaxdist.planner.write import planned
 from jaxdist.train.memory import bytes_per_device
 
 CONFIG = {
@@ -56,8 +56,8 @@ PLANS = st.builds(
 )
 def test_state_is_that_of_the_experiment_to_the_byte(plan: Plan, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(json.dumps(CONFIG))
-    document, config = load(path, [text for text in overrides_of(plan) if "remat" not in text])
+    path.write_text(json.dumps(planned(CONFIG, plan)))
+    document, config = load(path)
     model = decoder_of(config, document)
     assert refusal(model, plan) is None
     program = build(config, document, devices=jax.devices()).program
