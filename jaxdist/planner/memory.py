@@ -32,6 +32,7 @@ class Work:
       ends: of embedding and head, gathered in the compute dtype.
       sequences: whole sequences of the residual stream, where axis tensor splits them elsewhere.
       accumulated: of several microbatches, the sum of gradients with what is added to it.
+      summed_in_place: the same in a pipeline whose replicas are one: there is nothing to reduce.
     """
 
     block: float = 3.0
@@ -39,6 +40,7 @@ class Work:
     ends: float = 2.1
     sequences: float = 3.8
     accumulated: float = 1.9
+    summed_in_place: float = 1.2
 
 
 WORK = Work()
@@ -177,7 +179,9 @@ def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None, work: Work = 
     # One microbatch's gradients stay in the compute dtype until the update reads them.
     gradients = float(summed * min(model.param_bytes, model.width))
     if plan.microbatches > 1:
-        gradients = work.accumulated * summed * model.param_bytes
+        alone = ticks is not None and plan.replicas == 1
+        factor = work.summed_in_place if alone else work.accumulated
+        gradients = factor * summed * model.param_bytes
     layers = model.layers // (plan.stage * plan.chunks)
     kept = layers * kept_bytes(model, plan, rows)
     message = rows * model.window * model.embed * model.width / plan.tensor
