@@ -78,7 +78,6 @@ def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
     ("arguments", "part"),
     [
         (["--on", "v5q:2x2"], "topology 'v5q:2x2'"),
-        (["--on", "h100:2x8", "--compile"], "GPU programs are not compiled"),
         (["--on", "v5e:2x4", "--plot", "drawn"], "give both"),
         (["--on", "v5e:2x4", "--explain", "99999"], "give 1 to"),
         (["--on", "v5e:2x4", "train.batch_size=7"], "batch does not divide"),
@@ -99,6 +98,13 @@ def test_bad_input_is_one_message(jaxdist: Jaxdist, arguments: list[str], part: 
     refused = jaxdist.here("plan", "config.yaml", *arguments)
     assert refused.code in (2, 3), refused
     assert part in refused.message
+
+
+def test_gpus_are_not_compiled_for(jaxdist: Jaxdist) -> None:
+    jaxdist.config(CONFIG)
+    refused = jaxdist("plan", "config.yaml", "--on", "h100:2x8", "--compile")
+    assert refused.code == 2, refused
+    assert "--compile: h100:2x8: By formulas only" in refused.message
 
 
 def test_another_model_is_refused(jaxdist: Jaxdist) -> None:
