@@ -18,8 +18,9 @@ LAYERS = (
     ("elastic",),
     ("train",),
     ("experiment",),
-    ("inspect", "parity", "planner", "verbs", "doctor", "study"),
-    ("audit", "bench", "launch"),
+    ("inspect", "parity", "verbs", "doctor", "study"),
+    ("audit", "launch", "planner"),
+    ("bench",),
     ("cli",),
 )
 MOST_FILES = 16

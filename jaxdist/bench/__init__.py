@@ -24,6 +24,7 @@ BENCHES: dict[str, str] = {
     "overhead": "jaxdist.bench.overhead:bench",
     "param-server": "jaxdist.bench.param_server.report:bench",
     "pipeline": "jaxdist.bench.pipeline.report:bench",
+    "plan": "jaxdist.bench.planner.report:bench",
     "quickstart": "jaxdist.bench.quickstart:bench",
     "startup": "jaxdist.bench.startup:bench",
     "tpu": "jaxdist.bench.tpu.report:bench",

@@ -15,6 +15,7 @@ from jaxdist.cli import (
     launching,
     measurement,
     pipelines,
+    planning,
     preparation,
     programs,
     runs,
@@ -62,6 +63,7 @@ app.command()(programs.parity)
 app.command()(preparation.doctor)
 app.command()(programs.inspect)
 app.command()(programs.audit)
+app.command()(planning.plan)
 app.command()(measurement.bench)
 config_app.command()(preparation.show)
 config_app.command()(preparation.schema)

@@ -35,7 +35,7 @@ def bench(
         str,
         typer.Argument(
             help="overhead, compile, startup, quickstart, attention, collectives, optim, zero, "
-            "pipeline, tpu, compression, param-server or elastic."
+            "pipeline, tpu, plan, compression, param-server or elastic."
         ),
     ],
     json_file: Annotated[
@@ -66,6 +66,10 @@ def bench(
         str | None,
         typer.Option(help="elastic: faults on purpose, all or some rows: all, R08=20,R29."),
     ] = None,
+    programs: Annotated[
+        int | None,
+        typer.Option(min=0, help="plan: so many are compiled, minutes each; 0 is formulas alone."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
@@ -87,6 +91,7 @@ def bench(
         "plot": plot,
         "sigterms": sigterms,
         "scoreboard": scoreboard,
+        "programs": programs,
     }
     given = {option: value for option, value in options.items() if value is not None}
     report = run(name, json_file, **given)

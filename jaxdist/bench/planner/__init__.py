@@ -1,0 +1,1 @@
+"""What `jaxdist plan` predicts, held against compiled programs and published runs."""

@@ -1,0 +1,190 @@
+"""Published runs with their plans, and plans drawn at random for programs to compile."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from jaxdist.planner.model import Decoder
+from jaxdist.planner.plan import KEPT, Plan, Schedule
+from jaxdist.planner.search import refusal
+
+
+@dataclass(frozen=True)
+class Published:
+    """A run of MaxText's and its plan.
+
+    Attributes:
+      mfu: attention counted whole where `whole`, else half.
+      source: where it is from.
+    """
+
+    name: str
+    model: Decoder
+    topology: str
+    plan: Plan
+    mfu: float
+    source: str
+    whole: bool = True
+    slices: int = 1
+
+
+def _maxtext(layers: int, embed: int, heads: int, mlp: int, batch: int) -> Decoder:
+    """Of MaxText's own family: vocabulary of 32,000, windows of 2048, heads of 128."""
+    return Decoder(
+        layers, embed, heads, heads, 128, mlp, vocab=32000, window=2048, batch=batch, tied=False
+    )
+
+
+def _16b(batch: int) -> Decoder:
+    return _maxtext(32, 4096, 64, 28672, batch)
+
+
+def _32b(batch: int) -> Decoder:
+    return _maxtext(32, 8192, 64, 28672, batch)
+
+
+def _64b(batch: int) -> Decoder:
+    return _maxtext(64, 8192, 64, 28672, batch)
+
+
+def _128b(batch: int) -> Decoder:
+    return _maxtext(64, 8192, 128, 57344, batch)
+
+
+def llama_70b(batch: int) -> Decoder:
+    """Of Llama-2 (arXiv 2307.09288)."""
+    return Decoder(80, 8192, 64, 8, 128, 28672, vocab=32000, window=4096, batch=batch, tied=False)
+
+
+def llama_7b(batch: int) -> Decoder:
+    """Of the same."""
+    return Decoder(32, 4096, 32, 32, 128, 11008, vocab=32000, window=4096, batch=batch, tied=False)
+
+
+V5E, V5P = "MaxText, configs/v5e", "MaxText, configs/v5p"
+MODELS = "MaxText, model table"
+PUBLISHED = (
+    Published("16B", _16b(1536), "v5e:16x16", Plan(data=256), 0.611, V5E),
+    Published("32B", _32b(1024), "v5e:16x16", Plan(data=256), 0.669, V5E),
+    Published("64B", _64b(512), "v5e:16x16", Plan(data=256), 0.599, V5E),
+    Published(
+        "32B", _32b(384), "v5p:4x4x4", Plan(data=16, tensor=4, remat="minimal"), 0.715, V5P
+    ),
+    Published(
+        "128B", _128b(128), "v5p:4x4x8", Plan(data=16, tensor=8, remat="minimal"), 0.687, V5P
+    ),
+    Published(
+        "128B", _128b(256), "v5p:4x8x8", Plan(data=32, tensor=8, remat="minimal"), 0.688, V5P
+    ),
+    Published(
+        "256B", _maxtext(64, 16384, 128, 57344, 512), "v5p:8x8x8",
+        Plan(data=64, tensor=8, remat="minimal"), 0.671, V5P,
+    ),
+    Published(
+        "512B", _maxtext(128, 16384, 128, 57344, 1024), "v5p:8x8x8", Plan(data=64, tensor=8),
+        0.640, V5P,
+    ),
+    Published(
+        "1024B", _maxtext(128, 16384, 256, 114688, 2048), "v5p:8x8x16", Plan(data=64, tensor=16),
+        0.554, V5P,
+    ),
+    Published(
+        "1024B", _maxtext(128, 16384, 256, 114688, 4096), "v5p:8x16x16",
+        Plan(data=128, tensor=16), 0.648, V5P,
+    ),
+    Published(
+        "Llama-2-70B", llama_70b(256), "v5p:4x4x4",
+        Plan(data=64, remat="save_dots_except_mlp"), 0.654, MODELS,
+    ),
+)  # fmt: skip
+"""Rows whose whole plan is published and is one that jaxdist has: others offload activations, or
+leave out remat or the number of chips. Models are MaxText's own by its scaling rule."""
+
+SMALL = {
+    "0.6B": Decoder(8, 2048, 16, 8, 128, 5632, vocab=32000, window=2048, batch=1, tied=False),
+    "0.3B": Decoder(16, 1024, 8, 8, 128, 4096, vocab=32000, window=1024, batch=1, tied=False),
+    "1.1B": Decoder(4, 4096, 32, 32, 128, 11008, vocab=32000, window=2048, batch=1, tied=False),
+}
+"""Models of which plans are drawn; the batch is drawn with them."""
+TOPOLOGIES = {"v5e:2x4": 8, "v5p:2x2x2": 8, "v6e:2x4": 8}
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A plan to compile.
+
+    Attributes:
+      model: a key of `SMALL`.
+    """
+
+    model: str
+    topology: str
+    batch: int
+    plan: Plan
+
+    def settings(self) -> list[str]:
+        """Of the model and the batch, over `bench/tpu/llama.yaml`."""
+        of = SMALL[self.model]
+        return [
+            f"model.layers={of.layers}",
+            f"model.embed={of.embed}",
+            f"model.heads={of.heads}",
+            f"model.kv_heads={of.kv_heads}",
+            f"model.mlp={of.mlp}",
+            f"data.window={of.window}",
+            f"train.batch_size={self.batch}",
+        ]
+
+
+def drawn(seed: int) -> Iterator[Drawn]:
+    """Valid plans without end, the same ones for the same seed."""
+    rng = random.Random(seed)
+    while True:
+        one = _draw(rng)
+        if refusal(decoder(one), one.plan) is None:
+            yield one
+
+
+def decoder(one: Drawn) -> Decoder:
+    """The model of a draw, with its batch."""
+    return replace(SMALL[one.model], batch=one.batch)
+
+
+def _draw(rng: random.Random) -> Drawn:
+    model, topology = rng.choice(list(SMALL)), rng.choice(list(TOPOLOGIES))
+    devices = TOPOLOGIES[topology]
+    stage = rng.choice([1, 1, 1, 1, 2, 4])
+    tensor = rng.choice([n for n in (1, 1, 2, 4) if n * stage <= devices])
+    data = devices // stage // tensor
+    zero = rng.choice([0, 1, 2, 3, 3, 3]) if stage == 1 else rng.choice([0, 1])
+    remat = rng.choice(list(KEPT))
+    schedule: Schedule | None = None
+    chunks = 1
+    if stage > 1:
+        microbatches = rng.choice([stage, 2 * stage])
+        schedule = rng.choice(_SCHEDULES)
+        if schedule == "interleaved":
+            chunks = 2
+            if 2 * stage > SMALL[model].layers:
+                schedule, chunks = "1f1b", 1
+    else:
+        microbatches = rng.choice([1, 1, 2, 4])
+    narrow = rng.random() < 0.25
+    rows = rng.choice([1, 2, 4])
+    plan = Plan(
+        data=data,
+        tensor=tensor,
+        stage=stage,
+        zero=zero,
+        remat=remat,
+        microbatches=microbatches,
+        schedule=schedule,
+        chunks=chunks,
+        bfloat16_reduction=narrow,
+    )
+    return Drawn(model, topology, rows * microbatches * data, plan)
+
+
+_SCHEDULES: tuple[Schedule, ...] = ("1f1b", "interleaved", "zb_h1")

@@ -1,0 +1,61 @@
+"""The best plans of one model by formula, each compiled: whether the order is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxdist.bench.planner.cases import llama_7b
+from jaxdist.bench.planner.compiled import kept_or_compiled
+from jaxdist.planner.confirm import Confirmed
+from jaxdist.planner.model import Decoder
+from jaxdist.planner.search import Judged, best, search
+from jaxdist.planner.target import parse_target
+
+SIX = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on a topology.
+
+    Attributes:
+      settings: that make it of `bench/tpu/llama.yaml`.
+    """
+
+    name: str
+    model: Decoder
+    topology: str
+    settings: tuple[str, ...]
+
+
+RANKED = Case(
+    "Llama-2-7B on v5e:4x4",
+    llama_7b(64),
+    "v5e:4x4",
+    (
+        "model.layers=32",
+        "model.embed=4096",
+        "model.heads=32",
+        "model.kv_heads=32",
+        "model.mlp=11008",
+        "train.batch_size=64",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One of the best plans, by formula and compiled."""
+
+    judged: Judged
+    compiled: Confirmed
+
+
+def ranked(case: Case) -> Sequence[Ranked]:
+    """The best plans, the fastest by formula first."""
+    found = search(case.model, parse_target(case.topology))
+    return [
+        Ranked(one, kept_or_compiled(list(case.settings), one.plan, case.topology))
+        for one in best(found, SIX)
+    ]

@@ -1,0 +1,53 @@
+"""The command that searches for a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from jaxdist.cli import shared
+
+
+def plan(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    on: Annotated[
+        str, typer.Option(help="v5p:8x8x8, v5e:16x16; of GPUs hosts x GPUs of each, h100:16x8.")
+    ],
+    slices: Annotated[int, typer.Option(min=1, help="Slices of it, over a slower network.")] = 1,
+    top: Annotated[int, typer.Option(min=1, max=50, help="Plans to print.")] = 5,
+    write: Annotated[
+        Path | None, typer.Option(help="Write CONFIG with the best plan to this file.")
+    ] = None,
+    explain: Annotated[
+        int | None, typer.Option(min=1, help="Where time and memory of this plan go.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw what --explain says into this directory.")
+    ] = None,
+    compile_top: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile the plans printed: minutes each; TPUs only."),
+    ] = False,
+    json_file: shared.JsonFile = None,
+) -> None:
+    """Search for the mesh, ZeRO, remat, microbatches and schedule that train CONFIG fastest.
+
+    By formulas of memory and time: no device is needed, and nothing is run. What
+    CONFIG says of mesh, sharding, parallel, model.remat and train.microbatches
+    is searched anew; all else is taken as it is.
+    """
+    from jaxdist.runtime import environment
+
+    if compile_top:
+        environment.prepare(fake_devices=1)
+    else:
+        environment.prepare()
+    from jaxdist.planner.report import Asked
+    from jaxdist.planner.report import plan as search
+
+    asked = Asked(on, slices, top, explain, compile_top, write, plot, json_file)
+    search(config, list(overrides or []), asked, console=shared.console())

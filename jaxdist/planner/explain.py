@@ -1,0 +1,111 @@
+"""Where the time and the memory of one plan go: as tables, as a picture, and as energy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from jaxdist.experiment import ExperimentConfig
+from jaxdist.inspect.rows import show_bytes
+from jaxdist.inspect.tables import table
+from jaxdist.inspect.times import show_seconds
+from jaxdist.metrics.figure import new_figure, save
+from jaxdist.planner.model import Decoder
+from jaxdist.planner.search import SPARE, Judged
+from jaxdist.planner.target import Target
+
+
+def print_explained(
+    number: int, one: Judged, model: Decoder, target: Target, console: Console
+) -> None:
+    """Two tables; for a plan that does not fit, what would have to change."""
+    console.print()
+    console.print(f"Plan {number}: {escape(one.plan.words())}", soft_wrap=True)
+    times = table("Time of a step", "", "seconds", "share")
+    total = one.seconds.total
+    for name, seconds in one.seconds.parts().items():
+        if seconds:
+            times.add_row(name, show_seconds(seconds), f"{seconds / total:.1%}")
+    times.add_row("step", show_seconds(total), "100%")
+    console.print(times)
+    console.print()
+    limit = one.limit_bytes
+    sizes = table(f"Memory of each {target.device.name}", "", "bytes", f"of {show_bytes(limit)}")
+    for name, size in one.memory.parts().items():
+        sizes.add_row(name, show_bytes(size), f"{size / limit:.1%}")
+    sizes.add_row("all", show_bytes(one.memory.total), f"{one.memory.total / limit:.1%}")
+    console.print(sizes)
+    for line in remedies(one, model):
+        console.print(line, soft_wrap=True)
+
+
+def remedies(one: Judged, model: Decoder) -> list[str]:
+    """What would make a plan that does not fit do so; nothing for one that does."""
+    if one.fits:
+        return []
+    over = one.memory.total - (1 - SPARE) * one.limit_bytes
+    lines = [f"It does not fit: {show_bytes(over)} too much (with {SPARE:.0%} left free)."]
+    plan, kept = one.plan, one.memory
+    rows = model.batch // (plan.replicas * plan.microbatches)
+    state = kept.parameters + kept.optimizer + kept.gradients
+    if plan.zero < 3 and plan.stage == 1 and state > over:
+        lines.append(f"ZeRO {plan.zero + 1} splits more of the {show_bytes(state)} of state.")
+    if rows > 1 and kept.activations + kept.working > over:
+        lines.append(f"More microbatches: each has {rows} sequences on a device now.")
+    if plan.remat != "full" and kept.activations > over:
+        lines.append(f"remat full keeps less than the {show_bytes(kept.activations)} kept now.")
+    if len(lines) == 1:
+        factor = one.memory.total / ((1 - SPARE) * one.limit_bytes)
+        lines.append(f"A larger axis tensor, or {factor:.1f} times the chips.")
+    return lines
+
+
+def energy_lines(
+    one: Judged, model: Decoder, target: Target, config: ExperimentConfig
+) -> list[str]:
+    """Predicted energy and carbon of the run and of a million tokens; or why there is none."""
+    power = config.energy.power_of(target.device.name)
+    if power is None:
+        return [
+            f"Energy: the power of {target.device.name} is not published; energy.watts says it."
+        ]
+    waits = one.seconds
+    idle = waits.data + waits.slow + waits.tensor + waits.bubble
+    watts = power.watts(1 - idle / waits.total) * target.chips
+    site, joules = config.energy.site, watts * waits.total
+    million = joules / model.tokens * 1e6
+    lines = [
+        f"Energy, predicted from power ({power.source}; PUE {site.pue:g}, {site.grid:g} g/kWh): "
+        f"{site.kwh(million):.3g} kWh and {site.grams(million):.3g} g CO2e for a million tokens."
+    ]
+    if model.steps:
+        run = joules * model.steps
+        days = waits.total * model.steps / 86400
+        lines.append(
+            f"The run of {model.steps:,} steps: {days:.3g} days, {site.kwh(run):,.3g} kWh, "
+            f"{site.grams(run):,.3g} g CO2e."
+        )
+    return lines
+
+
+def draw(one: Judged, directory: Path) -> Path:
+    """Write both as stacked bars, `plan.svg`."""
+    figure = new_figure((7.5, 3.6))
+    bars: tuple[tuple[str, Mapping[str, float], float], ...] = (
+        ("seconds of a step", one.seconds.parts(), 1.0),
+        ("GB of a chip's memory", one.memory.parts(), 1e9),
+    )
+    for axes, (label, parts, unit) in zip(figure.subplots(2), bars, strict=True):
+        left = 0.0
+        for name, size in parts.items():
+            if size:
+                axes.barh([0], [size / unit], left=left, label=name)
+                left += size / unit
+        axes.set_yticks([])
+        axes.set_xlabel(label)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
+    figure.suptitle(one.plan.words(), fontsize=9)
+    return save(figure, directory, "plan", formats=("svg",), what="the plan")[0]

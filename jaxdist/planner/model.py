@@ -1,0 +1,182 @@
+"""What of a config the planner needs to know: the sizes of a decoder, as plain data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from jaxdist.config import Document
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import ExperimentConfig
+from jaxdist.experiment.config import at_setting
+from jaxdist.models.gpt import GptConfig
+from jaxdist.models.loss import NextTokenConfig
+from jaxdist.optim.build import AdamWConfig, SgdConfig
+
+MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1}
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A parameter.
+
+    Attributes:
+      shape: without the dim of layers.
+      split: the index of the dim that axis tensor splits; None: whole there.
+      stacked: whether each layer has one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: int | None
+    stacked: bool = True
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A decoder and how it is trained.
+
+    Attributes:
+      window: positions of a sequence.
+      batch: sequences of a step.
+      vocab: padded.
+      narrow: whether activations are of two bytes, as matrix products are.
+      param_bytes: of a parameter that the model holds.
+      state_bytes: of the optimizer's state of each parameter.
+      tied: whether the head is the embedding.
+      loss_chunks: pieces of the sequence that logits are computed in.
+      steps: of the run; None where it is counted in epochs.
+    """
+
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    mlp: int
+    vocab: int
+    window: int
+    batch: int
+    tied: bool = True
+    narrow: bool = True
+    param_bytes: int = 4
+    state_bytes: int = 8
+    loss_chunks: int = 1
+    steps: int | None = None
+    tensors: tuple[Tensor, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "tensors", tuple(self._tensors()))
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number of an activation."""
+        return 2 if self.narrow else 4
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(math.prod(t.shape) * (self.layers if t.stacked else 1) for t in self.tensors)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.window
+
+    @property
+    def layer_flops(self) -> float:
+        """Of one token through the matrix products of one block, forwards, without attention's."""
+        return 2.0 * sum(math.prod(t.shape) for t in self.tensors if t.stacked and len(t.shape) > 1)
+
+    @property
+    def attention_flops(self) -> float:
+        """Of one token through attention's products of one block, forwards, the mask counted."""
+        return 4.0 * self.window * self.heads * self.head_dim
+
+    @property
+    def head_flops(self) -> float:
+        """Of one token through the head, forwards."""
+        return 2.0 * self.embed * self.vocab
+
+    def model_flops(self, *, masked: bool) -> float:
+        """Of a step, nothing computed twice.
+
+        Args:
+          masked: whether products that the causal mask throws away count.
+        """
+        attention = self.attention_flops * (1.0 if masked else 0.5)
+        return 3 * self.tokens * (self.layers * (self.layer_flops + attention) + self.head_flops)
+
+    def _tensors(self) -> Iterator[Tensor]:
+        d, h, k, e, f = self.embed, self.heads, self.kv_heads, self.head_dim, self.mlp
+        yield Tensor("query", (d, h, e), 1)
+        yield Tensor("key", (d, k, e), 1)
+        yield Tensor("value", (d, k, e), 1)
+        yield Tensor("out", (h, e, d), 0)
+        yield Tensor("gate", (d, f), 1)
+        yield Tensor("up", (d, f), 1)
+        yield Tensor("down", (f, d), 0)
+        yield Tensor("attention_norm", (d,), None)
+        yield Tensor("mlp_norm", (d,), None)
+        yield Tensor("embedding", (self.vocab, d), 0, stacked=False)
+        if not self.tied:
+            yield Tensor("output", (d, self.vocab), 1, stacked=False)
+        yield Tensor("norm", (d,), None, stacked=False)
+
+
+def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
+    """The sizes of a config's model.
+
+    Raises:
+      ConfigError: another model than gpt, an optimizer whose state is not known, or settings that
+        no plan would keep.
+    """
+    model, optim = config.model, config.optim
+    for name in ("deterministic", "compression"):
+        with at_setting(document, "parallel", name):
+            if getattr(config.parallel, name) is not None:
+                raise ConfigError(
+                    "plans are not searched for it, and would leave it out: take it away to see "
+                    "them, and set it again in the config that --write makes"
+                )
+    with at_setting(document, "strategy", "type"):
+        if config.strategy.type != "synchronous":
+            raise ConfigError(f"{config.strategy.type}: only synchronous steps are planned")
+    with at_setting(document, "model", "type"):
+        if not isinstance(model, GptConfig):
+            raise ConfigError(
+                f"{model.type}: only gpt can be planned for, whose shapes the formulas know; "
+                "`jaxdist inspect` compiles one plan of any model"
+            )
+    with at_setting(document, "data"):
+        dataset = config.data.build()
+        if dataset.vocab_size is None:
+            raise ConfigError("a language model is planned for data of tokens")
+        window = dataset.train[0]["tokens"].shape[0] - 1
+    with at_setting(document, "optim", "type"):
+        if not isinstance(optim, AdamWConfig | SgdConfig) and optim.type not in MOMENTS:
+            known = ", ".join(MOMENTS)
+            raise ConfigError(f"{optim.type}: the size of its state is not known; known: {known}")
+    moments = MOMENTS[optim.type]
+    if isinstance(optim, SgdConfig) and not optim.momentum:
+        moments = 0
+    narrow_params = optim.master_weights is not None
+    chunks = config.loss.chunks if isinstance(config.loss, NextTokenConfig) else 1
+    return Decoder(
+        layers=model.layers,
+        embed=model.embed,
+        heads=model.heads,
+        kv_heads=model.kv_heads or model.heads,
+        head_dim=model.head_dim,
+        mlp=model.mlp_width,
+        vocab=-(-dataset.vocab_size // model.vocab_multiple) * model.vocab_multiple,
+        window=window,
+        batch=config.train.batch_size,
+        tied=model.tied_head,
+        narrow=model.compute_dtype != "float32",
+        param_bytes=2 if narrow_params else 4,
+        state_bytes=moments * (2 if optim.bf16_moments else 4) + 4 * narrow_params,
+        loss_chunks=chunks,
+        steps=config.train.steps,
+    )

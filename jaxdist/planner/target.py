@@ -1,0 +1,158 @@
+"""What is planned for: chips of one kind, in slices or hosts that a slower network joins."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from jaxdist.errors import MeshError, did_you_mean
+from jaxdist.runtime.hardware import DEVICES, Device
+from jaxdist.runtime.topology import FAMILIES, parse_topology, rings
+
+_GPU = re.compile(r"([a-z0-9]+):(\d{1,5})x(\d{1,2})")
+_GPU_NAMES = tuple(name for name in DEVICES if name not in FAMILIES and name != "cpu")
+Dims = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Chips to plan for.
+
+    Attributes:
+      text: as the user wrote one slice of it.
+      device: the figures of a chip.
+      shape: of the torus of one slice; of GPUs, the one number of a host.
+      slices: slices, or hosts of GPUs.
+      ends_joined: by dim, whether the torus closes to a ring there.
+    """
+
+    text: str
+    device: Device
+    shape: Dims
+    slices: int
+    ends_joined: tuple[bool, ...]
+
+    @property
+    def is_tpu(self) -> bool:
+        """Whether it can be compiled for without the chips."""
+        return self.device.clock_hz is not None
+
+    @property
+    def chips(self) -> int:
+        """Of all slices."""
+        return math.prod(self.shape) * self.slices
+
+    @property
+    def words(self) -> str:
+        """As one says it.
+
+        >>> parse_target("v5p:4x4x4", 2).words
+        '2 x v5p:4x4x4'
+        """
+        return self.text if self.slices == 1 or not self.is_tpu else f"{self.slices} x {self.text}"
+
+    def times(self, factor: int) -> Target:
+        """A target of so many times the slices."""
+        return replace(self, slices=self.slices * factor)
+
+    def ports(self, dims: Dims) -> int:
+        """Links that a collective over these whole dims of the torus keeps busy, in one way."""
+        if not self.is_tpu:
+            return 1
+        return sum(2 if self.ends_joined[d] and self.shape[d] > 2 else 1 for d in dims) or 1
+
+    def hops(self, dims: Dims) -> int:
+        """Neighbours that the first byte passes."""
+        if not self.is_tpu:
+            return 1
+        return sum(
+            self.shape[d] // 2 if self.ends_joined[d] and self.shape[d] > 2 else self.shape[d] - 1
+            for d in dims
+        )
+
+
+def ring_hops(target: Target, dims: Dims) -> int:
+    """Hops of the longest message where each chip of whole dims sends to its next one, in a ring.
+
+    >>> ring_hops(parse_target("v5p:4x4x4"), (2,)), ring_hops(parse_target("v5e:4x4"), (1,))
+    (1, 3)
+    """
+    if not target.is_tpu:
+        return 1
+    lines = [target.shape[d] - 1 for d in dims if not target.ends_joined[d]]
+    return max(lines, default=1)
+
+
+def parse_target(text: str, slices: int = 1) -> Target:
+    """A TPU slice such as `v5p:8x8x8`, or `h100:16x8`: GPUs as hosts x GPUs of a host.
+
+    Raises:
+      MeshError: neither, or a chip whose figures are not known.
+
+    >>> parse_target("h100:16x8").chips
+    128
+    """
+    found = _GPU.fullmatch(text)
+    if found and found[1] in _GPU_NAMES:
+        hosts, each = int(found[2]) * slices, int(found[3])
+        if hosts < 1 or each < 1:
+            raise MeshError(f"topology {text!r} has no GPU: give hosts x GPUs of a host, 1 or more")
+        return Target(text, DEVICES[found[1]], (each,), hosts, (False,))
+    if text.partition(":")[0] not in FAMILIES:
+        names = (*FAMILIES, *_GPU_NAMES)
+        raise MeshError(
+            f"topology {text!r}: {did_you_mean(text.partition(':')[0], names)}; write a TPU slice "
+            "as v5p:8x8x8 or v5e:16x16, GPUs as hosts x GPUs of a host, h100:16x8"
+        )
+    slice_ = parse_topology(text)
+    if slice_.family not in DEVICES:
+        known = ", ".join(name for name in FAMILIES if name in DEVICES)
+        raise MeshError(
+            f"topology {text!r}: the speed and memory of {slice_.family} are not known to "
+            f"jaxdist.runtime.hardware, so that nothing can be planned for it; known: {known}"
+        )
+    joined = rings(slice_.family, slice_.shape)
+    return Target(text, DEVICES[slice_.family], slice_.shape, slices, joined)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Which whole dims of the torus each mesh axis has inside a slice; GPUs: none.
+
+    Attributes:
+      sizes, dims: of stage, data, tensor in this order.
+    """
+
+    sizes: tuple[int, int, int]
+    dims: tuple[Dims, Dims, Dims]
+
+
+def meshes(target: Target) -> Iterator[Places]:
+    """Every way to lay stage, data and tensor out in a slice, each on whole dims of its torus.
+
+    Whole dims are rings where the torus has them, and jax refuses all else. Of ways of equal sizes
+    the first is given, as jax takes the first that fits from the last axis on.
+    """
+    if not target.is_tpu:
+        (chips,) = target.shape
+        for tensor in _divisors(chips):
+            yield Places((1, chips // tensor, tensor), ((), (0,), (0,)))
+        return
+    dims = [d for d, size in enumerate(target.shape) if size > 1]
+    seen: set[tuple[int, ...]] = set()
+    for owners in itertools.product(range(3), repeat=len(dims)):
+        taken = [
+            tuple(d for d, o in zip(dims, owners, strict=True) if o == own) for own in range(3)
+        ]
+        sizes = tuple(math.prod(target.shape[d] for d in own) for own in taken)
+        if sizes not in seen:
+            seen.add(sizes)
+            stage, data, tensor = taken
+            yield Places((sizes[0], sizes[1], sizes[2]), (stage, data, tensor))
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]

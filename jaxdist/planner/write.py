@@ -1,0 +1,62 @@
+"""A config with a plan in it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config import Document, plain_yaml, validate
+from jaxdist.errors import RunError
+from jaxdist.experiment import ExperimentConfig
+from jaxdist.planner.plan import Plan
+from jaxdist.types import Json
+
+KEPT_OF_PARALLEL = ("xla", "batch_norm")
+"""What the plan says nothing of; all else of `parallel` it decides."""
+
+
+def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
+    """The values of a config with the settings of a plan in place of its own.
+
+    >>> planned({"model": {"type": "gpt"}}, Plan(data=8))["mesh"]
+    {'data': 8}
+    """
+    made = copy.deepcopy(values)
+    for path, value in plan.settings().items():
+        section, _, key = path.partition(".")
+        if key:
+            made.setdefault(section, {})[key] = value
+        elif section == "parallel":
+            made[section] = _kept(made.get(section)) | value  # pyright: ignore[reportOperatorIssue]
+        elif section == "sharding":
+            made[section] = value or {}
+        else:
+            made[section] = value
+    if not made["sharding"]:
+        del made["sharding"]
+    return made
+
+
+def _kept(parallel: Json) -> dict[str, Json]:
+    if not isinstance(parallel, dict):
+        return {}
+    return {name: parallel[name] for name in KEPT_OF_PARALLEL if name in parallel}
+
+
+def write_config(document: Document, plan: Plan, path: Path) -> None:
+    """Write a config with a plan in it, checked before.
+
+    Raises:
+      ConfigError: the config does not take the plan.
+      RunError: the file cannot be written.
+    """
+    values = planned(document.values, plan)
+    validate(Document(values), ExperimentConfig)
+    head = f"# command:  jaxdist train {path}\n# plan:     {plan.words()}\n"
+    try:
+        path.write_text(head + plain_yaml(values), encoding="utf-8")
+    except OSError as error:
+        raise RunError(
+            f"cannot write the plan to {path}: {error.strerror}; choose another file"
+        ) from error

@@ -1,0 +1,137 @@
+"""`jaxdist plan`: what it prints, writes, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jax
+import pytest
+from runs import Jaxdist
+
+from jaxdist.experiment import build, load
+
+CONFIG = {
+    "model": {
+        "type": "gpt", "layers": 2, "embed": 256, "heads": 2, "mlp": 512,
+        "compute_dtype": "bfloat16",
+    },
+    "data": {
+        "type": "synthetic", "kind": "tokens", "vocab_size": 512, "window": 256,
+        "heldout_examples": 0,
+    },
+    "optim": {"type": "adamw", "learning_rate": 1e-3},
+    "train": {"steps": 10, "batch_size": 16},
+    "parallel": {"reduce": {"type": "ring"}},
+}  # fmt: skip
+
+
+def test_a_table_within_80_columns_and_what_was_refused(jaxdist: Jaxdist) -> None:
+    jaxdist.config(CONFIG)
+    done = jaxdist.here("plan", "config.yaml", "--on", "v5e:2x4", "--json", "plans.json")
+    assert done.code == 0, done
+    assert max(map(len, done.out.splitlines())) <= 80
+    assert "chips  8: v5e:2x4" in done.out
+    assert "Plans refused" in done.out
+    report = json.loads((jaxdist.folder / "plans.json").read_text())
+    assert report["target"]["chips"] == 8
+    first, second = report["plans"][:2]
+    assert first["seconds"]["total"] <= second["seconds"]["total"]
+    assert sum(report["refused"].values()) + report["plans_that_fit"] == report["plans_seen"]
+
+
+def test_the_best_plan_is_written_and_accepted(jaxdist: Jaxdist) -> None:
+    jaxdist.config(CONFIG)
+    done = jaxdist.here("plan", "config.yaml", "--on", "v5e:2x4", "--write", "best.yaml")
+    assert done.code == 0, done
+    path = jaxdist.folder / "best.yaml"
+    _, config = load(path)
+    assert config.parallel.reduce is None  # the plan's, not the config's own
+    assert config.train.steps == 10
+    assert jaxdist.here("config", "show", "best.yaml").code == 0
+    # A plan for eight chips is one for any eight devices.
+    assert build(*reversed(load(path)), devices=jax.devices()).layout.mesh.size == 8
+
+
+def test_explained_with_a_picture_and_energy(jaxdist: Jaxdist) -> None:
+    jaxdist.config(CONFIG, energy={"watts": 200.0, "pue": 1.1, "grid": 100.0})
+    done = jaxdist.here("plan", "config.yaml", "--on", "v5e:2x4", "--explain", 1, "--plot", "drawn")
+    assert done.code == 0, done
+    assert max(map(len, done.out.splitlines())) <= 200
+    said = " ".join(done.out.split())
+    for part in ("Time of a step", "Memory of each v5e", "kWh", "PUE 1.1, 100 g/kWh", "10 steps"):
+        assert part in said
+    assert (jaxdist.folder / "drawn/plan.svg").read_text().startswith("<?xml")
+
+
+def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
+    jaxdist.config(CONFIG)
+    done = jaxdist.here("plan", "config.yaml", "--on", "h100:2x8", "--explain", 1)
+    assert done.code == 0, done
+    said = " ".join(done.out.split())
+    assert "By formulas only" in said
+    assert "board power" in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "part"),
+    [
+        (["--on", "v5q:2x2"], "topology 'v5q:2x2'"),
+        (["--on", "v5e:2x4", "--plot", "drawn"], "give both"),
+        (["--on", "v5e:2x4", "--explain", "99999"], "give 1 to"),
+        (["--on", "v5e:2x4", "train.batch_size=7"], "batch does not divide"),
+        (["--on", "v5e:2x4", "optim.type=lars"], "optim.type"),
+        (
+            ["--on", "v5e:2x4", "parallel={deterministic: {type: strict, shards: 8}}"],
+            "plans are not searched for it",
+        ),
+        (["--on", "v5e:2x4", "--write", "no/such/best.yaml"], "No such file"),
+        (
+            ["--on", "v5e:1x1", "model.layers=64", "model.embed=8192", "model.mlp=32768"],
+            "chips would do",
+        ),
+    ],
+)
+def test_bad_input_is_one_message(jaxdist: Jaxdist, arguments: list[str], part: str) -> None:
+    jaxdist.config(CONFIG)
+    refused = jaxdist.here("plan", "config.yaml", *arguments)
+    assert refused.code in (2, 3), refused
+    assert part in refused.message
+
+
+def test_gpus_are_not_compiled_for(jaxdist: Jaxdist) -> None:
+    jaxdist.config(CONFIG)
+    refused = jaxdist("plan", "config.yaml", "--on", "h100:2x8", "--compile")
+    assert refused.code == 2, refused
+    assert "--compile: h100:2x8: By formulas only" in refused.message
+
+
+def test_another_model_is_refused(jaxdist: Jaxdist) -> None:
+    jaxdist.config()
+    refused = jaxdist.here("plan", "config.yaml", "--on", "v5e:2x4")
+    assert refused.code == 2
+    assert "only gpt can be planned for" in refused.message
+
+
+@pytest.mark.needs_libtpu
+def test_the_best_plans_compiled_for_a_tpu(jaxdist: Jaxdist) -> None:
+    jaxdist.config(CONFIG)
+    done = jaxdist("plan", "config.yaml", "--on", "v5e:2x2", "--top", 1, "--compile", "--json", "p")
+    assert done.code == 0, done
+    assert re.search(r"compiled: data .*: [\d.]+ [mu]?s", done.out)
+    (plan,) = json.loads((jaxdist.folder / "p").read_text())["plans"]
+    assert plan["compiled"]["refusal"] == ""
+    assert plan["compiled"]["peak_bytes"] > 0
+    assert plan["compiled"]["sent_bytes"]["data"] > 0
+
+
+def test_several_slices(jaxdist: Jaxdist) -> None:
+    jaxdist.config(CONFIG)
+    done = jaxdist.here(
+        "plan", "config.yaml", "--on", "v5e:2x2", "--slices", 2, "--write", "best.yaml"
+    )
+    assert done.code == 0, done
+    assert "8: 2 x v5e:2x2" in done.out
+    _, config = load(Path(jaxdist.folder / "best.yaml"))
+    assert config.mesh.model_dump()["data"]["dcn"] == 2

@@ -1,0 +1,112 @@
+"""Memory by formula: state to the byte as built, the rest by its laws."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxdist.experiment import build, load
+from jaxdist.planner.memory import kept_bytes, memory, share
+from jaxdist.planner.model import Decoder, decoder_of
+from jaxdist.planner.plan import KEPT, Plan
+from jaxdist.planner.search import refusal, ticks_of
+from jaxdist.planner.write import planned
+from jaxdist.train.memory import bytes_per_device
+
+CONFIG = {
+    "model": {
+        "type": "gpt", "layers": 4, "embed": 64, "heads": 4, "kv_heads": 2, "mlp": 160,
+        "compute_dtype": "bfloat16", "tied_head": False,
+    },
+    "data": {
+        "type": "synthetic", "kind": "tokens", "vocab_size": 100, "window": 32,
+        "heldout_examples": 0,
+    },
+    "optim": {"type": "adamw", "learning_rate": 1e-3},
+    "train": {"steps": 1, "batch_size": 32},
+}  # fmt: skip
+MODEL = Decoder(8, 256, 8, 4, 32, 768, vocab=1024, window=128, batch=64, tied=False)
+PLANS = st.builds(
+    Plan,
+    data=st.sampled_from([1, 2, 4, 8]),
+    tensor=st.sampled_from([1, 2, 4]),
+    zero=st.integers(0, 3),
+    remat=st.sampled_from(sorted(KEPT)),
+    microbatches=st.sampled_from([1, 2, 4]),
+)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(data=8, zero=0),
+        Plan(data=8, zero=3),
+        Plan(data=4, tensor=2, zero=1),
+        Plan(data=4, tensor=2, zero=3),
+        Plan(stage=2, data=4, zero=1, microbatches=4, schedule="1f1b"),
+        Plan(slices=2, data=4, zero=3, scope="ici"),
+    ],
+    ids=Plan.words,
+)
+def test_state_is_that_of_the_experiment_to_the_byte(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(planned(CONFIG, plan)))
+    document, config = load(path)
+    model = decoder_of(config, document)
+    assert refusal(model, plan) is None
+    program = build(config, document, devices=jax.devices()).program
+    ours = memory(model, plan, ticks_of(plan))
+    assert ours.parameters == bytes_per_device(program.state_shapes.params)
+    counters = 64  # of the optimizer: steps, and what the schedule counts
+    assert 0 <= bytes_per_device(program.state_shapes.opt_state) - ours.optimizer <= counters
+
+
+def test_the_model_has_as_many_parameters_as_the_experiment(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(CONFIG))
+    document, config = load(path)
+    program = build(config, document, devices=jax.devices()[:1]).program
+    count = sum(leaf.size for leaf in jax.tree.leaves(program.model.params))
+    assert decoder_of(config, document).parameters == count
+
+
+@given(PLANS)
+def test_more_of_the_state_split_is_less_memory(plan: Plan) -> None:
+    if plan.data == 1 or plan.zero == 3:
+        return
+    further = dataclasses.replace(plan, zero=plan.zero + 1)
+    before, after = memory(MODEL, plan), memory(MODEL, further)
+    state = [one.parameters + one.optimizer + one.gradients for one in (before, after)]
+    assert state[1] < state[0]
+    assert share(MODEL, plan).shard <= share(MODEL, plan).whole
+
+
+@given(PLANS)
+def test_more_microbatches_keep_less(plan: Plan) -> None:
+    further = dataclasses.replace(plan, microbatches=2 * plan.microbatches)
+    assert memory(MODEL, further).activations < memory(MODEL, plan).activations
+    assert memory(MODEL, further).parameters == memory(MODEL, plan).parameters
+
+
+def test_remat_keeps_what_it_says() -> None:
+    """Of one token: the block's input, and each activation that is named."""
+    one = {name: kept_bytes(MODEL, Plan(remat=name), 1) / MODEL.window / 2 for name in KEPT}
+    assert one["full"] == 256
+    assert one["save_qkv"] == 256 + 256 + 128 + 128
+    assert one["minimal"] == one["save_qkv"] + 256 + 2 * 768
+    assert one["all_named"] == one["minimal"] + 256
+
+
+def test_a_stash_takes_more_than_recomputing() -> None:
+    plan = Plan(stage=4, data=1, zero=0, microbatches=8, schedule="1f1b")
+    stash = dataclasses.replace(plan, stash=True)
+    assert (
+        memory(MODEL, stash, ticks_of(stash)).activations
+        > memory(MODEL, plan, ticks_of(plan)).activations
+    )

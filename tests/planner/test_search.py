@@ -1,0 +1,172 @@
+"""The search: what it finds, what it refuses and why, and the laws of its times."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxdist.bench.planner.cases import PUBLISHED, drawn
+from jaxdist.bench.planner.report import judged, kendall_tau
+from jaxdist.errors import ConfigError
+from jaxdist.planner.explain import remedies
+from jaxdist.planner.model import Decoder
+from jaxdist.planner.plan import KEPT, Plan
+from jaxdist.planner.search import (
+    MEMORY,
+    best,
+    judge,
+    judged_of,
+    least_chips,
+    no_plan,
+    refusal,
+    search,
+    ticks_of,
+)
+from jaxdist.planner.target import meshes, parse_target
+
+SMALL = Decoder(8, 1024, 8, 8, 128, 4096, vocab=32000, window=1024, batch=32, tied=False)
+LARGE = Decoder(80, 8192, 64, 8, 128, 28672, vocab=32000, window=4096, batch=64, tied=False)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return search(SMALL, parse_target("v5e:2x4"))
+
+
+def test_plans_are_sorted_fit_and_are_counted(found) -> None:
+    times = [one.seconds.total for one in found.valid]
+    assert times == sorted(times)
+    assert all(one.fits and refusal(SMALL, one.plan) is None for one in found.valid)
+    assert found.count == len(found.valid) + sum(found.refused.values())
+    assert found.refused.get(MEMORY, 0) == len(found.too_large)
+    assert all(one.plan.devices == 8 for one in found.valid)
+
+
+def test_the_best_have_none_that_another_beats_in_both(found) -> None:
+    top = best(found, 5)
+    assert top[0] == found.valid[0]
+    for number, one in enumerate(top):
+        for faster in top[:number]:
+            assert faster.places != one.places or one.memory.total < faster.memory.total
+
+
+def test_parts_add_up_and_none_is_negative(found) -> None:
+    for one in found.valid[::20]:
+        for parts, total in (
+            (one.seconds.parts(), one.seconds.total),
+            (one.memory.parts(), one.memory.total),
+        ):
+            assert min(parts.values()) >= 0
+            assert sum(parts.values()) == pytest.approx(total)
+
+
+def test_a_small_model_is_fastest_without_recomputing(found) -> None:
+    plan = found.valid[0].plan
+    assert (plan.stage, plan.tensor) == (1, 1)
+    assert plan.remat in ("minimal", "all_named")
+
+
+@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.name}-{row.topology}")
+def test_published_runs_are_predicted_within_a_sixth(row) -> None:
+    target = parse_target(row.topology, row.slices)
+    assert judged(row).mfu(row.model, target, masked=row.whole) == pytest.approx(row.mfu, rel=1 / 6)
+
+
+@given(st.sampled_from(list(KEPT)), st.sampled_from([1, 2, 4]))
+def test_a_slower_network_is_never_faster(remat: str, count: int) -> None:
+    plan = Plan(slices=2, data=8, remat=remat, microbatches=count)
+    target = parse_target("v5e:2x4", 2)
+    places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
+    slow = dataclasses.replace(
+        target.device, slow=dataclasses.replace(target.device.slow, bytes_per_second=1e8)
+    )
+    slower = dataclasses.replace(target, device=slow)
+    assert (
+        judge(SMALL, plan, places, target).seconds.slow
+        < judge(SMALL, plan, places, slower).seconds.slow
+    )
+
+
+def test_state_in_a_slice_spares_the_slow_network() -> None:
+    target = parse_target("v5e:16x16", 4)
+    places = next(one for one in meshes(target) if one.sizes == (1, 256, 1))
+    model = dataclasses.replace(LARGE, batch=1024)
+    apart = judge(model, Plan(slices=4, data=256, scope="ici"), places, target)
+    over = judge(model, Plan(slices=4, data=256), places, target)
+    assert apart.seconds.slow < over.seconds.slow
+    assert apart.memory.total > over.memory.total
+
+
+def test_a_pipeline_waits_less_with_more_microbatches() -> None:
+    target = parse_target("v5e:2x4")
+    places = next(one for one in meshes(target) if one.sizes == (4, 2, 1))
+    share = []
+    for count in (4, 8, 16):
+        plan = Plan(stage=4, data=2, zero=1, microbatches=count, schedule="1f1b")
+        assert ticks_of(plan) is not None
+        seconds = judge(SMALL, plan, places, target).seconds
+        share.append(seconds.bubble / seconds.total)
+    assert share == sorted(share, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("plan", "why"),
+    [
+        (Plan(data=3), "batch does not divide"),
+        (Plan(tensor=16, data=1, zero=0), "heads does not divide"),
+        (Plan(stage=3, data=1, zero=0, schedule="1f1b", microbatches=4), "layers do not divide"),
+        (Plan(stage=8, data=1, zero=0, schedule="1f1b", microbatches=4), "fewer microbatches"),
+        (Plan(stage=2, data=2, zero=3, schedule="1f1b", microbatches=4), "ZeRO 3 in a pipeline"),
+        (Plan(data=1, zero=3), "one replica"),
+        (Plan(data=2, zero=3, bfloat16_reduction=True), "as it is"),
+    ],
+)
+def test_what_is_no_plan_says_why(plan: Plan, why: str) -> None:
+    assert why in str(refusal(SMALL, plan))
+
+
+def test_where_nothing_fits_the_least_chips_are_told() -> None:
+    target = parse_target("v5e:2x2")
+    nothing = search(LARGE, target)
+    assert not nothing.valid
+    chips = least_chips(LARGE, target)
+    assert chips is not None
+    assert chips > 64  # 12 bytes of 69 billion parameters over 16 GB
+    told = str(no_plan(LARGE, target, nothing))
+    assert f"{chips:,} chips would do" in told
+    assert MEMORY in told
+
+
+def test_where_no_plan_is_valid_reasons_are_counted() -> None:
+    odd = dataclasses.replace(SMALL, batch=7, heads=7, kv_heads=7, layers=7)
+    target = parse_target("v5e:2x4")
+    nothing = search(odd, target)
+    error = no_plan(odd, target, nothing)
+    assert isinstance(error, ConfigError)
+    assert "is valid" in str(error)
+    assert "batch does not divide" in str(error)
+
+
+def test_a_plan_too_large_says_what_would_have_to_change() -> None:
+    found = search(LARGE, parse_target("v5p:4x4x4"))
+    number = len(found.valid) + 1
+    one = judged_of(found, best(found, 5), number)
+    assert not one.fits
+    lines = remedies(one, LARGE)
+    assert "does not fit" in lines[0]
+    assert len(lines) > 1
+    with pytest.raises(ConfigError, match="give 1 to"):
+        judged_of(found, (), found.count + 1)
+
+
+def test_drawn_plans_are_valid_and_the_same_for_a_seed() -> None:
+    first, again = (next(drawn(3)) for _ in range(2))
+    assert first == again
+
+
+def test_kendall_tau_of_orders() -> None:
+    assert kendall_tau([1, 2, 3, 4], [2, 4, 6, 8]) == 1
+    assert kendall_tau([1, 2, 3, 4], [8, 6, 4, 2]) == -1
