@@ -89,11 +89,13 @@ class Document:
       values: nested dicts (text keys), lists, text, numbers, booleans and None.
       origins: where each path of `values` was written; paths may be missing.
       path: the file that was read; None for values that a program gave.
+      files: that file and all that it includes, also where nothing of one is left in `values`.
     """
 
     values: JsonObject
     origins: Mapping[KeyPath, Origin] = field(default_factory=dict)
     path: Path | None = None
+    files: tuple[Path, ...] = ()
 
     def origin(self, path: KeyPath) -> Origin:
         """The origin of `path`, or of its nearest known ancestor.

@@ -37,10 +37,11 @@ def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
         cycle; an override that does not fit.
     """
     file = None if path is None else Path(path)
-    root = Node({}, Origin("the defaults")) if file is None else _Loader().load(file, None, ())
+    loader = _Loader()
+    root = Node({}, Origin("the defaults")) if file is None else loader.load(file, None, ())
     for text in overrides:
         root = apply_override(root, text)
-    return Document(root.plain(), root.origins(), file)
+    return Document(root.plain(), root.origins(), file, tuple(loader.files))
 
 
 def merge(base: Node, child: Node, replaced: frozenset[KeyPath], path: KeyPath = ()) -> Node:
@@ -58,7 +59,7 @@ def merge(base: Node, child: Node, replaced: frozenset[KeyPath], path: KeyPath =
 
 class _Loader:
     def __init__(self) -> None:
-        self.files = 0
+        self.files: list[Path] = []
 
     def load(self, file: Path, asked: Origin | None, chain: tuple[Path, ...]) -> Node:
         name = _display(file)
@@ -67,8 +68,8 @@ class _Loader:
         if os.path.realpath(file) in [os.path.realpath(seen) for seen in chain]:
             cycle = " -> ".join(_display(seen) for seen in (*chain, file))
             raise ConfigError(f"{place}files include each other: {cycle}; break the cycle")
-        self.files += 1
-        if self.files > MAX_FILES:
+        self.files.append(file)
+        if len(self.files) > MAX_FILES:
             raise ConfigError(f"{place}more than {MAX_FILES} files included in all")
         root = parse(text, lambda line: Origin(name, line))
         if root.value is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from rich.console import Console
@@ -54,7 +55,7 @@ def _asked(name: str | None) -> list[Path]:
 
 
 def _with_includes(path: Path) -> set[Path]:
-    return {path, *(Path(origin.source) for origin in read(path).origins.values())}
+    return {Path(os.path.normpath(file)) for file in read(path).files}
 
 
 def _target(source: Path, folder: Path) -> Path:

@@ -60,7 +60,8 @@ def test_one_comes_with_what_it_includes(name: str, tmp_path: Path) -> None:
         ("gpt/base.yaml", {"gpt/base.yaml"}),
         ("configs/gpt/base.yaml", {"gpt/base.yaml"}),
         ("base", {"gpt/base.yaml"}),
-        ("gpt", {"gpt/base.yaml", "gpt/lamb.yaml", "gpt/quickstart.yaml"}),
+        ("mlp", {f"mlp/{path.name}" for path in (ROOT / "configs/mlp").iterdir()}),
+        ("gpt/405b", {"gpt/405b.yaml", "gpt/70b.yaml", "gpt/7b.yaml"}),
         ("digits", {"cnn/digits.yaml", "mlp/digits.yaml"}),
     ],
 )
