@@ -9,6 +9,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
@@ -98,6 +99,11 @@ def plan(path: Path, overrides: Sequence[str], asked: Asked, *, console: Console
     if asked.explain is not None:
         _explain(result, config, asked.explain, asked.plot, console)
     if asked.write is not None:
+        if result.confirmed and result.confirmed[0].refusal:
+            raise ConfigError(
+                f"--write: the compiler refuses all {len(result.top)} plans printed, so that none "
+                f"is written; compile more of them: --top {2 * len(result.top)}"
+            )
         write_config(document, result.top[0].plan, asked.write)
         console.print(f"The first plan is in {escape(str(asked.write))}.", soft_wrap=True)
     if asked.json_file is not None:
@@ -150,7 +156,7 @@ def print_result(result: Result, config: ExperimentConfig, console: Console) -> 
         console.print(refused)
 
 
-def _plans(result: Result):
+def _plans(result: Result) -> Table:
     columns = ["", "plan", "step", "MFU", "memory"]
     if result.confirmed:
         columns += ["compiled", "memory"]

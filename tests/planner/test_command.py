@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from pathlib import Path
 
 import jax
 import pytest
+from rich.console import Console
 from runs import Jaxdist
 
+from jaxdist.errors import ConfigError
 from jaxdist.experiment import build, load
+from jaxdist.planner import report
+from jaxdist.planner.confirm import Confirmed
 
 CONFIG = {
     "model": {
@@ -34,11 +39,11 @@ def test_a_table_within_80_columns_and_what_was_refused(jaxdist: Jaxdist) -> Non
     assert max(map(len, done.out.splitlines())) <= 80
     assert "chips  8: v5e:2x4" in done.out
     assert "Plans refused" in done.out
-    report = json.loads((jaxdist.folder / "plans.json").read_text())
-    assert report["target"]["chips"] == 8
-    first, second = report["plans"][:2]
+    told = json.loads((jaxdist.folder / "plans.json").read_text())
+    assert told["target"]["chips"] == 8
+    first, second = told["plans"][:2]
     assert first["seconds"]["total"] <= second["seconds"]["total"]
-    assert sum(report["refused"].values()) + report["plans_that_fit"] == report["plans_seen"]
+    assert sum(told["refused"].values()) + told["plans_that_fit"] == told["plans_seen"]
 
 
 def test_the_best_plan_is_written_and_accepted(jaxdist: Jaxdist) -> None:
@@ -52,6 +57,20 @@ def test_the_best_plan_is_written_and_accepted(jaxdist: Jaxdist) -> None:
     assert jaxdist.here("config", "show", "best.yaml").code == 0
     # A plan for eight chips is one for any eight devices.
     assert build(*reversed(load(path)), devices=jax.devices()).layout.mesh.size == 8
+
+
+def test_a_plan_that_the_compiler_refuses_is_not_written(
+    jaxdist: Jaxdist, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "confirm", lambda *_: Confirmed(refusal="too large"))
+    jaxdist.config(CONFIG)
+    best = jaxdist.folder / "best.yaml"
+    asked = report.Asked("v5e:2x4", top=2, compiled=True, write=best)
+    console = Console(record=True, file=io.StringIO())
+    with pytest.raises(ConfigError, match="refuses all 2 plans printed"):
+        report.plan(jaxdist.folder / "config.yaml", (), asked, console=console)
+    assert console.export_text().count("refused") >= 2
+    assert not best.exists()
 
 
 def test_explained_with_a_picture_and_energy(jaxdist: Jaxdist) -> None:
