@@ -73,6 +73,12 @@ def test_a_folder_is_seen_at_one_look():
     assert not {str(folder): count for folder, count in counts.items() if count > MOST_FILES}
 
 
+def test_files_of_tests_have_names_of_their_own():
+    """Pytest imports them by name alone, and would take two of one name for the same."""
+    counts = Counter(file.name for file in Path(__file__).parent.rglob("test_*.py"))
+    assert not [name for name, count in counts.items() if count > 1]
+
+
 def documented_lines(node: ast.AST) -> int:
     """Lines of the docstrings in a node."""
     return sum(
