@@ -51,7 +51,7 @@ def test_saves_that_are_cut_off_and_generations_that_wake():
     assert saves.woken_generations(1, seed=0).held
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_processes_that_are_killed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(strikes, "APART", 150)
     hits, same = strikes.struck(1, 0, 2, 9)

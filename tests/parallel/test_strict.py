@@ -112,18 +112,25 @@ def test_an_update_in_pieces_is_the_update() -> None:
 QUICK = [("mlp", "adamw", 4, 1, {})]
 FULL = [
     ("nnx", "guarded", 4, 1, {"lookahead": 2, "microbatches": 2}),
-    ("mlp", "adamw", 4, 0, {}),
     ("gpt", "adamw", 8, 3, {"lookahead": 2}),
     ("gpt bfloat16", "masters", 8, 1, {}),
-    ("gpt bfloat16", "adamw", 8, 0, {}),
     ("linen", "lamb", 8, 0, {}),
     ("linen", "sgd", 8, 0, {}),
     ("mlp", "lamb", 8, 0, {}),
     ("cnn", "sgd", 8, 2, {}),
+    ("mlp", "moments", 12, 0, {"microbatches": 2}),
+]
+SLOW = [
+    ("mlp", "adamw", 4, 0, {}),
+    ("gpt bfloat16", "adamw", 8, 0, {}),
     ("mlp", "scaled", 8, 3, {}),
     ("nnx", "spikes", 6, 0, {}),
-    ("mlp", "moments", 12, 0, {"microbatches": 2}),
     ("mlp", "lars", 8, 0, {}),
+]
+CASES = [
+    *QUICK,
+    *(pytest.param(case, marks=pytest.mark.full) for case in FULL),
+    *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW),
 ]
 
 
@@ -131,9 +138,7 @@ def ids(case: Any) -> str:
     return " ".join(map(str, case)) if isinstance(case, tuple) else str(case)
 
 
-@pytest.mark.parametrize(
-    "case", [*QUICK, *(pytest.param(case, marks=pytest.mark.full) for case in FULL)], ids=ids
-)
+@pytest.mark.parametrize("case", CASES, ids=ids)
 def test_the_bits_are_those_of_one_device(case: tuple[str, str, int, int, dict[str, Any]]) -> None:
     name, kind, shards, stage, more = case
     found = strict_cases.on_all(strict_cases.config(name, kind, shards, stage, **more))

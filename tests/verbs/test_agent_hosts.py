@@ -108,7 +108,7 @@ def assert_each_once_an_epoch(run: Path) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_lost_host_is_done_without_until_it_comes_back(jaxdist: Jaxdist, victim: int):
     run = prepared(jaxdist)
     jaxdist.config(CONFIG, checkpoint={"every": 100_000, "memory_every": 100})
@@ -134,7 +134,7 @@ def test_a_lost_host_is_done_without_until_it_comes_back(jaxdist: Jaxdist, victi
     assert newest.generation == begun(run, 2)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_same_with_redis(jaxdist: Jaxdist, tmp_path: Path):
     with redis_server(tmp_path) as (address, _):
         run = prepared(jaxdist)
@@ -181,7 +181,7 @@ def test_what_a_config_gets_wrong_is_told(jaxdist: Jaxdist):
     assert "lease" in done.message
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_one_host_that_is_noticed_leaves_for_good_and_the_others_go_on(jaxdist: Jaxdist):
     """Each host looks for the file in a folder of its own; all save, at one step."""
     run = prepared(jaxdist)
@@ -218,7 +218,7 @@ def test_one_host_that_is_noticed_leaves_for_good_and_the_others_go_on(jaxdist: 
     assert "kept in memory" not in done.out
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_batch_that_shrinks_and_grows_with_the_hosts(jaxdist: Jaxdist):
     """The rule scales the learning rate with the batch, so that each use still counts one."""
     run = prepared(jaxdist)

@@ -82,7 +82,7 @@ def small_disk(jaxdist: Jaxdist, mount_tmpfs: Callable[[Path, int], Path]) -> It
     jaxdist.kill()  # nobody may write there when the disk is taken away
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_full_disk_keeps_the_last_good_checkpoint(jaxdist: Jaxdist, small_disk: Path) -> None:
     run = small_disk / "run"
     jaxdist.config(checkpoint={"every": 8, "keep": 100}, run={"directory": str(run)})

@@ -95,7 +95,7 @@ def test_racks_halve_what_the_server_receives_and_bear_a_killed_worker(jaxdist: 
     assert last["server_0_dropped"] == last["server_0_refused"] == 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_rounds_are_stopped_and_resumed_to_the_same_bits(jaxdist: Jaxdist, tmp_path: Path):
     train = {"steps": 60, "batch_size": 64, "log_every": 1}
     jaxdist.config(train=train, eval={"every": 20}, checkpoint={"every": 20}, strategy=BSP)
@@ -116,7 +116,8 @@ def test_rounds_are_stopped_and_resumed_to_the_same_bits(jaxdist: Jaxdist, tmp_p
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("strategy", "role", "number"), [(BSP, "server", 0), (RACKS, "aggregator", 1)]
+    ("strategy", "role", "number"),
+    [(BSP, "server", 0), pytest.param(RACKS, "aggregator", 1, marks=pytest.mark.slow)],
 )
 def test_who_cannot_be_lost_ends_the_run_which_then_resumes(
     jaxdist: Jaxdist, strategy, role: str, number: int
