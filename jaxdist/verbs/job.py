@@ -110,18 +110,13 @@ class RunJob:
             traced = self.profiled and self.profiled.after(start, experiment.total_steps)
             writer, progress = self._open(experiment, start, stack)
             hooks, measured = hooks_of(self, experiment, store, writer, progress, metadata)
-            hooks.hooks = [
-                *hooks.hooks,
-                *watching(self, experiment, (memory, local), measured, writer, progress),
-            ]
+            more = [*watching(self, experiment, (memory, local), measured, writer, progress)]
             if writer is not None:
-                hooks.hooks = [
-                    *hooks.hooks,
-                    self._timed(experiment, writer, start, tally, stack),
-                ]
+                more.append(self._timed(experiment, writer, start, tally, stack))
             if traced is not None:
                 # The last hook, so that a trace begins after what else a boundary holds.
-                hooks.hooks = [*hooks.hooks, self._profile(traced, progress, stack)]
+                more.append(self._profile(traced, progress, stack))
+            hooks.hooks = [*hooks.hooks, *more]
 
             def enter(stage: TrainStage) -> None:
                 progress.units_per_step = stage.batch_size * experiment.units_per_example
