@@ -70,6 +70,10 @@ def bench(
         int | None,
         typer.Option(min=0, help="plan: so many are compiled, minutes each; 0 is formulas alone."),
     ] = None,
+    maxtext: Annotated[
+        Path | None,
+        typer.Option(help="plan: dumps of MaxText's programs, written by scripts/maxtext."),
+    ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
@@ -92,6 +96,7 @@ def bench(
         "sigterms": sigterms,
         "scoreboard": scoreboard,
         "programs": programs,
+        "maxtext": maxtext,
     }
     given = {option: value for option, value in options.items() if value is not None}
     report = run(name, json_file, **given)

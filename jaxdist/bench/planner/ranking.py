@@ -29,19 +29,14 @@ class Case:
     settings: tuple[str, ...]
 
 
-RANKED = Case(
-    "Llama-2-7B on v5e:4x4",
-    llama_7b(64),
-    "v5e:4x4",
-    (
-        "model.layers=32",
-        "model.embed=4096",
-        "model.heads=32",
-        "model.kv_heads=32",
-        "model.mlp=11008",
-        "train.batch_size=64",
-    ),
+SIZES_7B = (
+    "model.layers=32",
+    "model.embed=4096",
+    "model.heads=32",
+    "model.kv_heads=32",
+    "model.mlp=11008",
 )
+RANKED = Case("Llama-2-7B on v5e:4x4", llama_7b(64), "v5e:4x4", (*SIZES_7B, "train.batch_size=64"))
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from jaxdist.bench.core.report import Figure, Listing, Report
+from jaxdist.bench.planner import maxtext as beside
 from jaxdist.bench.planner.cases import PUBLISHED, Published, decoder, llama_70b
 from jaxdist.bench.planner.compiled import Program, programs
 from jaxdist.bench.planner.ranking import RANKED, Ranked, ranked
@@ -24,14 +26,17 @@ SEED, CALIBRATION = 1, 9
 """The first draws of this seed were read for the formulas' factors, and are left out."""
 
 
-def bench(programs: int = PROGRAMS) -> Report:
+def bench(programs: int = PROGRAMS, maxtext: Path | None = None) -> Report:
     """Hold memory, time, ranking and search against what is known.
 
     Args:
       programs: drawn plans to compile, minutes each; 0 compiles nothing.
+      maxtext: what `scripts/maxtext` has written, to compare with.
     """
     against = against_rows()
     figures = [*published_figures(), *search_figures(), against_figure(against)]
+    if maxtext is not None:
+        figures += beside.figures(maxtext)
     listings = [published_listing(), against_listing(against)]
     if not programs:
         return Report("plan", figures, listings)
