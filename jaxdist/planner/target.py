@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxdist.errors import MeshError, did_you_mean
@@ -13,6 +13,7 @@ from jaxdist.runtime.hardware import DEVICES, Device
 from jaxdist.runtime.topology import FAMILIES, parse_topology, rings
 
 _GPU = re.compile(r"([a-z0-9]+):(\d{1,5})x(\d{1,2})")
+_SEVERAL = re.compile(r"(\d{1,4}) ?x ?([a-z].*)")
 _GPU_NAMES = tuple(name for name in DEVICES if name not in FAMILIES and name != "cpu")
 Dims = tuple[int, ...]
 
@@ -22,7 +23,7 @@ class Target:
     """Chips to plan for.
 
     Attributes:
-      text: as the user wrote one slice of it.
+      text: as one writes one slice of it; of GPUs all of them.
       device: the figures of a chip.
       shape: of the torus of one slice; of GPUs, the one number of a host.
       slices: slices, or hosts of GPUs.
@@ -86,21 +87,50 @@ def ring_hops(target: Target, dims: Dims) -> int:
     return max(lines, default=1)
 
 
+def parse_targets(texts: Sequence[str], slices: int = 1) -> tuple[Target, ...]:
+    """Each as one writes it.
+
+    Args:
+      slices: of those that do not say how many, as `4xv5e:16x16` does.
+
+    Raises:
+      MeshError: one is none, or two are the same.
+
+    >>> [one.words for one in parse_targets(["v5p:4x4x4", "4xv5e:16x16"], 2)]
+    ['2 x v5p:4x4x4', '4 x v5e:16x16']
+    """
+    targets = [parse_target(text, slices) for text in texts]
+    for number, one in enumerate(targets):
+        if one in targets[:number]:
+            raise MeshError(f"{one.words} is given twice: give each target once")
+    return tuple(targets)
+
+
 def parse_target(text: str, slices: int = 1) -> Target:
     """A TPU slice such as `v5p:8x8x8`, or `h100:16x8`: GPUs as hosts x GPUs of a host.
+
+    Args:
+      text: several slices of a kind as `4xv5p:8x8x8`.
+      slices: where `text` does not say how many.
 
     Raises:
       MeshError: neither, or a chip whose figures are not known.
 
-    >>> parse_target("h100:16x8").chips
-    128
+    >>> parse_target("h100:16x8").chips, parse_target("4xv5e:16x16").chips
+    (128, 1024)
     """
+    several = _SEVERAL.fullmatch(text)
+    if several:
+        text, slices = several[2], int(several[1])
+        if not slices:
+            raise MeshError(f"0 x {text}: give 1 or more of it")
     found = _GPU.fullmatch(text)
     if found and found[1] in _GPU_NAMES:
         hosts, each = int(found[2]) * slices, int(found[3])
         if hosts < 1 or each < 1:
             raise MeshError(f"topology {text!r} has no GPU: give hosts x GPUs of a host, 1 or more")
-        return Target(text, DEVICES[found[1]], (each,), hosts, (False,))
+        written = f"{found[1]}:{hosts}x{each}"
+        return Target(written, DEVICES[found[1]], (each,), hosts, (False,))
     if text.partition(":")[0] not in FAMILIES:
         names = (*FAMILIES, *_GPU_NAMES)
         raise MeshError(
