@@ -68,7 +68,7 @@ def joules_of(one: Judged, target: Target, power: Power) -> float:
     """What all chips draw in a step."""
     waits = one.seconds
     idle = waits.data + waits.slow + waits.tensor + waits.bubble
-    return power.watts(1 - idle / waits.total) * target.chips * waits.total
+    return power.watts(1 - idle / waits.total) * target.devices * waits.total
 
 
 def energy_lines(

@@ -148,7 +148,8 @@ def print_results(results: Sequence[Result], config: ExperimentConfig, console: 
 def _print_result(result: Result, first: int, console: Console, step: str = "") -> None:
     """One target's plans, numbered from `first`, and how many were refused for what."""
     target, found = result.target, result.found
-    _line("chips", f"{target.chips:,}: {target.words}", console)
+    devices = f", {target.devices:,} devices" if target.per_chip > 1 else ""
+    _line("chips", f"{target.chips:,}: {target.words}{devices}", console)
     if step:
         _line("step", step, console)
     counts = f"{found.count:,} plans in {result.search_seconds:.1f} s, {len(found.valid):,} fit"
@@ -250,7 +251,12 @@ def _target_json(result: Result, first: int) -> JsonObject:
             "compiled": asdict(result.confirmed[index]) if result.confirmed else None,
         })  # fmt: skip
     return {
-        "target": {"text": target.words, "chips": target.chips, "device": target.device.name},
+        "target": {
+            "text": target.words,
+            "chips": target.chips,
+            "devices": target.devices,
+            "device": target.device.name,
+        },
         "search_seconds": result.search_seconds,
         "plans_seen": result.found.count,
         "plans_that_fit": len(result.found.valid),

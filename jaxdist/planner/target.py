@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxdist.errors import MeshError, did_you_mean
-from jaxdist.runtime.hardware import DEVICES, Device
+from jaxdist.runtime.hardware import CHIPLET_LINKS, DEVICES, Device
 from jaxdist.runtime.topology import FAMILIES, parse_topology, rings
 
 _GPU = re.compile(r"([a-z0-9]+):(\d{1,5})x(\d{1,2})")
@@ -25,9 +25,11 @@ class Target:
     Attributes:
       text: as one writes one slice of it; of GPUs all of them.
       device: the figures of a chip.
-      shape: of the torus of one slice; of GPUs, the one number of a host.
+      shape: of the torus of one slice, and the devices of a chip where they are two; of GPUs, the
+        one number of a host.
       slices: slices, or hosts of GPUs.
       ends_joined: by dim, whether the torus closes to a ring there.
+      per_chip: devices of a chip, which share its links.
     """
 
     text: str
@@ -35,6 +37,7 @@ class Target:
     shape: Dims
     slices: int
     ends_joined: tuple[bool, ...]
+    per_chip: int = 1
 
     @property
     def is_tpu(self) -> bool:
@@ -42,9 +45,18 @@ class Target:
         return self.device.clock_hz is not None
 
     @property
-    def chips(self) -> int:
-        """Of all slices."""
+    def devices(self) -> int:
+        """Of all slices, as jax counts them."""
         return math.prod(self.shape) * self.slices
+
+    @property
+    def chips(self) -> int:
+        """Of all slices.
+
+        >>> parse_target("tpu7x:4x4x4").chips, parse_target("tpu7x:4x4x4").devices
+        (64, 128)
+        """
+        return self.devices // self.per_chip
 
     @property
     def words(self) -> str:
@@ -63,7 +75,8 @@ class Target:
         """Links that a collective over these whole dims of the torus keeps busy, in one way."""
         if not self.is_tpu:
             return 1
-        return sum(2 if self.ends_joined[d] and self.shape[d] > 2 else 1 for d in dims) or 1
+        far = self.far(dims)
+        return sum(2 if self.ends_joined[d] and self.shape[d] > 2 else 1 for d in far) or 1
 
     def hops(self, dims: Dims) -> int:
         """Neighbours that the first byte passes."""
@@ -71,8 +84,25 @@ class Target:
             return 1
         return sum(
             self.shape[d] // 2 if self.ends_joined[d] and self.shape[d] > 2 else self.shape[d] - 1
-            for d in dims
+            for d in self.far(dims)
         )
+
+    def link_rate(self, dims: Dims) -> float:
+        """Bytes per second that a device has of one link, in a collective over these dims.
+
+        As `jaxdist.cost.torus` has it: devices of one chip share its links, but where the
+        collective is of both.
+        """
+        rate, far = self.device.fast.bytes_per_second, self.far(dims)
+        if self.per_chip == 1:
+            return rate
+        if len(far) == len(dims):
+            return rate / self.per_chip
+        return rate if far else CHIPLET_LINKS * rate
+
+    def far(self, dims: Dims) -> Dims:
+        """Those that leave the chip."""
+        return dims if self.per_chip == 1 else tuple(d for d in dims if d < len(self.shape) - 1)
 
 
 def ring_hops(target: Target, dims: Dims) -> int:
@@ -144,8 +174,11 @@ def parse_target(text: str, slices: int = 1) -> Target:
             f"topology {text!r}: the speed and memory of {slice_.family} are not known to "
             f"jaxdist.runtime.hardware, so that nothing can be planned for it; known: {known}"
         )
-    joined = rings(slice_.family, slice_.shape)
-    return Target(text, DEVICES[slice_.family], slice_.shape, slices, joined)
+    device, joined = DEVICES[slice_.family], rings(slice_.family, slice_.shape)
+    each = FAMILIES[slice_.family].devices
+    if each == 1:
+        return Target(text, device, slice_.shape, slices, joined)
+    return Target(text, device, (*slice_.shape, each), slices, (*joined, False), each)
 
 
 @dataclass(frozen=True)
