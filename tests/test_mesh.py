@@ -115,7 +115,7 @@ def torus(*shape, cores=1):
     [
         (torus(4, 4, 4), {"data": 32, "tensor": 2}, ["of 4x4x4,", "{data: 16, tensor: 4}"]),
         (torus(4, 4, 4), {"stage": 8, "data": 8}, ["{stage: 4, data: 16} or {stage: 16, data: 4}"]),
-        (torus(8, 8, 8, cores=2), {"data": 256, "tensor": 4}, ["8x8x8x2", "{data: 512, tensor: 2}"]),
+        (torus(8, 8, 8, cores=2), {"data": 256, "tensor": 4}, ["8x8x8x2,", "tensor: 2}"]),
     ],
 )  # fmt: skip
 def test_an_axis_on_part_of_a_dim_is_one_message(devices, sizes, parts):

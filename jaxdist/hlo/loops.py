@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 
 from jaxdist.hlo.parse import Computation, Instruction, Module
-from jaxdist.hlo.schedule import CALLED
 from jaxdist.hlo.scalars import Holds, Moved, TuplePath, Value, compute, is_integer, line, wrapped
+from jaxdist.hlo.schedule import CALLED
 
 ArgumentValues = Callable[[int, TuplePath], Value | None]
 """Parameter number and path to its value; None where it is not known."""
