@@ -52,7 +52,7 @@ class Judged:
         return self.memory.total <= (1 - SPARE) * self.limit_bytes
 
     def mfu(self, model: Decoder, target: Target, *, masked: bool) -> float:
-        """Model FLOPs utilization, of the peak of matrix products in the model's dtype."""
+        """Model FLOPs utilization, of the peak in bfloat16 as `jaxdist inspect` has it."""
         peak = target.device.flops_per_second["bfloat16"] * target.devices
         return model.model_flops(masked=masked) / (peak * self.seconds.total)
 

@@ -189,9 +189,10 @@ def seconds(
 
 
 def _computed(model: Decoder, block: int) -> float:
-    """Of the products of attention, those in blocks that the causal mask leaves anything of."""
+    """Of the products of attention, those in blocks that the mask leaves anything of."""
     turns = max(1, model.window // block)
-    return (turns + 1) / (2 * turns)
+    most = turns if model.span is None else min(turns, 1 + math.ceil((model.span - 1) / block))
+    return sum(min(turn, most) for turn in range(1, turns + 1)) / turns**2
 
 
 def _wide_peak(target: Target) -> float:
