@@ -7,6 +7,7 @@ that both auto sharding and manual collectives can name either or both.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -167,7 +168,8 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     """Arrange `devices` (default: all) as the mesh that `config` names, all axes auto.
 
     Raises:
-      MeshError: the sizes do not fit the devices, or a `dcn` size does not fit the hosts or slices.
+      MeshError: the sizes do not fit the devices, a `dcn` size does not fit the hosts or slices, or
+        an axis does not lie on whole dims of a torus.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(config, len(devices))
@@ -180,10 +182,62 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
         dcn += [size.dcn, 1] if split else [1]
         ici += [1, size.ici] if split else [size]
     types = (AxisType.Auto,) * len(names)
+    try:
+        return _arranged(devices, dcn, ici, tuple(names), types)
+    except NotImplementedError as error:  # jax's word for an axis on part of a dim
+        dims = _torus(devices)
+        raise MeshError(
+            f"mesh {describe(sizes)} does not lie on whole dims of a torus of "
+            f"{'x'.join(map(str, dims))}, where alone its axes are rings; meshes that do: "
+            f"{' or '.join(_on_whole_dims(sizes, dims))}"
+        ) from error
+
+
+def _arranged(
+    devices: list[Device],
+    dcn: list[int],
+    ici: list[int],
+    names: tuple[str, ...],
+    types: tuple[AxisType, ...],
+) -> Mesh:
     if math.prod(dcn) == 1:
         shape = tuple(i * d for i, d in zip(ici, dcn, strict=True))
-        return jax.make_mesh(shape, tuple(names), axis_types=types, devices=devices)
-    return Mesh(_two_level(devices, dcn, ici), tuple(names), axis_types=types)
+        return jax.make_mesh(shape, names, axis_types=types, devices=devices)
+    return Mesh(_two_level(devices, dcn, ici), names, axis_types=types)
+
+
+def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
+    """Sizes of the dims that TPU devices lie on, without those of one; two on a chip are a dim."""
+    places = np.array([(*device.coords, device.core_on_chip) for device in devices])
+    sizes = places.max(axis=0) - places.min(axis=0) + 1
+    return tuple(int(size) for size in sizes if size > 1)
+
+
+def _on_whole_dims(
+    sizes: Mapping[str, int | Split], dims: Sequence[int], most: int = 3
+) -> list[str]:
+    """Meshes over the same axes that lie on whole dims inside a slice, nearest to `sizes` first."""
+    axes = list(sizes)
+    owners = itertools.product(range(len(axes)), repeat=len(dims))
+    found = {
+        tuple(
+            math.prod(size for size, own in zip(dims, owner, strict=True) if own == axis)
+            for axis in range(len(axes))
+        )
+        for owner in owners
+    }
+    inside = [size.ici if isinstance(size, Split) else size for size in sizes.values()]
+
+    def distance(one: tuple[int, ...]) -> float:
+        return sum(abs(math.log2(a / b)) for a, b in zip(one, inside, strict=True))
+
+    shown = []
+    for one in sorted(found, key=lambda one: (distance(one), one))[:most]:
+        made: dict[str, int | Split] = {}
+        for (axis, size), count in zip(sizes.items(), one, strict=True):
+            made[axis] = Split(dcn=size.dcn, ici=count) if isinstance(size, Split) else count
+        shown.append(describe(made))
+    return shown
 
 
 def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndarray:

@@ -1,5 +1,6 @@
 import itertools
 import math
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -95,3 +96,30 @@ def test_proposals_use_exactly_the_devices(count, axes):
 
 def test_fewer_devices_can_be_given():
     assert build_mesh(mesh_config(data=2), jax.devices()[:2]).size == 2
+
+
+def torus(*shape, cores=1):
+    """What jax takes for chips of v5p, or of tpu7x where a chip is two devices."""
+    spots = itertools.product(*map(range, (*reversed(shape), cores)))
+    return [
+        SimpleNamespace(
+            id=number, process_index=0, platform="tpu", slice_index=0, core_on_chip=core,
+            device_kind="TPU7x" if cores > 1 else "TPU v5", coords=tuple(reversed(chip)),
+        )
+        for number, (*chip, core) in enumerate(spots)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("devices", "sizes", "parts"),
+    [
+        (torus(4, 4, 4), {"data": 32, "tensor": 2}, ["of 4x4x4,", "{data: 16, tensor: 4}"]),
+        (torus(4, 4, 4), {"stage": 8, "data": 8}, ["{stage: 4, data: 16} or {stage: 16, data: 4}"]),
+        (torus(8, 8, 8, cores=2), {"data": 256, "tensor": 4}, ["8x8x8x2,", "tensor: 2}"]),
+    ],
+)  # fmt: skip
+def test_an_axis_on_part_of_a_dim_is_one_message(devices, sizes, parts):
+    with pytest.raises(MeshError) as raised:
+        build_mesh(mesh_config(**sizes), devices)
+    for part in ("does not lie on whole dims", *parts):
+        assert part in str(raised.value)

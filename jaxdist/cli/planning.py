@@ -15,12 +15,21 @@ def plan(
     overrides: shared.Overrides = None,
     *,
     on: Annotated[
-        str, typer.Option(help="v5p:8x8x8, v5e:16x16; of GPUs hosts x GPUs of each, h100:16x8.")
+        list[str],
+        typer.Option(
+            help="v5p:8x8x8; several slices: 4xv5e:16x16; of GPUs hosts x GPUs of each, "
+            "h100:16x8. Given several times, all are compared."
+        ),
     ],
-    slices: Annotated[int, typer.Option(min=1, help="Slices of it, over a slower network.")] = 1,
-    top: Annotated[int, typer.Option(min=1, max=50, help="Plans to print.")] = 5,
+    slices: Annotated[
+        int,
+        typer.Option(
+            min=1, help="Slices over a slower network, of each --on that does not say how many."
+        ),
+    ] = 1,
+    top: Annotated[int, typer.Option(min=1, max=50, help="Plans to print of each --on.")] = 5,
     write: Annotated[
-        Path | None, typer.Option(help="Write CONFIG with the best plan to this file.")
+        Path | None, typer.Option(help="Write CONFIG with the fastest plan to this file.")
     ] = None,
     explain: Annotated[
         int | None, typer.Option(min=1, help="Where time and memory of this plan go.")

@@ -8,6 +8,9 @@ long, an all-reduce twice that, an all-to-all a quarter of the all-gather (Austi
 Scale Your Model", chapter "Sharded matrices"). To that come the hops that the first byte travels.
 
 What is not a box (a group whose chips lie scattered) is taken at one link of one dim.
+
+Two devices of one chip are one more dim, without links of the torus. A collective that spans it
+sends each byte into the chip once; of one that does not, two run at once and share the links.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxdist.hlo.records import Collective
-from jaxdist.runtime.hardware import Link
+from jaxdist.runtime.hardware import CHIPLET_LINKS, Link
 from jaxdist.runtime.topology import FAMILIES, rings
 
 Coordinates = tuple[int, ...]
@@ -50,12 +53,14 @@ class Torus:
       rings: for each dim of the torus, whether its ends are joined; may go on after the last.
       fast: between neighbours.
       slow: between slices.
+      cores: devices of a chip; where there are several, the last of the places tells them apart.
     """
 
     places: np.ndarray
     rings: tuple[bool, ...]
     fast: Link
     slow: Link
+    cores: int = 1
 
     def transfer(self, collective: Collective) -> Transfer:
         """One execution of a collective, with nothing else on its links."""
@@ -71,11 +76,12 @@ class Torus:
                 latency + collective.sent_bytes / self.slow.bytes_per_second, both_ways(dims)
             )
         is_box = math.prod(extents) == collective.group_size
-        ports = sum(self._ports(dim, extents[dim]) for dim in dims) if is_box else 1
-        hops = sum(self._hops(dim, extents[dim]) for dim in dims)
+        far = dims - self._inside
+        ports = sum(self._ports(dim, extents[dim]) for dim in far) if is_box and far else 1
+        hops = sum(self._hops(dim, extents[dim]) for dim in far)
         rounds = 2 if collective.kind == "all-reduce" else 1
         share = 0.25 if collective.kind == "all-to-all" else 1.0
-        wire = share * collective.sent_bytes / (ports * self.fast.bytes_per_second)
+        wire = share * collective.sent_bytes / (ports * self._link_rate(dims))
         return Transfer(rounds * hops * self.fast.latency_seconds + wire, both_ways(dims))
 
     def _permute(self, collective: Collective) -> Transfer:
@@ -93,8 +99,20 @@ class Torus:
                 way[:, dim] = (way[:, dim] + (size - 1) // 2) % size - (size - 1) // 2
         hops = int(np.abs(way).sum(axis=1).max())
         links = {sign * dim for sign in (1, -1) for dim in np.flatnonzero((sign * way > 0).any(0))}
-        wire = hops * collective.sent_bytes / self.fast.bytes_per_second
+        dims = frozenset(map(abs, map(int, links)))
+        wire = hops * collective.sent_bytes / self._link_rate(dims)
         return Transfer(hops * self.fast.latency_seconds + wire, frozenset(map(int, links)))
+
+    @property
+    def _inside(self) -> frozenset[int]:
+        """The dim inside a chip, where there is one."""
+        return frozenset({self.places.shape[1] - 1} if self.cores > 1 else ())
+
+    def _link_rate(self, dims: frozenset[int]) -> float:
+        """Bytes per second of one link that a device has for a collective over these dims."""
+        if dims and dims <= self._inside:
+            return CHIPLET_LINKS * self.fast.bytes_per_second
+        return self.fast.bytes_per_second / (1 if dims & self._inside else self.cores)
 
     def _extents(self, groups: Sequence[Sequence[int]]) -> list[int]:
         """How many different coordinates a group has in each dim, at most over the groups."""
@@ -130,5 +148,10 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
     """
     places = np.array([(getattr(d, "slice_index", 0) or 0, *d.coords) for d in devices])
     sizes = tuple(int(size) for size in places.max(axis=0)[1:] + 1)
+    on_chip = np.array([getattr(d, "core_on_chip", 0) for d in devices])
+    cores = int(on_chip.max()) + 1
+    if cores > 1:
+        places = np.column_stack([places, on_chip])
     # A dim that a family of two does not have has length 1, and no ring.
-    return Torus(places, rings(family, sizes[: FAMILIES[family].dims]) + (False,) * 3, fast, slow)
+    joined = rings(family, sizes[: FAMILIES[family].dims]) + (False,) * 3
+    return Torus(places, joined, fast, slow, cores)

@@ -11,7 +11,14 @@ from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.loops import Frame
 from jaxdist.hlo.parse import Computation, Instruction, Module
 from jaxdist.hlo.records import Collective
-from jaxdist.hlo.schedule import FUSED_DONE, FUSED_START, channels_in_flight, kind_of
+from jaxdist.hlo.schedule import (
+    CALLED,
+    FUSED_DONE,
+    FUSED_START,
+    channels_in_flight,
+    kind_of,
+    launch_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +101,8 @@ class _Walk:
                     callee = frame.enter(instruction)
                     inside = self._inside(instruction, frame, callee, surroundings)
                     yield self.computation(callee, inside)
+                case "custom-call" if surroundings.start and instruction.called(CALLED):
+                    yield self.computation(frame.enter(instruction), surroundings)
                 case "while":
                     yield self._loop(frame, instruction)
                 case "conditional":
@@ -107,7 +116,9 @@ class _Walk:
         begins = caller.opcode.endswith("-start") or fused_start
         return Surroundings(
             is_fusion=caller.opcode.startswith("fusion"),
-            start=(caller, frame.computation) if begins else surroundings.start,
+            start=(launch_of(caller, frame.computation), frame.computation)
+            if begins
+            else surroundings.start,
             source=caller.source or surroundings.source,
         )
 

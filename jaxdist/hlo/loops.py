@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from jaxdist.hlo.parse import Computation, Instruction, Module
 from jaxdist.hlo.scalars import Holds, Moved, TuplePath, Value, compute, is_integer, line, wrapped
+from jaxdist.hlo.schedule import CALLED
 
 ArgumentValues = Callable[[int, TuplePath], Value | None]
 """Parameter number and path to its value; None where it is not known."""
@@ -32,6 +33,10 @@ _CONSTANTS = {"true": 1, "false": 0}
 
 def _unknown(number: int, path: TuplePath) -> Value | None:
     return None
+
+
+CALLS = ("calls", CALLED, "to_apply")
+"""Attributes that name the one computation that an instruction runs."""
 
 
 class Frame:
@@ -97,13 +102,16 @@ class Frame:
         return self.module.computations[instruction.called(attribute)[0]]
 
     def enter(self, caller: Instruction) -> Frame:
-        """The frame of the computation that a fusion, call or async-start runs."""
+        """The frame of the computation that a fusion, call, custom call or async-start runs."""
         operands = caller.operands
-        attribute = "calls" if caller.called("calls") else "to_apply"
+        attribute = next(one for one in CALLS if caller.called(one))
         return Frame(
             self.module,
             self.called(caller, attribute),
-            lambda number, path: self.value(operands[number], path),
+            # On SparseCores an update has the operands of a start that has none.
+            lambda number, path: (
+                self.value(operands[number], path) if number < len(operands) else None
+            ),
         )
 
     def enter_branch(self, name: str, operand: str) -> Frame:

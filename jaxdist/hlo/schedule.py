@@ -1,9 +1,10 @@
 """Which instructions are collectives, where asynchronous ones end, and what runs meanwhile.
 
-A collective is asynchronous in one of three spellings: `all-gather-start` and `all-gather-done`;
-`async-start` and `async-done` around a computation that holds it; and on TPU a fusion that holds
-it with the custom call `AsyncCollectiveStart`, compute fusions that hold it again and carry it
-on, and one with `AsyncCollectiveDone`. The ledger counts the start alone.
+A collective is asynchronous in one of four spellings: `all-gather-start` and `all-gather-done`;
+`async-start` and `async-done` around a computation that holds it; the same with an `async-update`
+that hands over the operands, around a custom call that runs it (on the SparseCores of TPU7x); and
+on TPU a fusion that holds it with the custom call `AsyncCollectiveStart`, compute fusions that hold
+it again and carry it on, and one with `AsyncCollectiveDone`. The ledger counts the start alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ KINDS: dict[str, CollectiveKind] = {
     "collective-broadcast": "collective-broadcast",
 }
 FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+CALLED = "called_computations"
+"""Attribute of a custom call that runs a computation, as on the SparseCores of a TPU."""
 
 # What keeps no compute unit busy. Scalars do not either, whatever is computed.
 _IDLE = {
@@ -41,6 +44,20 @@ _IDLE = {
 def kind_of(instruction: Instruction) -> CollectiveKind | None:
     """The kind of collective that an instruction begins; None for all others, `-done` too."""
     return KINDS.get(instruction.opcode.removesuffix("-start"))
+
+
+def collective_in(
+    computation: Computation, module: Module
+) -> tuple[Instruction, Computation] | None:
+    """The first collective of a computation, or of what its custom calls run, with its own."""
+    for instruction in computation.instructions:
+        if kind_of(instruction) is not None:
+            return instruction, computation
+        if instruction.opcode == "custom-call" and (called := instruction.called(CALLED)):
+            found = collective_in(module.computations[called[0]], module)
+            if found is not None:
+                return found
+    return None
 
 
 def is_fused_reduce_scatter(instruction: Instruction, computation: Computation) -> bool:
@@ -118,6 +135,18 @@ def done_of(
                 seen.add(user.name)
                 pending.append(user)
     return place
+
+
+def launch_of(start: Instruction, computation: Computation) -> Instruction:
+    """What sets an asynchronous start going: itself, but where it has no operands.
+
+    So XLA writes what runs on the SparseCores of a TPU: the start takes scratch memory, and an
+    update hands over the operands when they are there.
+    """
+    if start.opcode != "async-start" or start.operands:
+        return start
+    users = computation.users.get(start.name, [])
+    return next((user for user in users if user.opcode == "async-update"), start)
 
 
 def targets_of(instruction: Instruction, module: Module) -> frozenset[str]:

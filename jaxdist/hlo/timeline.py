@@ -40,8 +40,10 @@ from jaxdist.hlo.schedule import (
     FUSED_DONE,
     FUSED_START,
     channels_in_flight,
+    collective_in,
     done_of,
     kind_of,
+    launch_of,
     targets_of,
 )
 
@@ -146,12 +148,21 @@ class _Run:
             self._inline(self.player.computation(self.frame.enter(instruction), {}))
         elif opcode.endswith("-done") or FUSED_DONE in targets_of(instruction, self.player.module):
             self._end(instruction)
+        elif launch_of(instruction, self.body) is not instruction:
+            pass  # takes scratch memory, and waits for its operands
         elif (collective := self._collective(instruction)) is not None:
             self._communicate(instruction, collective)
-        elif opcode.endswith("-start"):
+        elif self._starts(instruction):
             self._copy(instruction)
         elif not opcode.endswith("-update"):
             self._compute(instruction)
+
+    def _launched(self, update: Instruction) -> Instruction | None:
+        """The start that an update sets going; None of all others."""
+        if update.opcode != "async-update":
+            return None
+        start = self.body.by_name[update.operands[0]]
+        return start if launch_of(start, self.body) is update else None
 
     # What runs by itself
 
@@ -255,12 +266,13 @@ class _Run:
         player = self.player
         if kind_of(instruction) is not None:
             return describe(instruction, self.body, Surroundings(), player.module, player.layout)
-        if instruction.opcode not in ("fusion", "async-start"):
+        launched = self._launched(instruction) or instruction
+        if launched.opcode not in ("fusion", "async-start"):
             return None
-        callee = self.frame.called(instruction, "calls")
-        inner = next((i for i in callee.instructions if kind_of(i) is not None), None)
-        if inner is None:
+        found = collective_in(self.frame.called(launched, "calls"), player.module)
+        if found is None:
             return None
+        inner, callee = found
         is_fusion, starts = instruction.opcode == "fusion", self._starts(instruction)
         if is_fusion and not starts and inner.number("channel_id") in player.in_flight:
             return None  # computes, and carries on a collective that began before
@@ -272,7 +284,7 @@ class _Run:
         return describe(inner, callee, around, player.module, player.layout)
 
     def _starts(self, instruction: Instruction) -> bool:
-        is_start = instruction.opcode.endswith("-start")
+        is_start = instruction.opcode.endswith("-start") or bool(self._launched(instruction))
         return is_start or FUSED_START in targets_of(instruction, self.player.module)
 
     def _communicate(self, instruction: Instruction, collective: Collective) -> None:
@@ -291,8 +303,11 @@ class _Run:
             self._add(instruction, "links", what, extra, extra, collective.axes, times=0)
 
     def _copy(self, start: Instruction) -> None:
-        """An asynchronous copy or slice between memories."""
-        size_bytes = max((shape.bytes for shape in start.shapes), default=0)
+        """An asynchronous copy or slice between memories, or work of the SparseCores there."""
+        shapes = start.shapes
+        if start.opcode == "async-update":  # its result has scratch memory too
+            shapes = [one for each in self.body.operand_shapes(start)[1:] for one in each]
+        size_bytes = max((shape.bytes for shape in shapes), default=0)
         host = is_on_host(start)
         seconds = self.player.rates.copy(size_bytes, host=host)
         name: Resource = "host" if host else "memory"

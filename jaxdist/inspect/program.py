@@ -213,11 +213,11 @@ def predicted(
         return None
     mesh = subject.experiment.layout.mesh
     order = device_order(compiled, mesh) or tuple(range(module.devices))
-    layout, ticks = MeshLayout(dict(mesh.shape), order), _ticks_of(subject.experiment.program)
+    layout, ticks = MeshLayout(dict(mesh.shape), order), ticks_of(subject.experiment.program)
     return step_time(module, layout, list(mesh.devices.flat), ticks)
 
 
-def _ticks_of(program: Program) -> Lockstep | None:
+def ticks_of(program: Program) -> Lockstep | None:
     """The branches that a pipeline's stages take; None of a program without one."""
     compute = program.compute
     if not isinstance(compute, Pipeline):

@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist.cost.energy import Power
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.tables import table
@@ -63,6 +64,13 @@ def remedies(one: Judged, model: Decoder) -> list[str]:
     return lines
 
 
+def joules_of(one: Judged, target: Target, power: Power) -> float:
+    """What all chips draw in a step."""
+    waits = one.seconds
+    idle = waits.data + waits.slow + waits.tensor + waits.bubble
+    return power.watts(1 - idle / waits.total) * target.devices * waits.total
+
+
 def energy_lines(
     one: Judged, model: Decoder, target: Target, config: ExperimentConfig
 ) -> list[str]:
@@ -72,10 +80,7 @@ def energy_lines(
         return [
             f"Energy: the power of {target.device.name} is not published; energy.watts says it."
         ]
-    waits = one.seconds
-    idle = waits.data + waits.slow + waits.tensor + waits.bubble
-    watts = power.watts(1 - idle / waits.total) * target.chips
-    site, joules = config.energy.site, watts * waits.total
+    site, joules = config.energy.site, joules_of(one, target, power)
     million = joules / model.tokens * 1e6
     lines = [
         f"Energy, predicted from power ({power.source}; PUE {site.pue:g}, {site.grid:g} g/kWh): "
@@ -83,7 +88,7 @@ def energy_lines(
     ]
     if model.steps:
         run = joules * model.steps
-        days = waits.total * model.steps / 86400
+        days = one.seconds.total * model.steps / 86400
         lines.append(
             f"The run of {model.steps:,} steps: {days:.3g} days, {site.kwh(run):,.3g} kWh, "
             f"{site.grams(run):,.3g} g CO2e."

@@ -45,6 +45,7 @@ class Decoder:
       param_bytes: of a parameter that the model holds.
       state_bytes: of the optimizer's state of each parameter.
       tied: whether the head is the embedding.
+      span: positions that each one attends to, itself counted; None: all before it.
       loss_chunks: pieces of the sequence that logits are computed in.
       steps: of the run; None where it is counted in epochs.
     """
@@ -62,6 +63,7 @@ class Decoder:
     narrow: bool = True
     param_bytes: int = 4
     state_bytes: int = 8
+    span: int | None = None
     loss_chunks: int = 1
     steps: int | None = None
     tensors: tuple[Tensor, ...] = field(init=False)
@@ -177,6 +179,7 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
         narrow=model.compute_dtype != "float32",
         param_bytes=2 if narrow_params else 4,
         state_bytes=moments * (2 if optim.bf16_moments else 4) + 4 * narrow_params,
+        span=model.attention_window,
         loss_chunks=chunks,
         steps=config.train.steps,
     )

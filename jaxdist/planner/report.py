@@ -1,27 +1,30 @@
-"""`jaxdist plan`: the best plans of a config on a target, as tables, as JSON and as a config."""
+"""`jaxdist plan`: the best plans of a config on targets, as tables, as JSON and as a config."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from jaxdist.config import Document
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.tables import table
 from jaxdist.inspect.times import show_seconds
 from jaxdist.metrics.report import write_json
-from jaxdist.planner.confirm import Confirmed, confirm
+from jaxdist.planner.compare import energy_kwh, print_comparison
+from jaxdist.planner.confirm import confirm
 from jaxdist.planner.explain import draw, energy_lines, print_explained
 from jaxdist.planner.model import Decoder, decoder_of
-from jaxdist.planner.search import Found, Judged, best, judged_of, no_plan, search
-from jaxdist.planner.target import Target, parse_target
+from jaxdist.planner.result import Result, first_numbers, in_order, numbered
+from jaxdist.planner.search import best, search
+from jaxdist.planner.target import Target, parse_targets
 from jaxdist.planner.write import write_config
 from jaxdist.types import JsonObject
 
@@ -36,15 +39,16 @@ class Asked:
     """What the command was asked for.
 
     Attributes:
-      on: a slice, or hosts of GPUs.
-      top: how many plans to print.
+      on: slices, or hosts of GPUs: each is searched.
+      slices: of those that do not say how many.
+      top: how many plans to print of each.
       explain: the number of one of them, or of the plans after them.
       compiled: whether to compile those that are printed.
       write: a file for CONFIG with the best plan.
       plot: a directory for the picture of what is explained.
     """
 
-    on: str
+    on: Sequence[str]
     slices: int = 1
     top: int = 5
     explain: int | None = None
@@ -54,69 +58,49 @@ class Asked:
     json_file: Path | None = None
 
 
-@dataclass(frozen=True)
-class Result:
-    """What was found.
-
-    Attributes:
-      confirmed: of the plans printed, what their compiled programs say; in the same order.
-      search_seconds: of the search alone.
-    """
-
-    model: Decoder
-    target: Target
-    found: Found
-    top: tuple[Judged, ...]
-    confirmed: tuple[Confirmed, ...]
-    search_seconds: float
-
-
-def plan(path: Path, overrides: Sequence[str], asked: Asked, *, console: Console) -> Result:
-    """Search, compile where asked, and print.
+def plan(
+    path: Path, overrides: Sequence[str], asked: Asked, *, console: Console
+) -> tuple[Result, ...]:
+    """Search each target, compile where asked, and print; the fastest target first.
 
     Args:
       path: the configuration file, with `overrides` on top.
 
     Raises:
-      JaxdistError: no plan is valid, or anything else that the user can mend.
+      JaxdistError: no plan is valid on any, or anything else that the user can mend.
     """
     document, config = load(path, overrides)
-    target = parse_target(asked.on, asked.slices)
+    targets = parse_targets(asked.on, asked.slices)
     model = decoder_of(config, document)
-    if asked.compiled and not target.is_tpu:
-        raise ConfigError(f"--compile: {target.words}: {ANALYTIC_ONLY}")
+    for target in targets:
+        if asked.compiled and not target.is_tpu:
+            raise ConfigError(f"--compile: {target.words}: {ANALYTIC_ONLY}")
     if asked.plot is not None and asked.explain is None:
         raise ConfigError("--plot draws what --explain N says: give both")
+    results = in_order([_searched(model, target, asked.top) for target in targets])
+    if asked.explain is not None:
+        numbered(results, asked.explain)  # refused before minutes of compiling
+    if asked.compiled:
+        results = in_order([_confirmed(path, overrides, one, console) for one in results])
+    print_results(results, config, console)
+    if asked.explain is not None:
+        _explain(results, config, asked.explain, asked.plot, console)
+    if asked.write is not None:
+        _write(document, results, asked.write, console)
+    if asked.json_file is not None:
+        write_json(asked.json_file, to_json(results, config), what="plans")
+    return results
+
+
+def _searched(model: Decoder, target: Target, top: int) -> Result:
     begun = time.perf_counter()
     found = search(model, target)
     spent = time.perf_counter() - begun
-    if not found.valid:
-        raise no_plan(model, target, found)
-    result = _confirmed(path, overrides, asked, Result(
-        model, target, found, best(found, asked.top), (), spent
-    ), console)  # fmt: skip
-    print_result(result, config, console)
-    if asked.explain is not None:
-        _explain(result, config, asked.explain, asked.plot, console)
-    if asked.write is not None:
-        if result.confirmed and result.confirmed[0].refusal:
-            raise ConfigError(
-                f"--write: the compiler refuses all {len(result.top)} plans printed, so that none "
-                f"is written; compile more of them: --top {2 * len(result.top)}"
-            )
-        write_config(document, result.top[0].plan, asked.write)
-        console.print(f"The first plan is in {escape(str(asked.write))}.", soft_wrap=True)
-    if asked.json_file is not None:
-        write_json(asked.json_file, to_json(result), what="plans")
-    return result
+    return Result(model, target, found, best(found, top), search_seconds=spent)
 
 
-def _confirmed(
-    path: Path, overrides: Sequence[str], asked: Asked, result: Result, console: Console
-) -> Result:
-    """The same with the plans compiled and in their order, where that is asked for."""
-    if not asked.compiled:
-        return result
+def _confirmed(path: Path, overrides: Sequence[str], result: Result, console: Console) -> Result:
+    """The same with the plans compiled and in their order."""
     pairs = []
     for one in result.top:
         known = confirm(path, overrides, one.plan, result.target, one.seconds.slow)
@@ -124,23 +108,54 @@ def _confirmed(
         console.print(f"compiled: {escape(one.plan.words())}: {said}", style="dim", soft_wrap=True)
         pairs.append((one, known))
     pairs.sort(key=lambda pair: (bool(pair[1].refusal), pair[1].seconds))
-    top, confirmed = zip(*pairs, strict=True)
-    return Result(result.model, result.target, result.found, top, confirmed, result.search_seconds)
+    return replace(
+        result,
+        top=tuple(one for one, _ in pairs),
+        confirmed=tuple(known for _, known in pairs),
+    )
 
 
-def print_result(result: Result, config: ExperimentConfig, console: Console) -> None:
-    """The head, the plans, and how many were refused for what."""
-    model, target, found = result.model, result.target, result.found
-    for name, text in (
-        ("model", f"{config.model.type}, {model.parameters:,} parameters"),
-        ("chips", f"{target.chips:,}: {target.words}"),
-        ("step", f"{model.batch:,} sequences of {model.window:,}: {model.tokens:,} tokens"),
-        ("search", f"{found.count:,} plans in {result.search_seconds:.1f} s, "
-                   f"{len(found.valid):,} fit"),
-    ):  # fmt: skip
-        console.print(f"{name:<7}{text}", soft_wrap=True, markup=False)
+def _write(document: Document, results: Sequence[Result], path: Path, console: Console) -> None:
+    first = results[0]
+    if first.refused:
+        printed = sum(len(one.top) for one in results)
+        raise ConfigError(
+            f"--write: the compiler refuses all {printed} plans printed, so that none "
+            f"is written; compile more of them: --top {2 * len(first.top)}"
+        )
+    write_config(document, first.top[0].plan, path)
+    where = f", on {first.target.words}," if len(results) > 1 else ""
+    console.print(f"The first plan{escape(where)} is in {escape(str(path))}.", soft_wrap=True)
+
+
+def print_results(results: Sequence[Result], config: ExperimentConfig, console: Console) -> None:
+    """The head, the targets side by side where there are several, and each one's plans."""
+    model = results[0].model
+    _line("model", f"{config.model.type}, {model.parameters:,} parameters", console)
+    step = f"{model.batch:,} sequences of {model.window:,}: {model.tokens:,} tokens"
+    if len(results) == 1:
+        _print_result(results[0], 1, console, step)
+        return
+    _line("step", step, console)
     console.print()
-    console.print(_plans(result))
+    print_comparison(results, config, console)
+    for one, first in zip(results, first_numbers(results), strict=True):
+        if one.top:
+            console.print()
+            _print_result(one, first, console)
+
+
+def _print_result(result: Result, first: int, console: Console, step: str = "") -> None:
+    """One target's plans, numbered from `first`, and how many were refused for what."""
+    target, found = result.target, result.found
+    devices = f", {target.devices:,} devices" if target.per_chip > 1 else ""
+    _line("chips", f"{target.chips:,}: {target.words}{devices}", console)
+    if step:
+        _line("step", step, console)
+    counts = f"{found.count:,} plans in {result.search_seconds:.1f} s, {len(found.valid):,} fit"
+    _line("search", counts, console)
+    console.print()
+    console.print(_plans(result, first))
     console.print("MFU with causal attention counted half.", style="dim")
     if not target.is_tpu:
         console.print(ANALYTIC_ONLY, style="dim", soft_wrap=True)
@@ -156,7 +171,11 @@ def print_result(result: Result, config: ExperimentConfig, console: Console) -> 
         console.print(refused)
 
 
-def _plans(result: Result) -> Table:
+def _line(name: str, text: str, console: Console) -> None:
+    console.print(f"{name:<7}{text}", soft_wrap=True, markup=False)
+
+
+def _plans(result: Result, first: int) -> Table:
     columns = ["", "plan", "step", "MFU", "memory"]
     if result.confirmed:
         columns += ["compiled", "memory"]
@@ -164,7 +183,7 @@ def _plans(result: Result) -> Table:
     made.columns[1].justify = "left"
     for number, one in enumerate(result.top):
         row = [
-            str(number + 1),
+            str(first + number),
             escape(one.plan.words()),
             show_seconds(one.seconds.total),
             f"{one.mfu(result.model, result.target, masked=False):.1%}",
@@ -182,9 +201,13 @@ def _plans(result: Result) -> Table:
 
 
 def _explain(
-    result: Result, config: ExperimentConfig, number: int, plot: Path | None, console: Console
+    results: Sequence[Result],
+    config: ExperimentConfig,
+    number: int,
+    plot: Path | None,
+    console: Console,
 ) -> None:
-    one = judged_of(result.found, result.top, number)
+    result, one = numbered(results, number)
     print_explained(number, one, result.model, result.target, console)
     for line in energy_lines(one, result.model, result.target, config):
         console.print(line, style="dim", soft_wrap=True)
@@ -192,23 +215,48 @@ def _explain(
         console.print(f"drawn in {escape(str(draw(one, plot)))}", soft_wrap=True)
 
 
-def to_json(result: Result) -> JsonObject:
+def to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
     """Everything that the tables show, as plain data."""
+    model = results[0].model
+    return {
+        "parameters": model.parameters,
+        "tokens": model.tokens,
+        "targets": [
+            _target_json(one, first) | _first_json(one, results, config)
+            for one, first in zip(results, first_numbers(results), strict=True)
+        ],
+    }
+
+
+def _first_json(one: Result, results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
+    """Of a billion tokens by a target's first plan; why there is none."""
+    if not one.top:
+        return {"chip_hours": None, "kwh": None, "nothing": one.why_not()}
+    hours = None if one.refused else one.chip_hours
+    return {"chip_hours": hours, "kwh": energy_kwh(one, results, config), "nothing": None}
+
+
+def _target_json(result: Result, first: int) -> JsonObject:
     model, target = result.model, result.target
     plans = []
-    for number, one in enumerate(result.top):
+    for index, one in enumerate(result.top):
         plans.append({
+            "number": first + index,
             "plan": one.plan.words(),
             "settings": one.plan.settings(),
             "seconds": {"total": one.seconds.total, **one.seconds.parts()},
             "memory_bytes": {"total": one.memory.total, **one.memory.parts()},
             "mfu": one.mfu(model, target, masked=True),
             "mfu_causal": one.mfu(model, target, masked=False),
-            "compiled": asdict(result.confirmed[number]) if result.confirmed else None,
+            "compiled": asdict(result.confirmed[index]) if result.confirmed else None,
         })  # fmt: skip
     return {
-        "parameters": model.parameters,
-        "target": {"text": target.words, "chips": target.chips, "device": target.device.name},
+        "target": {
+            "text": target.words,
+            "chips": target.chips,
+            "devices": target.devices,
+            "device": target.device.name,
+        },
         "search_seconds": result.search_seconds,
         "plans_seen": result.found.count,
         "plans_that_fit": len(result.found.valid),

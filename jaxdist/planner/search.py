@@ -52,8 +52,8 @@ class Judged:
         return self.memory.total <= (1 - SPARE) * self.limit_bytes
 
     def mfu(self, model: Decoder, target: Target, *, masked: bool) -> float:
-        """Model FLOPs utilization, of the peak of matrix products in the model's dtype."""
-        peak = target.device.flops_per_second["bfloat16"] * target.chips
+        """Model FLOPs utilization, of the peak in bfloat16 as `jaxdist inspect` has it."""
+        peak = target.device.flops_per_second["bfloat16"] * target.devices
         return model.model_flops(masked=masked) / (peak * self.seconds.total)
 
 
@@ -249,7 +249,7 @@ def least_chips(model: Decoder, target: Target) -> int | None:
         slices *= 2
         wider = dataclasses.replace(target, slices=slices)
         # More slices need as many sequences: a batch that only divides over fewer is grown.
-        grown = dataclasses.replace(model, batch=math.lcm(model.batch, wider.chips))
+        grown = dataclasses.replace(model, batch=math.lcm(model.batch, wider.devices))
         if any(_smallest(grown, places, wider) for places in meshes(wider)):
             return wider.chips
     return None

@@ -5,14 +5,15 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from jaxdist.errors import MeshError, did_you_mean
-from jaxdist.runtime.hardware import DEVICES, Device
+from jaxdist.runtime.hardware import CHIPLET_LINKS, DEVICES, Device
 from jaxdist.runtime.topology import FAMILIES, parse_topology, rings
 
 _GPU = re.compile(r"([a-z0-9]+):(\d{1,5})x(\d{1,2})")
+_SEVERAL = re.compile(r"(\d{1,4}) ?x ?([a-z].*)")
 _GPU_NAMES = tuple(name for name in DEVICES if name not in FAMILIES and name != "cpu")
 Dims = tuple[int, ...]
 
@@ -22,11 +23,13 @@ class Target:
     """Chips to plan for.
 
     Attributes:
-      text: as the user wrote one slice of it.
+      text: as one writes one slice of it; of GPUs all of them.
       device: the figures of a chip.
-      shape: of the torus of one slice; of GPUs, the one number of a host.
+      shape: of the torus of one slice, and the devices of a chip where they are two; of GPUs, the
+        one number of a host.
       slices: slices, or hosts of GPUs.
       ends_joined: by dim, whether the torus closes to a ring there.
+      per_chip: devices of a chip, which share its links.
     """
 
     text: str
@@ -34,6 +37,7 @@ class Target:
     shape: Dims
     slices: int
     ends_joined: tuple[bool, ...]
+    per_chip: int = 1
 
     @property
     def is_tpu(self) -> bool:
@@ -41,9 +45,18 @@ class Target:
         return self.device.clock_hz is not None
 
     @property
-    def chips(self) -> int:
-        """Of all slices."""
+    def devices(self) -> int:
+        """Of all slices, as jax counts them."""
         return math.prod(self.shape) * self.slices
+
+    @property
+    def chips(self) -> int:
+        """Of all slices.
+
+        >>> parse_target("tpu7x:4x4x4").chips, parse_target("tpu7x:4x4x4").devices
+        (64, 128)
+        """
+        return self.devices // self.per_chip
 
     @property
     def words(self) -> str:
@@ -62,7 +75,8 @@ class Target:
         """Links that a collective over these whole dims of the torus keeps busy, in one way."""
         if not self.is_tpu:
             return 1
-        return sum(2 if self.ends_joined[d] and self.shape[d] > 2 else 1 for d in dims) or 1
+        far = self.far(dims)
+        return sum(2 if self.ends_joined[d] and self.shape[d] > 2 else 1 for d in far) or 1
 
     def hops(self, dims: Dims) -> int:
         """Neighbours that the first byte passes."""
@@ -70,8 +84,25 @@ class Target:
             return 1
         return sum(
             self.shape[d] // 2 if self.ends_joined[d] and self.shape[d] > 2 else self.shape[d] - 1
-            for d in dims
+            for d in self.far(dims)
         )
+
+    def link_rate(self, dims: Dims) -> float:
+        """Bytes per second that a device has of one link, in a collective over these dims.
+
+        As `jaxdist.cost.torus` has it: devices of one chip share its links, but where the
+        collective is of both.
+        """
+        rate, far = self.device.fast.bytes_per_second, self.far(dims)
+        if self.per_chip == 1:
+            return rate
+        if len(far) == len(dims):
+            return rate / self.per_chip
+        return rate if far else CHIPLET_LINKS * rate
+
+    def far(self, dims: Dims) -> Dims:
+        """Those that leave the chip."""
+        return dims if self.per_chip == 1 else tuple(d for d in dims if d < len(self.shape) - 1)
 
 
 def ring_hops(target: Target, dims: Dims) -> int:
@@ -86,21 +117,50 @@ def ring_hops(target: Target, dims: Dims) -> int:
     return max(lines, default=1)
 
 
+def parse_targets(texts: Sequence[str], slices: int = 1) -> tuple[Target, ...]:
+    """Each as one writes it.
+
+    Args:
+      slices: of those that do not say how many, as `4xv5e:16x16` does.
+
+    Raises:
+      MeshError: one is none, or two are the same.
+
+    >>> [one.words for one in parse_targets(["v5p:4x4x4", "4xv5e:16x16"], 2)]
+    ['2 x v5p:4x4x4', '4 x v5e:16x16']
+    """
+    targets = [parse_target(text, slices) for text in texts]
+    for number, one in enumerate(targets):
+        if one in targets[:number]:
+            raise MeshError(f"{one.words} is given twice: give each target once")
+    return tuple(targets)
+
+
 def parse_target(text: str, slices: int = 1) -> Target:
     """A TPU slice such as `v5p:8x8x8`, or `h100:16x8`: GPUs as hosts x GPUs of a host.
+
+    Args:
+      text: several slices of a kind as `4xv5p:8x8x8`.
+      slices: where `text` does not say how many.
 
     Raises:
       MeshError: neither, or a chip whose figures are not known.
 
-    >>> parse_target("h100:16x8").chips
-    128
+    >>> parse_target("h100:16x8").chips, parse_target("4xv5e:16x16").chips
+    (128, 1024)
     """
+    several = _SEVERAL.fullmatch(text)
+    if several:
+        text, slices = several[2], int(several[1])
+        if not slices:
+            raise MeshError(f"0 x {text}: give 1 or more of it")
     found = _GPU.fullmatch(text)
     if found and found[1] in _GPU_NAMES:
         hosts, each = int(found[2]) * slices, int(found[3])
         if hosts < 1 or each < 1:
             raise MeshError(f"topology {text!r} has no GPU: give hosts x GPUs of a host, 1 or more")
-        return Target(text, DEVICES[found[1]], (each,), hosts, (False,))
+        written = f"{found[1]}:{hosts}x{each}"
+        return Target(written, DEVICES[found[1]], (each,), hosts, (False,))
     if text.partition(":")[0] not in FAMILIES:
         names = (*FAMILIES, *_GPU_NAMES)
         raise MeshError(
@@ -114,8 +174,11 @@ def parse_target(text: str, slices: int = 1) -> Target:
             f"topology {text!r}: the speed and memory of {slice_.family} are not known to "
             f"jaxdist.runtime.hardware, so that nothing can be planned for it; known: {known}"
         )
-    joined = rings(slice_.family, slice_.shape)
-    return Target(text, DEVICES[slice_.family], slice_.shape, slices, joined)
+    device, joined = DEVICES[slice_.family], rings(slice_.family, slice_.shape)
+    each = FAMILIES[slice_.family].devices
+    if each == 1:
+        return Target(text, device, slice_.shape, slices, joined)
+    return Target(text, device, (*slice_.shape, each), slices, (*joined, False), each)
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def gather(target: Target, dims: Dims, size: int, total_bytes: float) -> float:
     if size == 1:
         return 0.0
     link = target.device.fast
-    wire = total_bytes * (size - 1) / size / (target.ports(dims) * link.bytes_per_second)
+    wire = total_bytes * (size - 1) / size / (target.ports(dims) * target.link_rate(dims))
     return wire + target.hops(dims) * link.latency_seconds
 
 
@@ -161,7 +161,9 @@ def seconds(
         message = split * model.embed * width
         busy = count * (layers * (ahead + back) + head / plan.stage)
         hops = ring_hops(target, places.dims[0]) if plan.chunks > 1 else 1
-        bubble = tick + count * head - busy + _messages(ticks, target, hops * message)
+        bubble = (
+            tick + count * head - busy + _messages(ticks, target, places.dims[0], hops * message)
+        )
         head /= plan.stage
     once_data, slow = _step_waits(model, plan, places, target)
     state = (mine.shard if plan.zero else mine.whole) * (
@@ -187,9 +189,10 @@ def seconds(
 
 
 def _computed(model: Decoder, block: int) -> float:
-    """Of the products of attention, those in blocks that the causal mask leaves anything of."""
+    """Of the products of attention, those in blocks that the mask leaves anything of."""
     turns = max(1, model.window // block)
-    return (turns + 1) / (2 * turns)
+    most = turns if model.span is None else min(turns, 1 + math.ceil((model.span - 1) / block))
+    return sum(min(turn, most) for turn in range(1, turns + 1)) / turns**2
 
 
 def _wide_peak(target: Target) -> float:
@@ -239,9 +242,10 @@ def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, toke
     """
     size = plan.tensor
     link, peak = target.device.fast, target.device.flops_per_second["bfloat16"]
+    dims = places.dims[2]
     piece = tokens / size
-    message = piece * model.embed * model.width * ring_hops(target, places.dims[2])
-    wire = message / link.bytes_per_second + link.latency_seconds
+    message = piece * model.embed * model.width * ring_hops(target, dims)
+    wire = message / target.link_rate(dims) + link.latency_seconds
     product = 2.0 * piece * model.embed * (model.mlp / size) / peak
     if plan.schedule is not None:
         product *= HIDDEN_IN_TICKS
@@ -260,7 +264,7 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
         return 0.0 if explicit else 2 * gather(target, places.dims[1], plan.data, layer)
     once = gather(target, places.dims[1], plan.data, layer)
     # On three dims libtpu has no reduce-scatter: it sums whole gradients, and cuts.
-    sums = once * (2 if len(places.dims[1]) > 2 else 1)
+    sums = once * (2 if len(target.far(places.dims[1])) > 2 else 1)
     gathers = 2 * once if plan.zero == 3 else 0.0
     return gathers + sums
 
@@ -300,8 +304,7 @@ def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan:
     return ticks.seconds(kinds)
 
 
-def _messages(ticks: Ticks, target: Target, size_bytes: float) -> float:
-    """Seconds of what stages send each other in all ticks."""
-    link = target.device.fast
-    each = size_bytes / link.bytes_per_second + link.latency_seconds
+def _messages(ticks: Ticks, target: Target, dims: Dims, size_bytes: float) -> float:
+    """Seconds of what stages, which lie on these dims, send each other in all ticks."""
+    each = size_bytes / target.link_rate(dims) + target.device.fast.latency_seconds
     return ticks.ticks * (len(ticks.outputs) + len(ticks.cotangents)) * each

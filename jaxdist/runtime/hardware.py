@@ -6,8 +6,17 @@ of a TPU: what XLA calls available when it compiles for one (libtpu 0.0.42). Mem
 data sheet. Clock of a TPU: the one at which its matrix units (four of 128 x 128 in each core of v4,
 v5e and v5p, four of 256 x 256 in v6e) reach the peak. Link of a TPU to its host: PCIe, in the same
 chapter. Latency of NVLink and of a GPU's network: NCCL's own tuning table (`hwLat`, ring,
-protocol Simple). Latency between TPU slices: taken to be that of a GPU's network. The CPU: fake
-devices in one process on two cores, measured with `jaxdist bench collectives`.
+protocol Simple). Latency between TPU slices: taken to be that of a GPU's network.
+
+A chip of tpu7x (Ironwood) is two devices of jax, which have half of its FLOPs, memory and network
+each, and share its links. FLOPs, memory bandwidth and network: Google Cloud's page "TPU7x
+(Ironwood)" (2307 TFLOP/s, 7380 GB/s, 100 Gbit/s a chip). Its links: the page gives 1200 GB/s both
+ways on a chip, as of v5p, so that they are taken to be v5p's. Memory: libtpu 0.0.52. Clock: that at
+which four units of 256 x 256 on each device reach the peak; libtpu's own cost analysis counts with
+996 TFLOP/s a device, as at 1.9 GHz (and with 394 on v5p, as at 1.5 GHz). What joins the two devices
+of a chip is taken to be as fast as all its six links: `CHIPLET_LINKS`.
+
+The CPU: fake devices in one process on two cores, measured with `jaxdist bench collectives`.
 """
 
 from __future__ import annotations
@@ -21,6 +30,8 @@ from typing import Literal
 from jaxdist.errors import JaxdistError, did_you_mean
 
 GIB = 2**30
+CHIPLET_LINKS = 6
+"""Between two devices of one chip, in links of the torus: an assumption, and no bottleneck."""
 
 
 def host_memory_bytes() -> int:
@@ -55,14 +66,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Device:
-    """The figures of one device, as jax counts devices (a v4 chip counts once: megacore).
+    """The figures of one device, as jax counts them (a v4 chip counts once: megacore).
 
     Attributes:
       name: the short name, for example "v5e".
       flops_per_second: dtype name to the peak of dense matrix products.
       memory_bytes: what a program can use; None where it is the host's.
       memory_bytes_per_second: of its main memory.
-      fast: the network inside (ICI, NVLink), per mesh axis.
+      fast: the network inside (ICI, NVLink), per mesh axis; of a chip, whose devices share it.
       slow: the network between slices or hosts (DCN, Ethernet, InfiniBand), per device.
       clock_hz: of a TPU's cores, in which its compiler counts; None of all others.
       host_bytes_per_second: between the device's memory and its host's, one way; None where it is
@@ -140,6 +151,15 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
                 3.2e10,
             ),
             Device(
+                "tpu7x",
+                _flops(bfloat16=1.1535e15),
+                int(94.74 * GIB),
+                3.69e12,
+                _ici(9e10),
+                _network(6.25e9),
+                2.2e9,
+            ),
+            Device(
                 "a100",
                 _flops(bfloat16=3.12e14, float16=3.12e14, int8=6.24e14, float32=1.95e13),
                 80 * GIB,
@@ -183,6 +203,7 @@ _KINDS = (
     ("tpu v6 lite", "v6e"),
     ("tpu v6e", "v6e"),
     ("tpu v4", "v4"),
+    ("tpu7x", "tpu7x"),
     ("a100", "a100"),
     ("h100", "h100"),
     ("h200", "h200"),

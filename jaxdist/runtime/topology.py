@@ -31,10 +31,11 @@ class Family:
 
     Attributes:
       dims: of its torus.
-      most_chips: of its largest pod.
+      most_chips: of its largest slice; that of v5p is not all of a pod.
       ring: the length at which the ends of a dim are joined; None where cubes of 4 x 4 x 4 chips
         are joined to rings in all dims.
       chip_config: jax's.
+      devices: of jax on each chip.
     """
 
     dims: int
@@ -42,16 +43,17 @@ class Family:
     example: str
     ring: int | None = None
     chip_config: str = "default"
+    devices: int = 1
 
 
 FAMILIES = {
-    "v2": Family(2, 256, "v2:4x4", ring=16),
-    "v3": Family(2, 1024, "v3:4x4", ring=32),
+    "v2": Family(2, 256, "v2:4x4", ring=16, devices=2),
+    "v3": Family(2, 1024, "v3:4x4", ring=32, devices=2),
     "v4": Family(3, 4096, "v4:2x2x2", chip_config="megacore"),
     "v5e": Family(2, 256, "v5e:2x4", ring=16),
-    "v5p": Family(3, 8960, "v5p:4x4x4"),
+    "v5p": Family(3, 6144, "v5p:4x4x4"),
     "v6e": Family(2, 256, "v6e:4x4", ring=16),
-    "tpu7x": Family(3, 9216, "tpu7x:2x2x1"),
+    "tpu7x": Family(3, 9216, "tpu7x:2x2x1", devices=2),
 }
 _FORM = re.compile(r"([a-z0-9]+):(\d{1,4}(?:x\d{1,4})*)")
 _FORMS = "a topology is family:AxB or family:AxBxC, such as " + ", ".join(
@@ -99,10 +101,45 @@ def parse_topology(text: str) -> Topology:
             f"topology {text!r} has {chips:,} chips: a slice of {name} has 1 to "
             f"{family.most_chips:,}"
         )
+    if not is_slice(shape):
+        nearest = "x".join(map(str, _nearest(shape)))
+        raise MeshError(
+            f"topology {text!r} is no slice of {name}: {_SHAPES[family.dims]}; did you mean "
+            f"{name}:{nearest}?"
+        )
     return Topology(name, shape)
 
 
 CUBE = 4
+_SHAPES = {
+    2: "its dims are powers of two, none more than twice the other, as 2x4, 8x8 and 8x16",
+    3: "its dims are 1, 2 or 4 chips, or all are multiples of 4 (whole cubes of 4x4x4), as 2x2x2, "
+    "4x4x8 and 8x8x12",
+}
+
+
+def is_slice(shape: Sequence[int]) -> bool:
+    """Whether slices of a family with so many dims have such shapes.
+
+    Of three dims: parts of a cube of 4 x 4 x 4, or whole cubes (Google Cloud's pages on TPU types
+    and topologies, v4, v5p). Of two: those that the pages on v5e and v6e list, lying or standing,
+    and a pair of chips, which libtpu compiles for.
+
+    >>> [is_slice(one) for one in ((8, 8, 12), (2, 2, 4), (8, 8, 9), (2, 4, 8), (8, 16), (2, 16))]
+    [True, True, False, False, True, False]
+    """
+    if len(shape) == 2:
+        powers = all(size.bit_count() == 1 for size in shape)
+        return powers and max(shape) <= 2 * min(shape)
+    return all(size in (1, 2, CUBE) for size in shape) or all(size % CUBE == 0 for size in shape)
+
+
+def _nearest(shape: Sequence[int]) -> tuple[int, ...]:
+    """A slice of about this shape."""
+    if len(shape) == 3:
+        return tuple(CUBE * max(1, round(size / CUBE)) for size in shape)
+    powers = [2 ** round(math.log2(size)) for size in shape]
+    return tuple(max(size, max(powers) // 2) for size in powers)
 
 
 def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:

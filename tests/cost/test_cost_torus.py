@@ -127,3 +127,28 @@ def test_a_group_of_one_takes_no_time():
     layout = MeshLayout({"data": 4}, (0, 1, 2, 3))
     assert layout.size(()) == 1
     assert seconds((4, 1, 1), "all-reduce", {"data": 4}, [[0], [1], [2], [3]]) == 0
+
+
+def twins(*shape):
+    """Chips of two devices each, as jax lists them."""
+    return [
+        SimpleNamespace(slice_index=0, coords=chip.coords, core_on_chip=core)
+        for chip in chips(*shape)
+        for core in range(2)
+    ]
+
+
+def test_two_devices_of_a_chip_share_its_links():
+    torus = torus_of(twins(4, 4, 4), "tpu7x", FAST, SLOW)
+    whole = torus.transfer(collective("all-gather", {"data": 128}, everyone(128)))
+    # Of 128 pieces of 4000 B each goes into a chip once, over six links.
+    assert whole.seconds == pytest.approx(4000 * 127 / 6e9)
+    halves = [list(range(core, 128, 2)) for core in range(2)]
+    each = torus.transfer(collective("all-gather", {"a": 64, "core": 2}, halves))
+    assert each.seconds == pytest.approx(4000 * 63 / 3e9)
+    pairs = [[2 * chip, 2 * chip + 1] for chip in range(64)]
+    inside = torus.transfer(collective("all-gather", {"a": 64, "core": 2}, pairs))
+    assert inside.seconds == pytest.approx(4000 / 6e9)
+    assert not inside.links & {1, 2, 3, -1, -2, -3}
+    near = torus.transfer(collective("collective-permute", {"a": 128}, [(0, 8), (1, 9)]))
+    assert near.seconds == pytest.approx(4000 / 0.5e9)

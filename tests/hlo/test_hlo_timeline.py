@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from jaxdist.hlo.account import account
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.parse import parse
 from jaxdist.hlo.timeline import play
@@ -264,3 +265,52 @@ def test_random_schedules_agree_with_a_plain_simulation(seed):
         else:
             now = max(now, ends[rest[0]])
     assert timeline(program(*lines)).seconds == now
+
+
+SPARSE = f"""
+%called (q: f32[8]) -> f32[8] {{
+  %q = f32[8] parameter(0)
+  ROOT %inner = f32[8] all-reduce(%q), channel_id=1, {GROUPS}, to_apply=%sum
+}}, execution_thread="sparsecore"
+
+%async (o: f32[8]) -> f32[8] {{
+  %o = f32[8] parameter(0)
+  ROOT %c = f32[8] custom-call(%o), custom_call_target="sparse", called_computations={{%called}}
+}}, execution_thread="sparsecore"
+"""
+
+
+@pytest.mark.parametrize(("beside", "waited"), [(0, 8), (5, 3), (20, 0)])
+def test_a_collective_on_sparse_cores_begins_when_it_is_given_operands(beside, waited):
+    lines = [
+        P,
+        '%s = ((), (), (s32[99])) async-start(), async_execution_thread="sparsecore", calls=%async',
+        "%before = f32[8] negate(%p)",  # 7 s
+        "%u = ((f32[8]), f32[8], (s32[99])) async-update(%s, %before)",
+        work("a", beside),
+        "%d = f32[8] async-done(%u)",
+        "ROOT %t = (f32[8]) tuple(%d)",
+    ]
+    module = program(*lines, other=SPARSE)
+    found = timeline(module)
+    assert found.seconds == 7 + beside + waited
+    assert found.entries["u"].waited_seconds == waited
+    assert found.entries["u"].axes == ("data",)
+    (one,) = account(module, LAYOUT).collectives
+    assert (one.kind, one.sent_bytes, one.is_async) == ("all-reduce", 1.5 * 32, True)
+    assert not one.overlapped  # what stands before its update does not run beside it
+
+
+def test_other_work_of_sparse_cores_is_of_the_operands_that_it_is_given():
+    other = SPARSE.replace("all-reduce(%q)", "negate(%q)")
+    lines = [
+        P,
+        '%s = ((), (), (s32[99])) async-start(), async_execution_thread="sparsecore", calls=%async',
+        "%u = ((f32[8]), f32[8], (s32[99])) async-update(%s, %p)",
+        work("a", 5),
+        "%d = f32[8] async-done(%u)",
+        "ROOT %t = (f32[8]) tuple(%d)",
+    ]
+    found = timeline(program(*lines, other=other))
+    assert found.entries["u"].what == "memory"
+    assert found.seconds == 8

@@ -39,7 +39,7 @@ def test_a_table_within_80_columns_and_what_was_refused(jaxdist: Jaxdist) -> Non
     assert max(map(len, done.out.splitlines())) <= 80
     assert "chips  8: v5e:2x4" in done.out
     assert "Plans refused" in done.out
-    told = json.loads((jaxdist.folder / "plans.json").read_text())
+    (told,) = json.loads((jaxdist.folder / "plans.json").read_text())["targets"]
     assert told["target"]["chips"] == 8
     first, second = told["plans"][:2]
     assert first["seconds"]["total"] <= second["seconds"]["total"]
@@ -65,7 +65,7 @@ def test_a_plan_that_the_compiler_refuses_is_not_written(
     monkeypatch.setattr(report, "confirm", lambda *_: Confirmed(refusal="too large"))
     jaxdist.config(CONFIG)
     best = jaxdist.folder / "best.yaml"
-    asked = report.Asked("v5e:2x4", top=2, compiled=True, write=best)
+    asked = report.Asked(["v5e:2x4"], top=2, compiled=True, write=best)
     console = Console(record=True, file=io.StringIO())
     with pytest.raises(ConfigError, match="refuses all 2 plans printed"):
         report.plan(jaxdist.folder / "config.yaml", (), asked, console=console)
@@ -139,7 +139,8 @@ def test_the_best_plans_compiled_for_a_tpu(jaxdist: Jaxdist) -> None:
     done = jaxdist("plan", "config.yaml", "--on", "v5e:2x2", "--top", 1, "--compile", "--json", "p")
     assert done.code == 0, done
     assert re.search(r"compiled: data .*: [\d.]+ [mu]?s", done.out)
-    (plan,) = json.loads((jaxdist.folder / "p").read_text())["plans"]
+    (target,) = json.loads((jaxdist.folder / "p").read_text())["targets"]
+    (plan,) = target["plans"]
     assert plan["compiled"]["refusal"] == ""
     assert plan["compiled"]["peak_bytes"] > 0
     assert plan["compiled"]["sent_bytes"]["data"] > 0

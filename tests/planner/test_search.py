@@ -100,6 +100,21 @@ def test_state_in_a_slice_spares_the_slow_network() -> None:
     assert apart.memory.total > over.memory.total
 
 
+def test_a_window_of_attention_takes_less_of_its_time() -> None:
+    target = parse_target("v5e:2x4")
+    places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
+    long = dataclasses.replace(SMALL, window=8192)
+    times = [
+        judge(dataclasses.replace(long, span=span), Plan(data=8), places, target).seconds.attention
+        for span in (1, 1024, 4096, 8192, None)
+    ]
+    assert times == sorted(times)
+    assert times[0] < times[1] < times[2] < times[3]
+    # Positions that attend to themselves alone: one block of 8 (or 16) in each row, of 36 (or 136).
+    assert times[0] == pytest.approx(times[4] * 8 / 36, rel=0.5)
+    assert times[3] == times[4]
+
+
 def test_a_pipeline_waits_less_with_more_microbatches() -> None:
     target = parse_target("v5e:2x4")
     places = next(one for one in meshes(target) if one.sizes == (4, 2, 1))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -29,7 +30,10 @@ def test_a_host_of_gpus_is_split_by_any_divisor() -> None:
     assert parse_target("h100:4x8", 2).chips == 64
 
 
-@given(st.tuples(*[st.sampled_from([1, 2, 4, 8, 16])] * 3))
+SHAPES = [*itertools.product((1, 2, 4), repeat=3), *itertools.product((4, 8, 16), repeat=3)]
+
+
+@given(st.sampled_from(SHAPES))
 def test_every_mesh_has_all_chips_on_dims_of_its_own(shape: tuple[int, int, int]) -> None:
     target = parse_target("v5p:" + "x".join(map(str, shape)))
     for one in meshes(target):
@@ -54,7 +58,8 @@ def test_rings_have_two_links_a_dim_and_lines_one() -> None:
         ("v5p", "cannot be read"),
         ("v5p:4x4", "has 2 dims, v5p has 3"),
         ("v5e:64x64", "4,096 chips"),
-        ("tpu7x:2x2x1", "speed and memory of tpu7x are not known"),
+        ("v3:4x4", "speed and memory of v3 are not known"),
+        ("v5p:8x8x9", "is no slice of v5p"),
         ("h100:0x8", "has no GPU"),
         ("cpu:2x2", "h100:16x8"),
         ("", "h100:16x8"),
@@ -63,3 +68,14 @@ def test_rings_have_two_links_a_dim_and_lines_one() -> None:
 def test_what_is_no_topology_is_refused(text: str, part: str) -> None:
     with pytest.raises(MeshError, match=part):
         parse_target(text)
+
+
+def test_two_devices_of_a_chip_are_a_dim_and_share_its_links() -> None:
+    target = parse_target("tpu7x:4x4x4", 2)
+    assert (target.chips, target.devices) == (128, 256)
+    assert {(1, 128, 1), (1, 64, 2), (4, 16, 2), (1, 16, 8)} <= sizes("tpu7x:4x4x4")
+    both, one, inside = (0, 1, 2, 3), (0, 1, 2), (3,)
+    rate = target.device.fast.bytes_per_second
+    assert [target.link_rate(dims) for dims in (both, one, inside)] == [rate, rate / 2, 6 * rate]
+    assert [target.ports(dims) for dims in (both, one, inside)] == [6, 6, 1]
+    assert [target.hops(dims) for dims in (both, one, inside)] == [6, 6, 0]

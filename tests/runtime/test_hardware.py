@@ -17,6 +17,7 @@ from jaxdist.runtime.hardware import DEVICES, device, find_device
         ("TPU v5p", "v5p"),
         ("TPU v6 lite", "v6e"),
         ("TPU v6e", "v6e"),
+        ("TPU7x", "tpu7x"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),

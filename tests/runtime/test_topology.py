@@ -9,7 +9,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxdist.errors import MeshError
 from jaxdist.hlo.ledger import compile_with_text, ledger_of_text
-from jaxdist.runtime.topology import FAMILIES, Topology, parse_topology, topology_devices
+from jaxdist.runtime.topology import (
+    FAMILIES,
+    Family,
+    Topology,
+    parse_topology,
+    topology_devices,
+)
 
 
 @pytest.mark.parametrize(
@@ -19,6 +25,11 @@ from jaxdist.runtime.topology import FAMILIES, Topology, parse_topology, topolog
         ("v5p:4x4x4", Topology("v5p", (4, 4, 4))),
         ("v5e:16x16", Topology("v5e", (16, 16))),
         ("tpu7x:2x2x1", Topology("tpu7x", (2, 2, 1))),
+        ("v5p:16x16x24", Topology("v5p", (16, 16, 24))),
+        ("v5p:4x4x20", Topology("v5p", (4, 4, 20))),
+        ("v4:12x12x24", Topology("v4", (12, 12, 24))),
+        ("v6e:1x1", Topology("v6e", (1, 1))),
+        ("v5e:16x8", Topology("v5e", (16, 8))),
     ],
 )
 def test_parse(text: str, expected: Topology) -> None:
@@ -37,6 +48,12 @@ def test_parse(text: str, expected: Topology) -> None:
         ("v5p:4x4", ["'v5p:4x4' has 2 dims, v5p has 3, as in v5p:4x4x4"]),
         ("v5e:0x4", ["'v5e:0x4' has 0 chips: a slice of v5e has 1 to 256"]),
         ("v5e:32x32", ["'v5e:32x32' has 1,024 chips", "1 to 256"]),
+        ("v5p:16x16x28", ["has 7,168 chips: a slice of v5p has 1 to 6,144"]),
+        ("v5p:8x8x9", ["'v5p:8x8x9' is no slice of v5p", "multiples of 4", "mean v5p:8x8x8?"]),
+        ("tpu7x:2x4x8", ["'tpu7x:2x4x8' is no slice of tpu7x", "mean tpu7x:4x4x8?"]),
+        ("v4:3x3x3", ["'v4:3x3x3' is no slice of v4", "mean v4:4x4x4?"]),
+        ("v5e:3x3", ["'v5e:3x3' is no slice of v5e", "powers of two", "mean v5e:4x4?"]),
+        ("v6e:2x16", ["'v6e:2x16' is no slice of v6e", "mean v6e:8x16?"]),
     ],
 )
 def test_what_is_no_topology(text: str, parts: list[str]) -> None:
@@ -58,13 +75,14 @@ def test_every_family(name: str) -> None:
     devices = topology_devices(FAMILIES[name].example)
     assert {device.platform for device in devices} == {"tpu"}
     chips = len({tuple(device.coords) for device in devices})
-    assert chips * (2 if name in ("v2", "v3", "tpu7x") else 1) == len(devices)
+    assert chips * FAMILIES[name].devices == len(devices)
 
 
 @pytest.mark.needs_libtpu
-def test_a_shape_that_libtpu_refuses() -> None:
-    with pytest.raises(MeshError, match=r"topology 'v5e:3x3' is none that libtpu knows: .*2x2x1"):
-        topology_devices("v5e:3x3")
+def test_a_family_that_libtpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, "v9", Family(2, 16, "v9:2x2"))
+    with pytest.raises(MeshError, match=r"topology 'v9:2x2' is none that libtpu knows: "):
+        topology_devices("v9:2x2")
 
 
 @pytest.mark.needs_libtpu

@@ -104,7 +104,7 @@ def measure(
         repeats,
     )  # fmt: skip
     command = [sys.executable, "-m", "jaxdist.bench.compression.host", json.dumps(asdict(task))]
-    printed = lab.run(hosts, command, environ=_environ(), timeout_seconds=TIMEOUT_SECONDS)
+    printed = lab.run(hosts, command, environ=host_environ(), timeout_seconds=TIMEOUT_SECONDS)
     (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
     read = TypeAdapter(list[Timed]).validate_json(line.removeprefix(FOUND))
     timed = {one.name: one for one in read}
@@ -113,7 +113,7 @@ def measure(
     return Found(hosts, timed, seconds, sent)
 
 
-def _environ() -> dict[str, str]:
+def host_environ() -> dict[str, str]:
     """Of all hosts: one device, and malloc as `jaxdist` starts itself with, torch's too."""
     environ = one_device(os.environ)
     tunables = plan_tunables(environ, platform.libc_ver()[0])
