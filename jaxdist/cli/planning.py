@@ -41,6 +41,13 @@ def plan(
         bool,
         typer.Option("--compile", help="Compile the plans printed: minutes each; TPUs only."),
     ] = False,
+    memory: Annotated[
+        bool,
+        typer.Option(
+            "--memory",
+            help="Ask the compiler for the memory of the plans printed: seconds each; TPUs only.",
+        ),
+    ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Search for the mesh, ZeRO, remat, microbatches and schedule that train CONFIG fastest.
@@ -58,5 +65,5 @@ def plan(
     from jaxdist.planner.report import Asked
     from jaxdist.planner.report import plan as search
 
-    asked = Asked(on, slices, top, explain, compile_top, write, plot, json_file)
+    asked = Asked(on, slices, top, explain, compile_top, write, plot, json_file, memory)
     search(config, list(overrides or []), asked, console=shared.console())

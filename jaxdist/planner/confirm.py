@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,6 +13,7 @@ from jaxdist.config import plain_yaml, read
 from jaxdist.errors import RunError
 from jaxdist.inspect.program import inspect_step, open_subject
 from jaxdist.inspect.rows import by_axes
+from jaxdist.planner.laid_out import laid_out_bytes
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Target
 from jaxdist.planner.write import planned
@@ -36,6 +38,7 @@ class Confirmed:
       refusal: why the compiler does not take it; empty where it does.
       note: what is not of the program.
       compile_seconds: that it took.
+      laid_out: whether the compiler was asked for memory alone: `seconds` are the formula's then.
     """
 
     seconds: float = 0.0
@@ -45,6 +48,7 @@ class Confirmed:
     refusal: str = ""
     note: str = ""
     compile_seconds: float = 0.0
+    laid_out: bool = False
 
 
 def of_one_slice(plan: Plan) -> Plan:
@@ -60,12 +64,7 @@ def confirm(
     Args:
       slow_seconds: of what crosses the slow network, by formula.
     """
-    values = planned(read(path, overrides).values, of_one_slice(plan))
-    values["train"]["batch_size"] //= target.slices
-    # Nothing but the plan is of this file: its name stands in messages in place of the config's.
-    with TemporaryDirectory() as directory:
-        file = Path(directory) / path.name
-        file.write_text(plain_yaml(values), encoding="utf-8")
+    with _config(path, overrides, plan, target) as file:
         try:
             found = inspect_step(open_subject(file, (), topology_devices(target.text)))
         except RunError as error:
@@ -81,3 +80,36 @@ def confirm(
         note=OF_ONE_SLICE if target.slices > 1 else "",
         compile_seconds=found.compile_seconds,
     )
+
+
+def lay_out(
+    path: Path, overrides: Sequence[str], plan: Plan, target: Target, seconds: float = 0.0
+) -> Confirmed:
+    """Ask the compiler for the memory of one plan; seconds of a core, in a process of its own.
+
+    Args:
+      seconds: of a step, by formula.
+    """
+    limit = target.device.memory_bytes
+    assert limit is not None, "targets have memory of their own"
+    with _config(path, overrides, plan, target) as file:
+        try:
+            size = laid_out_bytes(file, (), target.text, limit)
+        except RunError as error:
+            return Confirmed(refusal=str(error).replace(str(file), str(path)), laid_out=True)
+    note = OF_ONE_SLICE if target.slices > 1 else ""
+    return Confirmed(seconds=seconds, peak_bytes=size, note=note, laid_out=True)
+
+
+@contextmanager
+def _config(path: Path, overrides: Sequence[str], plan: Plan, target: Target) -> Iterator[Path]:
+    """A file of a config with a plan of one slice in it, for as long as it is needed.
+
+    Nothing but the plan is of this file: its name stands in messages in place of the config's.
+    """
+    values = planned(read(path, overrides).values, of_one_slice(plan))
+    values["train"]["batch_size"] //= target.slices
+    with TemporaryDirectory() as directory:
+        file = Path(directory) / path.name
+        file.write_text(plain_yaml(values), encoding="utf-8")
+        yield file

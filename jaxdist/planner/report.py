@@ -19,7 +19,7 @@ from jaxdist.inspect.tables import table
 from jaxdist.inspect.times import show_seconds
 from jaxdist.metrics.report import write_json
 from jaxdist.planner.compare import energy_kwh, print_comparison
-from jaxdist.planner.confirm import confirm
+from jaxdist.planner.confirm import Confirmed, confirm, lay_out
 from jaxdist.planner.explain import draw, energy_lines, print_explained
 from jaxdist.planner.model import Decoder, decoder_of
 from jaxdist.planner.result import Result, first_numbers, in_order, numbered
@@ -44,6 +44,7 @@ class Asked:
       top: how many plans to print of each.
       explain: the number of one of them, or of the plans after them.
       compiled: whether to compile those that are printed.
+      laid_out: whether to ask the compiler for their memory alone.
       write: a file for CONFIG with the best plan.
       plot: a directory for the picture of what is explained.
     """
@@ -56,6 +57,7 @@ class Asked:
     write: Path | None = None
     plot: Path | None = None
     json_file: Path | None = None
+    laid_out: bool = False
 
 
 def plan(
@@ -73,15 +75,16 @@ def plan(
     targets = parse_targets(asked.on, asked.slices)
     model = decoder_of(config, document)
     for target in targets:
-        if asked.compiled and not target.is_tpu:
-            raise ConfigError(f"--compile: {target.words}: {ANALYTIC_ONLY}")
+        if (asked.compiled or asked.laid_out) and not target.is_tpu:
+            option = "--compile" if asked.compiled else "--memory"
+            raise ConfigError(f"{option}: {target.words}: {ANALYTIC_ONLY}")
     if asked.plot is not None and asked.explain is None:
         raise ConfigError("--plot draws what --explain N says: give both")
     results = in_order([_searched(model, target, asked.top) for target in targets])
     if asked.explain is not None:
         numbered(results, asked.explain)  # refused before minutes of compiling
-    if asked.compiled:
-        results = in_order([_confirmed(path, overrides, one, console) for one in results])
+    if asked.compiled or asked.laid_out:
+        results = in_order([_confirmed(path, overrides, one, asked, console) for one in results])
     print_results(results, config, console)
     if asked.explain is not None:
         _explain(results, config, asked.explain, asked.plot, console)
@@ -99,12 +102,19 @@ def _searched(model: Decoder, target: Target, top: int) -> Result:
     return Result(model, target, found, best(found, top), search_seconds=spent)
 
 
-def _confirmed(path: Path, overrides: Sequence[str], result: Result, console: Console) -> Result:
-    """The same with the plans compiled and in their order."""
+def _confirmed(
+    path: Path, overrides: Sequence[str], result: Result, asked: Asked, console: Console
+) -> Result:
+    """The same with the plans compiled, or laid out, and in their order."""
     pairs = []
     for one in result.top:
-        known = confirm(path, overrides, one.plan, result.target, one.seconds.slow)
-        said = "refused" if known.refusal else show_seconds(known.seconds)
+        if asked.compiled:
+            known = confirm(path, overrides, one.plan, result.target, one.seconds.slow)
+            said = show_seconds(known.seconds)
+        else:
+            known = lay_out(path, overrides, one.plan, result.target, one.seconds.total)
+            said = show_bytes(known.peak_bytes)
+        said = "refused" if known.refusal else said
         console.print(f"compiled: {escape(one.plan.words())}: {said}", style="dim", soft_wrap=True)
         pairs.append((one, known))
     pairs.sort(key=lambda pair: (bool(pair[1].refusal), pair[1].seconds))
@@ -178,7 +188,7 @@ def _line(name: str, text: str, console: Console) -> None:
 def _plans(result: Result, first: int) -> Table:
     columns = ["", "plan", "step", "MFU", "memory"]
     if result.confirmed:
-        columns += ["compiled", "memory"]
+        columns += ["compiled"] if result.confirmed[0].laid_out else ["compiled", "memory"]
     made = table("Predicted plans", *columns)
     made.columns[1].justify = "left"
     for number, one in enumerate(result.top):
@@ -190,14 +200,17 @@ def _plans(result: Result, first: int) -> Table:
             show_bytes(one.memory.total),
         ]
         if result.confirmed:
-            known = result.confirmed[number]
-            row += (
-                ["refused", ""]
-                if known.refusal
-                else [show_seconds(known.seconds), show_bytes(known.peak_bytes)]
-            )
+            row += _said(result.confirmed[number])
         made.add_row(*row)
     return made
+
+
+def _said(known: Confirmed) -> list[str]:
+    """What the compiler says of a plan, in the table's last columns."""
+    said = [] if known.laid_out else ["refused" if known.refusal else show_seconds(known.seconds)]
+    if known.refusal:
+        return [*said, "" if said else "refused"]
+    return [*said, show_bytes(known.peak_bytes)]
 
 
 def _explain(

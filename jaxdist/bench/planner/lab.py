@@ -63,7 +63,9 @@ def bench(speeds: Sequence[LabLink] = SPEEDS) -> Report:
     reason = lab.unavailable(labs[0])
     if reason:
         note = f"skipped: {reason}"
-        return Report("plan --lab", [Figure("slow-link lab", math.nan, math.nan, unit="", note=note)])
+        return Report(
+            "plan --lab", [Figure("slow-link lab", math.nan, math.nan, unit="", note=note)]
+        )
     figures, listings = [], []
     for hosts in labs:
         found = measure(hosts)

@@ -22,9 +22,8 @@ from jaxdist.bench.collectives.program import make_mesh
 from jaxdist.bench.compression.host import sums_of_one_number
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
-from jaxdist.config import Document
+from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.config import validate
 from jaxdist.hlo.entries import Resource
 from jaxdist.hlo.estimates import Effort
 from jaxdist.hlo.groups import MeshLayout
@@ -136,9 +135,10 @@ class Step:
 
     def turn(self) -> Callable[[], None]:
         """Takes a step; a state of its own goes from one to the next."""
-        state, batch = self.program.init(), {
-            name: _drawn(shape) for name, shape in self.program.batch.items()
-        }
+        state, batch = (
+            self.program.init(),
+            {name: _drawn(shape) for name, shape in self.program.batch.items()},
+        )
 
         def take() -> None:
             nonlocal state
@@ -163,9 +163,7 @@ def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[jax.Devi
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
     module = parse(program_text(compiled))
     order = device_order(compiled, mesh) or tuple(range(module.devices))
-    return Step(
-        program, compiled, module, MeshLayout(dict(mesh.shape), order), ticks_of(program)
-    )
+    return Step(program, compiled, module, MeshLayout(dict(mesh.shape), order), ticks_of(program))
 
 
 def measure(task: Task) -> list[Timed]:
