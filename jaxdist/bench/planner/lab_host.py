@@ -12,19 +12,18 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from pydantic import TypeAdapter
 
-from jaxdist.bench.collectives.program import make_mesh
-from jaxdist.bench.compression.host import sums_of_one_number
+from jaxdist.bench.collectives.program import compile_local, make_mesh, split
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
-from jaxdist.config import Document
+from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.config import validate
 from jaxdist.hlo.entries import Resource
 from jaxdist.hlo.estimates import Effort
 from jaxdist.hlo.groups import MeshLayout
@@ -34,6 +33,7 @@ from jaxdist.hlo.parse import Module, parse
 from jaxdist.hlo.records import Collective
 from jaxdist.hlo.timeline import play
 from jaxdist.inspect.program import ticks_of
+from jaxdist.mesh import Device
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.write import planned
 from jaxdist.runtime.connection import connected
@@ -44,6 +44,8 @@ from jaxdist.train.step import Program
 FOUND = "found: "
 SUMS = 20
 """All-reduces of one number, one after the other: the latency is their mean."""
+BULK_BYTES = 4 * 2**20
+"""Of an all-reduce that says what a host's link carries."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,21 @@ class Timed:
     seconds: tuple[float, ...]
     predicted: float
     waits: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one lab gave.
+
+    Attributes:
+      latency_seconds, bytes_per_second: of a host's link, as all-reduces found them.
+      work_seconds: of the step that sends nothing.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    work_seconds: float
+    timed: tuple[Timed, ...]
 
 
 @dataclass(frozen=True)
@@ -136,9 +153,10 @@ class Step:
 
     def turn(self) -> Callable[[], None]:
         """Takes a step; a state of its own goes from one to the next."""
-        state, batch = self.program.init(), {
-            name: _drawn(shape) for name, shape in self.program.batch.items()
-        }
+        state, batch = (
+            self.program.init(),
+            {name: _drawn(shape) for name, shape in self.program.batch.items()},
+        )
 
         def take() -> None:
             nonlocal state
@@ -155,7 +173,7 @@ def _drawn(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
 
 
-def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[jax.Device]) -> Step:
+def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[Device]) -> Step:
     """A plan's step, compiled."""
     document = Document(planned(dict(values), plan))
     experiment = build(validate(document, ExperimentConfig), document, devices=list(devices))
@@ -163,26 +181,25 @@ def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[jax.Devi
     compiled = program.train.lower(program.state_shapes, program.batch).compile()
     module = parse(program_text(compiled))
     order = device_order(compiled, mesh) or tuple(range(module.devices))
-    return Step(
-        program, compiled, module, MeshLayout(dict(mesh.shape), order), ticks_of(program)
-    )
+    return Step(program, compiled, module, MeshLayout(dict(mesh.shape), order), ticks_of(program))
 
 
-def measure(task: Task) -> list[Timed]:
+def measure(task: Task) -> Found:
     """Time all plans, interleaved, and predict them; the same on each host."""
     steps = [step_of(task.values, plan, jax.devices()) for plan in task.plans]
-    latency = _latency()
-    turns = [step.turn() for step in steps]
     alone = _alone(task)
-    seconds = _rounds([*turns, alone.turn()], task)
-    rates = Rates(Link(latency, task.bytes_per_second))
-    work, _ = alone.predicted(rates)
-    rates = dataclasses.replace(rates, slower=float(np.median(seconds[-1])) / work)
-    found = []
+    turns = [step.turn() for step in steps]
+    probes = [alone.turn(), _sum(1, SUMS), _sum(BULK_BYTES // 4, 1)]
+    seconds = _rounds([*turns, *probes], task)
+    work, one, bulk = (float(np.median(own)) for own in seconds[-3:])
+    link = _link(one / SUMS, bulk, task.bytes_per_second)
+    rates = Rates(link)
+    rates = dataclasses.replace(rates, slower=work / alone.predicted(rates)[0])
+    timed = []
     for plan, step, own in zip(task.plans, steps, seconds, strict=False):
         predicted, waits = step.predicted(rates)
-        found.append(Timed(plan.words(), tuple(map(float, own)), predicted, waits))
-    return found
+        timed.append(Timed(plan.words(), tuple(map(float, own)), predicted, waits))
+    return Found(link.latency_seconds, link.bytes_per_second, work, tuple(timed))
 
 
 def _alone(task: Task) -> Step:
@@ -192,16 +209,33 @@ def _alone(task: Task) -> Step:
     return step_of(values, Plan(zero=0), jax.local_devices())
 
 
-def _latency() -> float:
-    """Seconds of one message, by all-reduces of one number among all hosts."""
-    turn = sums_of_one_number(make_mesh(jax.devices(), (jax.device_count(),), ("data",)))
-    turn(SUMS)
-    begun = time.perf_counter()
-    turn(SUMS)
-    mine = (time.perf_counter() - begun) / SUMS
-    levels = [Level(jax.device_count(), Link(1.0, 1.0))]
-    slowest = float(np.max(multihost_utils.process_allgather(np.float32(mine))))
-    return slowest / predict_seconds(XLA, "all_reduce", 0, levels)
+def _sum(size: int, times: int) -> Callable[[], None]:
+    """All-reduces of so many numbers among all hosts, one after the other."""
+    mesh = make_mesh(jax.devices(), (jax.device_count(),), ("data",))
+    mine = np.ones(size, np.float32)
+    x = jax.make_array_from_process_local_data(split(mesh), mine, (size * mesh.size,))
+    run = compile_local(partial(jax.lax.pmean, axis_name="data"), mesh, x)
+
+    def take() -> None:
+        y = x
+        for _ in range(times):
+            y = run(y)
+        jax.block_until_ready(y)
+
+    return take
+
+
+def _link(one_seconds: float, bulk_seconds: float, most: float) -> Link:
+    """A host's link, from all-reduces of one number and of `BULK_BYTES`.
+
+    Args:
+      most: bytes per second of the shaped link; a machine that is short of cores carries fewer.
+    """
+    count = jax.device_count()
+    steps = predict_seconds(XLA, "all_reduce", 0, [Level(count, Link(1.0, 1.0))])
+    sent = XLA.traffic("all_reduce", BULK_BYTES, count).sent_bytes
+    carried = sent / max(bulk_seconds - one_seconds, 1e-9)
+    return Link(one_seconds / steps, min(most, carried))
 
 
 def _rounds(turns: Sequence[Callable[[], None]], task: Task) -> np.ndarray:
@@ -232,7 +266,7 @@ def main(arguments: Sequence[str]) -> None:
         found = measure(task)
         if jax.process_index() == 0:
             # In one piece, on a line of its own: gloo prints too, on all hosts.
-            sys.stdout.write(f"\n{FOUND}{json.dumps([asdict(one) for one in found])}\n")
+            sys.stdout.write(f"\n{FOUND}{json.dumps(asdict(found))}\n")
 
 
 if __name__ == "__main__":

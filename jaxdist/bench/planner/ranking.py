@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,3 +61,17 @@ def ranked(case: Case) -> Sequence[Ranked]:
         Ranked(one, kept_or_compiled(list(case.settings), one.plan, case.topology))
         for one in best(found, SIX)
     ]
+
+
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Pairs in the same order less pairs in the other, over all pairs (Kendall 1938).
+
+    >>> kendall_tau([1, 2, 3], [1, 3, 2])
+    0.3333333333333333
+    """
+    score = pairs = 0
+    for i, j in itertools.combinations(range(len(first)), 2):
+        agreement = (first[i] - first[j]) * (second[i] - second[j])
+        score += (agreement > 0) - (agreement < 0)
+        pairs += 1
+    return score / pairs if pairs else math.nan

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import sys
@@ -12,9 +11,10 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from jaxdist.bench.core.report import Figure, Listing, Report
+from jaxdist.bench.planner import lab as plan_lab
 from jaxdist.bench.planner.cases import PUBLISHED, Published, decoder, llama_70b
 from jaxdist.bench.planner.compiled import Program, programs
-from jaxdist.bench.planner.ranking import RANKED, Ranked, ranked
+from jaxdist.bench.planner.ranking import RANKED, Ranked, kendall_tau, ranked
 from jaxdist.bench.zero.report import NO_LIBTPU
 from jaxdist.planner.search import Judged, best, judge, search
 from jaxdist.planner.target import Places, meshes, parse_target
@@ -24,12 +24,15 @@ SEED, CALIBRATION = 1, 9
 """The first draws of this seed were read for the formulas' factors, and are left out."""
 
 
-def bench(programs: int = PROGRAMS) -> Report:
+def bench(programs: int = PROGRAMS, lab: bool = False) -> Report:
     """Hold memory, time, ranking and search against what is known.
 
     Args:
       programs: drawn plans to compile, minutes each; 0 compiles nothing.
+      lab: instead of all this, time plans on slow links (see scripts/lab); ten minutes.
     """
+    if lab:
+        return plan_lab.bench()
     against = against_rows()
     figures = [*published_figures(), *search_figures(), against_figure(against)]
     listings = [published_listing(), against_listing(against)]
@@ -191,20 +194,6 @@ def memory_listing(found: Sequence[Program]) -> Listing:
     ]  # fmt: skip
     columns = {"model": "", "chips": "", "plan": "", "formula": "GB", "compiled": "GB", "ratio": ""}
     return Listing("Memory of drawn plans", columns, rows)
-
-
-def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
-    """Pairs in the same order less pairs in the other, over all pairs (Kendall 1938).
-
-    >>> kendall_tau([1, 2, 3], [1, 3, 2])
-    0.3333333333333333
-    """
-    score = pairs = 0
-    for i, j in itertools.combinations(range(len(first)), 2):
-        agreement = (first[i] - first[j]) * (second[i] - second[j])
-        score += (agreement > 0) - (agreement < 0)
-        pairs += 1
-    return score / pairs if pairs else math.nan
 
 
 def ranking_figure(six: Sequence[Ranked]) -> Figure:
