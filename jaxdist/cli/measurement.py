@@ -46,8 +46,8 @@ def bench(
         bool,
         typer.Option(
             "--lab",
-            help="collectives, compression, param-server: between hosts with slow links, played "
-            "here (Linux, root).",
+            help="collectives, compression, param-server, plan: between hosts with slow links, "
+            "played here (Linux, root).",
         ),
     ] = False,
     torch: Annotated[
