@@ -12,6 +12,7 @@ from jaxdist.bench.core import lab as core_lab
 from jaxdist.bench.core.lab import Lab, LabLink
 from jaxdist.bench.planner import lab
 from jaxdist.bench.planner.lab_host import Found, Rates, Timed, step_of
+from jaxdist.hlo.account import account
 from jaxdist.planner.plan import Plan
 from jaxdist.runtime.hardware import Link
 
@@ -34,6 +35,12 @@ def test_predictions_are_of_the_plans_own_programs() -> None:
     params = split.program.state_shapes.params
     size_bytes = 4 * sum(x.size for x in jax.tree.leaves(params)) + 4 * 256 * 32 + 4
     assert slow[1] - fast[1] == pytest.approx(size_bytes * (1e-7 - 1e-8), rel=0.05)
+    # Each of its arrays is a message by itself, however XLA combines them.
+    late = dataclasses.replace(FAST, link=Link(2e-4, 1e8))
+    sums = account(split.module, split.layout).collectives
+    arrays = sum(len(one.dtypes) * one.times_high for one in sums)
+    assert arrays > sum(one.times_high for one in sums)
+    assert split.predicted(late)[1] - fast[1] == pytest.approx(arrays * 1e-4)
     assert slow[0] - slow[1] == pytest.approx(fast[0] - fast[1])
     twice, waits = split.predicted(dataclasses.replace(FAST, slower=2.0))
     assert twice - waits == pytest.approx(2 * (fast[0] - fast[1]))

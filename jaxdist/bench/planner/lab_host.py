@@ -13,13 +13,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from typing import cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint.multihost import get_barrier_sync_fn
 from pydantic import TypeAdapter
 
 from jaxdist.bench.collectives.program import compile_local, make_mesh, split
+from jaxdist.collectives.contract import Operation
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
 from jaxdist.config import Document, validate
@@ -44,6 +47,8 @@ from jaxdist.train.step import Program
 FOUND = "found: "
 SUMS = 20
 """All-reduces of one number, one after the other: the latency is their mean."""
+PATIENCE_SECONDS = 900.0
+"""The longest wait for a host that compiles."""
 BULK_BYTES = 4 * 2**20
 """Of an all-reduce that says what a host's link carries."""
 
@@ -114,14 +119,22 @@ class Rates:
         raise AssertionError("a CPU program with cycles")
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Seconds of a collective, by the cost model of XLA's collectives."""
+        """Seconds of a collective, by the cost model of XLA's collectives.
+
+        XLA's programs for CPUs send each array of a combined collective by itself.
+        """
+        more = len(collective.dtypes) - 1
+        whole, empty = (self._seconds(collective, scale) for scale in (1.0, 0.0))
+        return whole + more * empty, frozenset({0})
+
+    def _seconds(self, collective: Collective, scale: float) -> float:
+        """Of a collective of one array, of so much of the bytes."""
         if collective.kind in ("collective-permute", "collective-broadcast"):
-            seconds = self.link.latency_seconds
-            return seconds + collective.sent_bytes / self.link.bytes_per_second, frozenset({0})
+            wire = scale * collective.sent_bytes / self.link.bytes_per_second
+            return self.link.latency_seconds + wire
         levels = [Level(collective.group_size, self.link)]
-        kind = collective.kind.replace("-", "_")
-        seconds = predict_seconds(XLA, kind, collective.payload_bytes, levels)  # pyright: ignore
-        return seconds, frozenset({0})
+        kind = cast("Operation", collective.kind.replace("-", "_"))
+        return predict_seconds(XLA, kind, scale * collective.payload_bytes, levels)
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
         """Seconds of a copy."""
@@ -188,8 +201,10 @@ def measure(task: Task) -> Found:
     """Time all plans, interleaved, and predict them; the same on each host."""
     steps = [step_of(task.values, plan, jax.devices()) for plan in task.plans]
     alone = _alone(task)
+    _meet("compiled")
     turns = [step.turn() for step in steps]
     probes = [alone.turn(), _sum(1, SUMS), _sum(BULK_BYTES // 4, 1)]
+    _meet("begun")
     seconds = _rounds([*turns, *probes], task)
     work, one, bulk = (float(np.median(own)) for own in seconds[-3:])
     link = _link(one / SUMS, bulk, task.bytes_per_second)
@@ -200,6 +215,11 @@ def measure(task: Task) -> Found:
         predicted, waits = step.predicted(rates)
         timed.append(Timed(plan.words(), tuple(map(float, own)), predicted, waits))
     return Found(link.latency_seconds, link.bytes_per_second, work, tuple(timed))
+
+
+def _meet(where: str) -> None:
+    """Who compiles first waits: collectives give up on a host that is half a minute late."""
+    get_barrier_sync_fn()(key=where, timeout_ms=int(PATIENCE_SECONDS * 1e3))
 
 
 def _alone(task: Task) -> Step:
