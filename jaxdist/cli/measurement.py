@@ -46,8 +46,8 @@ def bench(
         bool,
         typer.Option(
             "--lab",
-            help="collectives, compression, param-server: between hosts with slow links, played "
-            "here (Linux, root).",
+            help="collectives, compression, param-server, plan: between hosts with slow links, "
+            "played here (Linux, root).",
         ),
     ] = False,
     torch: Annotated[
@@ -68,7 +68,10 @@ def bench(
     ] = None,
     programs: Annotated[
         int | None,
-        typer.Option(min=0, help="plan: so many are compiled, minutes each; 0 is formulas alone."),
+        typer.Option(
+            min=0,
+            help="plan: so many are laid out, seconds each, six compiled; 0 is formulas alone.",
+        ),
     ] = None,
     maxtext: Annotated[
         Path | None,

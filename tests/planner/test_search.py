@@ -115,6 +115,16 @@ def test_a_window_of_attention_takes_less_of_its_time() -> None:
     assert times[3] == times[4]
 
 
+@pytest.mark.parametrize(("on", "slower"), [("v5e:2x4", 1.0), ("h100:1x8", 9.9e14 / 6.7e13)])
+def test_products_of_float32_are_those_of_bfloat16_on_tpus_alone(on: str, slower: float) -> None:
+    target = parse_target(on)
+    places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
+    wide = dataclasses.replace(SMALL, narrow=False)
+    narrow, other = (judge(m, Plan(data=8), places, target).seconds for m in (SMALL, wide))
+    assert other.products == pytest.approx(slower * narrow.products)
+    assert other.elements > narrow.elements
+
+
 def test_a_pipeline_waits_less_with_more_microbatches() -> None:
     target = parse_target("v5e:2x4")
     places = next(one for one in meshes(target) if one.sizes == (4, 2, 1))

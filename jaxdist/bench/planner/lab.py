@@ -2,9 +2,10 @@
 
 One process a host, one CPU device a process, gloo between them. A prediction plays the plan's own
 compiled program through (`jaxdist.hlo.timeline`, as for TPUs), with the speeds of the lab: links
-as `tc` shapes them, the latency of a message by an all-reduce of one number, and the work of a
-host by one step that sends nothing, taken by all hosts at once, since they share the machine's
-cores. Nothing is taken from the steps that are predicted.
+as `tc` shapes them, or slower where an all-reduce of 4 MiB finds that the machine's cores carry
+less; the latency of a message by an all-reduce of one number; and the work of a host by one step
+that sends nothing, taken by all hosts at once, since they share the cores. These three take turns
+with the steps that are predicted, and nothing is taken from those.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from jaxdist.bench.compression.lab import host_environ
 from jaxdist.bench.core import lab
 from jaxdist.bench.core.lab import Lab, LabLink
 from jaxdist.bench.core.report import Figure, Listing, Report
-from jaxdist.bench.planner.lab_host import FOUND, Task, Timed
-from jaxdist.bench.planner.report import kendall_tau
+from jaxdist.bench.planner.lab_host import FOUND, Found, Task
+from jaxdist.bench.planner.ranking import kendall_tau
 from jaxdist.planner.plan import Plan
 
 SPEEDS = (LabLink(100e6), LabLink(1e9))
@@ -76,7 +77,7 @@ def bench(speeds: Sequence[LabLink] = SPEEDS) -> Report:
 
 def measure(
     hosts: Lab, plans: Sequence[Plan] = PLANS, *, warmup: int = WARMUP, repeats: int = REPEATS
-) -> list[Timed]:
+) -> Found:
     """Time and predict the plans on all hosts of a lab.
 
     Raises:
@@ -86,19 +87,25 @@ def measure(
     command = [sys.executable, "-m", "jaxdist.bench.planner.lab_host", json.dumps(asdict(task))]
     printed = lab.run(hosts, command, environ=host_environ(), timeout_seconds=TIMEOUT_SECONDS)
     (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
-    return TypeAdapter(list[Timed]).validate_json(line.removeprefix(FOUND))
+    return TypeAdapter(Found).validate_json(line.removeprefix(FOUND))
 
 
 def _where(hosts: Lab) -> str:
     return f"{hosts.size} hosts, {hosts.across.bits_per_s / 1e6:g} Mbit/s"
 
 
-def figures_of(hosts: Lab, found: Sequence[Timed]) -> list[Figure]:
+def figures_of(hosts: Lab, found: Found) -> list[Figure]:
     """The order of the plans, and how many times are near."""
-    times = [statistics.median(one.seconds) for one in found]
-    tau = kendall_tau(times, [one.predicted for one in found])
-    near = [abs(one.predicted / real - 1) <= NEAR for one, real in zip(found, times, strict=True)]
-    note = f"Kendall's tau of {len(found)} plans' steps, predicted and measured"
+    timed = found.timed
+    times = [statistics.median(one.seconds) for one in timed]
+    tau = kendall_tau(times, [one.predicted for one in timed])
+    near = [abs(one.predicted / real - 1) <= NEAR for one, real in zip(timed, times, strict=True)]
+    note = (
+        f"Kendall's tau of {len(timed)} plans' steps, predicted and measured; a message takes "
+        f"{found.latency_seconds * 1e3:.2g} ms, a link carries {found.bytes_per_second / 1e6:.3g} "
+        f"of {hosts.across.payload_bytes_per_s / 1e6:.3g} MB/s, a host's work takes "
+        f"{found.work_seconds * 1e3:.3g} ms"
+    )
     return [
         Figure(f"ranking, {_where(hosts)}", tau, 0.8, ">= 1", "", note),
         Figure(
@@ -108,10 +115,10 @@ def figures_of(hosts: Lab, found: Sequence[Timed]) -> list[Figure]:
     ]  # fmt: skip
 
 
-def listing(hosts: Lab, found: Sequence[Timed]) -> Listing:
+def listing(hosts: Lab, found: Found) -> Listing:
     """Each plan's step, measured and predicted."""
     rows = []
-    for one in found:
+    for one in found.timed:
         real = statistics.median(one.seconds)
         rows.append((one.words, real, one.predicted, one.waits, one.predicted / real))
     columns = {"plan": "", "measured": "s", "predicted": "s", "network": "s", "ratio": ""}

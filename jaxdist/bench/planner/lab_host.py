@@ -12,14 +12,17 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import cast
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from orbax.checkpoint.multihost import get_barrier_sync_fn
 from pydantic import TypeAdapter
 
-from jaxdist.bench.collectives.program import make_mesh
-from jaxdist.bench.compression.host import sums_of_one_number
+from jaxdist.bench.collectives.program import compile_local, make_mesh, split
+from jaxdist.collectives.contract import Operation
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
 from jaxdist.config import Document, validate
@@ -33,6 +36,7 @@ from jaxdist.hlo.parse import Module, parse
 from jaxdist.hlo.records import Collective
 from jaxdist.hlo.timeline import play
 from jaxdist.inspect.program import ticks_of
+from jaxdist.mesh import Device
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.write import planned
 from jaxdist.runtime.connection import connected
@@ -43,6 +47,10 @@ from jaxdist.train.step import Program
 FOUND = "found: "
 SUMS = 20
 """All-reduces of one number, one after the other: the latency is their mean."""
+PATIENCE_SECONDS = 900.0
+"""The longest wait for a host that compiles."""
+BULK_BYTES = 4 * 2**20
+"""Of an all-reduce that says what a host's link carries."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +88,21 @@ class Timed:
 
 
 @dataclass(frozen=True)
+class Found:
+    """What one lab gave.
+
+    Attributes:
+      latency_seconds, bytes_per_second: of a host's link, as all-reduces found them.
+      work_seconds: of the step that sends nothing.
+    """
+
+    latency_seconds: float
+    bytes_per_second: float
+    work_seconds: float
+    timed: tuple[Timed, ...]
+
+
+@dataclass(frozen=True)
 class Rates:
     """The speeds of a host of the lab, for `jaxdist.hlo.timeline`.
 
@@ -96,14 +119,22 @@ class Rates:
         raise AssertionError("a CPU program with cycles")
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Seconds of a collective, by the cost model of XLA's collectives."""
+        """Seconds of a collective, by the cost model of XLA's collectives.
+
+        XLA's programs for CPUs send each array of a combined collective by itself.
+        """
+        more = len(collective.dtypes) - 1
+        whole, empty = (self._seconds(collective, scale) for scale in (1.0, 0.0))
+        return whole + more * empty, frozenset({0})
+
+    def _seconds(self, collective: Collective, scale: float) -> float:
+        """Of a collective of one array, of so much of the bytes."""
         if collective.kind in ("collective-permute", "collective-broadcast"):
-            seconds = self.link.latency_seconds
-            return seconds + collective.sent_bytes / self.link.bytes_per_second, frozenset({0})
+            wire = scale * collective.sent_bytes / self.link.bytes_per_second
+            return self.link.latency_seconds + wire
         levels = [Level(collective.group_size, self.link)]
-        kind = collective.kind.replace("-", "_")
-        seconds = predict_seconds(XLA, kind, collective.payload_bytes, levels)  # pyright: ignore
-        return seconds, frozenset({0})
+        kind = cast("Operation", collective.kind.replace("-", "_"))
+        return predict_seconds(XLA, kind, scale * collective.payload_bytes, levels)
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
         """Seconds of a copy."""
@@ -155,7 +186,7 @@ def _drawn(like: jax.ShapeDtypeStruct) -> jax.Array:
     return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
 
 
-def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[jax.Device]) -> Step:
+def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[Device]) -> Step:
     """A plan's step, compiled."""
     document = Document(planned(dict(values), plan))
     experiment = build(validate(document, ExperimentConfig), document, devices=list(devices))
@@ -166,21 +197,29 @@ def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[jax.Devi
     return Step(program, compiled, module, MeshLayout(dict(mesh.shape), order), ticks_of(program))
 
 
-def measure(task: Task) -> list[Timed]:
+def measure(task: Task) -> Found:
     """Time all plans, interleaved, and predict them; the same on each host."""
     steps = [step_of(task.values, plan, jax.devices()) for plan in task.plans]
-    latency = _latency()
-    turns = [step.turn() for step in steps]
     alone = _alone(task)
-    seconds = _rounds([*turns, alone.turn()], task)
-    rates = Rates(Link(latency, task.bytes_per_second))
-    work, _ = alone.predicted(rates)
-    rates = dataclasses.replace(rates, slower=float(np.median(seconds[-1])) / work)
-    found = []
+    _meet("compiled")
+    turns = [step.turn() for step in steps]
+    probes = [alone.turn(), _sum(1, SUMS), _sum(BULK_BYTES // 4, 1)]
+    _meet("begun")
+    seconds = _rounds([*turns, *probes], task)
+    work, one, bulk = (float(np.median(own)) for own in seconds[-3:])
+    link = _link(one / SUMS, bulk, task.bytes_per_second)
+    rates = Rates(link)
+    rates = dataclasses.replace(rates, slower=work / alone.predicted(rates)[0])
+    timed = []
     for plan, step, own in zip(task.plans, steps, seconds, strict=False):
         predicted, waits = step.predicted(rates)
-        found.append(Timed(plan.words(), tuple(map(float, own)), predicted, waits))
-    return found
+        timed.append(Timed(plan.words(), tuple(map(float, own)), predicted, waits))
+    return Found(link.latency_seconds, link.bytes_per_second, work, tuple(timed))
+
+
+def _meet(where: str) -> None:
+    """Who compiles first waits: collectives give up on a host that is half a minute late."""
+    get_barrier_sync_fn()(key=where, timeout_ms=int(PATIENCE_SECONDS * 1e3))
 
 
 def _alone(task: Task) -> Step:
@@ -190,16 +229,33 @@ def _alone(task: Task) -> Step:
     return step_of(values, Plan(zero=0), jax.local_devices())
 
 
-def _latency() -> float:
-    """Seconds of one message, by all-reduces of one number among all hosts."""
-    turn = sums_of_one_number(make_mesh(jax.devices(), (jax.device_count(),), ("data",)))
-    turn(SUMS)
-    begun = time.perf_counter()
-    turn(SUMS)
-    mine = (time.perf_counter() - begun) / SUMS
-    levels = [Level(jax.device_count(), Link(1.0, 1.0))]
-    slowest = float(np.max(multihost_utils.process_allgather(np.float32(mine))))
-    return slowest / predict_seconds(XLA, "all_reduce", 0, levels)
+def _sum(size: int, times: int) -> Callable[[], None]:
+    """All-reduces of so many numbers among all hosts, one after the other."""
+    mesh = make_mesh(jax.devices(), (jax.device_count(),), ("data",))
+    mine = np.ones(size, np.float32)
+    x = jax.make_array_from_process_local_data(split(mesh), mine, (size * mesh.size,))
+    run = compile_local(partial(jax.lax.pmean, axis_name="data"), mesh, x)
+
+    def take() -> None:
+        y = x
+        for _ in range(times):
+            y = run(y)
+        jax.block_until_ready(y)
+
+    return take
+
+
+def _link(one_seconds: float, bulk_seconds: float, most: float) -> Link:
+    """A host's link, from all-reduces of one number and of `BULK_BYTES`.
+
+    Args:
+      most: bytes per second of the shaped link; a machine that is short of cores carries fewer.
+    """
+    count = jax.device_count()
+    steps = predict_seconds(XLA, "all_reduce", 0, [Level(count, Link(1.0, 1.0))])
+    sent = XLA.traffic("all_reduce", BULK_BYTES, count).sent_bytes
+    carried = sent / max(bulk_seconds - one_seconds, 1e-9)
+    return Link(one_seconds / steps, min(most, carried))
 
 
 def _rounds(turns: Sequence[Callable[[], None]], task: Task) -> np.ndarray:
@@ -230,7 +286,7 @@ def main(arguments: Sequence[str]) -> None:
         found = measure(task)
         if jax.process_index() == 0:
             # In one piece, on a line of its own: gloo prints too, on all hosts.
-            sys.stdout.write(f"\n{FOUND}{json.dumps([asdict(one) for one in found])}\n")
+            sys.stdout.write(f"\n{FOUND}{json.dumps(asdict(found))}\n")
 
 
 if __name__ == "__main__":

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxdist.bench.planner.cases import llama_7b
-from jaxdist.bench.planner.compiled import kept_or_compiled
+from jaxdist.bench.planner.cases import llama_7b, llama_70b
+from jaxdist.bench.planner.compiled import kept_or_compiled, kept_or_laid_out
 from jaxdist.planner.confirm import Confirmed
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.search import Judged, best, search
@@ -54,3 +56,33 @@ def ranked(case: Case) -> Sequence[Ranked]:
         Ranked(one, kept_or_compiled(list(case.settings), one.plan, case.topology))
         for one in best(found, SIX)
     ]
+
+
+TOP_FIVE = (
+    RANKED,
+    Case("7B, v5e:16x16", llama_7b(1024), "v5e:16x16", (*SIZES_7B, "train.batch_size=1024")),
+    Case("70B, v5p:8x8x8", llama_70b(1024), "v5p:8x8x8", ("train.batch_size=1024",)),
+)
+
+
+def laid_out(cases: Sequence[Case], count: int) -> Sequence[Ranked]:
+    """The best plans of each case, with the memory that the compiler lays out."""
+    return [
+        Ranked(one, kept_or_laid_out(list(case.settings), one.plan, case.topology))
+        for case in cases
+        for one in best(search(case.model, parse_target(case.topology)), count)
+    ]
+
+
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Pairs in the same order less pairs in the other, over all pairs (Kendall 1938).
+
+    >>> kendall_tau([1, 2, 3], [1, 3, 2])
+    0.3333333333333333
+    """
+    score = pairs = 0
+    for i, j in itertools.combinations(range(len(first)), 2):
+        agreement = (first[i] - first[j]) * (second[i] - second[j])
+        score += (agreement > 0) - (agreement < 0)
+        pairs += 1
+    return score / pairs if pairs else math.nan
