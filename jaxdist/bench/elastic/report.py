@@ -99,7 +99,9 @@ def beside_torchrun(ours: Sequence[Recovery], python: str, kills: int) -> list[F
     their_time = statistics.median(one.seconds for one in theirs)
     lost, their_lost = (statistics.mean(one.lost_steps for one in all) for all in (ours, theirs))
     return [
-        Figure(name, time, their_time, "<= 1", "s", "DDP, gloo, as many; theirs to any step"),
+        Figure(name, time, their_time, "<= 1", "s",
+               f"DDP, gloo, {kills} kills of one of {PROCESSES}; ours to the next new step, theirs "
+               "to any, which is before it"),
         Figure("lost steps beside torchrun's", lost, their_lost, "<= 1", "steps",
                f"theirs goes back to a checkpoint each {peer.EVERY} steps, as ours on disk"),
     ]  # fmt: skip
@@ -187,12 +189,12 @@ def torch_recoveries(python: str, kills: int, seed: int = 0) -> list[Recovery]:
         folder = Path(name)
         run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
         script = [f"--max-restarts={kills + 2}", peer.__file__, str(folder), "1000000"]
-        with started([python, *run, *script], folder) as process:
+        with started([python, *run, *script], folder, peer.ENVIRON) as process:
             found: list[Recovery] = []
             for _ in range(kills):
-                first = len(_lines(folder))
-                until(lambda n=first: len(_lines(folder)) >= n + 7 * BEYOND, process)
-                time.sleep(rng.random())
+                # Behind a checkpoint, by any number of steps until the next one.
+                enough = len(_lines(folder)) + peer.EVERY + rng.randint(1, peer.EVERY)
+                until(lambda n=enough: len(_lines(folder)) >= n, process)
                 before = len(_lines(folder))
                 pid = int((folder / f"pid_{rng.randrange(PROCESSES)}").read_text())
                 killed = time.time()
