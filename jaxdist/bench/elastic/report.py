@@ -28,8 +28,9 @@ from jaxdist.errors import RunError
 PROCESSES, KILLS, TORCH_KILLS = 4, 5, 3
 PARTS = ("stop", "restart", "restore", "first_step")
 AGENT_SECONDS = 20.0
-BEYOND = 15
-"""Steps of a generation before one of its processes is killed."""
+EVERY = peer.EVERY
+"""Steps between two checkpoints. So many are taken after each recovery, and any number until the
+next checkpoint, before a process is killed, there and here."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,7 @@ def beside_torchrun(ours: Sequence[Recovery], python: str, kills: int) -> list[F
                f"DDP, gloo, {kills} kills of one of {PROCESSES}; ours to the next new step, theirs "
                "to any, which is before it"),
         Figure("lost steps beside torchrun's", lost, their_lost, "<= 1", "steps",
-               f"theirs goes back to a checkpoint each {peer.EVERY} steps, as ours on disk"),
+               f"theirs goes back to a checkpoint each {EVERY} steps, as ours on disk"),
     ]  # fmt: skip
 
 
@@ -124,8 +125,8 @@ def recoveries(kills: int, seed: int = 0) -> tuple[list[Recovery], Figure]:
             found: list[Recovery] = []
             for number in range(1, kills + 1):
                 begun = until(lambda n=number: _event(journal, n, "begun"), process)
-                until(lambda n=number: _steps_since(folder, journal, n) >= BEYOND, process)
-                time.sleep(rng.random())
+                enough = EVERY + rng.randint(1, EVERY)
+                until(lambda n=number, m=enough: _steps_since(folder, journal, n) >= m, process)
                 killed = time.time()
                 os.kill(rng.choice(begun["pids"]), signal.SIGKILL)
                 again = until(lambda n=number: _event(journal, n + 1, "begun"), process)
@@ -192,8 +193,7 @@ def torch_recoveries(python: str, kills: int, seed: int = 0) -> list[Recovery]:
         with started([python, *run, *script], folder, peer.ENVIRON) as process:
             found: list[Recovery] = []
             for _ in range(kills):
-                # Behind a checkpoint, by any number of steps until the next one.
-                enough = len(_lines(folder)) + peer.EVERY + rng.randint(1, peer.EVERY)
+                enough = len(_lines(folder)) + EVERY + rng.randint(1, EVERY)
                 until(lambda n=enough: len(_lines(folder)) >= n, process)
                 before = len(_lines(folder))
                 pid = int((folder / f"pid_{rng.randrange(PROCESSES)}").read_text())

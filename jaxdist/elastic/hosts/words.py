@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from jaxdist.elastic.hosts.contract import RendezvousError
-from jaxdist.elastic.hosts.keeper import card_of
+from jaxdist.elastic.hosts.keeper import card_of, registry_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.part import Part
 from jaxdist.runtime.rendezvous import Wait
@@ -65,14 +65,9 @@ class Words:
         """Of the hosts that the registry's keeper takes for alive, as far as it has told."""
         with suppress(RendezvousError):
             found = card_of(self.members.rendezvous)
-            terms = self.members.rendezvous.names("term")
-            told = (
-                self.members.rendezvous.get(f"term/{max(map(int, terms))}")
-                if found and terms
-                else None
-            )
+            registry = registry_of(self.members.rendezvous) if found else None
             said = self.members.others()
-            if told is not None:
-                alive = told["registry"]["alive"]
-                return sorted(said[host]["facts"]["name"] for host in alive if host in said)
+            if registry is not None:
+                here = [host for host in registry.alive if host in said]
+                return sorted(said[host]["facts"]["name"] for host in here)
         return [self.name]

@@ -1,0 +1,78 @@
+"""A host that is in no generation, while others are at work or it waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from jaxdist.elastic.hosts.contract import RendezvousError
+from jaxdist.elastic.hosts.keeper import registry_of
+from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.words import Words
+from jaxdist.elastic.membership import Generation
+from jaxdist.errors import RunError
+from jaxdist.runtime.rendezvous import Wait
+
+READ_SECONDS = 1.0
+"""Between two looks at what the registry's keeper has told."""
+
+
+@dataclass
+class Beside:
+    """One wait for a generation. It has an end while nobody is at work, and none beside others."""
+
+    members: Membership
+    words: Words
+    say: Callable[[str], None]
+    wait: Wait = field(init=False)
+    _read: float = field(default=0.0, init=False)
+    _told: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.wait = Wait(self.words.seconds, self.say)
+
+    def look(self) -> None:
+        """Go on waiting.
+
+        Raises:
+          RunError: nothing began for too long.
+        """
+        now = time.monotonic()
+        if now - self._read >= READ_SECONDS:
+            self._read = now
+            number = self._others_at_work()
+            if number is not None:
+                self.wait = Wait(self.words.seconds, self.say)
+                self._tell(number)
+        if self.wait.over:
+            raise RunError(self.words.too_few())
+        if self.wait.elapsed >= 1:
+            self.words.tell_wait(self.wait)
+
+    def taken(self, generation: Generation) -> None:
+        """Say where this host takes part though it asked to be left out."""
+        if self.members.aside_seconds:
+            self.say(
+                f"generation {generation.number} begins with this host, {self.words.name}, though "
+                "a process of it was stuck: without it there are fewer hosts than --min, or no mesh"
+            )
+
+    def _others_at_work(self) -> int | None:
+        """The number of their generation; None: none is known."""
+        if self.members.trouble is not None:
+            return None
+        with suppress(RendezvousError):
+            registry = registry_of(self.members.rendezvous)
+            if registry is not None and registry.granted:
+                generation = registry.generation
+                return None if self.members.own in generation.members else generation.number
+        return None
+
+    def _tell(self, number: int) -> None:
+        if self._told:
+            return
+        self._told, left = number, self.members.aside_seconds
+        stuck = f" for {left:.0f} s, as a process of it was stuck" if left else ""
+        self.say(f"this host, {self.words.name}, waits beside generation {number}{stuck}")
