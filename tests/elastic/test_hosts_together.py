@@ -167,6 +167,31 @@ def test_a_mesh_that_cannot_be_ends_it_everywhere(meeting: Meeting):
         meeting.host("a", values=values).begin(meeting.folder / "a", lambda: False)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_host_that_was_stuck_is_left_out_where_a_mesh_is_left(meeting: Meeting, tensor):
+    """With fewer than --min or no mesh it takes part at once, and says so."""
+    values = {**VALUES, "mesh": {"data": -1, "tensor": tensor}}
+    a, b = hosts = [meeting.host(name, least=tensor, values=values) for name in "ab"]
+    for host in hosts:  # the registry takes two for enough in any case
+        host.members.config = host.members.keeper.config = host.config.model_copy(
+            update={"min_hosts": 1, "settle_seconds": 0.5}
+        )
+    parts = meeting.begin(*hosts)
+    assert [part.total for part in parts if part] == [2, 2]
+    b.release(parts[1], "process 1 stands still", stuck=True)
+    a.release(parts[0])
+    if tensor == 1:
+        (part,) = meeting.begin(a)
+        assert part is not None
+        assert (part.count, part.total) == (1, 1)
+        assert b.members.take() is None
+        assert meeting.said[-1].endswith("; waiting beside them: b")
+    else:
+        parts = meeting.begin(*hosts)
+        assert [part.total for part in parts if part] == [2, 2]
+        assert any("begins with this host, b, though a process" in one for one in meeting.said)
+
+
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)

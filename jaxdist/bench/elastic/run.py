@@ -33,8 +33,10 @@ def started(
       environ: beside the environment that there is.
     """
     with (folder / "out").open("wb") as out:
-        told = {"stdout": out, "stderr": out, "env": {**os.environ, **(environ or {})}}
-        process = subprocess.Popen(command, cwd=folder, start_new_session=True, **told)
+        told = {**os.environ, **(environ or {})}
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=out, stderr=out, start_new_session=True, env=told
+        )
         try:
             yield process
         except RunError as error:

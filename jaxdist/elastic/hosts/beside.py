@@ -21,17 +21,22 @@ READ_SECONDS = 1.0
 
 @dataclass
 class Beside:
-    """One wait for a generation. It has an end while nobody is at work, and none beside others."""
+    """One wait for a generation. It has an end while nobody is at work, and none beside others.
+
+    Args:
+      clock: seconds that never go back.
+    """
 
     members: Membership
     words: Words
     say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
     wait: Wait = field(init=False)
     _read: float = field(default=0.0, init=False)
     _told: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self.wait = Wait(self.words.seconds, self.say)
+        self.wait = Wait(self.words.seconds, self.say, self.clock)
 
     def look(self) -> None:
         """Go on waiting.
@@ -39,12 +44,12 @@ class Beside:
         Raises:
           RunError: nothing began for too long.
         """
-        now = time.monotonic()
-        if now - self._read >= READ_SECONDS:
+        now = self.clock()
+        if now - self._read >= READ_SECONDS or self.wait.over:
             self._read = now
             number = self._others_at_work()
             if number is not None:
-                self.wait = Wait(self.words.seconds, self.say)
+                self.wait = Wait(self.words.seconds, self.say, self.clock)
                 self._tell(number)
         if self.wait.over:
             raise RunError(self.words.too_few())

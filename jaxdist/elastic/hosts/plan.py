@@ -180,6 +180,11 @@ class Plan:
     idle: tuple[str, ...] = ()
     snapshot: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def hosts(self) -> int:
+        """How many are at work."""
+        return sum(count > 0 for _, count in self.places.values())
+
 
 def make_plan(
     members: Sequence[HostFacts],

@@ -220,7 +220,7 @@ class Together:
             settings = f" with {', '.join(plan.settings)}" if plan.settings else ""
             waits = f"; waiting beside them: {', '.join(plan.idle)}" if plan.idle else ""
             self.say(
-                f"generation {generation.number}: {len(plan.places) - len(plan.idle)} hosts, "
+                f"generation {generation.number}: {plan.hosts} hosts, "
                 f"{plan.total} processes{settings}{waits}"
             )
         fence = hashlib.sha256(self.members.name.encode()).hexdigest()[:16]
