@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -88,3 +89,10 @@ def test_sigterm_saves_and_ends_with_its_code():
     figure = sigterm.figure(3)
     assert figure.ours > 0
     assert figure.goal == "<= 1"
+
+
+def test_the_share_of_an_agent_is_of_several_windows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "AGENT_SECONDS", 0.02)
+    figure = report.agent_figure(os.getpid())
+    assert figure.ratio < 2
+    assert "the median of 6 times 0.02 s; from " in figure.note
