@@ -53,6 +53,8 @@ def agent_of(
     Raises:
       JaxdistError: anything that the user can mend.
     """
+    if least > most:
+        raise ConfigError(f"--min {least} is above --max {most}: lower it, or raise --max")
     values = read(config, extra).values
     elastic = validate(Document(values.get("elastic") or {}), ElasticConfig)
     membership = elastic.membership(least, most)
