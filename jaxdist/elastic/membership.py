@@ -25,7 +25,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from jaxdist.config.schema import LARGEST, Config, Count
-from jaxdist.elastic.aside import Fits, able, all_fit
+from jaxdist.elastic.hosts.aside import Fits, able, all_fit
 
 
 class MembershipConfig(Config):

@@ -10,8 +10,10 @@ import pytest
 from jaxdist.elastic.hosts.beside import Beside
 from jaxdist.elastic.hosts.contract import RendezvousError
 from jaxdist.elastic.hosts.keeper import encode
+from jaxdist.elastic.hosts.words import Words
 from jaxdist.elastic.membership import Generation, Registry
 from jaxdist.errors import RunError
+from jaxdist.runtime.rendezvous import Wait
 
 
 class Play:
@@ -20,7 +22,11 @@ class Play:
     def __init__(self, aside_seconds: float = 0.0) -> None:
         self.now, self.registry, self.said = 100.0, Registry(), []
         self.members: Any = SimpleNamespace(
-            own="b", trouble=None, aside_seconds=aside_seconds, rendezvous=self
+            own="b",
+            trouble=None,
+            aside_seconds=aside_seconds,
+            rendezvous=self,
+            config=SimpleNamespace(lease_seconds=10.0),
         )
         words: Any = SimpleNamespace(
             name="B", seconds=30.0, too_few=lambda: "too few", tell_wait=lambda wait: None
@@ -52,6 +58,8 @@ def test_where_nobody_is_at_work_the_wait_has_an_end():
 def test_beside_others_at_work_it_has_none():
     play = Play()
     play.work("a")
+    play.wait(19)
+    assert play.said == []  # its hosts may have been lost just now
     play.wait(100)
     assert play.said == ["this host, B, waits beside generation 7"]
     play.registry = Registry()
@@ -81,3 +89,11 @@ def test_a_host_that_was_stuck_says_where_it_is():
     play.beside.taken(Generation(8, ("a", "b")))
     assert play.said[1].startswith("generation 8 begins with this host, B, though a process of it")
     Play().beside.taken(Generation(8, ("b",)))
+
+
+def test_what_is_in_the_way_is_said_while_it_is():
+    said: list[str] = []
+    members: Any = SimpleNamespace(trouble=RendezvousError("the rendezvous meet cannot be reached"))
+    wait = Wait(30.0, said.append, iter((0.0, 25.0, 25.0, 25.0)).__next__)
+    Words(members, "B", 30.0).tell_wait(wait)
+    assert said == ["waiting: the rendezvous meet cannot be reached"]

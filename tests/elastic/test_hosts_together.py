@@ -14,9 +14,9 @@ import pytest
 from redis_place import redis_server
 
 from jaxdist.elastic.hosts import identity, start
-from jaxdist.elastic.hosts.address import open_rendezvous
 from jaxdist.elastic.hosts.join import Here
 from jaxdist.elastic.hosts.keeper import boot_clock
+from jaxdist.elastic.hosts.places.address import open_rendezvous
 from jaxdist.elastic.hosts.start import agent_of, devices_of, read_token, split_host
 from jaxdist.elastic.hosts.together import Together
 from jaxdist.elastic.membership import MembershipConfig

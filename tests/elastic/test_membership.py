@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.config import Document, validate
-from jaxdist.elastic.aside import Fits, all_fit
+from jaxdist.elastic.hosts.aside import Fits, all_fit
 from jaxdist.elastic.membership import Fence, Grant, Host, MembershipConfig, Registry, Renew, Stop
 from jaxdist.errors import ConfigError
 

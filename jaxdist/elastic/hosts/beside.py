@@ -17,6 +17,8 @@ from jaxdist.runtime.rendezvous import Wait
 
 READ_SECONDS = 1.0
 """Between two looks at what the registry's keeper has told."""
+SURE_LEASES = 2
+"""A generation is said to be at work that was for so long: it may have been lost just now."""
 
 
 @dataclass
@@ -33,7 +35,8 @@ class Beside:
     clock: Callable[[], float] = time.monotonic
     wait: Wait = field(init=False)
     _read: float = field(default=0.0, init=False)
-    _told: int = field(default=0, init=False)
+    _since: tuple[int, float] = field(default=(0, 0.0), init=False)
+    _told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.wait = Wait(self.words.seconds, self.say, self.clock)
@@ -50,7 +53,7 @@ class Beside:
             number = self._others_at_work()
             if number is not None:
                 self.wait = Wait(self.words.seconds, self.say, self.clock)
-                self._tell(number)
+                self._tell(number, now)
         if self.wait.over:
             raise RunError(self.words.too_few())
         if self.wait.elapsed >= 1:
@@ -75,9 +78,13 @@ class Beside:
                 return None if self.members.own in generation.members else generation.number
         return None
 
-    def _tell(self, number: int) -> None:
-        if self._told:
+    def _tell(self, number: int, now: float) -> None:
+        if self._since[0] != number:
+            self._since = number, now
+        left = self.members.aside_seconds
+        sure = left or now - self._since[1] >= SURE_LEASES * self.members.config.lease_seconds
+        if self._told or not sure:
             return
-        self._told, left = number, self.members.aside_seconds
+        self._told = True
         stuck = f" for {left:.0f} s, as a process of it was stuck" if left else ""
         self.say(f"this host, {self.words.name}, waits beside generation {number}{stuck}")

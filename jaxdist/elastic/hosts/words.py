@@ -39,7 +39,11 @@ class Words:
         return "a host was lost, or came" if "registry" in ends else ends
 
     def tell_wait(self, wait: Wait) -> None:
-        """Say now and then who is awaited."""
+        """Say now and then who is awaited, or what is in the way."""
+        trouble = self.members.trouble
+        if trouble is not None:
+            wait.tell(f"waiting: {trouble}")
+            return
         names, least = self._names(), self.members.config.min_hosts
         if len(names) < least:
             what = f"hosts: {len(names)} of {least} are here ({', '.join(names)})"

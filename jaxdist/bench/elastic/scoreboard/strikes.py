@@ -26,7 +26,7 @@ from jaxdist.checkpoint.arrays import load_arrays
 from jaxdist.checkpoint.layout import step_directory, steps_present
 from jaxdist.checkpoint.manifest import read_manifest
 from jaxdist.elastic.journal import read_journal
-from jaxdist.elastic.place import MEMORY
+from jaxdist.elastic.place import left_behind
 from jaxdist.elastic.watch import Patience
 from jaxdist.errors import RunError
 from jaxdist.metrics.goodput import joined
@@ -179,11 +179,10 @@ def struck(trials: int, seed: int, processes: int, number: int) -> tuple[list[Hi
 
 def soak(minutes: int, seed: int) -> Row:
     """R27: a random fault each 15 s; nobody helps, and nothing grows."""
-    before = left_behind()
     goodput, hits, grown = timed(minutes, seed, SOAK_SECONDS, (signal.SIGKILL, signal.SIGSTOP))
     files = sum(one[1] for one in grown)
     memory = sum(one[0] for one in grown)
-    left = left_behind() - before
+    left = len(left_behind())  # what was there before has gone when the agent began
     words = (
         f"{minutes} min, {len(hits)} faults, goodput {goodput:.1%}; the agent's memory grew by "
         f"{memory / 2**20:.1f} MiB, its open files by {files}; {left} folders left in memory"
@@ -228,8 +227,3 @@ def size_of(pid: int) -> tuple[int, int]:
     status = Path(f"/proc/{pid}/status").read_text()
     resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return 1024 * int(resident.split()[1]), len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def left_behind() -> int:
-    """Folders of agents in this machine's memory."""
-    return len([*MEMORY.glob("jaxdist-*")])
