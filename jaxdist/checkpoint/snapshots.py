@@ -73,6 +73,7 @@ class Snapshots:
         self._lasts = lasts
         self.folder, self._process, self._count, self._say = folder, process, count, say
         self._thread: threading.Thread | None = None
+        self._failed = 0
 
     def __enter__(self) -> Self:
         return self
@@ -121,9 +122,15 @@ class Snapshots:
             staging.rename(path)
             if self._lasts:
                 fsync_directory(self.folder)
+            self._failed = 0
             self._prune()
         except OSError as error:
-            self._say(f"no snapshot of step {step} in {self.folder}: {error.strerror or error}")
+            self._failed += 1
+            times = self._failed
+            if times & (times - 1) == 0:  # the first, second, fourth ...: memory stays full
+                again = f" ({times} times in a row)" if times > 1 else ""
+                why = error.strerror or error
+                self._say(f"no snapshot of step {step} in {self.folder}: {why}{again}")
             staging.unlink(missing_ok=True)
 
     def _prune(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,14 @@ from jaxdist.runtime.rendezvous import JOIN_SECONDS
 if TYPE_CHECKING:
     from jaxdist.experiment import ExperimentConfig
     from jaxdist.mesh import Device
+
+LATE_MODULES = (
+    "orbax.checkpoint",
+    "grain",
+    "tensorboardX.proto.event_pb2",
+    "tensorboardX.record_writer",
+)
+"""Of other packages: imported where they are first used, which not every command does."""
 
 
 def train(
@@ -116,9 +125,15 @@ def drill(
 
 
 def import_all() -> None:
-    """Import what training needs, which takes longer than all that comes before its first step."""
+    """Import what training needs, which takes longer than all that comes before its first step.
+
+    Also what most runs import when they first read data, save, and write down numbers.
+    """
     for module in ("runtime.connection", "runtime.processes", "verbs.train"):
         importlib.import_module(f"jaxdist.{module}")
+    for module in LATE_MODULES:
+        with suppress(ImportError):
+            importlib.import_module(module)
 
 
 def train_process(

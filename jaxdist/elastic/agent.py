@@ -116,7 +116,11 @@ class Agent:
             if found.process is not None:
                 in_vain = 0 if self.newest > before else in_vain + 1
                 self._check(part, found, in_vain)
-            self.hosts.release(part, "" if found.process is None else _named(part, found))
+            if found.process is None:
+                self.hosts.release(part)
+            else:
+                stuck = found.code is None
+                self.hosts.release(part, _named(part, found), stuck=stuck)
 
     def _tell_lost(self, place: Place, part: Part, found: Lost) -> None:
         at = f"at step {max(self.newest, 0)}"

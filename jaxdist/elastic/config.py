@@ -21,6 +21,9 @@ class ElasticConfig(Config):
     come or gone."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """By how much of the time clocks run too fast or too slow at most."""
+    stuck_host_seconds: NonNegativeFloat = 300.0
+    """For so long a host of which a process was stuck is left out, where the others can go on
+    without it; 0: it takes part at once."""
     batch: Literal["same", "rescale"] = "same"
     """Where the mesh shrinks: `same`, in more microbatches; or as much smaller as the mesh, at a
     learning rate by the rule of optim.scale_from."""

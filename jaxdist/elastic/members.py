@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 
+from jaxdist.elastic.place import held
 from jaxdist.types import Json
 
 STANDBY = "jaxdist.cli.standby"
@@ -33,13 +34,14 @@ class Member:
     def __init__(self, log: Path) -> None:
         self.log = log
         self.index: int | None = None
-        with log.open("ab") as errors:
+        with log.open("ab") as errors, held(log.parent) as descriptor:
             # A session of its own: the terminal's signals are the agent's to pass on.
             self.process = subprocess.Popen(
                 [sys.executable, "-m", STANDBY],
                 stdin=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
+                pass_fds=[descriptor],
             )
 
     def begin(self, index: int, args: Mapping[str, Json], environ: Mapping[str, str]) -> None:

@@ -25,6 +25,7 @@ from typing import Annotated
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
 from jaxdist.config.schema import LARGEST, Config, Count
+from jaxdist.elastic.hosts.aside import Fits, able, all_fit
 
 
 class MembershipConfig(Config):
@@ -41,6 +42,9 @@ class MembershipConfig(Config):
     come or gone."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
     """By how much of the time clocks run too fast or too slow at most."""
+    stuck_host_seconds: NonNegativeFloat = 300.0
+    """For so long a host of which a process was stuck is left out, where the others can go on
+    without it."""
 
     @model_validator(mode="after")
     def _check(self) -> MembershipConfig:
@@ -83,12 +87,14 @@ class Renew:
       sent: when, by its own clock.
       stopped: it never again takes up this generation, or one before.
       leaves: it asks for the last time, and for nothing.
+      aside: it shall be left out where the others can go on without it.
     """
 
     host: str
     sent: float
     stopped: int
     leaves: bool = False
+    aside: bool = False
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,7 @@ class Host:
       generation: that of its last lease.
       until: when this lease runs out, by its own clock.
       pauses: whether it has heard that the generation is to save and stop.
+      aside_until: when it no more asks to be left out, by its own clock.
     """
 
     name: str
@@ -127,10 +134,15 @@ class Host:
     generation: Generation | None = None
     until: float = -math.inf
     pauses: bool = False
+    aside_until: float = -math.inf
 
     def renew(self, now: float, *, leaves: bool = False) -> Renew:
         """What it says to the registry, several times in each lease; who leaves stops first."""
-        return Renew(self.name, now, self.stopped, leaves)
+        return Renew(self.name, now, self.stopped, leaves, now < self.aside_until)
+
+    def was_stuck(self, config: MembershipConfig, now: float) -> Host:
+        """It asks to be left out for a while."""
+        return replace(self, aside_until=now + config.stuck_host_seconds)
 
     def at_work(self, now: float) -> Generation | None:
         """The generation that it works in, if its lease holds."""
@@ -141,7 +153,7 @@ class Host:
         stopped = max(self.stopped, token - 1)
         if self.generation is None or self.generation.number > stopped:
             return replace(self, stopped=stopped)
-        return Host(self.name, stopped)
+        return Host(self.name, stopped, aside_until=self.aside_until)
 
     def hear(self, config: MembershipConfig, message: Grant | Stop) -> Host:
         """What it knows after a message."""
@@ -154,7 +166,7 @@ class Host:
             pauses = self.pauses or message.pauses
             return replace(self, until=max(self.until, until), pauses=pauses)
         stopped = max(self.stopped, given.number - 1)
-        return Host(self.name, stopped, given, until, message.pauses)
+        return Host(self.name, stopped, given, until, message.pauses, self.aside_until)
 
 
 @dataclass(frozen=True)
@@ -168,6 +180,7 @@ class Registry:
       holders: by host, until when it may hold a lease on it.
       since: when a host came or went last.
       pauses: whether its hosts were told to save and stop, so that more can take part.
+      aside: hosts that ask to be left out.
     """
 
     alive: Mapping[str, float] = field(default_factory=dict)
@@ -176,6 +189,7 @@ class Registry:
     holders: Mapping[str, float] = field(default_factory=dict)
     since: float = -math.inf
     pauses: bool = False
+    aside: frozenset[str] = frozenset()
 
     def restarted(self, config: MembershipConfig, now: float) -> Registry:
         """What was read back from disk, with a clock that may be another one.
@@ -192,10 +206,14 @@ class Registry:
         )
 
     def receive(
-        self, config: MembershipConfig, now: float, message: Renew
+        self, config: MembershipConfig, now: float, message: Renew, fits: Fits = all_fit
     ) -> tuple[Registry, Grant | Stop]:
-        """A message has come: what the registry knows then, and its answer."""
-        known = self.heard(config, now, message).passed(config, now)
+        """A message has come: what the registry knows then, and its answer.
+
+        Args:
+          fits: whether some hosts can work together without those that ask to be left out.
+        """
+        known = self.heard(config, now, message).passed(config, now, fits)
         number = known.generation.number
         if known.granted and message.host in known.generation.members:
             holders = {**known.holders, message.host: now + config.lease_seconds}
@@ -215,42 +233,51 @@ class Registry:
             holders.pop(message.host, None)
             # A member that cannot take part any more is as good as lost.
             granted = granted and message.host not in self.generation.members
-        since = now if came != message.leaves else self.since
-        return replace(self, alive=alive, holders=holders, granted=granted, since=since)
+        aside = self.aside - {message.host} | ({message.host} if message.aside else set())
+        back = message.host in self.aside - aside
+        since = now if came != message.leaves or back else self.since
+        given = {"holders": holders, "granted": granted, "since": since, "aside": aside}
+        return replace(self, alive=alive, **given)
 
-    def passed(self, config: MembershipConfig, now: float) -> Registry:
+    def passed(self, config: MembershipConfig, now: float, fits: Fits = all_fit) -> Registry:
         """What time alone changes: hosts are lost, a generation ends, the next begins."""
         alive = {host: until for host, until in self.alive.items() if until > now}
         since = self.since if len(alive) == len(self.alive) else now
         holders = {host: until for host, until in self.holders.items() if until > now}
-        known = replace(self, alive=alive, holders=holders, since=since)
+        aside = self.aside & alive.keys()
+        known = replace(self, alive=alive, holders=holders, since=since, aside=aside)
         if known.granted and not known.alive.keys() >= set(known.generation.members):
             known = replace(known, granted=False)
-        if known.granted and known._grows(config, now):
+        if known.granted and known._grows(config, now, fits):
             # Its hosts end it themselves, when they have saved: no step is lost.
             known = replace(known, pauses=True)
-        if not known.granted and not holders and known._may_begin(config, now):
-            known = replace(known, generation=known._next(config), granted=True, pauses=False)
+        if not known.granted and not holders:
+            known = known._begun(config, now, fits)
         return known
 
-    def _grows(self, config: MembershipConfig, now: float) -> bool:
+    def _grows(self, config: MembershipConfig, now: float, fits: Fits) -> bool:
         members = self.generation.members
         grows = len(members) < config.max_hosts and len(self.alive) > len(members)
-        return grows and self._settled(config, now)
-
-    def _may_begin(self, config: MembershipConfig, now: float) -> bool:
-        count = len(self.alive)
-        return count >= config.min_hosts and (
-            count >= config.max_hosts or self._settled(config, now)
+        return (
+            grows
+            and self._settled(config, now)
+            and not set(self._able(config, fits)) <= set(members)
         )
+
+    def _begun(self, config: MembershipConfig, now: float, fits: Fits) -> Registry:
+        hosts = self._able(config, fits)
+        settled = len(hosts) >= config.max_hosts or self._settled(config, now)
+        if len(hosts) < config.min_hosts or not settled:
+            return self
+        # In the order in which they came, so that who was a member before stays one.
+        following = Generation(self.generation.number + 1, hosts[: config.max_hosts])
+        return replace(self, generation=following, granted=True, pauses=False)
 
     def _settled(self, config: MembershipConfig, now: float) -> bool:
         return now - self.since >= config.settle_seconds
 
-    def _next(self, config: MembershipConfig) -> Generation:
-        # In the order in which they came, so that who was a member before stays one.
-        members = tuple(self.alive)[: config.max_hosts]
-        return Generation(self.generation.number + 1, members)
+    def _able(self, config: MembershipConfig, fits: Fits) -> tuple[str, ...]:
+        return able(self.alive, self.aside, config.min_hosts, config.max_hosts, fits)
 
 
 @dataclass(frozen=True)

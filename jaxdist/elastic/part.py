@@ -79,11 +79,12 @@ class Hosts(Protocol):
         begin again with more machines."""
         ...
 
-    def release(self, part: Part, why: str = "") -> None:
+    def release(self, part: Part, why: str = "", *, stuck: bool = False) -> None:
         """All processes of this machine are gone.
 
         Args:
           why: what was lost here; empty where they ended well, or were told to.
+          stuck: whether what was lost lived, and stood still.
         """
         ...
 
@@ -149,7 +150,7 @@ class Alone:
         """Never."""
         return False
 
-    def release(self, part: Part, why: str = "") -> None:
+    def release(self, part: Part, why: str = "", *, stuck: bool = False) -> None:
         """Nobody waits for it."""
 
     def over(self, part: Part) -> bool:

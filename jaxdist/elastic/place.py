@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
+import shutil
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER, GENERATION, FENCE = "JAXDIST_AGENT", "JAXDIST_GENERATION", "JAXDIST_FENCE"
 """Variables that tell a process of it."""
 MEMORY = Path("/dev/shm")
+PREFIX, LOCK = "jaxdist-", ".held"
+YOUNG_SECONDS = 10.0
+"""A folder may be held by nobody while it is made."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,41 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
 
 @contextmanager
 def new_folder() -> Iterator[Path]:
-    """A folder that nobody else can enter, in memory where the system has such; gone at the end."""
+    """A folder that nobody else can enter, in memory where the system has such; gone at the end.
+
+    Those go too that agents have left behind that were killed.
+    """
     parent = MEMORY if MEMORY.is_dir() else None
-    with tempfile.TemporaryDirectory(prefix="jaxdist-", dir=parent) as folder:
-        yield Path(folder)
+    for folder in left_behind():
+        shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as name, held(Path(name)):
+        yield Path(name)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[int]:
+    """Somebody is there for as long as a process has this descriptor open.
+
+    A process that is begun meanwhile with it (`pass_fds`) holds the folder too.
+    """
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def left_behind() -> list[Path]:
+    """Folders of this user in memory that neither an agent nor a process of it holds."""
+    found = []
+    for folder in MEMORY.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another user's, just made or gone, or held
+            descriptor = os.open(folder / LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if time.time() - os.fstat(descriptor).st_mtime > YOUNG_SECONDS:
+                    found.append(folder)
+            finally:
+                os.close(descriptor)
+    return found

@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from jaxdist.errors import RunError
 from jaxdist.metrics.account import Kind
 
 BEAT_SECONDS = 0.1
@@ -91,11 +92,18 @@ class Publisher:
 
     Args:
       path: of the file, in memory.
+
+    Raises:
+      RunError: there is no room for it.
     """
 
     def __init__(self, path: Path, process: int) -> None:
-        with path.open("wb") as file:
-            file.write(bytes(_SIZE))
+        try:
+            path.write_bytes(bytes(_SIZE))  # all of it: a write to a hole in full memory is fatal
+        except OSError as error:
+            raise RunError(
+                f"{path} in memory cannot be written: {error.strerror or error}; free some of it"
+            ) from error
         with path.open("r+b") as file:
             self._memory = mmap.mmap(file.fileno(), _SIZE)
         self._step, self._code, self._count = -1, _CODES[Kind.START], 0

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from jaxdist.bench.elastic import cost, report, sigterm
+from jaxdist.bench.elastic import cost, peer, report, sigterm
 from jaxdist.errors import RunError
 
 
@@ -36,6 +38,40 @@ def test_both_are_read_from_their_logs(tmp_path: Path, monkeypatch: pytest.Monke
     assert report._event(journal, 1, "lost") is None
 
 
+TORCHRUN = """#!{python}
+import os, subprocess, sys, time
+from pathlib import Path
+assert sys.argv[1:3] == ["-m", "torch.distributed.run"]
+folder = Path(sys.argv[-2])
+step, beginnings = 0, 0
+while True:
+    beginnings += 1
+    shared = os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
+    if beginnings > 1 and shared:
+        sys.exit("Gloo connectFullMesh failed")
+    ranks = [subprocess.Popen(["sleep", "60"]) for _ in range(4)]
+    for rank, process in enumerate(ranks):
+        (folder / f"pid_{{rank}}").write_text(str(process.pid))
+    while all(one.poll() is None for one in ranks):
+        step += 1
+        with (folder / "steps").open("a") as log:
+            log.write(f"{{time.time()}} {{step}}\\n")
+        time.sleep(0.001)
+    [one.kill() for one in ranks]
+    step = step // 100 * 100
+"""
+
+
+def test_torchrun_goes_on_from_its_last_checkpoint(tmp_path: Path):
+    """It fails where restarts share a store, as torch 2.13 does by default."""
+    python = tmp_path / "python"
+    python.write_text(TORCHRUN.format(python=sys.executable))
+    python.chmod(0o755)
+    found = report.torch_recoveries(str(python), 2)
+    assert all(0 < one.seconds < 60 for one in found)
+    assert all(0 < one.lost_steps <= peer.EVERY for one in found)
+
+
 def test_steps_with_and_without_snapshots_and_what_is_held(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(cost, "CONFIG", "mlp/digits")
     monkeypatch.setattr(cost, "BEATS_SECONDS", 0.01)
@@ -53,3 +89,10 @@ def test_sigterm_saves_and_ends_with_its_code():
     figure = sigterm.figure(3)
     assert figure.ours > 0
     assert figure.goal == "<= 1"
+
+
+def test_the_share_of_an_agent_is_of_several_windows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(report, "AGENT_SECONDS", 0.02)
+    figure = report.agent_figure(os.getpid())
+    assert figure.ratio < 2
+    assert "the median of 6 times 0.02 s; from " in figure.note

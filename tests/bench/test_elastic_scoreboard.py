@@ -29,8 +29,14 @@ def test_a_row_that_fails_is_told_in_its_place(monkeypatch: pytest.MonkeyPatch):
         "R29": Score("c", "d", 2, lambda n, s: Row("e", held=True)),
     }
     monkeypatch.setattr(board, "SCORES", scores)
-    (listing,) = board.scoreboard("R08,R29=7").listings
-    first, second = (row[:6] for row in listing.rows)
+
+    def breaks(trials: int, seed: int) -> Row:
+        raise ProcessLookupError("No such process")
+
+    scores["R18"] = Score("e", "f", 1, breaks)
+    (listing,) = board.scoreboard("R08,R29=7,R18").listings
+    first, second, third = (row[:6] for row in listing.rows)
+    assert third[4] == "failed: ProcessLookupError: No such process"
     assert first == ("R08", "a", 3, "b", "failed: nothing has happened", "no")
     assert second == ("R29", "c", 7, "d", "e", "yes")
 
@@ -64,6 +70,13 @@ def test_events_and_steps_are_read_from_the_run(tmp_path: Path):
     (tmp_path / "elastic.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
     assert strikes.event(tmp_path, 2, "begun") == lines[1]
     assert strikes.event(tmp_path, 2, "lost") is None
+    assert strikes.at_work(tmp_path) == lines[1]
+    with (tmp_path / "elastic.jsonl").open("a") as file:
+        file.write('{"generation": 2, "event": "slow"}\n')
+        assert file.flush() or strikes.at_work(tmp_path) == lines[1]
+        file.write('{"generation": 2, "event": "lost"}\n')
+    assert strikes.at_work(tmp_path) is None  # the next has not begun
+    assert strikes.last_step(tmp_path) == 0
     steps = "".join(json.dumps({"step": step, "split": "train"}) + "\n" for step in range(999))
     (tmp_path / "metrics.jsonl").write_text(steps + '{"step": 99')
     assert strikes.last_step(tmp_path) == 998  # what is cut off does not count

@@ -142,3 +142,23 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path):
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=r"snapshots cannot lie in .*choose another"):
         Snapshots(tmp_path / "file" / "x", 0, 1, print)
+
+
+def test_snapshots_that_fail_again_and_again_are_not_said_each_time(tmp_path: Path):
+    said: list[str] = []
+    with Snapshots(tmp_path / "kept", 0, 1, said.append) as snapshots:
+        (tmp_path / "kept").rmdir()
+        for step in range(1, 21):
+            snapshots.take(step, {"w": jnp.zeros(2)}, {})
+        snapshots.wait()
+        told = [line.split(" in ")[0] for line in said]
+        assert told == [f"no snapshot of step {step}" for step in (1, 2, 4, 8, 16)]
+        assert said[-1].endswith("No such file or directory (16 times in a row)")
+        (tmp_path / "kept").mkdir()
+        snapshots.take(21, {"w": jnp.zeros(2)}, {})
+        snapshots.wait()
+        (tmp_path / "kept" / "step_00000021.0_of_1").unlink()
+        (tmp_path / "kept").rmdir()
+        snapshots.take(22, {"w": jnp.zeros(2)}, {})
+        snapshots.wait()
+        assert said[-1].startswith("no snapshot of step 22")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from functools import partial
@@ -200,3 +202,38 @@ def test_a_host_whose_processes_stop_because_another_leaves_goes_on(run):
 def test_who_takes_part_again(told, stopped, members, over, code):
     given = {"stopped": stopped, "members": members * [object()]}
     assert exit_of(told=told, team=SimpleNamespace(**given), over=over) == code
+
+
+IMPORTS = """
+import os, sys, time
+from jaxdist.cli import runs
+runs.import_all()
+before = {name.partition(".")[0] for name in sys.modules}
+options = ["run.directory=run", "train.steps=2"]
+runs.train_process(sys.argv[1], options, begun=time.perf_counter_ns())
+late = {name.partition(".")[0] for name in sys.modules} - before
+print("late", *sorted(late & {"orbax", "grain", "tensorboardX", "tensorstore", "optax", "flax"}))
+"""
+
+
+@pytest.mark.full
+def test_a_process_that_waits_has_imported_what_a_run_needs(tmp_path: Path):
+    """It would import it in each recovery, on all processes at once."""
+    told = {
+        "model": {"type": "mlp", "hidden": [8]},
+        "data": {"type": "images", "source": "digits"},
+        "optim": {"type": "sgd", "learning_rate": 0.1},
+        "train": {"batch_size": 8},
+        "eval": {"every": None},
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(told))
+    (tmp_path / "imports.py").write_text(IMPORTS)
+    done = subprocess.run(
+        [sys.executable, "imports.py", "config.yaml"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.stdout.splitlines()[-1] == "late", done

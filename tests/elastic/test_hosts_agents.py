@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from elastic_hosts import Play, finish, kill, playing
+from elastic_hosts import ELASTIC, Play, finish, kill, playing
 from redis_place import redis_server
 
 
@@ -169,6 +169,29 @@ def test_a_host_that_no_mesh_has_a_place_for_waits_and_takes_anothers(tmp_path: 
 
 
 @pytest.mark.full
+def test_a_host_that_was_stuck_waits_and_comes_back(tmp_path: Path):
+    elastic = {**ELASTIC, "stuck_host_seconds": 4.0}
+    with playing(tmp_path, mesh={"data": 2}, elastic=elastic) as play:
+        hosts = [play.start(name, most=2, step_seconds=1.5) for name in "ab"]
+        both = play.wait(count_of(2))
+        number = both[0]["generation"]
+        (play.folder / f"stuck-{number}-1").touch()
+        (alone,) = play.wait(count_of(1))
+        assert (alone["generation"], alone["agent"]) == (number + 1, both[0]["agent"])
+        again = play.wait(count_of(2))
+        assert again[0]["generation"] == number + 2
+        play.end()
+        told = dict(zip((host.pid for host in hosts), map(finish, hosts), strict=True))
+        assert [code for code, _ in told.values()] == [0, 0], told
+        names = {host.pid: name for host, name in zip(hosts, "ab", strict=True)}
+        on, words = names[both[1]["agent"]], told[both[1]["agent"]][1]
+        assert f"this host, {on}, waits beside generation {number + 1} for" in words
+        assert "s, as a process of it was stuck" in words
+        plan = "1 hosts, 1 processes with mesh.data=1, train.microbatches=2; waiting beside them: "
+        assert plan + on in told[both[0]["agent"]][1]
+
+
+@pytest.mark.full
 def test_the_process_that_others_on_other_hosts_wait_for_is_named(play: Play):
     """Each agent sees its own process stand still; only one of them is behind."""
     hosts = [play.start(name, least=2, step_seconds=2.0) for name in "ab"]
@@ -183,6 +206,9 @@ def test_the_process_that_others_on_other_hosts_wait_for_is_named(play: Play):
     names = {host.pid: name for host, name in zip(hosts, "ab", strict=True)}
     on = names[both[1]["agent"]]
     assert f"process 1 of 2 on {on} is at input_wait after step" in told[both[1]["agent"]][1]
+    # Two of two are needed: it takes part again at once.
+    taken = f"begins with this host, {on}, though a process of it was stuck"
+    assert taken in told[both[1]["agent"]][1]
     other = told[both[0]["agent"]][1]
     assert f"{on}: process 1 is at input_wait after step" in other
     lines = map(json.loads, (play.folder / "elastic.jsonl").read_text().splitlines())

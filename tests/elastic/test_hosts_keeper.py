@@ -12,11 +12,13 @@ from jaxdist.elastic.hosts.contract import NOBODY, RendezvousError, Token
 from jaxdist.elastic.hosts.keeper import (
     Keeper,
     card_of,
+    decode,
     decode_answer,
+    encode,
     encode_answer,
     encode_renewal,
 )
-from jaxdist.elastic.membership import Generation, Grant, Host, MembershipConfig, Stop
+from jaxdist.elastic.membership import Generation, Grant, Host, MembershipConfig, Registry, Stop
 
 CONFIG = MembershipConfig(
     min_hosts=1, max_hosts=4, lease_seconds=10.0, settle_seconds=1.0, drift=0.1
@@ -215,6 +217,11 @@ def test_who_stays_away_is_followed_and_reads_back_where_generations_are():
     world.calm(40.0)
     assert max(world.granted) > first
     assert Token.parse(world.place.token()).holder == "h2"
+
+
+def test_who_asks_to_be_left_out_is_known_to_the_next_keeper():
+    known = Registry(alive={"a": 0.0, "b": 0.0}, aside=frozenset({"b"}))
+    assert decode(encode(known)) == known
 
 
 def test_a_keeper_that_resigns_is_followed_at_once():

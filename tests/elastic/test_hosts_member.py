@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from jaxdist.elastic.hosts.contract import RendezvousError
-from jaxdist.elastic.hosts.folder import FolderRendezvous
 from jaxdist.elastic.hosts.keeper import Keeper
 from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.places.folder import FolderRendezvous
 from jaxdist.elastic.membership import MembershipConfig
 
 CONFIG = MembershipConfig(min_hosts=1, max_hosts=2, lease_seconds=10.0, settle_seconds=0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -86,6 +87,14 @@ def test_a_batch_that_shrinks_with_the_mesh(mesh):
 def test_a_full_mesh_that_the_batch_does_not_divide_over():
     with pytest.raises(RunError, match="a batch of 6 does not divide over the full mesh's 4"):
         make_plan(hosts(3), Rule({"data": 4}, 6, rescales=True), 3)
+
+
+def test_who_is_left_out_has_no_place_and_hands_out_what_it_has():
+    part = "step_00000010.{}_of_2"
+    first, second = (replace(one, parts=(part.format(at),)) for at, one in enumerate(hosts(2)))
+    plan = make_plan([first], Rule({"data": -1}, 64), 1, [second])
+    assert (plan.hosts, plan.total, plan.places, plan.idle) == (1, 1, {"h0-1": (0, 1)}, ("h1",))
+    assert plan.snapshot == {part.format(0): "h0-1", part.format(1): "h1-1"}
 
 
 def test_hosts_that_no_mesh_has_a_place_for_wait():

@@ -14,10 +14,11 @@ import pytest
 from redis_place import redis_server
 
 from jaxdist.elastic.hosts import identity, start
-from jaxdist.elastic.hosts.address import open_rendezvous
+from jaxdist.elastic.hosts.join import Here
 from jaxdist.elastic.hosts.keeper import boot_clock
+from jaxdist.elastic.hosts.places.address import open_rendezvous
 from jaxdist.elastic.hosts.start import agent_of, devices_of, read_token, split_host
-from jaxdist.elastic.hosts.together import Here, Together
+from jaxdist.elastic.hosts.together import Together
 from jaxdist.elastic.membership import MembershipConfig
 from jaxdist.elastic.part import Part
 from jaxdist.errors import ConfigError, RunError
@@ -166,6 +167,31 @@ def test_a_mesh_that_cannot_be_ends_it_everywhere(meeting: Meeting):
         meeting.host("a", values=values).begin(meeting.folder / "a", lambda: False)
 
 
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_a_host_that_was_stuck_is_left_out_where_a_mesh_is_left(meeting: Meeting, tensor):
+    """With fewer than --min or no mesh it takes part at once, and says so."""
+    values = {**VALUES, "mesh": {"data": -1, "tensor": tensor}}
+    a, b = hosts = [meeting.host(name, least=tensor, values=values) for name in "ab"]
+    for host in hosts:  # the registry takes two for enough in any case
+        host.members.config = host.members.keeper.config = host.config.model_copy(
+            update={"min_hosts": 1, "settle_seconds": 0.5}
+        )
+    parts = meeting.begin(*hosts)
+    assert [part.total for part in parts if part] == [2, 2]
+    b.release(parts[1], "process 1 stands still", stuck=True)
+    a.release(parts[0])
+    if tensor == 1:
+        (part,) = meeting.begin(a)
+        assert part is not None
+        assert (part.count, part.total) == (1, 1)
+        assert b.members.take() is None
+        assert meeting.said[-1].endswith("; waiting beside them: b")
+    else:
+        parts = meeting.begin(*hosts)
+        assert [part.total for part in parts if part] == [2, 2]
+        assert any("begins with this host, b, though a process" in one for one in meeting.said)
+
+
 @pytest.fixture
 def given(tmp_path: Path, monkeypatch) -> dict[str, Any]:
     monkeypatch.chdir(tmp_path)
@@ -179,7 +205,7 @@ def given(tmp_path: Path, monkeypatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"least": 3}, "min_hosts 3 is above max_hosts 2: lower it"),
+        ({"least": 3}, "^--min 3 is above --max 2: lower it, or raise --max"),
         ({"host": "/10.0.0.7"}, "--host '/10.0.0.7' is not NAME or NAME/ADDRESS"),
         ({"token_file": Path("nothing")}, "--token-file nothing cannot be read: No such file"),
         ({"rendezvous": "config.yaml/x"}, "cannot be reached: Not a directory"),

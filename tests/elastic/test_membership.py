@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.config import Document, validate
+from jaxdist.elastic.hosts.aside import Fits, all_fit
 from jaxdist.elastic.membership import Fence, Grant, Host, MembershipConfig, Registry, Renew, Stop
 from jaxdist.errors import ConfigError
 
@@ -30,6 +31,7 @@ class World:
         self.clocks = {"registry": self.clock()}
         self.under_way = []  # (to, message)
         self.fence, self.begun = Fence(), 0
+        self.fits = self.random.choice((all_fit, lambda hosts: len(hosts) != 2))
 
     def clock(self) -> tuple[float, float]:
         drift = self.config.drift
@@ -62,7 +64,9 @@ class World:
         if isinstance(message, Renew):
             now = self.time("registry")
             before = self.registry
-            self.registry, answer = before.receive(self.config, now, message)
+            self.registry, answer = before.receive(self.config, now, message, self.fits)
+            if self.registry.generation != before.generation:
+                self.check_begun()
             self.under_way.append((message.host, answer))
         elif to in self.hosts:
             self.hosts[to] = self.hosts[to].hear(self.config, message)
@@ -90,6 +94,20 @@ class World:
             assert fence is not None
             self.fence = fence
 
+    def check_begun(self) -> None:
+        """Who asks to be left out takes part only where the others cannot without it."""
+        known = self.registry
+        ready = [host for host in known.alive if host not in known.aside]
+        enough = len(ready) >= self.config.min_hosts
+        enough = enough and self.fits(ready[: self.config.max_hosts])
+        hosts = ready if enough else [*known.alive]
+        assert known.generation.members == (*hosts[: self.config.max_hosts],)
+
+    def get_stuck(self, name: str) -> None:
+        host = self.hosts[name].was_stuck(self.config, self.time(name))
+        number = host.generation.number if host.generation else 0
+        self.hosts[name] = host.stop(number + 1)
+
     def calm(self, seconds: float) -> None:
         """Nothing is lost, and all ask each second."""
         end = self.now + seconds
@@ -104,7 +122,7 @@ class World:
 
 
 EVENTS = ("say", "say", "say", "deliver", "deliver", "deliver", "double", "lose", "time", "jump")
-RARE = ("join", "die", "leave", "restart")
+RARE = ("join", "die", "leave", "restart", "stuck")
 
 
 def run(world: World, events: list[tuple[str, int]], *, restarts: bool = True) -> None:
@@ -129,6 +147,8 @@ def run(world: World, events: list[tuple[str, int]], *, restarts: bool = True) -
                 del world.hosts[names[value % len(names)]]
             case "leave" if names:
                 world.leave(names[value % len(names)])
+            case "stuck" if names:
+                world.get_stuck(names[value % len(names)])
             case "restart" if restarts:
                 world.restart()
         world.check()
@@ -150,8 +170,9 @@ def test_never_are_two_generations_at_work(events, seed, hosts):
 
 
 STORM = MembershipConfig(
-    min_hosts=2, max_hosts=4, lease_seconds=10.0, settle_seconds=0.0, drift=0.3
-)
+    min_hosts=2, max_hosts=4, lease_seconds=10.0, settle_seconds=0.0, drift=0.3,
+    stuck_host_seconds=15.0,
+)  # fmt: skip
 TICK_SECONDS = 0.25
 
 
@@ -168,6 +189,8 @@ def storm(world: World, ticks: int) -> int:
                 cut[name] = world.now + dice.uniform(2, 25)
             if dice.random() < 0.6:
                 world.say(name)
+            if dice.random() < 0.003:
+                world.get_stuck(name)
             if dice.random() < 0.003:
                 (world.leave if dice.random() < 0.5 else world.hosts.pop)(name)
         if dice.random() < 0.01:
@@ -245,6 +268,64 @@ def test_a_generation_that_could_grow_goes_on_until_it_stops_itself():
     (second,) = set(world.at_work().values())
     assert second.members == (*first.members, "host 3")
     assert not any(host.pauses for host in world.hosts.values())
+
+
+def members_of(world: World) -> tuple[str, ...]:
+    found = set(world.at_work().values())
+    assert len(found) <= 1
+    return next((generation.members for generation in found), ())
+
+
+def stuck_world(fits: Fits = all_fit, **changed: float) -> World:
+    """Three hosts at work, and the second was just stuck."""
+    world = World(0, CONFIG.model_copy(update={"drift": 0.0, "max_hosts": 4, **changed}))
+    world.fits = fits
+    for _ in range(3):
+        world.join()
+    world.calm(10.0)
+    assert members_of(world) == ("host 1", "host 2", "host 3")
+    world.get_stuck("host 2")
+    world.calm(5.0)
+    return world
+
+
+def test_a_host_that_was_stuck_is_left_out_for_a_while():
+    world = stuck_world(stuck_host_seconds=60.0)
+    assert members_of(world) == ("host 1", "host 3")
+    world.restart()  # and it is not forgotten
+    world.calm(40.0)
+    assert members_of(world) == ("host 1", "host 3")
+    world.calm(30.0)
+    assert set(members_of(world)) == {"host 1", "host 2", "host 3"}
+
+
+def test_another_takes_its_place():
+    world = World(0)
+    for _ in range(4):
+        world.join()
+    world.calm(10.0)
+    assert members_of(world) == ("host 1", "host 2", "host 3")
+    world.get_stuck("host 2")
+    world.calm(20.0)
+    assert members_of(world) == ("host 1", "host 3", "host 4")
+
+
+@pytest.mark.parametrize(
+    ("fits", "changed"),
+    [(all_fit, {"min_hosts": 3}), (lambda hosts: len(hosts) == 3, {}),
+     (all_fit, {"stuck_host_seconds": 0.0})],
+)  # fmt: skip
+def test_where_the_others_cannot_go_on_without_it_it_takes_part(fits, changed):
+    world = stuck_world(fits, **changed)
+    assert set(members_of(world)) == {"host 1", "host 2", "host 3"}
+
+
+def test_who_was_left_out_is_taken_when_another_is_lost():
+    world = stuck_world()
+    assert members_of(world) == ("host 1", "host 3")
+    del world.hosts["host 3"]
+    world.calm(30.0)
+    assert members_of(world) == ("host 1", "host 2")
 
 
 def test_who_leaves_is_not_waited_for():

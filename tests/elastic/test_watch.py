@@ -11,6 +11,7 @@ import pytest
 from jaxdist.elastic.hosts import progress
 from jaxdist.elastic.status import BEAT_SECONDS, Publisher, Status, read_status
 from jaxdist.elastic.watch import Patience, find_stuck
+from jaxdist.errors import RunError
 from jaxdist.metrics.account import Kind
 
 NOW = 1000.0
@@ -124,3 +125,10 @@ def test_what_is_of_another_generation_or_not_all_tells_nothing(generation, proc
     elsewhere = progress.Elsewhere("own-1", generation, processes)
     elsewhere.read({"b-1": {"number": 1, "facts": facts}}, 0.0)
     assert elsewhere.statuses is None
+
+
+def test_memory_that_is_full_is_told(tmp_path: Path):
+    (tmp_path / "full").touch()
+    words = r"status_1 in memory cannot be written: Not a directory; free some of it"
+    with pytest.raises(RunError, match=words):
+        Publisher(tmp_path / "full" / "status_1", 1)

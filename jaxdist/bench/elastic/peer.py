@@ -3,6 +3,10 @@
 `torchrun --nproc-per-node N --max-restarts R peer.py FOLDER STEPS`: data parallel (DDP, gloo), a
 checkpoint every 100 steps, as torch's documentation of elastic training shows. Each rank writes its
 process number to FOLDER; rank 0 adds a line "TIME STEP" to FOLDER/steps after each step.
+
+In torch 2.13 all restarts share one store, in which gloo finds the addresses of the processes that
+are gone ("connectFullMesh failed", on every restart). With `ENVIRON` each restart has a store of
+its own: torch's switch for that.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+ENVIRON = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 EVERY = 100
 BATCH = 64
 

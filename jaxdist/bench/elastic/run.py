@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,11 +24,18 @@ WAIT_SECONDS = 180.0
 
 
 @contextmanager
-def started(command: list[str], folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process whose output goes to FOLDER/out; ended with all that it has started."""
+def started(
+    command: list[str], folder: Path, environ: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process whose output goes to FOLDER/out; ended with all that it has started.
+
+    Args:
+      environ: beside the environment that there is.
+    """
     with (folder / "out").open("wb") as out:
+        told = {**os.environ, **(environ or {})}
         process = subprocess.Popen(
-            command, cwd=folder, stdout=out, stderr=out, start_new_session=True
+            command, cwd=folder, stdout=out, stderr=out, start_new_session=True, env=told
         )
         try:
             yield process

@@ -19,7 +19,7 @@ sleeps (`boot_clock`); a virtual machine that was paused breaks that, and is wha
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class Reign:
       heard: by host, the number of its last message, and when it came.
       saved: what was written down of the registry.
       answers: that wait for the swap.
+      facts: by host, what it has told of itself.
     """
 
     token: Token
@@ -64,6 +65,7 @@ class Reign:
     heard: dict[str, tuple[int, float]] = field(default_factory=dict)
     saved: JsonObject = field(default_factory=dict)
     answers: dict[str, Grant | Stop] = field(default_factory=dict)
+    facts: dict[str, JsonObject] = field(default_factory=dict)
     begun: bool = False
 
 
@@ -75,6 +77,7 @@ class Keeper:
       card: what hosts must have alike, for those that come: see `jaxdist.elastic.hosts.identity`.
       before: number of the newest generation of the run in former rendezvous.
       clock: seconds; of this host alone.
+      fits: whether hosts, by the facts that each has told, can work together.
     """
 
     def __init__(
@@ -86,9 +89,10 @@ class Keeper:
         *,
         before: int = 0,
         clock: Callable[[], float] = boot_clock,
+        fits: Callable[[Mapping[str, JsonObject]], bool] = lambda facts: True,
     ) -> None:
         self.rendezvous, self.config, self.own, self.card = rendezvous, config, own, card
-        self.before, self.clock = before, clock
+        self.before, self.clock, self.fits = before, clock, fits
         self.reign: Reign | None = None
         self._seen, self._since = "", clock()
 
@@ -136,6 +140,7 @@ class Keeper:
             if told is None:
                 continue
             number, now = told["number"], self.clock()
+            reign.facts[host] = told["facts"]
             before = reign.heard.get(host, (None, now))
             if number == before[0]:
                 if now - before[1] > FORGET_LEASES * self.config.lease_seconds:
@@ -143,8 +148,14 @@ class Keeper:
                 continue
             reign.heard[host] = number, now
             if reign.begun:  # what lies there at first may be of hosts that are long gone
-                given = self.config, now, Renew(**told["renew"])
+                given = self.config, now, Renew(**told["renew"]), self._fit
                 reign.registry, reign.answers[host] = reign.registry.receive(*given)
+
+    def _fit(self, hosts: Sequence[str]) -> bool:
+        assert self.reign is not None
+        facts = self.reign.facts
+        told = {host: facts[host] for host in hosts if host in facts}
+        return len(told) == len(hosts) and self.fits(told)
 
     def commit(self) -> bool:
         """Write down what has changed, and swap the token; False: another host has it."""
@@ -178,6 +189,8 @@ class Keeper:
             self.rendezvous.swap(str(reign.token), str(nobody))
 
     def _forget(self, host: str) -> None:
+        if self.reign is not None:
+            self.reign.facts.pop(host, None)
         self.rendezvous.drop(f"host/{host}")
         self.rendezvous.drop(f"answer/{host}")
 
@@ -199,6 +212,7 @@ def encode(registry: Registry) -> JsonObject:
         "members": [*registry.generation.members],
         "granted": registry.granted,
         "pauses": registry.pauses,
+        "aside": sorted(registry.aside),
         "holders": [*registry.holders],
     }
 
@@ -210,8 +224,20 @@ def decode(told: Mapping[str, Any]) -> Registry:
         generation=Generation(told["number"], tuple(told["members"])),
         granted=told["granted"],
         pauses=told["pauses"],
+        aside=frozenset(told.get("aside", ())),
         holders=dict.fromkeys(told["holders"], 0.0),
     )
+
+
+def registry_of(rendezvous: Rendezvous) -> Registry | None:
+    """What a keeper has told of the registry last, without times; None: there was no keeper.
+
+    Raises:
+      RendezvousError: the rendezvous cannot be reached.
+    """
+    terms = rendezvous.names("term")
+    told = rendezvous.get(f"term/{max(map(int, terms))}") if terms else None
+    return None if told is None else decode(told["registry"])
 
 
 def encode_answer(message: Grant | Stop) -> JsonObject:

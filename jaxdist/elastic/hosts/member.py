@@ -103,9 +103,21 @@ class Membership:
                 self._host.pauses and self._host.generation == self._working
             )
 
-    def release(self) -> None:
-        """The processes of this host are gone."""
+    @property
+    def aside_seconds(self) -> float:
+        """For how long this host still asks to be left out; 0: it does not."""
         with self._lock:
+            return max(self._host.aside_until - self.clock(), 0.0)
+
+    def release(self, *, stuck: bool = False) -> None:
+        """The processes of this host are gone.
+
+        Args:
+          stuck: whether one of them was stuck, so that this host is to be left out for a while.
+        """
+        with self._lock:
+            if stuck:
+                self._host = self._host.was_stuck(self.config, self.clock())
             working, self._working, self._ends = self._working, None, ""
             if working is not None:
                 self._host = self._host.stop(working.number + 1)

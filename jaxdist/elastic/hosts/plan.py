@@ -180,12 +180,23 @@ class Plan:
     idle: tuple[str, ...] = ()
     snapshot: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def hosts(self) -> int:
+        """How many are at work."""
+        return sum(count > 0 for _, count in self.places.values())
 
-def make_plan(members: Sequence[HostFacts], rule: Rule, least: int) -> Plan:
+
+def make_plan(
+    members: Sequence[HostFacts],
+    rule: Rule,
+    least: int,
+    aside: Sequence[HostFacts] = (),
+) -> Plan:
     """The plan of a generation of these hosts, in their order.
 
     Args:
       least: hosts that must be at work.
+      aside: hosts that are left out of it, and may have what the others lack of a snapshot.
 
     Raises:
       RunError: there is no mesh for any number of them; says why for each.
@@ -204,8 +215,9 @@ def make_plan(members: Sequence[HostFacts], rule: Rule, least: int) -> Plan:
             places[host.host] = first, host.processes
             first += host.processes
         places |= {host.host: (first, 0) for host in idle}
-        names = tuple(host.name for host in idle)
-        return Plan(places, first, devices, settings, names, newest_whole(members))
+        names = tuple(host.name for host in (*idle, *aside))
+        snapshot = newest_whole([*members, *aside])
+        return Plan(places, first, devices, settings, names, snapshot)
     raise RunError(f"{len(members)} hosts cannot go on. " + "; ".join(reasons))
 
 

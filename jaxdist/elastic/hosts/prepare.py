@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxdist.elastic.hosts.buddy import Buddy
 from jaxdist.elastic.hosts.copies import CopyError, fetch, parts_in
+from jaxdist.elastic.hosts.keeper import registry_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.plan import HostFacts, Plan, Rule, make_plan
 from jaxdist.elastic.membership import Generation
@@ -47,15 +48,16 @@ class Preparing:
         if not said.keys() >= set(generation.members):
             return None  # one is gone already: the registry will see it
         hosts = [HostFacts.of(host, said[host]["facts"]) for host in generation.members]
-        full = self.members.rendezvous.get(FULL)
-        known = full["data"] if self._of_this_run(full) else None
-        rule = Rule.of(self.values, known)
+        registry = registry_of(self.members.rendezvous)
+        left_out = (registry.aside if registry else frozenset()) - {*generation.members}
+        aside = [HostFacts.of(host, said[host]["facts"]) for host in left_out & said.keys()]
+        rule = self._rule()
         try:
-            plan = make_plan(hosts, rule, self.members.config.min_hosts)
+            plan = make_plan(hosts, rule, self.members.config.min_hosts, aside)
         except RunError as error:
             return error
         number = generation.number
-        if known is None:
+        if rule.full is None:
             told = {"generation": number, "data": rule.data_size(plan.devices)}
             self.members.rendezvous.put(FULL, told)
         resume = self.resume or self._of_this_run(self.members.rendezvous.get(PATH))
@@ -69,6 +71,23 @@ class Preparing:
             key, {"plan": asdict(plan), "coordinator": coordinator, "resume": resume}
         )
         return None
+
+    def has_mesh(self, facts: Mapping[str, JsonObject]) -> bool:
+        """Whether there is a mesh for hosts that have told these facts.
+
+        Raises:
+          RendezvousError: what the full mesh was is not known.
+        """
+        hosts, rule = [HostFacts.of(host, told) for host, told in facts.items()], self._rule()
+        try:
+            make_plan(hosts, rule, self.members.config.min_hosts)
+        except RunError:
+            return False
+        return True
+
+    def _rule(self) -> Rule:
+        full = self.members.rendezvous.get(FULL)
+        return Rule.of(self.values, full["data"] if self._of_this_run(full) else None)
 
     def _of_this_run(self, told: Mapping[str, Any] | None) -> bool:
         """Whether something was told since the last run of this rendezvous ended."""

@@ -14,10 +14,11 @@ from jaxdist.config import Document, read, validate
 from jaxdist.elastic.agent import Agent, Plan
 from jaxdist.elastic.config import ElasticConfig
 from jaxdist.elastic.fence import newest_of_all
-from jaxdist.elastic.hosts.address import open_rendezvous
 from jaxdist.elastic.hosts.contract import Token
 from jaxdist.elastic.hosts.identity import card
-from jaxdist.elastic.hosts.together import Here, Together
+from jaxdist.elastic.hosts.join import Here
+from jaxdist.elastic.hosts.places.address import open_rendezvous
+from jaxdist.elastic.hosts.together import Together
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.runtime.notices import PreemptionConfig
 from jaxdist.types import JsonObject
@@ -52,6 +53,8 @@ def agent_of(
     Raises:
       JaxdistError: anything that the user can mend.
     """
+    if least > most:
+        raise ConfigError(f"--min {least} is above --max {most}: lower it, or raise --max")
     values = read(config, extra).values
     elastic = validate(Document(values.get("elastic") or {}), ElasticConfig)
     membership = elastic.membership(least, most)

@@ -18,15 +18,15 @@ import hashlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxdist.elastic.hosts.beside import Beside
 from jaxdist.elastic.hosts.buddy import Buddy
 from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError
-from jaxdist.elastic.hosts.copies import CopyServer, parts_in, seed
-from jaxdist.elastic.hosts.identity import check
-from jaxdist.elastic.hosts.keeper import STRANGER_LEASES, Keeper, boot_clock, card_of
+from jaxdist.elastic.hosts.copies import CopyServer, parts_in
+from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here, join
+from jaxdist.elastic.hosts.keeper import Keeper, boot_clock
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.plan import Plan
 from jaxdist.elastic.hosts.prepare import PATH, Preparing
@@ -37,33 +37,11 @@ from jaxdist.elastic.part import Part
 from jaxdist.elastic.place import Place
 from jaxdist.elastic.status import Status
 from jaxdist.errors import ConfigError, RunError
-from jaxdist.runtime.rendezvous import Wait
 from jaxdist.types import JsonObject
 
-LOOK_SECONDS = 0.1
 END_SECONDS = 120.0
 """For so long a host that has ended well waits to hear that the run has."""
 GROWS = "a host came"
-
-
-@dataclass(frozen=True)
-class Here:
-    """What this machine brings.
-
-    Attributes:
-      host: a name that no other agent has.
-      name: for people.
-      address: at which the other hosts reach it.
-      processes: that it starts, each with so many `devices`.
-      token: shared by all hosts.
-    """
-
-    host: str
-    name: str
-    address: str
-    processes: int
-    devices: int
-    token: bytes
 
 
 class Together:
@@ -96,7 +74,8 @@ class Together:
         self._local = local if resume else None
         self.rendezvous, self.config, self.here, self.card = rendezvous, config, here, card
         self.say, self.seconds = say, seconds
-        keeper = Keeper(rendezvous, config, here.host, card, before=before, clock=clock)
+        told = {"before": before, "clock": clock, "fits": lambda f: self._preparing.has_mesh(f)}
+        keeper = Keeper(rendezvous, config, here.host, card, **told)
         self.members = Membership(rendezvous, config, here.host, keeper, clock)
         self._in_part = bool((values.get("checkpoint") or {}).get("parts"))
         self._words = Words(self.members, here.name, seconds)
@@ -106,30 +85,27 @@ class Together:
         self._buddy: Buddy | None = None
         self._path_known, self._looked, self._newest = False, 0.0, 0
         self._place: Place | None = None
-        self._joined = False
         self._elsewhere: Elsewhere | None = None
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
         """The next generation that this host is in."""
-        place = Place(folder, 0)
-        wait = Wait(self.seconds, self.say)
-        if not self._joined:
-            self._join(place, wait)
+        place, beside = Place(folder, 0), Beside(self.members, self._words, self.say)
+        if self._server is None:
+            given = self.members, self.here, self.card, place.snapshots, self._local
+            self._server = join(*given, beside.wait)
         while not stopped():
             over = self.members.over
             if over is not None:
                 return self._told_over(over)
             generation = self.members.take()
             if generation is not None:
+                beside.taken(generation)
                 with suppress(RendezvousError):  # it is `trouble`, and may be over in a moment
                     part = self._begin(place, generation)
                     if part is not None:
                         return part
                 self.members.release()
-            if wait.over:
-                raise RunError(self._words.too_few())
-            if wait.elapsed >= 1:
-                self._words.tell_wait(wait)
+            beside.look()
             time.sleep(LOOK_SECONDS)
         return None
 
@@ -152,7 +128,7 @@ class Together:
         """Where a checkpoint holds all that a run needs to go on."""
         return not self._in_part and self.members.pauses
 
-    def release(self, part: Part, why: str = "") -> None:
+    def release(self, part: Part, why: str = "", *, stuck: bool = False) -> None:
         """All processes here are gone: the registry may begin the next generation."""
         assert self._place is not None
         if self._buddy is not None:
@@ -160,7 +136,7 @@ class Together:
             self._buddy = None
         told = {"generation": part.generation, "words": f"{self.here.name}: {why}"} if why else None
         self.members.tell(parts=parts_in(self._place.snapshots), why=told)
-        self.members.release()
+        self.members.release(stuck=stuck)
 
     def over(self, part: Part) -> bool:
         """Whether the run is over; processes also end well where one was told to stop."""
@@ -217,40 +193,9 @@ class Together:
         """Leave."""
         if self._buddy is not None:
             self._buddy.close()
-        if self._joined:
-            self.members.close()
         if self._server is not None:
+            self.members.close()
             self._server.close()
-
-    def _join(self, place: Place, wait: Wait) -> None:
-        """Become one of the hosts, if this one is as they are."""
-        first: str | None = None
-        while not wait.over:
-            self.members.keeper.look(STRANGER_LEASES)
-            if self.members.keeper.reign is not None:
-                break
-            found = card_of(self.rendezvous)
-            if found is not None and first not in (None, found[0]):  # its keeper lives
-                check(self.card, found[1], self.rendezvous.address)
-                break
-            first = first if found is None or first is not None else found[0]
-            time.sleep(LOOK_SECONDS)
-        else:
-            raise RunError(
-                f"nobody keeps the registry at {self.rendezvous.address}, and it cannot be taken: "
-                f"tried for {wait.seconds:g} s"
-            )
-        local = self.here.address in ("127.0.0.1", "localhost")
-        self._server = CopyServer(place.snapshots, self.here.token, "127.0.0.1" if local else "")
-        facts = asdict(self.here)
-        del facts["host"], facts["token"]
-        copies = f"{self.here.address}:{self._server.port}"
-        if self._local is not None:
-            seed(self._local, place.snapshots)
-        parts = parts_in(place.snapshots)
-        self.members.facts = {**facts, "copies": copies, "parts": parts, "why": None}
-        self.members.begin()
-        self._joined = True
 
     def _begin(self, place: Place, generation: Generation) -> Part | None:
         """What this host has to do in a generation; None where it is over before it began."""
@@ -275,7 +220,7 @@ class Together:
             settings = f" with {', '.join(plan.settings)}" if plan.settings else ""
             waits = f"; waiting beside them: {', '.join(plan.idle)}" if plan.idle else ""
             self.say(
-                f"generation {generation.number}: {len(plan.places) - len(plan.idle)} hosts, "
+                f"generation {generation.number}: {plan.hosts} hosts, "
                 f"{plan.total} processes{settings}{waits}"
             )
         fence = hashlib.sha256(self.members.name.encode()).hexdigest()[:16]

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from jaxdist.elastic.hosts.contract import RendezvousError
-from jaxdist.elastic.hosts.keeper import card_of
+from jaxdist.elastic.hosts.keeper import card_of, registry_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.part import Part
 from jaxdist.runtime.rendezvous import Wait
@@ -39,7 +39,11 @@ class Words:
         return "a host was lost, or came" if "registry" in ends else ends
 
     def tell_wait(self, wait: Wait) -> None:
-        """Say now and then who is awaited."""
+        """Say now and then who is awaited, or what is in the way."""
+        trouble = self.members.trouble
+        if trouble is not None:
+            wait.tell(f"waiting: {trouble}")
+            return
         names, least = self._names(), self.members.config.min_hosts
         if len(names) < least:
             what = f"hosts: {len(names)} of {least} are here ({', '.join(names)})"
@@ -65,14 +69,9 @@ class Words:
         """Of the hosts that the registry's keeper takes for alive, as far as it has told."""
         with suppress(RendezvousError):
             found = card_of(self.members.rendezvous)
-            terms = self.members.rendezvous.names("term")
-            told = (
-                self.members.rendezvous.get(f"term/{max(map(int, terms))}")
-                if found and terms
-                else None
-            )
+            registry = registry_of(self.members.rendezvous) if found else None
             said = self.members.others()
-            if told is not None:
-                alive = told["registry"]["alive"]
-                return sorted(said[host]["facts"]["name"] for host in alive if host in said)
+            if registry is not None:
+                here = [host for host in registry.alive if host in said]
+                return sorted(said[host]["facts"]["name"] for host in here)
         return [self.name]

@@ -66,8 +66,9 @@ def scoreboard(text: str, seed: int = 0) -> Report:
         score, begun = SCORES[name], time.monotonic()
         try:
             row = score.run(trials, seed)
-        except JaxdistError as error:
-            row = Row(f"failed: {str(error)[-300:]}", held=False)
+        except Exception as error:  # whatever it is, the other rows are still to come
+            what = "" if isinstance(error, JaxdistError) else f"{type(error).__name__}: "
+            row = Row(f"failed: {what}{str(error)[-300:]}", held=False)
         took = time.monotonic() - begun
         held = "yes" if row.held else "no"
         rows.append((name, score.what, trials, score.goal, row.came, held, took))

@@ -26,7 +26,7 @@ from jaxdist.checkpoint.arrays import load_arrays
 from jaxdist.checkpoint.layout import step_directory, steps_present
 from jaxdist.checkpoint.manifest import read_manifest
 from jaxdist.elastic.journal import read_journal
-from jaxdist.elastic.place import MEMORY
+from jaxdist.elastic.place import left_behind
 from jaxdist.elastic.watch import Patience
 from jaxdist.errors import RunError
 from jaxdist.metrics.goodput import joined
@@ -35,8 +35,8 @@ from jaxdist.types import JsonObject
 
 Process = subprocess.Popen[bytes]
 MEDIAN_SECONDS, TAIL_SECONDS = 8.0, 15.0
-BEYOND, APART = 15, 120
-"""Steps of a generation before it is struck, and of a run for each strike."""
+LEAST, MOST, APART = 15, 100, 150
+"""Steps of a generation before it is struck, any number between, and of a run for each strike."""
 SOAK_SECONDS, RARE_SECONDS = 15.0, 60.0
 GOODPUT = 0.8
 GROWN_BYTES, GROWN_FILES = 64 << 20, 8
@@ -73,20 +73,34 @@ def event(run: Path, generation: int, kind: str) -> JsonObject | None:
     return next((one for one in found if one["event"] == kind), None)
 
 
+def at_work(run: Path) -> JsonObject | None:
+    """What the generation that is at work now has told of its beginning.
+
+    Others may have begun than those that were struck: on a machine that is busy a process may be
+    silent for too long.
+    """
+    found = [one for one in read_journal(run) if one["event"] in ("begun", "lost", "ended")]
+    return found[-1] if found and found[-1]["event"] == "begun" else None
+
+
 def last_step(run: Path) -> int:
-    """The newest step in the end of the file of metrics."""
+    """The newest step in the end of the file of metrics; 0 where there is none for a moment."""
+    if not (run / "metrics.jsonl").exists():
+        return 0
     with (run / "metrics.jsonl").open("rb") as file:
         file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
         lines = file.read().decode(errors="replace").splitlines()[1:-1]
     return max((json.loads(line)["step"] for line in lines), default=0)
 
 
-def strike(run: Path, process: Process, generation: int, number: int, rng: random.Random) -> Hit:
+def strike(run: Path, process: Process, number: int, rng: random.Random) -> Hit:
     """One of a generation's processes, at a random moment of its steps."""
-    begun = until(lambda: event(run, generation, "begun"), process)
-    first = last_step(run)
-    until(lambda: last_step(run) >= first + BEYOND, process)
-    time.sleep(rng.random())
+    until(lambda: at_work(run), process)
+    first, after = last_step(run), rng.randint(LEAST, MOST)
+    until(lambda: last_step(run) >= first + after, process)
+    time.sleep(0.1 * rng.random())
+    begun = until(lambda: at_work(run), process)
+    generation = begun["generation"]
     victim = rng.randrange(len(begun["pids"]))
     at = time.time()
     os.kill(begun["pids"][victim], number)
@@ -158,18 +172,17 @@ def struck(trials: int, seed: int, processes: int, number: int) -> tuple[list[Hi
         with training(folder, processes, steps, "whole") as (whole, process):
             end(process)
         with training(folder, processes, steps, "parts") as (parts, process):
-            hits = [strike(parts, process, at, number, rng) for at in range(1, trials + 1)]
+            hits = [strike(parts, process, number, rng) for _ in range(trials)]
             end(process)
         return hits, same_bits(whole, parts)
 
 
 def soak(minutes: int, seed: int) -> Row:
     """R27: a random fault each 15 s; nobody helps, and nothing grows."""
-    before = left_behind()
     goodput, hits, grown = timed(minutes, seed, SOAK_SECONDS, (signal.SIGKILL, signal.SIGSTOP))
     files = sum(one[1] for one in grown)
     memory = sum(one[0] for one in grown)
-    left = left_behind() - before
+    left = len(left_behind())  # what was there before has gone when the agent began
     words = (
         f"{minutes} min, {len(hits)} faults, goodput {goodput:.1%}; the agent's memory grew by "
         f"{memory / 2**20:.1f} MiB, its open files by {files}; {left} folders left in memory"
@@ -197,8 +210,9 @@ def timed(
             following = time.monotonic() + apart
             while following < over:
                 time.sleep(max(following - time.monotonic(), 0))
-                hits.append(strike(run, process, len(hits) + 1, rng.choice(numbers), rng))
-                following += apart
+                hits.append(strike(run, process, rng.choice(numbers), rng))
+                # After a recovery that took longer than that the next fault comes at once.
+                following = max(following + apart, time.monotonic())
             time.sleep(max(over - time.monotonic(), 0))
             after = size_of(process.pid)
             process.send_signal(signal.SIGTERM)
@@ -213,8 +227,3 @@ def size_of(pid: int) -> tuple[int, int]:
     status = Path(f"/proc/{pid}/status").read_text()
     resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
     return 1024 * int(resident.split()[1]), len(os.listdir(f"/proc/{pid}/fd"))
-
-
-def left_behind() -> int:
-    """Folders of agents in this machine's memory."""
-    return len([*MEMORY.glob("jaxdist-*")])

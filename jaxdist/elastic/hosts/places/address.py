@@ -18,13 +18,13 @@ def open_rendezvous(address: str) -> Rendezvous:
       RendezvousError: it cannot be reached, or is not fit.
     """
     if address.startswith(SCHEMES):
-        from jaxdist.elastic.hosts.redis_server import RedisRendezvous
+        from jaxdist.elastic.hosts.places.redis_server import RedisRendezvous
 
         return RedisRendezvous(address)
     if "://" in address:
         raise ConfigError(
             f"--rendezvous {address}: give a directory that all hosts see, or redis://HOST:PORT"
         )
-    from jaxdist.elastic.hosts.folder import FolderRendezvous
+    from jaxdist.elastic.hosts.places.folder import FolderRendezvous
 
     return FolderRendezvous(Path(address))

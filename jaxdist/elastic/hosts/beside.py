@@ -1,0 +1,90 @@
+"""A host that is in no generation, while others are at work or it waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from jaxdist.elastic.hosts.contract import RendezvousError
+from jaxdist.elastic.hosts.keeper import registry_of
+from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.words import Words
+from jaxdist.elastic.membership import Generation
+from jaxdist.errors import RunError
+from jaxdist.runtime.rendezvous import Wait
+
+READ_SECONDS = 1.0
+"""Between two looks at what the registry's keeper has told."""
+SURE_LEASES = 2
+"""A generation is said to be at work that was for so long: it may have been lost just now."""
+
+
+@dataclass
+class Beside:
+    """One wait for a generation. It has an end while nobody is at work, and none beside others.
+
+    Args:
+      clock: seconds that never go back.
+    """
+
+    members: Membership
+    words: Words
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+    wait: Wait = field(init=False)
+    _read: float = field(default=0.0, init=False)
+    _since: tuple[int, float] = field(default=(0, 0.0), init=False)
+    _told: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.wait = Wait(self.words.seconds, self.say, self.clock)
+
+    def look(self) -> None:
+        """Go on waiting.
+
+        Raises:
+          RunError: nothing began for too long.
+        """
+        now = self.clock()
+        if now - self._read >= READ_SECONDS or self.wait.over:
+            self._read = now
+            number = self._others_at_work()
+            if number is not None:
+                self.wait = Wait(self.words.seconds, self.say, self.clock)
+                self._tell(number, now)
+        if self.wait.over:
+            raise RunError(self.words.too_few())
+        if self.wait.elapsed >= 1:
+            self.words.tell_wait(self.wait)
+
+    def taken(self, generation: Generation) -> None:
+        """Say where this host takes part though it asked to be left out."""
+        if self.members.aside_seconds:
+            self.say(
+                f"generation {generation.number} begins with this host, {self.words.name}, though "
+                "a process of it was stuck: without it there are fewer hosts than --min, or no mesh"
+            )
+
+    def _others_at_work(self) -> int | None:
+        """The number of their generation; None: none is known."""
+        if self.members.trouble is not None:
+            return None
+        with suppress(RendezvousError):
+            registry = registry_of(self.members.rendezvous)
+            if registry is not None and registry.granted:
+                generation = registry.generation
+                return None if self.members.own in generation.members else generation.number
+        return None
+
+    def _tell(self, number: int, now: float) -> None:
+        if self._since[0] != number:
+            self._since = number, now
+        left = self.members.aside_seconds
+        sure = left or now - self._since[1] >= SURE_LEASES * self.members.config.lease_seconds
+        if self._told or not sure:
+            return
+        self._told = True
+        stuck = f" for {left:.0f} s, as a process of it was stuck" if left else ""
+        self.say(f"this host, {self.words.name}, waits beside generation {number}{stuck}")

@@ -1,0 +1,87 @@
+"""How a host becomes one of those that meet, if it is as they are."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from jaxdist.elastic.hosts.copies import CopyServer, parts_in, seed
+from jaxdist.elastic.hosts.identity import check
+from jaxdist.elastic.hosts.keeper import STRANGER_LEASES, card_of
+from jaxdist.elastic.hosts.member import Membership
+from jaxdist.errors import RunError
+from jaxdist.runtime.rendezvous import Wait
+from jaxdist.types import JsonObject
+
+LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Here:
+    """What this machine brings.
+
+    Attributes:
+      host: a name that no other agent has.
+      name: for people.
+      address: at which the other hosts reach it.
+      processes: that it starts, each with so many `devices`.
+      token: shared by all hosts.
+    """
+
+    host: str
+    name: str
+    address: str
+    processes: int
+    devices: int
+    token: bytes
+
+
+def join(
+    members: Membership,
+    here: Here,
+    card: JsonObject,
+    snapshots: Path,
+    local: Path | None,
+    wait: Wait,
+) -> CopyServer:
+    """Become one of the hosts; returns what hands out this one's snapshots to the others.
+
+    Args:
+      card: what all hosts must have alike, see `jaxdist.elastic.hosts.identity`.
+      local: with snapshots that this machine's disk has; None: there are none.
+
+    Raises:
+      ConfigError: this host differs from those that are there.
+      RunError: nobody keeps the registry.
+    """
+    meet(members, card, wait)
+    alone = here.address in ("127.0.0.1", "localhost")
+    server = CopyServer(snapshots, here.token, "127.0.0.1" if alone else "")
+    facts = asdict(here)
+    del facts["host"], facts["token"]
+    if local is not None:
+        seed(local, snapshots)
+    copies, parts = f"{here.address}:{server.port}", parts_in(snapshots)
+    members.facts = {**facts, "copies": copies, "parts": parts, "why": None}
+    members.begin()
+    return server
+
+
+def meet(members: Membership, card: JsonObject, wait: Wait) -> None:
+    """Find the registry's keeper, and compare; or keep it."""
+    first: str | None = None
+    while not wait.over:
+        members.keeper.look(STRANGER_LEASES)
+        if members.keeper.reign is not None:
+            return
+        found = card_of(members.rendezvous)
+        if found is not None and first not in (None, found[0]):  # its keeper lives
+            check(card, found[1], members.rendezvous.address)
+            return
+        first = first if found is None or first is not None else found[0]
+        time.sleep(LOOK_SECONDS)
+    raise RunError(
+        f"nobody keeps the registry at {members.rendezvous.address}, and it cannot be taken: "
+        f"tried for {wait.seconds:g} s"
+    )

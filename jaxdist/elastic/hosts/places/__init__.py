@@ -1,0 +1,1 @@
+"""Places where hosts meet: a directory, a Redis server."""
