@@ -39,23 +39,25 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
     with TemporaryDirectory() as name:
         folder, result = Path(name), Path(name) / "result.json"
         command = ["inspect", str(path), *overrides, "--topology", topology, "--json", str(result)]
-        with subprocess.Popen(
-            [sys.executable, "-m", "jaxdist.cli", *command],
-            env={**os.environ, "TMPDIR": name},
-            stdout=subprocess.DEVNULL,
-            stderr=(folder / "said").open("wb"),
-        ) as child:
-            try:
-                while child.poll() is None:
-                    found = reported_bytes(folder)
-                    if found is not None and found <= limit_bytes:
-                        return found
-                    time.sleep(LOOK_SECONDS)
-            finally:
-                child.kill()
+        with (folder / "said").open("wb") as said:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "jaxdist.cli", *command],
+                env={**os.environ, "TMPDIR": name},
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+            )
+        try:
+            while child.poll() is None:
+                found = reported_bytes(folder)
+                if found is not None and found <= limit_bytes:
+                    return found
+                time.sleep(LOOK_SECONDS)
+        finally:
+            child.kill()
+            child.wait()
         if child.returncode:
-            said = (folder / "said").read_text(errors="replace").strip()
-            raise RunError(said.removeprefix("error: ") or f"inspect ended with {child.returncode}")
+            words = (folder / "said").read_text(errors="replace").strip()
+            raise RunError(words.removeprefix("error: ") or f"exit code {child.returncode}")
         held = json.loads(result.read_text())["memory"]
         kept = held["argument_bytes"] + held["output_bytes"] - held["alias_bytes"]
         return kept + held["temp_bytes"]

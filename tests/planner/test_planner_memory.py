@@ -83,7 +83,9 @@ def test_more_of_the_state_split_is_less_memory(plan: Plan) -> None:
     further = dataclasses.replace(plan, zero=plan.zero + 1)
     before, after = memory(MODEL, plan), memory(MODEL, further)
     state = [one.parameters + one.optimizer + one.gradients for one in (before, after)]
-    assert state[1] < state[0]
+    # Of one microbatch XLA holds whole gradients until they are all there, under ZeRO 2 too.
+    same = plan.zero == 1 and plan.microbatches == 1
+    assert state[1] == state[0] if same else state[1] < state[0]
     assert share(MODEL, plan).shard <= share(MODEL, plan).whole
 
 
@@ -110,3 +112,23 @@ def test_a_stash_takes_more_than_recomputing() -> None:
         memory(MODEL, stash, ticks_of(stash)).activations
         > memory(MODEL, plan, ticks_of(plan)).activations
     )
+
+
+def test_gradients_lie_in_the_dtype_of_parameters_but_in_shards() -> None:
+    """Whole ones of blocks in float32, those of shards in the compute dtype; sums in float32."""
+    whole = share(MODEL, Plan(data=8, zero=0))
+    blocks = whole.whole - whole.ends
+    assert memory(MODEL, Plan(data=8, zero=1)).gradients == 4 * blocks
+    two = Plan(data=8, zero=1, microbatches=2)
+    assert memory(MODEL, two).gradients == 4 * blocks + 4 * whole.whole
+    shard = share(MODEL, Plan(data=8, zero=3)).shard
+    assert memory(MODEL, Plan(data=8, zero=3)).gradients == 2 * shard
+
+
+def test_a_backward_task_in_halves_leaves_more() -> None:
+    plan = Plan(stage=4, data=2, zero=0, microbatches=8, schedule="1f1b")
+    halves = dataclasses.replace(plan, schedule="zb_h1")
+    one, other = (memory(MODEL, p, ticks_of(p)).activations for p in (plan, halves))
+    assert other > one
+    full = dataclasses.replace(halves, remat="minimal")
+    assert memory(MODEL, full, ticks_of(full)).activations > other
