@@ -17,7 +17,7 @@ from jaxdist.elastic.watch import Patience, Stuck, find_stuck, first_lost
 from jaxdist.errors import STOPPED
 from jaxdist.metrics.account import Kind
 
-POLL_SECONDS, LOOK_SECONDS = 0.05, 0.1
+POLL_SECONDS, LOOK_SECONDS = 0.05, 0.25
 """Between two looks at who lives, and once a generation takes steps, at what they say."""
 END_SECONDS = 120.0
 """For so long others may go on when one process has ended well, or all were told to stop."""
@@ -120,11 +120,13 @@ class Team:
         over, told, look_at = None, False, 0.0
         while True:
             time.sleep(POLL_SECONDS)
-            self._pass_on(grows=told)
+            now = time.monotonic()  # before the look at who lives: who has ended is silent too
+            looks = not told or now >= look_at
+            if looks:
+                self._pass_on(grows=told)
             ended = self.hosts.ends(self.part)
             if ended is not None:
                 return Lost(None, ended)
-            now = time.monotonic()  # before the look at who lives: who has ended is silent too
             codes = [self._ended(member) for member in self.members]
             lost = first_lost(codes)
             if lost is not None:
@@ -137,7 +139,7 @@ class Team:
             if over is not None and time.monotonic() > over:
                 late = next(at for at, code in enumerate(codes) if code is None)
                 return Lost(late, f"did not end within {END_SECONDS:g} s of the others")
-            if told and now < look_at:
+            if not looks:
                 continue
             look_at = now + LOOK_SECONDS
             statuses = self._statuses(codes)

@@ -70,6 +70,7 @@ def test_without_a_lab_the_report_says_why(monkeypatch: pytest.MonkeyPatch) -> N
     assert figure.note == "skipped: no namespaces"
 
 
+@pytest.mark.full  # test_predictions_are_of_the_plans_own_programs is the quicker neighbour
 @pytest.mark.skipif(REASON is not None, reason=f"no slow-link lab: {REASON}")
 def test_two_hosts_of_a_lab(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "VALUES", SMALL)
