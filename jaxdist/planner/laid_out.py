@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from jaxdist.errors import RunError
+from jaxdist.errors import JaxdistError, RunError
 
 REPORT = "*/*after_optimizations-buffer-assignment.txt"
 NEXT = "*/*after_optimizations_after_buffer_assignment.txt"
@@ -34,7 +34,8 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
       limit_bytes: of a device: what takes more is waited for, since the compiler refuses it.
 
     Raises:
-      RunError: the compiler refuses it, or anything else goes wrong; in the words of `inspect`.
+      RunError: the compiler refuses it; in the words of `inspect`.
+      JaxdistError: anything else goes wrong, such as libtpu that is not installed.
     """
     with TemporaryDirectory() as name:
         folder, result = Path(name), Path(name) / "result.json"
@@ -57,7 +58,8 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
             child.wait()
         if child.returncode:
             words = (folder / "said").read_text(errors="replace").strip()
-            raise RunError(words.removeprefix("error: ") or f"exit code {child.returncode}")
+            raised = RunError if child.returncode == RunError.exit_code else JaxdistError
+            raise raised(words.removeprefix("error: ") or f"exit code {child.returncode}")
         held = json.loads(result.read_text())["memory"]
         kept = held["argument_bytes"] + held["output_bytes"] - held["alias_bytes"]
         return kept + held["temp_bytes"]

@@ -73,6 +73,27 @@ def test_a_plan_that_the_compiler_refuses_is_not_written(
     assert not best.exists()
 
 
+def test_memory_alone_is_asked_for(jaxdist: Jaxdist, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan that the compiler refuses stands last, and is not the one that is written."""
+    sizes = iter([Confirmed(refusal="too large", laid_out=True), 3_000_000_000])
+
+    def lay_out(path: Path, overrides: object, plan: object, target: object, seconds: float):
+        size = next(sizes)
+        return size if isinstance(size, Confirmed) else Confirmed(seconds, size, laid_out=True)
+
+    monkeypatch.setattr(report, "lay_out", lay_out)
+    jaxdist.config(CONFIG)
+    asked = report.Asked(["v5e:2x4"], top=2, laid_out=True)
+    console = Console(record=True, file=io.StringIO(), width=80)
+    (result,) = report.plan(jaxdist.folder / "config.yaml", (), asked, console=console)
+    said = console.export_text()
+    assert [bool(one.refusal) for one in result.confirmed] == [False, True]
+    assert result.seconds == result.top[0].seconds.total
+    assert "3 GB" in said
+    assert re.search(r"│ +refused *$", said, re.MULTILINE)
+    assert max(map(len, said.splitlines())) <= 80
+
+
 def test_explained_with_a_picture_and_energy(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG, energy={"watts": 200.0, "pue": 1.1, "grid": 100.0})
     done = jaxdist.here("plan", "config.yaml", "--on", "v5e:2x4", "--explain", 1, "--plot", "drawn")
@@ -124,6 +145,8 @@ def test_gpus_are_not_compiled_for(jaxdist: Jaxdist) -> None:
     refused = jaxdist("plan", "config.yaml", "--on", "h100:2x8", "--compile")
     assert refused.code == 2, refused
     assert "--compile: h100:2x8: By formulas only" in refused.message
+    refused = jaxdist.here("plan", "config.yaml", "--on", "h100:2x8", "--memory")
+    assert "--memory: h100:2x8: By formulas only" in refused.message
 
 
 def test_another_model_is_refused(jaxdist: Jaxdist) -> None:

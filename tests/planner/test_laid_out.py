@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.errors import RunError
+from jaxdist.errors import JaxdistError, RunError
 from jaxdist.inspect.program import inspect_step, open_subject
+from jaxdist.planner import confirm
 from jaxdist.planner.laid_out import laid_out_bytes, reported_bytes
+from jaxdist.planner.plan import Plan
+from jaxdist.planner.target import parse_target
 from jaxdist.runtime.topology import topology_devices
 
 REPORT = """BufferAssignment:
@@ -43,7 +46,19 @@ def test_it_is_that_of_the_compiled_program() -> None:
     assert early == pytest.approx(whole, rel=0.01)
 
 
-def test_what_the_compiler_refuses_is_told_in_its_words(tmp_path: Path) -> None:
+def test_what_goes_wrong_is_told_in_its_words_and_is_no_refusal(tmp_path: Path) -> None:
     missing = tmp_path / "none.yaml"
-    with pytest.raises(RunError, match=r"none\.yaml"):
+    with pytest.raises(JaxdistError, match=r"none\.yaml") as raised:
         laid_out_bytes(missing, [], "v5e:2x4", LIMIT)
+    assert not isinstance(raised.value, RunError)
+
+
+def test_a_refusal_is_that_of_the_config_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, *_: object) -> int:
+        raise RunError(f"{path}: the train step needs 20 GB")
+
+    monkeypatch.setattr(confirm, "laid_out_bytes", refuse)
+    found = confirm.lay_out(Path(CONFIG), (), Plan(data=8), parse_target("v5e:2x4"))
+    assert found.refusal == f"{CONFIG}: the train step needs 20 GB"
