@@ -53,7 +53,9 @@ def remedies(one: Judged, model: Decoder) -> list[str]:
     rows = model.batch // (plan.replicas * plan.microbatches)
     state = kept.parameters + kept.optimizer + kept.gradients
     if plan.zero < 3 and plan.stage == 1 and state > over:
-        lines.append(f"ZeRO {plan.zero + 1} splits more of the {show_bytes(state)} of state.")
+        # Of one microbatch ZeRO 2 holds whole gradients too: see `jaxdist.planner.memory`.
+        further = 3 if plan.zero == 1 and plan.microbatches == 1 else plan.zero + 1
+        lines.append(f"ZeRO {further} splits more of the {show_bytes(state)} of state.")
     if rows > 1 and kept.activations + kept.working > over:
         lines.append(f"More microbatches: each has {rows} sequences on a device now.")
     if plan.remat != "full" and kept.activations > over:

@@ -12,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.experiment import build, load
+from jaxdist.planner.explain import remedies
 from jaxdist.planner.memory import kept_bytes, memory, share
 from jaxdist.planner.model import Decoder, decoder_of
 from jaxdist.planner.plan import KEPT, Plan
-from jaxdist.planner.search import refusal, ticks_of
+from jaxdist.planner.search import judge, refusal, ticks_of
+from jaxdist.planner.target import meshes, parse_target
 from jaxdist.planner.write import planned
 from jaxdist.train.memory import bytes_per_device
 
@@ -132,3 +134,14 @@ def test_a_backward_task_in_halves_leaves_more() -> None:
     assert other > one
     full = dataclasses.replace(halves, remat="minimal")
     assert memory(MODEL, full, ticks_of(full)).activations > other
+
+
+def test_a_remedy_is_one() -> None:
+    """From ZeRO 1 with one microbatch it is 3: 2 would hold as much."""
+    target = parse_target("v5e:2x4")
+    model = dataclasses.replace(MODEL, layers=144, embed=1024, mlp=4096)
+    places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
+    for zero, further in ((0, 1), (1, 3)):
+        one = judge(model, Plan(data=8, zero=zero), places, target)
+        assert not one.fits
+        assert any(line.startswith(f"ZeRO {further} splits more") for line in remedies(one, model))
