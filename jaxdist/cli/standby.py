@@ -1,7 +1,8 @@
-"""A process that an agent keeps ready: it imports all, and waits for what it is to train.
+"""What forks the processes of an agent's run: it has imported all before they are asked for.
 
-`python -m jaxdist.cli.standby`, by `jaxdist.elastic.members` alone: the agent has prepared the
-environment, which jax reads once. One JSON line on the standard input begins it.
+`python -m jaxdist.cli.standby`, by `jaxdist.elastic.agent` alone: the agent has prepared the
+environment, which jax reads once. One JSON line on the standard input of a forked process says
+what it trains.
 """
 
 from __future__ import annotations
@@ -16,17 +17,27 @@ import time
 
 
 def main() -> None:
-    """Wait, train, and end with the run's exit code; without a line there is nothing to do."""
+    """Fork; and in a forked process train, and end with the run's exit code."""
+    from jaxdist.runtime.forks import await_fork, hold_signals
+
+    hold_signals()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
+    from jaxdist.cli import runs
+
+    runs.import_all()
+    if await_fork():
+        _train()
+
+
+def _train() -> None:
+    begun = time.perf_counter_ns()
     from jaxdist.cli import runs, shared
     from jaxdist.cli.output import lasting_output
     from jaxdist.runtime.standard_input import lines
 
-    runs.import_all()
     line = next(lines(), None)
     if line is None:
         return
-    begun = time.perf_counter_ns()
     order = json.loads(line)
     threading.Thread(target=_end_with_agent, daemon=True).start()
     os.environ.update(order["environ"])

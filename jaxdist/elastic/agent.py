@@ -16,12 +16,13 @@ from types import FrameType
 
 from jaxdist.elastic.flight.recorder import Recorder
 from jaxdist.elastic.journal import Journal
-from jaxdist.elastic.members import Member
+from jaxdist.elastic.members import STANDBY, Member
 from jaxdist.elastic.part import Alone, Hosts, Part
 from jaxdist.elastic.place import Place, new_folder
 from jaxdist.elastic.team import Lost, Team
 from jaxdist.elastic.watch import Patience
 from jaxdist.errors import STOPPED, ConfigError, JaxdistError, RunError
+from jaxdist.runtime.forks import ForkServer
 from jaxdist.runtime.notices import Notice, heard
 from jaxdist.types import Json
 
@@ -55,6 +56,7 @@ class Agent:
       say: tells the user a line.
       hosts: who takes part; None is this machine alone.
       record: makes what hears of all generations, of the journal and `say`.
+      standby: the module whose process forks those of the run.
     """
 
     def __init__(
@@ -64,13 +66,13 @@ class Agent:
         *,
         hosts: Hosts | None = None,
         record: Callable[[Journal, Callable[[str], None]], Recorder] = Recorder,
+        standby: str = STANDBY,
     ) -> None:
         self.plan, self.say = plan, say
         self.hosts = hosts or Alone(plan.processes, resume=bool(plan.args.get("resume")))
-        self.newest = -1
+        self.newest, self.standby = -1, standby
         self._told: str | None = None
         self._started = 0
-        self._waiting: list[Member] = []
         self._journal = Journal()
         self._recorder = record(self._journal, say)
 
@@ -82,22 +84,23 @@ class Agent:
           RunError: generation after generation was lost, or there are too few hosts.
         """
         with new_folder() as folder, self._signals(), heard(self.plan.notices, self._tell):
+            server = ForkServer(self.standby, Place(folder, 0).log(0))
+            server.start()  # it imports while hosts meet
             try:
-                return self._generations(folder)
+                return self._generations(folder, server)
             finally:
-                for member in self._waiting:
-                    member.kill()
+                server.close()
                 self._recorder.close()
                 self.hosts.close()
 
-    def _generations(self, folder: Path) -> int:
+    def _generations(self, folder: Path, server: ForkServer) -> int:
         in_vain, lost_at = 0, None
         while True:
             part = self.hosts.begin(folder, lambda: self._told is not None)
             if part is None:
                 return 0 if self._told is None else STOPPED
             place, before = Place(folder, part.generation, part.fence), self.newest
-            team = self._team(place, part)
+            team = self._team(place, part, server)
             try:
                 found = team.watch(lost_at)
                 lost_at, self.newest = time.monotonic(), team.newest
@@ -151,22 +154,15 @@ class Agent:
             self.hosts.fail(error.exit_code, str(error))
             raise error
 
-    def _team(self, place: Place, part: Part) -> Team:
-        """The processes of a generation, those first that wait already."""
-        alive = [member for member in self._waiting if member.poll() is None]
-        members, self._waiting = alive[: part.count], alive[part.count :]
-        members += [self._member(place.folder) for _ in range(part.count - len(members))]
+    def _team(self, place: Place, part: Part, server: ForkServer) -> Team:
+        """The processes of a generation."""
+        members = [self._member(place, server) for _ in range(part.count)]
         args = dict(self.plan.args)
         if part.extra:
             args["extra"] = [*args.get("extra", []), *part.extra]
         for index, member in enumerate(members):
             environ = {**place.environ(), **part.environ(index)}
             member.begin(part.first + index, {**args, "resume": part.resume}, environ)
-
-        def stepping() -> None:
-            # Not earlier: what they import would keep the cores from the first step.
-            lacking = part.count - len(self._waiting)
-            self._waiting += [self._member(place.folder) for _ in range(lacking)]
 
         return Team(
             place,
@@ -178,12 +174,11 @@ class Agent:
             self._recorder,
             self.newest,
             lambda: self._told or place.noticed(),
-            stepping,
         )
 
-    def _member(self, folder: Path) -> Member:
+    def _member(self, place: Place, server: ForkServer) -> Member:
         self._started += 1
-        return Member(Place(folder, 0).log(self._started))
+        return Member(server, place.log(self._started))
 
     def _tell(self, by: str) -> None:
         self._told = self._told or by

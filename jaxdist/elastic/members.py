@@ -1,4 +1,4 @@
-"""The processes of a generation: started early, so that they have imported all when they are told.
+"""The processes of a generation: forked from one that has imported all, and then told what to do.
 
 A member waits on its standard input for one JSON line, and then is a process of the run.
 """
@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 
 from jaxdist.elastic.place import held
+from jaxdist.runtime.forks import ForkServer
 from jaxdist.types import Json
 
 STANDBY = "jaxdist.cli.standby"
@@ -31,18 +30,17 @@ class Member:
       index: among the processes of its generation; None while it waits.
     """
 
-    def __init__(self, log: Path) -> None:
-        self.log = log
+    def __init__(self, server: ForkServer, log: Path) -> None:
+        self.log, self._server = log, server
         self.index: int | None = None
-        with log.open("ab") as errors, held(log.parent) as descriptor:
-            # A session of its own: the terminal's signals are the agent's to pass on.
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", STANDBY],
-                stdin=subprocess.PIPE,
-                stderr=errors,
-                start_new_session=True,
-                pass_fds=[descriptor],
-            )
+        self._code: int | None = None
+        reader, writer = os.pipe()
+        self._orders = os.fdopen(writer, "wb")  # while it is open this agent is there
+        try:
+            with log.open("ab") as errors, held(log.parent) as descriptor:
+                self.pid = server.fork([reader, errors.fileno(), descriptor])
+        finally:
+            os.close(reader)
 
     def begin(self, index: int, args: Mapping[str, Json], environ: Mapping[str, str]) -> None:
         """Let it be a process of the run.
@@ -52,30 +50,32 @@ class Member:
           environ: variables besides this process's own.
         """
         self.index = index
-        stdin = self.process.stdin
-        assert stdin is not None
         with suppress(BrokenPipeError):  # its end is seen soon enough
-            stdin.write(json.dumps({"args": {**args}, "environ": {**environ}}).encode() + b"\n")
-            stdin.flush()
+            self._orders.write(json.dumps({"args": {**args}, "environ": {**environ}}).encode())
+            self._orders.write(b"\n")
+            self._orders.flush()
 
     def poll(self) -> int | None:
         """Its exit code; None while it lives."""
-        return self.process.poll()
+        if self._code is None:
+            self._code = self._server.ended(self.pid)
+        return self._code
 
     def signal(self, number: int) -> None:
         """Send it a signal."""
-        with suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
     def kill(self) -> None:
         """End it and all that it has started; returns when it is gone."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, Signals.SIGKILL)
-        self.process.wait()
-        stdin = self.process.stdin
-        assert stdin is not None
+        for end in (os.killpg, os.kill):  # in its first moment it leads no group
+            with suppress(ProcessLookupError, PermissionError):
+                end(self.pid, Signals.SIGKILL)
+        if self._code is None:
+            self._code = self._server.ended(self.pid, wait=True)
         with suppress(BrokenPipeError):
-            stdin.close()
+            self._orders.close()
 
     def last_words(self, count: int = LAST_LINES) -> str:
         """The end of its standard error: so many lines."""

@@ -87,7 +87,6 @@ class Team:
     Attributes:
       newest: the last step that any process of the run has seen.
       told: what ends this machine's part, if something does.
-      stepping: called when the generation takes steps that none before had come to.
       stopped: whether a process has saved and stopped before the run's end, as it was told.
     """
 
@@ -100,7 +99,6 @@ class Team:
     recorder: Recorder
     newest: int
     told: Callable[[], str | None]
-    stepping: Callable[[], None]
     stopped: bool = False
     _passed: bool = field(default=False, init=False)
     _left: bool = field(default=False, init=False)
@@ -149,7 +147,6 @@ class Team:
                 pids = [one.pid for one in statuses]
                 self.journal.add(self.place, "begun", pids=pids, **marks.seconds(lost_at))
                 self.recorder.begun()
-                self.stepping()
             self.recorder.look(self.place, statuses)
             self.hosts.tell(self.part, statuses, now)
             stuck = find_stuck(

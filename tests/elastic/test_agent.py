@@ -15,7 +15,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxdist.elastic import members
 from jaxdist.elastic.agent import Agent, Plan, exit_of
 from jaxdist.elastic.flight.recorder import Recorder
 from jaxdist.elastic.part import Alone, Hosts, Part
@@ -30,7 +29,11 @@ from pathlib import Path
 from jaxdist.elastic.place import place_of
 from jaxdist.elastic.status import Publisher
 from jaxdist.metrics.account import Kind
+from jaxdist.runtime.forks import await_fork, hold_signals
 
+hold_signals()
+if not await_fork():
+    sys.exit()
 line = sys.stdin.readline()
 if not line:
     sys.exit()
@@ -55,7 +58,6 @@ with Publisher(place.status(index), index) as publisher:
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The exit code of a run whose processes do something at their tenth step, and its lines."""
     (tmp_path / "a_standby.py").write_text(SCRIPT)
-    monkeypatch.setattr(members, "STANDBY", "a_standby")
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     said: list[str] = []
 
@@ -65,7 +67,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         args = {"run": str(tmp_path), "then": then, "same": same}
         given = {"processes": 3, "patience": Patience(silent_seconds=1.0), **plan}
         record = partial(Recorder, draw=False)
-        return Agent(Plan(args, **given), said.append, hosts=hosts, record=record).run(), said
+        agent = Agent(
+            Plan(args, **given), said.append, hosts=hosts, record=record, standby="a_standby"
+        )
+        return agent.run(), said
 
     return start
 

@@ -28,7 +28,12 @@ from pathlib import Path
 from jaxdist.elastic.place import place_of
 from jaxdist.elastic.status import Publisher
 from jaxdist.metrics.account import Kind
+from jaxdist.runtime.forks import await_fork, hold_signals
 
+agent = os.getppid()  # and not of what forks for it
+hold_signals()
+if not await_fork():
+    sys.exit()
 line = sys.stdin.readline()
 if not line:
     sys.exit()
@@ -43,7 +48,7 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a run that has save
 count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
 told = {
     "generation": place.generation, "index": index, "count": count, "pid": os.getpid(),
-    "agent": os.getppid(), "parts": sorted(path.name for path in place.snapshots.iterdir()),
+    "agent": agent, "parts": sorted(path.name for path in place.snapshots.iterdir()),
     "address": os.environ.get("JAX_COORDINATOR_ADDRESS"), "fence": place.fence, **order["args"],
 }
 with (folder / "marks").open("a") as file:
@@ -137,14 +142,16 @@ def playing(folder: Path, rendezvous: str | None = None, **config: Any) -> Itera
         play.kill()
 
 
-def children(pid: int) -> list[int]:
+def begun_by(pid: int) -> list[int]:
+    """What a process has started, and what those have."""
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True)
-    return [int(line) for line in found.stdout.split()]
+    children = [int(line) for line in found.stdout.split()]
+    return children + [below for child in children for below in begun_by(child)]
 
 
 def kill(process: subprocess.Popen[str]) -> None:
     """As a host is lost: the agent and all that it has started, at one moment."""
-    members = children(process.pid)
+    members = begun_by(process.pid)
     with suppress(ProcessLookupError):
         process.kill()
     for pid in members:
@@ -159,12 +166,10 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def main() -> None:
     from jaxdist.cli import shared
-    from jaxdist.elastic import members
     from jaxdist.elastic.hosts.start import agent_of
     from jaxdist.elastic.watch import Patience
 
     told = json.loads(sys.argv[1])
-    members.STANDBY = "a_process"
     given = {
         "least": told.get("least", 1),
         "most": told.get("most", 4),
@@ -183,6 +188,7 @@ def main() -> None:
             say=lambda line: print(line, flush=True),
             **given,
         )
+        found.standby = "a_process"
         if "step_seconds" in told:
             patience = Patience(step_seconds=told["step_seconds"])
             found.plan = replace(found.plan, patience=patience)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from elastic_hosts import children, kill
+from elastic_hosts import begun_by, kill
 from redis_place import redis_server
 from runs import Jaxdist, checkpoint, finish, metrics, wait_for_step
 
@@ -156,7 +156,7 @@ def test_a_host_that_was_frozen_and_deposed_writes_nothing_more(jaxdist: Jaxdist
     frozen = agent(jaxdist, "a")
     assert wait(lambda: begun(run, 1), frozen)
     wait_for_step(frozen, run, 30)
-    pids = [frozen.pid, *children(frozen.pid)]
+    pids = [frozen.pid, *begun_by(frozen.pid)]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     other = agent(jaxdist, "b")
