@@ -114,6 +114,12 @@ class Team:
         Args:
           lost_at: when the generation before was lost, in seconds of `time.monotonic`.
         """
+        try:
+            return self._watch(lost_at)
+        finally:
+            self._statuses([None] * len(self.members))  # of those too that have ended: `newest`
+
+    def _watch(self, lost_at: float | None) -> Lost | None:
         marks, first = Marks(time.monotonic()), max(self.newest + 1, 1)
         over, told, look_at = None, False, 0.0
         while True:
@@ -128,7 +134,6 @@ class Team:
             codes = [self._ended(member) for member in self.members]
             lost = first_lost(codes)
             if lost is not None:
-                self._statuses([None] * len(codes))  # of the dead too: their last words
                 return self._lost(lost, codes[lost])
             if all(code == 0 for code in codes) and (codes or self._passed):
                 return None

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxdist.elastic import team
 from jaxdist.elastic.agent import Agent, Plan, exit_of
 from jaxdist.elastic.flight.recorder import Recorder
 from jaxdist.elastic.part import Alone, Hosts, Part
@@ -185,7 +186,10 @@ def test_a_host_whose_process_was_told_takes_part_no_more(run):
     assert hosts.left
 
 
-def test_a_host_whose_processes_stop_because_another_leaves_goes_on(run):
+def test_a_host_whose_processes_stop_because_another_leaves_goes_on(
+    run, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(team, "LOOK_SECONDS", 60.0)  # the last step is between two looks
     hosts = Others(2)
     code, said = run(NOTICED.format(mine=False), hosts=hosts, processes=2)
     assert (code, said) == (0, ["generation 1 ended, at step 9: b leaves"])
