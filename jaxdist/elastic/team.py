@@ -116,8 +116,9 @@ class Team:
         """
         try:
             return self._watch(lost_at)
-        finally:
-            self._statuses([None] * len(self.members))  # of those too that have ended: `newest`
+        finally:  # all may have happened since the last look
+            self._statuses([None] * len(self.members))
+            self._leave()
 
     def _watch(self, lost_at: float | None) -> Lost | None:
         marks, first = Marks(time.monotonic()), max(self.newest + 1, 1)
@@ -176,14 +177,18 @@ class Team:
         Args:
           grows: whether to stop so that others can come; not before there are new steps to save.
         """
-        if not self._left and self.told() is not None:
-            self._left = True
-            self.hosts.leave()
+        self._leave()
         pauses = grows and bool(self.members) and self.hosts.pauses(self.part)
         if not self._passed and (self._left or pauses):
             self._passed = True
             for member in self.members:
                 member.signal(signal.SIGTERM)
+
+    def _leave(self) -> None:
+        """Tell the other hosts, once this machine was told to stop."""
+        if not self._left and self.told() is not None:
+            self._left = True
+            self.hosts.leave()
 
     def _statuses(self, codes: Sequence[int | None]) -> list[Status]:
         found = (

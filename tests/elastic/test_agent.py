@@ -180,7 +180,8 @@ if place.generation == 1:
 """
 
 
-def test_a_host_whose_process_was_told_takes_part_no_more(run):
+def test_a_host_whose_process_was_told_takes_part_no_more(run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(team, "LOOK_SECONDS", 60.0)  # it is told, and ends, between two looks
     hosts = Others(2)
     assert run(NOTICED.format(mine=True), hosts=hosts, processes=2) == (75, [])
     assert hosts.left
