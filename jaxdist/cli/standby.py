@@ -22,26 +22,20 @@ def main() -> None:
 
     hold_signals()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
-    from jaxdist.cli import runs
+    from jaxdist.cli import output, runs, shared
+    from jaxdist.runtime import standard_input
 
     runs.import_all()
-    if await_fork():
-        _train()
-
-
-def _train() -> None:
+    if not await_fork():
+        return
     begun = time.perf_counter_ns()
-    from jaxdist.cli import runs, shared
-    from jaxdist.cli.output import lasting_output
-    from jaxdist.runtime.standard_input import lines
-
-    line = next(lines(), None)
+    line = next(standard_input.lines(), None)
     if line is None:
         return
     order = json.loads(line)
     threading.Thread(target=_end_with_agent, daemon=True).start()
     os.environ.update(order["environ"])
-    with lasting_output():
+    with output.lasting_output():
         try:
             code = runs.train_process(**order["args"], begun=begun)
         except (Exception, KeyboardInterrupt) as error:

@@ -133,7 +133,7 @@ def seconds(
       places: the dims of the torus that the mesh's axes lie on.
       ticks: of the plan's pipeline.
     """
-    device, mine, width = target.device, share(model, plan), model.width
+    device, width = target.device, model.width
     peak = device.flops_per_second["bfloat16"] if model.narrow else _wide_peak(target)
     memory_rate = device.memory_bytes_per_second
     tokens = rows_of(model, plan) * model.window  # of a microbatch on a replica
@@ -166,26 +166,32 @@ def seconds(
         )
         head /= plan.stage
     once_data, slow = _step_waits(model, plan, places, target)
-    state = (mine.shard if plan.zero else mine.whole) * (
-        2 * model.state_bytes + 2 * model.param_bytes + rates.update
-    )
-    # Each microbatch adds its gradients to their sum, and casts what is stored in another dtype.
-    summed = mine.shard if plan.zero >= 2 else mine.whole
-    if count > 1:
-        state += 3 * count * summed * model.param_bytes
-    if plan.zero < 3 and model.param_bytes > width:
-        state += 2 * count * mine.whole * (model.param_bytes + width)
     return Seconds(
         products=count * (layers * 3 * product + head),
         attention=count * layers * (forward + backward),
         recomputed=count * layers * again,
         elements=count * layers * 3 * element,
-        update=state / memory_rate,
+        update=_update_bytes(model, plan, rates) / memory_rate,
         data=count * layers * per_layer_data + once_data,
         slow=slow,
         tensor=count * layers * waits_tensor,
         bubble=bubble,
     )
+
+
+def _update_bytes(model: Decoder, plan: Plan, rates: Rates) -> float:
+    """Read and written for the new parameters, once a step, and for the sum of gradients."""
+    count, mine = plan.microbatches, share(model, plan)
+    found = (mine.shard if plan.zero else mine.whole) * (
+        2 * model.state_bytes + 2 * model.param_bytes + rates.update
+    )
+    # Each microbatch adds its gradients to their sum, and casts what is stored in another dtype.
+    summed = mine.shard if plan.zero >= 2 else mine.whole
+    if count > 1:
+        found += 3 * count * summed * model.param_bytes
+    if plan.zero < 3 and model.param_bytes > model.width:
+        found += 2 * count * mine.whole * (model.param_bytes + model.width)
+    return found
 
 
 def _computed(model: Decoder, block: int) -> float:
