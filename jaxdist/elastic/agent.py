@@ -156,14 +156,15 @@ class Agent:
 
     def _team(self, place: Place, part: Part, server: ForkServer) -> Team:
         """The processes of a generation."""
-        members = [self._member(place, server) for _ in range(part.count)]
-        args = dict(self.plan.args)
+        args = {**self.plan.args, "resume": part.resume}
         if part.extra:
             args["extra"] = [*args.get("extra", []), *part.extra]
-        for index, member in enumerate(members):
+        members = []
+        for index in range(part.count):
+            self._started += 1
+            log = place.log(self._started)
             environ = {**place.environ(), **part.environ(index)}
-            member.begin(part.first + index, {**args, "resume": part.resume}, environ)
-
+            members.append(Member(server, log, part.first + index, args, environ))
         return Team(
             place,
             part,
@@ -175,10 +176,6 @@ class Agent:
             self.newest,
             lambda: self._told or place.noticed(),
         )
-
-    def _member(self, place: Place, server: ForkServer) -> Member:
-        self._started += 1
-        return Member(server, place.log(self._started))
 
     def _tell(self, by: str) -> None:
         self._told = self._told or by

@@ -1,6 +1,6 @@
-"""The processes of a generation: forked from one that has imported all, and then told what to do.
+"""The processes of a generation: forked from one that has imported all.
 
-A member waits on its standard input for one JSON line, and then is a process of the run.
+What one of them is to do is one JSON line on its standard input.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ class Member:
 
     Args:
       log: where its standard error goes.
+      args: of `jaxdist.cli.runs.train_process`.
+      environ: variables besides the server's own.
 
     Attributes:
-      index: among the processes of its generation; None while it waits.
+      index: among the processes of its generation.
     """
 
-    def __init__(self, server: ForkServer, log: Path) -> None:
-        self.log, self._server = log, server
-        self.index: int | None = None
+    def __init__(
+        self,
+        server: ForkServer,
+        log: Path,
+        index: int,
+        args: Mapping[str, Json],
+        environ: Mapping[str, str],
+    ) -> None:
+        self.log, self.index, self._server = log, index, server
         self._code: int | None = None
         reader, writer = os.pipe()
         self._orders = os.fdopen(writer, "wb")  # while it is open this agent is there
@@ -41,15 +49,6 @@ class Member:
                 self.pid = server.fork([reader, errors.fileno(), descriptor])
         finally:
             os.close(reader)
-
-    def begin(self, index: int, args: Mapping[str, Json], environ: Mapping[str, str]) -> None:
-        """Let it be a process of the run.
-
-        Args:
-          args: of `jaxdist.cli.runs.train_process`.
-          environ: variables besides this process's own.
-        """
-        self.index = index
         with suppress(BrokenPipeError):  # its end is seen soon enough
             self._orders.write(json.dumps({"args": {**args}, "environ": {**environ}}).encode())
             self._orders.write(b"\n")
