@@ -137,6 +137,8 @@ class Agent:
         told = {"process": process, "how": found.how, "step": self.newest, "words": found.words}
         named = self.hosts.named()
         self._journal.add(place, "lost", **told, **named)
+        if found.code == CONFIG_ERROR:
+            return  # the error is told, and nothing begins
         on = f" on {named['host']}" if named else ""
         words = f"process {process} of {part.total}{on} {found.how}"
         self.say(f"{words}, {at}: generation {part.generation + 1} begins")

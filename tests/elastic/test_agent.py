@@ -60,11 +60,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The exit code of a run whose processes do something at their tenth step, and its lines."""
     (tmp_path / "a_standby.py").write_text(SCRIPT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    said: list[str] = []
 
     def start(
-        then: str, *, same: bool = False, hosts: Hosts | None = None, **plan: object
+        then: str,
+        *,
+        same: bool = False,
+        hosts: Hosts | None = None,
+        said: list[str] | None = None,
+        **plan: object,
     ) -> tuple[int, list[str]]:
+        said = [] if said is None else said
         args = {"run": str(tmp_path), "then": then, "same": same}
         given = {"processes": 3, "patience": Patience(silent_seconds=1.0), **plan}
         record = partial(Recorder, draw=False)
@@ -141,8 +146,10 @@ def test_losses_without_a_new_step_end_it(run):
 
 
 def test_what_only_a_person_can_mend_is_not_tried_again(run):
+    then, said = 'sys.stderr.write("error: no such key"); sys.stderr.flush(); os._exit(2)', []
     with pytest.raises(ConfigError, match=r"^no such key$"):
-        run('sys.stderr.write("error: no such key"); sys.stderr.flush(); os._exit(2)', processes=1)
+        run(then, processes=1, said=said)
+    assert not said  # that another generation begins, least of all
 
 
 def test_a_signal_is_passed_on_and_ends_it(run, tmp_path: Path):
