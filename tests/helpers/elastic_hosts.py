@@ -61,10 +61,11 @@ with Publisher(place.status(index), index) as publisher:
         step += 1
         publisher.step(step)
         time.sleep(0.005)
-        if (folder / f"stuck-{place.generation}-{index}").exists():
+        stuck = {path.name for path in folder.glob(f"stuck-{place.generation}-*")}  # one look
+        if f"stuck-{place.generation}-{index}" in stuck:
             publisher.phase(Kind.INPUT_WAIT)
             time.sleep(60)
-        if list(folder.glob(f"stuck-{place.generation}-*")):  # as who waits in a collective
+        if stuck:  # as who waits in a collective
             publisher.wait()
             time.sleep(60)
         if (folder / f"crash-{place.generation}-{index}").exists():
