@@ -24,12 +24,13 @@ from jaxdist.bench.core import lab
 from jaxdist.bench.core.lab import Lab, LabLink
 from jaxdist.bench.core.report import Figure, Listing, Report
 from jaxdist.bench.planner.lab_host import FOUND, Found, Task
+from jaxdist.bench.planner.lab_rates import SIZES
 from jaxdist.bench.planner.ranking import kendall_tau
 from jaxdist.planner.plan import Plan
 
 SPEEDS = (LabLink(100e6), LabLink(1e9))
 HOSTS = 4
-WARMUP, REPEATS = 1, 5
+WARMUP, REPEATS = 1, 9
 TIMEOUT_SECONDS = 1800.0
 NEAR = 0.25
 VALUES: Mapping[str, object] = {
@@ -71,7 +72,7 @@ def bench(speeds: Sequence[LabLink] = SPEEDS) -> Report:
     for hosts in labs:
         found = measure(hosts)
         figures += figures_of(hosts, found)
-        listings.append(listing(hosts, found))
+        listings += [listing(hosts, found), probed(hosts, found)]
     return Report("plan --lab", figures, listings)
 
 
@@ -83,7 +84,7 @@ def measure(
     Raises:
       RunError: this machine cannot hold the lab, or a host fails.
     """
-    task = Task(dict(VALUES), tuple(plans), hosts.across.payload_bytes_per_s, warmup, repeats)
+    task = Task(dict(VALUES), tuple(plans), warmup, repeats)
     command = [sys.executable, "-m", "jaxdist.bench.planner.lab_host", json.dumps(asdict(task))]
     printed = lab.run(hosts, command, environ=host_environ(), timeout_seconds=TIMEOUT_SECONDS)
     (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
@@ -101,9 +102,7 @@ def figures_of(hosts: Lab, found: Found) -> list[Figure]:
     tau = kendall_tau(times, [one.predicted for one in timed])
     near = [abs(one.predicted / real - 1) <= NEAR for one, real in zip(timed, times, strict=True)]
     note = (
-        f"Kendall's tau of {len(timed)} plans' steps, predicted and measured; a message takes "
-        f"{found.latency_seconds * 1e3:.2g} ms, a link carries {found.bytes_per_second / 1e6:.3g} "
-        f"of {hosts.across.payload_bytes_per_s / 1e6:.3g} MB/s, a host's work takes "
+        f"Kendall's tau of {len(timed)} plans' steps, predicted and measured; a host's work takes "
         f"{found.work_seconds * 1e3:.3g} ms"
     )
     return [
@@ -123,3 +122,16 @@ def listing(hosts: Lab, found: Found) -> Listing:
         rows.append((one.words, real, one.predicted, one.waits, one.predicted / real))
     columns = {"plan": "", "measured": "s", "predicted": "s", "network": "s", "ratio": ""}
     return Listing(f"Plans on {_where(hosts)}", columns, rows)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes} B" if size_bytes < 1024 else f"{size_bytes // 1024} KiB"
+
+
+def probed(hosts: Lab, found: Found) -> Listing:
+    """What collectives take that are not a plan's."""
+    columns = {"collective": "", **{_size(size): "s" for size in SIZES}}
+    rows = [
+        (f"{one.sort.kind} of {one.sort.group_size}", *map(one.at, SIZES)) for one in found.curves
+    ]
+    return Listing(f"A collective on {_where(hosts)}, by payload", columns, rows)

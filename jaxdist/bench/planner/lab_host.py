@@ -12,8 +12,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
-from typing import cast
 
 import jax
 import numpy as np
@@ -21,14 +19,10 @@ from jax.experimental import multihost_utils
 from orbax.checkpoint.multihost import get_barrier_sync_fn
 from pydantic import TypeAdapter
 
-from jaxdist.bench.collectives.program import compile_local, make_mesh, split
-from jaxdist.collectives.contract import Operation
-from jaxdist.collectives.cost import Level, predict_seconds
-from jaxdist.collectives.operations import XLA
+from jaxdist.bench.planner.lab_rates import Curve, Rates, curves_of, probe, sizes_of, sorts_of
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.hlo.entries import Resource
-from jaxdist.hlo.estimates import Effort
+from jaxdist.hlo.account import account
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.ledger import device_order, program_text
 from jaxdist.hlo.lockstep import Lockstep
@@ -40,17 +34,12 @@ from jaxdist.mesh import Device
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.write import planned
 from jaxdist.runtime.connection import connected
-from jaxdist.runtime.hardware import DEVICES, Link
 from jaxdist.runtime.processes import find_processes
 from jaxdist.train.step import Program
 
 FOUND = "found: "
-SUMS = 20
-"""All-reduces of one number, one after the other: the latency is their mean."""
 PATIENCE_SECONDS = 900.0
 """The longest wait for a host that compiles."""
-BULK_BYTES = 4 * 2**20
-"""Of an all-reduce that says what a host's link carries."""
 
 
 @dataclass(frozen=True)
@@ -60,13 +49,11 @@ class Task:
     Attributes:
       values: of the config, without the plans' settings.
       plans: of a step.
-      bytes_per_second: of a host's link, one way.
       warmup, repeats: rounds that are not counted, and those that are.
     """
 
     values: dict[str, object]
     plans: tuple[Plan, ...]
-    bytes_per_second: float
     warmup: int
     repeats: int
 
@@ -92,60 +79,13 @@ class Found:
     """What one lab gave.
 
     Attributes:
-      latency_seconds, bytes_per_second: of a host's link, as all-reduces found them.
+      curves: what each sort of collective takes that the plans' programs have.
       work_seconds: of the step that sends nothing.
     """
 
-    latency_seconds: float
-    bytes_per_second: float
+    curves: tuple[Curve, ...]
     work_seconds: float
     timed: tuple[Timed, ...]
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The speeds of a host of the lab, for `jaxdist.hlo.timeline`.
-
-    Attributes:
-      link: between two hosts.
-      slower: a host's work over that of the CPU in `jaxdist.runtime.hardware`.
-    """
-
-    link: Link
-    slower: float = 1.0
-
-    def cycles(self, count: int) -> float:
-        """CPU programs have no estimates."""
-        raise AssertionError("a CPU program with cycles")
-
-    def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Seconds of a collective, by the cost model of XLA's collectives.
-
-        XLA's programs for CPUs send each array of a combined collective by itself.
-        """
-        more = len(collective.dtypes) - 1
-        whole, empty = (self._seconds(collective, scale) for scale in (1.0, 0.0))
-        return whole + more * empty, frozenset({0})
-
-    def _seconds(self, collective: Collective, scale: float) -> float:
-        """Of a collective of one array, of so much of the bytes."""
-        if collective.kind in ("collective-permute", "collective-broadcast"):
-            wire = scale * collective.sent_bytes / self.link.bytes_per_second
-            return self.link.latency_seconds + wire
-        levels = [Level(collective.group_size, self.link)]
-        kind = cast("Operation", collective.kind.replace("-", "_"))
-        return predict_seconds(XLA, kind, scale * collective.payload_bytes, levels)
-
-    def copy(self, size_bytes: int, *, host: bool) -> float:
-        """Seconds of a copy."""
-        return self.slower * size_bytes / DEVICES["cpu"].memory_bytes_per_second
-
-    def work(self, effort: Effort) -> tuple[float, str]:
-        """Seconds of FLOPs or of bytes, whichever take longer."""
-        cpu = DEVICES["cpu"]
-        compute = effort.flops / cpu.flops_per_second["float32"]
-        memory = effort.bytes / cpu.memory_bytes_per_second
-        return self.slower * max(compute, memory), effort.what
 
 
 @dataclass(frozen=True)
@@ -158,11 +98,28 @@ class Step:
     layout: MeshLayout
     ticks: Lockstep | None
 
-    def predicted(self, rates: Rates) -> tuple[float, float]:
-        """Seconds, and those of them that wait for the network."""
+    def predicted(self, rates: Rates, hosts_per_core: float = 1.0) -> tuple[float, float]:
+        """Seconds, and those of them that wait for the network.
+
+        A host that waits in a pipeline's bubble leaves its share of a core to the others. So a step
+        takes the work of all at the speed of shared cores, or its longest path at the speed of a
+        core of one's own, whichever is longer.
+
+        Args:
+          hosts_per_core: hosts that share a core where `rates` were found, 1 at least.
+        """
         found = play(self.module, self.layout, rates, lockstep=self.ticks)
-        waits = sum(e.waited_seconds for e in found.entries.values() if e.basis == "links")
-        return found.seconds, waits
+        waits, bubble = (
+            sum(e.waited_seconds for e in found.entries.values() if e.basis == basis)
+            for basis in ("links", "schedule")
+        )
+        own_core = dataclasses.replace(rates, slower=rates.slower / hosts_per_core)
+        path = play(self.module, self.layout, own_core, lockstep=self.ticks)
+        return max(found.seconds - bubble, path.seconds), waits
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """All that the program sends."""
+        return account(self.module, self.layout).collectives
 
     def turn(self) -> Callable[[], None]:
         """Takes a step; a state of its own goes from one to the next."""
@@ -202,19 +159,19 @@ def measure(task: Task) -> Found:
     steps = [step_of(task.values, plan, jax.devices()) for plan in task.plans]
     alone = _alone(task)
     _meet("compiled")
+    sorts = sorts_of(one for step in steps for one in step.collectives())
     turns = [step.turn() for step in steps]
-    probes = [alone.turn(), _sum(1, SUMS), _sum(BULK_BYTES // 4, 1)]
+    probes = [probe(sort, size) for sort in sorts for size in sizes_of(sort)]
     _meet("begun")
-    seconds = _rounds([*turns, *probes], task)
-    work, one, bulk = (float(np.median(own)) for own in seconds[-3:])
-    link = _link(one / SUMS, bulk, task.bytes_per_second)
-    rates = Rates(link)
+    seconds = _rounds([*turns, alone.turn(), *probes], task)
+    work, *sent = (float(np.median(own)) for own in seconds[len(turns) :])
+    rates = Rates(curves_of(sorts, sent))
     rates = dataclasses.replace(rates, slower=work / alone.predicted(rates)[0])
     timed = []
     for plan, step, own in zip(task.plans, steps, seconds, strict=False):
-        predicted, waits = step.predicted(rates)
+        predicted, waits = step.predicted(rates, max(1.0, jax.process_count() / _cores()))
         timed.append(Timed(plan.words(), tuple(map(float, own)), predicted, waits))
-    return Found(link.latency_seconds, link.bytes_per_second, work, tuple(timed))
+    return Found(tuple(rates.curves.values()), work, tuple(timed))
 
 
 def _meet(where: str) -> None:
@@ -222,40 +179,16 @@ def _meet(where: str) -> None:
     get_barrier_sync_fn()(key=where, timeout_ms=int(PATIENCE_SECONDS * 1e3))
 
 
+def _cores() -> int:
+    """Of this machine, for all hosts."""
+    return len(os.sched_getaffinity(0))
+
+
 def _alone(task: Task) -> Step:
     """The step of one host's share of the batch, which sends nothing: what a host's work takes."""
     values = json.loads(json.dumps(task.values))
     values["train"]["batch_size"] //= jax.process_count()
     return step_of(values, Plan(zero=0), jax.local_devices())
-
-
-def _sum(size: int, times: int) -> Callable[[], None]:
-    """All-reduces of so many numbers among all hosts, one after the other."""
-    mesh = make_mesh(jax.devices(), (jax.device_count(),), ("data",))
-    mine = np.ones(size, np.float32)
-    x = jax.make_array_from_process_local_data(split(mesh), mine, (size * mesh.size,))
-    run = compile_local(partial(jax.lax.pmean, axis_name="data"), mesh, x)
-
-    def take() -> None:
-        y = x
-        for _ in range(times):
-            y = run(y)
-        jax.block_until_ready(y)
-
-    return take
-
-
-def _link(one_seconds: float, bulk_seconds: float, most: float) -> Link:
-    """A host's link, from all-reduces of one number and of `BULK_BYTES`.
-
-    Args:
-      most: bytes per second of the shaped link; a machine that is short of cores carries fewer.
-    """
-    count = jax.device_count()
-    steps = predict_seconds(XLA, "all_reduce", 0, [Level(count, Link(1.0, 1.0))])
-    sent = XLA.traffic("all_reduce", BULK_BYTES, count).sent_bytes
-    carried = sent / max(bulk_seconds - one_seconds, 1e-9)
-    return Link(one_seconds / steps, min(most, carried))
 
 
 def _rounds(turns: Sequence[Callable[[], None]], task: Task) -> np.ndarray:
