@@ -26,6 +26,31 @@ def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> flo
     return sum(_flops(equation, elementwise) for equation in equations)
 
 
+def product_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> float:
+    """Bytes of all factors and results of matrix products and convolutions, each array once.
+
+    A scan counts times its length, a `cond` as its dearest branch.
+
+    >>> import jax
+    >>> product_bytes(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4), np.float32)] * 2))
+    192.0
+    """
+    arrays: dict[Any, int] = {}
+    inside = 0.0
+    for equation in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+            for var in (*equation.invars, *equation.outvars):
+                aval: Any = var.aval
+                arrays[id(var)] = math.prod(aval.shape) * aval.dtype.itemsize
+            continue
+        inner = [product_bytes(part) for part in _inner(equation.params)]
+        if equation.primitive.name == "scan":
+            inside += equation.params["length"] * sum(inner)
+        else:
+            inside += max(inner, default=0.0) if equation.primitive.name == "cond" else sum(inner)
+    return inside + sum(arrays.values())
+
+
 def _flops(equation: JaxprEqn, elementwise: bool) -> float:
     inner = [jaxpr_flops(part, elementwise=elementwise) for part in _inner(equation.params)]
     name = equation.primitive.name

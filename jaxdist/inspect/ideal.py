@@ -28,16 +28,20 @@ def model_flops(config: ExperimentConfig, device: Device) -> float:
     plain = {"remat": "none", "attention": "plain"}
     own = type(model).model_fields
     model = model.model_copy(update={name: plain[name] for name in plain if name in own})
-    alone = config.model_copy(
+    alone = config.model_copy(update={"model": model})
+    program = build(on_one_device(alone), devices=[device]).program
+    return jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)
+
+
+def on_one_device(config: ExperimentConfig) -> ExperimentConfig:
+    """The same step on one device, in one piece."""
+    return config.model_copy(
         update={
-            "model": model,
             "mesh": MeshConfig.model_validate({"data": 1}),
             "parallel": ParallelConfig(),
             "train": config.train.model_copy(update={"microbatches": 1}),
         }
     )
-    program = build(alone, devices=[device]).program
-    return jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)
 
 
 def masked_flops(experiment: Experiment) -> float:

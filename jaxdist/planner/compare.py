@@ -35,7 +35,7 @@ def print_comparison(results: Sequence[Result], config: ExperimentConfig, consol
             row.append("" if energy is None else _show(energy))
         made.add_row(*map(escape, row))
     console.print(made)
-    console.print("chip-hours and kWh of a billion tokens", style="dim")
+    console.print(f"chip-hours and kWh of a billion {results[0].model.unit}", style="dim")
     if config.energy.watts is not None and len(_kinds(results)) > 1:
         console.print(OWN_WATTS, style="dim", soft_wrap=True)
     for one in results:

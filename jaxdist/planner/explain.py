@@ -15,12 +15,12 @@ from jaxdist.inspect.tables import table
 from jaxdist.inspect.times import show_seconds
 from jaxdist.metrics.figure import new_figure, save
 from jaxdist.planner.model import Decoder
-from jaxdist.planner.search import SPARE, Judged
+from jaxdist.planner.search import SPARE, Judged, Model
 from jaxdist.planner.target import Target
 
 
 def print_explained(
-    number: int, one: Judged, model: Decoder, target: Target, console: Console
+    number: int, one: Judged, model: Model, target: Target, console: Console
 ) -> None:
     """Two tables; for a plan that does not fit, what would have to change."""
     console.print()
@@ -43,26 +43,28 @@ def print_explained(
         console.print(line, soft_wrap=True)
 
 
-def remedies(one: Judged, model: Decoder) -> list[str]:
+def remedies(one: Judged, model: Model) -> list[str]:
     """What would make a plan that does not fit do so; nothing for one that does."""
     if one.fits:
         return []
     over = one.memory.total - (1 - SPARE) * one.limit_bytes
     lines = [f"It does not fit: {show_bytes(over)} too much (with {SPARE:.0%} left free)."]
     plan, kept = one.plan, one.memory
-    rows = model.batch // (plan.replicas * plan.microbatches)
+    examples = "sequences" if model.unit == "tokens" else "examples"
+    rows, known = model.batch // (plan.replicas * plan.microbatches), isinstance(model, Decoder)
     state = kept.parameters + kept.optimizer + kept.gradients
     if plan.zero < 3 and plan.stage == 1 and state > over:
         # Of one microbatch ZeRO 2 holds whole gradients too: see `jaxdist.planner.memory`.
         further = 3 if plan.zero == 1 and plan.microbatches == 1 else plan.zero + 1
         lines.append(f"ZeRO {further} splits more of the {show_bytes(state)} of state.")
     if rows > 1 and kept.activations + kept.working > over:
-        lines.append(f"More microbatches: each has {rows} sequences on a device now.")
-    if plan.remat != "full" and kept.activations > over:
+        lines.append(f"More microbatches: each has {rows} {examples} on a device now.")
+    if plan.remat not in ("full", None) and kept.activations > over:
         lines.append(f"remat full keeps less than the {show_bytes(kept.activations)} kept now.")
     if len(lines) == 1:
+        axis = "A larger axis tensor, or " if known else ""
         factor = one.memory.total / ((1 - SPARE) * one.limit_bytes)
-        lines.append(f"A larger axis tensor, or {factor:.1f} times the chips.")
+        lines.append(f"{axis}{factor:.1f} times the chips.")
     return lines
 
 
@@ -73,9 +75,7 @@ def joules_of(one: Judged, target: Target, power: Power) -> float:
     return power.watts(1 - idle / waits.total) * target.devices * waits.total
 
 
-def energy_lines(
-    one: Judged, model: Decoder, target: Target, config: ExperimentConfig
-) -> list[str]:
+def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentConfig) -> list[str]:
     """Predicted energy and carbon of the run and of a million tokens; or why there is none."""
     power = config.energy.power_of(target.device.name)
     if power is None:
@@ -86,7 +86,8 @@ def energy_lines(
     million = joules / model.tokens * 1e6
     lines = [
         f"Energy, predicted from power ({power.source}; PUE {site.pue:g}, {site.grid:g} g/kWh): "
-        f"{site.kwh(million):.3g} kWh and {site.grams(million):.3g} g CO2e for a million tokens."
+        f"{site.kwh(million):.3g} kWh and {site.grams(million):.3g} g CO2e for a million "
+        f"{model.unit}."
     ]
     if model.steps:
         run = joules * model.steps

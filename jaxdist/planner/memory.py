@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.zero import padded_dim, split_dim
 from jaxdist.planner.model import Decoder, Tensor
-from jaxdist.planner.plan import KEPT, Plan
+from jaxdist.planner.plan import Plan
 
 WHOLE_BELOW = 2048
 """As `parallel.zero.whole_below` has it."""
@@ -139,7 +139,7 @@ def share(model: Decoder, plan: Plan) -> Share:
 def _share(model: Decoder, tensor: int, stage: int, parts: int) -> Share:
     whole = shard = layer = ends = ends_shard = 0
     for one in model.tensors:
-        mine, split = _of(one, tensor, parts, model.layers // stage)
+        mine, split = elements_of(one, tensor, parts, model.layers // stage)
         if one.stacked:
             layers = model.layers // stage
             whole, shard, layer = whole + mine * layers, shard + split * layers, layer + mine
@@ -148,8 +148,12 @@ def _share(model: Decoder, tensor: int, stage: int, parts: int) -> Share:
     return Share(whole + ends, shard + ends_shard, layer, ends, ends_shard)
 
 
-def _of(one: Tensor, tensor: int, parts: int, layers: int) -> tuple[int, int]:
-    """Elements of a tensor after axis tensor, and after ZeRO besides."""
+def elements_of(one: Tensor, tensor: int, parts: int, layers: int) -> tuple[int, int]:
+    """Elements of a tensor after axis tensor, and after ZeRO besides.
+
+    Args:
+      layers: that hold one, where it is stacked.
+    """
     mine = math.prod(one.shape) // (tensor if one.split is not None else 1)
     if parts == 1 or mine * (layers if one.stacked else 1) < WHOLE_BELOW:
         return mine, mine
@@ -181,7 +185,7 @@ def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
         "mlp_gate": model.mlp,
         "mlp_up": model.mlp,
     }
-    kept = sum(sizes[name] for name in KEPT[plan.remat])
+    kept = sum(sizes[name] for name in plan.kept)
     return tokens * (model.embed + kept) * model.width / tensor
 
 

@@ -48,6 +48,7 @@ class Decoder:
       span: positions that each one attends to, itself counted; None: all before it.
       loss_chunks: pieces of the sequence that logits are computed in.
       steps: of the run; None where it is counted in epochs.
+      unit: of what is counted in a step.
     """
 
     layers: int
@@ -66,6 +67,7 @@ class Decoder:
     span: int | None = None
     loss_chunks: int = 1
     steps: int | None = None
+    unit: str = "tokens"
     tensors: tuple[Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,6 +87,11 @@ class Decoder:
     def tokens(self) -> int:
         """Of a step."""
         return self.batch * self.window
+
+    @property
+    def step_words(self) -> str:
+        """What a step trains on."""
+        return f"{self.batch:,} sequences of {self.window:,}: {self.tokens:,} tokens"
 
     @property
     def layer_flops(self) -> float:
@@ -127,14 +134,12 @@ class Decoder:
         yield Tensor("norm", (d,), None, stacked=False)
 
 
-def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
-    """The sizes of a config's model.
+def check_plannable(config: ExperimentConfig, document: Document) -> None:
+    """Refuse settings that no plan would keep.
 
     Raises:
-      ConfigError: another model than gpt, an optimizer whose state is not known, or settings that
-        no plan would keep.
+      ConfigError: it names the setting.
     """
-    model, optim = config.model, config.optim
     for name in ("deterministic", "compression"):
         with at_setting(document, "parallel", name):
             if getattr(config.parallel, name) is not None:
@@ -145,12 +150,16 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
     with at_setting(document, "strategy", "type"):
         if config.strategy.type != "synchronous":
             raise ConfigError(f"{config.strategy.type}: only synchronous steps are planned")
-    with at_setting(document, "model", "type"):
-        if not isinstance(model, GptConfig):
-            raise ConfigError(
-                f"{model.type}: only gpt can be planned for, whose shapes the formulas know; "
-                "`jaxdist inspect` compiles one plan of any model"
-            )
+
+
+def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
+    """The sizes of a config's decoder, its model being a gpt.
+
+    Raises:
+      ConfigError: data without tokens, or an optimizer whose state is not known.
+    """
+    model, optim = config.model, config.optim
+    assert isinstance(model, GptConfig), "other models are traced"
     with at_setting(document, "data"):
         dataset = config.data.build()
         if dataset.vocab_size is None:

@@ -33,7 +33,7 @@ class Plan:
       stage, tensor: of these axes; 1 where the mesh has none.
       zero: ZeRO's stage.
       scope: of ZeRO, over both networks or inside the fast one.
-      remat: a key of `KEPT`.
+      remat: a key of `KEPT`; None leaves the model's own.
       microbatches: of a step.
       schedule: of the pipeline; None without stages.
       chunks: of the model on each stage.
@@ -48,13 +48,18 @@ class Plan:
     slices: int = 1
     zero: int = 3
     scope: Literal["all", "ici"] = "all"
-    remat: str = "full"
+    remat: str | None = "full"
     microbatches: int = 1
     schedule: Schedule | None = None
     chunks: int = 1
     stash: bool = False
     ahead: bool = False
     bfloat16_reduction: bool = False
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Activations that remat keeps beside a block's input; none where it is the model's own."""
+        return KEPT[self.remat] if self.remat else ()
 
     @property
     def replicas(self) -> int:
@@ -87,9 +92,7 @@ class Plan:
         >>> Plan(data=8, tensor=4).settings()["mesh"]
         {'data': 8, 'tensor': 4}
         """
-        remat: Json = self.remat
-        if self.remat == ALL_NAMED:
-            remat = dict.fromkeys(_ALL, "save")
+        remat: Json = dict.fromkeys(_ALL, "save") if self.remat == ALL_NAMED else self.remat
         zero: dict[str, Json] = {"stage": self.zero}
         parallel: dict[str, Json] = {"zero": zero}
         if self.zero and self.scope == "ici":
@@ -112,13 +115,13 @@ class Plan:
         sharding: dict[str, Json] = {}
         if self.tensor > 1:
             sharding = {"rules": {"residual_seq": "tensor"}, "collective_matmul": True}
-        return {
+        made: dict[str, Json] = {
             "mesh": self.mesh(),
             "sharding": sharding,
             "parallel": parallel,
-            "model.remat": remat,
             "train.microbatches": self.microbatches,
         }
+        return made if remat is None else made | {"model.remat": remat}
 
     def words(self) -> str:
         """In one short line.
@@ -130,7 +133,7 @@ class Plan:
         axes = [f"stage {self.stage}"] * (self.stage > 1) + [data]
         axes += [f"tensor {self.tensor}"] * (self.tensor > 1)
         scope = " in a slice" if self.scope == "ici" and self.zero and self.slices > 1 else ""
-        parts = [" x ".join(axes), f"ZeRO {self.zero}{scope}", self.remat]
+        parts = [" x ".join(axes), f"ZeRO {self.zero}{scope}", *filter(None, [self.remat])]
         if self.microbatches > 1:
             parts.append(f"{self.microbatches} microbatches")
         if self.schedule is not None:

@@ -21,9 +21,9 @@ from jaxdist.metrics.report import write_json
 from jaxdist.planner.compare import energy_kwh, print_comparison
 from jaxdist.planner.confirm import Confirmed, confirm, lay_out
 from jaxdist.planner.explain import draw, energy_lines, print_explained
-from jaxdist.planner.model import Decoder, decoder_of
+from jaxdist.planner.model import Decoder
 from jaxdist.planner.result import Result, first_numbers, in_order, numbered
-from jaxdist.planner.search import best, search
+from jaxdist.planner.search import Model, best, model_of, search
 from jaxdist.planner.target import Target, parse_targets
 from jaxdist.planner.write import write_config
 from jaxdist.types import JsonObject
@@ -31,6 +31,11 @@ from jaxdist.types import JsonObject
 ANALYTIC_ONLY = (
     "By formulas only: GPU programs are not compiled without the GPU, and their compiler estimates "
     "no time."
+)
+
+ROUGH = (
+    "Of the data axis alone, and roughly: formulas know the layers of gpt, and of other models "
+    "what tracing a step says. For TPUs --memory and --compile ask the compiler."
 )
 
 
@@ -73,7 +78,7 @@ def plan(
     """
     document, config = load(path, overrides)
     targets = parse_targets(asked.on, asked.slices)
-    model = decoder_of(config, document)
+    model = model_of(config, document)
     for target in targets:
         if (asked.compiled or asked.laid_out) and not target.is_tpu:
             option = "--compile" if asked.compiled else "--memory"
@@ -95,7 +100,7 @@ def plan(
     return results
 
 
-def _searched(model: Decoder, target: Target, top: int) -> Result:
+def _searched(model: Model, target: Target, top: int) -> Result:
     begun = time.perf_counter()
     found = search(model, target)
     spent = time.perf_counter() - begun
@@ -142,11 +147,10 @@ def print_results(results: Sequence[Result], config: ExperimentConfig, console: 
     """The head, the targets side by side where there are several, and each one's plans."""
     model = results[0].model
     _line("model", f"{config.model.type}, {model.parameters:,} parameters", console)
-    step = f"{model.batch:,} sequences of {model.window:,}: {model.tokens:,} tokens"
     if len(results) == 1:
-        _print_result(results[0], 1, console, step)
+        _print_result(results[0], 1, console, model.step_words)
         return
-    _line("step", step, console)
+    _line("step", model.step_words, console)
     console.print()
     print_comparison(results, config, console)
     for one, first in zip(results, first_numbers(results), strict=True):
@@ -166,7 +170,10 @@ def _print_result(result: Result, first: int, console: Console, step: str = "") 
     _line("search", counts, console)
     console.print()
     console.print(_plans(result, first))
-    console.print("MFU with causal attention counted half.", style="dim")
+    if isinstance(result.model, Decoder):
+        console.print("MFU with causal attention counted half.", style="dim")
+    else:
+        console.print(ROUGH, style="dim", soft_wrap=True)
     if not target.is_tpu:
         console.print(ANALYTIC_ONLY, style="dim", soft_wrap=True)
     for one in result.confirmed:

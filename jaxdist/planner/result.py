@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from jaxdist.errors import ConfigError
 from jaxdist.planner.confirm import Confirmed
-from jaxdist.planner.model import Decoder
-from jaxdist.planner.search import Found, Judged, judged_of, no_plan
+from jaxdist.planner.search import Found, Judged, Model, judged_of, no_plan
 from jaxdist.planner.target import Target
 
 
@@ -23,7 +22,7 @@ class Result:
       search_seconds: of the search alone.
     """
 
-    model: Decoder
+    model: Model
     target: Target
     found: Found
     top: tuple[Judged, ...]

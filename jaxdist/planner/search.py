@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 
-from jaxdist.collectives.algorithms.xla import Xla
+from jaxdist.config import Document
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
-from jaxdist.parallel.pipeline.schedules.derived import eager
-from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
-from jaxdist.parallel.validity.table import Facts, violations
-from jaxdist.parallel.zero import ZeroConfig
-from jaxdist.planner.memory import Memory, memory
-from jaxdist.planner.model import Decoder
-from jaxdist.planner.plan import KEPT, Plan, Schedule
+from jaxdist.experiment import ExperimentConfig
+from jaxdist.models.gpt import GptConfig
+from jaxdist.planner.contract import Formulas
+from jaxdist.planner.decoder import DecoderFormulas
+from jaxdist.planner.memory import Memory
+from jaxdist.planner.model import Decoder, check_plannable, decoder_of
+from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Places, Target, meshes
-from jaxdist.planner.time import Seconds, seconds
+from jaxdist.planner.time import Seconds
+from jaxdist.planner.traced import Traced, TracedFormulas, traced_of
 
-MOST_MICROBATCHES = 128
+Model = Decoder | Traced
+"""What plans are searched for."""
+
+
+def model_of(config: ExperimentConfig, document: Document) -> Model:
+    """What a config trains: sizes of a decoder, or else what its traced step says.
+
+    Raises:
+      ConfigError: settings that no plan would keep, or a config that cannot be built.
+    """
+    check_plannable(config, document)
+    if isinstance(config.model, GptConfig):
+        return decoder_of(config, document)
+    return traced_of(config, document)
+
+
 SPARE = 0.05
 """Of a chip's memory that a plan must leave by formula, since the formula is not exact."""
 MEMORY = "more memory than a chip has"
@@ -51,7 +61,7 @@ class Judged:
         """Whether the formula leaves `SPARE` of the memory."""
         return self.memory.total <= (1 - SPARE) * self.limit_bytes
 
-    def mfu(self, model: Decoder, target: Target, *, masked: bool) -> float:
+    def mfu(self, model: Model, target: Target, *, masked: bool) -> float:
         """Model FLOPs utilization, of the peak in bfloat16 as `jaxdist inspect` has it."""
         peak = target.device.flops_per_second["bfloat16"] * target.devices
         return model.model_flops(masked=masked) / (peak * self.seconds.total)
@@ -77,18 +87,19 @@ class Found:
         return len(self.valid) + sum(self.refused.values())
 
 
-def search(model: Decoder, target: Target) -> Found:
+def search(model: Model, target: Target) -> Found:
     """Judge every plan.
 
     Of meshes, microbatches or schedules that do not divide the model, one refusal is counted for
     each plan that they rule out.
     """
+    formulas = formulas_of(model)
     valid: list[Judged] = []
     too_large: list[Judged] = []
     refused: Counter[str] = Counter()
     for places in meshes(target):
-        for plan in plans(model, target, places):
-            why = refusal(model, plan)
+        for plan in formulas.plans(target, places):
+            why = formulas.refusal(plan)
             if why is not None:
                 refused[why] += 1
                 continue
@@ -103,143 +114,24 @@ def search(model: Decoder, target: Target) -> Found:
     return Found(tuple(valid), tuple(too_large), dict(refused.most_common()))
 
 
-def judge(model: Decoder, plan: Plan, places: Places, target: Target) -> Judged:
+def judge(model: Model, plan: Plan, places: Places, target: Target) -> Judged:
     """The memory and time of one valid plan."""
-    ticks = ticks_of(plan)
+    formulas = formulas_of(model)
     limit = target.device.memory_bytes
     assert limit is not None, "targets have memory of their own"
-    return Judged(
-        plan,
-        places,
-        memory(model, plan, ticks),
-        seconds(model, plan, places, target, ticks),
-        limit,
-    )
+    used, spent = formulas.memory(plan), formulas.seconds(plan, places, target)
+    return Judged(plan, places, used, spent, limit)
 
 
-def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
-    """Every plan on one mesh, valid or not."""
-    stage, data, tensor = places.sizes
-    base = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
-    batch = max(1, model.batch // base.replicas)
-    counts = [n for n in range(1, min(batch, MOST_MICROBATCHES) + 1) if batch % n == 0]
-    kinds: list[tuple[Schedule | None, int]] = [(None, 1)]
-    if stage > 1:
-        per_stage = model.layers // stage
-        cuts = [n for n in (2, 4) if per_stage % n == 0 and per_stage > n]
-        kinds = [("1f1b", 1), ("zb_h1", 1), *(("interleaved", n) for n in cuts)]
-    for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, range(4), kinds):
-        scopes = ("all", "ici") if zero and target.slices > 1 else ("all",)
-        stashes = (False,) if kind is None else (False, True)
-        # Forward passes ahead shorten the ticks of 1F1B; the others are laid out for theirs.
-        aheads = (False, True) if kind == "1f1b" else (False,)
-        for scope, narrow, stash, ahead in itertools.product(
-            scopes, (False, True), stashes, aheads
-        ):
-            yield dataclasses.replace(
-                base,
-                zero=zero,
-                scope=scope,
-                remat=remat,
-                microbatches=count,
-                schedule=kind,
-                chunks=chunks,
-                stash=stash,
-                ahead=ahead,
-                bfloat16_reduction=narrow,
-            )
-
-
-def refusal(model: Decoder, plan: Plan) -> str | None:
-    """Why a plan is none, in words that many plans share; None where it is one."""
-    found = _indivisible(model, plan)
-    if found is not None:
-        return found
-    if plan.replicas == 1 and (plan.zero or plan.bfloat16_reduction):
-        return "one replica has no state to split and no gradients to sum"
-    if plan.bfloat16_reduction and (not model.narrow or model.param_bytes == 2):
-        return "sums in bfloat16 save nothing, or the model is float32"
-    if plan.bfloat16_reduction and plan.zero >= 2:
-        return "ZeRO 2 and 3 sum gradients in the compute dtype as it is"
-    return _invalid(
-        plan.zero, plan.scope, plan.stage > 1, plan.tensor > 1, plan.slices > 1,
-        plan.bfloat16_reduction,
-    )  # fmt: skip
-
-
-def _indivisible(model: Decoder, plan: Plan) -> str | None:
-    if model.batch % (plan.replicas * plan.microbatches):
-        return "the batch does not divide over the data axis and microbatches"
-    for name, size in (
-        ("heads", model.heads),
-        ("kv_heads", model.kv_heads),
-        ("mlp", model.mlp),
-        ("vocabulary", model.vocab),
-        ("sequence", model.window),
-    ):
-        if size % plan.tensor:
-            return f"{name} does not divide over axis tensor"
-    if model.layers % (plan.stage * plan.chunks):
-        return "layers do not divide over stages and chunks"
-    if plan.schedule is not None and plan.microbatches < plan.stage:
-        return "fewer microbatches than stages"
-    if plan.schedule == "interleaved" and plan.microbatches % plan.stage:
-        return "microbatches are no multiple of the stages"
-    return None
-
-
-@lru_cache(maxsize=1024)
-def _invalid(
-    zero: int, scope: str, staged: bool, split: bool, two: bool, narrow: bool
-) -> str | None:
-    """What the table of validity says of such a plan, its first row."""
-    mesh = {"stage": 2} if staged else {}
-    mesh |= {"data_dcn": 2, "data_ici": 2} if two else {"data": 2}
-    mesh |= {"tensor": 2} if split else {}
-    facts = Facts(
-        mesh,
-        ("data_dcn", "data_ici") if two else ("data",),
-        reduce=Xla() if narrow else None,
-        zero=ZeroConfig.model_validate({"stage": zero, "scope": scope}),
-        reduce_dtype="bfloat16" if narrow else None,
-    )
-    if staged and zero == 3:
-        return "ZeRO 3 in a pipeline gathers a stage's parameters in every task"
-    found = violations(facts)
-    return found[0] if found else None
-
-
-def ticks_of(plan: Plan) -> Ticks | None:
-    """The ticks of a plan's pipeline; None without one."""
-    if plan.schedule is None:
-        return None
-    activations = "stash" if plan.stash else "recompute"
-    return _ticks(
-        plan.schedule, plan.stage, plan.microbatches, plan.chunks, activations, plan.ahead
-    )
-
-
-@lru_cache(maxsize=1024)
-def _ticks(
-    kind: Schedule,
-    stages: int,
-    microbatches: int,
-    chunks: int,
-    activations: Activations,
-    ahead: bool,
-) -> Ticks:
-    make = {"1f1b": one_f_one_b, "zb_h1": zb_h1}
-    if kind == "interleaved":
-        schedule = interleaved(stages, microbatches, chunks)
-    else:
-        schedule = make[kind](stages, microbatches)
-    return lower(eager(schedule) if ahead else schedule, activations=activations)
+def formulas_of(model: Model) -> Formulas:
+    """What knows a model's plans."""
+    return TracedFormulas(model) if isinstance(model, Traced) else DecoderFormulas(model)
 
 
 MOST_SLICES = 4096
 
 
-def least_chips(model: Decoder, target: Target) -> int | None:
+def least_chips(model: Model, target: Target) -> int | None:
     """Chips of as many slices as the model would fit on, with a sequence or more for each replica.
 
     None where it fits on none, however many.
@@ -255,13 +147,13 @@ def least_chips(model: Decoder, target: Target) -> int | None:
     return None
 
 
-def _smallest(model: Decoder, places: Places, target: Target) -> bool:
+def _smallest(model: Model, places: Places, target: Target) -> bool:
     """Whether the plan of a mesh that takes least memory fits."""
     stage, data, tensor = places.sizes
     plan = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
     rows = model.batch // plan.replicas
     plan = dataclasses.replace(plan, microbatches=rows, zero=3 if plan.replicas > 1 else 0)
-    if stage > 1 or refusal(model, plan) is not None:
+    if stage > 1 or formulas_of(model).refusal(plan) is not None:
         return False
     return judge(model, plan, places, target).fits
 
@@ -299,7 +191,7 @@ def judged_of(found: Found, top: tuple[Judged, ...], number: int) -> Judged:
     return every[number - 1]
 
 
-def no_plan(model: Decoder, target: Target, found: Found) -> ConfigError:
+def no_plan(model: Model, target: Target, found: Found) -> ConfigError:
     """What to tell where nothing is left: the reasons with their counts, and what would do."""
     reasons = "; ".join(f"{count:,} x {why}" for why, count in found.refused.items())
     head = f"none of {found.count:,} plans of {model.parameters:,} parameters on {target.words}"

@@ -15,7 +15,7 @@ from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 from jaxdist.planner.memory import rows_of, share
 from jaxdist.planner.model import Decoder
-from jaxdist.planner.plan import KEPT, Plan
+from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Dims, Places, Target, ring_hops
 
 
@@ -134,7 +134,7 @@ def seconds(
       ticks: of the plan's pipeline.
     """
     device, width = target.device, model.width
-    peak = device.flops_per_second["bfloat16"] if model.narrow else _wide_peak(target)
+    peak = peak_of(target, narrow=model.narrow)
     memory_rate = device.memory_bytes_per_second
     tokens = rows_of(model, plan) * model.window  # of a microbatch on a replica
     count, layers = plan.microbatches, model.layers // plan.stage
@@ -201,10 +201,13 @@ def _computed(model: Decoder, block: int) -> float:
     return sum(min(turn, most) for turn in range(1, turns + 1)) / turns**2
 
 
-def _wide_peak(target: Target) -> float:
-    """Of products of float32: TPUs round their factors to bfloat16, unless they are told not to."""
+def peak_of(target: Target, *, narrow: bool) -> float:
+    """FLOPs per second of products of numbers of two bytes, or of float32.
+
+    TPUs round factors of float32 to bfloat16, unless they are told not to.
+    """
     found = target.device.flops_per_second
-    return found.get("float32", found["bfloat16"])
+    return found["bfloat16"] if narrow else found.get("float32", found["bfloat16"])
 
 
 def _width(model: Decoder) -> int:
@@ -215,7 +218,7 @@ def _width(model: Decoder) -> int:
 
 def _recomputed_share(model: Decoder, plan: Plan) -> float:
     """Of a block's matrix products, those that the backward pass does again."""
-    kept = KEPT[plan.remat]
+    kept = plan.kept
     d, f, e = model.embed, model.mlp, model.head_dim
     again = 0.0
     for name, flops in (
@@ -235,7 +238,7 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
     """Of one block in all passes: gathers before attention and reductions after it."""
     if plan.tensor == 1:
         return 0.0
-    again = "attention_out" not in KEPT[plan.remat]
+    again = "attention_out" not in plan.kept
     once = gather(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
     # Forwards in and out, the same of gradients, and the input once more for those of weights.
     return (7 if again else 5) * once + _ring_waits(model, plan, places, target, tokens)
@@ -257,7 +260,7 @@ def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, toke
     if plan.schedule is not None:
         product *= HIDDEN_IN_TICKS
     in_, out = (max(0.0, wire - 2 * count * product) for count in (2, 1))
-    again = in_ if not {"mlp_gate", "mlp_up"} <= set(KEPT[plan.remat]) else 0.0
+    again = in_ if not {"mlp_gate", "mlp_up"} <= set(plan.kept) else 0.0
     # Backwards each ring turns again, its gradients with it.
     return size // 2 * (in_ + out + again + max(0.0, 2 * wire - 8 * product) + in_)
 

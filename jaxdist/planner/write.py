@@ -30,12 +30,19 @@ def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
         elif section == "parallel":
             made[section] = _kept(made.get(section)) | value  # pyright: ignore[reportOperatorIssue]
         elif section == "sharding":
-            made[section] = value or {}
+            made[section] = _named(made.get(section)) | value  # pyright: ignore[reportOperatorIssue]
         else:
             made[section] = value
     if not made["sharding"]:
         del made["sharding"]
     return made
+
+
+def _named(sharding: Json) -> dict[str, Json]:
+    """Names of parameters' dims: the model's, and not the plan's."""
+    if not isinstance(sharding, dict) or "params" not in sharding:
+        return {}
+    return {"params": sharding["params"]}
 
 
 def _kept(parallel: Json) -> dict[str, Json]:

@@ -149,13 +149,6 @@ def test_gpus_are_not_compiled_for(jaxdist: Jaxdist) -> None:
     assert "--memory: h100:2x8: By formulas only" in refused.message
 
 
-def test_another_model_is_refused(jaxdist: Jaxdist) -> None:
-    jaxdist.config()
-    refused = jaxdist.here("plan", "config.yaml", "--on", "v5e:2x4")
-    assert refused.code == 2
-    assert "only gpt can be planned for" in refused.message
-
-
 @pytest.mark.needs_libtpu
 def test_the_best_plans_compiled_for_a_tpu(jaxdist: Jaxdist) -> None:
     jaxdist.config(CONFIG)

@@ -12,11 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.experiment import build, load
+from jaxdist.planner.decoder import refusal, ticks_of
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.memory import kept_bytes, memory, share
 from jaxdist.planner.model import Decoder, decoder_of
 from jaxdist.planner.plan import KEPT, Plan
-from jaxdist.planner.search import judge, refusal, ticks_of
+from jaxdist.planner.search import judge
 from jaxdist.planner.target import meshes, parse_target
 from jaxdist.planner.write import planned
 from jaxdist.train.memory import bytes_per_device

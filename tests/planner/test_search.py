@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jaxdist.bench.planner.cases import PUBLISHED, drawn
 from jaxdist.bench.planner.report import judged, kendall_tau
 from jaxdist.errors import ConfigError
+from jaxdist.planner.decoder import refusal, ticks_of
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan
@@ -21,9 +22,7 @@ from jaxdist.planner.search import (
     judged_of,
     least_chips,
     no_plan,
-    refusal,
     search,
-    ticks_of,
 )
 from jaxdist.planner.target import meshes, parse_target
 

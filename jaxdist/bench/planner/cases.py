@@ -6,9 +6,9 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from jaxdist.planner.decoder import refusal
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan, Schedule
-from jaxdist.planner.search import refusal
 
 
 @dataclass(frozen=True)

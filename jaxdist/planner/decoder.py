@@ -1,0 +1,138 @@
+"""Every plan of a decoder, why some are none, and their pipelines' ticks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from jaxdist.parallel.pipeline.executor.lower import lower
+from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
+from jaxdist.parallel.pipeline.schedules.derived import eager
+from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
+from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
+from jaxdist.planner.contract import counts_of, invalid
+from jaxdist.planner.memory import Memory, memory
+from jaxdist.planner.model import Decoder
+from jaxdist.planner.plan import KEPT, Plan, Schedule
+from jaxdist.planner.target import Places, Target
+from jaxdist.planner.time import Seconds, seconds
+
+
+@dataclass(frozen=True)
+class DecoderFormulas:
+    """A decoder's, for the search."""
+
+    model: Decoder
+
+    def plans(self, target: Target, places: Places) -> Iterator[Plan]:
+        return plans(self.model, target, places)
+
+    def refusal(self, plan: Plan) -> str | None:
+        return refusal(self.model, plan)
+
+    def memory(self, plan: Plan) -> Memory:
+        return memory(self.model, plan, ticks_of(plan))
+
+    def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:
+        return seconds(self.model, plan, places, target, ticks_of(plan))
+
+
+def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
+    """Every plan on one mesh, valid or not."""
+    stage, data, tensor = places.sizes
+    base = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
+    counts = counts_of(model.batch, base)
+    kinds: list[tuple[Schedule | None, int]] = [(None, 1)]
+    if stage > 1:
+        per_stage = model.layers // stage
+        cuts = [n for n in (2, 4) if per_stage % n == 0 and per_stage > n]
+        kinds = [("1f1b", 1), ("zb_h1", 1), *(("interleaved", n) for n in cuts)]
+    for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, range(4), kinds):
+        scopes = ("all", "ici") if zero and target.slices > 1 else ("all",)
+        stashes = (False,) if kind is None else (False, True)
+        # Forward passes ahead shorten the ticks of 1F1B; the others are laid out for theirs.
+        aheads = (False, True) if kind == "1f1b" else (False,)
+        for scope, narrow, stash, ahead in itertools.product(
+            scopes, (False, True), stashes, aheads
+        ):
+            yield dataclasses.replace(
+                base,
+                zero=zero,
+                scope=scope,
+                remat=remat,
+                microbatches=count,
+                schedule=kind,
+                chunks=chunks,
+                stash=stash,
+                ahead=ahead,
+                bfloat16_reduction=narrow,
+            )
+
+
+def refusal(model: Decoder, plan: Plan) -> str | None:
+    """Why a plan is none, in words that many plans share; None where it is one."""
+    found = _indivisible(model, plan)
+    if found is not None:
+        return found
+    if plan.replicas == 1 and (plan.zero or plan.bfloat16_reduction):
+        return "one replica has no state to split and no gradients to sum"
+    if plan.bfloat16_reduction and (not model.narrow or model.param_bytes == 2):
+        return "sums in bfloat16 save nothing, or the model is float32"
+    if plan.bfloat16_reduction and plan.zero >= 2:
+        return "ZeRO 2 and 3 sum gradients in the compute dtype as it is"
+    return invalid(
+        plan.zero, plan.scope, plan.stage > 1, plan.tensor > 1, plan.slices > 1,
+        plan.bfloat16_reduction,
+    )  # fmt: skip
+
+
+def _indivisible(model: Decoder, plan: Plan) -> str | None:
+    if model.batch % (plan.replicas * plan.microbatches):
+        return "the batch does not divide over the data axis and microbatches"
+    for name, size in (
+        ("heads", model.heads),
+        ("kv_heads", model.kv_heads),
+        ("mlp", model.mlp),
+        ("vocabulary", model.vocab),
+        ("sequence", model.window),
+    ):
+        if size % plan.tensor:
+            return f"{name} does not divide over axis tensor"
+    if model.layers % (plan.stage * plan.chunks):
+        return "layers do not divide over stages and chunks"
+    if plan.schedule is not None and plan.microbatches < plan.stage:
+        return "fewer microbatches than stages"
+    if plan.schedule == "interleaved" and plan.microbatches % plan.stage:
+        return "microbatches are no multiple of the stages"
+    return None
+
+
+def ticks_of(plan: Plan) -> Ticks | None:
+    """The ticks of a plan's pipeline; None without one."""
+    if plan.schedule is None:
+        return None
+    activations = "stash" if plan.stash else "recompute"
+    return _ticks(
+        plan.schedule, plan.stage, plan.microbatches, plan.chunks, activations, plan.ahead
+    )
+
+
+@lru_cache(maxsize=1024)
+def _ticks(
+    kind: Schedule,
+    stages: int,
+    microbatches: int,
+    chunks: int,
+    activations: Activations,
+    ahead: bool,
+) -> Ticks:
+    make = {"1f1b": one_f_one_b, "zb_h1": zb_h1}
+    if kind == "interleaved":
+        schedule = interleaved(stages, microbatches, chunks)
+    else:
+        schedule = make[kind](stages, microbatches)
+    return lower(eager(schedule) if ahead else schedule, activations=activations)

@@ -1,0 +1,273 @@
+"""Plans of any model: what they take, from the model's own step as jax traces it.
+
+Formulas that know the model's layers exist for decoders alone (`jaxdist.planner.memory` and
+`jaxdist.planner.time`). Of any other model the trace says what can be told: parameters and their
+shapes, the optimizer's state, what a forward pass leaves for the backward pass, and FLOPs. That is
+enough for the data axis with ZeRO and microbatches, not for what other axes would send.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxdist.config import Document
+from jaxdist.cost.flops import jaxpr_flops, product_bytes
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.inspect.ideal import model_flops, on_one_device
+from jaxdist.parallel.compute import Unstaged
+from jaxdist.planner.contract import counts_of, invalid
+from jaxdist.planner.memory import Memory, elements_of
+from jaxdist.planner.model import Tensor
+from jaxdist.planner.plan import Plan
+from jaxdist.planner.target import Places, Target
+from jaxdist.planner.time import RATES, Seconds, across, gather, peak_of
+from jaxdist.trees import flatten_with_names
+
+OTHER_AXES = "what axes tensor and stage would send is known of gpt alone"
+ROWS = (2, 4)
+"""Examples of the two traces whose difference is what each example adds."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A model and how it is trained, as the trace of its step has it.
+
+    Attributes:
+      kind: the model's type.
+      unit: of what is counted in a step, "tokens" or "examples".
+      batch: examples of a step.
+      units_per_example: tokens of each, or 1.
+      tensors: each parameter, and how many layers of it are stacked.
+      param_bytes: of a parameter, on average.
+      state_bytes: of the optimizer's state of each parameter, on average.
+      buffer_bytes: of statistics beside the parameters.
+      example_bytes: of one example of the data.
+      kept_bytes: what its forward pass leaves for the backward pass.
+      flops: of its matrix products and convolutions, nothing computed twice.
+      step_flops: the same as the step has them, with what is computed again.
+      narrow: whether they are of numbers of two bytes.
+      steps: of the run; None where it is counted in epochs.
+    """
+
+    kind: str
+    unit: str
+    batch: int
+    units_per_example: int
+    tensors: tuple[tuple[Tensor, int], ...]
+    param_bytes: float
+    state_bytes: float
+    buffer_bytes: int
+    example_bytes: float
+    kept_bytes: float
+    flops: float
+    step_flops: float
+    narrow: bool = False
+    steps: int | None = None
+
+    @property
+    def parameters(self) -> int:
+        """Of the whole model."""
+        return sum(math.prod(tensor.shape) * count for tensor, count in self.tensors)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step; examples, where these are not of tokens."""
+        return self.batch * self.units_per_example
+
+    @property
+    def width(self) -> int:
+        """Bytes of one number of an activation."""
+        return 2 if self.narrow else 4
+
+    @property
+    def sent_bytes(self) -> float:
+        """Of a gradient before it is summed up, and of a parameter that is computed with."""
+        return min(self.param_bytes, self.width)
+
+    @property
+    def cast_bytes(self) -> int:
+        """Of a parameter in the dtype that is computed in, where it is stored in another."""
+        return self.width if self.param_bytes > self.width else 0
+
+    @property
+    def step_words(self) -> str:
+        """What a step trains on."""
+        return f"{self.tokens:,} {self.unit}"
+
+    def model_flops(self, *, masked: bool) -> float:
+        """Of a step, nothing computed twice; which products a mask throws away is not known."""
+        return self.batch * self.flops
+
+    def elements(self, parts: int = 1) -> int:
+        """Elements of the parameters that a device has, where ZeRO splits them into so many."""
+        return sum(elements_of(tensor, 1, parts, count)[1] for tensor, count in self.tensors)
+
+
+@dataclass(frozen=True)
+class TracedFormulas:
+    """For the search: data-parallel plans with ZeRO and microbatches."""
+
+    model: Traced
+
+    def plans(self, target: Target, places: Places) -> Iterator[Plan]:
+        stage, data, tensor = places.sizes
+        base = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices, remat=None)
+        for count, zero in itertools.product(counts_of(self.model.batch, base), range(4)):
+            for scope in ("all", "ici") if zero and target.slices > 1 else ("all",):
+                yield dataclasses.replace(base, zero=zero, scope=scope, microbatches=count)
+
+    def refusal(self, plan: Plan) -> str | None:
+        if plan.tensor > 1 or plan.stage > 1:
+            return OTHER_AXES
+        if self.model.batch % (plan.replicas * plan.microbatches):
+            return "the batch does not divide over the data axis and microbatches"
+        if plan.replicas == 1 and plan.zero:
+            return "one replica has no state to split"
+        return invalid(plan.zero, plan.scope, False, False, plan.slices > 1, False)
+
+    def memory(self, plan: Plan) -> Memory:
+        model, count = self.model, plan.microbatches
+        whole, shard = model.elements(), model.elements(plan.state_parts)
+        stored = shard if plan.zero == 3 else whole
+        # Gradients are of the dtype that the model computes in, but where they are the sum.
+        alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
+        summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
+        rows = model.batch // (plan.replicas * count)
+        return Memory(
+            parameters=stored * model.param_bytes + model.buffer_bytes,
+            optimizer=(shard if plan.zero else whole) * model.state_bytes,
+            gradients=stored * alone + summed,
+            activations=rows * model.kept_bytes,
+            working=rows * count * model.example_bytes + stored * model.cast_bytes,
+        )
+
+    def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:
+        model, rows = self.model, self.model.batch // plan.replicas
+        peak = RATES.product * peak_of(target, narrow=model.narrow)
+        memory_rate = target.device.memory_bytes_per_second
+        element_rate = min(memory_rate, peak_of(target, narrow=True) * RATES.elements)
+        data, slow = self._waits(plan, places, target)
+        return Seconds(
+            products=rows * model.flops / peak,
+            attention=0.0,
+            recomputed=rows * max(0.0, model.step_flops - model.flops) / peak,
+            elements=3 * RATES.passes * rows * model.kept_bytes / element_rate,
+            update=self._update_bytes(plan) / memory_rate,
+            data=data,
+            slow=slow,
+            tensor=0.0,
+            bubble=0.0,
+        )
+
+    def _update_bytes(self, plan: Plan) -> float:
+        """Through memory, for new parameters and for the sum of microbatches."""
+        model, count = self.model, plan.microbatches
+        whole, shard = model.elements(), model.elements(plan.state_parts)
+        each = 2 * model.state_bytes + 2 * model.param_bytes + RATES.update
+        summed = shard if plan.zero == 3 else whole
+        sums = 3 * count * summed * model.param_bytes if count > 1 else 0.0
+        return (shard if plan.zero else whole) * each + sums
+
+    def _waits(self, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
+        """Inside the fast network, and across the slow one.
+
+        Without ZeRO XLA sums the gradients of all microbatches once. With it each microbatch's are
+        scattered, and parameters gathered once, or in shards for both passes of each microbatch.
+        """
+        model, count, size = self.model, plan.microbatches, self.model.elements()
+
+        def once(number_bytes: float) -> float:
+            return gather(target, places.dims[1], plan.data, size * number_bytes)
+
+        sent = model.sent_bytes if plan.zero or count == 1 else model.param_bytes
+        crossing = across(target, size * sent / plan.data)
+        if plan.zero == 0:
+            return 2 * once(sent), crossing
+        if plan.zero < 3:
+            return count * once(sent) + once(model.param_bytes), count * crossing
+        both = 2 if plan.scope == "all" else 1
+        return 3 * count * once(sent), both * count * crossing
+
+
+def traced_of(config: ExperimentConfig, document: Document) -> Traced:
+    """What the trace of a config's step says, on one CPU device; nothing is computed.
+
+    Raises:
+      ConfigError: the config cannot be built.
+    """
+    (device,) = jax.devices("cpu")[:1]
+    alone = build(on_one_device(config), document, devices=[device])
+    program = alone.program
+    state = program.own_shapes
+    count = sum(leaf.size for leaf in jax.tree.leaves(state.params))
+    low, high = (_of_rows(alone, rows) for rows in ROWS)
+    added = ROWS[1] - ROWS[0]
+    examples = config.train.batch_size
+    return Traced(
+        kind=config.model.type,
+        unit=alone.unit,
+        batch=examples,
+        units_per_example=alone.units_per_example,
+        tensors=tuple(
+            _tensor(name, leaf.shape, program.dims[name])
+            for name, leaf in flatten_with_names(state.params)
+        ),
+        param_bytes=_bytes(state.params) / count,
+        state_bytes=_bytes(state.opt_state) / count,
+        buffer_bytes=_bytes(state.buffers),
+        example_bytes=_bytes(program.batch) / examples,
+        # XLA keeps factors and results of products, and computes what lies between them again where
+        # it is used; less only where the model's own remat leaves less.
+        kept_bytes=max(0, min(high[name] - low[name] for name in ("left", "products"))) / added,
+        flops=model_flops(config, device) / examples,
+        step_flops=(high["flops"] - low["flops"]) / added,
+        narrow=bool(high["narrow"]),
+        steps=config.train.steps,
+    )
+
+
+def _tensor(name: str, shape: tuple[int, ...], dims: tuple[str | None, ...]) -> tuple[Tensor, int]:
+    """A parameter, and how many layers of it are stacked, which ZeRO does not split."""
+    stacked = dims[:1] == ("layers",)
+    own = shape[1:] if stacked else shape
+    return Tensor(name, own, None, stacked), shape[0] if stacked else 1
+
+
+def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
+    """What a pass of so many examples keeps and computes."""
+    program = alone.program
+    compute = program.compute
+    assert isinstance(compute, Unstaged), "one device has no stages"
+    state = program.own_shapes
+    batch = {
+        name: jax.ShapeDtypeStruct((rows, *leaf.shape[1:]), leaf.dtype)
+        for name, leaf in program.batch.items()
+    }
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def total(params: Any, buffers: Any, batch: Any, key: Any) -> jax.Array:
+        return compute.objective.sums(params, buffers, batch, key)[0]
+
+    def backward(params: Any, *others: Any) -> Any:
+        return jax.vjp(lambda own: total(own, *others), params)[1]
+
+    given = (state.params, state.buffers, batch, key)
+    left = jax.tree.leaves(jax.eval_shape(backward, *given))
+    products = product_bytes(jax.make_jaxpr(total)(*given))
+    return {
+        "left": _bytes(left),
+        "products": products,
+        "narrow": any(leaf.dtype in ("bfloat16", "float16") for leaf in left),
+        "flops": jaxpr_flops(jax.make_jaxpr(jax.grad(total))(*given)),
+    }
+
+
+def _bytes(tree: Any) -> int:
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))

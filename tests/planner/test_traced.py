@@ -1,0 +1,173 @@
+"""Plans of models other than gpt: what the trace of a step says of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from runs import Jaxdist
+
+from jaxdist.cost.flops import product_bytes
+from jaxdist.experiment import build, load
+from jaxdist.planner.explain import remedies
+from jaxdist.planner.plan import Plan
+from jaxdist.planner.search import MEMORY, formulas_of, model_of, search
+from jaxdist.planner.target import parse_target
+from jaxdist.planner.traced import OTHER_AXES, Traced
+from jaxdist.planner.write import planned
+from jaxdist.train.memory import bytes_per_device
+
+MLP: dict[str, Any] = {
+    "model": {"type": "mlp", "hidden": [64, 48]},
+    "data": {
+        "type": "synthetic", "kind": "images", "height": 8, "width": 8, "channels": 1,
+        "classes": 10, "examples": 256, "heldout_examples": 0,
+    },
+    "optim": {"type": "adamw", "learning_rate": 1e-3},
+    "train": {"steps": 2, "batch_size": 64},
+}  # fmt: skip
+CNN = MLP | {"model": {"type": "cnn", "channels": [8, 16], "hidden": 64}}
+OWN = MLP | {
+    "model": {"type": "import", "path": "test_traced:make", "args": {"width": 64}},
+    "loss": {"type": "classification"},
+    "sharding": {"params": {"*": "whole"}},
+    "optim": {"type": "lamb", "learning_rate": 1e-3},
+}
+
+
+class Own(nnx.Module):
+    """Products in bfloat16 of parameters in float32."""
+
+    def __init__(self, rngs: nnx.Rngs, width: int) -> None:
+        self.first = nnx.Linear(64, width, rngs=rngs, dtype=jnp.bfloat16)
+        self.norm = nnx.LayerNorm(width, rngs=rngs, dtype=jnp.bfloat16)
+        self.last = nnx.Linear(width, 10, rngs=rngs, dtype=jnp.bfloat16)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        x = image.reshape(image.shape[0], -1)
+        return self.last(jax.nn.gelu(self.norm(self.first(x))))
+
+
+def make(rngs: nnx.Rngs, width: int) -> nnx.Module:
+    return Own(rngs, width)
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "test_traced", sys.modules[__name__])
+
+
+def traced(values: dict[str, Any], tmp_path: Path) -> Traced:
+    path = tmp_path / "config.yaml"
+    path.write_text(json.dumps(values))
+    document, config = load(path)
+    found = model_of(config, document)
+    assert isinstance(found, Traced)
+    return found
+
+
+@pytest.mark.parametrize("values", [MLP, CNN, OWN], ids=["mlp", "cnn", "own"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(data=8, zero=0, remat=None, microbatches=4),
+        Plan(data=8, zero=1, remat=None),
+        Plan(data=8, zero=3, remat=None),
+        Plan(slices=2, data=4, zero=3, scope="ici", remat=None),
+    ],
+    ids=Plan.words,
+)
+def test_state_is_the_experiments(values: dict[str, Any], plan: Plan, tmp_path: Path) -> None:
+    model = traced(values, tmp_path)
+    path = tmp_path / "planned.yaml"
+    path.write_text(json.dumps(planned(values, plan)))
+    document, config = load(path)
+    program = build(config, document, devices=jax.devices()).program
+    assert formulas_of(model).refusal(plan) is None
+    ours, state = formulas_of(model).memory(plan), program.state_shapes
+    assert ours.parameters == bytes_per_device(state.params) + bytes_per_device(state.buffers)
+    assert abs(ours.optimizer - bytes_per_device(state.opt_state)) <= 64  # its counters
+
+
+def test_a_pass_keeps_factors_and_results_of_products(tmp_path: Path) -> None:
+    mlp = traced(MLP, tmp_path)
+    # Images, two hidden layers before and after their ReLU, and the logits: 64, 64, 48, 10.
+    assert mlp.kept_bytes == 4 * (64 + 2 * 64 + 2 * 48 + 10)
+    assert mlp.flops == mlp.step_flops == 2 * (2 * 64 * 64 + 3 * (64 * 48 + 48 * 10))
+    assert (mlp.unit, mlp.tokens, mlp.narrow) == ("examples", 64, False)
+    own = traced(OWN, tmp_path)
+    assert own.kept_bytes == 2 * (64 + 2 * 64 + 10)
+    assert own.narrow
+    assert (own.param_bytes, own.sent_bytes, own.cast_bytes) == (4, 2, 2)
+
+
+def test_bytes_of_products_count_each_array_once() -> None:
+    def layers(x: jax.Array, kernels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        x, _ = jax.lax.scan(lambda x, kernel: (x @ kernel, None), x, kernels)
+        return x @ x.T, x @ x.T
+
+    shapes = jnp.ones((4, 8)), jnp.ones((3, 8, 8))
+    scanned = 3 * 4 * (4 * 8 + 8 * 8 + 4 * 8)
+    # x and its transpose, of which each product has one of its own, and two results.
+    assert product_bytes(jax.make_jaxpr(layers)(*shapes)) == scanned + 4 * (3 * 4 * 8 + 2 * 4 * 4)
+
+
+def test_the_data_axis_alone_is_searched(tmp_path: Path) -> None:
+    model = traced(MLP, tmp_path)
+    found = search(model, parse_target("v5e:2x4"))
+    assert {(one.plan.data, one.plan.tensor) for one in found.valid} == {(8, 1)}
+    assert {one.plan.zero for one in found.valid} == {0, 1, 2, 3}
+    assert {one.plan.microbatches for one in found.valid} == {1, 2, 4, 8}
+    assert OTHER_AXES in found.refused
+    assert found.count == len(found.valid) + sum(found.refused.values())
+    for one in found.valid:
+        assert min(one.seconds.parts().values()) >= 0
+        assert 0 < one.mfu(model, parse_target("v5e:2x4"), masked=False) < 1
+
+
+def test_what_is_too_large_is_told_without_an_axis_that_is_not_searched(tmp_path: Path) -> None:
+    large = MLP | {"model": {"type": "mlp", "hidden": [65536, 65536]}}
+    model = traced(large, tmp_path)
+    found = search(model, parse_target("v5e:2x2"))
+    assert not found.valid
+    assert found.refused[MEMORY] == len(found.too_large)
+    smallest = found.too_large[0]
+    assert smallest.plan.zero == 3
+    assert remedies(smallest, model)[-1].endswith("times the chips.")
+    assert not any("tensor" in line or "remat" in line for line in remedies(smallest, model))
+
+
+def test_a_plan_is_written_and_trains(jaxdist: Jaxdist) -> None:
+    jaxdist.config(MLP | {"sharding": {"rules": {"mlp": "tensor"}}, "mesh": {"data": -1}})
+    done = jaxdist.here(
+        "plan", "config.yaml", "--on", "v5e:2x4", "--explain", 1, "--write", "best.yaml"
+    )
+    assert done.code == 0, done
+    said = " ".join(done.out.split())
+    for part in ("mlp, 7,770 parameters", "step 64 examples", "roughly", OTHER_AXES):
+        assert part in said
+    document, config = load(jaxdist.folder / "best.yaml")
+    program = build(config, document, devices=jax.devices()).program
+    assert dict(program.layout.mesh.shape) == {"data": 8}
+
+
+def test_names_of_dims_are_kept(tmp_path: Path) -> None:
+    named = planned(OWN, Plan(data=8, remat=None))
+    assert named["sharding"] == OWN["sharding"]
+    assert "remat" not in named["model"]
+
+
+@pytest.mark.needs_libtpu
+@pytest.mark.full  # the same path as gpt's in test_command
+def test_the_compiler_is_asked(jaxdist: Jaxdist) -> None:
+    jaxdist.config(CNN)
+    done = jaxdist("plan", "config.yaml", "--on", "v5e:2x2", "--top", 1, "--compile", "--json", "p")
+    assert done.code == 0, done
+    (target,) = json.loads((jaxdist.folder / "p").read_text())["targets"]
+    assert target["plans"][0]["compiled"]["peak_bytes"] > 0
