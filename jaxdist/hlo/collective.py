@@ -53,7 +53,9 @@ def describe(
         operands = operands[:1]  # the others are the output's buffer, offsets and sizes
     shapes = [shape for operand in operands for shape in operand]
     # The operands also where the result is asked for: XLA:TPU converts on the way out.
-    payload = sum(shape.bytes for shape in shapes) * (size if kind == "all-gather" else 1)
+    parts = size if kind == "all-gather" else 1
+    arrays = tuple(shape.bytes * parts for shape in shapes)
+    payload = sum(arrays)
     moves = not is_permute or bool(axes)
     is_async = surroundings.start is not None or instruction.opcode.endswith("-start")
     start, around = surroundings.start or (instruction, computation)
@@ -71,4 +73,5 @@ def describe(
         is_async=is_async,
         overlapped=is_async and is_overlapped(start, around, module),
         source=instruction.source or surroundings.source,
+        array_bytes=arrays,
     )

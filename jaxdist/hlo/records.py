@@ -50,6 +50,8 @@ class Collective:
     """The jax operation it came from (`op_name` of the metadata), or empty."""
     bounded: bool = True
     """False inside a loop of unknown length, of which `times_high` counts one turn."""
+    array_bytes: tuple[int, ...] = ()
+    """Of `payload_bytes`, those of each combined operand."""
 
 
 @dataclasses.dataclass(frozen=True)

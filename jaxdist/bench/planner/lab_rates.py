@@ -82,14 +82,12 @@ class Rates:
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
         """Seconds of a collective.
 
-        XLA's programs for CPUs send each array of a combined collective by itself; how large each
-        is is not known here, so they count as equal.
+        XLA's programs for CPUs send each array of a combined collective by itself.
         """
         if collective.group_size == 1:
             return 0.0, frozenset()
         curve = self.curves[sort_of(collective)]
-        arrays = len(collective.dtypes)
-        return arrays * curve.at(collective.payload_bytes / arrays), frozenset({0})
+        return sum(map(curve.at, collective.array_bytes)), frozenset({0})
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
         """Seconds of a copy."""
