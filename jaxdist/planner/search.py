@@ -12,14 +12,14 @@ from jaxdist.config import Document
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.models.gpt import GptConfig
-from jaxdist.planner.contract import Formulas
-from jaxdist.planner.decoder import DecoderFormulas
+from jaxdist.planner.formulas.contract import Formulas
+from jaxdist.planner.formulas.decoder import DecoderFormulas
+from jaxdist.planner.formulas.traced import Traced, TracedFormulas, traced_of
 from jaxdist.planner.memory import Memory
 from jaxdist.planner.model import Decoder, check_plannable, decoder_of
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Places, Target, meshes
 from jaxdist.planner.time import Seconds
-from jaxdist.planner.traced import Traced, TracedFormulas, traced_of
 
 Model = Decoder | Traced
 """What plans are searched for."""

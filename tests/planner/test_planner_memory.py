@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxdist.experiment import build, load
-from jaxdist.planner.decoder import refusal, ticks_of
 from jaxdist.planner.explain import remedies
+from jaxdist.planner.formulas.decoder import refusal, ticks_of
 from jaxdist.planner.memory import kept_bytes, memory, share
 from jaxdist.planner.model import Decoder, decoder_of
 from jaxdist.planner.plan import KEPT, Plan

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from jaxdist.bench.planner.cases import PUBLISHED, drawn
 from jaxdist.bench.planner.report import judged, kendall_tau
 from jaxdist.errors import ConfigError
-from jaxdist.planner.decoder import refusal, ticks_of
 from jaxdist.planner.explain import remedies
+from jaxdist.planner.formulas.decoder import refusal, ticks_of
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan
 from jaxdist.planner.search import (

@@ -16,10 +16,10 @@ from runs import Jaxdist
 from jaxdist.cost.flops import product_bytes
 from jaxdist.experiment import build, load
 from jaxdist.planner.explain import remedies
+from jaxdist.planner.formulas.traced import OTHER_AXES, Traced
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.search import MEMORY, formulas_of, model_of, search
 from jaxdist.planner.target import parse_target
-from jaxdist.planner.traced import OTHER_AXES, Traced
 from jaxdist.planner.write import planned
 from jaxdist.train.memory import bytes_per_device
 

@@ -22,7 +22,7 @@ from jaxdist.cost.flops import jaxpr_flops, product_bytes
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.inspect.ideal import model_flops, on_one_device
 from jaxdist.parallel.compute import Unstaged
-from jaxdist.planner.contract import counts_of, invalid
+from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import Memory, elements_of
 from jaxdist.planner.model import Tensor
 from jaxdist.planner.plan import Plan
@@ -197,12 +197,12 @@ class TracedFormulas:
 
 
 def traced_of(config: ExperimentConfig, document: Document) -> Traced:
-    """What the trace of a config's step says, on one CPU device; nothing is computed.
+    """What the trace of a config's step says, on one device; nothing is computed.
 
     Raises:
       ConfigError: the config cannot be built.
     """
-    (device,) = jax.devices("cpu")[:1]
+    device = jax.devices()[0]
     alone = build(on_one_device(config), document, devices=[device])
     program = alone.program
     state = program.own_shapes

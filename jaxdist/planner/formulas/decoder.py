@@ -14,7 +14,7 @@ from jaxdist.parallel.pipeline.schedules.derived import eager
 from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
 from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
-from jaxdist.planner.contract import counts_of, invalid
+from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import Memory, memory
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan, Schedule
