@@ -48,7 +48,6 @@ class Decoder:
       span: positions that each one attends to, itself counted; None: all before it.
       loss_chunks: pieces of the sequence that logits are computed in.
       steps: of the run; None where it is counted in epochs.
-      unit: of what is counted in a step.
     """
 
     layers: int
@@ -67,7 +66,6 @@ class Decoder:
     span: int | None = None
     loss_chunks: int = 1
     steps: int | None = None
-    unit: str = "tokens"
     tensors: tuple[Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -87,6 +85,11 @@ class Decoder:
     def tokens(self) -> int:
         """Of a step."""
         return self.batch * self.window
+
+    @property
+    def unit(self) -> str:
+        """Of what is counted in a step."""
+        return "tokens"
 
     @property
     def step_words(self) -> str:

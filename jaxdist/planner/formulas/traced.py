@@ -13,6 +13,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -40,7 +41,6 @@ class Traced:
     """A model and how it is trained, as the trace of its step has it.
 
     Attributes:
-      kind: the model's type.
       unit: of what is counted in a step, "tokens" or "examples".
       batch: examples of a step.
       units_per_example: tokens of each, or 1.
@@ -56,7 +56,6 @@ class Traced:
       steps: of the run; None where it is counted in epochs.
     """
 
-    kind: str
     unit: str
     batch: int
     units_per_example: int
@@ -107,7 +106,12 @@ class Traced:
 
     def elements(self, parts: int = 1) -> int:
         """Elements of the parameters that a device has, where ZeRO splits them into so many."""
-        return sum(elements_of(tensor, 1, parts, count)[1] for tensor, count in self.tensors)
+        return _elements(self.tensors, parts)
+
+
+@lru_cache(maxsize=1024)
+def _elements(tensors: tuple[tuple[Tensor, int], ...], parts: int) -> int:
+    return sum(elements_of(tensor, 1, parts, count)[1] for tensor, count in tensors)
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,6 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
     added = ROWS[1] - ROWS[0]
     examples = config.train.batch_size
     return Traced(
-        kind=config.model.type,
         unit=alone.unit,
         batch=examples,
         units_per_example=alone.units_per_example,
