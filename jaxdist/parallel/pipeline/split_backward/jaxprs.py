@@ -55,10 +55,15 @@ def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
 
 
 def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """What an equation runs once on its own arguments: a jitted or rematerialised function."""
+    """Return the function that an equation runs once on its own arguments; None for all others.
+
+    It is a jitted or rematerialised function, or the rule of a `jax.custom_vjp`, which jax calls
+    by `closed_call` and stores under another name.
+    """
     if equation.primitive.name not in ("jit", "pjit", "closed_call", "remat2", "checkpoint"):
         return None
-    return closed(equation.params["jaxpr"])
+    params = equation.params
+    return closed(params["jaxpr"] if "jaxpr" in params else params["call_jaxpr"])
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:

@@ -120,3 +120,26 @@ def test_dependence_is_followed_into_loops_calls_and_conditionals():
     traced = jax.make_jaxpr(function)(1.0, jnp.ones(3)).jaxpr
     assert depends_on(traced, [False, True]) == [0, 1, 1, 0, 1, 0, 0, 1]
     assert depends_on(traced, [True, False]) == [1, 0, 0, 1, 0, 1, 1, 1]
+
+
+@jax.custom_vjp
+def sine(x):
+    return jnp.sin(x)
+
+
+sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (g * jnp.cos(x),))
+
+
+def test_dependence_is_followed_into_a_rematerialised_call_of_a_custom_derivative():
+    def layers(w, x):
+        return jax.lax.scan(lambda x, w: (sine(w * x), None), x, w)[0]
+
+    def forward_and_backward(w, x, dy):
+        y, pull = jax.vjp(jax.checkpoint(layers), w, x)
+        return y, *pull(dy)
+
+    traced = jax.make_jaxpr(forward_and_backward)(jnp.ones(3), 1.0, 1.0).jaxpr
+    # Blockwise attention is such a function, and `remat: full` such a call.
+    assert "call_jaxpr" in {name for e in traced.eqns for name in e.params}
+    assert depends_on(traced, [False, False, True]) == [0, 1, 1]
+    assert depends_on(traced, [False, True, False]) == [1, 1, 1]
