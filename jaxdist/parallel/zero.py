@@ -30,7 +30,9 @@ from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params, PyTree, Shardings, Specs
 
-Stage = Literal[0, 1, 2, 3]
+STAGES = range(4)
+# A Literal would take true and 1.0 for 1, since it compares by equality.
+Stage = Annotated[int, Field(ge=0, le=3)]
 MOST_FILLED = 2
 """How many times its length a dim may be filled up to: zeros are sent like all else."""
 

@@ -20,7 +20,7 @@ from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.csv_form import Csv
 from jaxdist.parallel.pipeline.schedules.schedule import loop
 from jaxdist.parallel.validity.table import Facts, violations
-from jaxdist.parallel.zero import Stage, ZeroConfig
+from jaxdist.parallel.zero import STAGES, Stage, ZeroConfig
 from jaxdist.types import Json, JsonObject
 
 DEVICES = 8
@@ -182,7 +182,7 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combinatio
     Args:
       remats: what the model can recompute; a model without remat has "none" alone.
     """
-    plans = itertools.product(MESHES, get_args(Stage), SCOPES, REDUCTIONS)
+    plans = itertools.product(MESHES, STAGES, SCOPES, REDUCTIONS)
     for mesh, stage, scope, reduce in plans:
         # The scope of no stage would be the same program again.
         if scope != "all" and not stage:

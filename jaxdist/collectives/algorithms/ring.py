@@ -34,7 +34,7 @@ class Ring(Algorithm):
 
     type: Literal["ring"] = "ring"
     """Selects this algorithm."""
-    directions: Literal[1, 2] = 1
+    directions: Annotated[int, Field(ge=1, le=2)] = 1
     """1: everything travels one way round; 2: both ways at once, in half of the steps."""
     chunks: Annotated[int, Field(ge=1, le=1024)] = 1
     """Pieces of a block with messages of their own: one is reduced while the next one flies."""
