@@ -124,10 +124,8 @@ def words(line):
 def refused(arguments):
     """The first word that the command line would not know: a command or an option; None if none."""
     command, rest = typer.main.get_command(app), list(arguments)
-    while rest and (commands := getattr(command, "commands", None)):
+    while rest and rest[0][:2] != "--" and (commands := getattr(command, "commands", None)):
         name = rest.pop(0)
-        if name == "--help":
-            return None
         if name not in commands and (meant := getattr(command, "default", None)):
             name = meant  # the word is an argument of it
         if name not in commands:

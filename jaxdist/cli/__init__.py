@@ -7,6 +7,7 @@ fake devices can still be asked for.
 from __future__ import annotations
 
 import sys
+from typing import Annotated
 
 import typer
 
@@ -28,7 +29,6 @@ app = typer.Typer(
     name="jaxdist",
     help="Train any JAX model on any mesh by changing a config.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
@@ -50,6 +50,26 @@ launch_app = typer.Typer(
     no_args_is_help=True,
     help="Train on a cluster: `jaxdist launch CONFIG --on ENGINE`.",
 )
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        from jaxdist.runtime.environment import versions
+
+        found = versions(("jaxdist", "jax", "python"))
+        typer.echo(", ".join(f"{name} {found[name] or 'not installed'}" for name in found))
+        raise typer.Exit
+
+
+@app.callback(help=app.info.help)
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
+    ] = False,
+) -> None:
+    """Take the options that stand before a command."""
+
 
 app.command()(preparation.init)
 app.command()(runs.train)

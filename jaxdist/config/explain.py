@@ -42,6 +42,8 @@ class Problem:
 
     path: KeyPath
     message: str
+    unknown: bool = False
+    """Whether the path is no key of the schema."""
 
 
 def explain(schema: Annotation, values: Json, path: KeyPath = ()) -> list[Problem]:
@@ -94,7 +96,7 @@ def _explain(
     keys = list(detail["loc"])
     while keys and len(arms(schema)) == 1 and (child := child_type(schema, keys[0])) is not None:
         if is_mapping(split(schema)[0]) and keys[1:] == ["[key]"]:
-            return [Problem((*path, keys[0]), _unknown_key(split(schema)[0], keys[0]))]
+            return [_unknown_key(split(schema)[0], path, keys[0])]
         schema = child
         value = value[keys[0]] if keys[0] in keys_of(value) else None
         path = (*path, keys.pop(0))
@@ -109,7 +111,7 @@ def _explain(
         unions.add(path)
         return _explain_union(schema, value, path)
     if kind == "extra_forbidden" and len(keys) == 1:
-        return [Problem((*path, keys[0]), _unknown_key(split(schema)[0], keys[0]))]
+        return [_unknown_key(split(schema)[0], path, keys[0])]
     return [Problem(path, _expected(schema, value))]
 
 
@@ -144,12 +146,13 @@ def _own_message(detail: ErrorDetails) -> str:
     return str(error) if error is not None else detail["msg"]
 
 
-def _unknown_key(schema: Annotation, key: Key) -> str:
+def _unknown_key(schema: Annotation, path: KeyPath, key: Key) -> Problem:
     allowed = list(fields(schema)) if is_model(schema) else choices(get_args(schema)[0])
     if not allowed:
         what = "no keys are allowed here" if is_model(schema) else describe(get_args(schema)[0])
-        return f"unknown key; {what}"
-    return f"unknown key; {did_you_mean(str(key), map(str, allowed))}"
+        return Problem((*path, key), f"unknown key; {what}", unknown=True)
+    hint = did_you_mean(str(key), map(str, allowed))
+    return Problem((*path, key), f"unknown key; {hint}", unknown=True)
 
 
 def _expected(schema: Annotation, value: Json) -> str:

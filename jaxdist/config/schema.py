@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxdist.config.document import Document, dotted, shown
 from jaxdist.config.explain import Problem, explain
+from jaxdist.config.places import with_place
 from jaxdist.errors import ConfigError
 
 
@@ -54,7 +55,8 @@ def validate(document: Document, schema_class: type[Schema]) -> Schema:
     try:
         return schema_class.model_validate_json(json.dumps(document.values))
     except ValidationError:
-        problems = explain(schema_class, document.values)
+        found = explain(schema_class, document.values)
+        problems = [with_place(problem, schema_class, document.values) for problem in found]
         assert problems, "a failed validation explains itself"
         raise problems_error(document, problems) from None
 

@@ -47,10 +47,10 @@ class ScaleFromConfig(Config):
     def warmup(self) -> str:
         """The warm-up as it was given, in words; empty for none."""
         if self.warmup_fraction is not None:
-            return f"scale_from.warmup_fraction {self.warmup_fraction:g}"
-        return (
-            "" if self.warmup_epochs is None else f"scale_from.warmup_epochs {self.warmup_epochs:g}"
-        )
+            return f"optim.scale_from.warmup_fraction {self.warmup_fraction:g}"
+        if self.warmup_epochs is not None:
+            return f"optim.scale_from.warmup_epochs {self.warmup_epochs:g}"
+        return ""
 
     @model_validator(mode="after")
     def _one_warmup(self) -> ScaleFromConfig:

@@ -225,7 +225,8 @@ def plan_rate(
         if config.learning_rate is None:
             raise ConfigError("give exactly one of learning_rate and scale_from")
         peak = config.learning_rate
-        return Rate(build_schedule(schedule, peak=peak, total_steps=total_steps))
+        rate = build_schedule(schedule, peak=peak, total_steps=total_steps)
+        return Rate(rate, _explain_cut(schedule.warmup_steps, total_steps))
     assert batch_size is not None, "scale_from needs a batch size"
     found = scale(
         given,
@@ -239,6 +240,17 @@ def plan_rate(
         explained.append(f"warm-up {found.warmup_steps.why}")
     peak = found.learning_rate.value
     return Rate(build_schedule(schedule, peak=peak, total_steps=total_steps), tuple(explained))
+
+
+def _explain_cut(warmup: int, total_steps: int) -> tuple[str, ...]:
+    """What a run that is shorter than its warm-up never reaches, a line; nothing for another."""
+    if warmup <= total_steps:
+        return ()
+    return (
+        f"the run ends at step {total_steps} of the {warmup} of its warm-up, at "
+        f"{total_steps / warmup:.0%} of the learning rate; set optim.schedule.warmup_steps for a "
+        "shorter one",
+    )
 
 
 def build_optimizer(

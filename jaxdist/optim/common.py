@@ -62,8 +62,8 @@ class OptimizerConfig(Config):
             )
         if self.scale_from is not None and self.scale_from.warmup and self.schedule.warmup_steps:
             raise ValueError(
-                f"the warm-up is given twice: schedule.warmup_steps {self.schedule.warmup_steps} "
-                f"and {self.scale_from.warmup}; drop one"
+                f"the warm-up is given twice: optim.schedule.warmup_steps "
+                f"{self.schedule.warmup_steps} and {self.scale_from.warmup}; drop one"
             )
         if self.max_skipped is not None and not self.skips:
             raise ValueError(

@@ -8,7 +8,6 @@ import optax
 from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config
-from jaxdist.errors import ConfigError
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -41,15 +40,12 @@ def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> 
     >>> [round(float(lr(step)), 3) for step in range(5)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
 
-    Raises:
-      ConfigError: the warm-up is longer than the run.
+    A run that is shorter than its warm-up is its beginning: the same rates, step by step.
     """
     warmup, decay_steps = config.warmup_steps, total_steps - config.warmup_steps
-    if decay_steps < 0:
-        raise ConfigError(f"warmup_steps {warmup} exceed the run's {total_steps} steps")
     end = peak * config.end_fraction
     decay: optax.Schedule
-    if config.type == "constant" or decay_steps == 0:
+    if config.type == "constant" or decay_steps <= 0:
         decay = optax.constant_schedule(peak)
     elif config.type == "cosine":
         decay = optax.cosine_decay_schedule(peak, decay_steps, alpha=config.end_fraction)

@@ -194,7 +194,7 @@ def plan_zero(
             raise ConfigError(
                 f"zero: a sharding rule already splits parameter {name} {tuple(leaf.shape)} as "
                 f"{spec} over {', '.join(axes)}; take the rule back (sharding.rules) or set "
-                "zero.stage: 0"
+                "parallel.zero.stage: 0"
             )
         chosen[name] = None
         if math.prod(leaf.shape) < config.whole_below:
@@ -288,15 +288,15 @@ def _axes(config: ZeroConfig, layout: Layout) -> tuple[str, ...]:
     mesh = dict(layout.mesh.shape)
     if not names:
         raise ConfigError(
-            f"zero.stage {config.stage} splits the training state over the axis of the batch, and "
-            f"the mesh {mesh} has none; set mesh.data, or zero.stage: 0"
+            f"parallel.zero.stage {config.stage} splits the training state over the axis of the "
+            f"batch, and the mesh {mesh} has none; set mesh.data, or parallel.zero.stage: 0"
         )
     if config.scope == "all":
         return names
     fast = tuple(name for name in names if name.endswith(ICI))
     if not fast:
         raise ConfigError(
-            f"zero.scope: ici needs a data axis over two networks, and the mesh is {mesh}; set "
-            "mesh.data: {dcn: D, ici: I}, or zero.scope: all"
+            f"parallel.zero.scope: ici needs a data axis over two networks, and the mesh is "
+            f"{mesh}; set mesh.data: {{dcn: D, ici: I}}, or parallel.zero.scope: all"
         )
     return fast

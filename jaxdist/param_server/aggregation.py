@@ -85,8 +85,9 @@ class Racks(Config):
             )
         if self.size >= workers:
             raise ConfigError(
-                f"aggregation.size {self.size} puts all {workers} workers in one rack, whose "
-                f"aggregator takes what the servers would: at most {workers - 1}, or type direct",
+                f"strategy.aggregation.size {self.size} puts all {workers} workers in one rack, "
+                f"whose aggregator takes what the servers would: at most {workers - 1}, or type "
+                "direct",
                 setting=("size",),
             )
 

@@ -170,8 +170,8 @@ class Cluster(Config):
         model = self.consistency
         if self.racks and isinstance(model, OnArrival) and model.value_bound is not None:
             raise ConfigError(
-                "consistency.value_bound bounds what each worker has under way, which racks "
-                "combine: leave it out, or take type direct",
+                "strategy.consistency.value_bound bounds what each worker has under way, which "
+                "racks combine: leave it out, or take type direct",
                 setting=("type",),
             )
 

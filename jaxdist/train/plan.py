@@ -194,8 +194,9 @@ def plan_learning_rate(
     scaled = optim.scale_from
     if train.batch_ramp is not None and scaled is not None and scaled.warmup_epochs is not None:
         raise ConfigError(
-            f"scale_from.warmup_epochs {scaled.warmup_epochs:g} are no fixed number of steps while "
-            "train.batch_ramp changes the batch; give warmup_fraction, or schedule.warmup_steps"
+            f"optim.scale_from.warmup_epochs {scaled.warmup_epochs:g} are no fixed number of steps "
+            "while train.batch_ramp changes the batch; give optim.scale_from.warmup_fraction, or "
+            "optim.schedule.warmup_steps"
         )
     rate = plan_rate(
         optim,

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from jaxdist.errors import ConfigError
+from jaxdist.optim.build import AdamWConfig, plan_rate
 from jaxdist.optim.schedules import ScheduleConfig, build_schedule
 
 
@@ -33,9 +33,20 @@ def test_any_warmup_keeps_between_zero_and_the_peak(warmup):
     assert found.max() == 2
 
 
-def test_a_warmup_longer_than_the_run():
-    with pytest.raises(ConfigError, match="warmup_steps 11 exceed the run's 10 steps"):
-        rates(10, type="linear", warmup_steps=11)
+@pytest.mark.parametrize("kind", ["constant", "cosine", "linear", "poly"])
+def test_a_run_shorter_than_its_warmup_has_the_first_rates_of_a_longer_one(kind):
+    short, long = rates(10, type=kind, warmup_steps=15), rates(40, type=kind, warmup_steps=15)
+    np.testing.assert_array_equal(short[:10], long[:10])
+
+
+def test_a_run_shorter_than_its_warmup_says_so():
+    config = AdamWConfig(type="adamw", learning_rate=1.0, schedule=ScheduleConfig(warmup_steps=60))
+    assert plan_rate(config, total_steps=60).explained == ()
+    [line] = plan_rate(config, total_steps=40).explained
+    assert line == (
+        "the run ends at step 40 of the 60 of its warm-up, at 67% of the learning rate; set "
+        "optim.schedule.warmup_steps for a shorter one"
+    )
 
 
 @pytest.mark.parametrize(

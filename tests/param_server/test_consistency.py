@@ -287,7 +287,7 @@ def test_a_change_that_is_too_old_is_dropped():
     model, old = Decoupled(oldest=2), Arrival(0, 0, 0, version=1)
     assert model.refusal(members(2, version=3), old) is None
     reason = model.refusal(members(2, version=4), old)
-    assert reason == "it is 3 merges old, and consistency.oldest is 2"
+    assert reason == "it is 3 merges old, and strategy.consistency.oldest is 2"
 
 
 def test_with_rate_one_and_no_momentum_parameters_are_averaged():

@@ -47,7 +47,7 @@ _EXCLUSIVE = (
     set(ZERO_STAGES),
     {"reduce: null", *REDUCTIONS},
     {"no axis splits the batch", "a sharding rule over data"},
-    {"zero.scope: all", "zero.scope: ici"},
+    {"parallel.zero.scope: all", "parallel.zero.scope: ici"},
     set(COMPRESSION),
 )
 """Features of which a config has one at most."""

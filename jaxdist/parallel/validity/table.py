@@ -158,10 +158,10 @@ FEATURES: Mapping[str, Feature] = {
     "zero 1": Feature(_at_stage(1), shown_stage),
     "zero 2": Feature(_at_stage(2), shown_stage),
     "zero 3": Feature(_at_stage(3), shown_stage),
-    "zero.scope: all": Feature(
+    "parallel.zero.scope: all": Feature(
         lambda f: f.zero.stage > 0 and f.zero.scope == "all", lambda f: "parallel.zero.scope all"
     ),
-    "zero.scope: ici": Feature(
+    "parallel.zero.scope: ici": Feature(
         lambda f: f.zero.stage > 0 and f.zero.scope == "ici", lambda f: "parallel.zero.scope ici"
     ),
     "reduce: null": Feature(lambda f: f.reduce is None, shown_reduce),
@@ -171,7 +171,7 @@ FEATURES: Mapping[str, Feature] = {
     "compression over data": _messages_over("data", fed_back=True),
     "compression over data, error_feedback: false": _messages_over("data", fed_back=False),
     "compression over data.dcn": _messages_over("data.dcn"),
-    "zero.secondary": Feature(
+    "parallel.zero.secondary": Feature(
         lambda f: f.zero.stage == 3 and f.zero.secondary, lambda f: "parallel.zero.secondary"
     ),
     "deterministic: strict": Feature(
@@ -186,7 +186,7 @@ FEATURES: Mapping[str, Feature] = {
 """All that the table can speak of, in the order of the matrix."""
 
 COMPRESSION = tuple(name for name in FEATURES if name.startswith("compression over"))
-SCOPES = ("zero.scope: all", "zero.scope: ici")
+SCOPES = ("parallel.zero.scope: all", "parallel.zero.scope: ici")
 ZERO_STAGES = ("zero 1", "zero 2", "zero 3")
 REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(_FLAT)}", "reduce: hierarchical")
 
@@ -218,17 +218,17 @@ class Row:
 
 ROWS: tuple[Row, ...] = (
     Row(
-        ((*ZERO_STAGES, *SCOPES, "zero.secondary"), ("no axis splits the batch",)),
+        ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary"), ("no axis splits the batch",)),
         "ZeRO splits the training state over the axis that splits the batch, and none does",
         "set mesh.data (and leave sharding.rules.batch at data), or parallel.zero.stage: 0",
     ),
     Row(
-        ((*ZERO_STAGES, *SCOPES, "zero.secondary"), ("a sharding rule over data",)),
+        ((*ZERO_STAGES, *SCOPES, "parallel.zero.secondary"), ("a sharding rule over data",)),
         "what ZeRO would split over the axis of the batch is split over it already",
         "set that rule to null, or parallel.zero.stage: 0",
     ),
     Row(
-        (("zero.scope: ici",), ("data on one network",)),
+        (("parallel.zero.scope: ici",), ("data on one network",)),
         "the state would be split inside the fast network of an axis that names only one",
         "set mesh.data: {dcn: D, ici: I}, or parallel.zero.scope: all",
     ),
@@ -248,13 +248,13 @@ ROWS: tuple[Row, ...] = (
         "set mesh.data: {dcn: D, ici: I}, or parallel.reduce.type: ring",
     ),
     Row(
-        (("reduce: hierarchical",), ("zero.scope: ici",)),
+        (("reduce: hierarchical",), ("parallel.zero.scope: ici",)),
         "shards are summed inside the fast network and across the slow one in two steps already, "
         "each on one network",
         "set parallel.reduce.type: ring, or parallel.zero.scope: all",
     ),
     Row(
-        (("zero 3", "zero.secondary"), ("stage (a pipeline)",)),
+        (("zero 3", "parallel.zero.secondary"), ("stage (a pipeline)",)),
         "each microbatch would gather the parameters of its layers two times, which a stage that "
         "holds its own layers alone does not pay back",
         "set parallel.zero.stage: 1, or 2",
@@ -291,30 +291,30 @@ ROWS: tuple[Row, ...] = (
         "set mesh.data: {dcn: D, ici: I}, or parallel.compression.axis: data",
     ),
     Row(
-        (("zero 2", "zero 3", "zero.secondary"), ("compression over data",)),
+        (("zero 2", "zero 3", "parallel.zero.secondary"), ("compression over data",)),
         "no device ever has a whole gradient to compress, nor keeps what a message of it left out",
         "set mesh.data: {dcn: D, ici: I}, parallel.zero.scope: ici and parallel.compression.axis: "
         "data.dcn (exact in the fast network, messages of shards across the slow one), or "
         "parallel.zero.stage: 1, or error_feedback: false with 4 bits or more",
     ),
     Row(
-        (("zero.secondary",), ("data on one network",)),
+        (("parallel.zero.secondary",), ("data on one network",)),
         "a second copy inside the fast one of two networks spares the slow one, and the axis names "
         "only one",
         "set mesh.data: {dcn: D, ici: I}, or parallel.zero.secondary: false",
     ),
     Row(
-        (("zero.secondary",), ("zero.scope: ici",)),
+        (("parallel.zero.secondary",), ("parallel.zero.scope: ici",)),
         "the state lies inside the fast network already, and no parameter crosses the slow one",
         "set parallel.zero.scope: all, or parallel.zero.secondary: false",
     ),
     Row(
-        (("zero.scope: ici",), COMPRESSION[:2]),
+        (("parallel.zero.scope: ici",), COMPRESSION[:2]),
         "each part of the state is summed inside the fast network first",
         "set parallel.compression.axis: data.dcn, or parallel.zero.scope: all",
     ),
     Row(
-        (("zero.scope: all", "zero.secondary"), ("compression over data.dcn",)),
+        (("parallel.zero.scope: all", "parallel.zero.secondary"), ("compression over data.dcn",)),
         "the state is split over both networks, and messages of shards cross one",
         "set parallel.zero.scope: ici, or parallel.compression.axis: data",
     ),
@@ -356,12 +356,12 @@ ROWS: tuple[Row, ...] = (
         "take mesh.stage away",
     ),
     Row(
-        (("deterministic: strict",), ("zero.scope: ici",)),
+        (("deterministic: strict",), ("parallel.zero.scope: ici",)),
         "shards inside the fast network are added up there first, in the order of its devices",
         "set parallel.zero.scope: all",
     ),
     Row(
-        (("deterministic: strict",), ("zero.secondary",)),
+        (("deterministic: strict",), ("parallel.zero.secondary",)),
         "parameters are gathered once, at the beginning of a step, with no second copy to keep",
         "set parallel.zero.secondary: false",
     ),

@@ -73,7 +73,7 @@ class Decoupled(Consistency):
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
         age = clocks.version - arrival.version
         if self.oldest is not None and age > self.oldest:
-            return f"it is {age} merges old, and consistency.oldest is {self.oldest}"
+            return f"it is {age} merges old, and strategy.consistency.oldest is {self.oldest}"
         return super().refusal(clocks, arrival)
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:

@@ -58,9 +58,9 @@ class Elastic(Consistency):
             return
         raise ConfigError(
             f"consistency type elastic diverges on a quadratic: learning rate {learning_rate:g} "
-            f"times consistency.curvature {self.curvature:g} is {rate:g}, and alpha is {alpha:.4g} "
-            f"for {workers} workers, order {self.order}; the rate must be at most 2, and alpha at "
-            f"most {max(most, 0):.4g} there: lower the learning rate or alpha (beta)",
+            f"times strategy.consistency.curvature {self.curvature:g} is {rate:g}, and alpha is "
+            f"{alpha:.4g} for {workers} workers, order {self.order}; the rate must be at most 2, "
+            f"and alpha at most {max(most, 0):.4g} there: lower the learning rate or alpha (beta)",
             setting=("beta",) if self.alpha is None else ("alpha",),
         )
 

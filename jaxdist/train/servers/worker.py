@@ -254,7 +254,8 @@ class Worker:
             largest = max((float(np.abs(one).max(initial=0)) for one in sums), default=0.0)
             return not model.holds_back(unit * largest, workers)
 
-        self.client.wait_until(small, "its changes to be applied (consistency.value_bound)")
+        what = "its changes to be applied (strategy.consistency.value_bound)"
+        self.client.wait_until(small, what)
 
 
 class _Ahead:

@@ -1,0 +1,46 @@
+"""What stands before a command: the version, and completion in a shell."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import version
+
+import pytest
+from typer.testing import CliRunner
+
+from jaxdist.cli import app
+
+RUN = CliRunner()
+
+
+def test_the_version_names_what_decides_a_run():
+    result = RUN.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.output == (
+        f"jaxdist {version('jaxdist')}, jax {version('jax')}, python {platform.python_version()}\n"
+    )
+
+
+def test_the_help_is_that_of_the_program():
+    result = RUN.invoke(app, ["--help"])
+    assert "Train any JAX model on any mesh by changing a config." in result.output
+    assert "--install-completion" in result.output
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("jaxdist tr", "train"),
+        ("jaxdist train --resu", "--resume"),
+        ("jaxdist config s", "show\nschema"),
+        ("jaxdist launch st", "status\nstop"),
+    ],
+)
+def test_a_shell_completes_commands_and_options(typed: str, offered: str):
+    environ = {
+        "_JAXDIST_COMPLETE": "complete_bash",
+        "COMP_WORDS": typed,
+        "COMP_CWORD": str(typed.count(" ")),
+    }
+    result = RUN.invoke(app, [], prog_name="jaxdist", env=environ)
+    assert result.output.strip() == offered
