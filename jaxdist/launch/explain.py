@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from jaxdist.launch.build import ENGINES
 from jaxdist.runtime.clusters import Sighting, sightings
+from jaxdist.runtime.gpus import look
 
 
 def explain(environ: Mapping[str, str]) -> Iterator[str]:
@@ -18,6 +19,9 @@ def explain(environ: Mapping[str, str]) -> Iterator[str]:
     for one in seen:
         yield _verdict(one, used)
         yield from (f"    {name}={_short(value)}" for name, value in one.read.items())
+    found = look(environ, environ.get("JAX_PLATFORMS"))
+    given = "" if found.given is None else f"; the scheduler has given the job {found.given} here"
+    yield f"{found.problem or f'{len(found.gpus)} GPUs are visible to jax'}{given}"
     for name, one in ENGINES.items():
         yield f"--on {name}: " + (shutil.which(one.program) or f"not here ({one.install})")
 

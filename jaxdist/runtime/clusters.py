@@ -117,10 +117,27 @@ def slurm(environ: Environ) -> Sighting | None:
         missing = f"{lacking or 'SLURM_NTASKS not set'}: this shell belongs to job "
         missing += f"{read['SLURM_JOB_ID']}, but srun has not started this process"
         return Sighting("Slurm", read=read, missing=missing)
+    if (components := _number(environ.get("SLURM_HET_SIZE")) or 1) > 1:
+        missing = f"the job has {components} components (SLURM_HET_SIZE), and srun's variables are "
+        missing += "those of one of them"
+        return Sighting("Slurm", read=_read(environ, *read, "SLURM_HET_SIZE"), missing=missing)
     host = first_node(read["SLURM_STEP_NODELIST"])
     job, step = int(read["SLURM_JOB_ID"]), _number(read.get("SLURM_STEP_ID")) or 0
     port = _port(environ, (job + step * 97) % PORTS + FIRST_PORT)
     return Sighting("Slurm", f"{host}:{port}", count, _number(read["SLURM_PROCID"]), read)
+
+
+def torchrun(environ: Environ) -> Sighting | None:
+    """torchrun, or `python -m torch.distributed.run`, whose own store has the port MASTER_PORT."""
+    run, host, rank, size = "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "RANK", "WORLD_SIZE"
+    read = _read(environ, run, host, "MASTER_PORT", rank, size)
+    if run not in read:
+        return None
+    if missing := _lacking(read, host, rank, size):
+        return Sighting("torchrun", read=read, missing=missing)
+    port = _port(environ, (_number(read.get("MASTER_PORT")) or 0) % PORTS + FIRST_PORT)
+    count, index = _number(read[size]), _number(read[rank])
+    return Sighting("torchrun", f"{read[host]}:{port}", count, index, read)
 
 
 def first_node(nodes: str) -> str:
@@ -229,6 +246,7 @@ def _ranks(scheduler: str, rank: str, size: str) -> Detector:
 
 
 DETECTORS: tuple[Detector, ...] = (
+    torchrun,  # what mpirun, srun or a pod starts may be torchrun, which starts the processes
     open_mpi,  # mpirun within a job of Slurm starts the processes, not srun
     _ranks("MPI (PMI)", "PMI_RANK", "PMI_SIZE"),
     _ranks("PALS", "PALS_RANKID", "PALS_NRANKS"),

@@ -1,20 +1,23 @@
-"""Joining the other processes, agreeing with them to stop, and ending when one is lost."""
+"""Join the other processes, divide GPUs with them, agree to stop, and end when one is lost."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 from jax.experimental import multihost_utils
 
 from jaxdist.errors import RunError
+from jaxdist.runtime import gpus
 from jaxdist.runtime.last_words import REMEDY, StandardError
 from jaxdist.runtime.processes import Processes
 from jaxdist.runtime.rendezvous import JOIN_SECONDS, meet
+from jaxdist.types import Json
 
 
 def _bind_address(coordinator: str) -> str | None:
@@ -46,7 +49,8 @@ def connected(
       say: called with a line now and then while some are missing; None prints it.
 
     Raises:
-      RunError: the peers cannot be joined: who is missing, or jax's reason.
+      RunError: the peers cannot be joined (who is missing, or jax's reason), or the GPUs of a node
+        are not owned once each.
     """
     if processes is None:
         yield
@@ -83,18 +87,43 @@ def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> 
         bind = _bind_address(coordinator)
         everywhere = f"[::]:{coordinator.rpartition(':')[2]}"
         listen = bind or os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", everywhere)
-        meet(coordinator, count, index, bind=listen, seconds=seconds, say=say)
+        config: Any = jax.config
+        seen = gpus.look(os.environ, config.jax_platforms)
+        share: Any = meet(
+            coordinator,
+            count,
+            index,
+            bind=listen,
+            seconds=seconds,
+            say=say,
+            told=seen.told(),
+            decide=_decide,
+        )
         jax.distributed.initialize(
             coordinator,
             count,
             index,
             coordinator_bind_address=bind,
+            local_device_ids=share["own"] or None,
+            # All is stated here. Else jax would look for a scheduler itself, and where it finds
+            # Slurm or Open MPI keep one GPU for each process.
+            cluster_detection_method="deactivate",
             initialization_timeout=seconds,
         )
     except RunError:
         raise
     except (ValueError, RuntimeError) as error:
         raise RunError(f"cannot join the other processes: {error}") from error
+    if share["own"]:
+        local, found = jax.local_device_count(), jax.device_count()
+        backend, who = jax.default_backend(), _who(index, count)
+        gpus.check_started(who, share["own"], share["total"], backend, local, found)
+
+
+def _decide(told: Sequence[Json]) -> list[Json]:
+    shares = gpus.divide([gpus.Seen.read(one) for one in told])
+    total = sum(map(len, shares))
+    return [{"own": [*share], "total": total} for share in shares]
 
 
 def preempted(step: int) -> bool:

@@ -2,20 +2,23 @@
 
 jax waits for its peers without a word, and ends the process from C++ when its patience is at an
 end. So they meet here first, on the same address: process 0 listens, the others come, one line
-each way, and when all are there process 0 closes the port for jax to open it. Nothing is trusted
-or kept of what comes in: what is no process of this program is sent away.
+each way, and when all are there process 0 closes the port for jax to open it. The lines carry what
+each process says of itself, and what process 0 decides for it from what all have said. A caller
+that is not a process of this program is sent away.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
 from jaxdist.errors import RunError
+from jaxdist.types import Json
 
 JOIN_SECONDS = 300
 FIRST_WORD_SECONDS = 5.0
@@ -23,13 +26,16 @@ FIRST_WORD_SECONDS = 5.0
 WORD_SECONDS = 30.0
 _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 2.0
-_LINE_BYTES = 1000
+_LINE_BYTES = 8000
+"""Longer lines are cut: 100 GPUs with their names fit."""
 _NAMED = 20
 _REMEDY = (
     "check that HOST:PORT names the host of process 0, that all hosts know the name and no "
     "firewall is between them, or wait longer with --join-timeout SECONDS"
 )
-_HELLO = re.compile(rb"jaxdist process (\d{1,7}) of (\d{1,7})\n")
+_HELLO = re.compile(rb"jaxdist process (\d{1,7}) of (\d{1,7})(?: (.*))?\n")
+Decide = Callable[[Sequence[Json]], Sequence[Json]]
+"""From what each process has said, in their order, what each is told."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
@@ -86,7 +92,9 @@ def meet(
     bind: str,
     seconds: float,
     say: Callable[[str], None],
-) -> None:
+    told: Json = None,
+    decide: Decide = list,
+) -> Json:
     """Return when all `count` processes are there, and jax can join them.
 
     Args:
@@ -94,17 +102,21 @@ def meet(
       bind: HOST:PORT on which process 0 listens.
       seconds: how long to wait.
       say: called with a line now and then while some are missing.
+      told: what this process says of itself, as JSON of at most 7,000 characters.
+      decide: called in process 0; where it raises a RunError, all processes raise it.
+
+    Returns:
+      what `decide` has decided for this process.
 
     Raises:
-      RunError: the address does not resolve or cannot be listened on, or some are missing after
-        `seconds`; names them.
+      RunError: the address does not resolve or cannot be listened on, some are missing after
+        `seconds` and are named, or `decide` refuses.
     """
     wait = Wait(seconds, say)
     if index == 0:
         _resolve(coordinator, count, wait)
-        _gather(coordinator, count, bind, wait)
-    else:
-        _join(coordinator, count, index, wait)
+        return _gather(coordinator, count, bind, wait, told, decide)
+    return _join(coordinator, count, index, wait, told)
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -134,18 +146,18 @@ def _resolve(coordinator: str, count: int, wait: Wait) -> None:
         time.sleep(_RETRY_SECONDS)
 
 
-def _gather(coordinator: str, count: int, bind: str, wait: Wait) -> None:
+def _gather(
+    coordinator: str, count: int, bind: str, wait: Wait, told: Json, decide: Decide
+) -> Json:
     came: dict[int, socket.socket] = {}
+    words: dict[int, Json] = {0: told}
     with ExitStack() as stack:
         stack.callback(lambda: [peer.close() for peer in came.values()])
         server = stack.enter_context(_listen(bind))
         server.settimeout(_RETRY_SECONDS)
         while len(came) < count - 1:
             if wait.over:
-                text = _missing(coordinator, count, came, wait.seconds)
-                for peer in came.values():
-                    _send(peer, f"refused {text}")
-                raise RunError(text)
+                raise _refuse(came, _missing(coordinator, count, came, wait.seconds))
             wait.tell(f"waiting for {coordinator} ({len(came) + 1} of {count} processes)")
             newcomer = None
             with suppress(TimeoutError):
@@ -153,9 +165,20 @@ def _gather(coordinator: str, count: int, bind: str, wait: Wait) -> None:
             for index in [index for index, peer in came.items() if _is_gone(peer)]:
                 came.pop(index).close()
             if newcomer is not None:
-                _admit(newcomer, came, count)
-        for peer in came.values():
-            _send(peer, "go")
+                _admit(newcomer, came, words, count)
+        try:
+            decided = decide([words[index] for index in range(count)])
+        except RunError as error:
+            raise _refuse(came, str(error)) from error
+        for index, peer in came.items():
+            _send(peer, f"go {json.dumps(decided[index])}")
+        return decided[0]
+
+
+def _refuse(came: dict[int, socket.socket], text: str) -> RunError:
+    for peer in came.values():
+        _send(peer, f"refused {text}")
+    return RunError(text)
 
 
 def _listen(bind: str) -> socket.socket:
@@ -175,7 +198,9 @@ def _listen(bind: str) -> socket.socket:
         ) from error
 
 
-def _admit(peer: socket.socket, came: dict[int, socket.socket], count: int) -> None:
+def _admit(
+    peer: socket.socket, came: dict[int, socket.socket], words: dict[int, Json], count: int
+) -> None:
     """Keep a newcomer that is one of the program's processes; tell it where it is not."""
     peer.settimeout(_HELLO_SECONDS)  # a stranger that says nothing
     hello = _HELLO.fullmatch(_line(peer))
@@ -189,26 +214,33 @@ def _admit(peer: socket.socket, came: dict[int, socket.socket], count: int) -> N
         problem = f"there is a process {index} already: give each its own --process-id"
     else:
         peer.setblocking(False)
-        came[index] = peer
+        came[index], words[index] = peer, _json(hello[3])
         return
     _send(peer, f"refused {problem}")
     peer.close()
 
 
-def _join(coordinator: str, count: int, index: int, wait: Wait) -> None:
+def _json(text: bytes | None) -> Json:
+    with suppress(ValueError, RecursionError):
+        return json.loads(text or b"null")
+    return None
+
+
+def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> Json:
     address, who = split_address(coordinator), f"process {index} of {count}"
     while True:
         try:
             with socket.create_connection(address, timeout=_RETRY_SECONDS * 10) as peer:
-                _send(peer, f"jaxdist {who}")
+                _send(peer, f"jaxdist {who} {json.dumps(told)}")
                 peer.settimeout(wait.seconds + _RETRY_SECONDS * 10)
                 answer = _line(peer).decode(errors="replace").strip()
         except OSError as error:
             answer, reason = "", _reason(error)
         else:
             reason = "process 0 went away again"
-        if answer == "go":
-            return _until_open(address, wait)
+        if answer.startswith("go "):
+            _until_open(address, wait)
+            return json.loads(answer.removeprefix("go "))
         if answer.startswith("refused "):
             raise RunError(answer.removeprefix("refused "))
         if wait.over:

@@ -22,6 +22,7 @@ from jaxdist.elastic.hosts.together import Together
 from jaxdist.elastic.membership import MembershipConfig
 from jaxdist.elastic.part import Part
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.runtime.gpus import Seen
 
 LEASE = {"lease_seconds": 1.0, "settle_seconds": 0.05}
 VALUES = {"train": {"batch_size": 8, "steps": 5}}
@@ -236,8 +237,16 @@ def test_names_tokens_and_devices(tmp_path: Path, monkeypatch):
         read_token(tmp_path / "short")
     (tmp_path / "token").write_bytes(TOKEN + b"\n")
     assert read_token(tmp_path / "token") == TOKEN
-    monkeypatch.setattr(start.os, "listdir", lambda path: ["nvidia0", "nvidia1", "nvidiactl"])
-    assert devices_of({}, {}) == 2
-    assert devices_of({}, {"JAX_PLATFORMS": "cpu"}) == 1
+    monkeypatch.setattr(start.os, "listdir", lambda path: ["accel0", "accel1", "null"])
+    assert devices_of({}, {}, 1) == 2
+    assert devices_of({}, {"JAX_PLATFORMS": "cpu"}, 1) == 1
     monkeypatch.setattr(start.os, "listdir", lambda path: ["null"])
-    assert devices_of({"mesh": {"data": 2}}, {}) == 1
+    assert devices_of({"mesh": {"data": 2}}, {}, 1) == 1
+
+
+def test_the_processes_of_a_machine_divide_its_gpus(monkeypatch):
+    monkeypatch.setattr(start, "look", lambda *_: Seen("n1", ("a", "b", "c", "d")))
+    assert [devices_of({}, {}, processes) for processes in (1, 2, 4)] == [4, 2, 1]
+    assert devices_of({"mesh": {"fake_devices": 3}}, {}, 2) == 3
+    with pytest.raises(RunError, match=r"3 processes on n1 .* see the same 4 GPUs"):
+        devices_of({}, {}, 3)

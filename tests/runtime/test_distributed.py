@@ -56,8 +56,21 @@ def test_a_loopback_coordinator_listens_on_loopback_only():
 ENVIRONMENTS = Path(__file__).parent / "environments"
 
 
+MADE = {
+    "slurm_22_het": ("slurm_22", {"SLURM_HET_SIZE": "2"}),
+    "torchrun_without_address": (
+        None,
+        {"TORCHELASTIC_RUN_ID": "7", "RANK": "0", "WORLD_SIZE": "2"},
+    ),
+}
+"""Neighbours of what was captured."""
+
+
 def captured(name: str) -> dict[str, str]:
     """What a process saw that a scheduler had started; values may have several lines."""
+    if name in MADE:
+        base, changes = MADE[name]
+        return {**({} if base is None else captured(base)), **changes}
     text = (ENVIRONMENTS / f"{name}.env").read_text()
     return dict(re.findall(r"^(\w+)=((?:.*)(?:\n(?!\w+=).*)*)", text.rstrip(), re.MULTILINE))
 
@@ -80,6 +93,13 @@ def test_schedulers_are_found_by_what_they_really_set(name, found):
     assert find_processes(captured(name), detect=True) == found
 
 
+@pytest.mark.parametrize("tasks", ["1(x2)", "2(x3),1", "4,3,2(x2)"])
+def test_the_number_of_processes_is_the_steps_own_whatever_tasks_per_node_says(tasks):
+    environ = {**SLURM, "SLURM_STEP_TASKS_PER_NODE": tasks, "SLURM_TASKS_PER_NODE": tasks}
+    environ |= {"SLURM_STEP_NUM_TASKS": "7", "SLURM_NTASKS": "9", "SLURM_PROCID": "6"}
+    assert find_processes(environ, detect=True) == Processes("n1:61441", 7, 6)
+
+
 def test_steps_of_one_job_have_ports_of_their_own():
     ports = set()
     for step in range(40):
@@ -92,6 +112,8 @@ def test_steps_of_one_job_have_ports_of_their_own():
     ("name", "reason"),
     [
         ("slurm_22_batch", "Slurm: SLURM_STEP_NODELIST not set: this shell belongs to job 2, but"),
+        ("slurm_22_het", r"Slurm: the job has 2 components \(SLURM_HET_SIZE\), and srun's"),
+        ("torchrun_without_address", "torchrun: MASTER_ADDR not set"),
         ("intel_mpi", r"MPI \(PMI\): its variables do not say where process 0 is"),
     ],
 )
@@ -111,6 +133,8 @@ def test_the_address_may_be_given_and_the_rest_found():
     ("environ", "found"),
     [
         ({**SLURM, "JAX_COORDINATOR_PORT": "99"}, "n1:99"),
+        ({**SLURM, "SLURM_HET_SIZE": "1"}, "n1:61441"),
+        ({**SLURM, "SLURM_STEP_NODELIST": "n[001-003,7]-ib"}, "n001-ib:61441"),
         ({**SLURM, "SLURM_STEP_NODELIST": "rack[1-2]n[3-4]"}, "rack1n3:61441"),
         ({**SLURM, "SLURM_STEP_NODELIST": "n[07-9]-ib,x"}, "n07-ib:61441"),
         ({**SLURM, **captured("open_mpi_4")}, "192.0.2.7:62736"),

@@ -20,6 +20,7 @@ from jaxdist.elastic.hosts.join import Here
 from jaxdist.elastic.hosts.places.address import open_rendezvous
 from jaxdist.elastic.hosts.together import Together
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.runtime.gpus import divide, look
 from jaxdist.runtime.notices import PreemptionConfig
 from jaxdist.types import JsonObject
 
@@ -69,7 +70,7 @@ def agent_of(
         name,
         address,
         processes,
-        devices_of(values, os.environ),
+        devices_of(values, os.environ, processes),
         shared,
     )
     base = Path((values.get("run") or {}).get("directory") or Path("runs") / config.stem)
@@ -134,23 +135,22 @@ def read_token(path: Path) -> bytes:
     return token
 
 
-def devices_of(values: JsonObject, environ: Mapping[str, str]) -> int:
-    """Devices that each process of this machine will have, without starting jax.
+def devices_of(values: JsonObject, environ: Mapping[str, str], processes: int) -> int:
+    """Devices that each of so many processes of this machine will have, without starting jax.
 
-    >>> devices_of({"mesh": {"fake_devices": 4}}, {})
+    They divide the visible GPUs among themselves when they join.
+
+    >>> devices_of({"mesh": {"fake_devices": 4}}, {}, 2)
     4
-    >>> devices_of({}, {"CUDA_VISIBLE_DEVICES": "1,3"})
-    2
+
+    Raises:
+      RunError: the GPUs cannot be divided among so many processes, or cannot be counted.
     """
     fake = (values.get("mesh") or {}).get("fake_devices")
     if isinstance(fake, int):
         return max(fake, 1)
     if environ.get("JAX_PLATFORMS", "").startswith("cpu"):
         return 1
-    if "CUDA_VISIBLE_DEVICES" in environ:
-        return max(len([one for one in environ["CUDA_VISIBLE_DEVICES"].split(",") if one]), 1)
-    for pattern in (r"nvidia\d+", r"accel\d+"):
-        found = [name for name in os.listdir("/dev") if re.fullmatch(pattern, name)]
-        if found:
-            return len(found)
-    return 1
+    share = divide([look(environ, environ.get("JAX_PLATFORMS"))] * processes)[0]
+    chips = [name for name in os.listdir("/dev") if re.fullmatch(r"accel\d+", name)]
+    return len(share) or len(chips) or 1

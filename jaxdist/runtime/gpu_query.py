@@ -1,0 +1,106 @@
+"""Ask a GPU driver which devices this environment leaves visible, in the order jax numbers them.
+
+Run by its path in a process of its own (`jaxdist.runtime.gpus`), so that a driver that hangs or
+crashes is only a finding, and so that CUDA is not initialised in a process that forks later. It
+imports nothing but the standard library. The drivers themselves apply CUDA_VISIBLE_DEVICES,
+ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, MIG and the scheduler's cgroups, so nothing of that is
+parsed here. Prints a JSON object: `gpus`, names that no other GPU has, and `problem`, a text.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+NO_DEVICE = 100
+"""The code of both CUDA and HIP for "there is no device"."""
+LIBRARIES = {
+    "cuda": ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"),
+    "rocm": ("libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"),
+}
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class DriverError(Exception):
+    """A driver that answers with an error code."""
+
+
+def _asked(library: Any, name: str, *arguments: Any) -> None:
+    code = getattr(library, name)(*arguments)
+    if code:
+        raise DriverError(f"{name} answers with error {code}")
+
+
+def cuda(library: Any) -> list[str]:
+    """The UUIDs of the devices that CUDA sees.
+
+    Raises:
+      DriverError: the driver answers with an error other than "no device".
+    """
+    code = library.cuInit(0)
+    if code == NO_DEVICE:
+        return []
+    if code:
+        raise DriverError(f"cuInit answers with error {code}")
+    count, device, found = ctypes.c_int(), ctypes.c_int(), []
+    _asked(library, "cuDeviceGetCount", ctypes.byref(count))
+    # The second version names the instance of a GPU that is split by MIG, the first the whole GPU.
+    name = "cuDeviceGetUuid_v2" if hasattr(library, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
+    for index in range(count.value):
+        uuid = (ctypes.c_ubyte * 16)()
+        _asked(library, "cuDeviceGet", ctypes.byref(device), index)
+        _asked(library, name, uuid, device)
+        found.append(bytes(uuid).hex())
+    return found
+
+
+def rocm(library: Any) -> list[str]:
+    """The PCI addresses and UUIDs of the devices that HIP sees, after the machine's boot id.
+
+    Raises:
+      DriverError: the driver answers with an error other than "no device".
+    """
+    count, found = ctypes.c_int(), []
+    code = library.hipGetDeviceCount(ctypes.byref(count))
+    if code == NO_DEVICE:
+        return []
+    if code:
+        raise DriverError(f"hipGetDeviceCount answers with error {code}")
+    machine = _BOOT.read_text().strip()[:8] if _BOOT.exists() else ""
+    for index in range(count.value):
+        address, uuid = ctypes.create_string_buffer(32), (ctypes.c_ubyte * 16)()
+        _asked(library, "hipDeviceGetPCIBusId", address, len(address), index)
+        # One card in several partitions has one PCI address and a UUID for each.
+        if library.hipDeviceGetUuid(uuid, index):
+            uuid = (ctypes.c_ubyte * 16)()
+        found.append(f"{machine}-{address.value.decode()}-{bytes(uuid).hex()}")
+    return found
+
+
+def query(platform: str, load: Callable[[str], Any] = ctypes.CDLL) -> dict[str, Any]:
+    """What is printed.
+
+    Args:
+      platform: `cuda` or `rocm`, as jax names them.
+      load: opens a shared library by its name; raises OSError where there is none.
+    """
+    problem = ""
+    for name in LIBRARIES[platform]:
+        try:
+            library = load(name)
+        except OSError as error:
+            problem = problem or f"{name} cannot be loaded: {error}"
+            continue
+        try:
+            return {"gpus": {"cuda": cuda, "rocm": rocm}[platform](library), "problem": ""}
+        except (DriverError, AttributeError) as error:
+            return {"gpus": [], "problem": f"{name}: {error}"}
+    return {"gpus": [], "problem": problem}
+
+
+if __name__ == "__main__":
+    print(json.dumps(query(sys.argv[1])))

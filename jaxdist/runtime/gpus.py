@@ -1,0 +1,316 @@
+"""The GPUs that a process sees, and those that it owns among the processes of its node.
+
+jax, when it is not told, takes all visible GPUs, or the one with the number of the process within
+its node where it recognises Slurm or Open MPI. Neither is right in general: several processes may
+see the same GPUs, or a scheduler may have confined each process to GPUs of its own, which then
+have the numbers 0, 1, ... So every process asks the driver for the identities of the GPUs that it
+sees, process 0 divides them (`divide`), and each process tells jax its share.
+"""
+
+from __future__ import annotations
+
+import json
+import pkgutil
+import platform
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from jaxdist.errors import RunError
+from jaxdist.runtime import gpu_query
+from jaxdist.types import Json, JsonObject
+
+QUERY_SECONDS = 120
+"""How long a driver may take: without persistence mode it initialises every GPU of a node first."""
+DRIVERS = {
+    "cuda": ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"),
+    "rocm": ("/dev/kfd",),
+}
+"""One of these paths exists where the kernel has a driver for the platform."""
+HIDING = {
+    "cuda": ("CUDA_VISIBLE_DEVICES",),
+    "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
+}
+"""Variables by which a user or a scheduler hides GPUs on purpose."""
+CHOICE = "JAX_LOCAL_DEVICE_IDS"
+_CPU = "to run on the CPU set JAX_PLATFORMS=cpu"
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one process tells the others of its GPUs.
+
+    Attributes:
+      machine: the name of its node.
+      gpus: an identity for each visible GPU, in the order in which jax numbers them.
+      given: how many GPUs the scheduler says that the job has on this node; None: it does not say.
+      chosen: the numbers that the user set in JAX_LOCAL_DEVICE_IDS.
+      problem: why the GPUs cannot be counted; empty where they can.
+    """
+
+    machine: str
+    gpus: tuple[str, ...] = ()
+    given: int | None = None
+    chosen: tuple[int, ...] | None = None
+    problem: str = ""
+
+    def told(self) -> JsonObject:
+        """This as JSON."""
+        return json.loads(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, told: Json) -> Seen:
+        """The inverse of `told`.
+
+        Raises:
+          RunError: it is something else.
+        """
+        try:
+            assert isinstance(told, dict)
+            values: Any = told
+            chosen = values["chosen"]
+            return cls(
+                str(values["machine"]),
+                tuple(map(str, values["gpus"])),
+                None if values["given"] is None else int(values["given"]),
+                None if chosen is None else tuple(map(int, chosen)),
+                str(values["problem"]),
+            )
+        except (AssertionError, KeyError, TypeError, ValueError) as error:
+            raise RunError(
+                f"a process said {told!r:.200} of its GPUs, which cannot be read: install the same "
+                "version of jaxdist on all nodes"
+            ) from error
+
+
+def look(environ: Mapping[str, str], platforms: str | None) -> Seen:
+    """What this process sees, without starting a backend of jax.
+
+    Args:
+      platforms: the setting `jax_platforms`, such as "cuda,cpu"; None or "" lets jax choose.
+
+    Raises:
+      RunError: JAX_LOCAL_DEVICE_IDS does not hold numbers, or a driver does not answer.
+    """
+    wanted = gpu_platforms(platforms, _plugins) if _has_driver(DRIVERS) else ()
+    found: dict[str, Any] = {"gpus": [], "problem": ""}
+    for one in (one for one in wanted if _has_driver([one])):
+        found = _query(one)
+        if not (found["gpus"] or found["problem"] or any(name in environ for name in HIDING[one])):
+            found["problem"] = f"the driver of {one} is loaded, but no GPU is visible"
+        if found["gpus"]:
+            break
+    return Seen(
+        platform.node(),
+        tuple(found["gpus"]),
+        gpus_given(environ),
+        _chosen(environ.get(CHOICE)),
+        found["problem"],
+    )
+
+
+def gpu_platforms(platforms: str | None, plugins: Any) -> tuple[str, ...]:
+    """The GPU platforms that jax would try, by the setting `jax_platforms` and installed plugins.
+
+    Args:
+      plugins: returns the names of jax's plugins; called only where they matter.
+
+    >>> gpu_platforms("", lambda: ["xla_cuda12"]), gpu_platforms("cpu", lambda: ["xla_cuda12"])
+    (('cuda',), ())
+    """
+    named = [one.strip() for one in (platforms or "").split(",") if one.strip()]
+    allowed = [one for one in DRIVERS if not named or one in named or "gpu" in named]
+    names = plugins() if allowed else []
+    return tuple(one for one in allowed if any(one in name for name in names))
+
+
+def _plugins() -> list[str]:
+    """jax finds plugins by entry points, and by the namespace package `jax_plugins`."""
+    names = [entry.name for entry in metadata.entry_points(group="jax_plugins")]
+    try:
+        import jax_plugins  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return names
+    return names + [module.name for module in pkgutil.iter_modules(jax_plugins.__path__)]
+
+
+def _has_driver(platforms: Iterable[str]) -> bool:
+    return any(Path(path).exists() for one in platforms for path in DRIVERS[one])
+
+
+def _query(one: str) -> dict[str, Any]:
+    command = [sys.executable, "-I", "-S", gpu_query.__file__, one]
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=QUERY_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(
+            f"the driver of {one} on {platform.node()} did not say within {QUERY_SECONDS} s which "
+            "GPUs there are: see whether nvidia-smi or rocm-smi answers there, or restart the node"
+        ) from None
+    if done.returncode:
+        words = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
+        return {"gpus": [], "problem": f"asking the driver of {one} failed: {words}"}
+    return json.loads(done.stdout)
+
+
+def _chosen(text: str | None) -> tuple[int, ...] | None:
+    if not text:
+        return None
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdigit() for part in parts):
+        raise RunError(f"{CHOICE}={text!r}: write numbers with commas between them, as 0,1")
+    return tuple(map(int, parts))
+
+
+def gpus_given(environ: Mapping[str, str]) -> int | None:
+    """How many GPUs the scheduler has given to the job on this node; None where it does not say.
+
+    >>> gpus_given({"SLURM_STEP_GPUS": "2,3", "SLURM_GPUS_ON_NODE": "8"}), gpus_given({})
+    (2, None)
+    """
+    step = environ.get("SLURM_STEP_GPUS", "")
+    # The other variable may be left from the batch script, whose step has all GPUs of the job.
+    if step and all(part.isdigit() for part in step.split(",")):
+        return len(step.split(","))
+    for name in ("SLURM_GPUS_ON_NODE", "SKYPILOT_NUM_GPUS_PER_NODE"):
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return None
+
+
+def divide(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
+    """The GPUs that each process owns, by its own numbers: no GPU twice, and none left over.
+
+    Processes that see the same GPUs share them evenly, in the order of the processes. One that
+    sees GPUs which nobody else sees owns them all. What the user chose by JAX_LOCAL_DEVICE_IDS
+    stands.
+
+    Args:
+      seen: what each process said, in the order of the processes.
+
+    Returns:
+      for each process its numbers; all are empty where no process sees a GPU.
+
+    Raises:
+      RunError: with the numbers, where GPUs would be idle, shared, or taken from another job.
+
+    >>> node = [Seen("n1", ("a", "b", "c", "d"))] * 2
+    >>> divide(node), divide([Seen("n1", ("a",)), Seen("n1", ("b",))])
+    ([(0, 1), (2, 3)], [(0,), (0,)])
+    """
+    for index, one in enumerate(seen):
+        if one.problem:
+            raise RunError(f"process {index} on {one.machine}: {one.problem}; {_request()}, {_CPU}")
+    if not any(one.gpus for one in seen):
+        return [()] * len(seen)
+    groups: dict[frozenset[str], list[int]] = {}
+    for index, one in enumerate(seen):
+        if not one.gpus:
+            raise RunError(
+                f"process {index} on {one.machine} sees no GPU, while others do: {_request()}"
+            )
+        groups.setdefault(frozenset(one.gpus), []).append(index)
+    shares: list[tuple[int, ...]] = [()] * len(seen)
+    for members in groups.values():
+        for index, share in zip(members, _shares(seen, members), strict=True):
+            shares[index] = share
+    _check_whole(seen, shares)
+    return shares
+
+
+def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...]]:
+    """The shares of processes that see the same GPUs."""
+    gpus, machine = seen[members[0]].gpus, seen[members[0]].machine
+    chosen = [seen[index].chosen for index in members]
+    if any(one is not None for one in chosen):
+        return [_checked(seen, index) for index in members]
+    each, rest = divmod(len(gpus), len(members))
+    if rest or not each:
+        raise RunError(
+            f"{len(members)} processes on {machine} ({_range(members)}) see the same {len(gpus)} "
+            f"GPUs, which cannot be divided among them evenly: start a number of processes that "
+            f"divides {len(gpus)}, or one, or set {CHOICE} in each"
+        )
+    shares = []
+    for position, index in enumerate(members):
+        mine = gpus[position * each : (position + 1) * each]
+        # Another process may number the same GPUs in another order.
+        shares.append(tuple(seen[index].gpus.index(name) for name in mine))
+    return shares
+
+
+def _checked(seen: Sequence[Seen], index: int) -> tuple[int, ...]:
+    one = seen[index]
+    if one.chosen is None:
+        raise RunError(
+            f"process {index} on {one.machine} has no {CHOICE}, but another process that sees the "
+            "same GPUs has: set it in all of them or in none"
+        )
+    if max(one.chosen) >= len(one.gpus):
+        raise RunError(
+            f"process {index} on {one.machine}: {CHOICE}={','.join(map(str, one.chosen))}, but it "
+            f"sees {len(one.gpus)} GPUs, numbered from 0"
+        )
+    return one.chosen
+
+
+def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> None:
+    """Refuse a GPU with two owners, and a node on which another number is owned than was given."""
+    owners: dict[str, int] = {}
+    for index, (one, share) in enumerate(zip(seen, shares, strict=True)):
+        for number in share:
+            other = owners.setdefault(one.gpus[number], index)
+            if other != index or share.count(number) > 1:
+                raise RunError(
+                    f"processes {other} and {index} on {one.machine} would both own the GPU that "
+                    f"process {index} numbers {number}: let processes of a node see the same GPUs "
+                    f"or different ones (CUDA_VISIBLE_DEVICES), or set {CHOICE} in each"
+                )
+    for machine in dict.fromkeys(one.machine for one in seen):
+        members = [index for index, one in enumerate(seen) if one.machine == machine]
+        given = max((seen[index].given or 0 for index in members), default=0)
+        owned = sum(len(shares[index]) for index in members)
+        chosen = any(seen[index].chosen is not None for index in members)
+        if given and owned != given and not chosen:
+            raise RunError(
+                f"{len(members)} processes on {machine} ({_range(members)}) own {owned} GPUs "
+                f"together, but the scheduler has given the job {given} there: start as many "
+                f"processes as use them all, {_request()}, or set {CHOICE} in each process"
+            )
+
+
+def check_started(
+    who: str, own: Sequence[int], total: int, platform_name: str, local: int, found: int
+) -> None:
+    """Refuse a backend of jax that has other devices than were divided.
+
+    Args:
+      own: the GPUs that this process owns; empty: none was found, and nothing is checked.
+      total: those of all processes.
+      platform_name: what jax runs on.
+      local: devices that jax has in this process.
+      found: devices that it has in all processes.
+
+    Raises:
+      RunError: with the numbers.
+    """
+    if own and (platform_name, local, found) != ("gpu", len(own), total):
+        raise RunError(
+            f"{who} owns {len(own)} of {total} GPUs, but jax has started {local} of {found} "
+            f"devices of the platform {platform_name}: see jax's own messages above, install "
+            f"jax for this GPU and driver, or {_CPU}"
+        )
+
+
+def _request() -> str:
+    return "ask the scheduler for GPUs on every node (Slurm: --gpus-per-node)"
+
+
+def _range(members: Sequence[int]) -> str:
+    return f"{members[0]} to {members[-1]}" if len(members) > 1 else f"process {members[0]}"
