@@ -146,7 +146,7 @@ def _what_is_trained(
             model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)
     shapes = {name: leaf.shape for name, leaf in flatten_with_names(model.params)}
     with at("sharding"):
-        dims = resolve_dims(config.sharding, shapes, model.dims, model.stacked)
+        dims = resolve_dims(config.sharding, shapes, model.dims, model.stacked, layout)
         return model.with_dims(dims), dims, loss
 
 

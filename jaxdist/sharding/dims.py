@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxdist.errors import ShardingError, closest, did_you_mean
-from jaxdist.sharding.layout import ELLIPSIS, ShardingConfig
+from jaxdist.sharding.layout import ELLIPSIS, Layout, ShardingConfig
 from jaxdist.trees import pattern_of
 from jaxdist.types import Dims, PyTree
 
@@ -31,13 +31,17 @@ def resolve_dims(
     shapes: Mapping[str, tuple[int, ...]],
     dims: Mapping[str, Dims | None],
     stacked: frozenset[str] = frozenset(),
+    layout: Layout | None = None,
 ) -> dict[str, Dims]:
     """Every parameter's dims: the model's own, else those of the config's first fitting pattern.
+
+    A parameter with neither is whole where no axis of the mesh splits parameters.
 
     Args:
       shapes: of each parameter, by name.
       dims: what the model names of each; None is nothing.
       stacked: names of the parameters whose first dim counts layers; dims of one layer do for them.
+      layout: that the parameters will lie on; None is one whose axes split parameters.
 
     Raises:
       ShardingError: parameters without dims, patterns that do nothing, rules for dims that no
@@ -45,8 +49,10 @@ def resolve_dims(
     """
     resolved: dict[str, Dims] = {}
     unnamed: dict[str, tuple[int, ...]] = {}
+    otherwise = None if layout is None or _splits_parameters(layout) else "whole"
     for name, shape in shapes.items():
-        found = _given(dims[name], _first(name, config.params), shape, name in stacked)
+        pattern = _first(name, config.params) or otherwise
+        found = _given(dims[name], pattern, shape, name in stacked)
         if found is None:
             unnamed[name] = shape
         else:
@@ -64,6 +70,12 @@ def resolve_dims(
     if problems:
         raise ShardingError("\n".join(problems))
     return resolved
+
+
+def _splits_parameters(layout: Layout) -> bool:
+    """Whether a dim that parameters may have lies on an axis larger than 1, besides stages."""
+    dims = {dim for dim, _ in layout.rules} - ACTIVATION_DIMS - {STACKED}
+    return any(layout.parts(dim) > 1 for dim in dims)
 
 
 def _first(name: str, params: Mapping[str, Any]) -> PyTree:
@@ -147,8 +159,9 @@ def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> 
     many = "1 parameter names" if len(shapes) == 1 else f"{len(shapes)} parameters name"
     return "\n".join(
         [
-            f"{many} no dims, and no pattern of sharding.params matches: name each dim (embed, "
-            'mlp, heads, ...; null is never split), or leave all whole by "*": whole; to paste:',
+            f"{many} no dims, and no pattern of sharding.params matches, on a mesh that splits "
+            "parameters: name each dim (embed, mlp, ...; null is never split), or leave all "
+            'whole by "*": whole:',
             "sharding:",
             "  params:",
             *(lines[key] for key in ordered),

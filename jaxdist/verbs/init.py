@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +11,9 @@ from rich.console import Console
 from jaxdist.config import read
 from jaxdist.config.shipped import FOLDER, name_of, shipped
 from jaxdist.errors import ConfigError, did_you_mean
+
+FIRST = FOLDER / "gpt/quickstart.yaml"
+"""The config to begin with, of several."""
 
 
 def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
@@ -35,8 +39,16 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
             )
     for source in needed:
         _write(source, _target(source, folder), console)
-    console.print(f"next: jaxdist train {_target(asked[0], folder)}", soft_wrap=True)
+    first = FIRST if FIRST in asked else asked[0]
+    command = _command(first, _target(first, folder))
+    console.print(f"next: {command}", soft_wrap=True, markup=False)
     return [_target(source, folder) for source in asked]
+
+
+def _command(source: Path, target: Path) -> str:
+    """The command that a config names in its first line, with the file that was written."""
+    named = source.read_text().splitlines()[0].removeprefix("# command:").strip()
+    return named.replace(f"configs/{name_of(source)}.yaml", shlex.quote(str(target)))
 
 
 def _asked(name: str | None) -> list[Path]:
@@ -64,7 +76,7 @@ def _target(source: Path, folder: Path) -> Path:
 
 def _write(source: Path, target: Path, console: Console) -> None:
     if target.exists():
-        console.print(f"is there   {target}", soft_wrap=True)
+        console.print(f"is there   {target}", soft_wrap=True, markup=False)
         return
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,4 +85,4 @@ def _write(source: Path, target: Path, console: Console) -> None:
         raise ConfigError(
             f"{target} cannot be written: {error.strerror}; give another folder with --to"
         ) from error
-    console.print(f"written    {target}", soft_wrap=True)
+    console.print(f"written    {target}", soft_wrap=True, markup=False)

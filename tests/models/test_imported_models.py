@@ -96,9 +96,22 @@ def test_a_stack_that_is_left_whole_still_counts_layers(name: str) -> None:
     assert program.dims["output/kernel"] == (None, None)
 
 
+@pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "stage": 2}])
+def test_no_dims_are_needed_where_no_axis_splits_parameters(mesh: Any) -> None:
+    """What is left out is as `"*": whole`: stacks count their layers."""
+    program = experiment("Vmapped", mesh, sharding={}).program
+    assert program.dims["blocks/up/kernel"] == ("layers", None, None)
+    assert program.dims["output/kernel"] == (None, None)
+
+
+def test_a_rule_that_splits_parameters_over_data_asks_for_their_dims() -> None:
+    with pytest.raises(ConfigError, match="name no dims"):
+        experiment("Vmapped", {"data": 4}, sharding={"rules": {"embed": "data"}})
+
+
 def test_what_has_no_dims_is_told_once_for_all_blocks() -> None:
     with pytest.raises(ConfigError) as refused:
-        experiment("Listed", {"data": 1}, sharding={})
+        experiment("Listed", {"data": 2, "tensor": 2}, sharding={})
     text = str(refused.value)
     assert "31 parameters name no dims" in text
     assert '"blocks/*/attention/out/kernel": [null, null, null]  # [4, 4, 16], 2 param' in text

@@ -43,7 +43,7 @@ def test_all_are_written_as_they_are(tmp_path: Path) -> None:
     assert names == {f"{name}.yaml" for name in shipped()}
     for name in names:
         assert (tmp_path / "configs" / name).read_bytes() == (FOLDER / name).read_bytes()
-    assert out.endswith(f"next: jaxdist train {tmp_path}/configs/cnn/digits.yaml\n")
+    assert out.endswith(f"next: jaxdist train {tmp_path}/configs/gpt/quickstart.yaml\n")
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -51,7 +51,23 @@ def test_one_comes_with_what_it_includes(name: str, tmp_path: Path) -> None:
     names, out = written(name, tmp_path)
     assert f"{name}.yaml" in names
     assert read(tmp_path / f"{name}.yaml").values == read(shipped()[name]).values
-    assert f"next: jaxdist train {tmp_path / name}.yaml" in out
+    command = (FOLDER / f"{name}.yaml").read_text().splitlines()[0].removeprefix("# command:")
+    assert f"next: {command.strip()}".replace("configs", str(tmp_path)) in out
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("gpt", "jaxdist train '{}/a [b]/gpt/quickstart.yaml'"),
+        ("gpt/70b", "jaxdist plan '{}/a [b]/gpt/70b.yaml' --on v5p:8x8x8 --write best.yaml"),
+        ("mlp", "jaxdist train '{}/a [b]/mlp/digits.yaml' --devices 8"),
+    ],
+)
+def test_the_next_command_is_the_config_s_own_and_can_be_pasted(
+    name: str, command: str, tmp_path: Path
+) -> None:
+    _, out = written(name, tmp_path / "a [b]")
+    assert out.endswith(f"next: {command.format(tmp_path)}\n")
 
 
 @pytest.mark.parametrize(
