@@ -4,6 +4,7 @@ commands are those of the command line."""
 import re
 import shlex
 import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from ruamel.yaml import YAML
 import jaxdist
 from jaxdist.cli import app
 from jaxdist.config import Document, read, validate
-from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.experiment import ExperimentConfig, build, load
 
 GUIDES = ROOT / "docs/guides"
 BASE = ROOT / "configs/gpt/quickstart.yaml"
@@ -90,6 +91,23 @@ def test_no_python_is_unread(page):
     guides = {"reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md"}
     tested = {*guides, "compression.md"}
     assert page.name in tested or not blocks(page, "python")
+
+
+def test_text_of_ones_own(tmp_path, monkeypatch):
+    block = next(block for block in blocks(GUIDES / "model.md", "yaml") if "*.txt" in block)
+    monkeypatch.chdir(tmp_path)
+    for name in ("corpus/a.txt", "corpus/part/b.txt", "corpus/part/c.txt", "notes/d.md"):
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text("A line of text.\n" * 100)
+    Path("pages.jsonl").write_text('{"body": "A line of text, and one more."}\n' * 100)
+    dataset = validate(
+        Document(completed(YAML(typ="safe").load(block))), ExperimentConfig
+    ).data.build()
+    assert dataset.facts["files"] == 5
+    assert dataset.train[0]["tokens"].shape == (129,)
+    assert dataset.heldout is not None
+    alone = load(BASE, ["data.files=corpus/**/*.txt", "data.heldout_fraction=0.3"])[1].data
+    assert alone.build().facts["files"] == 3
 
 
 def completed(fragment):

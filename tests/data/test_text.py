@@ -79,8 +79,9 @@ def test_files_imply_their_source_and_one_glob_needs_no_list() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"source": "files"}, "source 'files' needs files"),
+        ({"source": "files"}, r"source 'files' needs data\.files"),
         ({"source": "python-stdlib", "files": ["a"]}, r"files \['a'\] are not read with source"),
+        ({"source": "a.txt"}, r"text of your own goes into data\.files: 'a\.txt'"),
     ],
 )
 def test_contradictory_sources(settings: dict[str, Any], message: str) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.data.cache import cache_directory, publish, write_file
@@ -41,7 +41,8 @@ class TextConfig(Config):
     type: Literal["text"] = "text"
     """Text, packed into windows."""
     source: Literal["python-stdlib", "files"] = "python-stdlib"
-    """The Python files of the running interpreter's standard library, or `files`."""
+    """`python-stdlib` is the Python files of the running interpreter's standard library; `files`,
+    which need not be written, is what `files` names."""
     files: list[str] = Field(default=[])
     """Globs such as `books/**/*.txt`, relative to the current directory."""
     jsonl_field: str = "text"
@@ -65,13 +66,24 @@ class TextConfig(Config):
             }
         return values
 
+    @field_validator("source", mode="before")
+    @classmethod
+    def _no_file(cls, source: Json) -> Json:
+        if isinstance(source, str) and source not in ("python-stdlib", "files"):
+            raise ValueError(
+                f"there is python-stdlib; text of your own goes into data.files: {source!r}"
+            )
+        return source
+
     @model_validator(mode="after")
     def _one_source(self) -> TextConfig:
         if self.source == "files" and not self.files:
-            raise ValueError("source 'files' needs files: a glob such as 'books/**/*.txt'")
+            raise ValueError("source 'files' needs data.files: a glob such as 'books/**/*.txt'")
         if self.source != "files" and self.files:
-            raise ValueError(f"files {self.files} are not read with source {self.source!r}: drop "
-                             "one of the two, or set source to 'files'")  # fmt: skip
+            raise ValueError(
+                f"files {self.files} are not read with source {self.source!r}: drop data.source, "
+                "or data.files"
+            )
         return self
 
     def build(self) -> Dataset:
