@@ -98,7 +98,7 @@ def test_text_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("corpus/a.txt", "corpus/part/b.txt", "corpus/part/c.txt", "notes/d.md"):
         Path(name).parent.mkdir(parents=True, exist_ok=True)
-        Path(name).write_text("A line of text.\n" * 100)
+        Path(name).write_text(f"A line of {name}.\n" * 100)
     Path("pages.jsonl").write_text('{"body": "A line of text, and one more."}\n' * 100)
     dataset = validate(
         Document(completed(YAML(typ="safe").load(block))), ExperimentConfig
