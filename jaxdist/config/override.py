@@ -7,12 +7,12 @@ from jaxdist.config.parse import MAX_DEPTH, parse
 from jaxdist.errors import ConfigError
 
 
-def apply_override(root: Node, text: str) -> Node:
+def apply_override(root: Node, text: str, origin: Origin | None = None) -> Node:
     """The tree with the value at the override's path replaced (never merged).
 
     The value is YAML: `model.layers=12`, `eval=null`, `mesh={data: 4, tensor: 2}`. An item of a
     list goes by its index: `data.files.0=a.txt`. Missing sections on the way are made; nothing
-    after `=` means null.
+    after `=` means null. `origin` is where the text was written, if not as an override.
 
     Raises:
       ConfigError: no `=`, an empty key, a path through a scalar or past the end of a list, or a
@@ -23,7 +23,7 @@ def apply_override(root: Node, text: str) -> Node:
     >>> apply_override(root, "model.layers=12").plain()
     {'model': {'layers': 12}}
     """
-    origin = Origin(f"override {shown(text)}")
+    origin = origin or Origin(f"override {shown(text)}")
     key, equals, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not key.isprintable():

@@ -6,17 +6,33 @@ without a cluster; `jaxdist.launch.submit` carries it out.
 
 from __future__ import annotations
 
+import re
 import shlex
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
+
+from pydantic import AfterValidator
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 
 FOLDER = "{folder}"
+
+
+def _variables(given: dict[str, str]) -> dict[str, str]:
+    for name in given:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(
+                f"{name!r} is no name of a variable: use letters, digits and '_', no digit first"
+            )
+    return given
+
+
+Environment = Annotated[dict[str, str], AfterValidator(_variables)]
+"""Variables of the processes, by name."""
 
 
 @dataclass(frozen=True)

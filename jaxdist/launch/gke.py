@@ -1,7 +1,9 @@
 """A JobSet for GKE: slices of TPUs, or nodes with GPUs (or neither).
 
-One job of the set is a slice; a set that loses a pod is begun anew, up to `restarts` times, and its
-processes go on from the newest checkpoint. What is rendered is the API jobset.x-k8s.io/v1alpha2.
+One job of the set is a slice. A set that loses a pod begins anew, up to `restarts` times, and its
+processes go on from the newest checkpoint. Kubernetes' own disruptions (an eviction, a spot node
+that is taken away, a drain) are not counted. What is rendered is the API jobset.x-k8s.io/v1alpha2,
+of JobSet 0.6 or newer.
 """
 
 from __future__ import annotations
@@ -16,14 +18,30 @@ from pydantic import Field, model_validator
 from ruamel.yaml import YAML
 
 from jaxdist.config.schema import Config, Count
-from jaxdist.errors import ConfigError
-from jaxdist.launch.contract import Commands, Engine, Job, Rendered
+from jaxdist.errors import STOPPED, ConfigError
+from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered
 from jaxdist.runtime.clusters import FIXED_PORT
 from jaxdist.runtime.topology import Topology, parse_topology
 from jaxdist.types import Json, JsonObject
 
 MANIFEST = "jobset.yaml"
 WORKERS = "slice"
+CONTAINER = "train"
+_NOT_COUNTED: list[Json] = [
+    {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+    # When one pod is told to go all processes save and stop with this code, those of the other
+    # pods too, whose failure would count.
+    {
+        "action": "FailJob",
+        "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED]},
+    },
+]
+"""Failures of a pod that fail its job with the reason PodFailurePolicy."""
+_RESTART: JsonObject = {
+    "name": "disruption",
+    "action": "RestartJobSetAndIgnoreMaxRestarts",
+    "onJobFailureReasons": ["PodFailurePolicy"],
+}
 MOST_NAME = 40
 """Of 63 letters that the name of a pod may have: it ends with the set's job, both numbers and five
 letters."""
@@ -79,13 +97,19 @@ class Gke(Engine):
     queue: str | None = None
     """Of Kueue, which starts all pods or none."""
     restarts: Annotated[int, Field(ge=0)] = 20
-    """Of the whole set, after a pod was lost."""
+    """Of the whole set, after a pod has failed; evictions are not counted."""
     grace_seconds: Count = 300
     """For saving, between SIGTERM and SIGKILL."""
     volume: Volume | None = None
     """Where checkpoints are kept."""
     cpu: Count | str | None = None
     """Cores of each pod, where it has no accelerator that decides it."""
+    node_selector: dict[str, str] = Field(default_factory=dict)
+    """Labels that nodes must have, besides those that follow from `tpu`."""
+    service_account: str | None = None
+    """The Kubernetes service account of the pods, which cloud permissions can follow."""
+    environment: Environment = Field(default_factory=dict)
+    """Variables of the processes: `environment.NCCL_DEBUG=INFO`."""
 
     @model_validator(mode="after")
     def _one_kind(self) -> Gke:
@@ -142,6 +166,7 @@ class Gke(Engine):
             "completions": hosts,
             "completionMode": "Indexed",
             "backoffLimit": 0,  # the set begins anew, not one pod
+            "podFailurePolicy": {"rules": _NOT_COUNTED},
             "template": {"spec": self._pod(job, hosts)},
         }
         return {
@@ -149,7 +174,7 @@ class Gke(Engine):
             "kind": "JobSet",
             "metadata": {"name": job.name, **({"labels": labels} if labels else {})},
             "spec": {
-                "failurePolicy": {"maxRestarts": self.restarts},
+                "failurePolicy": {"maxRestarts": self.restarts, "rules": [_RESTART]},
                 "network": {"enableDNSHostnames": True},
                 "replicatedJobs": [
                     {"name": WORKERS, "replicas": self.slices, "template": {"spec": template}}
@@ -160,28 +185,44 @@ class Gke(Engine):
     def _pod(self, job: Job, hosts: int) -> JsonObject:
         limits = self._limits()
         container: JsonObject = {
-            "name": "train",
+            "name": CONTAINER,
             "image": self.image,
             "command": list[Json](job.train("--distributed")),
             "env": [{"name": n, "value": v} for n, v in self._environment(job, hosts).items()],
             **({"resources": {"limits": limits}} if limits else {}),
+            "volumeMounts": list[Json](
+                {"name": name, "mountPath": path} for name, path in self._mounts().items()
+            ),
         }
         pod: JsonObject = {
             "restartPolicy": "Never",
             "terminationGracePeriodSeconds": self.grace_seconds,
             "containers": [container],
         }
+        if selector := self._selector():
+            pod["nodeSelector"] = selector
+        if self.service_account is not None:
+            pod["serviceAccountName"] = self.service_account
+        # A container's own /dev/shm has 64 MiB, too little for NCCL and for snapshots in memory.
+        volumes: list[Json] = [{"name": "shm", "emptyDir": {"medium": "Memory"}}]
+        if self.volume is not None:
+            claim: JsonObject = {"claimName": self.volume.claim}
+            volumes.append({"name": "data", "persistentVolumeClaim": claim})
+        pod["volumes"] = volumes
+        return pod
+
+    def _mounts(self) -> dict[str, str]:
+        return {"shm": "/dev/shm", **({} if self.volume is None else {"data": self.volume.path})}
+
+    def _selector(self) -> JsonObject:
+        found: JsonObject = {}
         if self.tpu is not None:
             topology = parse_topology(self.tpu)
-            pod["nodeSelector"] = {
+            found = {
                 "cloud.google.com/gke-tpu-accelerator": ACCELERATORS[topology.family],
                 "cloud.google.com/gke-tpu-topology": self.tpu.partition(":")[2],
             }
-        if self.volume is not None:
-            container["volumeMounts"] = [{"name": "data", "mountPath": self.volume.path}]
-            claim: JsonObject = {"claimName": self.volume.claim}
-            pod["volumes"] = [{"name": "data", "persistentVolumeClaim": claim}]
-        return pod
+        return {**found, **self.node_selector}
 
     def _limits(self) -> JsonObject:
         if self.tpu is not None:
@@ -193,9 +234,10 @@ class Gke(Engine):
     def _environment(self, job: Job, hosts: int) -> dict[str, str]:
         """What a pod does not know of the others; GKE itself tells pods with TPUs."""
         if self.tpu is not None:
-            return {}
+            return dict(self.environment)
         first = f"{job.name}-{WORKERS}-0-0.{job.name}"  # the set's service has its name
         return {
             "JAX_COORDINATOR_ADDRESS": f"{first}:{FIXED_PORT}",
             "JAX_NUM_PROCESSES": str(hosts),
+            **self.environment,
         }

@@ -17,13 +17,20 @@ from pydantic import Field
 
 from jaxdist.config.schema import Count
 from jaxdist.errors import ConfigError
-from jaxdist.launch.contract import Commands, Engine, Job, Rendered, seconds_of
+from jaxdist.launch.contract import (
+    Commands,
+    Engine,
+    Environment,
+    Job,
+    Rendered,
+    seconds_of,
+)
 
 SCRIPT = "job.sbatch"
-_BODY = """
+_BEGIN = """\
 echo "$(date --iso-8601=seconds) begins, queued again ${SLURM_RESTART_COUNT:-0} times"
-again=
-srun --kill-on-bad-exit=1 COMMAND &
+"""
+_END = """\
 step=$!
 # Not by a signal to srun, which would kill the processes.
 trap 'again="the time limit is near"; scancel --signal=TERM "$SLURM_JOB_ID.0"' USR1
@@ -47,8 +54,8 @@ class Slurm(Engine):
     identity: ClassVar[str] = r"^(\d+)"
     type: Literal["slurm"] = "slurm"
     """Selects this engine."""
-    partition: str
-    """Of the cluster; sinfo lists them."""
+    partition: str | None = None
+    """The partition, or several with commas between them; null is the cluster's default."""
     time: Count | Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] = "1-00:00:00"
     """The limit, as Slurm writes it: minutes, H:M:S, D-H:M:S."""
     notice_seconds: Count = 300
@@ -60,13 +67,20 @@ class Slurm(Engine):
     constraint: str | None = None
     """Features that nodes must have."""
     gpus_per_node: Count | None = None
-    """Shared out evenly among a node's processes."""
+    """GPUs to ask for on each node; its processes divide them evenly."""
     cpus_per_process: Count | None = None
     """Cores of each; null leaves it to the cluster."""
     memory: Count | str | None = None
     """Of each node, as Slurm writes it: 64G, or a number of megabytes."""
     options: tuple[str, ...] = ()
-    """More lines for sbatch, as `--exclusive`."""
+    """More options of sbatch, as `--exclusive`."""
+    srun: tuple[str, ...] = ()
+    """Options of the srun that starts the processes, as `--container-image=/images/train.sqsh`."""
+    setup: str = ""
+    """Shell commands before it, as `module load cuda; source venv/bin/activate`; one that fails
+    ends the job."""
+    environment: Environment = Field(default_factory=dict)
+    """Variables of the processes: `environment.NCCL_DEBUG=INFO`."""
 
     def check(self, job: Job) -> None:
         if seconds_of(str(self.time)) <= self.notice_seconds:
@@ -76,29 +90,34 @@ class Slurm(Engine):
             )
         if self.gpus_per_node and self.gpus_per_node % job.processes:
             raise ConfigError(
-                f"gpus_per_node {self.gpus_per_node} cannot be shared out among "
+                f"gpus_per_node {self.gpus_per_node} cannot be divided evenly among "
                 f"--processes-per-node {job.processes}"
             )
 
     def render(self, job: Job) -> Rendered:
-        body = _BODY.replace("COMMAND", shlex.join(job.train("--distributed")))
+        command = shlex.join([*self.srun, *job.train("--distributed")])
+        exports = [f"export {name}={shlex.quote(text)}" for name, text in self.environment.items()]
+        setup = ["set -e", self.setup, "set +e"] if self.setup else []
+        before = "".join(f"{line}\n" for line in [*setup, *exports])
+        begin = f"{_BEGIN}{before}again=\nsrun --kill-on-bad-exit=1 {command} &\n"
         lines = [f"#SBATCH {line}" for line in self._lines(job)]
-        text = "\n".join(["#!/bin/bash", *lines, body.lstrip("\n")])
+        text = "\n".join(["#!/bin/bash", *lines, begin + _END])
         return Rendered({SCRIPT: text}, ("sbatch", "--parsable", f"{{folder}}/{SCRIPT}"))
 
     def _lines(self, job: Job) -> list[str]:
-        gpus = self.gpus_per_node
         given = {
+            "partition": self.partition,
             "account": self.account,
             "qos": self.qos,
             "constraint": self.constraint,
-            "gpus-per-task": None if gpus is None else gpus // job.processes,
+            # Not per task: Slurm would confine each task to its own, which keeps the processes of
+            # a node from copying between GPUs directly. They divide what the node has.
+            "gpus-per-node": self.gpus_per_node,
             "cpus-per-task": self.cpus_per_process,
             "mem": self.memory,
         }
         return [
             f"--job-name={re.sub(r'[^A-Za-z0-9_.-]', '-', job.name)}",
-            f"--partition={self.partition}",
             f"--nodes={job.nodes}",
             f"--ntasks-per-node={job.processes}",
             "--distribution=block:block",

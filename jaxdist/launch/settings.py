@@ -1,0 +1,57 @@
+"""The `--set key=value` texts of an engine, read by the types of its settings."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from types import NoneType
+
+from jaxdist.config.describe import arms, fields, is_mapping, is_model, is_sequence, split
+from jaxdist.config.document import Document, Node, Origin, shown
+from jaxdist.config.override import apply_override
+from jaxdist.launch.contract import Engine
+
+
+def read_settings(name: str, kind: type[Engine], texts: Sequence[str]) -> Document:
+    """The settings of the engine, not validated yet.
+
+    A text for a list is cut at its commas, or, where it begins with `-`, at those before another
+    option. Texts of settings that are text, and of environment variables, are taken as they are.
+    Everything else is YAML, lists in brackets and quoted text included.
+
+    Raises:
+      ConfigError: a text without `=` or with a value that is not YAML.
+    """
+    root = Node({}, Origin(f"the settings of --on {name} (--set)"))
+    for text in texts:
+        root = apply_override(root, _as_yaml(kind, text), Origin(f"--set {shown(text)}"))
+    return Document(root.plain(), root.origins())
+
+
+def _as_yaml(kind: type[Engine], text: str) -> str:
+    """The text with its value as YAML."""
+    key, equals, value = text.partition("=")
+    first, _, rest = key.partition(".")
+    info = fields(kind).get(first.strip())
+    if not equals or info is None or value[:1] in ("", "[", "{", "'", '"'):
+        return text
+    types = [split(arm)[0] for arm in arms(info.annotation)]
+    if rest:
+        raw = is_mapping(types[0]) and not is_model(types[0])
+        return f"{key}={json.dumps(value)}" if raw else text
+    if is_sequence(types[0]):
+        return f"{key}={json.dumps(listed(value))}"
+    if set(types) <= {str, NoneType} and value != "null":
+        return f"{key}={json.dumps(value)}"
+    return text
+
+
+def listed(text: str) -> list[str]:
+    """The items of a list that is written with commas.
+
+    >>> listed("a, b"), listed("--mem=0,--exclude=n1,n2")
+    (['a', 'b'], ['--mem=0', '--exclude=n1,n2'])
+    """
+    comma = r",(?=\s*-)" if text.startswith("-") else ","
+    return [item.strip() for item in re.split(comma, text)]
