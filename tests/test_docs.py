@@ -4,6 +4,7 @@ commands are those of the command line."""
 import re
 import shlex
 import sys
+import tomllib
 from pathlib import Path
 
 import jax
@@ -176,6 +177,14 @@ def test_the_reference_has_every_public_name():
     assert set(re.findall(r"^\| \[`(\w+)`\]", page, re.M)) == set(jaxdist.__all__)
     for name, target in re.findall(r"^\| \[`(\w+)`\]\[([\w.]+)\]", page, re.M):
         assert f"{getattr(jaxdist, name).__module__}.{name}" == target
+
+
+def test_the_site_breaks_signatures_into_lines():
+    """mkdocstrings does so by a formatter, and without one says so at the level of info alone."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    assert any(re.match(r"(ruff|black)\b", requirement) for requirement in extras["docs"])
 
 
 def test_there_are_examples():
