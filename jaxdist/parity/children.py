@@ -6,8 +6,10 @@ import multiprocessing
 import os
 import re
 import signal
+import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,7 +19,10 @@ from queue import SimpleQueue
 from typing import Any
 
 LIMIT_SECONDS = 600.0
-"""For one answer; a child that takes longer is ended."""
+"""CPU time for one answer; a child that takes more, or that idles as long, is ended."""
+BUSY_SHARE = 0.01
+"""The least share of a CPU that a child which is not idle gets, however busy the machine is."""
+LOOK_SECONDS = 0.5
 # Spawned, not forked: a fork copies the locks of jax's device threads, but not the threads.
 _CONTEXT = multiprocessing.get_context("spawn")
 _FATAL = re.compile(r"^F\d+ .*?\] (.*)|^.*?(\w+\.cc:\d+\] Check failed.*)", re.MULTILINE)
@@ -40,7 +45,8 @@ def answers(
 
     Args:
       function: one that its name finds in its module, or a partial of one.
-      limit_seconds: for one answer; None waits for ever.
+      limit_seconds: CPU time for one answer, so that a busy machine ends nobody; None waits for
+        ever.
     """
     idle: SimpleQueue[_Child] = SimpleQueue()
     children = [_Child(function, limit_seconds) for _ in range(jobs)]
@@ -80,15 +86,33 @@ class _Child:
         pipe = self._begun()
         try:
             pipe.send(item)
-            if pipe.poll(self._limit_seconds):
+            how = self._waited(pipe)
+            if how is None:
                 return pipe.recv()
-            how = f"no answer in {self._limit_seconds:g} s"
         except (EOFError, OSError):
             self._process.join()
             how = _how(self._process.exitcode)
         said = _last_words(self._said)
         self.end()
         return Ended(f"{how}: {said}" if said else how)
+
+    def _waited(self, pipe: Connection) -> str | None:
+        """Wait for an answer; in words why there is none, None once there is."""
+        limit = self._limit_seconds
+        if limit is None:
+            pipe.poll(None)
+            return None
+        begun = seen = _cpu_seconds(self._process.pid)
+        looked = time.monotonic()
+        while not pipe.poll(LOOK_SECONDS):
+            spent, now = _cpu_seconds(self._process.pid), time.monotonic()
+            if spent - begun > limit:
+                return f"no answer in {limit:g} s of CPU time"
+            if now - looked > limit:
+                if spent - seen < BUSY_SHARE * limit:
+                    return f"no answer, and idle for {limit:g} s"
+                looked, seen = now, spent
+        return None
 
     def end(self) -> None:
         """End the process, if there is one."""
@@ -112,6 +136,17 @@ class _Child:
                 self._process.start()
             theirs.close()
         return self._pipe
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process; elapsed time where the system does not tell."""
+    if not sys.platform.startswith("linux"):
+        return time.monotonic()
+    try:
+        # The clock of another process, as clock_getcpuclockid of glibc encodes it.
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:  # it has ended, which the pipe tells
+        return 0.0
 
 
 def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:

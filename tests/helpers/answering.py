@@ -5,10 +5,17 @@ import time
 
 
 def answer(item: int) -> int:
-    """13 ends the process as a failed check of XLA does, 14 says nothing."""
+    """13 ends the process as a failed check of XLA does, 14 sleeps, 15 spins, 16 is starved."""
     if item == 13:
         os.write(2, b"F1122 17:26:57.8 78 x.cc:497] Check failed: 1 == 2\n*** Check failure\n")
         os.abort()
     if item == 14:
         time.sleep(1e3)
+    while item == 15:
+        pass
+    for _ in range(20 if item == 16 else 0):
+        time.sleep(0.1)
+        until = time.process_time() + 0.01
+        while time.process_time() < until:
+            pass
     return item * item

@@ -270,8 +270,16 @@ def test_what_ends_a_process_is_an_answer_and_the_others_go_on():
 
 
 def test_a_process_that_does_not_answer_is_ended():
-    found = [*parity_children.answers(answer, [14], jobs=1, limit_seconds=1.0)]
-    assert [ended.reason for ended in found] == ["no answer in 1 s"]
+    found = [*parity_children.answers(answer, [14, 15], jobs=2, limit_seconds=1.0)]
+    assert [ended.reason for ended in found] == [
+        "no answer, and idle for 1 s",
+        "no answer in 1 s of CPU time",
+    ]
+
+
+def test_a_process_that_a_busy_machine_starves_still_answers():
+    """It takes 2 s, of which it has a CPU for 0.2."""
+    assert [*parity_children.answers(answer, [16], jobs=1, limit_seconds=1.0)] == [256]
 
 
 def test_a_page_counts_what_was_drawn():
