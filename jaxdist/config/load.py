@@ -17,11 +17,10 @@ from pathlib import Path
 
 from jaxdist.config.document import Document, KeyPath, Node, Origin, dotted, shown
 from jaxdist.config.override import apply_override
-from jaxdist.config.parse import parse
+from jaxdist.config.parse import MAX_BYTES, parse
 from jaxdist.config.shipped import name_of, shipped
 from jaxdist.errors import ConfigError, closest
 
-MAX_FILE_BYTES = 1 << 18
 MAX_FILES = 64
 
 
@@ -29,7 +28,8 @@ def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
     """The merged values of a YAML file, each with its origin; nothing is validated yet.
 
     Args:
-      path: a YAML 1.2 file of UTF-8 text, at most MAX_FILE_BYTES; None has the overrides alone.
+      path: a YAML 1.2 file of UTF-8 text, with its includes at most MAX_BYTES; None has the
+        overrides alone.
       overrides: `section.key=value` texts, applied in order after all includes.
 
     Raises:
@@ -60,11 +60,14 @@ def merge(base: Node, child: Node, replaced: frozenset[KeyPath], path: KeyPath =
 class _Loader:
     def __init__(self) -> None:
         self.files: list[Path] = []
+        self.left_bytes = MAX_BYTES
 
     def load(self, file: Path, asked: Origin | None, chain: tuple[Path, ...]) -> Node:
         name = _display(file)
         place = f"{asked}: include: " if asked else ""
-        text = _read_text(file, place)
+        data = _read_bytes(file, place, self.left_bytes)
+        self.left_bytes -= len(data)
+        text = _decoded(data, f"{place}{name}")
         if os.path.realpath(file) in [os.path.realpath(seen) for seen in chain]:
             cycle = " -> ".join(_display(seen) for seen in (*chain, file))
             raise ConfigError(f"{place}files include each other: {cycle}; break the cycle")
@@ -116,7 +119,7 @@ def _replaced(node: Node | None, values: dict[str, Node], included: bool) -> fro
     return frozenset(paths)
 
 
-def _read_text(file: Path, place: str) -> str:
+def _read_bytes(file: Path, place: str, most: int) -> bytes:
     name = _display(file)
     if "\0" in str(file):
         raise ConfigError(f"{place}{name!r}: a file name holds no null character")
@@ -125,18 +128,24 @@ def _read_text(file: Path, place: str) -> str:
             kind = "a directory" if file.is_dir() else "not a regular file"
             raise ConfigError(f"{place}{name} is {kind}; name a YAML file")
         with file.open("rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
+            data = stream.read(most + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{place}{name}: no such file{_suggestion(file, place)}") from None
     except OSError as error:
         raise ConfigError(f"{place}{name}: cannot be read: {error.strerror}") from None
-    if len(data) > MAX_FILE_BYTES:
-        raise ConfigError(f"{place}{name} is larger than {MAX_FILE_BYTES} bytes: not a config")
+    # Before it is parsed, which takes seconds for a megabyte.
+    if len(data) > most:
+        also = "" if most == MAX_BYTES else ", together with the files before it"
+        raise ConfigError(f"{place}{name} is larger than {MAX_BYTES} bytes{also}: not a config")
+    return data
+
+
+def _decoded(data: bytes, name: str) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{place}{name}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset "
+            f"{name}: not UTF-8 text (byte 0x{data[error.start]:02x} at offset "
             f"{error.start}); save it as UTF-8"
         ) from None
 

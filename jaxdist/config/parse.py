@@ -27,9 +27,12 @@ from jaxdist.config.document import Node, Origin
 from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
+MAX_BYTES = 1 << 16
 MAX_DEPTH = 32
 MAX_VALUES = 10_000
 MAX_DIGITS = 80
+MOST_PROBLEMS = 50
+"""Lines of one message."""
 
 Locate = Callable[[int], Origin]
 
@@ -45,11 +48,13 @@ def parse(text: str, locate: Locate) -> Node:
 
     Raises:
       ConfigError: broken YAML, duplicate or non-text keys, tags, directives, a second document,
-        or more than MAX_DEPTH levels, MAX_VALUES values or MAX_DIGITS digits.
+        or more than MAX_BYTES characters, MAX_DEPTH levels, MAX_VALUES values or MAX_DIGITS digits.
 
     >>> parse("{lr: 1e-3, on: [true, 0x10]}", lambda line: Origin("x.yaml", line)).plain()
     {'lr': 0.001, 'on': [True, 16]}
     """
+    if len(text) > MAX_BYTES:  # the other limits act while it is read, at 0.1 MB a second
+        raise ConfigError(f"{locate(1)}: longer than {MAX_BYTES} characters")
     builder = _Builder(text, locate)
     try:
         return builder.build()
@@ -209,6 +214,8 @@ class _Builder:
 
     def _problem(self, event: Event, message: str) -> None:
         self.problems.append(f"{self._origin(event)}: {message}")
+        if len(self.problems) == MOST_PROBLEMS:
+            raise ConfigError("\n".join([*self.problems, "and perhaps more"]))
 
     def _error(self, event: Event, message: str) -> ConfigError:
         return ConfigError("\n".join([*self.problems, f"{self._origin(event)}: {message}"]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from jaxdist.config.describe import TAG, arms, field_type, fields, is_model, split, tags
@@ -16,32 +16,43 @@ NEAR = 0.8
 MOST = 3
 
 
-def with_place(problem: Problem, schema: Annotation, values: Json) -> Problem:
-    """The problem, with the settings of other sections that an unknown key may have been meant for.
+def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -> Sequence[Problem]:
+    """The problems, with the settings of other sections that an unknown key may be meant for.
 
     Args:
       schema: of the whole tree, of which `values` are; the alternatives that they name count.
     """
-    if not problem.unknown or "did you mean" in problem.message:
-        return problem
-    found = _places(problem.path, schema, values)
+    if not any(map(_is_lost, problems)):
+        return problems
+    by_key: dict[str, list[KeyPath]] = {}
+    for path in _settings(schema, values, ()):
+        by_key.setdefault(str(path[-1]), []).append(path)
+    return [_with_place(one, by_key) if _is_lost(one) else one for one in problems]
+
+
+def _is_lost(problem: Problem) -> bool:
+    """Whether a key is unknown, and its own section has none that is like it."""
+    return problem.unknown and "did you mean" not in problem.message
+
+
+def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Problem:
+    path = problem.path
+    near = difflib.get_close_matches(str(path[-1]), by_key, n=MOST, cutoff=NEAR)
+    shared: dict[KeyPath, int] = {}
+    for key in near:
+        others = [other for other in by_key[key] if other != path]
+        for other in others:
+            pairs = zip(path[:-1], other[:-1], strict=False)
+            shared[other] = sum(1 for one, two in pairs if one == two)
+        if others:
+            break
+    most = max(shared.values(), default=0)
+    found = [other for other, count in shared.items() if count == most][:MOST]
     if not found:
         return problem
     hint = " or ".join(repr(dotted(path)) for path in found)
     rest = problem.message.removeprefix("unknown key; ")
     return replace(problem, message=f"unknown key; did you mean {hint}? ({rest})")
-
-
-def _places(path: KeyPath, schema: Annotation, values: Json) -> list[KeyPath]:
-    """The settings whose last key is most like that of `path`, those of its own section first."""
-    scores: dict[KeyPath, tuple[float, int]] = {}
-    for other in _settings(schema, values, ()):
-        likeness = difflib.SequenceMatcher(None, str(path[-1]), str(other[-1])).ratio()
-        shared = sum(1 for one, two in zip(path[:-1], other[:-1], strict=False) if one == two)
-        if likeness >= NEAR and other != path:
-            scores[other] = (likeness, shared)
-    best = max(scores.values(), default=None)
-    return [other for other, score in scores.items() if score == best][:MOST]
 
 
 def _settings(schema: Annotation, value: Json, path: KeyPath) -> Iterator[KeyPath]:

@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from jaxdist.config.document import Document, dotted, shown
 from jaxdist.config.explain import Problem, explain
-from jaxdist.config.places import with_place
+from jaxdist.config.parse import MOST_PROBLEMS
+from jaxdist.config.places import with_places
 from jaxdist.errors import ConfigError
 
 
@@ -56,7 +57,8 @@ def validate(document: Document, schema_class: type[Schema]) -> Schema:
         return schema_class.model_validate_json(json.dumps(document.values))
     except ValidationError:
         found = explain(schema_class, document.values)
-        problems = [with_place(problem, schema_class, document.values) for problem in found]
+        problems = with_places(found[:MOST_PROBLEMS], schema_class, document.values)
+        problems = [*problems, *found[MOST_PROBLEMS:]]
         assert problems, "a failed validation explains itself"
         raise problems_error(document, problems) from None
 
@@ -69,8 +71,11 @@ def problems_error(document: Document, problems: Iterable[Problem]) -> ConfigErr
     1 problem in a config from Python:
       batch = 7 (a config from Python): does not divide by 2 devices
     """
-    lines = [_line(document, problem) for problem in problems]
-    count = "1 problem" if len(lines) == 1 else f"{len(lines)} problems"
+    found = list(problems)
+    lines = [_line(document, problem) for problem in found[:MOST_PROBLEMS]]
+    if len(found) > MOST_PROBLEMS:
+        lines.append(f"  and {len(found) - MOST_PROBLEMS} more")
+    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
     return ConfigError("\n".join([f"{count} in {document.origin(())}:", *lines]))
 
 

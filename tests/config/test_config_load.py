@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.config import read
-from jaxdist.config.load import MAX_FILE_BYTES, MAX_FILES
-from jaxdist.config.parse import MAX_DEPTH, MAX_VALUES
+from jaxdist.config import parse, read
+from jaxdist.config.load import MAX_FILES
+from jaxdist.config.parse import MAX_BYTES, MAX_DEPTH, MAX_VALUES
 from jaxdist.errors import ConfigError
+from jaxdist.experiment import load
 
 
 @pytest.fixture
@@ -245,12 +246,38 @@ def test_an_unreadable_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
         (b"a: 0x" + b"f" * 5000, "x.yaml:1: a number of 5002 digits; at most 80"),
         (b"a: " + b"[" * 100 + b"]" * 100, f"x.yaml:1: nested more than {MAX_DEPTH} levels deep"),
         (b"a: [" + b"1," * MAX_VALUES + b"]", f"x.yaml:1: more than {MAX_VALUES} values"),
-        (b"a" * (MAX_FILE_BYTES + 1), f"x.yaml is larger than {MAX_FILE_BYTES} bytes"),
+        (b"a" * (MAX_BYTES + 1), f"x.yaml is larger than {MAX_BYTES} bytes"),
     ],
 )
 def test_bad_text_is_refused_with_its_line(folder: Path, text: bytes, message: str):
     write("x.yaml", text)
     refused(message)
+
+
+def test_the_limit_of_size_counts_all_files_and_acts_before_they_are_parsed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+):
+    parsed = []
+    monkeypatch.setattr(parse, "YAML", lambda **_: parsed.append(1))
+    write("half.yaml", b"#" * (MAX_BYTES // 2 + 1))
+    write("large.yaml", b"#" * (MAX_BYTES + 1))
+    refused(f"large.yaml is larger than {MAX_BYTES} bytes: not a config", "large.yaml")
+    with pytest.raises(ConfigError, match=f"override .*: longer than {MAX_BYTES} characters"):
+        read(None, ["a=" + "#" * (MAX_BYTES + 1)])
+    assert not parsed
+    monkeypatch.undo()
+    monkeypatch.chdir(folder)
+    write("x.yaml", "include: [half.yaml, half.yaml]")
+    refused(f"half.yaml is larger than {MAX_BYTES} bytes, together with the files before it")
+
+
+@pytest.mark.parametrize("line", ["a: 1\n", "{}: 1\n"])
+def test_a_thousand_mistakes_fill_no_more_than_a_page(folder: Path, line: str):
+    write("x.yaml", "".join(line.format(f"key{n}") for n in range(1000)))
+    with pytest.raises(ConfigError) as caught:
+        load("x.yaml")
+    assert len(str(caught.value).splitlines()) < 60
+    assert "more" in str(caught.value).splitlines()[-1]
 
 
 def test_several_bad_keys_are_reported_together(folder: Path):
