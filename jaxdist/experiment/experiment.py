@@ -16,7 +16,14 @@ from jaxdist.experiment.program import make_program
 from jaxdist.mesh import Device, build_mesh
 from jaxdist.sharding import Layout, make_layout
 from jaxdist.train.loading.begin import check_parts
-from jaxdist.train.plan import Plan, check_batch, explain, plan_learning_rate, plan_stages
+from jaxdist.train.plan import (
+    Plan,
+    check_batch,
+    check_stages,
+    explain,
+    plan_learning_rate,
+    plan_stages,
+)
 from jaxdist.train.replicas import check
 from jaxdist.train.rescale import Sizes, check_rescaled
 from jaxdist.train.step import Program
@@ -99,6 +106,7 @@ def build(
         )
     with at("train"):
         plan = plan_stages(config.train, len(dataset.train), sizes)
+        check_stages(config.train, plan, layout, shards)
     with at("optim"):
         rate = plan_learning_rate(config.train, config.optim, plan, len(dataset.train))
     program, derived, notices = make_program(
@@ -151,7 +159,6 @@ def _stages(
     for stage, seen in zip(plan.stages, plan.first_examples, strict=True):
         size, batches = stage.batch_size, loader
         compute = program.compute.resized(train.microbatches_of(size))
-        check_batch(size, compute.microbatches, layout, config.parallel.shards)
         if seen or size != train.batch_size:
             batches = _loader(config, layout, dataset, batch_size=size, start_example=seen)
         if size not in programs:

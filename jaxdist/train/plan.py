@@ -216,6 +216,34 @@ def explain(plan: Plan, rate: Rate) -> tuple[str, ...]:
     return (*(stage.description for stage in plan.stages), *rate.explained)
 
 
+def check_stages(train: TrainConfig, plan: Plan, layout: Layout, shards: int | None = None) -> None:
+    """The batch of each stage must divide as train.batch_size does.
+
+    Raises:
+      ConfigError: some do not; the message names the stages, and the ramp or phase that has them.
+    """
+    if train.batch_ramp is None and train.phases is None:
+        return
+    ramp = train.batch_ramp
+    problems = []
+    for index, stage in enumerate(plan.stages):
+        try:
+            microbatches = train.microbatches_of(stage.batch_size)
+            check_batch(stage.batch_size, microbatches, layout, shards)
+        except ConfigError as error:
+            begun = f"train.phases.{index}" if ramp is None else "train.batch_ramp"
+            steps = f"steps {stage.first_step + 1} to {stage.first_step + stage.steps}"
+            problems.append(f"{begun}, {steps}: {error}")
+    if problems and ramp is not None:
+        problems.append(
+            f"the ramp goes from start_batch_size {ramp.start_batch_size} to train.batch_size "
+            f"{train.batch_size} by increment {ramp.increment}: each size on the way must divide"
+        )
+    if problems:
+        setting = "phases" if ramp is None else "batch_ramp"
+        raise ConfigError("\n".join(problems), setting=(setting,))
+
+
 def check_batch(
     batch_size: int, microbatches: int, layout: Layout, shards: int | None = None
 ) -> None:

@@ -181,3 +181,31 @@ def test_what_is_wrong_with_a_config_from_python_is_not_said_of_a_file():
     assert "1 problem in a config from Python:\n  train.batch_size = 63 (a config" in str(
         caught.value
     )
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (
+            {"batch_ramp": {"start_batch_size": 36, "increment": 12, "ramp_examples": 360}},
+            [
+                "train.batch_ramp, steps 1 to 4: a batch of 36 does not divide over 8 devices",
+                "train.batch_ramp, steps 7 to 8: a batch of 60 does not divide over 8 devices",
+                "from start_batch_size 36 to train.batch_size 72 by increment 12: each size",
+            ],
+        ),
+        (
+            {"phases": [PHASES[0], {**PHASES[1], "batch_size": 36}]},
+            ["train.phases.1, steps 13 to 16: a batch of 36 does not divide over 8 devices"],
+        ),
+    ],
+)
+def test_a_stage_whose_batch_does_not_divide_is_named(settings, lines):
+    optim = {} if "phases" in settings else None
+    with pytest.raises(ConfigError) as refused:
+        build(config(optim, mesh={"data": 8}, steps=16, **{"batch_size": 72, **settings}))
+    assert f"train.{next(iter(settings))} = " in str(refused.value)
+    found = str(refused.value).splitlines()[1:]
+    assert len(found) == len(lines)
+    for line, words in zip(found, lines, strict=True):
+        assert words in line
