@@ -29,6 +29,7 @@ from jaxdist.optim.onebit_lamb import OnebitLambConfig
 from jaxdist.optim.precision import bf16_moments, master_weights
 from jaxdist.optim.safety import clip_to_norm, skip_nonfinite, skip_spikes
 from jaxdist.optim.schedules import build_schedule
+from jaxdist.optim.stacks.by_layer import by_layer
 from jaxdist.types import Dims, Grads, Kwargs, OptState, Params, Scalar, Updates
 
 __all__ = [
@@ -96,14 +97,14 @@ class ImportedOptimizerConfig(OptimizerConfig):
     """Keyword arguments for the function."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The user's transformation; it is given the schedule, not the parameters."""
+        """The user's transformation, which sees each layer of a stack as a tensor of its own."""
         made = load_object(self.path)(rate, **self.args)
         if not (hasattr(made, "init") and hasattr(made, "update")):
             raise ConfigError(
                 f"optim.path {self.path} returned {type(made).__name__}, "
                 "not an optax.GradientTransformation"
             )
-        return taking_extra(made)
+        return by_layer(taking_extra(made), tree.stacked)
 
 
 def taking_extra(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

@@ -97,6 +97,11 @@ class NamedParams:
         mask = decay_mask(self.params, self.dims)
         return mask if any(jax.tree.leaves(mask)) else False
 
+    @property
+    def stacked(self) -> frozenset[str]:
+        """The names of the parameters whose first dim counts layers."""
+        return frozenset(name for name, dims in self.dims.items() if dims[:1] == ("layers",))
+
     def masks(self, rule: Rule, exclude_vectors: bool | None) -> dict[str, Masks]:
         """`decay_mask` and `adapt_mask`: the matrices, or all where the rule takes vectors too."""
         decay, adapt = rule.decay_vectors, rule.adapt_vectors

@@ -78,23 +78,23 @@ def _owner(path: str, leaf: Leaf, shapes: dict[str, tuple[int, ...]]) -> Owner |
 def kept_dims(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...]:
     """Which dims of a parameter of shape `of` a leaf of `shape` has, from their lengths alone.
 
-    It has all of them behind others, or some of them in their order; a dim that could be this or
+    It has some of them in their order, or all of them among others; a dim that could be this or
     that one is None.
 
     >>> kept_dims((10, 4, 3), (4, 3)), kept_dims((4, 3), (4, 8, 3)), kept_dims((5, 5), (2, 3))
     ((None, 0, 1), (0, 2), (None, None))
-    >>> kept_dims((2, 8), (2, 8, 8))
-    (0, None)
+    >>> kept_dims((2, 8), (2, 8, 8)), kept_dims((6, 10, 4, 3), (6, 4, 3))
+    ((0, None), (0, None, 1, 2))
     """
-    more = len(shape) - len(of)
-    if more > 0:
-        rest = range(len(of)) if tuple(shape[more:]) == tuple(of) else (None,) * len(of)
-        return (*(None,) * more, *rest)
+    wide = len(shape) > len(of)
+    long, short = (shape, of) if wide else (of, shape)
     ways = [
-        dims
-        for dims in itertools.combinations(range(len(of)), len(shape))
-        if all(of[dim] == length for dim, length in zip(dims, shape, strict=True))
+        chosen
+        for chosen in itertools.combinations(range(len(long)), len(short))
+        if all(long[at] == length for at, length in zip(chosen, short, strict=True))
     ]
+    if wide:  # from places of the parameter's dims to what stands at each place
+        ways = [tuple(w.index(at) if at in w else None for at in range(len(shape))) for w in ways]
     if not ways:
         return (None,) * len(shape)
     return tuple(dims[0] if len(set(dims)) == 1 else None for dims in zip(*ways, strict=True))

@@ -1,0 +1,94 @@
+"""An optimizer's rule for single tensors, applied to each layer of parameters that are stacked.
+
+What an imported transformation does to a stack of layers is defined by the same network written as
+a list of layers. A rule that depends on a tensor's number of dims, on its norm or on its factors
+then sees one layer, and a rule over all parameters (a global norm) sees all of them. The state is
+kept in stacks, with one leaf for all layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Hashable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxdist.optim.stacks.form import Layers
+from jaxdist.optim.stacks.programs import Call, Function, Listed, choose
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import OptState, Params, PyTree, Updates
+
+
+def by_layer(
+    transform: optax.GradientTransformationExtraArgs, stacked: Collection[str]
+) -> optax.GradientTransformationExtraArgs:
+    """`transform` as it would treat a list of layers, on parameters of which some are stacks.
+
+    Its state has the structure that it has for one layer, with a leading dim for the layers in each
+    leaf that belongs to a stack. Cost: none where the rule is proven to treat all elements alike
+    (scaled by a norm over all parameters, if at all); a `jax.vmap` where each layer is updated by
+    itself; else a program as long as that of the list.
+
+    Args:
+      stacked: '/'-joined names of the parameters whose first dim counts layers.
+
+    Raises:
+      ConfigError: when it is traced, if it treats one layer otherwise than another by its position.
+
+    >>> scaled = by_layer(optax.with_extra_args_support(optax.scale_by_trust_ratio()), ["w"])
+    >>> grads, params = {"w": jnp.ones((2, 3))}, {"w": jnp.array([[1.0] * 3, [4.0] * 3])}
+    >>> scaled.update(grads, scaled.init(params), params)[0]["w"][:, 0].tolist()
+    [1.0, 4.0]
+    """
+    known: dict[Hashable, Call] = {}
+
+    def call(function: Function, listed: Listed, *given: PyTree) -> PyTree:
+        given = jax.tree.map(jnp.asarray, given)
+        leaves, structure = jax.tree.flatten(given)
+        key = (structure, tuple((leaf.shape, str(leaf.dtype)) for leaf in leaves))
+        if key not in known:
+            shapes = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+            known[key] = choose(function, listed, structure.unflatten(shapes))
+        return known[key](*given)
+
+    def init(params: Params) -> OptState:
+        lists = _listed(params, stacked)
+        return call(transform.init, lambda count: (lists(count),), params)
+
+    def update(
+        updates: Updates, state: OptState, params: Params = None, **extra: Any
+    ) -> tuple[Updates, OptState]:
+        grads, own = _listed(updates, stacked), _listed(params, stacked)
+
+        def listed(count: int | None) -> tuple[PyTree, ...]:
+            begun = jax.eval_shape(transform.init, (grads if params is None else own)(count))
+            return grads(count), begun, own(count), extra
+
+        def run(updates: Updates, state: OptState, params: Params, extra: dict[str, Any]) -> Any:
+            return transform.update(updates, state, params, **extra)
+
+        return call(run, listed, updates, state, params, extra)
+
+    return optax.GradientTransformationExtraArgs(init, update) if stacked else transform
+
+
+def _listed(params: Params, stacked: Collection[str]) -> Callable[[int | None], PyTree]:
+    """The shapes of parameters with lists of so many layers, or of as many as there are."""
+    names = [name for name, _ in flatten_with_names(params)]
+    shapes, structure = jax.tree.flatten(jax.eval_shape(lambda: params))
+
+    def listed(count: int | None) -> PyTree:
+        return structure.unflatten(
+            [
+                Layers([_layer_of(x)] * (len(x) if count is None else count)) if n in stacked else x
+                for n, x in zip(names, shapes, strict=True)
+            ]
+        )
+
+    return listed
+
+
+def _layer_of(stack: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(stack.shape[1:], stack.dtype)

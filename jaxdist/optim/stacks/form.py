@@ -1,0 +1,122 @@
+"""Trees in which a list of layers stands for a stack of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxdist.errors import ConfigError
+from jaxdist.types import PyTree, TreeDef
+
+
+@jax.tree_util.register_pytree_with_keys_class
+class Layers:
+    """The layers of a stack, in order: what stands in the place of a stacked parameter."""
+
+    def __init__(self, layers: Sequence[PyTree]) -> None:
+        self.layers = tuple(layers)
+
+    def tree_flatten_with_keys(self) -> tuple[Any, None]:
+        """The layers with their positions."""
+        return [(jax.tree_util.SequenceKey(i), x) for i, x in enumerate(self.layers)], None
+
+    @classmethod
+    def tree_unflatten(cls, _: None, layers: Sequence[PyTree]) -> Layers:
+        """The inverse of `tree_flatten_with_keys`."""
+        return cls(layers)
+
+
+def is_layers(node: object) -> bool:
+    """Whether a node of a tree is a list of layers."""
+    return isinstance(node, Layers)
+
+
+@dataclass(frozen=True)
+class Form:
+    """The structure of a tree with lists of layers, which is kept as a tree of stacks.
+
+    Attributes:
+      outer: the structure with a leaf in the place of each list.
+      inner: for each leaf of `outer`, the structure of one layer; None where it is no list.
+      counts: for each leaf of `outer`, the number of layers; 0 where it is no list.
+    """
+
+    outer: TreeDef
+    inner: tuple[TreeDef | None, ...]
+    counts: tuple[int, ...]
+
+    @staticmethod
+    def of(tree: PyTree) -> Form:
+        """The form of a tree.
+
+        Raises:
+          ConfigError: the layers of one stack have different structures, shapes or dtypes.
+        """
+        nodes, outer = jax.tree.flatten(tree, is_leaf=is_layers)
+        for node in nodes:
+            if is_layers(node) and len({_signature(layer) for layer in node.layers}) > 1:
+                raise ConfigError(
+                    "optim: the optimizer treats one layer of a stack otherwise than another, by "
+                    "its position, and layers of a stack share one state: choose by the "
+                    "parameter's name or its number of dims, or write the layers as a list"
+                )
+        inner = (jax.tree.structure(n.layers[0]) if is_layers(n) else None for n in nodes)
+        counts = (len(node.layers) if is_layers(node) else 0 for node in nodes)
+        return Form(outer, tuple(inner), tuple(counts))
+
+    @property
+    def stacked(self) -> list[bool]:
+        """For each leaf of the tree of stacks, whether it is a stack."""
+        return [
+            flag
+            for inner in self.inner
+            for flag in ([False] if inner is None else [True] * inner.num_leaves)
+        ]
+
+    def stack(self, tree: PyTree) -> PyTree:
+        """Put a stack in the place of each list of layers."""
+        return self._map(tree, lambda node, _: jax.tree.map(lambda *x: jnp.stack(x), *node.layers))
+
+    def unstack(self, tree: PyTree) -> PyTree:
+        """Put a list of layers in the place of each stack."""
+
+        def listed(node: PyTree, count: int) -> Layers:
+            return Layers([jax.tree.map(lambda x, i=i: x[i], node) for i in range(count)])
+
+        return self._map(tree, listed)
+
+    def join(self, trees: Sequence[PyTree]) -> PyTree:
+        """Put a list of layers in the place of each node that differs by layer, a tree for each."""
+        nodes = [self.outer.flatten_up_to(tree) for tree in trees]
+        return self.outer.unflatten(
+            [
+                same[0] if inner is None else Layers(same)
+                for inner, *same in zip(self.inner, *nodes, strict=True)
+            ]
+        )
+
+    def pick(self, tree: PyTree, layer: int) -> PyTree:
+        """Put one of its layers in the place of each list: the inverse of `join`."""
+        return self._map(tree, lambda node, _: node.layers[layer])
+
+    def layer_shapes(self, tree: PyTree) -> PyTree:
+        """The shapes of single layers from those of stacks."""
+
+        def cut(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+
+        return self._map(tree, lambda node, _: jax.tree.map(cut, node))
+
+    def _map(self, tree: PyTree, change: Callable[[PyTree, int], PyTree]) -> PyTree:
+        nodes = self.outer.flatten_up_to(tree)
+        given = zip(nodes, self.inner, self.counts, strict=True)
+        return self.outer.unflatten([n if i is None else change(n, c) for n, i, c in given])
+
+
+def _signature(layer: PyTree) -> Hashable:
+    leaves, structure = jax.tree.flatten(layer)
+    return structure, tuple((jnp.shape(x), str(jnp.result_type(x))) for x in leaves)
