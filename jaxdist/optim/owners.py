@@ -9,7 +9,7 @@ still has.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -41,11 +41,15 @@ class Owner:
         return self.dims.index(dim) if dim is not None and dim in self.dims else None
 
 
-def owners(state: OptState, params: Params) -> PyTree:
+def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> PyTree:
     """A tree like an optimizer's state with the `Owner` of each leaf, None where it has none.
 
     A leaf belongs to the parameter whose path is part of its own: optax's states hold trees like
     that of the parameters, with parts missing (`optax.masked`) or something in a leaf's place.
+
+    Args:
+      stacked: names of the parameters whose first dim counts layers; the first dim of what an
+        optimizer keeps for one does too (`jaxdist.optim.stacks`).
 
     >>> w = jax.ShapeDtypeStruct((4, 3), "float32")
     >>> mean = jax.ShapeDtypeStruct((3,), "float32")
@@ -54,7 +58,7 @@ def owners(state: OptState, params: Params) -> PyTree:
     (None, (0, 1), (1,))
     """
     shapes = {name: tuple(leaf.shape) for name, leaf in flatten_with_names(params)}
-    found = [_owner(path, leaf, shapes) for path, leaf in flatten_with_names(state)]
+    found = [_owner(path, leaf, shapes, stacked) for path, leaf in flatten_with_names(state)]
     return jax.tree.unflatten(jax.tree.structure(state), found)
 
 
@@ -64,37 +68,43 @@ def of_params(params: Params) -> PyTree:
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
 
-def _owner(path: str, leaf: Leaf, shapes: dict[str, tuple[int, ...]]) -> Owner | None:
+def _owner(
+    path: str, leaf: Leaf, shapes: Mapping[str, tuple[int, ...]], stacked: Collection[str]
+) -> Owner | None:
     keys = path.split("/")
     # The longest name, and among its places the last: what stands before is the state's own.
     for length in range(len(keys), -1, -1):
         for first in range(len(keys) - length, -1, -1):
             name = "/".join(keys[first : first + length])
             if name in shapes:
-                return Owner(name, kept_dims(jax.numpy.shape(leaf), shapes[name]))
+                shape, of = jax.numpy.shape(leaf), shapes[name]
+                if name in stacked and shape[:1] == of[:1]:
+                    layer = kept_dims(shape[1:], of[1:])
+                    return Owner(name, (0, *(None if dim is None else dim + 1 for dim in layer)))
+                return Owner(name, kept_dims(shape, of))
     return None
 
 
 def kept_dims(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...]:
     """Which dims of a parameter of shape `of` a leaf of `shape` has, from their lengths alone.
 
-    It has some of them in their order, or all of them among others; a dim that could be this or
+    It has all of them behind others, or some of them in their order; a dim that could be this or
     that one is None.
 
     >>> kept_dims((10, 4, 3), (4, 3)), kept_dims((4, 3), (4, 8, 3)), kept_dims((5, 5), (2, 3))
     ((None, 0, 1), (0, 2), (None, None))
-    >>> kept_dims((2, 8), (2, 8, 8)), kept_dims((6, 10, 4, 3), (6, 4, 3))
-    ((0, None), (0, None, 1, 2))
+    >>> kept_dims((2, 8), (2, 8, 8))
+    (0, None)
     """
-    wide = len(shape) > len(of)
-    long, short = (shape, of) if wide else (of, shape)
+    more = len(shape) - len(of)
+    if more > 0:
+        rest = range(len(of)) if tuple(shape[more:]) == tuple(of) else (None,) * len(of)
+        return (*(None,) * more, *rest)
     ways = [
-        chosen
-        for chosen in itertools.combinations(range(len(long)), len(short))
-        if all(long[at] == length for at, length in zip(chosen, short, strict=True))
+        dims
+        for dims in itertools.combinations(range(len(of)), len(shape))
+        if all(of[dim] == length for dim, length in zip(dims, shape, strict=True))
     ]
-    if wide:  # from places of the parameter's dims to what stands at each place
-        ways = [tuple(w.index(at) if at in w else None for at in range(len(shape))) for w in ways]
     if not ways:
         return (None,) * len(shape)
     return tuple(dims[0] if len(set(dims)) == 1 else None for dims in zip(*ways, strict=True))

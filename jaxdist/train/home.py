@@ -16,13 +16,11 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
 from jaxdist.optim.owners import Owner, of_params, owners
 from jaxdist.parallel.pipeline.model.stack import StageStack
 from jaxdist.parallel.zero import Zero
 from jaxdist.train.state import TrainState
-from jaxdist.trees import flatten_with_names
 from jaxdist.types import Grads, Leaf, Params, PyTree
 
 Change = Callable[[Any, Owner], Any]
@@ -82,11 +80,11 @@ class StageOrder:
     """A pipeline's stages hold stacked layers in another order than the model's.
 
     Attributes:
-      layers: how many a stacked parameter has, by name.
+      stacked: names of the parameters whose first dim counts layers.
     """
 
     stack: StageStack
-    layers: dict[str, int]
+    stacked: frozenset[str]
     in_steps: bool = field(default=True, init=False)
     in_files: bool = field(default=False, init=False)
     params: bool = field(default=True, init=False)
@@ -98,17 +96,8 @@ class StageOrder:
         return self._moved(self.stack.restore, leaf, owner)
 
     def _moved(self, move: Callable[[jax.Array], jax.Array], leaf: Leaf, owner: Owner) -> PyTree:
-        layers = self.layers.get(owner.name)
-        place = None if layers is None else owner.place_of(0)
-        if place is not None:
-            return jnp.moveaxis(move(jnp.moveaxis(leaf, place, 0)), 0, place)
-        if layers is not None and layers in leaf.shape:
-            raise ConfigError(
-                f"optim: what the optimizer keeps for {owner.name}, of shape {leaf.shape}, may "
-                f"or may not count its {layers} layers, which this schedule stores in another "
-                "order; take a schedule with one chunk a stage, or another number of layers"
-            )
-        return leaf
+        place = owner.place_of(0) if owner.name in self.stacked else None
+        return leaf if place is None else jnp.moveaxis(move(jnp.moveaxis(leaf, place, 0)), 0, place)
 
 
 def views_of(model: Functional, zero: Zero | None, stack: StageStack | None) -> tuple[View, ...]:
@@ -120,9 +109,7 @@ def views_of(model: Functional, zero: Zero | None, stack: StageStack | None) -> 
     """
     views: list[View] = []
     if stack is not None:
-        named = flatten_with_names(model.params)
-        counts = {name: leaf.shape[0] for name, leaf in named if name in model.stacked}
-        views.append(StageOrder(stack, counts))
+        views.append(StageOrder(stack, model.stacked))
     if zero is not None and zero.padded:
         views.append(FilledShards(zero))
     return tuple(views)
@@ -210,13 +197,13 @@ class Home:
     @cached_property
     def owners(self) -> PyTree:
         """For each leaf of the optimizer's state the parameter that it belongs to, or None."""
-        params = self.model.params
-        return owners(jax.eval_shape(self.transform.init, params), params)
+        params, stacked = self.model.params, self.model.stacked
+        return owners(jax.eval_shape(self.transform.init, params), params, stacked)
 
     @cached_property
     def owners_of_outer(self) -> PyTree:
         """The same for each leaf of what the outer exchange carries."""
-        return owners(self.outer, self.model.params)
+        return owners(self.outer, self.model.params, self.model.stacked)
 
     def _store_all(self, views: Sequence[View], state: TrainState) -> TrainState:
         return replace(self._store(views, state), outer=self._store_outer(views, state.outer))

@@ -214,15 +214,31 @@ def test_a_factored_statistic_lies_where_its_dims_of_the_parameter_do(devices):
     # Of a square either dim may be the one that is left.
     assert placed[0]["blocks/square"] == placed[1]["blocks/square"] == ((2, 13), P(None, None))
     assert {placed[0]["first"], placed[1]["first"]} == {((8,), P("data")), ((13,), P(None))}
-    assert optax.tree.get(shapes, "v")["blocks"]["up"].sharding.spec == P(None)
+    # A placeholder for each layer, which belongs to no other dim of the parameter.
+    assert optax.tree.get(shapes, "v")["blocks"]["up"].sharding.spec == P(None, None)
 
 
-@pytest.mark.parametrize("plan", ["tensor, zero 2", "5, zero 3"])
-def test_what_is_factored_is_whole_for_the_update(plan, devices):
-    """Means over rows that lie on several devices, some of them filled up."""
+MUON = ImportedOptimizerConfig(
+    type="import", path="optax.contrib:muon", learning_rate=1e-2,
+    schedule=ScheduleConfig(type="constant"),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "plan"),
+    [
+        (ADAFACTOR, "tensor, zero 2"),
+        (ADAFACTOR, "5, zero 3"),
+        pytest.param(MUON, "tensor, zero 2", marks=pytest.mark.full),
+        (MUON, "5, zero 3"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.path,
+)
+def test_a_rule_for_tensors_sees_whole_layers(optimizer, plan, devices):
+    """A layer lies in shards on several devices, some of them filled up with zeros."""
     mesh, stage, reduce = PLANS[plan]
     found, expected = (
-        program_of(ADAFACTOR, *given) for given in ((mesh, stage, reduce), ({"data": 1},))
+        program_of(optimizer, *given) for given in ((mesh, stage, reduce), ({"data": 1},))
     )
     ours, theirs = (p.home.used(trained(p)) for p in (found, expected))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), ours, theirs)

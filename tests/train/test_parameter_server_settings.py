@@ -14,7 +14,7 @@ from runs import DIGITS
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.optim.build import OptimConfig
+from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
 from jaxdist.train.strategy.parameter_server import ParameterServer
 from jaxdist.train.strategy.rule import ServerRule
 from jaxdist.train.strategy.separable import check_separable
@@ -285,6 +285,22 @@ def test_a_server_updates_ranges_as_the_optimizer_updates_the_whole(name):
         np.testing.assert_allclose(
             np.concatenate(found), expected, rtol=2e-5, atol=1e-6, err_msg=key
         )
+
+
+def test_a_server_updates_each_layer_of_a_stack_by_itself():
+    config = ImportedOptimizerConfig(type="import", path="optax:fromage", learning_rate=0.1)
+    rng = np.random.default_rng(0)
+    params = {"stack": rng.normal(size=(3, 4, 5)).astype("f4")}
+    dims = {"stack": ("layers", "embed", "mlp")}
+    rule = ServerRule(config, lambda count: 0.1, params, dims, learning_rate=0.1)
+    grads = rng.normal(size=(3, 4, 5)).astype("f4") * np.float32([[[1]], [[10]], [[100]]])
+    found, _ = rule.update(
+        "stack", params["stack"], grads, 1.0, rule.init("stack", params["stack"])
+    )
+    single = optax.fromage(0.1)
+    for at, layer in enumerate(params["stack"]):
+        update, _ = single.update(grads[at], single.init(layer), layer)
+        np.testing.assert_allclose(found[at], layer + update, rtol=1e-5, atol=1e-6)
 
 
 def experiment_transform(config, schedule, program):

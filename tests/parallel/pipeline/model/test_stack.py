@@ -1,5 +1,6 @@
 """Layers lie where their stage is, in checkpoints in the model's order; no step moves them."""
 
+from dataclasses import replace
 from functools import cache, partial
 
 import jax
@@ -11,7 +12,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from pipeline_configs import TOKENS, config_of, drawn, experiment, same, trained
 from programs import put_state
 
-from jaxdist.errors import ConfigError
 from jaxdist.experiment import build
 from jaxdist.hlo.ledger import ledger
 from jaxdist.optim.build import ImportedOptimizerConfig
@@ -122,8 +122,9 @@ def test_layers_that_are_whole_on_every_stage_keep_the_model_s_order():
 def with_optimizer(path, pipeline, *, layers=6, **args):
     """The small decoder on two stages with another optimizer."""
     optim = ImportedOptimizerConfig(type="import", path=path, args=args, learning_rate=1e-3)
-    config = config_of({"stage": 2}, pipeline, model={"layers": layers})
-    return build(config.model_copy(update={"optim": optim}), devices=jax.devices()[:2])
+    stages = 1 if pipeline is None else 2
+    config = config_of({"stage": stages}, pipeline or {}, model={"layers": layers})
+    return build(config.model_copy(update={"optim": optim}), devices=jax.devices()[:stages])
 
 
 def test_a_factored_statistic_counts_layers_in_the_order_of_its_parameter():
@@ -136,11 +137,32 @@ def test_a_factored_statistic_counts_layers_in_the_order_of_its_parameter():
     jax.tree.map(np.testing.assert_array_equal, program.home.used(stored), state)
 
 
-def test_what_may_or_may_not_count_layers_is_refused():
-    """SM3 keeps a vector for each dim: of 4 layers with 4 heads either may be of layers."""
+@pytest.mark.full
+def test_a_rule_for_matrices_sees_single_layers_on_every_stage():
+    """The order in which stages hold layers is not the model's."""
+    begun, _ = alone()
+    plans = with_optimizer("optax.contrib:muon", CHUNKS), with_optimizer("optax.contrib:muon", None)
+    found, expected = (trained(made, begun_for(made, begun)) for made in plans)
+    same(found, expected)
+
+
+def begun_for(made, begun):
+    """A state with these parameters, and the optimizer's own first state."""
+    first = made.program.optimizer.transform.init(begun.params)
+    return replace(begun, opt_state=jax.tree.map(np.asarray, first))
+
+
+def test_a_vector_as_long_as_the_stack_is_not_taken_for_its_layers():
+    """SM3 keeps a vector for each dim of a layer: with 4 layers and 4 heads two have 4 elements."""
     halves = {"schedule": {"type": "interleaved", "chunks": 2}}
-    with pytest.raises(ConfigError, match=r"key, of shape \(4,\), may or may not count its 4"):
-        with_optimizer("pipeline_parts:sm3", halves, layers=4)
+    program = with_optimizer("pipeline_parts:sm3", halves, layers=4).program
+    rng = np.random.default_rng(0)
+    state = jax.tree.map(lambda s: rng.uniform(size=s.shape).astype(s.dtype), program.own_shapes)
+    key = [jax.tree.leaves(s.opt_state[0].mu["blocks"]["attention"]["key"])
+           for s in (state, program.home.stored(state))]  # fmt: skip
+    assert [vector.shape for vector in key[0]] == [(4, 32), (4, 4), (4, 8)]
+    for own, stored in zip(*key, strict=True):
+        np.testing.assert_array_equal(stored, own[[0, 2, 1, 3]])
 
 
 def check(holds):
