@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 import jax.numpy as jnp
@@ -27,8 +27,8 @@ from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.optim.onebit import OnebitAdamConfig
 from jaxdist.optim.onebit_lamb import OnebitLambConfig
 from jaxdist.optim.precision import bf16_moments, master_weights
-from jaxdist.optim.safety import clip_to_norm, skip_nonfinite, skip_spikes
-from jaxdist.optim.schedules import build_schedule
+from jaxdist.optim.safety import clip_to_norm, skip_nonfinite, skip_spikes, skip_states
+from jaxdist.optim.schedules import StepClock, build_schedule
 from jaxdist.optim.stacks.by_layer import by_layer
 from jaxdist.types import Dims, Grads, Kwargs, OptState, Params, Scalar, Updates
 
@@ -162,6 +162,7 @@ class Optimizer:
       param_dtype: dtype that the parameters are kept in; None is the model's own.
       loss_scale: factor on the loss before the gradient is taken; None is none.
       max_skipped: skipped steps in a row that end a run; None where no step is ever skipped.
+      clock: what the schedule inside the transformation counts steps by.
     """
 
     transform: optax.GradientTransformationExtraArgs
@@ -170,6 +171,7 @@ class Optimizer:
     param_dtype: DTypeLike | None = None
     loss_scale: DynamicLossScale | None = None
     max_skipped: int | None = None
+    clock: StepClock = field(default_factory=StepClock)
 
     def update(
         self,
@@ -189,8 +191,10 @@ class Optimizer:
         Raises:
           ConfigError: the transformation wants more than that.
         """
+        skipped = next((found.skipped for found in skip_states(state)), None)
         try:
-            return self.transform.update(grads, state, params, grad_norm=grad_norm, value=value)
+            with self.clock.behind(skipped):
+                return self.transform.update(grads, state, params, grad_norm=grad_norm, value=value)
         except TypeError as error:
             if "required keyword-only argument" not in str(error):
                 raise
@@ -281,13 +285,16 @@ def build_optimizer(
         examples_per_epoch=examples_per_epoch,
     )
     scaling = config.loss_scale.build() if config.loss_scale else None
+    clock = StepClock()
+    rule = config.transform(clock.by_steps(rate.schedule), NamedParams(params, dims))
     return Optimizer(
-        transform=_wrapped(config.transform(rate.schedule, NamedParams(params, dims)), config),
+        transform=_wrapped(rule, config),
         schedule=rate.schedule,
         explained=rate.explained,
         param_dtype=jnp.dtype(config.master_weights) if config.master_weights else None,
         loss_scale=scaling,
         max_skipped=(config.max_skipped or MAX_SKIPPED) if config.skips else None,
+        clock=clock,
     )
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Literal
 
+import jax
 import optax
+from jax.typing import ArrayLike
 from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config
+from jaxdist.types import Scalar
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
@@ -57,3 +62,39 @@ def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> 
     # The first step already moves: warm-up step i (0-based) has (i + 1) / warmup of the peak.
     ramp = optax.linear_schedule(peak / warmup, peak, warmup - 1) if warmup > 1 else decay
     return optax.join_schedules([ramp, decay], [warmup])
+
+
+class StepClock:
+    """The steps that a run has skipped, which a schedule adds to an optimizer's own count.
+
+    An optimizer counts its updates. A schedule counts steps, since warm-up, decay, batch sizes and
+    the end of a run are planned in steps. The number is known only while an update is traced, and
+    no optax transformation takes it as an argument.
+
+    >>> clock = StepClock()
+    >>> doubled = clock.by_steps(lambda step: 2 * step)
+    >>> with clock.behind(3):
+    ...     print(doubled(10))
+    26
+    """
+
+    def __init__(self) -> None:
+        self._skipped: Scalar | None = None
+
+    @contextmanager
+    def behind(self, skipped: Scalar | None) -> Iterator[None]:
+        """While an update is traced: it comes after so many skipped steps; None is no such step."""
+        before, self._skipped = self._skipped, skipped
+        try:
+            yield
+        finally:
+            self._skipped = before
+
+    def by_steps(self, schedule: optax.Schedule) -> optax.Schedule:
+        """A schedule of steps as one of an optimizer's updates."""
+
+        def of_updates(count: ArrayLike) -> jax.Array:
+            # Nothing is added where nothing is skipped, so that such programs stay as they are.
+            return schedule(count if self._skipped is None else count + self._skipped)
+
+        return of_updates

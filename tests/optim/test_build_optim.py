@@ -8,11 +8,20 @@ from pydantic import ValidationError
 
 from jaxdist.errors import ConfigError
 from jaxdist.optim.batch_scaling import ScaleFromConfig
-from jaxdist.optim.build import SgdConfig, build_optimizer, plan_rate
+from jaxdist.optim.build import (
+    AdamWConfig,
+    ImportedOptimizerConfig,
+    SgdConfig,
+    build_optimizer,
+    plan_rate,
+)
+from jaxdist.optim.lars import LarsConfig
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
+from jaxdist.optim.onebit import OnebitAdamConfig
 from jaxdist.optim.safety import SkipSpikesConfig, SkipState, clip_to_norm, skip_states
 from jaxdist.optim.schedules import ScheduleConfig
 
+SCALING = DynamicLossScaleConfig(type="dynamic")
 PARAMS = {"w": jnp.ones((2, 2))}
 DIMS = {"w": ("embed", "mlp")}
 SCALE = ScaleFromConfig(batch_size=16, learning_rate=0.1, rule="linear", warmup_fraction=0.1)
@@ -88,3 +97,53 @@ def test_clipping_keeps_the_state_and_takes_a_norm_that_is_known():
     assert float(known["w"][0, 0]) == pytest.approx(-0.1)
     free = clip_to_norm(optax.sgd(1.0), None).update(grads, state, grad_norm=jnp.float32(5))[0]
     assert float(free["w"][0, 0]) == -1.0
+
+
+LINEAR = ScheduleConfig(type="linear", warmup_steps=2)
+COUNTED = {
+    "sgd": SgdConfig(
+        type="sgd", momentum=0.0, learning_rate=1.0, schedule=LINEAR, loss_scale=SCALING
+    ),
+    "adamw": AdamWConfig(type="adamw", learning_rate=1.0, schedule=LINEAR, skip_nonfinite=True),
+    "spikes": AdamWConfig(
+        type="adamw", learning_rate=1.0, schedule=LINEAR, skip_spikes=SkipSpikesConfig()
+    ),
+    "narrow": AdamWConfig(
+        type="adamw", learning_rate=1.0, schedule=LINEAR, loss_scale=SCALING, bf16_moments=True
+    ),
+    "lars": LarsConfig(
+        type="lars", learning_rate=1.0, schedule=LINEAR, skip_nonfinite=True, momentum=0.0,
+        trust_coefficient=1.0, weight_decay=0.0, exclude_vectors=True,
+    ),
+    "onebit_adam": OnebitAdamConfig(
+        type="onebit_adam", learning_rate=1.0, schedule=LINEAR, skip_nonfinite=True, freeze_step=9
+    ),
+    "imported": ImportedOptimizerConfig(
+        type="import", path="optax:adam", learning_rate=1.0, schedule=LINEAR, skip_nonfinite=True
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_schedule_counts_steps_and_a_bias_correction_counts_updates(name):
+    """The direction for equal gradients is 1 only where moments are corrected by updates."""
+    params = {"b": jnp.zeros(4), "stack": jnp.zeros((2, 3))}
+    dims = {"b": ("embed",), "stack": ("layers", "embed")}
+    found = build_optimizer(COUNTED[name], total_steps=10, params=params, dims=dims)
+    state, given = found.transform.init(params), {"value": jnp.float32(1)}
+    skipped = (0, 1, 4)
+    for step in range(7):
+        bad = jnp.float32(jnp.nan if step in skipped else 1.0)
+        grads = jax.tree.map(lambda p, bad=bad: jnp.full_like(p, bad), params)
+        moves, state = found.update(grads, state, params, grad_norm=jnp.float32(1), **given)
+        expected = 0.0 if step in skipped else -float(found.schedule(step))
+        for leaf in jax.tree.leaves(moves):
+            assert leaf == pytest.approx(expected, rel=1e-2 if name == "narrow" else 1e-4)
+    (counters,) = skip_states(state)
+    counts = [
+        int(leaf)
+        for leaf in jax.tree.leaves(counters.inner)
+        if leaf.dtype == jnp.int32 and leaf.shape == ()
+    ]
+    assert int(counters.skipped) == len(skipped)
+    assert set(counts) == {7 - len(skipped)}
