@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import jax
 import optax
@@ -95,6 +95,9 @@ class StepClock:
 
         def of_updates(count: ArrayLike) -> jax.Array:
             # Nothing is added where nothing is skipped, so that such programs stay as they are.
-            return schedule(count if self._skipped is None else count + self._skipped)
+            # A constant one gives a Python number, which must stay one: it has no dtype of its own.
+            return cast(
+                jax.Array, schedule(count if self._skipped is None else count + self._skipped)
+            )
 
         return of_updates
