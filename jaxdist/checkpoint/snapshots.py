@@ -181,19 +181,6 @@ def _digest(body: str, *raw: bytes | memoryview) -> str:
     return digest.hexdigest()
 
 
-def local_folder(directory: Path, run: Path) -> Path:
-    """Where the snapshots of a run lie on a machine's own disk.
-
-    Args:
-      run: its directory, without the number of a second run, which clears the folder.
-
-    >>> local_folder(Path("/ssd"), Path("/runs/gpt")).name
-    'gpt-86bcf769'
-    """
-    digest = hashlib.blake2b(str(run.absolute()).encode(), digest_size=4).hexdigest()
-    return directory / f"{run.name}-{digest}"
-
-
 def whole_steps(folder: Path) -> list[int]:
     """Steps of which each process's file is there, in ascending order.
 

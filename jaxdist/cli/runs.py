@@ -17,6 +17,7 @@ from jaxdist.runtime.rendezvous import JOIN_SECONDS
 if TYPE_CHECKING:
     from jaxdist.experiment import ExperimentConfig
     from jaxdist.mesh import Device
+    from jaxdist.types import JsonObject
 
 LATE_MODULES = (
     "orbax.checkpoint",
@@ -141,6 +142,7 @@ def train_process(
     extra: list[str],
     *,
     resume: bool = False,
+    run: JsonObject | None = None,
     profile: str | None = None,
     coordinator: str | None = None,
     num_processes: int | None = None,
@@ -152,15 +154,17 @@ def train_process(
     """Be one process of a run, whose environment is prepared; its exit code.
 
     Args:
+      run: which run is meant, as `jaxdist.checkpoint.identity.Identity.plain` gives it.
       begun: as `jaxdist.verbs.train.run` has it.
 
     Raises:
       JaxdistError: anything that the user can mend.
     """
+    from jaxdist.checkpoint.identity import Identity
     from jaxdist.errors import STOPPED
     from jaxdist.runtime.connection import connected
     from jaxdist.runtime.processes import find_processes
-    from jaxdist.verbs.train import run
+    from jaxdist.verbs import train as trains
 
     processes = find_processes(
         os.environ,
@@ -171,10 +175,11 @@ def train_process(
     )
     stopped: list[str] = []
     with connected(processes, shared.report, seconds=join_timeout):
-        run(
+        trains.run(
             Path(config),
             extra,
             resume=resume,
+            identity=None if run is None else Identity.of(run),
             profile=profile,
             model_flops=_model_flops,
             begun=begun,

@@ -13,6 +13,7 @@ Key = str | int
 KeyPath = tuple[Key, ...]
 
 SHOWN_CHARS = 60
+OVERRIDE = "override "
 
 _PLAIN_KEY = re.compile(r"[\w-]+")
 
@@ -50,6 +51,11 @@ class Origin:
 
     source: str
     line: int | None = None
+
+    @property
+    def overrides(self) -> bool:
+        """Whether it is an override on the command line."""
+        return self.line is None and self.source.startswith(OVERRIDE)
 
     def __str__(self) -> str:
         return self.source if self.line is None else f"{self.source}:{self.line}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxdist.config.document import KeyPath, Node, Origin, dotted, shown
+from jaxdist.config.document import OVERRIDE, KeyPath, Node, Origin, dotted, shown
 from jaxdist.config.parse import MAX_DEPTH, parse
 from jaxdist.errors import ConfigError
 
@@ -23,7 +23,7 @@ def apply_override(root: Node, text: str, origin: Origin | None = None) -> Node:
     >>> apply_override(root, "model.layers=12").plain()
     {'model': {'layers': 12}}
     """
-    origin = origin or Origin(f"override {shown(text)}")
+    origin = origin or Origin(f"{OVERRIDE}{shown(text)}")
     key, equals, value = text.partition("=")
     parts = [part.strip() for part in key.split(".")]
     if not key.isprintable():

@@ -159,6 +159,7 @@ class Agent:
     def _team(self, place: Place, part: Part, server: ForkServer) -> Team:
         """The processes of a generation."""
         args = {**self.plan.args, "resume": part.resume}
+        args["run"] = None if part.run is None else part.run.plain
         if part.extra:
             args["extra"] = [*args.get("extra", []), *part.extra]
         members = []

@@ -96,7 +96,7 @@ class Striker(Recorder):
             return
         if self.run is None:
             with suppress(OSError):
-                self.run = Path(place.run.read_text(encoding="utf-8"))
+                self.run = place.run_directory()
         strike = self.left[0]
         of = {one.process: one for one in statuses}
         if strike.process in of and max(one.step for one in statuses) >= strike.step:

@@ -24,7 +24,7 @@ class Journal:
         line = {"time": time.time(), "generation": place.generation, "event": event, **what}
         self._kept.append(line)
         with suppress(OSError):  # no process has told the directory, or the disk is full
-            path = Path(place.run.read_text(encoding="utf-8")) / FILE_NAME
+            path = place.run_directory() / FILE_NAME
             with path.open("a", encoding="utf-8") as file:
                 for one in self._kept:
                     file.write(json.dumps(one) + "\n")

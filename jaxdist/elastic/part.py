@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from jaxdist.checkpoint.identity import Identity, new_id
+from jaxdist.elastic.place import Place
 from jaxdist.elastic.status import Status
 from jaxdist.runtime.rendezvous import free_port
 
@@ -21,7 +23,8 @@ class Part:
       count: how many processes it has; 0 in a generation that has no use for it.
       total: how many all machines have.
       coordinator: HOST:PORT where processes meet; None for one that is alone.
-      resume: whether a generation was before, whose state it goes on with.
+      resume: whether it goes on with what a run has saved.
+      run: which run; None: the processes find out, as the user's command says.
       extra: settings that replace those of the config.
       fence: name under which what is written is fenced, see `jaxdist.elastic.fence`; None: no
         other generation can be at work.
@@ -33,6 +36,7 @@ class Part:
     total: int
     coordinator: str | None
     resume: bool
+    run: Identity | None = None
     extra: tuple[str, ...] = ()
     fence: str | None = None
 
@@ -132,15 +136,17 @@ class Alone:
 
     def __init__(self, processes: int, *, resume: bool = False) -> None:
         self.processes, self.resume = processes, resume
-        self._number = 0
+        self._number, self._id = 0, new_id()
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
         """The next generation, at once."""
         self._number += 1
         count = self.processes
         coordinator = f"127.0.0.1:{free_port()}" if count > 1 else None
-        resume = self._number > 1 or self.resume
-        return Part(self._number, 0, count, count, coordinator, resume)
+        known = Place(folder, self._number).known_run()
+        # Where no process came so far as to tell the path, the next finds it by the id.
+        run, resume = known or Identity(self._id), self.resume or known is not None
+        return Part(self._number, 0, count, count, coordinator, resume, run)
 
     def ends(self, part: Part) -> str | None:
         """Never."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import tempfile
@@ -11,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from jaxdist.checkpoint.identity import Identity
 
 FOLDER, GENERATION, FENCE = "JAXDIST_AGENT", "JAXDIST_GENERATION", "JAXDIST_FENCE"
 """Variables that tell a process of it."""
@@ -41,8 +44,33 @@ class Place:
 
     @property
     def run(self) -> Path:
-        """A file with the path of the run directory, when it is known."""
+        """A file with the path and the id of the run, when they are known."""
         return self.folder / "run"
+
+    def tell_run(self, run: Identity) -> None:
+        """Write down which run this is, for the agent and for later generations."""
+        assert run.path is not None
+        staging = self.folder / f".run_{os.getpid()}"
+        staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
+        staging.rename(self.run)
+
+    def known_run(self) -> Identity | None:
+        """Return which run this is; None while no process has told it."""
+        try:
+            return Identity.of(json.loads(self.run.read_text(encoding="utf-8")))
+        except FileNotFoundError:
+            return None
+
+    def run_directory(self) -> Path:
+        """Return the run directory.
+
+        Raises:
+          FileNotFoundError: no process has told it yet.
+        """
+        run = self.known_run()
+        if run is None or run.path is None:
+            raise FileNotFoundError(self.run)
+        return run.path
 
     @property
     def done(self) -> Path:

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
 import jax
 from rich.console import Console
 
 from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.layout import steps_present
-from jaxdist.checkpoint.snapshots import Snapshots, local_folder, whole_steps
+from jaxdist.checkpoint.local import claim
+from jaxdist.checkpoint.snapshots import Snapshots, whole_steps
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import Document, resolved_yaml
 from jaxdist.elastic.fence import RunFence
@@ -28,7 +28,7 @@ from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
 from jaxdist.train.checkpoints import restore
-from jaxdist.train.directory import RunDirectory, prepare
+from jaxdist.train.directory import RunDirectory, identity_of, prepare
 from jaxdist.train.hooks import Cadence
 from jaxdist.train.loading.begin import begin_with, check_begin
 from jaxdist.train.loading.misordered import check_order
@@ -64,7 +64,6 @@ class RunJob:
       experiment: as it was built last.
       heldout: means of the last evaluation.
       kept: beside each state that is saved.
-      base: the run directory as it was asked for, without the number of another run.
     """
 
     document: Document
@@ -84,7 +83,6 @@ class RunJob:
     experiment: Experiment | None = None
     heldout: Mapping[str, float] = field(default_factory=dict)
     kept: JsonObject = field(default_factory=dict)
-    base: Path | None = None
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
@@ -187,7 +185,7 @@ class RunJob:
         if by is not None:
             console.print(
                 f"{by}: stopped after step {step} of {experiment.total_steps} "
-                f"and saved a checkpoint; {_going_on(self.config)}",
+                f"and saved a checkpoint; {self._going_on()}",
                 soft_wrap=True,
             )
             return
@@ -206,6 +204,17 @@ class RunJob:
         )
         if self.heldout:
             print_results(self.heldout, baselines, unit=experiment.unit, console=console)
+
+    def _going_on(self) -> str:
+        if self.config.checkpoint.parts is not None:
+            return (
+                "of a part of the state, which another run can begin with (checkpoint.begin_with)"
+            )
+        identity = self.directory.identity
+        numbered = identity is not None and identity.asked not in (None, self.directory.path.name)
+        # Beside others of its name --resume alone would not know which run is meant.
+        which = f" run.directory={self.directory.path}" if numbered else ""
+        return f"continue with the same command and --resume{which}"
 
     def _begin_directory(self) -> None:
         """Begin a new directory; of one that is resumed only say what differs from its config."""
@@ -250,7 +259,7 @@ class RunJob:
         config = self.config.checkpoint.local
         if config is None:
             return None
-        folder = local_folder(config.directory, self.base or self.directory.path)
+        folder = claim(config.directory, identity_of(self.directory))
         given = (folder, jax.process_index(), jax.process_count())
         say = partial(self.console.print, soft_wrap=True)
         return stack.enter_context(Snapshots(*given, say, lasts=True))
@@ -338,9 +347,3 @@ class RunJob:
 
         stack.callback(last)
         return timed
-
-
-def _going_on(config: ExperimentConfig) -> str:
-    if config.checkpoint.parts is None:
-        return "continue with the same command and --resume"
-    return "of a part of the state, which another run can begin with (checkpoint.begin_with)"

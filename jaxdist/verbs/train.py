@@ -6,20 +6,22 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import jax
 from rich.console import Console
 
-from jaxdist.checkpoint.agree import broadcast_json
+from jaxdist.checkpoint.agree import any_process, broadcast_json
+from jaxdist.checkpoint.identity import Identity, check_identity, read_identity
 from jaxdist.data.cache import cache_directory
 from jaxdist.elastic.place import place_of
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.runtime import compilation_cache
 from jaxdist.runtime.notices import heard
-from jaxdist.train.directory import RunDirectory, take
+from jaxdist.train.directory import RunDirectory, Taken, identity_of, take
 from jaxdist.train.termination import Termination
 from jaxdist.train.watch.profile import parse_profile
 from jaxdist.verbs.job import ModelFlops, RunJob
@@ -31,6 +33,7 @@ def run(
     overrides: Sequence[str] = (),
     *,
     resume: bool = False,
+    identity: Identity | None = None,
     profile: str | None = None,
     model_flops: ModelFlops | None = None,
     begun: int | None = None,
@@ -40,7 +43,8 @@ def run(
     """Train as the config says; returns the run directory.
 
     Args:
-      resume: continue the newest run of this config from its newest whole checkpoint.
+      resume: continue the run of this config from its newest whole checkpoint.
+      identity: the run that is meant; None is a new one, or with `resume` the one that has begun.
       profile: steps to trace into the run directory, as `parse_profile` reads them.
       model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
       begun: what `time.perf_counter_ns` had when the time of the run began to count: for a process
@@ -62,25 +66,32 @@ def run(
     say = partial(console.print, soft_wrap=True, markup=False)
     compilation_cache.enable(cache_directory() / "compiled")
     place = place_of(os.environ)
-    base, named = config.run.directory or Path("runs") / path.stem, bool(config.run.directory)
+    taking = partial(
+        take,
+        config.run.directory or Path("runs") / path.stem,
+        named=bool(config.run.directory),
+        resume=resume,
+        exact=document.origin(("run", "directory")).overrides,
+        run=identity,
+        say=say,
+    )
     with (
-        _taken(base, named=named, resume=resume, say=say) as directory,
+        _taken(taking) as (directory, goes_on),
         Termination(say, leaving(place)) as termination,
         heard(config.run.preemption.build(say), termination.notice),
-        watched(place, directory.path) as watcher,
+        watched(place, identity_of(directory)) as watcher,
     ):
         job = RunJob(
             document,
             config,
             directory,
             termination,
-            resume,
+            goes_on,
             console,
             profiled,
             model_flops,
             begun=begun,
             watcher=watcher,
-            base=base,
         )
         state = config.strategy.run(job)
         job.finish(int(state.step))
@@ -93,20 +104,42 @@ def run(
 
 
 @contextmanager
-def _taken(
-    base: Path, *, named: bool, resume: bool, say: Callable[[str], None]
-) -> Iterator[RunDirectory]:
-    """The run's directory, held by process 0 for all; all are refused alike."""
+def _taken(taking: Callable[[], Taken]) -> Iterator[tuple[RunDirectory, bool]]:
+    """Hold the run's directory, by process 0 for all; all are refused alike.
+
+    Yields the directory, and whether the run goes on with what it has saved.
+    """
     with ExitStack() as stack:
         answer = None
         if jax.process_index() == 0:
             try:
-                directory, lock = take(base, named=named, resume=resume, say=say)
-                stack.enter_context(lock)
-                answer = {"path": str(directory.path)}
+                taken = taking()
+                stack.enter_context(taken.lock)
+                given = identity_of(taken.directory)
+                answer = {**given.plain, "asked": given.asked, "goes_on": taken.goes_on}
             except RunError as error:
                 answer = {"refusal": str(error)}
         answer = broadcast_json(answer)
         if "refusal" in answer:
             raise RunError(answer["refusal"])
-        yield RunDirectory(Path(answer["path"]))
+        identity = replace(Identity.of(answer), asked=answer["asked"])
+        assert identity.path is not None
+        _check_everywhere(identity.path, identity.id)
+        yield RunDirectory(identity.path, identity), answer["goes_on"]
+
+
+def _check_everywhere(path: Path, wanted: str) -> None:
+    """Refuse a path under which another machine sees another run: its disk is not shared."""
+    problem = None
+    if jax.process_index() != 0:
+        try:
+            if read_identity(path) is not None:
+                check_identity(path, wanted)
+        except RunError as error:
+            problem = str(error)
+    if any_process(problem is not None):
+        raise RunError(
+            problem
+            or f"another process sees another run than {wanted} at {path}: give a directory that "
+            "all machines share with run.directory=PATH"
+        )

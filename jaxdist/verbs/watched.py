@@ -12,6 +12,7 @@ import jax
 from rich.markup import escape
 
 from jaxdist.checkpoint.agree import any_process, broadcast_json
+from jaxdist.checkpoint.identity import Identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.checkpoint.snapshots import Snapshots, load, whole_steps
 from jaxdist.checkpoint.store import CheckpointStore
@@ -47,15 +48,16 @@ class Watcher:
 
 
 @contextmanager
-def watched(place: Place | None, run: Path) -> Iterator[Watcher | None]:
-    """Tell the agent of this process, if there is one, where the run is and how it gets on."""
+def watched(place: Place | None, run: Identity) -> Iterator[Watcher | None]:
+    """Tell the agent of this process, if there is one, which run this is and how it gets on."""
     if place is None:
         yield None
         return
     index = jax.process_index()
     if index == 0:
-        place.run.write_text(str(run.absolute()), encoding="utf-8")
-    fence = None if place.fence is None else RunFence(run, place.generation)
+        place.tell_run(run)
+    assert run.path is not None
+    fence = None if place.fence is None else RunFence(run.path, place.generation)
     if fence is not None and index == 0:
         fence.raise_()  # before anything of the run is read
     with Publisher(place.status(index), index) as publisher:

@@ -27,6 +27,7 @@ from jaxdist.errors import ConfigError, RunError
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
+from jaxdist.checkpoint.identity import Identity
 from jaxdist.elastic.place import place_of
 from jaxdist.elastic.status import Publisher
 from jaxdist.metrics.account import Kind
@@ -43,7 +44,8 @@ os.environ.update(order["environ"])
 args, index = order["args"], int(os.environ.get("JAX_PROCESS_ID", "0"))
 place = place_of(os.environ)
 if index == 0:
-    place.run.write_text(args["run"])
+    assert args["run"]["path"] == (args["at"] if args["resume"] else None)
+    place.tell_run(Identity(args["run"]["id"], Path(args["at"])))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a run that has saved
 with Publisher(place.status(index), index) as publisher:
     publisher.phase(Kind.STEP)
@@ -70,7 +72,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         **plan: object,
     ) -> tuple[int, list[str]]:
         said = [] if said is None else said
-        args = {"run": str(tmp_path), "then": then, "same": same}
+        args = {"at": str(tmp_path), "then": then, "same": same}
         given = {"processes": 3, "patience": Patience(silent_seconds=1.0), **plan}
         record = partial(Recorder, draw=False)
         agent = Agent(

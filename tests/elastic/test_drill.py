@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from jaxdist.checkpoint.identity import Identity
 from jaxdist.elastic.drill import Strike, Striker, every_of, judge, recoveries_of, strikes_of
 from jaxdist.elastic.journal import Journal
 from jaxdist.elastic.place import Place
@@ -53,7 +54,7 @@ def victim():
 
 def test_a_strike_waits_for_its_step_and_for_a_generation_that_works(tmp_path: Path, victim):
     place = Place(tmp_path, 1)
-    place.run.write_text(str(tmp_path / "run"))
+    place.tell_run(Identity("a1", tmp_path / "run"))
     striker = Striker(Journal(), pytest.fail, [KILL, STOP])
 
     def look(step: int) -> None:

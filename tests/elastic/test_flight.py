@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from jaxdist.checkpoint.identity import Identity
 from jaxdist.elastic.flight.picture import flight_figure
 from jaxdist.elastic.flight.recorder import LOOK_SECONDS, Recorder, flight_record
 from jaxdist.elastic.flight.slow import Flight, find_slow
@@ -132,7 +133,7 @@ def test_who_is_slow_at_two_looks_is_told_once(
     said: list[str] = []
     now = [0.0]
     place = Place(tmp_path, 2)
-    place.run.write_text(str(tmp_path))
+    place.tell_run(Identity("a1", tmp_path))
     recorder = Recorder(Journal(), said.append, draw=False)
     statuses = [write(place, flight(at, own=20.0 if at == 2 else 2.0)) for at in range(3)]
     monkeypatch.setattr("jaxdist.elastic.flight.recorder.time.monotonic", lambda: now[0])
@@ -149,7 +150,7 @@ def test_who_is_slow_at_two_looks_is_told_once(
 
 def test_a_record_and_its_picture(tmp_path: Path, write):
     place = Place(tmp_path, 4)
-    place.run.write_text(str(tmp_path))
+    place.tell_run(Identity("a1", tmp_path))
     for at in range(2):
         write(place, flight(at))
     record = flight_record(place, 1, "ended (signal SIGKILL)", range(3))
@@ -167,7 +168,7 @@ def test_a_record_and_its_picture(tmp_path: Path, write):
     place.run.unlink()
     recorder.lost(place, 1, "ended", range(3))  # before any process has told where the run is
     assert not (tmp_path / "flight_4.json").exists()
-    place.run.write_text(str(tmp_path))
+    place.tell_run(Identity("a1", tmp_path))
     recorder.begun()
     recorder.close()
     assert json.loads((tmp_path / "flight_4.json").read_text())["process"] == 1

@@ -106,6 +106,7 @@ def test_a_lost_process_is_told_everywhere_and_all_begin_anew(play: Play):
     os.kill(both[1]["pid"], signal.SIGKILL)
     again = play.wait(lambda marks: marks[0]["generation"] > number)
     assert again[0]["generation"] == number + 1
+    assert {one["run"]["id"] for one in again} == {both[0]["run"]["id"]}
     # Of what only a person can mend all hosts are told, and none begins again.
     (play.folder / f"crash-{number + 1}-0").write_text("2")
     told = dict(zip((host.pid for host in hosts), map(finish, hosts), strict=True))
@@ -135,8 +136,10 @@ def test_who_is_told_to_stop_leaves_and_the_others_go_on(play: Play):
 
 @pytest.mark.full
 def test_a_rendezvous_is_used_again_for_the_next_run(play: Play):
+    ids = set()
     for turn in range(2):
-        hosts = [play.start("a", least=2), play.start("b", least=2)]
+        values = {**play.values, "train": {"batch_size": 8, "steps": turn + 1}}
+        hosts = [play.start(name, least=2, values=values) for name in "ab"]
         first = play.wait(lambda marks, turn=turn: marks[0]["generation"] > turn)
         assert not first[0]["resume"]
         play.end()
@@ -144,6 +147,11 @@ def test_a_rendezvous_is_used_again_for_the_next_run(play: Play):
         assert [code for code, _ in told] == [0, 0], told
         (play.folder / "end").unlink()
         assert first[0]["generation"] == turn + 1
+        ids.add(first[0]["run"]["id"])
+        late = finish(play.start("c", least=2, values=values))
+        assert late[0] == 0, late
+        assert "has finished: nothing is trained again" in late[1]
+    assert len(ids) == 2
 
 
 @pytest.mark.full

@@ -7,20 +7,23 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from redis_place import redis_server
 
+from jaxdist.checkpoint.identity import Identity, write_identity
 from jaxdist.elastic.hosts import identity, start
-from jaxdist.elastic.hosts.join import Here
+from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here
 from jaxdist.elastic.hosts.keeper import boot_clock
 from jaxdist.elastic.hosts.places.address import open_rendezvous
 from jaxdist.elastic.hosts.start import agent_of, devices_of, read_token, split_host
 from jaxdist.elastic.hosts.together import Together
 from jaxdist.elastic.membership import MembershipConfig
 from jaxdist.elastic.part import Part
+from jaxdist.elastic.place import Place
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.runtime.gpus import Seen
 
@@ -133,6 +136,69 @@ def test_another_jaxdist_or_jax_is_refused(meeting: Meeting, monkeypatch):
     words = r"version of jax: 0\.9\.9 here, \S+ there; code of jaxdist: another here, \w+ there"
     with pytest.raises(ConfigError, match=words):
         meeting.host("b").begin(meeting.folder / "b", lambda: False)
+
+
+@pytest.fixture
+def ended(meeting: Meeting) -> Identity:
+    """A run that one host has brought to its end."""
+    a = meeting.host("a")
+    (part,) = meeting.begin(a)
+    assert part is not None
+    assert part.run is not None
+    assert part.run.path is None
+    run = replace(part.run, path=meeting.folder / "gpt")
+    (meeting.folder / "gpt").mkdir()
+    write_identity(meeting.folder / "gpt", run)
+    Place(meeting.folder / "a", part.generation).tell_run(run)
+    Place(meeting.folder / "a", part.generation).done.touch()
+    assert a.over(part)
+    a.close()
+    return run
+
+
+def test_a_host_that_comes_after_the_end_trains_nothing_again(meeting: Meeting, ended: Identity):
+    assert meeting.begin(meeting.host("b")) == [None]
+    assert re.fullmatch(
+        rf"run {ended.path} of the rendezvous \S+ has finished: nothing is trained again; .*",
+        meeting.said[-1],
+    )
+
+
+@pytest.mark.parametrize("change", ["another config", "the directory is gone", "another run"])
+def test_a_host_that_comes_after_the_end_of_another_run_begins(
+    meeting: Meeting, ended: Identity, change: str
+):
+    """With another config, or where what was trained is not there any more."""
+    values, folder = VALUES, meeting.folder / "gpt"
+    if change == "another config":
+        values = {"train": {"batch_size": 8, "steps": 6}}
+    else:
+        (folder / "run.json").unlink()
+        if change == "another run":
+            write_identity(folder, Identity("a2"))
+    (part,) = meeting.begin(meeting.host("b", values=values))
+    assert part is not None
+    assert part.run is not None
+    assert (part.run.id != ended.id, part.resume) == (True, False)
+
+
+def test_a_later_generation_of_hosts_is_given_the_run_of_the_one_before(meeting: Meeting):
+    a = meeting.host("a", least=1)
+    (first,) = meeting.begin(a)
+    assert first is not None
+    assert first.run is not None
+    a.release(first)  # its process died before it could tell the path
+    (second,) = meeting.begin(a)
+    assert second is not None
+    assert (second.run, second.resume) == (first.run, False)
+    run = replace(first.run, path=meeting.folder / "gpt")
+    Place(meeting.folder / "a", 0).tell_run(run)
+    time.sleep(2 * LOOK_SECONDS)
+    a.ends(second)
+    a.release(second)
+    (third,) = meeting.begin(a)
+    assert third is not None
+    assert (third.run, third.resume) == (run, True)
 
 
 @pytest.mark.full

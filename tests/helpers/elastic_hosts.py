@@ -25,6 +25,7 @@ ELASTIC = {"lease_seconds": 1.5, "settle_seconds": 0.3}
 PROCESS = """
 import json, os, signal, sys, time
 from pathlib import Path
+from jaxdist.checkpoint.identity import Identity, write_identity
 from jaxdist.elastic.place import place_of
 from jaxdist.elastic.status import Publisher
 from jaxdist.metrics.account import Kind
@@ -41,8 +42,11 @@ order = json.loads(line)
 os.environ.update(order["environ"])
 index = int(os.environ.get("JAX_PROCESS_ID", "0"))
 place, folder = place_of(os.environ), Path(sys.argv[0]).parent
+run = Identity(order["args"]["run"]["id"], folder)
 if index == 0:
-    place.run.write_text(str(folder))
+    place.tell_run(run)
+    (folder / "run.json").unlink(missing_ok=True)  # each run of a test has this folder
+    write_identity(folder, run)
 place.snapshots.mkdir(exist_ok=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))  # as a run that has saved
 count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))

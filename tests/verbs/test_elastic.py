@@ -61,6 +61,26 @@ def test_lost_and_stopped_processes_change_no_bit(jaxdist: Jaxdist):
 
 
 @pytest.mark.full
+def test_the_next_generation_goes_on_in_its_run_and_in_no_other(jaxdist: Jaxdist):
+    """The first of two runs was deleted and begun again, and loses a process."""
+    jaxdist.config(train=TRAIN, eval={"every": None}, checkpoint={"every": 200})
+    other = jaxdist.folder / "run-2"
+    other.mkdir()
+    (other / "config.yaml").write_text("seed: 0")
+    process = jaxdist.start("train", "config.yaml", *ELASTIC, "run.directory=run")
+    run = jaxdist.folder / "run"
+    pids = begun(run, 1)
+    wait_for_step(process, run, 25)
+    os.kill(pids[1], signal.SIGKILL)
+    done = finish(process)
+    assert done.code == 0, done
+    steps = [one["step"] for one in metrics(run) if one["split"] == "train"]
+    assert steps == list(range(1, 301))
+    assert {one["generation"] for one in journal(run)} == {1, 2}
+    assert [path.name for path in other.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.full
 def test_a_signal_stops_all_and_the_run_goes_on_with_resume(jaxdist: Jaxdist):
     jaxdist.config(train={**TRAIN, "steps": 2000}, eval={"every": None})
     process = jaxdist.start("train", "config.yaml", *ELASTIC, "run.directory=run")

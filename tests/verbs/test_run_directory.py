@@ -20,7 +20,7 @@ def test_everything_is_there(finished: tuple[Path, str]) -> None:
     run = folder / RUN
     assert {path.name for path in run.iterdir()} == {
         *("config.yaml", "versions.json", "metrics.jsonl", "tensorboard", "checkpoints"),
-        "loss.png",
+        *("loss.png", "run.json"),
     }
     versions = json.loads((run / "versions.json").read_text())
     assert {"python", "jax", "jaxdist"} <= versions.keys()
@@ -65,6 +65,24 @@ def test_a_finished_run_is_left_as_it_is(trained: Jaxdist) -> None:
     assert again.code == 0, again
     assert "resume from step 24 of 24" in again.out
     assert_same_run(trained.run, trained.folder / "before")
+
+
+def test_a_resume_beside_a_second_run_must_be_told_which(trained: Jaxdist) -> None:
+    """The first was deleted and begun again: the highest number is not the newest run."""
+    second = trained.folder / "runs/config-2"
+    shutil.copytree(trained.run, second)
+    (second / "run.json").write_text('{"id": "a2", "begun": "2026-01-01", "asked": "config"}')
+    refused = trained.here("train", "config.yaml", "--resume", "train.steps=30")
+    assert refused.code == 3, refused
+    assert "--resume: 2 runs have begun under the name runs/config" in refused.message
+    assert "runs/config-2 (step 24, begun 2026-01-01)" in refused.message
+    for chosen, other in ((trained.run, second), (second, trained.run)):
+        given = f"run.directory={chosen.relative_to(trained.folder)}"
+        longer = trained.here("train", "config.yaml", "--resume", "train.steps=25", given)
+        assert longer.code == 0, longer
+        assert "resume from step 24 of 25" in longer.out
+        assert steps(chosen)[-1] == 25
+        assert (steps(other)[-1] == 25) == (chosen == second)
 
 
 def test_a_longer_run_goes_on(trained: Jaxdist) -> None:

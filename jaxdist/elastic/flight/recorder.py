@@ -44,7 +44,7 @@ class Recorder:
         self._told: set[int] = set()
         self._unwritten: list[JsonObject] = []
         self._kept: list[Path] = []
-        self._run: Path | None = None
+        self._place: Place | None = None
         self._drawing: subprocess.Popen[bytes] | None = None
 
     def look(self, place: Place, statuses: Sequence[Status]) -> None:
@@ -90,14 +90,14 @@ class Recorder:
         Args:
           processes: those of this machine.
         """
-        self._run = place.run
+        self._place = place
         self._unwritten.append(flight_record(place, process, how, processes))
         self._write()
 
     def _write(self) -> None:
         """What can be: a process tells the run directory when it has come so far."""
         with suppress(OSError):  # none has told it yet, or the disk is full
-            folder = None if self._run is None else Path(self._run.read_text(encoding="utf-8"))
+            folder = None if self._place is None else self._place.run_directory()
             while folder is not None and self._unwritten:
                 record = self._unwritten[0]
                 path = folder / record_name(record)

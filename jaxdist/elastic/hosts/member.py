@@ -13,13 +13,13 @@ from typing import Any
 
 from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError, Token
 from jaxdist.elastic.hosts.keeper import Keeper, boot_clock, decode_answer, encode_renewal
+from jaxdist.elastic.hosts.run import OVER, ended_before
 from jaxdist.elastic.membership import Generation, Host, MembershipConfig
 from jaxdist.types import Json, JsonObject
 
 BEAT_SECONDS, BEAT_LEASES = 0.5, 0.05
 KILL_LEASES = 0.1
 """So much of a lease is left when the processes of a host must be ended."""
-OVER = "run/over"
 
 
 class Membership:
@@ -62,8 +62,7 @@ class Membership:
         Raises:
           RendezvousError: the rendezvous cannot be reached.
         """
-        before = self.rendezvous.get(OVER)
-        self._before = -1 if before is None else before["generation"]
+        self._before = ended_before(self.rendezvous)
         self.name = Token.parse(self.rendezvous.token()).name
         self.turn()
         self._thread.start()
@@ -151,9 +150,9 @@ class Membership:
                 found[host] = told
         return found
 
-    def finish(self, generation: int, code: int, words: str = "") -> None:
+    def finish(self, generation: int, code: int, words: str = "", **more: Json) -> None:
         """Tell all hosts that the run is over."""
-        told = {"generation": generation, "code": code, "words": words}
+        told = {"generation": generation, "code": code, "words": words, **more}
         self.over = self.over or told
         self.rendezvous.put(OVER, told)
 

@@ -12,12 +12,13 @@ from jaxdist.elastic.hosts.copies import CopyError, fetch, parts_in
 from jaxdist.elastic.hosts.keeper import registry_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.plan import HostFacts, Plan, Rule, make_plan
+from jaxdist.elastic.hosts.run import run_to_begin
 from jaxdist.elastic.membership import Generation
 from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import free_port
 from jaxdist.types import JsonObject
 
-PATH, FULL = "run/path", "run/full"
+FULL = "run/full"
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ class Preparing:
         if rule.full is None:
             told = {"generation": number, "data": rule.data_size(plan.devices)}
             self.members.rendezvous.put(FULL, told)
-        resume = self.resume or self._of_this_run(self.members.rendezvous.get(PATH))
+        ended = self.members.ended_before
+        run = run_to_begin(self.members.rendezvous, ended, number)
+        resume = self.resume or run.path is not None
         address = self.address
         port = free_port("127.0.0.1" if address in ("127.0.0.1", "localhost") else "")
         for name in self.members.rendezvous.names("plan"):
@@ -68,7 +71,13 @@ class Preparing:
                 self.members.rendezvous.drop(f"plan/{name}")
         coordinator = f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
         self.members.rendezvous.put(
-            key, {"plan": asdict(plan), "coordinator": coordinator, "resume": resume}
+            key,
+            {
+                "plan": asdict(plan),
+                "coordinator": coordinator,
+                "resume": resume,
+                "run": run.plain,
+            },
         )
         return None
 

@@ -6,10 +6,12 @@ import os
 import platform
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from secrets import token_hex
 
-from jaxdist.checkpoint.snapshots import local_folder
+from jaxdist.checkpoint.identity import Identity, candidates, read_identity
+from jaxdist.checkpoint.local import local_folder
 from jaxdist.config import Document, read, validate
 from jaxdist.elastic.agent import Agent, Plan
 from jaxdist.elastic.config import ElasticConfig
@@ -56,7 +58,8 @@ def agent_of(
     """
     if least > most:
         raise ConfigError(f"--min {least} is above --max {most}: lower it, or raise --max")
-    values = read(config, extra).values
+    document = read(config, extra)
+    values = document.values
     elastic = validate(Document(values.get("elastic") or {}), ElasticConfig)
     membership = elastic.membership(least, most)
     name, address = split_host(host or platform.node())
@@ -84,7 +87,9 @@ def agent_of(
         seconds=seconds,
         resume=resume,
         before=newest_of_all(base),
-        local=local_of(values, base),
+        local=partial(
+            local_of, values, base, exact=document.origin(("run", "directory")).overrides
+        ),
     )
     args = {"config": str(config), "extra": extra}
     told = (values.get("run") or {}).get("preemption") or {}
@@ -92,14 +97,28 @@ def agent_of(
     return Agent(Plan(args, processes, restarts, notices=notices), say, hosts=together)
 
 
-def local_of(values: JsonObject, run: Path) -> Path | None:
-    """Where this machine's disk has snapshots of the run, if it is to have any.
+def local_of(
+    values: JsonObject, base: Path, run: Identity | None, *, exact: bool = False
+) -> Path | None:
+    """Return where this machine's disk has snapshots of the run that goes on, if it has any.
 
-    >>> local_of({"checkpoint": {"local": {"directory": "/ssd"}}}, Path("/runs/gpt")).parent
-    PosixPath('/ssd')
+    Args:
+      base: the run directory as the config has it.
+      run: the run that the other hosts are at; None: none is known, and it is the only one that
+        has begun. Where several have, the first process refuses to begin.
+      exact: `base` itself is meant.
+
+    >>> values = {"checkpoint": {"local": {"directory": "/ssd"}}}
+    >>> local_of(values, Path("gpt"), Identity("86bcf769", Path("/runs/gpt")))
+    PosixPath('/ssd/gpt-86bcf769')
     """
     local = (values.get("checkpoint") or {}).get("local") or {}
-    return local_folder(Path(local["directory"]), run) if "directory" in local else None
+    if "directory" not in local:
+        return None
+    if run is None or run.path is None:
+        begun = [path for path in candidates(base) if path == base or not exact]
+        run = read_identity(begun[0]) if len(begun) == 1 else None
+    return None if run is None else local_folder(Path(local["directory"]), run)
 
 
 def split_host(text: str) -> tuple[str, str]:

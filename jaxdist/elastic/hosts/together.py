@@ -8,8 +8,8 @@ host/HOST      what a host says: its renewal, and facts (name, address, parts of
 answer/HOST    what the registry's keeper answers
 term/N         the registry, as the keeper of term N knows it, and what all hosts must have alike
 plan/N         who does what in generation N
-run/path       the run directory, when it is known;  run/full: the devices of the first generation
-run/over       how the run ended
+run/...        which run it is, and how it ended: see `jaxdist.elastic.hosts.run`
+run/full       the devices of the first generation
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from jaxdist.checkpoint.identity import Identity
 from jaxdist.elastic.hosts.beside import Beside
 from jaxdist.elastic.hosts.buddy import Buddy
 from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError
@@ -29,8 +30,9 @@ from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here, join
 from jaxdist.elastic.hosts.keeper import Keeper, boot_clock
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.plan import Plan
-from jaxdist.elastic.hosts.prepare import PATH, Preparing
+from jaxdist.elastic.hosts.prepare import Preparing
 from jaxdist.elastic.hosts.progress import Elsewhere, encode
+from jaxdist.elastic.hosts.run import command_of, ended_before, finished, known_run, tell_run
 from jaxdist.elastic.hosts.words import Words
 from jaxdist.elastic.membership import Generation, MembershipConfig
 from jaxdist.elastic.part import Part
@@ -52,7 +54,7 @@ class Together:
       values: of the config.
       seconds: how long to wait for enough hosts.
       before: number of the newest generation of the run in former rendezvous.
-      local: with snapshots of a run that goes on, on this machine's disk; None: there are none.
+      local: gives the folder with a run's snapshots on this machine's disk; None: none are kept.
       clock: seconds; of this host alone.
     """
 
@@ -68,7 +70,7 @@ class Together:
         seconds: float,
         resume: bool,
         before: int = 0,
-        local: Path | None = None,
+        local: Callable[[Identity | None], Path | None] | None = None,
         clock: Callable[[], float] = boot_clock,
     ) -> None:
         self._local = local if resume else None
@@ -77,6 +79,8 @@ class Together:
         told = {"before": before, "clock": clock, "fits": lambda f: self._preparing.has_mesh(f)}
         keeper = Keeper(rendezvous, config, here.host, card, **told)
         self.members = Membership(rendezvous, config, here.host, keeper, clock)
+        self._command = command_of(values)
+        self._values = values
         self._in_part = bool((values.get("checkpoint") or {}).get("parts"))
         self._words = Words(self.members, here.name, seconds)
         given = (here.address, here.token, values, say, resume)
@@ -91,7 +95,9 @@ class Together:
         """The next generation that this host is in."""
         place, beside = Place(folder, 0), Beside(self.members, self._words, self.say)
         if self._server is None:
-            given = self.members, self.here, self.card, place.snapshots, self._local
+            if self._has_finished():
+                return None
+            given = self.members, self.here, self.card, place.snapshots, self._local_folder()
             self._server = join(*given, beside.wait)
         while not stopped():
             over = self.members.over
@@ -144,7 +150,9 @@ class Together:
         if not Place(self._place.folder, part.generation).done.exists():
             return False
         if part.first == 0:
-            self.members.finish(part.generation, 0)
+            run = self._place.known_run()
+            told = None if run is None else run.plain
+            self.members.finish(part.generation, 0, run=told, command=self._command)
             return True
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline:
@@ -226,23 +234,39 @@ class Together:
         fence = hashlib.sha256(self.members.name.encode()).hexdigest()[:16]
         coordinator = told["coordinator"] if plan.total > 1 else None
         given = (generation.number, first, count, plan.total, coordinator, told["resume"])
-        return Part(*given, plan.settings, fence)
+        return Part(*given, Identity.of(told["run"]), plan.settings, fence)
+
+    def _has_finished(self) -> bool:
+        """Return whether there is nothing left to train, and say so."""
+        run = finished(self.rendezvous, self._values)
+        if run is None:
+            return False
+        self.say(
+            f"run {run.path} of the rendezvous {self.rendezvous.address} has finished: nothing is "
+            "trained again; to train it once more give another --rendezvous, to train it longer "
+            "--resume and more train.steps"
+        )
+        return True
+
+    def _local_folder(self) -> Path | None:
+        """Return where this machine's disk has snapshots of the run that goes on, if it does."""
+        if self._local is None:
+            return None
+        return self._local(known_run(self.rendezvous, ended_before(self.rendezvous)))
 
     def _pass_path(self, part: Part) -> None:
-        """The run directory, from the process that knows it to all agents."""
+        """Tell all agents the run directory, where the process is that knows it first."""
         assert self._place is not None
         with suppress(RendezvousError):
-            if part.first == 0 and self._place.run.exists():
-                path = self._place.run.read_text(encoding="utf-8")
-                if path:
-                    told = {"generation": part.generation, "path": path}
-                    self.rendezvous.put(PATH, told)
-                    self._path_known = True
-            elif part.first != 0:
-                told = self.rendezvous.get(PATH)
-                if told is not None and told["generation"] == part.generation:
-                    self._place.run.write_text(told["path"], encoding="utf-8")
-                    self._path_known = True
+            if part.first == 0:
+                run = self._place.known_run()
+                if run is not None:
+                    tell_run(self.rendezvous, part.generation, run)
+            else:
+                run = known_run(self.rendezvous, part.generation - 1)
+                if run is not None:
+                    self._place.tell_run(run)
+            self._path_known = run is not None
 
     def _told_over(self, over: Mapping[str, Any]) -> None:
         if over["code"] == ConfigError.exit_code:

@@ -14,6 +14,7 @@ from queue import Empty, SimpleQueue
 
 import jax.numpy as jnp
 
+from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.metrics.account import Kind
@@ -47,6 +48,7 @@ class Supervisor:
         assert prepared.directory is not None
         self.sharded, self.cluster, self.prepared = sharded, sharded.cluster, prepared
         self.directory, self.token = prepared.directory, token
+        self.id = given_identity(self.directory).id
         self.events: SimpleQueue[Event] = SimpleQueue()
         self.fleet = Fleet(self.cluster, self._child, self._next)
         self.team = Team()
@@ -99,7 +101,7 @@ class Supervisor:
 
     def _setup(self) -> JsonObject:
         return {
-            "run": str(self.directory),
+            "run": {"id": self.id, "path": str(self.directory)},
             "token": str(self.token),
             "clock": self.first,
             "stop": self.last,

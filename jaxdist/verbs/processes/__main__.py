@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import JaxdistError, RunError
@@ -31,7 +30,7 @@ from jaxdist.train.servers.state import ShardState
 from jaxdist.train.servers.worker import Clocked, Measured, Worker
 from jaxdist.types import JsonObject
 from jaxdist.verbs.processes.aggregator import AggregatorProcess
-from jaxdist.verbs.processes.setup import listening, sharded_run, wires_to
+from jaxdist.verbs.processes.setup import listening, run_of, sharded_run, wires_to
 
 STATS_SECONDS = 1.0
 BETWEEN_SECONDS = 0.02
@@ -42,7 +41,7 @@ class ServerProcess:
     """One server: its shard, its port, and a thread that writes checkpoints."""
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
-        self.run, self.number, self.parent = Path(setup["run"]), setup["number"], parent
+        self.run, self.number, self.parent = run_of(setup), setup["number"], parent
         _, sharded = sharded_run(self.run)
         cluster = sharded.cluster
         self.layout = next(one for one in sharded.layouts if one.server == self.number)
@@ -130,7 +129,7 @@ class WorkerProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.setup, self.parent = setup, parent
-        experiment, sharded = sharded_run(Path(setup["run"]))
+        experiment, sharded = sharded_run(run_of(setup))
         cluster, slot = sharded.cluster, setup["slot"]
         rack = cluster.rack_of(slot)
         loader, program = part_of(experiment, sharded, slot)

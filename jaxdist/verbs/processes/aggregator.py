@@ -6,12 +6,11 @@ import threading
 from collections import Counter
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 from jaxdist.param_server.live.aggregator import Aggregator
 from jaxdist.train.servers.children import Parent
 from jaxdist.types import JsonObject
-from jaxdist.verbs.processes.setup import listening, sharded_run, wires_to
+from jaxdist.verbs.processes.setup import listening, run_of, sharded_run, wires_to
 
 STATS_SECONDS = 1.0
 
@@ -25,7 +24,7 @@ class AggregatorProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.number, self.parent = setup["number"], parent
-        _, sharded = sharded_run(Path(setup["run"]))
+        _, sharded = sharded_run(run_of(setup))
         cluster = sharded.cluster
         codes = sharded.codes or (None,) * cluster.servers
         given = zip(sharded.layouts, wires_to(sharded, setup), codes, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+from jaxdist.checkpoint.identity import Identity, check_identity
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.experiment.servers import sharded_of
 from jaxdist.param_server.wire.config import is_loopback
@@ -15,6 +16,18 @@ from jaxdist.param_server.wire.security import read_tls, read_token
 from jaxdist.train.directory import RunDirectory
 from jaxdist.train.servers.state import Sharded
 from jaxdist.types import JsonObject
+
+
+def run_of(setup: JsonObject) -> Path:
+    """Return the run directory of a setup.
+
+    Raises:
+      RunError: another run lies there by now.
+    """
+    run = Identity.of(setup["run"])
+    assert run.path is not None
+    check_identity(run.path, run.id)
+    return run.path
 
 
 def sharded_run(run: Path) -> tuple[Experiment, Sharded]:

@@ -1,0 +1,188 @@
+"""The identity of a run: an id in its directory, by which one run is told from another.
+
+RUN/run.json    {"id": "9f86d081884c7d65", "begun": "2026-01-31 12:00:00 +0000", "asked": "gpt"}
+
+A path does not identify a run: the directory can be deleted and a new run can begin there, and a
+second run of a config takes a numbered name beside the first. So whatever continues a run (a later
+generation, a worker, a server, a tier of snapshots) is given the id with the path, and refuses a
+directory with another id.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import re
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Self
+
+from jaxdist.errors import RunError
+from jaxdist.runtime.small_files import read_json
+from jaxdist.types import JsonObject
+
+FILE_NAME, CONFIG = "run.json", "config.yaml"
+MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Which run is meant.
+
+    Attributes:
+      id: drawn when the run began, or before it begins.
+      path: its directory; None where the directory is not known yet.
+      begun: local time at which the run began, for people; empty where it is not known.
+      asked: name of the directory that was asked for: the run's own without its number, and so
+        the run's config; None for a run that began before ids existed.
+    """
+
+    id: str
+    path: Path | None = None
+    begun: str = ""
+    asked: str | None = None
+
+    @property
+    def plain(self) -> JsonObject:
+        """The id and the path, to give to another process."""
+        return {"id": self.id, "path": None if self.path is None else str(self.path)}
+
+    @classmethod
+    def of(cls, plain: JsonObject) -> Self:
+        """Return what `plain` gave.
+
+        >>> Identity.of(Identity("a1", Path("/runs/gpt")).plain).path
+        PosixPath('/runs/gpt')
+        """
+        return cls(plain["id"], None if plain["path"] is None else Path(plain["path"]))
+
+
+def new_id() -> str:
+    """Draw an id that no other run has."""
+    return token_hex(8)
+
+
+def read_identity(run: Path) -> Identity | None:
+    """Return the identity that a run directory holds; None where it holds none.
+
+    Raises:
+      RunError: the file is damaged.
+    """
+    path = run / FILE_NAME
+    try:
+        told: Any = read_json(path, MOST_BYTES)
+        found = told["id"], told.get("begun", ""), told.get("asked")
+        if not (isinstance(found[0], str) and found[0] and isinstance(found[1], str)):
+            raise ValueError("its id is not text")
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise RunError(_damaged(path, error.strerror or error)) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RunError(_damaged(path, f"it is no identity of a run ({error})")) from error
+    return Identity(found[0], run, found[1], found[2])
+
+
+def _damaged(path: Path, why: object) -> str:
+    return (
+        f"{path} cannot be used: {why}; restore it from a copy, or remove it, and the next "
+        "--resume gives the run a new id"
+    )
+
+
+def write_identity(run: Path, identity: Identity) -> None:
+    """Give a directory its identity, if it has none; a whole file or none is there at any time.
+
+    Raises:
+      RunError: the directory is another run's, or what it holds is damaged.
+      OSError: it cannot be written.
+    """
+    if read_identity(run) is not None:
+        check_identity(run, identity.id)
+        return
+    begun = identity.begun or time.strftime("%Y-%m-%d %H:%M:%S %z")
+    text = json.dumps({"id": identity.id, "begun": begun, "asked": identity.asked})
+    temporary = run / f".{FILE_NAME}.{os.getpid()}"
+    temporary.write_text(text + "\n", encoding="utf-8")
+    os.replace(temporary, run / FILE_NAME)
+
+
+def given_identity(run: Path) -> Identity:
+    """Return the identity of a run that has begun, and first give it one where it has none.
+
+    A run that began before ids existed has none.
+
+    Raises:
+      RunError: see `read_identity`.
+      OSError: see `write_identity`.
+    """
+    found = read_identity(run)
+    if found is None:
+        found = replace(Identity(new_id()), begun="before runs had an id")
+        write_identity(run, found)
+    return replace(found, path=run)
+
+
+def check_identity(run: Path, wanted: str) -> None:
+    """Make sure that a directory is that of the run which is meant.
+
+    Raises:
+      RunError: it has another id, or none.
+    """
+    found = read_identity(run)
+    if found is None or found.id != wanted:
+        has = "has no id" if found is None else f"is run {found.id}, begun {found.begun}"
+        raise RunError(
+            f"run directory {run} {has}, and not run {wanted}, which is to go on: it was removed, "
+            "moved, or replaced meanwhile; put it back, or choose another run with "
+            "--resume run.directory=PATH"
+        )
+
+
+def has_begun(run: Path) -> bool:
+    """Return whether a run has begun in a directory: the config is what it writes last."""
+    return (run / CONFIG).exists()
+
+
+def candidates(base: Path) -> list[Path]:
+    """List the directories of the runs that have begun when `base` was asked for.
+
+    `gpt-2` is one for `gpt`, unless its identity says that it was asked for by this very name.
+
+    Raises:
+      RunError: see `read_identity`.
+    """
+    found = []
+    for path in filter(has_begun, family(base)):
+        identity = read_identity(path)
+        if identity is None or identity.asked in (None, base.name):
+            found.append(path)
+    return found
+
+
+def with_id(base: Path, wanted: str) -> Path | None:
+    """Find the directory with an id, where a process ended before it could tell the path.
+
+    Raises:
+      RunError: see `read_identity`.
+    """
+    for path in family(base):
+        identity = read_identity(path)
+        if identity is not None and identity.id == wanted:
+            return path
+    return None
+
+
+def family(base: Path) -> list[Path]:
+    """List `base` and what is numbered after it, also where numbers between are missing."""
+    start = len(base.name) + 1
+    numbers = sorted(
+        int(path.name[start:])
+        for path in base.parent.glob(f"{glob.escape(base.name)}-*")
+        if re.fullmatch("[2-9]|[1-9][0-9]+", path.name[start:], re.ASCII)
+    )
+    named = (base.with_name(f"{base.name}-{number}") for number in numbers)
+    return [path for path in (base, *named) if path.exists()]

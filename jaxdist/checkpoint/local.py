@@ -1,0 +1,75 @@
+"""Where snapshots of runs lie on a machine's own disk, and when they are taken away.
+
+DIRECTORY/gpt-86bcf769a1b2c3d4/run     the run directory and the id of the run that they are of
+DIRECTORY/gpt-86bcf769a1b2c3d4/step_*  see `jaxdist.checkpoint.snapshots`
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from jaxdist.checkpoint.identity import Identity, read_identity
+from jaxdist.checkpoint.layout import snapshot_of, steps_present
+from jaxdist.errors import CheckpointError, RunError
+from jaxdist.runtime.small_files import read_json
+
+OWNER = "run"
+
+
+def local_folder(directory: Path, run: Identity) -> Path:
+    """Return where the snapshots of a run lie.
+
+    The id keeps them from every other run, also from one whose directory had the same path.
+
+    >>> local_folder(Path("/ssd"), Identity("86bcf769", Path("/runs/gpt"))).name
+    'gpt-86bcf769'
+    """
+    assert run.path is not None
+    return directory / f"{run.path.name}-{run.id}"
+
+
+def claim(directory: Path, run: Identity) -> Path:
+    """Make the folder of a run, and take away those of others that nobody needs any more.
+
+    Raises:
+      CheckpointError: there can be no such folder.
+    """
+    assert run.path is not None
+    folder = local_folder(directory, run)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        staging = folder / f".{OWNER}_{os.getpid()}"
+        staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
+        staging.rename(folder / OWNER)
+    except OSError as error:
+        raise CheckpointError(
+            f"snapshots cannot lie in {folder}: {error.strerror or error}; choose another "
+            "checkpoint.local.directory"
+        ) from error
+    for other in directory.iterdir():
+        if other != folder and _is_needless(other):
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+def _is_needless(folder: Path) -> bool:
+    """Return whether no resume can go on from the snapshots in a folder.
+
+    Their run's directory is gone or is another run's, or its newest checkpoint is as new as they
+    are. Where that cannot be told, or somebody is at work there, they stay.
+    """
+    with suppress(OSError, ValueError, KeyError, TypeError, RunError):
+        run = Identity.of(read_json(folder / OWNER))
+        if run.path is None or not run.path.parent.is_dir() or (run.path / "run.lock").exists():
+            return False
+        found = read_identity(run.path)
+        if found is None or found.id != run.id:
+            return True
+        parts = filter(None, (snapshot_of(path.name) for path in folder.glob("step_*")))
+        newest = max((step for step, _, _ in parts), default=-1)
+        return newest <= max(steps_present(run.path / "checkpoints"), default=-1)
+    return False

@@ -1,0 +1,101 @@
+"""Which run the hosts of a rendezvous work at, and whether it has ended.
+
+run/id     the id of the run that is next to begin, drawn by the host that plans its generation
+run/path   the id and the directory of the run, when it has begun
+run/over   how the run ended, with its id and directory, and a digest of the command
+
+Each is told with the number of a generation: one that is not above that of `run/over` is of a run
+before, which has ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+from jaxdist.checkpoint.identity import Identity, new_id, read_identity
+from jaxdist.elastic.hosts.contract import Rendezvous
+from jaxdist.errors import RunError
+from jaxdist.types import Json
+
+ID, PATH, OVER = "run/id", "run/path", "run/over"
+
+
+def ended_before(rendezvous: Rendezvous) -> int:
+    """Return the generation in which the last run of a rendezvous ended; -1: none has.
+
+    Raises:
+      RendezvousError: the rendezvous cannot be reached.
+    """
+    over = rendezvous.get(OVER)
+    return -1 if over is None else over["generation"]
+
+
+def known_run(rendezvous: Rendezvous, ended: int) -> Identity | None:
+    """Return the run that has begun at a rendezvous since the last one ended; None: none has.
+
+    Args:
+      ended: the generation in which the last one ended.
+
+    Raises:
+      RendezvousError: the rendezvous cannot be reached.
+    """
+    return _identity(rendezvous.get(PATH), ended)
+
+
+def run_to_begin(rendezvous: Rendezvous, ended: int, generation: int) -> Identity:
+    """Return the run of a generation that is planned now; draw its id where it is the first.
+
+    Raises:
+      RendezvousError: the rendezvous cannot be reached.
+    """
+    found = known_run(rendezvous, ended) or _identity(rendezvous.get(ID), ended)
+    if found is None:
+        found = Identity(new_id())
+        rendezvous.put(ID, {"generation": generation, **found.plain})
+    return found
+
+
+def tell_run(rendezvous: Rendezvous, generation: int, run: Identity) -> None:
+    """Tell all hosts which run has begun.
+
+    Raises:
+      RendezvousError: the rendezvous cannot be reached.
+    """
+    rendezvous.put(PATH, {"generation": generation, **run.plain})
+
+
+def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
+    """Return the run that has ended after its last step, if this command would train it again.
+
+    None: no run has ended well, the config is another one, or the run's directory is gone.
+
+    Args:
+      values: of the config.
+
+    Raises:
+      RendezvousError: the rendezvous cannot be reached.
+    """
+    over = rendezvous.get(OVER)
+    if over is None or over["code"] or over.get("command") != command_of(values):
+        return None
+    run = None if over.get("run") is None else Identity.of(over["run"])
+    with suppress(RunError):
+        here = None if run is None or run.path is None else read_identity(run.path)
+        return run if here is not None and run is not None and here.id == run.id else None
+    return None
+
+
+def command_of(values: Json) -> str:
+    """Return a digest of a config: equal where two agents were given the same."""
+    text = json.dumps(values, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _identity(told: Mapping[str, Any] | None, ended: int) -> Identity | None:
+    if told is None or told["generation"] <= ended or "id" not in told:
+        return None
+    return Identity.of({**told})
