@@ -12,7 +12,7 @@ from jaxdist.verbs.train import _check_everywhere
 def test_a_server_or_worker_refuses_the_directory_of_another_run(tmp_path):
     write_identity(tmp_path, Identity("a1"))
     assert run_of({"run": Identity("a1", tmp_path).plain}) == tmp_path
-    with pytest.raises(RunError, match="is run a1, begun .*, and not run b2, which is to go on"):
+    with pytest.raises(RunError, match=r"is run a1, begun .*, and not run b2, which is to go on"):
         run_of({"run": Identity("b2", tmp_path).plain})
 
 
