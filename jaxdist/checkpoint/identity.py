@@ -20,12 +20,11 @@ from pathlib import Path
 from secrets import token_hex
 from typing import Any, Self
 
+from jaxdist.config.files import read_json
 from jaxdist.errors import RunError
-from jaxdist.runtime.small_files import read_json
 from jaxdist.types import JsonObject
 
 FILE_NAME, CONFIG = "run.json", "config.yaml"
-MOST_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ def read_identity(run: Path) -> Identity | None:
     """
     path = run / FILE_NAME
     try:
-        told: Any = read_json(path, MOST_BYTES)
+        told: Any = read_json(path)
         found = told["id"], told.get("begun", ""), told.get("asked")
         if not (isinstance(found[0], str) and found[0] and isinstance(found[1], str)):
             raise ValueError("its id is not text")

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from jaxdist.checkpoint.identity import Identity, read_identity
 from jaxdist.checkpoint.layout import snapshot_of, steps_present
+from jaxdist.config.files import read_json
 from jaxdist.errors import CheckpointError, RunError
-from jaxdist.runtime.small_files import read_json
 
 OWNER = "run"
 

@@ -1,11 +1,18 @@
-"""Files that a user names: only a regular one is read, since to open a pipe may wait for ever."""
+"""Files that anybody may have put there: only a regular one is read.
+
+To open a pipe may wait for ever, a device may have no end, and `json.loads` on ten thousand
+brackets raises RecursionError, which no caller expects.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 from pathlib import Path
+
+from jaxdist.types import Json
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -38,3 +45,29 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
     if kind is not None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", os.fspath(path))
     return Path(path).read_bytes()
+
+
+def parse_json(text: str | bytes) -> Json:
+    """Return the value of a JSON text.
+
+    >>> parse_json("[" * 100_000)
+    Traceback (most recent call last):
+    ValueError: it is nested too deeply
+
+    Raises:
+      ValueError: it is no JSON, or is nested too deeply.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: str | os.PathLike[str]) -> Json:
+    """Return the value of a regular file with JSON.
+
+    Raises:
+      OSError: see `read_regular`.
+      ValueError: see `parse_json`.
+    """
+    return parse_json(read_regular(path))

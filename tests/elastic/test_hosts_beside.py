@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jaxdist.elastic.hosts.beside import Beside
-from jaxdist.elastic.hosts.contract import RendezvousError
 from jaxdist.elastic.hosts.keeper import encode
+from jaxdist.elastic.hosts.places.contract import RendezvousError
 from jaxdist.elastic.hosts.words import Words
 from jaxdist.elastic.membership import Generation, Registry
 from jaxdist.errors import RunError

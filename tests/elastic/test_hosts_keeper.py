@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdist.elastic.hosts.contract import NOBODY, RendezvousError, Token
 from jaxdist.elastic.hosts.keeper import (
     Keeper,
     card_of,
@@ -18,6 +17,7 @@ from jaxdist.elastic.hosts.keeper import (
     encode_answer,
     encode_renewal,
 )
+from jaxdist.elastic.hosts.places.contract import NOBODY, RendezvousError, Token
 from jaxdist.elastic.membership import Generation, Grant, Host, MembershipConfig, Registry, Stop
 
 CONFIG = MembershipConfig(

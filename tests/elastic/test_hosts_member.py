@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.elastic.hosts.contract import RendezvousError
 from jaxdist.elastic.hosts.keeper import Keeper
 from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.places.contract import RendezvousError
 from jaxdist.elastic.hosts.places.folder import FolderRendezvous
 from jaxdist.elastic.membership import MembershipConfig
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from redis_place import free_port, redis_server
 
-from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError, Token
 from jaxdist.elastic.hosts.places import folder as folder_module
 from jaxdist.elastic.hosts.places.address import open_rendezvous
+from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError, Token
 from jaxdist.elastic.hosts.places.redis_server import RedisRendezvous
 from jaxdist.errors import ConfigError
 

@@ -139,7 +139,9 @@ def test_an_identity_that_is_a_pipe_is_named(tmp_path):
     begin(tmp_path / "gpt")
     (tmp_path / "gpt" / "run.json").unlink()
     os.mkfifo(tmp_path / "gpt" / "run.json")
-    with pytest.raises(RunError, match=r"run.json cannot be used: it is not a regular file"):
+    with pytest.raises(
+        RunError, match=r"run.json cannot be used: it is a pipe, not a regular file"
+    ):
         chosen(tmp_path / "gpt", resume=True)
 
 

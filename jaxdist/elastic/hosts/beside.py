@@ -7,9 +7,9 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from jaxdist.elastic.hosts.contract import RendezvousError
 from jaxdist.elastic.hosts.keeper import registry_of
 from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.places.contract import RendezvousError
 from jaxdist.elastic.hosts.words import Words
 from jaxdist.elastic.membership import Generation
 from jaxdist.errors import RunError

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from jaxdist.elastic.hosts.contract import NOBODY, Rendezvous, Token
+from jaxdist.elastic.hosts.places.contract import NOBODY, Rendezvous, Token
 from jaxdist.elastic.membership import (
     Generation,
     Grant,

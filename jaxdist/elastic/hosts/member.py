@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError, Token
 from jaxdist.elastic.hosts.keeper import Keeper, boot_clock, decode_answer, encode_renewal
+from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError, Token
 from jaxdist.elastic.hosts.run import OVER, ended_before
 from jaxdist.elastic.membership import Generation, Host, MembershipConfig
 from jaxdist.types import Json, JsonObject

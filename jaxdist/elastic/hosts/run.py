@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from jaxdist.checkpoint.identity import Identity, new_id, read_identity
-from jaxdist.elastic.hosts.contract import Rendezvous
+from jaxdist.elastic.hosts.places.contract import Rendezvous
 from jaxdist.errors import RunError
 from jaxdist.types import Json
 

@@ -16,10 +16,10 @@ from jaxdist.config import Document, read, validate
 from jaxdist.elastic.agent import Agent, Plan
 from jaxdist.elastic.config import ElasticConfig
 from jaxdist.elastic.fence import newest_of_all
-from jaxdist.elastic.hosts.contract import Token
 from jaxdist.elastic.hosts.identity import card
 from jaxdist.elastic.hosts.join import Here
 from jaxdist.elastic.hosts.places.address import open_rendezvous
+from jaxdist.elastic.hosts.places.contract import Token
 from jaxdist.elastic.hosts.together import Together
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.runtime.gpus import divide, look

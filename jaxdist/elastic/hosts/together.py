@@ -24,11 +24,11 @@ from typing import Any
 from jaxdist.checkpoint.identity import Identity
 from jaxdist.elastic.hosts.beside import Beside
 from jaxdist.elastic.hosts.buddy import Buddy
-from jaxdist.elastic.hosts.contract import Rendezvous, RendezvousError
 from jaxdist.elastic.hosts.copies import CopyServer, parts_in
 from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here, join
 from jaxdist.elastic.hosts.keeper import Keeper, boot_clock
 from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError
 from jaxdist.elastic.hosts.plan import Plan
 from jaxdist.elastic.hosts.prepare import Preparing
 from jaxdist.elastic.hosts.progress import Elsewhere, encode

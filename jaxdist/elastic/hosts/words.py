@@ -5,9 +5,9 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from jaxdist.elastic.hosts.contract import RendezvousError
 from jaxdist.elastic.hosts.keeper import card_of, registry_of
 from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.places.contract import RendezvousError
 from jaxdist.elastic.part import Part
 from jaxdist.runtime.rendezvous import Wait
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxdist.elastic.hosts.contract import Rendezvous
+from jaxdist.elastic.hosts.places.contract import Rendezvous
 from jaxdist.errors import ConfigError
 
 SCHEMES = ("redis://", "rediss://")

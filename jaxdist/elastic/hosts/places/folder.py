@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 
-from jaxdist.elastic.hosts.contract import RendezvousError, Token
+from jaxdist.elastic.hosts.places.contract import RendezvousError, Token
 from jaxdist.types import Json
 
 KEEPER = "keeper"
@@ -29,7 +29,7 @@ _TRIES, _PAUSE_SECONDS = 50, 0.01
 
 
 class FolderRendezvous:
-    """See `jaxdist.elastic.hosts.contract.Rendezvous`.
+    """See `jaxdist.elastic.hosts.places.contract.Rendezvous`.
 
     Args:
       folder: made if it is not there.

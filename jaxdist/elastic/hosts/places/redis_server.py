@@ -14,7 +14,7 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
-from jaxdist.elastic.hosts.contract import RendezvousError, Token
+from jaxdist.elastic.hosts.places.contract import RendezvousError, Token
 from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
@@ -30,7 +30,7 @@ return 0
 
 
 class RedisRendezvous:
-    """See `jaxdist.elastic.hosts.contract.Rendezvous`.
+    """See `jaxdist.elastic.hosts.places.contract.Rendezvous`.
 
     Args:
       address: redis://[:PASSWORD@]HOST:PORT/DB, rediss:// for TLS, and `#NAME` for another run on
