@@ -221,26 +221,36 @@ def plan_zero(
     )
 
 
-TILE = {-1: 128, -2: 16}
-"""Elements of a TPU's tile in the last two dims of an array; bfloat16's, the larger one."""
+LANES, SUBLANES = 128, 8
+"""The columns and rows of a TPU's tile, of every dtype that is stored or gathered here: two rows of
+bfloat16 share a sublane, but a tile of it has 8 rows too (`T(8,128)(2,1)` in a program)."""
 
 
 def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
-    """The dim to split into `parts`: the longest of the free ones that divide.
+    """Choose the dim to split into `parts` among the free ones that divide.
 
-    Those whose shards are whole tiles go first: XLA:TPU gathers others by an all-reduce of zeros
-    with a shard in them, which sends twice the bytes.
+    The order of preference follows from how XLA:TPU lays out a gathered tensor:
+
+    1. dims whose shards are whole tiles of the usual layout: XLA gathers others by an all-reduce of
+       zeros with a shard in them, which sends twice the bytes, or into another layout, from which
+       every gathered tensor is copied;
+    2. dims whose shards are whole sublanes: they are gathered in the transposed layout, which
+       products read without a copy;
+    3. the longest.
 
     >>> split_dim((4, 16, 48), ("layers", "embed", "mlp"), PartitionSpec(None, None, "tensor"), 8)
     1
     >>> split_dim((8192, 28672), ("embed", "mlp"), PartitionSpec(), 64)  # 28672 / 64 is 3.5 x 128
     0
+    >>> split_dim((28672, 8192), ("mlp", "embed"), PartitionSpec(), 1024)  # 28 rows or 8 columns
+    1
     """
     fitting = [dim for dim in _free(dims, spec) if shape[dim] and shape[dim] % parts == 0]
+    tiles = {-1: LANES, -2: SUBLANES}
 
-    def rank(dim: int) -> tuple[bool, int, int]:
-        tile = TILE.get(dim - len(shape), 1)
-        return shape[dim] // parts % tile == 0, shape[dim], -dim
+    def rank(dim: int) -> tuple[bool, bool, int, int]:
+        shard, tile = shape[dim] // parts, tiles.get(dim - len(shape), 1)
+        return shard % tile == 0, shard % SUBLANES == 0, shape[dim], -dim
 
     return max(fitting, key=rank, default=None)
 
