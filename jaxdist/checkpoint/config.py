@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Literal
 
 from pydantic import PositiveFloat
 
 from jaxdist.checkpoint.parts import BeginWith, Patterns
 from jaxdist.checkpoint.pieces import CHUNK_BYTES
-from jaxdist.config.schema import Config, Count
+from jaxdist.config.schema import Config, Count, FilePath
 
 Auto = Literal["auto"]
 
@@ -17,7 +16,7 @@ Auto = Literal["auto"]
 class LocalConfig(Config):
     """Snapshots on a disk of each machine: quicker than a shared one, and left when it restarts."""
 
-    directory: Path
+    directory: FilePath
     """Of every machine by itself; each run has a folder in it."""
     every: Count = 100
     """Steps between two of them."""

@@ -141,9 +141,21 @@ def check_identity(run: Path, wanted: str) -> None:
         )
 
 
+def base_of(directory: Path | None, config: Path) -> Path:
+    """Return the directory that a command asks for, to whose name a number can be added.
+
+    >>> base_of(None, Path("configs/gpt.yaml"))
+    PosixPath('runs/gpt')
+    >>> base_of(Path("."), Path("gpt.yaml")).name == Path.cwd().name
+    True
+    """
+    base = directory or Path("runs") / config.stem
+    return base.resolve() if base.name in ("", "..") else base
+
+
 def has_begun(run: Path) -> bool:
     """Return whether a run has begun in a directory: the config is what it writes last."""
-    return (run / CONFIG).exists()
+    return os.path.exists(run / CONFIG)  # unlike Path.exists, False for names that cannot be
 
 
 def candidates(base: Path) -> list[Path]:
@@ -184,4 +196,4 @@ def family(base: Path) -> list[Path]:
         if re.fullmatch("[2-9]|[1-9][0-9]+", path.name[start:], re.ASCII)
     )
     named = (base.with_name(f"{base.name}-{number}") for number in numbers)
-    return [path for path in (base, *named) if path.exists()]
+    return [path for path in (base, *named) if os.path.exists(path)]

@@ -6,6 +6,7 @@ trusted when its manifest is exactly the bytes that `seal` wrote and every file 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ import jax
 from pydantic import AfterValidator, Field
 
 from jaxdist.checkpoint.layout import MANIFEST, fsync_directory
+from jaxdist.config.files import kind_of, read_regular
 from jaxdist.config.schema import Config
 
 DIGEST_BYTES = 32
@@ -94,6 +96,9 @@ _TAIL_BYTES = len(b"}\n")
 
 def record_of(path: Path, *, durable: bool = False) -> FileRecord:
     """Size and digest of a file as it is, made to survive a power cut if `durable`."""
+    kind = kind_of(path)
+    if kind is not None:  # a pipe would be waited for, a device might have no end
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
         if durable:
@@ -159,7 +164,7 @@ def read_manifest(directory: Path) -> Manifest:
       DamageError: it is missing, unreadable, changed, or of another format.
     """
     try:
-        raw = (directory / MANIFEST).read_bytes()
+        raw = read_regular(directory / MANIFEST)
     except OSError as error:
         raise DamageError(f"{MANIFEST}: {_reason(error)}") from error
     body = raw[_HEAD_BYTES:-_TAIL_BYTES]

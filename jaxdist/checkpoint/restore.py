@@ -5,7 +5,6 @@ Reading never writes, so that a finished or running run can be evaluated from el
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from jaxdist.checkpoint.manifest import (
 )
 from jaxdist.checkpoint.reasons import one_line
 from jaxdist.checkpoint.structure import check_structure
+from jaxdist.config.files import read_json
 from jaxdist.errors import CheckpointError
 from jaxdist.types import JsonObject, PyTree
 
@@ -161,7 +161,7 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
     path = step_directory(directory, step)
     try:
         manifest = _read(directory, step)
-        metadata = json.loads((path / METADATA).read_bytes())
+        metadata = _metadata(path)
     except (DamageError, OSError) as error:
         raise CheckpointError(
             f"process {jax.process_index()} cannot read {path}, which process 0 can ({error}): put "
@@ -182,9 +182,25 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
 def _verify(directory: Path, step: int) -> str | None:
     try:
         check_files(step_directory(directory, step), _read(directory, step))
+        _metadata(step_directory(directory, step))
     except DamageError as damage:
         return str(damage)
     return None
+
+
+def _metadata(path: Path) -> JsonObject:
+    """Read what was kept beside the state.
+
+    Raises:
+      DamageError: it cannot be read, or is something else.
+    """
+    try:
+        found = read_json(path / METADATA)
+    except (OSError, ValueError) as error:
+        raise DamageError(f"{METADATA}: {getattr(error, 'strerror', None) or error}") from error
+    if not isinstance(found, dict):
+        raise DamageError(f"{METADATA}: it holds no mapping")
+    return found
 
 
 def _read(directory: Path, step: int) -> Manifest:

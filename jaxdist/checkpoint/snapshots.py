@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxdist.checkpoint.layout import fsync_directory, snapshot_name, snapshot_of
 from jaxdist.checkpoint.structure import named_leaves
+from jaxdist.config.files import parse_json, read_regular
 from jaxdist.errors import CheckpointError
 from jaxdist.types import Json, JsonObject, PyTree
 
@@ -228,18 +229,18 @@ def _read(path: Path) -> tuple[list[_Piece], JsonObject]:
       CheckpointError: its content does not match its digest.
     """
     try:
-        head, _, raw = path.read_bytes().partition(b"\n")
-        sealed = json.loads(head)
+        head, _, raw = read_regular(path).partition(b"\n")
+        sealed: Any = parse_json(head)
         if _digest(sealed["body"], raw) != sealed["blake2b"]:
             raise ValueError("its content does not match its digest")
-        told = json.loads(sealed["body"])
+        told: Any = parse_json(sealed["body"])
         pieces, offset = [], 0
         for name, span, dtype in told["pieces"]:
             shape = tuple(stop - start for start, stop in span)
             array = np.frombuffer(raw, jnp.dtype(dtype), int(np.prod(shape)), offset)
             pieces.append(_Piece(name, tuple(map(tuple, span)), array.reshape(shape)))
             offset += array.nbytes
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"snapshot {path.name}: {error}") from error
     return pieces, told["metadata"]
 

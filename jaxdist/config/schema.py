@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from jaxdist.config.document import Document, dotted, shown
 from jaxdist.config.explain import Problem, explain
@@ -35,6 +37,26 @@ LARGEST = 2**31 - 1
 """Counts and sizes are 32-bit integers in compiled programs."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
 """A whole number of things, at least one."""
+
+MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4095
+
+
+def _usable(path: Path) -> Path:
+    """Refuse what no file system takes."""
+    text = str(path)
+    if "\0" in text:
+        raise ValueError("a path holds no null character")
+    for part in path.parts:
+        size = len(os.fsencode(part))
+        if size > MOST_NAME_BYTES:
+            raise ValueError(f"a name of {size} bytes in it; at most {MOST_NAME_BYTES} are allowed")
+    if len(os.fsencode(text)) > MOST_PATH_BYTES:
+        raise ValueError(f"a path has at most {MOST_PATH_BYTES} bytes")
+    return path
+
+
+FilePath = Annotated[Path, AfterValidator(_usable)]
+"""A path that a file system can have."""
 
 Schema = TypeVar("Schema", bound=BaseModel)
 

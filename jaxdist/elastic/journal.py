@@ -7,7 +7,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from jaxdist.config.files import parse_json, read_regular
 from jaxdist.elastic.place import Place
+from jaxdist.errors import RunError
 from jaxdist.types import Json, JsonObject
 
 FILE_NAME = "elastic.jsonl"
@@ -32,13 +34,23 @@ class Journal:
 
 
 def read_journal(run: Path) -> list[JsonObject]:
-    """The events of a run's generations in their order; none where no agent has started it."""
+    """Return the events of a run's generations in order; none where no agent has started it.
+
+    Raises:
+      RunError: the file cannot be read.
+    """
     try:
-        lines = (run / FILE_NAME).read_text(encoding="utf-8").splitlines()
+        lines = read_regular(run / FILE_NAME).splitlines()
     except FileNotFoundError:
         return []
+    except OSError as error:
+        raise RunError(
+            f"{run / FILE_NAME} cannot be read: {error.strerror or error}; restore or remove it"
+        ) from error
     events = []
     for line in lines:
         with suppress(ValueError):  # the last may be cut off where the agent was killed
-            events.append(json.loads(line))
+            event = parse_json(line)
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                events.append(event)
     return events

@@ -12,6 +12,7 @@ from pydantic import Field
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config import Config, Count, Document, Problem, problems_error, read, validate
 from jaxdist.config.importing import user_code
+from jaxdist.config.schema import FilePath
 from jaxdist.data import DataConfig
 from jaxdist.elastic.config import ElasticConfig
 from jaxdist.errors import (
@@ -50,7 +51,7 @@ class EvalConfig(Config):
 class RunConfig(Config):
     """Where a run keeps its files, and what stops it early."""
 
-    directory: Path | None = None
+    directory: FilePath | None = None
     """The run directory; null is runs/ and the name of the config file."""
     preemption: PreemptionConfig = PreemptionConfig()
     """Who tells, besides signals, that the machine will be taken away."""

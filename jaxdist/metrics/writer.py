@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Self
 
+from jaxdist.config.files import parse_json, read_regular
 from jaxdist.errors import RunError
 from jaxdist.metrics.energy.tally import SPLIT as ENERGY
 from jaxdist.metrics.events import EventFile
@@ -212,7 +213,7 @@ def _metrics_file(path: Path) -> Path:
 
 def _complete_lines(path: Path) -> list[tuple[bytes, JsonObject]]:
     """Each line with its record; the last line may be torn by a kill and is then left out."""
-    lines = path.read_bytes().rstrip(b"\n").split(b"\n")
+    lines = read_regular(path).rstrip(b"\n").split(b"\n")
     found: list[tuple[bytes, JsonObject]] = []
     for number, line in enumerate(lines, start=1):
         record = _parse(line)
@@ -228,10 +229,12 @@ def _complete_lines(path: Path) -> list[tuple[bytes, JsonObject]]:
 
 def _parse(line: bytes) -> JsonObject | None:
     try:
-        record = json.loads(line)
+        record = parse_json(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) and {"step", "split"} <= record.keys() else None
+    if not (isinstance(record, dict) and isinstance(record.get("step"), int)):
+        return None
+    return record if isinstance(record.get("split"), str) else None
 
 
 def _encode(number: float) -> float | str:

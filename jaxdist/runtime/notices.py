@@ -16,7 +16,7 @@ from typing import Protocol
 
 from pydantic import PositiveFloat
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, FilePath
 
 GCE_URL = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"
 GCE_HEADERS = {"Metadata-Flavor": "Google"}
@@ -101,7 +101,7 @@ class MetadataNotice:
 class PreemptionConfig(Config):
     """Who tells, besides signals, that the machine will be taken away; any one is enough."""
 
-    file: Path | None = None
+    file: FilePath | None = None
     """A file that appears; null: none."""
     file_seconds: PositiveFloat = 0.5
     """Between two looks at it."""

@@ -16,13 +16,17 @@ def _flat(value: Json, path: str = "") -> JsonObject:
     return {path: value}
 
 
-def changes(before: str, after: str) -> list[str]:
-    """Lines `path: old -> new` for each value that differs between two YAML texts.
+def changes(before: JsonObject, after: str) -> list[str]:
+    """Return lines `path: old -> new` for each value that differs.
 
-    >>> changes("a: {b: 1, c: 2}", "a: {b: 1, c: 3}")
+    Args:
+      before: values as a file of an earlier time had them.
+      after: YAML of values that are resolved now.
+
+    >>> changes({"a": {"b": 1, "c": 2}}, "a: {b: 1, c: 3}")
     ['a.c: 2 -> 3']
     """
-    old, new = (_flat(YAML(typ="safe").load(text) or {}) for text in (before, after))
+    old, new = _flat(before), _flat(YAML(typ="safe").load(after) or {})
     return [
         f"{path}: {old.get(path)} -> {new.get(path)}"
         for path in {**old, **new}

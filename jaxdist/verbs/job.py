@@ -16,9 +16,9 @@ from jaxdist.checkpoint.layout import steps_present
 from jaxdist.checkpoint.local import claim
 from jaxdist.checkpoint.snapshots import Snapshots, whole_steps
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.config import Document, resolved_yaml
+from jaxdist.config import Document, read, resolved_yaml
 from jaxdist.elastic.fence import RunFence
-from jaxdist.errors import RunError
+from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, TrainStage, build
 from jaxdist.mesh import Device
 from jaxdist.metrics import goodput
@@ -220,8 +220,14 @@ class RunJob:
         """Begin a new directory; of one that is resumed only say what differs from its config."""
         resolved = resolved_yaml(self.config)
         if self.directory.occupied:
-            for line in changes(self.directory.config.read_text(), resolved):
-                self.console.print(f"changed since this run began: {line}", soft_wrap=True)
+            try:
+                lines = changes(read(self.directory.config).values, resolved)
+            except ConfigError as error:
+                # The state is whole without it, and the config of this command replaces it.
+                lines = [f"unknown, for {self.directory.config} is damaged: {error}"]
+            for line in lines:
+                text = f"changed since this run began: {line}"
+                self.console.print(text, soft_wrap=True, markup=False)
         elif jax.process_index() == 0:
             prepare(self.directory, resolved)
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from jaxdist.checkpoint.layout import steps_present
+from jaxdist.config.files import parse_json, read_regular
 from jaxdist.data.loader import DeviceBatch
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.experiment import Experiment
@@ -88,9 +89,16 @@ def life_of(run: Path, servers: int) -> Life:
         raise RunError(f"{run}: its servers have saved nothing yet that could be compared")
     last = max(clocks)
     first = max(first for first in begun if first < last)
-    lines = (run / "order" / "clients.jsonl").read_text(encoding="utf-8").splitlines()
-    told = [one for one in map(json.loads, lines) if one["first"] == first]
-    return Life(first, last, {one["client"]: one["slot"] for one in told})
+    path = run / "order" / "clients.jsonl"
+    try:
+        told: Any = [*map(parse_json, read_regular(path).splitlines())]
+        slots = {one["client"]: one["slot"] for one in told if one["first"] == first}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{path} does not tell which worker did what ({error}): restore it from a copy; "
+            "without it the run cannot be computed again"
+        ) from error
+    return Life(first, last, slots)
 
 
 def _start(

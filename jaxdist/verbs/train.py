@@ -14,7 +14,7 @@ import jax
 from rich.console import Console
 
 from jaxdist.checkpoint.agree import any_process, broadcast_json
-from jaxdist.checkpoint.identity import Identity, check_identity, read_identity
+from jaxdist.checkpoint.identity import Identity, base_of, check_identity, read_identity
 from jaxdist.data.cache import cache_directory
 from jaxdist.elastic.place import place_of
 from jaxdist.errors import RunError
@@ -68,7 +68,7 @@ def run(
     place = place_of(os.environ)
     taking = partial(
         take,
-        config.run.directory or Path("runs") / path.stem,
+        base_of(config.run.directory, path),
         named=bool(config.run.directory),
         resume=resume,
         exact=document.origin(("run", "directory")).overrides,

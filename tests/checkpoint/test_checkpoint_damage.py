@@ -129,11 +129,45 @@ def test_the_complaints(run: Path) -> None:
     (newest / "metadata.json").unlink()
     expect_fallback(run, "metadata.json: missing")
     (newest / "metadata.json").mkdir()
-    expect_fallback(run, "metadata.json: Is a directory")
+    expect_fallback(run, "metadata.json: it is a directory, not a regular file")
     shutil.rmtree(newest / "arrays")
     expect_fallback(run, "more files")
     (newest / "manifest.json").unlink()
     expect_fallback(run, "manifest.json: missing")
+
+
+@pytest.mark.parametrize(
+    ("replace", "complaint"),
+    [
+        (os.mkfifo, "metadata.json: it is a pipe, not a regular file"),
+        (lambda path: path.symlink_to("/dev/zero"), "metadata.json: it is a device"),
+    ],
+)
+def test_a_file_that_would_never_end_is_passed_over(
+    run: Path, replace: Callable[[Path], None], complaint: str
+) -> None:
+    path = run / "step_00000020" / "metadata.json"
+    path.unlink()
+    replace(path)
+    expect_fallback(run, complaint)
+    manifest = run / "step_00000020" / "manifest.json"
+    manifest.unlink()
+    replace(manifest)
+    expect_fallback(run, complaint.replace("metadata", "manifest"))
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [("[" * 100_000, "nested too deeply"), ("[]", "holds no mapping"), ("{", "metadata.json: ")],
+)
+def test_metadata_of_another_kind_is_passed_over(run: Path, text: str, complaint: str) -> None:
+    """Also where the manifest says that it should be so."""
+    newest = run / "step_00000020"
+    leaves = read_manifest(newest).leaves
+    (newest / "manifest.json").unlink()
+    (newest / "metadata.json").write_text(text)
+    seal(newest, step=20, metric=None, leaves=leaves)
+    expect_fallback(run, complaint)
 
 
 def test_an_asked_step_that_is_damaged_is_an_error_without_fallback(run: Path) -> None:

@@ -13,6 +13,11 @@ from pathlib import Path
 import pytest
 from runs import Jaxdist, assert_same_run, finish, steps, wait_for_step
 
+from jaxdist.elastic.journal import read_journal
+from jaxdist.errors import RunError
+from jaxdist.metrics.writer import read_metrics
+from jaxdist.verbs.replay import life_of
+
 
 def files_of(run: Path, step: int) -> list[Path]:
     folder = run / "checkpoints" / f"step_{step:08d}"
@@ -119,3 +124,47 @@ def test_a_run_whose_directory_is_deleted_says_so_once(jaxdist: Jaxdist) -> None
     told = r"checkpoints is gone; |metrics.jsonl (was removed|went with its run directory) while "
     assert re.search(told, ended.message), ended
     assert "done" not in ended.out
+
+
+@pytest.mark.parametrize("how", ["text", "pipe", "list", "nested"])
+def test_a_damaged_config_is_told_and_the_run_goes_on(trained: Jaxdist, how: str) -> None:
+    config = trained.run / "config.yaml"
+    config.unlink()
+    if how == "pipe":
+        os.mkfifo(config)
+    else:
+        config.write_text({"text": "a: [\0", "list": "[1]", "nested": "[" * 9999}[how])
+    done = trained.here("train", "config.yaml", "--resume", "train.steps=24")
+    assert done.code == 0, done
+    words = " ".join(done.out.split())
+    assert "since this run began: unknown, for runs/config/config.yaml is damaged: " in words
+    assert "resume from step 24 of 24" in words
+    assert config.read_text().startswith("model:")
+
+
+def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "elastic.jsonl")
+    with pytest.raises(RunError, match=r"elastic.jsonl cannot be read: it is a pipe"):
+        read_journal(tmp_path)
+    (tmp_path / "elastic.jsonl").unlink()
+    (tmp_path / "elastic.jsonl").write_text('3\n{"event": "lost"}\n' + "[" * 9999)
+    assert read_journal(tmp_path) == [{"event": "lost"}]
+
+
+def test_metrics_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunError, match=r"no metrics can be read from .*: it is a pipe"):
+        read_metrics(tmp_path)
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").write_text("[" * 9999 + '\n{"step": "x", "split": "train"}\n')
+    with pytest.raises(RunError, match=r"metrics.jsonl:1 is not a metrics record"):
+        read_metrics(tmp_path)
+
+
+def test_a_lost_list_of_workers_is_named(tmp_path: Path) -> None:
+    (tmp_path / "order").mkdir()
+    (tmp_path / "order" / "server_0.from_0.jsonl").touch()
+    (tmp_path / "order" / "clients.jsonl").write_text("[1]\n")
+    (tmp_path / "shards" / "server_0" / "step_00000002").mkdir(parents=True)
+    with pytest.raises(RunError, match=r"clients.jsonl does not tell which worker did what"):
+        life_of(tmp_path, 1)

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from secrets import token_hex
 
-from jaxdist.checkpoint.identity import Identity, candidates, read_identity
+from jaxdist.checkpoint.identity import Identity, base_of, candidates, read_identity
 from jaxdist.checkpoint.local import local_folder
 from jaxdist.config import Document, read, validate
 from jaxdist.elastic.agent import Agent, Plan
@@ -76,7 +76,8 @@ def agent_of(
         devices_of(values, os.environ, processes),
         shared,
     )
-    base = Path((values.get("run") or {}).get("directory") or Path("runs") / config.stem)
+    directory = (values.get("run") or {}).get("directory")
+    base = base_of(Path(directory) if directory else None, config)
     together = Together(
         place,
         membership,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from jaxdist.config.files import parse_json, read_regular
 from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.protocol import server
@@ -76,12 +77,12 @@ def read_order(path: Path) -> Iterator[Taken]:
       RunError: it cannot be read, or holds something else.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = read_regular(path).decode("utf-8", "replace").split("\n")
     except OSError as error:
         raise RunError(f"order log {path} cannot be read: {error.strerror}") from error
     for number, line in enumerate(lines[:-1], 1):
         try:
-            yield _taken(json.loads(line))
+            yield _taken(parse_json(line))
         except (ValueError, TypeError) as error:
             raise RunError(f"order log {path}, line {number}: {line[:60]!r} is no entry") from error
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Annotated
 
 from pydantic import Field, PositiveFloat, model_validator
 
-from jaxdist.config.schema import Config
+from jaxdist.config.schema import Config, FilePath
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -16,11 +15,11 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 class TlsConfig(Config):
     """Certificates, for servers and workers alike; each side asks the other for its own."""
 
-    authority: Path
+    authority: FilePath
     """PEM file of the authority that signed all of them."""
-    certificate: Path
+    certificate: FilePath
     """PEM file of this side's certificate; a server's names the host that workers connect to."""
-    key: Path
+    key: FilePath
     """PEM file of its private key, which only its owner may read."""
 
 
@@ -32,7 +31,7 @@ class ProcessesConfig(Config):
     port: Port = 0
     """Of server 0; the next ones have the next ports, and then the racks' aggregators, each as many
     as there are servers. 0 takes free ones."""
-    token: Path | None = None
+    token: FilePath | None = None
     """File with the token that workers must know; null makes a new one for each run."""
     tls: TlsConfig | None = None
     """Certificates; null talks in the clear, on this machine alone."""

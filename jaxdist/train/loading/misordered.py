@@ -8,13 +8,13 @@ with its rows permuted, by a permutation that depends on the mesh.
 from __future__ import annotations
 
 import base64
-import json
 from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint.layout import ARRAYS, step_directory
 from jaxdist.checkpoint.manifest import read_manifest
 from jaxdist.config import read
+from jaxdist.config.files import parse_json, read_json
 from jaxdist.errors import CheckpointError
 from jaxdist.mesh import DCN, ICI
 from jaxdist.train.directory import RunDirectory
@@ -31,7 +31,10 @@ def check_order(run: RunDirectory, step: int) -> None:
     """
     path = step_directory(run.checkpoints, step)
     manifest = read_manifest(path)
-    if manifest.format > 1 or read(run.config).values["parallel"]["reduce"] is None:
+    if manifest.format > 1:
+        return
+    parallel = read(run.config).values.get("parallel")
+    if isinstance(parallel, dict) and parallel.get("reduce", "?") is None:
         return
     specs = _specs(path / ARRAYS)
     found = [
@@ -51,9 +54,9 @@ def check_order(run: RunDirectory, step: int) -> None:
 
 def _specs(arrays: Path) -> dict[int, list[Any]]:
     """The partition spec of each array, by its number, as orbax wrote it down."""
-    noted = json.loads((arrays / "_sharding").read_text(encoding="utf-8"))
+    noted = read_json(arrays / "_sharding")
     return {
-        int(base64.b64decode(number)): json.loads(text).get("partition_spec", [])
+        int(base64.b64decode(number)): parse_json(text).get("partition_spec", [])
         for number, text in noted.items()
     }
 

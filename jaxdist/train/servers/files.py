@@ -12,6 +12,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from jaxdist.checkpoint import layout as names
 from jaxdist.checkpoint.manifest import DamageError, check_files, read_manifest, seal
 from jaxdist.checkpoint.structure import describe
+from jaxdist.config.files import read_json
 from jaxdist.errors import CheckpointError
 from jaxdist.param_server.live.layout import Layout
 from jaxdist.train.servers.state import Sharded, ShardState
@@ -81,8 +83,12 @@ def read_shard(run: Path, sharded: Sharded, layout: Layout, clock: int) -> Shard
         raw = (path / names.ARRAYS / f"{number:06d}.bin").read_bytes()
         leaves.append(np.frombuffer(raw, leaf.dtype).reshape(leaf.shape))
     tree = jax.tree.unflatten(jax.tree.structure(wanted), leaves)
-    about = json.loads((path / names.METADATA).read_text(encoding="utf-8"))
-    return ShardState(about["floor"], about["version"], tree["params"], tree["optimizer"])
+    try:
+        about: Any = read_json(path / names.METADATA)
+        given = about["floor"], about["version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} cannot be trusted: {names.METADATA}: {error}") from error
+    return ShardState(*given, tree["params"], tree["optimizer"])
 
 
 def prune(run: Path, stale: Callable[[int], bool]) -> None:
