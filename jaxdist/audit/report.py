@@ -13,6 +13,7 @@ from rich.text import Text
 
 from jaxdist.audit.knobs import written
 from jaxdist.audit.step import AuditedStep, Finding, judge
+from jaxdist.config.importing import foreign_code
 from jaxdist.experiment import load
 from jaxdist.inspect.program import open_subject
 from jaxdist.metrics.report import write_json
@@ -49,6 +50,8 @@ def audit(
     """
     devices = None if topology is None else topology_devices(topology)
     document, config = load(path, overrides)
+    for text in foreign_code(document.values):
+        console.print(f"code   {text}", soft_wrap=True, markup=False)
     step = AuditedStep(document, config, open_subject(path, overrides, devices))
     console.print(f"audit of {step.subject.name}", soft_wrap=True, markup=False)
     findings: list[Finding] = []

@@ -116,6 +116,17 @@ def delete(path: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
 
 
+def clear_older(directory: Path, generation: int) -> None:
+    """Take away what processes of older generations have left half written.
+
+    They may write on for a while after the next generation has called `recover`.
+    """
+    for path in directory.glob(f"{_STAGING}*"):
+        match = re.match(rf"{re.escape(_STAGING)}(?:deleted-)?g(\d+)-", path.name)
+        if match is not None and int(match[1]) < generation:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def recover(directory: Path) -> list[str]:
     """Clear what a crash left behind, and return the names dealt with.
 

@@ -33,7 +33,7 @@ from jaxdist.checkpoint.restore import (
 )
 from jaxdist.checkpoint.retention import Saved, to_delete
 from jaxdist.checkpoint.structure import describe
-from jaxdist.errors import CheckpointError
+from jaxdist.errors import CheckpointError, RunError
 from jaxdist.types import Json, PyTree
 
 LOST_PEERS_SECONDS = 10
@@ -178,6 +178,7 @@ class CheckpointStore:
         """
         try:
             self.wait()
+            self._clear_older()
         finally:
             self._writer.close()
 
@@ -298,11 +299,23 @@ class CheckpointStore:
         # Who is suspended here, and deposed, no longer finds what it would rename.
         layout.commit(staging, final)
         self._check_fence()
+        self._clear_older()
         self._prune(pending.step)
+
+    def _is_deposed(self) -> bool:
+        try:
+            self._check_fence()
+        except RunError:
+            return True
+        return False
 
     def _check_fence(self) -> None:
         if self._fence is not None:
             self._fence.check()
+
+    def _clear_older(self) -> None:
+        if self._primary and self._fence is not None:
+            layout.clear_older(self.directory, self._fence.generation)
 
     def _staging(self, step: int) -> Path:
         generation = None if self._fence is None else self._fence.generation
@@ -341,7 +354,9 @@ class CheckpointStore:
                 raise FileNotFoundError  # what is there now was made by orbax for its arrays
             if self._primary and self._fence is None:
                 layout.recover(self.directory)
-            elif self._primary:  # what others write there may be the next generation's
+            elif self._primary or self._is_deposed():
+                # By its name alone: other files there may be the next generation's. Of one that is
+                # deposed each process does it, for any of them may be the last that writes.
                 shutil.rmtree(self._staging(step), ignore_errors=True)
             good, free = self.steps(), shutil.disk_usage(self.directory).free
         except OSError as lost:

@@ -10,6 +10,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -136,3 +137,35 @@ def _no_attribute(path: str, found: Any, name: str) -> NoReturn:
     match = closest(name, (other for other in dir(found) if not other.startswith("_")))
     hint = f"; did you mean {match!r}?" if match else ""
     raise ConfigError(f"import path {path!r}: {owner!r} has no attribute {name!r}{hint}")
+
+
+def foreign_code(values: Json) -> list[str]:
+    """List the user's own modules that a config imports, with the file and the settings of each.
+
+    Nothing is imported for it. Modules of installed packages are left out.
+
+    >>> foreign_code({"optim": {"type": "import", "path": "optax:lion"}})
+    []
+    """
+    settings: dict[str, list[str]] = {}
+    for setting, path in _import_paths(values, ""):
+        settings.setdefault(path.partition(":")[0].partition(".")[0], []).append(setting)
+    lines = []
+    for top, names in settings.items():
+        found = PathFinder.find_spec(top, ["", *sys.path])
+        places = [] if found is None else [found.origin, *(found.submodule_search_locations or ())]
+        place = next((one for one in places if one), None)
+        if place is not None and not place.startswith(_NOT_THE_USERS):
+            lines.append(f"imports {Path(place).absolute()} for {', '.join(names)}")
+    return lines
+
+
+def _import_paths(values: Json, where: str) -> Iterator[tuple[str, str]]:
+    if isinstance(values, dict):
+        if values.get("type") == "import" and isinstance(values.get("path"), str):
+            yield where, values["path"]
+        for key, value in values.items():
+            yield from _import_paths(value, f"{where}.{key}" if where else str(key))
+    elif isinstance(values, list):
+        for index, value in enumerate(values):
+            yield from _import_paths(value, f"{where}.{index}")

@@ -9,6 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
+from jaxdist.config import read
+from jaxdist.config.importing import foreign_code
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.inspect.diff import Difference, difference, print_difference
 from jaxdist.inspect.program import Inspection, inspect_step, open_subject
@@ -52,6 +54,9 @@ def inspect(
             "--plot draws the predicted step of one program for TPUs: give --topology, and no "
             "--diff or --diff-set"
         )
+    for file in dict.fromkeys([path, other or path]):
+        for text in foreign_code(read(file, overrides).values):
+            console.print(f"code   {text}", soft_wrap=True, markup=False)
     first = open_subject(path, overrides, devices)
     for text in first.experiment.explained:
         console.print(f"plan   {escape(text)}", soft_wrap=True)

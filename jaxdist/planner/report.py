@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jaxdist.config import Document
+from jaxdist.config.importing import foreign_code
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, load
 from jaxdist.inspect.rows import show_bytes
@@ -77,6 +78,8 @@ def plan(
       JaxdistError: no plan is valid on any, or anything else that the user can mend.
     """
     document, config = load(path, overrides)
+    for text in foreign_code(document.values):
+        console.print(f"code   {text}", soft_wrap=True, markup=False)
     targets = parse_targets(asked.on, asked.slices)
     model = model_of(config, document)
     for target in targets:

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jaxdist.checkpoint.parts import taken
 from jaxdist.checkpoint.restore import Restored, restore_as
+from jaxdist.config.importing import foreign_code
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.train.checkpoints import adapted
@@ -39,6 +40,8 @@ def open_run(
             "`jaxdist train` printed after the word run"
         )
     document, config = load(directory.config, overrides)
+    for text in foreign_code(document.values):
+        console.print(f"code   {text}", soft_wrap=True, markup=False)
     experiment = build(config, document)
 
     def say(text: str) -> None:

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxdist.checkpoint.layout import steps_present
+from jaxdist.config import read
 from jaxdist.config.files import parse_json, read_regular
+from jaxdist.config.importing import foreign_code
 from jaxdist.data.loader import DeviceBatch
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.experiment import Experiment
@@ -57,6 +59,8 @@ def replay(run: Path, console: Console) -> bool:
     """
     if not RunDirectory(run).occupied or not (run / "order").is_dir():
         raise RunError(f"{run} is no run with strategy.type parameter_server: it has no order/")
+    for text in foreign_code(read(RunDirectory(run).config).values):
+        console.print(f"code   {text}", soft_wrap=True, markup=False)
     experiment, sharded = sharded_run(run)
     workers = sharded.cluster.workers
     life = life_of(run, len(sharded.layouts))

@@ -178,3 +178,32 @@ def test_the_newest_of_a_run_and_those_beside_it(tmp_path: Path):
     begun(tmp_path / "run-2", 9)
     begun(tmp_path / "running", 30)
     assert newest_of_all(base) == 9
+
+
+def test_what_a_late_worker_of_an_older_generation_left_is_cleared(tmp_path: Path):
+    """It wrote on after the next generation had looked; its own and other files stay."""
+    new = checkpoints(tmp_path, begun(tmp_path, 3))
+    folder = tmp_path / "c"
+    late = [".tmp-g1-step_00000004", ".tmp-g2-step_00000005", ".tmp-deleted-g2-step_00000005"]
+    for name in (*late, ".tmp-g12-step_00000006", ".tmp-g3-step_00000009"):
+        (folder / name / "arrays").mkdir(parents=True)
+    new.save(5, STATE, metadata={})
+    new.wait()
+    left = {path.name for path in folder.glob(".tmp-*")}
+    assert left == {".tmp-g12-step_00000006", ".tmp-g3-step_00000009"}
+    (folder / late[0]).mkdir()
+    new.close()
+    assert {path.name for path in folder.glob(".tmp-*")} == left
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_who_was_deposed_takes_away_what_it_has_written(tmp_path: Path, monkeypatch, process: int):
+    old = checkpoints(tmp_path, begun(tmp_path, 1))
+    old._primary = process == 0
+    staging = layout.staging_directory(tmp_path / "c", 5, 1)
+    (staging / "arrays").mkdir(parents=True)
+    begun(tmp_path, 2)
+    half = layout.staging_directory(tmp_path / "c", 5, 2)
+    half.mkdir()
+    assert "saving step 5" in old._abandon(5, RunError("deposed"))
+    assert (staging.exists(), half.exists()) == (False, True)

@@ -228,3 +228,22 @@ def test_data_that_break_in_the_middle_end_the_run(jaxdist: Jaxdist) -> None:
     assert refused.code == 2
     place = f"({jaxdist.folder / 'mine.py'}:{line_of('DataBrokenLater')})"
     assert refused.message == f"error: data: example 50 raised OSError: a broken sector {place}"
+
+
+@pytest.mark.parametrize("command", ["inspect", "plan", "audit", "eval", "generate", "replay"])
+def test_whose_code_is_imported_is_said_before(jaxdist: Jaxdist, command: str) -> None:
+    (jaxdist.folder / "hostile.py").write_text("raise ValueError('it ran')")
+    jaxdist.config(
+        {**DIGITS, "loss": {"type": "classification"}},
+        model={"type": "import", "path": "hostile:Model"},
+    )
+    run = jaxdist.folder / "run"
+    (run / "order").mkdir(parents=True)
+    (run / "config.yaml").write_text((jaxdist.folder / "config.yaml").read_text())
+    of_run = command in ("eval", "generate", "replay")
+    more = {"plan": ["--on", "v5p:2x2x1"], "generate": ["--prompt", "a"]}.get(command, [])
+    devices = [] if command == "plan" else ["--devices", "8"]
+    done = jaxdist.here(command, "run" if of_run else "config.yaml", *more, *devices)
+    assert done.code == 2, done
+    assert f"code   imports {jaxdist.folder}/hostile.py for model" in done.out
+    assert "it ran" in done.message
