@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jaxdist.models.adapters import from_functions as from_functions
     from jaxdist.models.adapters import from_linen as from_linen
     from jaxdist.models.functional import functional as functional
-    from jaxdist.models.loss import Mean as Mean
+    from jaxdist.models.mean import Mean as Mean
     from jaxdist.runtime.environment import prepare as prepare
     from jaxdist.sharding import Layout as Layout
     from jaxdist.train.checkpoints import restore as restore
@@ -38,7 +38,7 @@ _HOME = {
     "JaxdistError": "errors",
     "Layout": "sharding",
     "Loader": "data.loader",
-    "Mean": "models.loss",
+    "Mean": "models.mean",
     "MeshAxis": "mesh",
     "MeshConfig": "mesh",
     "Program": "train.step",

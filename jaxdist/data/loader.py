@@ -100,7 +100,7 @@ class Loader:
         example = _example(source)
         allowed.check(example, np.zeros(1, np.int64), split)
         self._example, self._sharding = example, sharding
-        self._rows = slice(None)
+        self._rows, self._at_once = slice(None), False
         self._lay_out(batch_size)
 
     def _lay_out(self, rows: int) -> None:
@@ -120,6 +120,12 @@ class Loader:
         found = copy(self)
         found._rows = slice(start, start + size)
         found._lay_out(size)
+        return found
+
+    def at_once(self) -> Loader:
+        """The loader whose evaluations are of one batch, as a loss that returns a scalar needs."""
+        found = copy(self)
+        found._at_once = True
         return found
 
     def batch(self, step: int) -> DeviceBatch:
@@ -143,7 +149,17 @@ class Loader:
         return self._stream(lambda step: Rows(self.indices(step), None), start_step, sys.maxsize)
 
     def evaluation_batches(self, limit: int | None = None) -> Batches:
-        """Every example once, in order, in at most `limit` batches; the last one is padded."""
+        """Every example once, in order, in at most `limit` batches; the last one is padded.
+
+        After `at_once`, the same examples in one batch, which is not padded.
+        """
+        if self._at_once:
+            total = len(self._source)
+            rows = total if limit is None else min(total, limit * self._batch_size)
+            whole = copy(self)
+            whole._batch_size = rows
+            whole._lay_out(rows)
+            return whole._stream(whole._evaluation_rows, 0, 1)
         count = -(-len(self._source) // self._batch_size)
         return self._stream(self._evaluation_rows, 0, count if limit is None else min(limit, count))
 

@@ -14,6 +14,7 @@ from jaxdist.data.loader import Loader
 from jaxdist.experiment.config import ExperimentConfig, at_setting
 from jaxdist.experiment.program import make_program
 from jaxdist.mesh import Device, build_mesh
+from jaxdist.models.mean import scalars_in
 from jaxdist.sharding import Layout, make_layout
 from jaxdist.train.loading.begin import check_parts
 from jaxdist.train.plan import (
@@ -112,6 +113,8 @@ def build(
     program, derived, notices = make_program(
         config, layout, dataset, loader.batch_shapes, plan, rate, at
     )
+    if heldout is not None and scalars_in(program.measured):
+        heldout = heldout.at_once()
     with at("checkpoint"):
         notices = (*notices, *check_parts(config.checkpoint, config.strategy.type, program))
     with at("train"):

@@ -4,31 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.data import Dataset
+from jaxdist.data.loader import WEIGHT
 from jaxdist.experiment.compression import explain_messages, with_compression
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
 from jaxdist.models.build import choose_loss, make_model, notices_of, offloads_of
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, weighted
+from jaxdist.models.mean import scalars_in
 from jaxdist.optim.build import Optimizer, Rate, build_optimizer
 from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.exchange.strict import Strict
+from jaxdist.parallel.objective import Objective
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
-from jaxdist.parallel.plan import plan_exchange
+from jaxdist.parallel.plan import facts_of, plan_exchange
 from jaxdist.parallel.strict.check import check_statistics, check_update
+from jaxdist.parallel.validity.table import check
 from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
 from jaxdist.train.assemble import assemble
+from jaxdist.train.evaluate import why_in_parts
 from jaxdist.train.plan import Plan
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.contract import RunSettings
+from jaxdist.train.strategy.parameter_server import ParameterServer
 from jaxdist.trees import flatten_with_names
 
 Own = Callable[..., AbstractContextManager[bool]]
@@ -66,6 +73,9 @@ def make_program(
         exchange, notices = plan_exchange(*given, offloads=offloads, seed=config.seed)
         if config.parallel.deterministic is not None:
             check_statistics(model, local=config.parallel.batch_norm == "local")
+    if config.loss is not None and config.loss.type == "import":
+        with at("loss"), own("loss", "model"):
+            _check_scalars(config, layout, dims, dataset, model, loss, batch)
     with at("parallel", "xla"):
         options = compiler_options(config.parallel.xla, list(layout.mesh.local_devices))
     with at("parallel", "compression"):
@@ -101,6 +111,39 @@ def make_program(
         return program, explained, notices
     more = chunks.notices(stored, model, dims)
     return program, (*chunks.explained, *explained), (*notices, *more)
+
+
+def _check_scalars(
+    config: ExperimentConfig,
+    layout: Layout,
+    dims: Mapping[str, Dims],
+    dataset: Dataset,
+    model: Functional,
+    loss: Loss,
+    batch: Mapping[str, jax.ShapeDtypeStruct],
+) -> None:
+    """Refuse a loss that returns a scalar where a batch, or the held-out split, is cut.
+
+    Raises:
+      ConfigError: what cuts it, and the lines that return a sum with its weight instead.
+    """
+    sums = partial(Objective(model, loss).sums, key=None)
+    scalars = scalars_in(jax.eval_shape(sums, model.params, model.buffers, batch)[1][0])
+    if not scalars:
+        return
+    strategy, train, evaluation = config.strategy, config.train, None
+    if dataset.heldout is not None:
+        given = len(dataset.heldout), config.eval.batches, train.batch_size, layout.data_size
+        evaluation = why_in_parts(*given)
+    facts = replace(
+        facts_of(config.parallel, layout, dims),
+        scalars=scalars,
+        microbatches=train.microbatches,
+        workers=strategy.workers if isinstance(strategy, ParameterServer) else 1,
+        weighted=WEIGHT in batch,
+        evaluation=evaluation,
+    )
+    check(facts)
 
 
 def _checked(

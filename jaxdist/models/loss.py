@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +18,17 @@ from pydantic import Field
 from jaxdist.config.importing import load_object
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.models.mean import Mean, OpaqueMean, Sums
 from jaxdist.types import Kwargs, PyTree, Scalar
 
-
-class Mean(NamedTuple):
-    """A weighted sum and its weight, float32 scalars; the mean is total / weight."""
-
-    total: jax.Array
-    weight: jax.Array
-
-
-Sums = dict[str, Mean]
 Batch = Mapping[str, jax.Array]
 Model: TypeAlias = Any
 """An NNX module, or a plain function that is called as one."""
 Loss = Callable[[Model, Batch], PyTree]
 """(module, batch) to named means, `Sums`; "loss" is the one that training minimises.
 
-A user's own loss may also return the mean of a batch as a scalar, or (scalar, {name: scalar}).
+A user's own loss may also return the mean of a batch as a scalar, or (scalar, {name: scalar}),
+where nothing cuts the batch: see `check_adds_up`.
 """
 
 
@@ -55,7 +48,7 @@ def _as_mean(name: str, value: Scalar, rows: jax.Array) -> Mean:
     if isinstance(value, Mean):
         return Mean(jnp.asarray(value[0], jnp.float32), jnp.asarray(value[1], jnp.float32))
     if getattr(value, "shape", None) == ():
-        return Mean(jnp.asarray(value * rows, jnp.float32), rows)
+        return OpaqueMean(jnp.asarray(value * rows, jnp.float32), rows)
     raise RunError(
         f"the loss returned {type(value).__name__} {getattr(value, 'shape', '')} for {name!r}: "
         "return {'loss': Mean(total, weight), ...}, a scalar mean, or (scalar, {name: scalar})"
@@ -63,7 +56,7 @@ def _as_mean(name: str, value: Scalar, rows: jax.Array) -> Mean:
 
 
 def as_sums(result: PyTree, batch: Batch) -> Sums:
-    """What a loss returned, as named sums; a bare mean is weighted by the rows of the batch.
+    """What a loss returned, as named sums; a scalar becomes an `OpaqueMean`.
 
     Raises:
       RunError: the loss returned something else; the message says what.

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.models.loss import Batch, Sums
+from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
 from jaxdist.parallel.microbatch import split_rows
 from jaxdist.parallel.objective import Objective
@@ -75,6 +76,7 @@ class Accumulated(Unstaged):
 
         rows, first = jax.tree.map(lambda x: x[0], (pieces, keys))
         shapes = jax.eval_shape(one, held.buffers, rows, first)
+        check_adds_up(shapes.sums, f"the batch is computed in {self.microbatches} microbatches")
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes[:2])
         begun = Gradients(zeros[0], zeros[1], held.buffers)
         return jax.lax.scan(body, begun, (pieces, keys))[0]
@@ -94,7 +96,7 @@ def whole_or_accumulated(objective: Objective, layout: Layout, microbatches: int
 
 def over_weight(found: Gradients) -> Gradients:
     """Gradients of the mean loss from those of the total."""
-    weight = found.sums["loss"].weight
+    weight = divisor(found.sums["loss"].weight)
     return found._replace(grads=jax.tree.map(lambda g: g / weight, found.grads))
 
 

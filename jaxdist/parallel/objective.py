@@ -7,11 +7,11 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
+from jaxdist.models.mean import divisor
 from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.types import Buffers, Params
@@ -86,7 +86,7 @@ class Objective:
         total, aux = self.sums(params, buffers, batch, key, around)
         weight = jax.lax.stop_gradient(aux[0]["loss"].weight)
         if self.scaling is None or held.scale is None:
-            return total / weight, aux
+            return total / divisor(weight), aux
         return self.scaling.scale_loss(total / _common(weight, around), held.scale), aux
 
 
@@ -97,5 +97,4 @@ def _common(weight: jax.Array, around: Surroundings) -> jax.Array:
     """
     if around.axes:
         weight = jax.lax.pmean(weight, around.axes)
-    # A microbatch of padding alone adds nothing, not 0 / 0.
-    return jnp.where(weight == 0, 1, weight)
+    return divisor(weight)

@@ -19,7 +19,8 @@ from jaxdist.parallel.pipeline.executor.ticks import Activations
 from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
 from jaxdist.parallel.pipeline.schedules.csv_form import Csv
 from jaxdist.parallel.pipeline.schedules.schedule import loop
-from jaxdist.parallel.validity.table import Facts, violations
+from jaxdist.parallel.validity.features import Facts
+from jaxdist.parallel.validity.table import violations
 from jaxdist.parallel.zero import STAGES, Stage, ZeroConfig
 from jaxdist.types import Json, JsonObject
 

@@ -3,14 +3,56 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import jax
 
 from jaxdist.errors import RunError
-from jaxdist.models.loss import Batch
+from jaxdist.models.loss import Batch, Sums
+from jaxdist.models.mean import check_adds_up
 from jaxdist.train.step import Program
 from jaxdist.types import Buffers, Params
+
+AT_ONCE = 8
+"""Batches that a scalar is evaluated of as one: without gradients it takes less than to train."""
+
+
+def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) -> str | None:
+    """Why a held-out split is not evaluated as one batch without padding, as a phrase; None if not.
+
+    Args:
+      rows: the examples of the split.
+      limit: how many batches of them are evaluated at most.
+      devices: those that share a batch.
+
+    >>> why_in_parts(96, None, 32, 8)
+    >>> why_in_parts(100, None, 32, 8)
+    '100 examples, which do not divide over 8 devices along data'
+    >>> why_in_parts(1000, None, 32, 8)
+    '1000 examples, more than 8 batches of 32 that may be computed at once'
+    """
+    rows = rows if limit is None else min(rows, limit * batch_size)
+    if rows % devices:
+        return f"{rows} examples, which do not divide over {devices} devices along data"
+    if rows > AT_ONCE * batch_size:
+        return (
+            f"{rows} examples, more than {AT_ONCE} batches of {batch_size} that may be computed at "
+            "once"
+        )
+    return None
+
+
+def _check_scalars(parts: Sequence[Sums], rows: int) -> None:
+    """Refuse scalars of several batches, and of one with rows that do not count.
+
+    Raises:
+      ConfigError: see `check_adds_up`.
+    """
+    for sums in parts:
+        if len(parts) > 1:
+            check_adds_up(sums, f"the split is evaluated in {len(parts)} batches")
+        if float(sums["loss"].weight) != rows:
+            check_adds_up(sums, f"some of the {rows} rows of the batch fill it up")
 
 
 def evaluate(
@@ -24,10 +66,16 @@ def evaluate(
 
     Raises:
       RunError: no row has weight for the loss itself.
+      ConfigError: the loss returns scalars, and the split is not one batch without padding.
     """
-    parts = [program.evaluate(params, buffers, batch) for batch in batches]
+    parts: list[Sums] = []
+    rows = 0
+    for batch in batches:
+        rows = len(next(iter(batch.values())))
+        parts.append(program.evaluate(params, buffers, batch))
     # Added as Python floats (64 bits), in order: the result does not depend on the batch count.
     fetched = jax.device_get(parts)
+    _check_scalars(fetched, rows)
     totals: dict[str, tuple[float, float]] = {}
     for sums in fetched:
         for name, mean in sums.items():

@@ -209,14 +209,23 @@ class Program:
         return replace(new, loss_scale=scale), {**values, "loss_scale": old.loss_scale.scale}
 
     @cached_property
+    def measured(self) -> Sums:
+        """The shapes of what the loss measures.
+
+        Raises:
+          RunError: the loss does not return what a loss must.
+        """
+        params = jax.eval_shape(self.optimizer.stored, self.model.params)
+        return jax.eval_shape(self.compute.sums, params, self.model.buffers, self.batch)
+
+    @cached_property
     def metrics(self) -> tuple[str, ...]:
         """Names of the values in the vector that `train` returns; the loss's own come first.
 
         Raises:
           RunError: the loss does not return what a loss must.
         """
-        params = jax.eval_shape(self.optimizer.stored, self.model.params)
-        shapes = jax.eval_shape(self.compute.sums, params, self.model.buffers, self.batch)
+        shapes = self.measured
         skips = SKIP_METRICS if self.optimizer.max_skipped is not None else ()
         scale = ("loss_scale",) if self.optimizer.loss_scale is not None else ()
         own = sorted(shapes, key=lambda name: (name != "loss", name))

@@ -22,8 +22,9 @@ from jaxdist.compression.config import CompressQuantize, CompressSign
 from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_exchange
+from jaxdist.parallel.validity.features import FEATURES, Facts
 from jaxdist.parallel.validity.page import footnotes, markdown
-from jaxdist.parallel.validity.table import FEATURES, ROWS, Facts
+from jaxdist.parallel.validity.table import ROWS
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.sharding import ShardingConfig, make_layout
 
@@ -67,6 +68,26 @@ EVERY = [
         MESHES, (None, *TYPES), ZEROS, ({}, {"w": "embed"}), (False, True), MESSAGES, (None, 8)
     )
 ]
+SCALARS = [
+    Facts(
+        mesh,
+        tuple(name for name in mesh if name.startswith("data")),
+        None if kind is None else TypeAdapter(ReduceConfig).validate_python({"type": kind}),
+        zero,
+        offloads=kind is None,
+        compression=messages,
+        shards=shards,
+        scalars=scalars,
+        microbatches=2 if more else 1,
+        workers=2 if more else 1,
+        weighted=more,
+        evaluation="100 examples in parts" if more else None,
+    )
+    for mesh, kind, zero, messages, shards, scalars, more in itertools.product(
+        MESHES, (None, *TYPES), ZEROS, MESSAGES, (None, 8), ((), ("loss",)), (False, True)
+    )
+]
+EVERY += SCALARS
 """Facts of every kind that the features tell apart."""
 
 

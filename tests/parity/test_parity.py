@@ -287,8 +287,10 @@ class Model(nnx.Module):
 
 def loss(module, batch):
     import optax
-    logits = module(batch["image"] / 255.0)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+    from jaxdist import Mean
+    logits, weight = module(batch["image"] / 255.0), batch["weight"]
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+    return {"loss": Mean((nats * weight).sum(), weight.sum())}
 """
 
 

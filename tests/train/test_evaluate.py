@@ -9,8 +9,9 @@ from typing import Any
 import jax.numpy as jnp
 import pytest
 
-from jaxdist.errors import RunError
-from jaxdist.models.loss import Mean
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.models.loss import as_sums
+from jaxdist.models.mean import Mean
 from jaxdist.train.evaluate import evaluate
 
 
@@ -36,6 +37,32 @@ def test_a_split_in_which_no_row_has_weight_has_no_loss() -> None:
 def test_a_split_without_batches_has_no_loss() -> None:
     with pytest.raises(RunError, match="0 batches"):
         means_of()
+
+
+def mean_of_scalars(*weights: list[float]) -> dict[str, float]:
+    """What `evaluate` makes of a loss that returns the scalar 2, a list of row weights a batch."""
+
+    def sums(params: Any, buffers: Any, batch: Any) -> Any:
+        return as_sums(jnp.float32(2), batch)
+
+    program: Any = SimpleNamespace(evaluate=sums)
+    return evaluate(program, {}, {}, [{"weight": jnp.array(rows)} for rows in weights])
+
+
+def test_a_scalar_of_one_whole_batch_is_the_mean() -> None:
+    assert mean_of_scalars([1.0, 1.0, 1.0]) == {"loss": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("weights", "cut"),
+    [
+        ([[1.0, 1.0], [1.0, 1.0]], "the split is evaluated in 2 batches"),
+        ([[1.0, 1.0, 0.0]], "some of the 3 rows of the batch fill it up"),
+    ],
+)
+def test_a_scalar_of_a_part_of_the_split_is_refused(weights: Any, cut: str) -> None:
+    with pytest.raises(ConfigError, match=rf"a scalar for 'loss', but {cut}: .*\n.*weight = batch"):
+        mean_of_scalars(*weights)
 
 
 def test_another_mean_without_weight_is_nan() -> None:

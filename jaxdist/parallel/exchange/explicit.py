@@ -22,6 +22,7 @@ from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression import Codec
 from jaxdist.models.loss import Batch
+from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.optim.safety import global_norm, global_norm_of_shards
 from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
 from jaxdist.parallel.exchange.base import Base
@@ -88,6 +89,7 @@ class Explicit(Base):
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
             own = held._replace(params=enter(params), buffers=buffers)
             found = compute.gradients(own, batch, key, around)
+            check_adds_up(found.sums, f"each part of mesh axis {', '.join(self.axes)} has own rows")
             # Between processes on CPUs gloo sums one number thirty times slower than it sends it.
             quick = Halving() if sends_apart() else XLA
             sums = reduce_tree(found.sums, self.axes, algorithm=quick)
@@ -222,6 +224,7 @@ def _with_leading_dim(grads: Grads) -> PyTree:
 
 def over(weight: jax.Array, grads: Grads) -> PyTree:
     """Gradients over a weight, in their own dtypes."""
+    weight = divisor(weight)
     return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads)
 
 

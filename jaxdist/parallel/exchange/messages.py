@@ -17,6 +17,7 @@ from jaxdist.compression import CompressionState, Reduced, compressed_all_reduce
 from jaxdist.compression.choice import PerParameter
 from jaxdist.compression.feedback.contract import Feedback
 from jaxdist.compression.reshard import reshard
+from jaxdist.models.mean import divisor
 from jaxdist.types import Grads, PyTree, Specs
 
 EVERYWHERE = PartitionSpec()
@@ -96,7 +97,7 @@ class Messages:
         """
 
         def run(grads: Grads, weight: jax.Array, state: CompressionState) -> PyTree:
-            own = jax.tree.map(lambda g: g[0].astype(jnp.float32) / weight, grads)
+            own = jax.tree.map(lambda g: g[0].astype(jnp.float32) / divisor(weight), grads)
             found = self._reduced(before(own), state)
             total = jax.tree.map(lambda x, g: x.astype(g.dtype), found.grads, grads)
             return after(total), found.state

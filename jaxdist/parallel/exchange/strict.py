@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec
 
 from jaxdist.collectives.operations import XLA
 from jaxdist.models.loss import Batch, Sums
+from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.optim.owners import Owner
 from jaxdist.optim.safety import all_finite, global_norm
 from jaxdist.parallel.compiler import PASSES, Options
@@ -88,6 +89,11 @@ class Strict(Explicit):
         )
 
     @property
+    def _cut(self) -> str:
+        """How a batch is cut, for `check_adds_up`."""
+        return f"the batch is computed in {self.order.shards} logical shards"
+
+    @property
     def _alone(self) -> bool:
         """Whether a logical shard is computed by one device."""
         return self.devices == self.mesh.size
@@ -101,7 +107,7 @@ class Strict(Explicit):
         # What follows must not be compiled into what comes before, which is not the same on every
         # number of devices: on one of them a weight may be a constant.
         # Times, not over: XLA does so by itself, but not where a shard is of one element.
-        given = (total, 1 / found.sums["loss"].weight)
+        given = (total, 1 / divisor(found.sums["loss"].weight))
         total, factor = lax.optimization_barrier(given)
         mean = jax.tree.map(lambda g: (g * factor).astype(g.dtype), total)
         mean = mean if self.zero is None else self.zero.cut(mean)
@@ -113,7 +119,9 @@ class Strict(Explicit):
 
             def one(number: jax.Array) -> Sums:
                 given = (params, buffers, take(rows, number))
-                return compute.sums(*settled(given, flat=self._alone))
+                found = compute.sums(*settled(given, flat=self._alone))
+                check_adds_up(found, self._cut)
+                return found
 
             return self.reduction.everywhere(add_blocks(one, self.local, flat=self._alone))
 
@@ -213,7 +221,9 @@ class Strict(Explicit):
             def one(number: jax.Array) -> Gradients:
                 own = jax.random.fold_in(key, first + number)
                 ready, mine = settled((given, take(rows, number)), flat=self._alone)
-                return wide(compute.gradients(ready, mine, own, Surroundings()))
+                found = compute.gradients(ready, mine, own, Surroundings())
+                check_adds_up(found.sums, self._cut)
+                return wide(found)
 
             found = add_blocks(one, self.local, flat=self._alone)
             sums, total = self.reduction.everywhere((found.sums, found.buffers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jaxdist.parallel.validity.table import (
+from jaxdist.parallel.validity.features import (
     Facts,
     shown_compression,
     shown_mesh,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from jaxdist.parallel.validity.table import COMPRESSION, FEATURES, REDUCTIONS, ROWS, ZERO_STAGES
+from jaxdist.parallel.validity.features import FEATURES
+from jaxdist.parallel.validity.table import COMPRESSION, REDUCTIONS, ROWS, ZERO_STAGES
 
 
 def footnotes(first: str, second: str) -> list[tuple[int, bool]]:
@@ -38,7 +39,11 @@ def markdown() -> str:
     lines += ["", "Refused, with the reason and what to do instead:", ""]
     for number, row in enumerate(ROWS, 1):
         groups = ", with ".join(" or ".join(f"`{name}`" for name in group) for group in row.groups)
-        lines.append(f"{number}. {groups}: {row.why}. Instead: {row.instead}.")
+        instead, *code = row.instead.split("\n")
+        lines.append(f"{number}. {groups}: {row.why}. Instead: {instead.rstrip(':')}.")
+        lines += ["", "    ```python", *code, "    ```", ""] if code else []
+    while not lines[-1]:
+        lines.pop()
     return "\n".join(lines) + "\n"
 
 

@@ -7,188 +7,16 @@ a config is checked against and the matrix in the docs. Printed by
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from jaxdist.collectives.algorithms.xla import Xla
-from jaxdist.collectives.contract import Algorithm
-from jaxdist.compression import NoFeedback
-from jaxdist.compression.config import Compression
 from jaxdist.errors import ConfigError
-from jaxdist.mesh import ICI, describe
-from jaxdist.parallel.zero import ZeroConfig
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What of a config and a model decides whether they go together; plain data.
-
-    Attributes:
-      mesh: size of each mesh axis; one over two networks is two, `data_dcn` and `data_ici`.
-      batch_axes: those that split the batch, slowest first; none where the mesh has no such axis.
-      split: a parameter that a sharding rule splits over them, to the dim that the rule names.
-      empty_axes: those larger than 1 that no rule puts anything on.
-      reduce_dtype: in which gradients travel; None is their own.
-      local_statistics: whether batch norms keep to each device's own rows.
-      pipeline: settings of parallel.pipeline that are not the default, as the user knows them.
-      offloads: whether the model's activations go to the host's memory.
-      compression: of gradients; None sends them as they are.
-      shards: logical ones, of `parallel.deterministic`; None without it.
-    """
-
-    mesh: Mapping[str, int]
-    batch_axes: tuple[str, ...]
-    reduce: Algorithm | None = None
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
-    split: Mapping[str, str] = field(default_factory=dict)
-    empty_axes: tuple[str, ...] = ()
-    reduce_dtype: str | None = None
-    local_statistics: bool = False
-    pipeline: tuple[str, ...] = ()
-    offloads: bool = False
-    compression: Compression | None = None
-    shards: int | None = None
-
-    @property
-    def stages(self) -> int:
-        """The number of stages; 1 is no pipeline."""
-        return self.mesh.get("stage", 1)
-
-    @property
-    def reduction(self) -> Algorithm | None:
-        """What sums the gradients: the config's choice, or what a pipeline puts in; None is XLA."""
-        # Left to XLA, each of a pipeline's microbatches would be reduced by itself, and messages
-        # need a device's own gradients.
-        named = self.stages > 1 or self.compression is not None
-        if self.reduce is None and named and self.batch_axes:
-            return Xla()
-        return self.reduce
-
-    @property
-    def fast_axes(self) -> tuple[str, ...]:
-        """The part of the batch's axis that lies inside the fast network."""
-        return tuple(name for name in self.batch_axes if name.endswith(ICI))
-
-    @property
-    def state_axes(self) -> tuple[str, ...]:
-        """Those over which ZeRO splits the training state."""
-        return self.fast_axes if self.zero.scope == "ici" else self.batch_axes
-
-    @property
-    def others(self) -> dict[str, int]:
-        """Axes larger than 1 that do not split the batch."""
-        return {
-            name: size
-            for name, size in self.mesh.items()
-            if name not in self.batch_axes and size > 1
-        }
-
-    def parts(self, axes: Sequence[str]) -> int:
-        """The number of devices along these axes."""
-        return math.prod(self.mesh[name] for name in axes)
-
-
-@dataclass(frozen=True)
-class Feature:
-    """Something that a config can have: whether it does, and the setting as the user knows it."""
-
-    active: Callable[[Facts], bool]
-    shown: Callable[[Facts], str]
-
-
-def shown_mesh(facts: Facts) -> str:
-    return f"mesh {describe(facts.mesh)}"
-
-
-def _kind(facts: Facts) -> str | None:
-    return getattr(facts.reduce, "type", None)
-
-
-def shown_reduce(facts: Facts) -> str:
-    kind = _kind(facts)
-    return "parallel.reduce null" if kind is None else f"parallel.reduce.type {kind}"
-
-
-def shown_stage(facts: Facts) -> str:
-    return f"parallel.zero.stage {facts.zero.stage}"
-
-
-def shown_compression(facts: Facts) -> str:
-    kind = getattr(facts.compression, "type", "")
-    return f"parallel.compression.type {kind}"
-
-
-def _messages_over(axis: str, *, fed_back: bool | None = None) -> Feature:
-    def active(facts: Facts) -> bool:
-        found = facts.compression
-        if found is None or found.axis != axis:
-            return False
-        return fed_back in (None, not isinstance(found.feedback, NoFeedback))
-
-    def shown(facts: Facts) -> str:
-        return f"{shown_compression(facts)} over axis {axis}"
-
-    return Feature(active, shown)
-
-
-def _rule(facts: Facts) -> str:
-    (name, dim), *more = facts.split.items()
-    also = f" and {len(more)} more" if more else ""
-    return f"sharding.rules.{dim}, which splits {name}{also} over {', '.join(facts.batch_axes)}"
-
-
-def _is(*types: str) -> Callable[[Facts], bool]:
-    return lambda facts: _kind(facts) in types
-
-
-def _at_stage(stage: int) -> Callable[[Facts], bool]:
-    return lambda facts: facts.zero.stage == stage
-
-
-_FLAT = ("ring", "tree", "double_tree", "halving", "auto")
-
-FEATURES: Mapping[str, Feature] = {
-    "no axis splits the batch": Feature(lambda f: not f.batch_axes, shown_mesh),
-    "data on one network": Feature(lambda f: bool(f.batch_axes) and not f.fast_axes, shown_mesh),
-    "data: {dcn, ici}": Feature(lambda f: bool(f.fast_axes), shown_mesh),
-    "tensor (or another axis)": Feature(lambda f: bool(f.others), shown_mesh),
-    "stage (a pipeline)": Feature(lambda f: f.stages > 1, shown_mesh),
-    "a sharding rule over data": Feature(lambda f: bool(f.split), _rule),
-    "zero 1": Feature(_at_stage(1), shown_stage),
-    "zero 2": Feature(_at_stage(2), shown_stage),
-    "zero 3": Feature(_at_stage(3), shown_stage),
-    "parallel.zero.scope: all": Feature(
-        lambda f: f.zero.stage > 0 and f.zero.scope == "all", lambda f: "parallel.zero.scope all"
-    ),
-    "parallel.zero.scope: ici": Feature(
-        lambda f: f.zero.stage > 0 and f.zero.scope == "ici", lambda f: "parallel.zero.scope ici"
-    ),
-    "reduce: null": Feature(lambda f: f.reduce is None, shown_reduce),
-    "reduce: xla": Feature(_is("xla"), shown_reduce),
-    f"reduce: {', '.join(_FLAT)}": Feature(_is(*_FLAT), shown_reduce),
-    "reduce: hierarchical": Feature(_is("hierarchical"), shown_reduce),
-    "compression over data": _messages_over("data", fed_back=True),
-    "compression over data, error_feedback: false": _messages_over("data", fed_back=False),
-    "compression over data.dcn": _messages_over("data.dcn"),
-    "parallel.zero.secondary": Feature(
-        lambda f: f.zero.stage == 3 and f.zero.secondary, lambda f: "parallel.zero.secondary"
-    ),
-    "deterministic: strict": Feature(
-        lambda f: f.shards is not None, lambda f: "parallel.deterministic.type strict"
-    ),
-    "train.microbatches": Feature(lambda f: True, lambda f: "train.microbatches"),
-    "model.remat": Feature(lambda f: True, lambda f: "model.remat"),
-    "model.remat: {...: offload}": Feature(
-        lambda f: f.offloads, lambda f: "offload in model.remat"
-    ),
-}
-"""All that the table can speak of, in the order of the matrix."""
+from jaxdist.models.mean import AS_MEAN, OPAQUE
+from jaxdist.parallel.validity.features import FEATURES, FLAT, Facts
 
 COMPRESSION = tuple(name for name in FEATURES if name.startswith("compression over"))
 SCOPES = ("parallel.zero.scope: all", "parallel.zero.scope: ici")
 ZERO_STAGES = ("zero 1", "zero 2", "zero 3")
-REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(_FLAT)}", "reduce: hierarchical")
+REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(FLAT)}", "reduce: hierarchical")
 
 
 @dataclass(frozen=True)
@@ -263,7 +91,7 @@ ROWS: tuple[Row, ...] = (
         (
             ("zero 2",),
             ("stage (a pipeline)",),
-            (f"reduce: {', '.join(_FLAT)}", "reduce: hierarchical"),
+            (f"reduce: {', '.join(FLAT)}", "reduce: hierarchical"),
         ),
         "gradients are reduced within a stage's tasks, and what permutes among its devices waits "
         "for those of the other stages",
@@ -369,6 +197,31 @@ ROWS: tuple[Row, ...] = (
         (("deterministic: strict",), ZERO_STAGES, ("tensor (or another axis)",)),
         "the norm of gradients that two axes split would be added up in the order of devices",
         "set parallel.zero.stage: 0, or keep data alone in mesh",
+    ),
+    Row(
+        (
+            ("a scalar as loss",),
+            (
+                "train.microbatches",
+                "stage (a pipeline)",
+                *REDUCTIONS,
+                *COMPRESSION,
+                "deterministic: strict",
+                "workers of a parameter server",
+            ),
+        ),
+        f"each part of the batch is computed by itself, and {OPAQUE}",
+        AS_MEAN,
+    ),
+    Row(
+        (("a scalar as loss",), ("weights in the data",)),
+        "whether rows that weigh 0 are left out is not known of a scalar",
+        AS_MEAN,
+    ),
+    Row(
+        (("a scalar as loss",), ("a held-out split in several batches",)),
+        f"a scalar is evaluated in one batch without padding, for {OPAQUE}",
+        AS_MEAN,
     ),
 )
 """Every combination that is refused."""

@@ -7,7 +7,8 @@ from functools import lru_cache
 from typing import Protocol
 
 from jaxdist.collectives.algorithms.xla import Xla
-from jaxdist.parallel.validity.table import Facts, violations
+from jaxdist.parallel.validity.features import Facts
+from jaxdist.parallel.validity.table import violations
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.planner.memory import Memory
 from jaxdist.planner.plan import Plan

@@ -17,6 +17,7 @@ from jaxdist.models.functional import Functional
 from jaxdist.models.hints import RESIDUAL
 from jaxdist.models.layers import HeadOnly
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
+from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.parallel.microbatch import split_rows
@@ -120,7 +121,7 @@ class Pipeline:
         mean = jax.lax.stop_gradient(jax.lax.map(weight, rows).mean())
         axes = self._axes_of("batch")
         mean = jax.lax.pmean(mean, axes) if axes else mean
-        return jnp.where(mean == 0, 1, mean)
+        return divisor(mean)
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
         """What the loss measures of a batch, in evaluation mode."""
@@ -306,6 +307,7 @@ def minimised(
     """
     batch = weighted(visit.rows)
     sums = as_sums(loss(outputs, batch), batch)
+    check_adds_up(sums, "each microbatch of a pipeline is computed by itself")
     total = sums["loss"].total
     return total if factor is None else total * factor, sums
 

@@ -1,0 +1,44 @@
+"""Losses of a language model that leave out some targets, as a user would write them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from jaxdist import Mean
+
+IGNORED = 63
+"""The target that does not count."""
+COUNTS = (7, 1, 8, 0, 8, 8, 8, 8, 0, 0, 0, 0, 1, 0, 0, 8)
+"""Targets that count, by row: unequal in any microbatch and shard, and none in a quarter."""
+
+
+def _nats_and_valid(module: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+    targets = batch["tokens"][:, 1:]
+    logits = module(batch["tokens"][:, :-1], batch["segments"])[..., : IGNORED + 1]
+    nats = optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), targets)
+    return nats, (targets != IGNORED).astype(jnp.float32)
+
+
+def as_sum(module: Any, batch: Any) -> dict[str, Mean]:
+    """The total of all targets that count, and their number."""
+    nats, valid = _nats_and_valid(module, batch)
+    weight = batch["weight"][:, None] * valid
+    return {"loss": Mean((nats * weight).sum(), weight.sum())}
+
+
+def as_scalar(module: Any, batch: Any) -> jax.Array:
+    """The mean of the targets that count."""
+    nats, valid = _nats_and_valid(module, batch)
+    return (nats * valid).sum() / valid.sum()
+
+
+def tokens_with(counts: tuple[int, ...], length: int) -> np.ndarray:
+    """Tokens int32 `[len(counts), length + 1]` of which each row has so many targets that count."""
+    drawn = np.random.default_rng(0).integers(0, IGNORED, (len(counts), length + 1))
+    places = np.arange(length + 1)[None]
+    return np.where(places <= np.array(counts)[:, None], drawn, IGNORED).astype(np.int32)
