@@ -18,11 +18,11 @@ from jaxdist.models.build import choose_loss, make_model, notices_of, offloads_o
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, weighted
-from jaxdist.models.mean import scalars_in
+from jaxdist.models.mean import Sums, scalars_in
 from jaxdist.optim.build import Optimizer, Rate, build_optimizer
 from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.exchange.strict import Strict
-from jaxdist.parallel.objective import Objective
+from jaxdist.parallel.objective import Objective, measures
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
@@ -73,9 +73,11 @@ def make_program(
         exchange, notices = plan_exchange(*given, offloads=offloads, seed=config.seed)
         if config.parallel.deterministic is not None:
             check_statistics(model, local=config.parallel.batch_norm == "local")
+    masks = False
     if config.loss is not None and config.loss.type == "import":
         with at("loss"), own("loss", "model"):
-            _check_scalars(config, layout, dims, dataset, model, loss, batch)
+            sums, masks = measures(Objective(model, loss), batch)
+            _check_scalars(config, layout, dims, dataset, sums, batch)
     with at("parallel", "xla"):
         options = compiler_options(config.parallel.xla, list(layout.mesh.local_devices))
     with at("parallel", "compression"):
@@ -93,11 +95,15 @@ def make_program(
         of_strategy = _checked(config, layout, model, dims, plan, optimizer)
     with at("parallel", "pipeline"), own("loss", "model"):
         pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
+    # Servers update parameters themselves, and a push without weight adds nothing there.
+    served = isinstance(config.strategy, ParameterServer)
+    skips_empty = (masks or WEIGHT in batch) and not served
     with at("loss"):
         program = assemble(
             model, loss, optimizer, stored, dims, batch,
             seed=config.seed, microbatches=config.train.microbatches,
             exchange=exchange, pipeline=pipeline, outer=outer, options=options,
+            skips_empty=skips_empty,
         )  # fmt: skip
         with own("loss", "model"):
             _ = program.metrics
@@ -118,8 +124,7 @@ def _check_scalars(
     layout: Layout,
     dims: Mapping[str, Dims],
     dataset: Dataset,
-    model: Functional,
-    loss: Loss,
+    sums: Sums,
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
     """Refuse a loss that returns a scalar where a batch, or the held-out split, is cut.
@@ -127,8 +132,7 @@ def _check_scalars(
     Raises:
       ConfigError: what cuts it, and the lines that return a sum with its weight instead.
     """
-    sums = partial(Objective(model, loss).sums, key=None)
-    scalars = scalars_in(jax.eval_shape(sums, model.params, model.buffers, batch)[1][0])
+    scalars = scalars_in(sums)
     if not scalars:
         return
     strategy, train, evaluation = config.strategy, config.train, None

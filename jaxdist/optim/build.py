@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import jax.numpy as jnp
@@ -27,7 +27,13 @@ from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.optim.onebit import OnebitAdamConfig
 from jaxdist.optim.onebit_lamb import OnebitLambConfig
 from jaxdist.optim.precision import bf16_moments, master_weights
-from jaxdist.optim.safety import clip_to_norm, skip_nonfinite, skip_spikes, skip_states
+from jaxdist.optim.safety import (
+    clip_to_norm,
+    count_skips,
+    skip_nonfinite,
+    skip_spikes,
+    skip_states,
+)
 from jaxdist.optim.schedules import StepClock, build_schedule
 from jaxdist.optim.stacks.by_layer import by_layer
 from jaxdist.types import Dims, Grads, Kwargs, OptState, Params, Scalar, Updates
@@ -162,6 +168,7 @@ class Optimizer:
       param_dtype: dtype that the parameters are kept in; None is the model's own.
       loss_scale: factor on the loss before the gradient is taken; None is none.
       max_skipped: skipped steps in a row that end a run; None where no step is ever skipped.
+      skips_empty: whether a step whose batch weighs nothing is skipped before the update.
       clock: what the schedule inside the transformation counts steps by.
     """
 
@@ -171,6 +178,7 @@ class Optimizer:
     param_dtype: DTypeLike | None = None
     loss_scale: DynamicLossScale | None = None
     max_skipped: int | None = None
+    skips_empty: bool = False
     clock: StepClock = field(default_factory=StepClock)
 
     def update(
@@ -203,6 +211,13 @@ class Optimizer:
                 "and value (the mean loss), and computes the loss once: take a rule that needs no "
                 "more (optax.lbfgs without its line search: linesearch=None)"
             ) from error
+
+    def skipping_empty(self) -> Optimizer:
+        """The same, for a step that skips batches without weight and counts them."""
+        if self.max_skipped is not None:
+            return replace(self, skips_empty=True)
+        counted = count_skips(self.transform)
+        return replace(self, transform=counted, max_skipped=MAX_SKIPPED, skips_empty=True)
 
     def stored(self, params: Params) -> Params:
         """The model's parameters in the dtype that they are kept in."""

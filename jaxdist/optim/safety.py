@@ -1,4 +1,4 @@
-"""Steps that survive bad gradients: NaN and spike skipping, clipping.
+"""Steps that survive bad batches: NaN, spikes and batches without weight are skipped; clipping.
 
 Everything is a pure function or an `optax.GradientTransformationExtraArgs` and runs under jit with
 no transfer to the host. With `precision.py`, outermost first, the wrappers nest as
@@ -198,12 +198,43 @@ def _skip_unless(
             return jax.tree.map(_stay, jax.eval_shape(move)[0], updates)
 
         moved, kept = lax.cond(accept, move, lambda: (still(), state.inner))
-        more = jnp.int32(~accept)
-        return moved, SkipState(
-            kept, state.skipped + more, (state.consecutive + more) * more, memory
-        )
+        return moved, _counted(kept, state, accept, memory)
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _counted(inner: OptState, state: SkipState, accept: jax.Array, memory: RuleMemory) -> SkipState:
+    """The state after a step that was accepted or not."""
+    more = jnp.int32(~accept)
+    return SkipState(inner, state.skipped + more, (state.consecutive + more) * more, memory)
+
+
+def count_skips(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """`inner` with a `SkipState`, for steps that are skipped from outside (`skipped_once`)."""
+    inner = optax.with_extra_args_support(inner)
+
+    def init(params: Params) -> SkipState:
+        zero = jnp.zeros((), jnp.int32)
+        return SkipState(inner.init(params), zero, zero, None)
+
+    def update(
+        updates: Updates, state: SkipState, params: Params = None, **extra: object
+    ) -> tuple[Updates, OptState]:
+        moved, kept = inner.update(updates, state.inner, params, **extra)
+        return moved, _counted(kept, state, jnp.array(True), None)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def skipped_once(state: SkipState) -> SkipState:
+    """The state after a step that was skipped, in which nothing but the counters moves.
+
+    >>> tx = count_skips(optax.adam(1e-3))
+    >>> state = skipped_once(skipped_once(tx.init(jnp.ones(2))))
+    >>> int(state.skipped), int(state.consecutive), int(state.inner[0].count)
+    (2, 2, 0)
+    """
+    return _counted(state.inner, state, jnp.array(False), state.rule)
 
 
 def skip_nonfinite(
@@ -282,7 +313,8 @@ def check_skips(consecutive: int, skipped: int, *, max_consecutive: int) -> None
     """
     if consecutive > max_consecutive:
         raise RunError(
-            f"{consecutive} steps in a row were skipped for their gradients (allowed: "
-            f"{max_consecutive}; {skipped} since the start); lower the learning rate, lengthen "
-            "the warm-up, or look for bad examples in the data"
+            f"{consecutive} steps in a row were skipped (allowed: {max_consecutive}; {skipped} "
+            "since the start), since their gradients were not finite or too large, or nothing in "
+            "their batches had weight; lower the learning rate, lengthen the warm-up, or look for "
+            "bad examples in the data and for masks that leave nothing"
         )

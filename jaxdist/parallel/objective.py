@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import divisor
 from jaxdist.optim.loss_scale import DynamicLossScale
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
+from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.types import Buffers, Params
 
 NOWHERE = Surroundings()
@@ -88,6 +90,27 @@ class Objective:
         if self.scaling is None or held.scale is None:
             return total / divisor(weight), aux
         return self.scaling.scale_loss(total / _common(weight, around), held.scale), aux
+
+
+def may_weigh_nothing(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
+    """Whether the weight of a batch depends on its values, so that it may be 0.
+
+    Nothing is computed: where the batch brings no weights, the traced loss is read.
+    """
+    return "weight" in batch or measures(objective, batch)[1]
+
+
+def measures(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Sums, bool]:
+    """The shapes of what the loss measures, and whether the batch's values decide its weight."""
+
+    def sums(params: Params, buffers: Buffers, batch: Batch) -> Sums:
+        return objective.sums(params, buffers, batch, None)[1][0]
+
+    model = objective.model
+    trace = jax.make_jaxpr(sums, return_shape=True)
+    jaxpr, shapes = trace(model.params, model.buffers, dict(batch))
+    depends = depends_on(jaxpr.jaxpr, [True] * len(jaxpr.jaxpr.invars))
+    return shapes, jax.tree.unflatten(jax.tree.structure(shapes), depends)["loss"].weight
 
 
 def _common(weight: jax.Array, around: Surroundings) -> jax.Array:

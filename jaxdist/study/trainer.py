@@ -179,7 +179,13 @@ def train(experiment: Experiment, program: Program, state: TrainState) -> tuple[
         for _ in range(experiment.total_steps):
             state, values = program.train(state, next(batches))
             # Looking at the step before keeps one in flight; the loss comes first.
-            if previous is not None and not np.isfinite(np.asarray(previous)[0]):
+            if previous is not None and _diverged(program, previous):
                 return state, True
             previous = values
     return state, False
+
+
+def _diverged(program: Program, values: jax.Array) -> bool:
+    """Whether the loss of a step is not finite, unless the step was skipped for that."""
+    found = dict(zip(program.metrics, np.asarray(values).tolist(), strict=True))
+    return not np.isfinite(found["loss"]) and not found.get("skipped_in_a_row")

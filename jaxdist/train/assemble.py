@@ -13,7 +13,7 @@ from jaxdist.parallel.compiler import Options
 from jaxdist.parallel.compute import whole_or_accumulated
 from jaxdist.parallel.contract import Exchange
 from jaxdist.parallel.exchange.xla import Xla
-from jaxdist.parallel.objective import Objective
+from jaxdist.parallel.objective import Objective, may_weigh_nothing
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
 from jaxdist.sharding import Dims, Layout, param_shardings
 from jaxdist.train.home import views_of
@@ -35,6 +35,7 @@ def assemble(
     pipeline: Pipeline | None = None,
     outer: Outer | None = None,
     options: Options | None = None,
+    skips_empty: bool | None = None,
 ) -> Program:
     """The program of a plan.
 
@@ -46,11 +47,15 @@ def assemble(
       pipeline: the stages that the layers lie on; None where each device has all of them.
       outer: what exchanges parameters between steps; None is nothing.
       options: for the compiler.
+      skips_empty: whether steps are skipped whose batches weigh nothing; None skips them where a
+        trace of the loss shows that the weight of a batch depends on its values.
 
     Raises:
       ShardingError: a parameter does not divide over the mesh.
     """
     objective = Objective(model, loss, optimizer.loss_scale)
+    if may_weigh_nothing(objective, batch) if skips_empty is None else skips_empty:
+        optimizer = optimizer.skipping_empty()
     if exchange is None:
         exchange = Xla(param_shardings(layout, model.params, dims), None)
     compute = pipeline or whole_or_accumulated(objective, layout, microbatches)

@@ -21,7 +21,7 @@ from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.owners import Owner, of_params
-from jaxdist.optim.safety import skip_states
+from jaxdist.optim.safety import skip_states, skipped_once
 from jaxdist.parallel.compiler import Options
 from jaxdist.parallel.contract import Compute, Exchange, Held
 from jaxdist.parallel.jitted import Compiled, Jitted
@@ -162,7 +162,8 @@ class Program:
         owned = of_params(params)
         given = (grads, owned), (params, owned), (state.opt_state, self.home.owners)
         with jax.named_scope("optimizer"):
-            params, opt_state = self.exchange.apply(self._moved, given, (norm, values["loss"]))
+            rest = norm, values["loss"], found.sums["loss"].weight
+            params, opt_state = self.exchange.apply(self._moved, given, rest)
         values |= {"grad_norm": norm, "learning_rate": self.optimizer.schedule(state.step)}
         params = self.exchange.publish(params, state.params)
         new = replace(
@@ -174,25 +175,37 @@ class Program:
             exchange=found.exchange,
         )
         if self.optimizer.max_skipped is not None:
-            new, more = self._after_skips(state, new, norm)
+            new, more = self._after_skips(state, new, norm, found.sums["loss"].weight)
             values |= more
         return self.home.from_step(new), jnp.stack(
             [jnp.asarray(values[name], jnp.float32) for name in self.metrics]
         )
 
     def _moved(
-        self, grads: Grads, params: Params, opt_state: OptState, norm: Scalar, loss: Scalar
+        self,
+        grads: Grads,
+        params: Params,
+        opt_state: OptState,
+        norm: Scalar,
+        loss: Scalar,
+        weight: Scalar,
     ) -> tuple[Any, Any]:
-        update = self.optimizer.update
-        updates, opt_state = update(grads, opt_state, params, grad_norm=norm, value=loss)
-        return optax.apply_updates(params, updates), opt_state
+        def move() -> tuple[Any, Any]:
+            update = self.optimizer.update
+            updates, state = update(grads, opt_state, params, grad_norm=norm, value=loss)
+            return optax.apply_updates(params, updates), state
+
+        if not self.optimizer.skips_empty:
+            return move()
+        # Around the whole update, so that a step that is not skipped has no pass more than others.
+        return jax.lax.cond(weight != 0, move, lambda: (params, skipped_once(opt_state)))
 
     def _train(self, stored: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
         state = self.home.to_step(stored)
         return self._update(state, self._gradients(stored, state, batch))
 
     def _after_skips(
-        self, old: TrainState, new: TrainState, norm: jax.Array
+        self, old: TrainState, new: TrainState, norm: jax.Array, weight: jax.Array
     ) -> tuple[TrainState, dict[str, jax.Array]]:
         """A skipped step keeps buffers and residuals too; an overflow lowers the loss scale."""
         before, after = (skip_states(state.opt_state)[0] for state in (old, new))
@@ -206,6 +219,8 @@ class Program:
         if scaling is None:
             return new, values
         scale = scaling.update(old.loss_scale, jnp.isfinite(norm))
+        # A batch without weight says nothing about the scale.
+        scale = jax.tree.map(partial(jnp.where, weight != 0), scale, old.loss_scale)
         return replace(new, loss_scale=scale), {**values, "loss_scale": old.loss_scale.scale}
 
     @cached_property

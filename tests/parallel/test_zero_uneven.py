@@ -225,7 +225,7 @@ def test_an_optimizer_never_meets_the_zeros(stage, reduce, devices):
     program = program_of(FIVE, stage, reduce, optim=pushing(), microbatches=1)
     state, _ = trained(program)
     assert not pads(program, state).any()
-    np.testing.assert_array_equal(program.home.used(state).opt_state["seen"]["first"], 4.0)
+    np.testing.assert_array_equal(program.home.used(state).opt_state.inner["seen"]["first"], 4.0)
 
 
 @pytest.mark.full

@@ -205,14 +205,14 @@ def test_narrow_parameters_are_the_rounded_master_weights(kind, dtype):
     state = found.init()
     # Another program draws them, whose loops may round otherwise; in two bytes it is 2**16 ulp.
     for master, wide in zip(
-        jax.tree.leaves(state.opt_state.master),
+        jax.tree.leaves(state.opt_state.inner.master),
         jax.tree.leaves(program(BOTH, kind=kind).init().params),
         strict=True,
     ):
         np.testing.assert_array_max_ulp(master, wide, maxulp=2)
     state, metrics = run(found, state, [values(i) for i in range(5)])
     for narrow, master in zip(
-        jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state.master), strict=True
+        jax.tree.leaves(state.params), jax.tree.leaves(state.opt_state.inner.master), strict=True
     ):
         assert (narrow.dtype, master.dtype) == (jnp.dtype(dtype), jnp.float32)
         assert bits(narrow) == bits(np.asarray(master).astype(narrow.dtype))

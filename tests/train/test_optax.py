@@ -175,7 +175,7 @@ def table(stage):
     made = {n: OPTIMIZERS[n] for n in OPTIMIZERS if (n, stage) in TABLE or stage is None}
     program = program_of(side_by_side(made), mesh, stage or 0)
     state = program.home.used(trained(program))
-    return jax.tree.map(numbers, state.opt_state)
+    return jax.tree.map(numbers, state.opt_state.inner)
 
 
 # Stage 3 splits and moves all that the others do.
