@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -34,8 +35,8 @@ def found(mesh: dict[str, int], microbatches: int, parallel: Any, name: str) -> 
     program = made.program
     rows = {"tokens": tokens_with(COUNTS, 8), "segments": np.zeros((16, 8), np.int32)}
     batch = {k: jax.device_put(v, program.batch[k].sharding) for k, v in rows.items()}
-    begun = drawn()
-    state = put_state(program, begun)
+    own = jax.device_get(jax.jit(program.home.used)(program.init()))
+    state = put_state(program, replace(own, params=drawn()))
     given = program.gradients(state, batch)
     grads = jax.jit(program.home.grads_to_step)(given.grads)
     _, values = program.update(state, given)
@@ -54,8 +55,8 @@ def made_of(mesh: dict[str, int], microbatches: int, parallel: Any, name: str) -
 
 @cache
 def drawn() -> Any:
-    """The state that one device draws, on the host."""
-    return jax.device_get(experiment({"data": 1}, microbatches=1).program.init())
+    """The parameters that one device draws, on the host."""
+    return jax.device_get(experiment({"data": 1}, microbatches=1).program.init().params)
 
 
 @cache
@@ -77,6 +78,13 @@ def test_gradients_are_those_of_one_device(
     mesh: dict[str, int], microbatches: int, parallel: Any
 ) -> None:
     same(found(mesh, microbatches, parallel, "as_sum"), alone("as_sum"))
+
+
+def test_a_penalty_for_each_unit_of_weight_is_that_of_one_device() -> None:
+    parallel = {**RING, "zero": {"stage": 2, "whole_below": 0}}
+    ours, theirs = found({"data": 4}, 4, parallel, "with_penalty"), alone("with_penalty")
+    same(ours, theirs)
+    assert ours["loss"] > 1.01 * alone("as_sum")["loss"]
 
 
 def test_a_scalar_is_right_where_nothing_cuts_the_batch() -> None:

@@ -31,6 +31,13 @@ def as_sum(module: Any, batch: Any) -> dict[str, Mean]:
     return {"loss": Mean((nats * weight).sum(), weight.sum())}
 
 
+def with_penalty(module: Any, batch: Any) -> dict[str, Mean]:
+    """The same, and a penalty on a parameter, once for each unit of weight."""
+    fit = as_sum(module, batch)["loss"]
+    penalty = jnp.square(module.embedding[...]).sum()
+    return {"loss": Mean(fit.total + fit.weight * penalty, fit.weight)}
+
+
 def as_scalar(module: Any, batch: Any) -> jax.Array:
     """The mean of the targets that count."""
     nats, valid = _nats_and_valid(module, batch)

@@ -41,7 +41,7 @@ def markdown() -> str:
         groups = ", with ".join(" or ".join(f"`{name}`" for name in group) for group in row.groups)
         instead, *code = row.instead.split("\n")
         lines.append(f"{number}. {groups}: {row.why}. Instead: {instead.rstrip(':')}.")
-        lines += ["", "    ```python", *code, "    ```", ""] if code else []
+        lines += ["", "    ```text", *code, "    ```", ""] if code else []
     while not lines[-1]:
         lines.pop()
     return "\n".join(lines) + "\n"
