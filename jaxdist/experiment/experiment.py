@@ -61,6 +61,18 @@ class Experiment:
         return "tokens" if "tokens" in self.program.batch else "examples"
 
     @property
+    def loss_unit(self) -> str | None:
+        """What the loss is counted in; None of a loss of the user's, which does not tell."""
+        loss = self.config.loss
+        return None if loss is not None and loss.type == "import" else f"nats per {self.unit[:-1]}"
+
+    def baselines(self) -> dict[str, float]:
+        """Held-out losses of simpler models, where they are in the unit of this loss."""
+        if self.heldout is None or self.loss_unit is None:
+            return {}
+        return dict(self.dataset.baselines())
+
+    @property
     def units_per_step(self) -> int:
         """Tokens trained on, or examples, in one step at train.batch_size."""
         return self.config.train.batch_size * self.units_per_example

@@ -31,7 +31,7 @@ def plot_loss(
     baselines: Mapping[str, float] | None = None,
     *,
     title: str = "Loss",
-    loss_unit: str = "nats",
+    loss_unit: str | None = "nats",
 ) -> None:
     """Draw the train loss, raw and smoothed, the loss on every other split, and the baselines.
 
@@ -40,7 +40,8 @@ def plot_loss(
       path: the PNG to write; replaced in one rename.
       baselines: label to a loss, drawn as a dashed horizontal line.
       title: what stands above the axes.
-      loss_unit: what the loss is counted in, for example "nats per token".
+      loss_unit: what the loss is counted in, for example "nats per token"; None where that is not
+        known.
 
     Raises:
       RunError: the picture cannot be written.
@@ -63,7 +64,7 @@ def loss_figure(
     baselines: Mapping[str, float],
     *,
     title: str,
-    loss_unit: str,
+    loss_unit: str | None,
 ) -> Figure:
     """The figure that `plot_loss` writes, for a notebook or another format."""
     figure = new_figure(_SIZE_INCHES)
@@ -190,12 +191,12 @@ def _set_range(axes: Axes, heights: list[float]) -> None:
         axes.set_xlim(first - 1, last + 1)
 
 
-def _label(axes: Axes, title: str, loss_unit: str) -> None:
+def _label(axes: Axes, title: str, loss_unit: str | None) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(title, loc="left", fontsize=14, fontweight="bold", pad=10)
     axes.set_xlabel("step", fontsize=12)
-    axes.set_ylabel(f"loss ({loss_unit})", fontsize=12)
+    axes.set_ylabel("loss" if loss_unit is None else f"loss ({loss_unit})", fontsize=12)
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     axes.tick_params(labelsize=11)

@@ -75,7 +75,8 @@ def evaluate_run(
         means = evaluate(experiment.program, state.params, state.buffers, batches)
     console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
     console.print(f"step   {restored.step}")
-    print_results(means, experiment.dataset.baselines(), unit=experiment.unit, console=console)
+    baselines = experiment.baselines()
+    print_results(means, baselines, loss_unit=experiment.loss_unit, console=console)
     return means
 
 

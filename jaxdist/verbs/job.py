@@ -191,19 +191,20 @@ class RunJob:
             return
         if jax.process_index() != 0:
             return
-        baselines = experiment.dataset.baselines() if experiment.heldout is not None else {}
+        baselines = experiment.baselines()
         plot_loss(
             read_metrics(self.directory.path),
             self.directory.curve,
             baselines,
             title=self.directory.path.name,
-            loss_unit=f"nats per {experiment.unit[:-1]}",
+            loss_unit=experiment.loss_unit,
         )
         console.print(
             f"done   step {step} in {self.seconds:.0f} s; curve in {self.directory.curve}"
         )
         if self.heldout:
-            print_results(self.heldout, baselines, unit=experiment.unit, console=console)
+            unit = experiment.loss_unit
+            print_results(self.heldout, baselines, loss_unit=unit, console=console)
 
     def _going_on(self) -> str:
         if self.config.checkpoint.parts is not None:

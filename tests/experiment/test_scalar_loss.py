@@ -6,11 +6,9 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 import pytest
 from runs import DIGITS
 
-import jaxdist
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
@@ -20,21 +18,8 @@ ROWS = 359
 """Of the held-out digits."""
 
 
-def scalar(module: Any, batch: Any) -> jax.Array:
-    """The mean over rows, as most people would write it."""
-    logits = module(batch["image"] / 255.0)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-
-
-def as_sum(module: Any, batch: Any) -> dict[str, jaxdist.Mean]:
-    """The same with its weight."""
-    logits, weight = module(batch["image"] / 255.0), batch["weight"]
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
-    return {"loss": jaxdist.Mean((losses * weight).sum(), weight.sum())}
-
-
 def made(name: str, devices: int = 1, **changes: Any) -> Any:
-    loss = {"type": "import", "path": f"{__name__}:{name}"}
+    loss = {"type": "import", "path": f"losses_of_digits:{name}"}
     sections: Any = {**DIGITS, "loss": loss, "mesh": {"data": devices}, **changes}
     config = validate(Document(sections), ExperimentConfig)
     return build(config, devices=jax.devices()[:devices])
