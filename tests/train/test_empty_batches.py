@@ -16,7 +16,7 @@ from programs import build_program, place
 
 from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.experiment import build
-from jaxdist.models.loss import NextTokenConfig
+from jaxdist.models.loss import NextTokenConfig, next_token
 from jaxdist.models.mean import Mean
 from jaxdist.optim.build import AdamWConfig
 from jaxdist.optim.loss_scale import DynamicLossScaleConfig
@@ -131,7 +131,7 @@ def test_only_a_weight_that_depends_on_the_data_is_watched() -> None:
     program = made.program
     assert "skipped_steps" not in program.metrics
     chunked = NextTokenConfig(type="next_token", chunks=2).build()
-    for loss in (program.compute.objective.loss, chunked):
+    for loss in (next_token, chunked):
         objective = Objective(program.model, loss)
         assert not may_weigh_nothing(objective, program.batch)
         weight = jax.ShapeDtypeStruct((16,), jnp.float32)
