@@ -90,5 +90,8 @@ def test_the_end_of_the_run_is_told_and_that_of_a_former_run_is_not(pair):
 def test_a_rendezvous_that_was_emptied_is_seen(pair, tmp_path: Path):
     a, _, _ = pair
     a.name = "another"
+    said, token = a.rendezvous.get("host/a"), a.rendezvous.token()
     with pytest.raises(RendezvousError, match="has lost its content: end all agents and begin"):
         a.turn()
+    # What others have made anew is theirs: it neither says anything there nor keeps the registry.
+    assert (a.rendezvous.get("host/a"), a.rendezvous.token()) == (said, token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -199,6 +200,38 @@ def test_a_later_generation_of_hosts_is_given_the_run_of_the_one_before(meeting:
     (third,) = meeting.begin(a)
     assert third is not None
     assert (third.run, third.resume) == (run, True)
+
+
+def test_hosts_that_waited_at_a_rendezvous_that_was_deleted_end_and_new_ones_meet(
+    meeting: Meeting,
+):
+    """Nobody gave a token: it is the one that each rendezvous has drawn."""
+    old = meeting.host("a", least=3)
+    waiting = threading.Thread(target=lambda: ended.append(_refusal(old, meeting.folder / "a")))
+    ended: list[str] = []
+    waiting.start()
+    while not (meeting.folder / "meet" / "host").is_dir():
+        time.sleep(LOOK_SECONDS)
+    shutil.rmtree(meeting.folder / "meet")
+    parts = meeting.begin(
+        *(meeting.host(name, least=2, token=b"drawn anew 16 by") for name in "bc")
+    )
+    assert [part.total for part in parts if part] == [2, 2]
+    waiting.join()
+    assert "has lost its content: end all agents and begin them again with --resume" in ended[0]
+
+
+def _refusal(host: Together, folder: Path) -> str:
+    with pytest.raises(RunError) as caught:
+        host.begin(folder, lambda: False)
+    return str(caught.value)
+
+
+def test_a_host_of_a_rendezvous_that_was_deleted_is_told_so_and_not_of_a_token():
+    here, there = (identity.card({}, {}, host, host, host.encode()) for host in "ab")
+    words = r"one began before the rendezvous meet was deleted .*: end all agents .*--resume"
+    with pytest.raises(ConfigError, match=words):
+        identity.check(here, there, "meet")
 
 
 @pytest.mark.full

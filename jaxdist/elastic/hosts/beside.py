@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from jaxdist.elastic.hosts.keeper import registry_of
 from jaxdist.elastic.hosts.member import Membership
-from jaxdist.elastic.hosts.places.contract import RendezvousError
+from jaxdist.elastic.hosts.places.contract import LostError, RendezvousError
 from jaxdist.elastic.hosts.words import Words
 from jaxdist.elastic.membership import Generation
 from jaxdist.errors import RunError
@@ -47,6 +47,8 @@ class Beside:
         Raises:
           RunError: nothing began for too long.
         """
+        if isinstance(self.members.trouble, LostError):
+            raise self.members.trouble  # to wait longer cannot help
         now = self.clock()
         if now - self._read >= READ_SECONDS or self.wait.over:
             self._read = now

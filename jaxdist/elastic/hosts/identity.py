@@ -30,6 +30,7 @@ def card(values: Json, settings: Mapping[str, Json], host: str, name: str, token
     versions = {f"version of {key}": found for key, found in environment.versions(PACKAGES).items()}
     return {
         "host": host,
+        "rendezvous": digest_of(name),
         "proof": hmac.new(token, name.encode(), hashlib.sha256).hexdigest(),
         "alike": {
             **versions,
@@ -40,12 +41,23 @@ def card(values: Json, settings: Mapping[str, Json], host: str, name: str, token
     }
 
 
+def digest_of(name: str) -> str:
+    """Return what a host shows of the name of its rendezvous, which can be a secret."""
+    return hashlib.sha256(b"rendezvous " + name.encode()).hexdigest()[:16]
+
+
 def check(own: Mapping[str, Any], keeper: Mapping[str, Any], address: str) -> None:
     """Compare this host's card with that of the host that keeps the registry.
 
     Raises:
       ConfigError: they differ; names the host, and what differs.
     """
+    if own["rendezvous"] != keeper.get("rendezvous"):
+        raise ConfigError(
+            f"of this host, {own['host']}, and {keeper['host']} one began before the rendezvous "
+            f"{address} was deleted and made anew: end all agents and begin them again with "
+            "--resume"
+        )
     if own["proof"] != keeper["proof"]:
         raise ConfigError(
             f"the token of this host, {own['host']}, is not that of {keeper['host']} at {address}: "

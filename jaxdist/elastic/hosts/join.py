@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jaxdist.elastic.hosts.copies import CopyServer, parts_in, seed
-from jaxdist.elastic.hosts.identity import check
+from jaxdist.elastic.hosts.identity import check, digest_of
 from jaxdist.elastic.hosts.keeper import STRANGER_LEASES, card_of
 from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.places.contract import LostError, Token
 from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import Wait
 from jaxdist.types import JsonObject
@@ -53,7 +54,7 @@ def join(
 
     Raises:
       ConfigError: this host differs from those that are there.
-      RunError: nobody keeps the registry.
+      RunError: nobody keeps the registry, or the rendezvous was made anew.
     """
     meet(members, card, wait)
     alone = here.address in ("127.0.0.1", "localhost")
@@ -72,6 +73,8 @@ def meet(members: Membership, card: JsonObject, wait: Wait) -> None:
     """Find the registry's keeper, and compare; or keep it."""
     first: str | None = None
     while not wait.over:
+        if digest_of(Token.parse(members.rendezvous.token()).name) != card["rendezvous"]:
+            raise LostError(members.rendezvous.address)
         members.keeper.look(STRANGER_LEASES)
         if members.keeper.reign is not None:
             return

@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any
 
 from jaxdist.elastic.hosts.keeper import Keeper, boot_clock, decode_answer, encode_renewal
-from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError, Token
+from jaxdist.elastic.hosts.places.contract import LostError, Rendezvous, RendezvousError, Token
 from jaxdist.elastic.hosts.run import OVER, ended_before
 from jaxdist.elastic.membership import Generation, Host, MembershipConfig
 from jaxdist.types import Json, JsonObject
@@ -158,6 +158,9 @@ class Membership:
 
     def turn(self) -> None:
         """Ask, keep the registry if it is this host's to keep, and hear the answer."""
+        # First of all: at what other hosts have made anew since this one has no place, and would
+        # keep its registry with a token that theirs is compared with.
+        self._check_name()
         self.say()
         self.keeper.turn()
         self._check_name()
@@ -179,10 +182,7 @@ class Membership:
 
     def _check_name(self) -> None:
         if Token.parse(self.rendezvous.token()).name != self.name:
-            raise RendezvousError(
-                f"the rendezvous {self.rendezvous.address} has lost its content: end all agents "
-                "and begin them again with --resume"
-            )
+            raise LostError(self.rendezvous.address)
 
     def _soon(self) -> float:
         return self.clock() + KILL_LEASES * self.config.lease_seconds

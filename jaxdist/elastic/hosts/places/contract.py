@@ -19,6 +19,16 @@ class RendezvousError(RunError):
     """The rendezvous cannot be reached, or is not fit to be one."""
 
 
+class LostError(RendezvousError):
+    """The rendezvous was emptied, and will never again be the one that hosts met at."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(
+            f"the rendezvous {address} has lost its content: end all agents and begin them again "
+            "with --resume"
+        )
+
+
 @dataclass(frozen=True)
 class Token:
     """Who keeps the registry.

@@ -14,7 +14,7 @@ from secrets import token_hex
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
-from jaxdist.elastic.hosts.places.contract import RendezvousError, Token
+from jaxdist.elastic.hosts.places.contract import LostError, RendezvousError, Token
 from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
@@ -65,10 +65,7 @@ class RedisRendezvous:
         with self._told():
             found = self._server.get(f"{self._prefix}:token")
         if found is None:
-            raise RendezvousError(
-                f"the rendezvous {self.address} has lost its content: end all agents and begin "
-                "them again with --resume"
-            )
+            raise LostError(self.address)
         return found
 
     def swap(self, seen: str, new: str) -> bool:
