@@ -45,7 +45,8 @@ JsonFile = Annotated[
 def console() -> Console:
     from rich.console import Console
 
-    return Console(highlight=False)
+    # Without emoji: of the import path data:one:x rich would make a picture.
+    return Console(highlight=False, emoji=False)
 
 
 def prepare(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:

@@ -62,7 +62,7 @@ def run(
         console = Console(quiet=True)
     elif jax.process_count() > 1:
         # A launcher may lend a terminal to each process and write all of them into one log.
-        console = Console(file=console.file, force_terminal=False, highlight=False)
+        console = Console(file=console.file, force_terminal=False, highlight=False, emoji=False)
     say = partial(console.print, soft_wrap=True, markup=False)
     compilation_cache.enable(cache_directory() / "compiled")
     place = place_of(os.environ)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 
 import numpy as np
-from runs import DIGITS, Jaxdist, checkpoint, metrics, steps
+import pytest
+from runs import DIGITS, Jaxdist, assert_same_run, checkpoint, metrics, steps
 
 BAD = textwrap.dedent("""
     import numpy as np
@@ -89,3 +91,34 @@ def test_show_says_how_derived_values_came_about(jaxdist: Jaxdist) -> None:
         "derived: warm-up 90 of 180 steps (50%) = 1 of 8.011 epochs at batch 16 x 64 / 16, rule "
         "lamb",
     ]
+
+
+@pytest.mark.full
+def test_all_that_counts_steps_goes_on_to_the_bit(jaxdist: Jaxdist) -> None:
+    """Slow weights, spikes, the loss scale, a ramp and a warm-up, from amid each of them."""
+    scale = {"type": "dynamic", "growth_steps": 10}
+    write_config(
+        jaxdist,
+        "one",
+        loss_scale=scale,
+        skip_spikes={"factor": 1.2, "window": 10},
+        schedule={"type": "cosine", "warmup_steps": 40},
+    )
+    ramp = "train.batch_ramp={start_batch_size: 8, increment: 8, ramp_examples: 400}"
+    more = [
+        "strategy={type: lookahead, steps: 7, momentum: 0.9}",
+        *("train.steps=60", ramp, "eval.every=null"),
+        "checkpoint={every: 31, keep: 5, keep_best: false}",
+    ]
+    done = jaxdist.here("train", "config.yaml", *more)
+    assert done.code == 0, done
+    assert "import: bad:one: 96" in done.out  # and no picture in its place
+    whole = jaxdist.folder / "whole"
+    shutil.copytree(jaxdist.run, whole)
+    last = [one for one in metrics(whole) if one["split"] == "train"][-1]
+    assert last["skipped_steps"] > 4  # spikes beside the bad example
+    shutil.rmtree(jaxdist.run / "checkpoints" / "step_00000060")
+    done = jaxdist.here("train", "config.yaml", "--resume", *more)
+    assert done.code == 0, done
+    assert "resume from step 31 of 60" in done.out
+    assert_same_run(jaxdist.run, whole)
