@@ -137,7 +137,8 @@ def check_identity(run: Path, wanted: str) -> None:
         raise RunError(
             f"run directory {run} {has}, and not run {wanted}, which is to go on: it was removed, "
             "moved, or replaced meanwhile; put it back, or choose another run with "
-            "--resume run.directory=PATH"
+            "--resume run.directory=PATH (agents that were given no other directory need another "
+            "--rendezvous)"
         )
 
 

@@ -234,6 +234,23 @@ def test_a_host_of_a_rendezvous_that_was_deleted_is_told_so_and_not_of_a_token()
         identity.check(here, there, "meet")
 
 
+def test_hosts_that_ask_for_another_directory_are_not_given_the_run_of_the_ones_before(
+    meeting: Meeting,
+):
+    """All had left before the end of a run, whose directory the rendezvous knows."""
+    a = meeting.host("a")
+    (first,) = meeting.begin(a)
+    assert first is not None
+    assert first.run is not None
+    Place(meeting.folder / "a", 0).tell_run(replace(first.run, path=meeting.folder / "gpt"))
+    a.ends(first)
+    a.close()
+    (again,) = meeting.begin(meeting.host("b", values={**VALUES, "run": {"directory": "other"}}))
+    assert again is not None
+    assert again.run is not None
+    assert (again.run.id != first.run.id, again.run.path, again.resume) == (True, None, False)
+
+
 @pytest.mark.full
 def test_where_all_are_gone_another_config_may_begin(meeting: Meeting):
     a = meeting.host("a")

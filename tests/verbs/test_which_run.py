@@ -1,10 +1,16 @@
 """Processes of a run refuse a directory that is another run's by now."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import pytest
 
 from jaxdist.checkpoint.identity import Identity, write_identity
 from jaxdist.errors import RunError
+from jaxdist.train.directory import RunDirectory
+from jaxdist.verbs.job import RunJob
 from jaxdist.verbs.processes.setup import run_of
 from jaxdist.verbs.train import _check_everywhere
 
@@ -30,3 +36,13 @@ def test_the_other_processes_refuse_it_too(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxdist.verbs.train.any_process", lambda found: True)
     with pytest.raises(RunError, match=r"sees another run than b2 at .*all machines share"):
         _check_everywhere(tmp_path, "b2")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("gpt", "--resume"), ("gpt-2", "--resume run.directory=runs/gpt-2")]
+)
+def test_a_run_that_stops_says_how_it_is_resumed_beside_others(name, words):
+    directory = RunDirectory(Path("runs") / name, Identity("a1", asked="gpt"))
+    whole = SimpleNamespace(checkpoint=SimpleNamespace(parts=None))
+    job: Any = SimpleNamespace(config=whole, directory=directory)
+    assert RunJob._going_on(job) == f"continue with the same command and {words}"

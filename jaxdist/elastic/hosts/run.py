@@ -4,8 +4,9 @@ run/id     the id of the run that is next to begin, drawn by the host that plans
 run/path   the id and the directory of the run, when it has begun
 run/over   how the run ended, with its id and directory, and a digest of the command
 
-Each is told with the number of a generation: one that is not above that of `run/over` is of a run
-before, which has ended.
+The first two are told with the number of a generation and the directory that the config asks for.
+One whose generation is not above that of `run/over` is of a run before, which has ended; one for
+which another directory was asked is not the run that is meant now.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import Any
 from jaxdist.checkpoint.identity import Identity, new_id, read_identity
 from jaxdist.elastic.hosts.places.contract import Rendezvous
 from jaxdist.errors import RunError
-from jaxdist.types import Json
+from jaxdist.types import Json, JsonObject
 
 ID, PATH, OVER = "run/id", "run/path", "run/over"
 
@@ -34,38 +35,47 @@ def ended_before(rendezvous: Rendezvous) -> int:
     return -1 if over is None else over["generation"]
 
 
-def known_run(rendezvous: Rendezvous, ended: int) -> Identity | None:
+def asked_of(values: JsonObject) -> str | None:
+    """Return the run directory that a config asks for; None: it leaves the choice to its name."""
+    directory = (values.get("run") or {}).get("directory")
+    return None if directory is None else str(directory)
+
+
+def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity | None:
     """Return the run that has begun at a rendezvous since the last one ended; None: none has.
 
     Args:
       ended: the generation in which the last one ended.
+      asked: see `asked_of`.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
     """
-    return _identity(rendezvous.get(PATH), ended)
+    return _identity(rendezvous.get(PATH), ended, asked)
 
 
-def run_to_begin(rendezvous: Rendezvous, ended: int, generation: int) -> Identity:
+def run_to_begin(
+    rendezvous: Rendezvous, ended: int, generation: int, asked: str | None
+) -> Identity:
     """Return the run of a generation that is planned now; draw its id where it is the first.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
     """
-    found = known_run(rendezvous, ended) or _identity(rendezvous.get(ID), ended)
+    found = known_run(rendezvous, ended, asked) or _identity(rendezvous.get(ID), ended, asked)
     if found is None:
         found = Identity(new_id())
-        rendezvous.put(ID, {"generation": generation, **found.plain})
+        rendezvous.put(ID, {"generation": generation, "asked": asked, **found.plain})
     return found
 
 
-def tell_run(rendezvous: Rendezvous, generation: int, run: Identity) -> None:
+def tell_run(rendezvous: Rendezvous, generation: int, run: Identity, asked: str | None) -> None:
     """Tell all hosts which run has begun.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
     """
-    rendezvous.put(PATH, {"generation": generation, **run.plain})
+    rendezvous.put(PATH, {"generation": generation, "asked": asked, **run.plain})
 
 
 def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
@@ -95,7 +105,9 @@ def command_of(values: Json) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _identity(told: Mapping[str, Any] | None, ended: int) -> Identity | None:
+def _identity(told: Mapping[str, Any] | None, ended: int, asked: str | None) -> Identity | None:
     if told is None or told["generation"] <= ended or "id" not in told:
+        return None
+    if told["asked"] != asked:
         return None
     return Identity.of({**told})

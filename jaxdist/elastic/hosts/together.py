@@ -32,7 +32,14 @@ from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError
 from jaxdist.elastic.hosts.plan import Plan
 from jaxdist.elastic.hosts.prepare import Preparing
 from jaxdist.elastic.hosts.progress import Elsewhere, encode
-from jaxdist.elastic.hosts.run import command_of, ended_before, finished, known_run, tell_run
+from jaxdist.elastic.hosts.run import (
+    asked_of,
+    command_of,
+    ended_before,
+    finished,
+    known_run,
+    tell_run,
+)
 from jaxdist.elastic.hosts.words import Words
 from jaxdist.elastic.membership import Generation, MembershipConfig
 from jaxdist.elastic.part import Part
@@ -79,7 +86,7 @@ class Together:
         told = {"before": before, "clock": clock, "fits": lambda f: self._preparing.has_mesh(f)}
         keeper = Keeper(rendezvous, config, here.host, card, **told)
         self.members = Membership(rendezvous, config, here.host, keeper, clock)
-        self._command = command_of(values)
+        self._command, self._asked = command_of(values), asked_of(values)
         self._values = values
         self._in_part = bool((values.get("checkpoint") or {}).get("parts"))
         self._words = Words(self.members, here.name, seconds)
@@ -252,7 +259,8 @@ class Together:
         """Return where this machine's disk has snapshots of the run that goes on, if it does."""
         if self._local is None:
             return None
-        return self._local(known_run(self.rendezvous, ended_before(self.rendezvous)))
+        ended = ended_before(self.rendezvous)
+        return self._local(known_run(self.rendezvous, ended, self._asked))
 
     def _pass_path(self, part: Part) -> None:
         """Tell all agents the run directory, where the process is that knows it first."""
@@ -261,9 +269,9 @@ class Together:
             if part.first == 0:
                 run = self._place.known_run()
                 if run is not None:
-                    tell_run(self.rendezvous, part.generation, run)
+                    tell_run(self.rendezvous, part.generation, run, self._asked)
             else:
-                run = known_run(self.rendezvous, part.generation - 1)
+                run = known_run(self.rendezvous, part.generation - 1, self._asked)
                 if run is not None:
                     self._place.tell_run(run)
             self._path_known = run is not None
