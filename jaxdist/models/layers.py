@@ -10,7 +10,6 @@ from __future__ import annotations
 import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -308,20 +307,3 @@ class Stacked(nnx.Module):
         """`head(hidden(*inputs))`."""
         model: Any = self
         return model.head(self.hidden(*inputs))
-
-
-@dataclass(frozen=True)
-class HeadOnly:
-    """The last part of a `Stacked`, which a loss calls as it does the whole; its input is given."""
-
-    head: Callable[[jax.Array], PyTree]
-    x: jax.Array
-
-    def hidden(self, *inputs: PyTree) -> jax.Array:
-        """x, whatever the model's inputs."""
-        del inputs
-        return self.x
-
-    def __call__(self, *inputs: PyTree) -> PyTree:
-        """`head(x)`."""
-        return self.head(self.hidden(*inputs))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 
 from jaxdist import Mean
 
@@ -49,3 +50,19 @@ def tokens_with(counts: tuple[int, ...], length: int) -> np.ndarray:
     drawn = np.random.default_rng(0).integers(0, IGNORED, (len(counts), length + 1))
     places = np.arange(length + 1)[None]
     return np.where(places <= np.array(counts)[:, None], drawn, IGNORED).astype(np.int32)
+
+
+def with_norm_of_all(module: Any, batch: Any) -> dict[str, Mean]:
+    """The same, and a penalty on all parameters, which reads them before it calls the model."""
+    leaves = jax.tree.leaves(nnx.state(module, nnx.Param))
+    penalty = sum(jnp.square(leaf).sum() for leaf in leaves)
+    fit = as_sum(module, batch)["loss"]
+    return {"loss": Mean(fit.total + fit.weight * penalty, fit.weight)}
+
+
+def with_norms_of_modules(module: Any, batch: Any) -> dict[str, Mean]:
+    """The same by a walk over the modules, which finds none in what is no module."""
+    fit = as_sum(module, batch)["loss"]
+    found = [node for _, node in nnx.iter_modules(module) if hasattr(node, "scale")]
+    penalty = sum((jnp.square(node.scale[...]).sum() for node in found), start=jnp.float32(0))
+    return {"loss": Mean(fit.total + fit.weight * penalty, fit.weight)}

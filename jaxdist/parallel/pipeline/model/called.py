@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.loss import Batch, Loss
+from jaxdist.models.stand_in import StandIn
 from jaxdist.types import PyTree
 
 
@@ -16,8 +17,8 @@ class _CalledError(Exception):
         self.inputs = inputs
 
 
-class _Asked:
-    """Stands in the model's place."""
+class _Asked(StandIn):
+    """A model that hands back what it is called with."""
 
     def hidden(self, *inputs: PyTree) -> Any:
         raise _CalledError(inputs)

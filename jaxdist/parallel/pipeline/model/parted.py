@@ -17,6 +17,7 @@ from jaxdist.mesh import axis_names
 from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried, whole
 from jaxdist.models.loss import Batch, Loss, Sums, weighted
+from jaxdist.models.stand_in import Output
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, StageSpecs, Visit
 from jaxdist.parallel.pipeline.model.called import inputs_of
@@ -137,7 +138,7 @@ class PartedPipeline(Pipeline):
         )
 
         def head(shared: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
-            return minimised(self.loss, lambda *_: x, visit, factor)
+            return minimised(self.loss, Output(x), visit, factor)
 
         parts = replace(self._packed, chunks=chunks, head=head).parts
 

@@ -15,9 +15,9 @@ from jaxdist.errors import ConfigError
 from jaxdist.mesh import axis_names, axis_size, entry_names
 from jaxdist.models.functional import Functional
 from jaxdist.models.hints import RESIDUAL
-from jaxdist.models.layers import HeadOnly
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import check_adds_up, divisor
+from jaxdist.models.stand_in import HeadOnly
 from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.parallel.microbatch import split_rows

@@ -10,8 +10,8 @@ import jax
 from jaxdist.cost.flops import jaxpr_flops
 from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
-from jaxdist.models.layers import HeadOnly
 from jaxdist.models.loss import Loss, Model, weighted
+from jaxdist.models.stand_in import HeadOnly, Output
 from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.parallel.pipeline.planning.partition import LayerCosts
 from jaxdist.trees import flatten_with_names
@@ -78,7 +78,7 @@ def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Leaf], parts: 
         jaxpr, x = trace(model.params, rows, x)
         _check_output(number, x, rows)
         found.append(jaxpr_flops(jaxpr, elementwise=True))
-    head = jax.make_jaxpr(lambda rows, x: loss(lambda *_: x, weighted(rows)))
+    head = jax.make_jaxpr(lambda rows, x: loss(Output(x), weighted(rows)))
     last = jaxpr_flops(head(rows, x), elementwise=True)
     unit = 100 / (sum(found) + last)
     return LayerCosts([unit * cost for cost in found], last_seconds=unit * last)

@@ -1,0 +1,52 @@
+"""What a loss is given in place of a model that lies on several stages."""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from pipeline_configs import experiment
+
+from jaxdist.errors import ConfigError
+from jaxdist.models.stand_in import HeadOnly, Output
+
+X = jnp.arange(2.0)
+STAND_INS = [HeadOnly(lambda x: x + 1, X), Output(X)]
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS, ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    ("read", "what"),
+    [
+        (lambda module: module.blocks, "blocks of its model"),
+        (lambda module: nnx.state(module, nnx.Param), "the parameters of its model"),
+        (lambda module: [*nnx.iter_modules(module)], "the parameters of its model"),
+        (jax.tree.leaves, "the parameters of its model"),
+    ],
+)
+def test_it_may_be_called_and_not_read(stand_in: Any, read: Any, what: str) -> None:
+    assert stand_in("whatever").shape == X.shape
+    with pytest.raises(ConfigError, match=rf"reads {what}, .*mesh\.stage.*optim\.weight_decay"):
+        read(stand_in)
+
+
+def test_python_may_ask_what_it_asks_of_any_object() -> None:
+    assert copy(STAND_INS[1]).x is X
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("with_penalty", "embedding"),
+        ("with_norm_of_all", "the parameters"),
+        ("with_norms_of_modules", "the parameters"),
+    ],
+)
+def test_a_pipeline_refuses_a_penalty_on_parameters_by_name(name: str, what: str) -> None:
+    loss = {"type": "import", "path": f"masked_losses:{name}"}
+    with pytest.raises(ConfigError, match=rf"the loss reads {what} of its model, but with mesh"):
+        experiment({"stage": 2}, loss=loss)
