@@ -17,7 +17,6 @@ from jaxdist.models.functional import Functional
 from jaxdist.models.hints import RESIDUAL
 from jaxdist.models.loss import Batch, Loss, Sums, as_sums, weighted
 from jaxdist.models.mean import check_adds_up, divisor
-from jaxdist.models.stand_in import HeadOnly
 from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.parallel.microbatch import split_rows
@@ -28,6 +27,7 @@ from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, on_stages, to_stages
 from jaxdist.parallel.pipeline.model.stack import StageStack, is_in_order
+from jaxdist.parallel.pipeline.model.stand_in import HeadOnly
 from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
 from jaxdist.parallel.pipeline.schedules.derived import eager, forward_only
 from jaxdist.parallel.pipeline.schedules.schedule import Schedule

@@ -12,7 +12,7 @@ from flax import nnx
 from pipeline_configs import experiment
 
 from jaxdist.errors import ConfigError
-from jaxdist.models.stand_in import HeadOnly, Output
+from jaxdist.parallel.pipeline.model.stand_in import HeadOnly, Output
 
 X = jnp.arange(2.0)
 STAND_INS = [HeadOnly(lambda x: x + 1, X), Output(X)]
