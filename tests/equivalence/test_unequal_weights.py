@@ -120,3 +120,9 @@ def test_a_scalar_is_refused_where_a_batch_is_cut(
     assert f"a loss that returns a scalar for 'loss' with {cut}" in text.replace("\n", " ")
     assert 'return {"loss": Mean(total, weight.sum())}' in text
     assert "  loss = " in text
+
+
+def test_a_loss_that_adds_up_over_devices_itself_is_refused() -> None:
+    """Its total would count once for each device."""
+    with pytest.raises(ConfigError, match=r"with_sums_of_its_own raised NameError: .*axis name"):
+        made_of({"data": 4}, 1, RING, "with_sums_of_its_own")
