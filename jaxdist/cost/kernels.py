@@ -40,14 +40,39 @@ class Kernel:
 
 
 SPLASH = {
-    "fwd": Kernel(2, "block_q", {"v5e": {512: 0.68, 1024: 0.74}, "v5p": {512: 0.60, 1024: 0.72}}),
-    "dq": Kernel(3, "block_q_dq", {"v5e": {512: 0.93, 1024: 0.97}, "v5p": {512: 0.89, 1024: 0.95}}),
+    "fwd": Kernel(
+        2,
+        "block_q",
+        {
+            "v5e": {512: 0.68, 1024: 0.74},
+            "v5p": {512: 0.60, 1024: 0.72},
+            "v6e": {512: 0.22, 1024: 0.26},
+            "tpu7x": {512: 0.23, 1024: 0.27},
+        },
+    ),
+    "dq": Kernel(
+        3,
+        "block_q_dq",
+        {
+            "v5e": {512: 0.93, 1024: 0.97},
+            "v5p": {512: 0.89, 1024: 0.95},
+            "v6e": {512: 0.35, 1024: 0.41},
+            "tpu7x": {512: 0.35, 1024: 0.39},
+        },
+    ),
     "dkv": Kernel(
-        4, "block_q_dkv", {"v5e": {512: 0.92, 1024: 0.95}, "v5p": {512: 0.88, 1024: 0.95}}
+        4,
+        "block_q_dkv",
+        {
+            "v5e": {512: 0.92, 1024: 0.95},
+            "v5p": {512: 0.88, 1024: 0.95},
+            "v6e": {512: 0.36, 1024: 0.43},
+            "tpu7x": {512: 0.33, 1024: 0.42},
+        },
     ),
 }
-"""jax's own splash attention, heads of 128, by libtpu 0.0.52. Other families are taken as v5p;
-narrower heads fill as much less of the matrix units."""
+"""jax's own splash attention, heads of 128, by libtpu 0.0.52. Heads of 128 fill half of a matrix
+unit of 256 x 256 (v6e, tpu7x)."""
 HEAD = 128
 
 
@@ -71,8 +96,22 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     products = kernel.products + int(fused)
     share_computed = (turns + 1) / (2 * turns)
     flops = products * 2.0 * query.elements * query.dims[-2] * share_computed
-    by_block = kernel.efficiency.get(family, kernel.efficiency["v5p"])
-    nearest = min(by_block, key=lambda size: abs(size - block))
-    share = by_block[nearest] * min(1.0, query.dims[-1] / HEAD)
+    share = splash_share(found[1], family, block, query.dims[-1])
     words = f"{found[0]}, blocks of {block}: causal blocks at {share:.0%} of peak"
     return flops, share, words
+
+
+def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:
+    """Return the share of the peak of one kernel of splash attention on the blocks it computes.
+
+    The nearest block size that was compiled is taken. Narrower heads fill as much less of the
+    matrix units.
+
+    Args:
+      kernel: a key of `SPLASH`.
+      family: of the chip; one that was not compiled is taken as v5p.
+    """
+    by_family = SPLASH[kernel].efficiency
+    by_block = by_family.get(family, by_family["v5p"])
+    nearest = min(by_block, key=lambda size: abs(size - block))
+    return by_block[nearest] * min(1.0, head_dim / HEAD)

@@ -9,13 +9,16 @@ around attention. A pipeline is its ticks, each as long as the busiest stage.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxdist.cost.kernels import SPLASH, splash_share
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 from jaxdist.planner.memory import rows_of, share
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import Plan
+from jaxdist.planner.products import block_seconds, mean_share, peak_of
 from jaxdist.planner.target import Dims, Places, Target, ring_hops
 
 
@@ -24,8 +27,9 @@ class Rates:
     """Shares and counts that the formulas stand on, read from compiled programs.
 
     Attributes:
-      product: share of the peak that large matrix products reach.
-      attention_forward, attention_backward: the same of attention's kernels.
+      product: share of the peak that matrix products reach on devices that
+        `jaxdist.cost.products` has no table of.
+      attention: the same of attention's kernels.
       passes: times that the activations of a block pass through memory, forwards.
       elements: bytes of activations that pass through the vector unit while the matrix units do one
         FLOP at their peak: what bounds elements where memory is fast.
@@ -34,8 +38,7 @@ class Rates:
     """
 
     product: float = 0.94
-    attention_forward: float = 0.60
-    attention_backward: float = 0.80
+    attention: float = 0.60
     passes: float = 2.5
     elements: float = 1 / 300
     ring: float = 0.90
@@ -140,15 +143,17 @@ def seconds(
     count, layers = plan.microbatches, model.layers // plan.stage
     split = tokens / plan.tensor  # the work of each device of a replica
 
-    share_of_peak = rates.product * (rates.ring if plan.tensor > 1 else 1.0)
-    product = split * model.layer_flops / (peak * share_of_peak)
+    product = block_seconds(model, plan, target, split, rates.product)
+    if plan.tensor > 1:
+        product /= rates.ring
     pairs = split * model.attention_flops / peak
-    forward = pairs * _computed(model, FORWARD_BLOCK) / rates.attention_forward
-    backward = 2.5 * pairs * _computed(model, BACKWARD_BLOCK) / rates.attention_backward
+    forward = pairs * _attention_passes(model, target, rates, ("fwd",), FORWARD_BLOCK)
+    backward = pairs * _attention_passes(model, target, rates, ("dq", "dkv"), BACKWARD_BLOCK)
     again = _recomputed_share(model, plan) * product + forward
     element_rate = min(memory_rate, peak * rates.elements)
     element = rates.passes * split * _width(model) * width / element_rate
-    head = 3 * split * model.head_flops / (peak * rates.product)
+    head_share = mean_share(target, [(model.embed, model.vocab // plan.tensor)], rates.product)
+    head = 3 * split * model.head_flops / (peak * head_share)
     waits_tensor = _tensor_waits(model, plan, places, target, tokens)
     per_layer_data = _layer_waits(model, plan, places, target)
     ahead = product + forward + element + waits_tensor / 3
@@ -194,20 +199,24 @@ def _update_bytes(model: Decoder, plan: Plan, rates: Rates) -> float:
     return found
 
 
+def _attention_passes(
+    model: Decoder, target: Target, rates: Rates, kernels: Sequence[str], block: int
+) -> float:
+    """Return the seconds of some of attention's kernels, over those of its two forward products
+    at the peak with nothing masked."""
+    family, head = target.device.name, model.head_dim
+    spent = 0.0
+    for name in kernels:
+        share_of_peak = splash_share(name, family, block, head) if target.is_tpu else None
+        spent += SPLASH[name].products / 2 / (share_of_peak or rates.attention)
+    return _computed(model, block) * spent
+
+
 def _computed(model: Decoder, block: int) -> float:
     """Of the products of attention, those in blocks that the mask leaves anything of."""
     turns = max(1, model.window // block)
     most = turns if model.span is None else min(turns, 1 + math.ceil((model.span - 1) / block))
     return sum(min(turn, most) for turn in range(1, turns + 1)) / turns**2
-
-
-def peak_of(target: Target, *, narrow: bool) -> float:
-    """FLOPs per second of products of numbers of two bytes, or of float32.
-
-    TPUs round factors of float32 to bfloat16, unless they are told not to.
-    """
-    found = target.device.flops_per_second
-    return found["bfloat16"] if narrow else found.get("float32", found["bfloat16"])
 
 
 def _width(model: Decoder) -> int:

@@ -16,6 +16,7 @@ from jaxdist.cost.step_time import step_time
 from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.ledger import compile_with_text
 from jaxdist.hlo.parse import parse
+from jaxdist.parallel.compiler import Options
 from jaxdist.runtime.hardware import device
 from jaxdist.runtime.topology import topology_devices
 
@@ -70,18 +71,22 @@ def compiled_kernels() -> list[Kernel]:
         peak, bandwidth = known.flops_per_second["bfloat16"], known.memory_bytes_per_second
         for side in (4096, 8192):
             x = jax.ShapeDtypeStruct((side, side), jnp.bfloat16)
-            seconds = _predicted(jnp.matmul, mesh, x, x)
+            seconds = predicted_seconds(jnp.matmul, mesh, x, x)
             kernels.append(Kernel(f"{side}^3 product, {name}", seconds, 2 * side**3 / peak))
         wide = jax.ShapeDtypeStruct((2**14, 2**14), jnp.float32)
-        seconds = _predicted(lambda a, b: a * 2 + b, mesh, wide, wide)
+        seconds = predicted_seconds(lambda a, b: a * 2 + b, mesh, wide, wide)
         kernels.append(Kernel(f"a x + b, {name}", seconds, 3 * wide.size * 4 / bandwidth))
     return kernels
 
 
-def _predicted(
-    function: Callable[..., jax.Array], mesh: Mesh, *shapes: jax.ShapeDtypeStruct
+def predicted_seconds(
+    function: Callable[..., jax.Array],
+    mesh: Mesh,
+    *shapes: jax.ShapeDtypeStruct,
+    options: Options | None = None,
 ) -> float:
+    """Compile a function for one chip and return the seconds that its estimates add up to."""
     whole = NamedSharding(mesh, PartitionSpec())
     lowered = jax.jit(function, in_shardings=whole, out_shardings=whole).lower(*shapes)
-    _, text = compile_with_text(lowered)
+    _, text = compile_with_text(lowered, options)
     return step_time(parse(text), MeshLayout({"data": 1}, (0,)), list(mesh.devices.flat)).seconds

@@ -35,13 +35,15 @@ from jax.experimental.pallas.ops.tpu.splash_attention import (
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxdist.bench.core import child
+from jaxdist.bench.tpu.products import TOPOLOGIES
 from jaxdist.cost.kernels import SPLASH
+from jaxdist.runtime.hardware import device
 from jaxdist.runtime.topology import topology_devices
 
-TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1"}
+BLOCKS = (512, 1024, 2048)
 LENGTH, HEADS, WIDTH = 4096, 8, 128
-PER_CYCLE = 4 * 128 * 128
-"""Multiply-adds of one core's matrix units in a cycle."""
+CORES = {"v4": 2, "v5p": 2}
+"""Cores of a device (megacore), where they are more than one; a kernel's schedule is of one."""
 
 _LINE = re.compile(r"^\s*(?:0x[0-9a-f]+|0)\s+([A-Z]{2})?\s*:\s+((?:> ?)*)")
 _KERNEL = re.compile(r"splash_mqa_(fwd|dq|dkv)\w*\.\d+-\d+-final_bundles\.txt$")
@@ -79,9 +81,22 @@ def regions(lines: Iterable[str]) -> list[tuple[str, int]]:
     return found + [(label, count)] * bool(depth)
 
 
+def per_cycle(family: str) -> int:
+    """Return the multiply-adds of one core's matrix units in a cycle.
+
+    >>> per_cycle("v5p") == 4 * 128 * 128, per_cycle("v6e") == 4 * 256 * 256
+    (True, True)
+    """
+    known = device(family)
+    assert known.clock_hz is not None, family
+    flops = known.flops_per_second["bfloat16"] / known.clock_hz / CORES.get(family, 1)
+    # Published peaks are rounded; units come in squares of 128.
+    return round(flops / 2 / 128**2) * 128**2
+
+
 def turn(family: str, kernel: str, block: int, listing: str) -> Turn:
     """The cycles of a turn, from the final bundles of a kernel."""
-    product_cycles = SPLASH[kernel].products * block * block * WIDTH // PER_CYCLE
+    product_cycles = SPLASH[kernel].products * block * block * WIDTH // per_cycle(family)
     parts = sorted(regions(listing.splitlines()), key=lambda part: -part[1])
     each = sum(count for label, count in parts[1:] if label)
     row = sum(count for label, count in parts[1:] if not label)
@@ -139,7 +154,7 @@ def measure(family: str, block: int) -> list[Turn]:
 def main() -> None:
     """Print a table."""
     for family in TOPOLOGIES:
-        for block in (512, 1024):
+        for block in BLOCKS:
             for one in measure(family, block):
                 print(
                     f"{one.family} {one.kernel:<4} {one.block:>5}  products "

@@ -27,8 +27,9 @@ from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import Memory, elements_of
 from jaxdist.planner.model import Tensor
 from jaxdist.planner.plan import Plan
+from jaxdist.planner.products import peak_of
 from jaxdist.planner.target import Places, Target
-from jaxdist.planner.time import RATES, Seconds, across, gather, peak_of
+from jaxdist.planner.time import RATES, Seconds, across, gather
 from jaxdist.trees import flatten_with_names
 
 OTHER_AXES = "what axes tensor and stage would send is known of gpt alone"

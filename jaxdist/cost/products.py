@@ -1,0 +1,53 @@
+"""The share of the peak that a matrix product reaches on each TPU family.
+
+The shares stand in `products.json`, which `python -m jaxdist.bench.tpu.products` writes from
+compiled single products.
+"""
+
+from __future__ import annotations
+
+import bisect
+import json
+import math
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("products.json")
+Shares = Mapping[tuple[int, int], float]
+"""(contracted, columns) to the share of the peak."""
+
+
+@cache
+def shares(family: str) -> Shares | None:
+    """Return the rows of one family; None for a device that the table does not have."""
+    rows = json.loads(TABLE.read_text()).get(family)
+    return None if rows is None else {(k, n): share for k, n, share in rows}
+
+
+@cache
+def product_share(family: str, contracted: int, columns: int) -> float | None:
+    """Return the share of the peak of a product with many rows, between the rows of the table.
+
+    Lengths outside the table are taken at its edge. The share is linear in the logarithms of both
+    lengths.
+
+    >>> product_share("h100", 8192, 8192) is None
+    True
+    """
+    table = shares(family)
+    if table is None:
+        return None
+    low_k, high_k, part_k = _between(sorted({k for k, _ in table}), contracted)
+    low_n, high_n, part_n = _between(sorted({n for _, n in table}), columns)
+    low = table[low_k, low_n] * (1 - part_n) + table[low_k, high_n] * part_n
+    high = table[high_k, low_n] * (1 - part_n) + table[high_k, high_n] * part_n
+    return low * (1 - part_k) + high * part_k
+
+
+def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
+    """Return the neighbours of a length, and where it lies between their logarithms."""
+    length = min(max(length, lengths[0]), lengths[-1])
+    index = max(1, bisect.bisect_left(lengths, length))
+    low, high = lengths[index - 1], lengths[index]
+    return low, high, math.log(length / low) / math.log(high / low)

@@ -1,0 +1,63 @@
+"""How long the matrix products of a block take, by the table of compiled single products."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from jaxdist.cost.products import product_share
+from jaxdist.planner.model import Decoder, Tensor
+from jaxdist.planner.plan import Plan
+from jaxdist.planner.target import Target
+
+
+def block_seconds(
+    model: Decoder, plan: Plan, target: Target, tokens: float, otherwise: float
+) -> float:
+    """Return the seconds of a block's matrix products, forwards, on one device.
+
+    Each is taken at the mean of the shares of its forward product and of the product for the
+    gradient of its input, which contracts the other dim.
+
+    Args:
+      tokens: that the device multiplies.
+      otherwise: share of the peak on devices that `jaxdist.cost.products` has no table of.
+    """
+    peak = peak_of(target, narrow=model.narrow)
+    spent = 0.0
+    for one in model.tensors:
+        if not one.stacked or len(one.shape) < 2:
+            continue
+        # The heads of a projection are one dim of its product.
+        rows, columns = _as_matrix(one, plan.tensor)
+        share_of_peak = mean_share(target, [(rows, columns), (columns, rows)], otherwise)
+        spent += 2.0 * math.prod(one.shape) / (peak * share_of_peak)
+    return tokens * spent
+
+
+def _as_matrix(one: Tensor, tensor: int) -> tuple[int, int]:
+    """Return the contracted dim and the columns of a weight's product on one device."""
+    cut = 1 if one.split is None else tensor
+    first = one.shape[0] if one.split != 0 else one.shape[0] // cut
+    rest = math.prod(one.shape[1:]) if one.split == 0 else math.prod(one.shape[1:]) // cut
+    if one.name == "out":
+        return first * one.shape[1], one.shape[2]
+    return first, rest
+
+
+def mean_share(target: Target, products: Sequence[tuple[int, int]], otherwise: float) -> float:
+    """Return the share of the peak of products of (contracted, columns), as long as each other."""
+    found = [product_share(target.device.name, k, n) for k, n in products]
+    known = [share for share in found if share is not None]
+    if len(known) < len(found):
+        return otherwise
+    return len(known) / sum(1 / share for share in known)
+
+
+def peak_of(target: Target, *, narrow: bool) -> float:
+    """FLOPs per second of products of numbers of two bytes, or of float32.
+
+    TPUs round factors of float32 to bfloat16, unless they are told not to.
+    """
+    found = target.device.flops_per_second
+    return found["bfloat16"] if narrow else found.get("float32", found["bfloat16"])
