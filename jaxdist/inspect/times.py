@@ -77,7 +77,10 @@ def source_name(entry: Entry) -> str:
 
 
 def dearest(found: StepTime) -> list[Source]:
-    """The operations that a device spends most time on, dearest first; collectives by kind."""
+    """Return the operations that a device spends most time on, dearest first.
+
+    Collectives, kernels and copies of an operation have entries of their own.
+    """
     grouped: dict[str, Source] = {}
     for entry in found.entries:
         name = source_name(entry)
@@ -85,6 +88,11 @@ def dearest(found: StepTime) -> list[Source]:
             name = f"{entry.what}: {name}"
         elif entry.basis == "schedule":
             name = entry.what
+        elif entry.basis == "assumed":
+            name = f"kernel: {name}"
+        elif entry.what.startswith("copy"):
+            # XLA gives a layout copy the name of the operation whose operand or result it copies.
+            name = f"copy: {name}"
         old = grouped.get(name, Source(name, 0, 0.0, assumed=False))
         grouped[name] = Source(
             name,

@@ -100,17 +100,25 @@ def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentCo
 
 
 def draw(one: Judged, directory: Path) -> Path:
-    """Write both as stacked bars, `plan.svg`."""
+    """Write both as stacked bars, `plan.svg`, with a line at the chip's memory.
+
+    A part has the same colour in the picture of every plan, and no colour is in both bars.
+    """
+    # Slow to import, as in `new_figure`.
+    from matplotlib import colormaps
+
     figure = new_figure((7.5, 3.6))
-    bars: tuple[tuple[str, Mapping[str, float], float], ...] = (
-        ("seconds of a step", one.seconds.parts(), 1.0),
-        ("GB of a chip's memory", one.memory.parts(), 1e9),
+    bars: tuple[tuple[str, Mapping[str, float], float, str], ...] = (
+        ("seconds of a step", one.seconds.parts(), 1.0, "tab10"),
+        ("GB of a chip's memory", one.memory.parts(), 1e9, "Set3"),
     )
-    for axes, (label, parts, unit) in zip(figure.subplots(2), bars, strict=True):
+    both = figure.subplots(2)
+    both[1].axvline(one.limit_bytes / 1e9, color="black", linestyle="--", label="memory of a chip")
+    for axes, (label, parts, unit, colours) in zip(both, bars, strict=True):
         left = 0.0
-        for name, size in parts.items():
+        for (name, size), colour in zip(parts.items(), colormaps[colours](range(12)), strict=False):
             if size:
-                axes.barh([0], [size / unit], left=left, label=name)
+                axes.barh([0], [size / unit], left=left, label=name, color=colour)
                 left += size / unit
         axes.set_yticks([])
         axes.set_xlabel(label)

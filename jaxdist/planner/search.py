@@ -203,5 +203,7 @@ def no_plan(model: Model, target: Target, found: Found) -> ConfigError:
         f"{least.limit_bytes / 1e9:.1f} GB of a {target.device.name}"
     )
     chips = least_chips(model, target)
-    would = f"; {chips:,} chips would do" if chips else "; no number of chips would do"
+    would = f"; {chips:,} chips would do"
+    if not chips:
+        would = f"; no number of slices of {target.text} would do, one of another shape might"
     return ConfigError(f"{head} fits: {reasons}; {needs}{would}")

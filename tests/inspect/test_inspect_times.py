@@ -72,7 +72,7 @@ def test_operations_are_put_together_and_sorted():
     first, *others = dearest(TIME)
     assert (first.name, first.times, first.seconds) == ("attention/dot_general", 160, 6)
     assert [source.name for source in others] == [
-        "splash",
+        "kernel: splash",
         "all-gather: all-gather, from XLA",
         "memory, from XLA",
     ]
@@ -87,7 +87,7 @@ def test_the_table_fits_80_columns_and_says_what_is_assumed():
         "MFU 50.0% (causal attention counts half), 60.0%",
         "1 tokens a second and chip",
         "waits for data",
-        "splash *",
+        "kernel: splash *",
         "Assumed: splash: FLOPs at 50% of peak.",
         "With the cheapest branches 8 s.",
         "Beside compute: 3.5 s over data.",
@@ -135,3 +135,18 @@ def test_json_and_picture(tmp_path):
     assert found["parts"]["waits for data"] == 1.5
     assert [entry["name"] for entry in found["entries"]] == ["k.1"]
     assert draw_times(inspection(), tmp_path).read_text().startswith("<?xml")
+
+
+def test_a_kernel_and_a_copy_of_one_operation_are_listed_beside_it():
+    op = "jit(train)/attention/splash"
+    entries = (
+        Entry("k.1", op, "assumed", (), "splash: half of the peak", 1, 2.0, 2.0),
+        Entry("copy.1", op, "compiler", (), "copy", 1, 1.0, 1.0),
+        Entry("f.1", op, "compiler", (), "fusion", 1, 0.5, 0.5),
+    )
+    found = dearest(dataclasses.replace(TIME, entries=entries))
+    assert [(one.name, one.seconds) for one in found] == [
+        ("kernel: attention/splash", 2.0),
+        ("copy: attention/splash", 1.0),
+        ("attention/splash", 0.5),
+    ]

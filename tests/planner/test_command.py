@@ -102,7 +102,9 @@ def test_explained_with_a_picture_and_energy(jaxdist: Jaxdist) -> None:
     said = " ".join(done.out.split())
     for part in ("Time of a step", "Memory of each v5e", "kWh", "PUE 1.1, 100 g/kWh", "10 steps"):
         assert part in said
-    assert (jaxdist.folder / "drawn/plan.svg").read_text().startswith("<?xml")
+    drawn = (jaxdist.folder / "drawn/plan.svg").read_text()
+    assert drawn.startswith("<?xml")
+    assert "memory of a chip" in drawn
 
 
 def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
