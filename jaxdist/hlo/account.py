@@ -20,6 +20,9 @@ from jaxdist.hlo.schedule import (
     launch_of,
 )
 
+MOST_TURNS = 256
+"""The most turns of a loop that are walked one by one for the sake of its inner loops."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
@@ -136,7 +139,9 @@ class _Walk:
         condition = self.computation(frame.enter_loop(loop, "condition"), Surroundings())
         trips = frame.trips(loop)
         if trips is not None:
-            return in_sequence([body.times(trips, trips), condition.times(trips + 1, trips + 1)])
+            each = self._each_turn(frame, loop, trips) if body.unknown_loops else None
+            turns = body.times(trips, trips) if each is None else each
+            return in_sequence([turns, condition.times(trips + 1, trips + 1)])
         once = in_sequence([body.times(0, 1), condition])
         name = loop.source or loop.name
         return Totals(
@@ -144,6 +149,21 @@ class _Walk:
             tuple(dataclasses.replace(c, bounded=False) for c in once.collectives),
             (name, *once.unknown_loops),
         )
+
+    def _each_turn(self, frame: Frame, loop: Instruction, trips: int) -> Totals | None:
+        """Count a loop turn by turn, as inner loops need whose length changes from turn to turn.
+
+        None where the turns are too many, or where an inner loop stays unknown even so.
+        """
+        if trips > MOST_TURNS:
+            return None
+        parts = []
+        for turn in frame.turns(loop, trips):
+            part = self.computation(turn, Surroundings())
+            if part.unknown_loops:
+                return None
+            parts.append(part)
+        return in_sequence(parts)
 
     def _conditional(self, frame: Frame, instruction: Instruction) -> Totals:
         return one_of(

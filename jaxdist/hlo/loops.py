@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 
 from jaxdist.hlo.parse import Computation, Instruction, Module
@@ -149,6 +149,19 @@ class Frame:
             start[path] = first
         turns = self._by_equal_steps(loop, start, moves)
         return self._followed(loop, start) if turns is None else turns
+
+    def turns(self, loop: Instruction, trips: int) -> Iterator[Frame]:
+        """Yield the frame of the body in each turn, with the counters' values where they are known.
+
+        In it a loop can be counted whose length follows from the counters of this one.
+        """
+        now: Mapping[TuplePath, Value | None] = {
+            path: self.value(loop.operands[0], path) for path in self._moves(loop)
+        }
+        for _ in range(trips):
+            body = self.enter_loop(loop, "body", now.get)
+            yield body
+            now = {path: body.value(body.computation.root.name, path) for path in now}
 
     def _moves(self, loop: Instruction) -> dict[TuplePath, Value | None]:
         """One iteration's effect on each integer that the condition depends on, even indirectly."""

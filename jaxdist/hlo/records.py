@@ -53,6 +53,15 @@ class Collective:
     array_bytes: tuple[int, ...] = ()
     """Of `payload_bytes`, those of each combined operand."""
 
+    @property
+    def times(self) -> str:
+        """Executions in words; a count that no loop bounds has no upper end."""
+        if not self.bounded:
+            return f"{self.times_low:,} or more"
+        if self.times_low == self.times_high:
+            return f"{self.times_high:,}"
+        return f"{self.times_low:,}-{self.times_high:,}"
+
 
 @dataclasses.dataclass(frozen=True)
 class Memory:

@@ -423,3 +423,28 @@ def test_a_loop_at_random_is_counted_as_it_runs(seed):
     turns = int(compiled(x)[0])
     assert (found.flops_low, found.flops_high) == (turns * 2 * 8**3,) * 2
     assert found.unknown_loops == ()
+
+
+def test_an_inner_loop_whose_length_is_the_outer_counter_is_counted_exactly(program):
+    """0 + 1 + 2 + 3 + 4 turns, not up to 5."""
+    p = program(data=8)
+
+    def outer(i, x):
+        return lax.fori_loop(0, i, lambda _, x: jnp.tanh(lax.psum(x, "data")), x)
+
+    found = p.ledger(lambda x: lax.fori_loop(0, 5, outer, x), p.array(64, 128))
+    assert sum(one.times_high for one in found.collectives) == 10
+    assert sum(one.times_low for one in found.collectives) == 10
+    assert found.unknown_loops == ()
+
+
+def test_a_count_without_a_bound_has_no_upper_end_in_words(program):
+    p = program(data=8)
+
+    def again(state):
+        return lax.psum(state[0], "data") / 2, state[1] - state[0].sum()
+
+    found = p.ledger(
+        lambda x: lax.while_loop(lambda s: s[1] > 0, again, (x, x.sum()))[0], p.array(64, 128)
+    )
+    assert {one.times for one in found.collectives if not one.bounded} == {"0 or more"}
