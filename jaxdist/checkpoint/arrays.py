@@ -178,7 +178,7 @@ def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
             loaded[number] = pieces.load(path, number, large[number], leaf)
         elif not leaf.size:
             loaded[number] = jax.device_put(np.zeros(leaf.shape, leaf.dtype), leaf.sharding)
-    leaves = [_unpack(loaded[numbers[name]], saved[name]) for name in wanted]
+    leaves = [_unpack(pieces.owned(loaded.pop(numbers[name])), saved[name]) for name in wanted]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
 
 

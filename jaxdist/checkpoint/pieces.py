@@ -201,6 +201,21 @@ def load(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct)
     return jax.make_array_from_callback(wanted.shape, wanted.sharding, part)
 
 
+def owned(array: jax.Array) -> jax.Array:
+    """The same array in memory of its devices, of which no two share a buffer.
+
+    On a CPU an array from NumPy may lie in NumPy's memory, where devices with equal blocks share
+    one. Such a buffer cannot be donated: the first step after a resume would hold two states.
+    """
+    if next(iter(array.sharding.device_set)).platform != "cpu":
+        return array
+    parts = [
+        jax.device_put(shard.data, shard.device, may_alias=False)
+        for shard in array.addressable_shards
+    ]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
+
+
 def _read(
     directory: Path,
     number: str,

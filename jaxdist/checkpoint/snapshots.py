@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxdist.checkpoint.layout import fsync_directory, snapshot_name, snapshot_of
+from jaxdist.checkpoint.pieces import owned
 from jaxdist.checkpoint.structure import named_leaves
 from jaxdist.config.files import parse_json, read_regular
 from jaxdist.errors import CheckpointError
@@ -256,7 +257,7 @@ def _placed(name: str, pieces: list[_Piece], leaf: Any) -> jax.Array:
     def part(index: Any) -> np.ndarray:
         return _assembled(pieces, _span(index, leaf.shape), leaf)
 
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, part)
+    return owned(jax.make_array_from_callback(leaf.shape, leaf.sharding, part))
 
 
 def _assembled(pieces: list[_Piece], span: Span, leaf: Any) -> np.ndarray:
