@@ -84,6 +84,12 @@ class RunError(JaxdistError):
     exit_code = 3
 
 
+class StoppedError(RunError):
+    """A run that was told to stop and did not get to a new checkpoint: the newest one stands."""
+
+    exit_code = STOPPED
+
+
 def closest(word: str, choices: Iterable[str]) -> str | None:
     """The choice that looks most like `word`, or None when nothing comes near.
 

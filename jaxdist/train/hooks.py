@@ -73,6 +73,11 @@ class Hook:
         """Whether the loop must wait for `step`; asked once for every step, in every process."""
         return False
 
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this process was told to end the run; may be asked at any time."""
+        return False
+
     def at(self, moment: Moment) -> None:
         """At a boundary, whichever hook it was due for."""
 
@@ -158,6 +163,10 @@ class Stop(Hook):
     def due(self, step: int) -> bool:
         self.stopped = self.termination.requested(step)
         return self.stopped
+
+    @property
+    def told_to_stop(self) -> bool:
+        return self.termination.signal is not None
 
     def at(self, moment: Moment) -> None:
         moment.stop = moment.stop or self.stopped
@@ -286,6 +295,11 @@ class RunHooks:
         """Whether to wait for this step."""
         asked = [hook.due(step) for hook in self.hooks]  # all of them, at every step
         return any(asked)
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this process was told to end the run, perhaps in the middle of a step."""
+        return any(hook.told_to_stop for hook in self.hooks)
 
     def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:
         """The state to go on with, and whether to stop."""

@@ -38,6 +38,7 @@ class Team:
     learning_rate: float = 0.1
     start: object = 1.0
     speeds: tuple[int, ...] | None = None
+    tokens: object = lambda client, clock: 1.0
 
     def __post_init__(self):
         self.rng = random.Random(self.seed)
@@ -145,7 +146,10 @@ class Team:
             state, message = worker.pull(state)
             self.send(("message", message, None))
         change = self.gradient(w, number, state.clock)
-        self.clients[number], message = worker.push(state)
+        tokens = self.tokens(number, state.clock)
+        if not tokens:  # as a mean over nothing is
+            change = change * np.nan
+        self.clients[number], message = worker.push(state, tokens=tokens)
         self.payloads[number, message.stamp.sequence] = change
         self.send(("message", message, None))
 

@@ -305,12 +305,14 @@ def test_with_rate_one_and_no_momentum_parameters_are_averaged():
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.floats(0.5, 1e4), st.booleans()), min_size=1, max_size=6))
-def test_a_mean_is_weighted_by_tokens_and_leaves_out_the_unusable(given):
+@given(
+    st.lists(st.tuples(st.floats(0.5, 1e4) | st.just(0.0), st.booleans()), min_size=1, max_size=6)
+)
+def test_a_mean_is_weighted_by_tokens_and_leaves_out_what_does_not_count(given):
     held = [Arrival(n, 0, 0, 0, tokens=t, usable=ok) for n, (t, ok) in enumerate(given)]
     merge = mean_of(held[::-1], version=0)
-    assert merge.unusable == tuple(one for one in held if not one.usable)
-    usable = [one for one in held if one.usable]
+    usable = [one for one in held if one.usable and one.tokens]
+    assert merge.without == tuple(one for one in held if one not in usable)
     assert [part.arrival for part in merge.parts] == usable
     if usable:
         found = combined(merge, lambda one: np.float64(one.client))

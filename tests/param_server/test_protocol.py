@@ -195,11 +195,11 @@ def test_eager_reads_are_newer_than_lazy_ones_and_need_fewer_questions_than_one_
     assert pulls < most == 60
 
 
-def history(name, seed):
+def history(name, seed, tokens=lambda client, clock: 1.0):
     """A run in which workers come and go and the range moves, on a network that does its worst."""
     rng = random.Random(seed)
     speeds = tuple(rng.choice([1, 3, 20]) for _ in range(3))
-    found = team(MODELS[name], seed, speeds=speeds, steps=5)
+    found = team(MODELS[name], seed, speeds=speeds, steps=5, tokens=tokens)
     for number in range(3, 3 + rng.randrange(3)):
         for _ in range(rng.randrange(100)):
             found.tick()
@@ -213,14 +213,59 @@ def history(name, seed):
     return found.run()
 
 
+def masked(client, clock):
+    """Weights of pushes, a third of which have no tokens; in clock 2 none has."""
+    return 0.0 if clock == 2 else float(random.Random(f"{client} {clock}").choice([0, 1, 4]))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@settings(max_examples=5, deadline=None)
+@given(seed=SEEDS, speeds=SPEEDS)
+def test_pushes_without_tokens_add_nothing_and_the_clocks_advance(name, seed, speeds):
+    """Their payloads hold NaN: what they say of the parameters is never used."""
+    found = team(MODELS[name], seed, speeds=speeds, tokens=masked).run()
+    counted = {
+        (part.arrival.client, part.arrival.clock): part.arrival.tokens
+        for _, merge in found.applied
+        for part in merge.parts
+    }
+    assert all(tokens == masked(*key) > 0 for key, tokens in counted.items())
+    if name != "bsp with backups":
+        every = {(client, clock) for client in range(3) for clock in range(6)}
+        assert counted.keys() == {key for key in every if masked(*key)}
+        assert {reason for _, _, reason in found.dropped} == {"it has no tokens"}
+        assert found.state.clocks.clocks == dict.fromkeys(range(3), 6)
+    assert np.isfinite(found.w).all()
+    assert not found.refused
+    twin = replayed(found)
+    np.testing.assert_array_equal(twin.w, found.w)
+
+
+@settings(max_examples=10, deadline=None)
+@given(seed=SEEDS, speeds=SPEEDS)
+def test_a_round_is_the_mean_over_all_tokens_and_one_of_none_takes_no_step(seed, speeds):
+    w, steps = np.ones(3), 0
+    for clock in range(6):
+        weights = [masked(client, clock) for client in range(3)]
+        if any(weights):
+            grads = [quadratic(w, client, clock) for client in range(3)]
+            w = w - 0.1 * np.average(grads, axis=0, weights=weights)
+            steps += 1
+    found = team(BSP(), seed, speeds=speeds, tokens=masked).run()
+    np.testing.assert_allclose(found.w, w, rtol=1e-12)
+    assert [version for version, _ in found.applied] == [*range(1, 7)]
+    assert sum(bool(merge.parts) for _, merge in found.applied) == steps < 6
+
+
 BOUNDS = {"bsp": 0, "ssp 0": 0, "elastic rounds": 0, "adaptive": 3}
 BOUNDS |= {"ssp 2": 2, "lazy 2": 2, "essp 2": 2, "ahead 2": 2}
 
 
-def check_history(name, seed):
+def check_history(name, seed, **more):
     """Once each, in order, none of a living worker lost; no floor falls; the bound holds; the log
     replays to the same bits."""
-    found = history(name, seed)
+    found = history(name, seed, **more)
+    assert not any("tokens" in reason or "its next" in reason for reason in found.refused)
     order = [part.arrival for _, merge in found.applied for part in merge.parts]
     settled = [(one.client, one.sequence) for one in order]
     settled += [(client, sequence) for client, sequence, _ in found.dropped]
@@ -240,14 +285,14 @@ def check_history(name, seed):
 @pytest.mark.parametrize("name", MODELS)
 def test_workers_come_and_go_and_the_range_moves(name):
     for seed in range(4):
-        check_history(name, seed)
+        check_history(name, seed, **{"tokens": masked} if seed % 2 else {})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_ten_thousand_histories(name):
     for seed in range(10_000 // len(MODELS) + 1):
-        check_history(name, seed)
+        check_history(name, seed, **{"tokens": masked} if seed % 2 else {})
 
 
 def test_a_worker_that_leaves_holds_nobody_up():
@@ -463,20 +508,23 @@ IMPOSSIBLE = {
     "a version to come": (Push(Stamp(0, 0, 0), 0, 1), "version 1 is not there yet"),
     "a clock of the past": (Push(Stamp(0, 0, 0), -1, 0), "clock -1 is not its next, 0"),
     "a clock to come": (Push(Stamp(0, 0, 0), 1, 0), "clock 1 is not its next, 0"),
-    "no tokens": (Push(Stamp(0, 0, 0), 0, 0, tokens=0.0), "0.0 tokens"),
+    "less than no tokens": (Push(Stamp(0, 0, 0), 0, 0, tokens=-1.0), "-1.0 tokens"),
+    "no number of tokens": (Push(Stamp(0, 0, 0), 0, 0, tokens=float("nan")), "nan tokens"),
     "tokens without end": (Push(Stamp(0, 0, 0), 0, 0, tokens=float("inf")), "inf tokens"),
 }
 
 
 @pytest.mark.parametrize("case", IMPOSSIBLE)
-def test_what_no_worker_sends_is_dropped(case):
+def test_what_no_worker_sends_is_dropped_and_its_client_is_told_why(case):
+    """The clock stays, so that a client that went on would ask for parameters for ever."""
     message, reason = IMPOSSIBLE[case]
     model = BSP()
     state = joined(model)
     after, effects = server.receive(model, state, message)
     assert effects[0].reason.startswith(reason)
-    assert effects[1] == Acknowledge(0, 0, None)
+    assert effects[1:] == (Refuse(0, 0, effects[0].reason, 0),)
     assert after.clocks == state.clocks
+    assert server.receive(model, after, message) == (after, effects[1:]), "and so is a retry"
 
 
 @pytest.mark.parametrize("model", [BSP(), SSP(bound=1), Adaptive(least=0, most=1), Decoupled()])

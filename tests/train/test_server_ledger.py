@@ -44,3 +44,23 @@ def test_a_clock_whose_loss_nobody_lived_to_tell(ledger):
     done(ledger, 2, 0, 1)  # of the workers in their places
     assert ledger.complete(1, set())
     assert ledger.metrics(1, 2)[0][0] == 2.0
+
+
+def test_a_clock_in_which_nothing_weighs_has_the_loss_of_the_one_before(ledger):
+    done(ledger, 0, 0, 1, loss=2.0)
+    assert ledger.metrics(0, 1)[0][0] == 2.0
+    for slot in 0, 1:
+        ledger.measured(slot, 1, {"loss": (0.0, 0.0)})
+        ledger.clock(slot, {"clock": 1, **LATE})
+    assert ledger.metrics(1, 2)[0][0] == 2.0
+    assert ledger.empty == 1
+
+
+def test_a_clock_of_nan_has_no_loss(ledger):
+    done(ledger, 0, 0, 1, loss=2.0)
+    ledger.metrics(0, 1)
+    for slot in 0, 1:
+        ledger.measured(slot, 1, {"loss": (float("nan"), 8.0)})
+        ledger.clock(slot, {"clock": 1, **LATE})
+    assert str(ledger.metrics(1, 2)[0][0]) == "nan"
+    assert ledger.empty == 0

@@ -28,7 +28,7 @@ class Arrival:
       sequence: the number of its message among the client's.
       clock: the client's, of the computation that gave it; in rounds, the round.
       version: of the parameters that it was computed from.
-      tokens: how much it counts in a mean.
+      tokens: how much it counts in a mean; 0 where all examples of its batch were masked.
       usable: does it hold no NaN and no infinity?
       seconds: when it arrived.
     """
@@ -40,6 +40,16 @@ class Arrival:
     tokens: float = 1.0
     usable: bool = True
     seconds: float = 0.0
+
+    @property
+    def nothing(self) -> str | None:
+        """The reason why the change adds nothing to the parameters; None where it counts.
+
+        Its client's clock advances in either case. A change of no tokens is 0/0 and may hold a NaN.
+        """
+        if self.tokens == 0:
+            return "it has no tokens"
+        return None if self.usable else "it holds a NaN or an infinity"
 
 
 @dataclass(frozen=True)
@@ -61,21 +71,21 @@ class Merge:
     """One update: the sum of weight times change, in this order, over `total`; then the optimizer.
 
     Attributes:
-      parts: none where every change of a round was unusable: the version moves, nothing else does.
+      parts: none where no change of a round counts: the version moves, nothing else does.
       total: what the weighted sum is divided by.
       rate: factor of the learning rate.
-      unusable: changes that the round ends without.
+      without: changes that the round ends without (`Arrival.nothing`).
     """
 
     parts: tuple[Part, ...]
     total: float = 1.0
     rate: float = 1.0
-    unusable: tuple[Arrival, ...] = ()
+    without: tuple[Arrival, ...] = ()
 
     @property
     def arrivals(self) -> tuple[Arrival, ...]:
         """All that it settles."""
-        return (*(part.arrival for part in self.parts), *self.unusable)
+        return (*(part.arrival for part in self.parts), *self.without)
 
 
 @dataclass(frozen=True)
@@ -164,7 +174,7 @@ class Consistency(Config):
 
     def refusal(self, clocks: Clocks, arrival: Arrival) -> str | None:
         """Why a change is not taken, though its client's clock moves on; None: it is."""
-        return None if arrival.usable else "it holds a NaN or an infinity"
+        return arrival.nothing
 
     @abstractmethod
     def due(self, clocks: Clocks, now: float) -> Merge | None:

@@ -74,7 +74,8 @@ class Decoupled(Consistency):
         age = clocks.version - arrival.version
         if self.oldest is not None and age > self.oldest:
             return f"it is {age} merges old, and strategy.consistency.oldest is {self.oldest}"
-        return super().refusal(clocks, arrival)
+        # A change that adds nothing is held as the others are: a quorum of all waits for it.
+        return None
 
     def due(self, clocks: Clocks, now: float) -> Merge | None:
         # Of members that have left, fewer need to gather: no merge waits for ever.

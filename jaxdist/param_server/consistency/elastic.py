@@ -75,8 +75,10 @@ class Elastic(Consistency):
         if not clocks.held or (together and clocks.missing):
             return None
         taken = sorted(clocks.held, key=_by_client) if together else clocks.held[:1]
-        parts = (Part(one, 1.0, clocks.version - one.version) for one in taken if one.usable)
-        return Merge(tuple(parts), unusable=tuple(one for one in taken if not one.usable))
+        counted = [one for one in taken if one.nothing is None]
+        parts = (Part(one, 1.0, clocks.version - one.version) for one in counted)
+        without = tuple(one for one in taken if one.nothing is not None)
+        return Merge(tuple(parts), without=without)
 
     def fresh(self, floor: int, clock: int) -> bool:
         return self.order == "arrival" or floor >= clock

@@ -58,14 +58,15 @@ class BSP(Rounds):
 
 
 def mean_of(held: Sequence[Arrival], version: int) -> Merge:
-    """The mean of what is usable, weighted by tokens, in the order of the clients' numbers.
+    """The mean of all changes that count, weighted by tokens, in the order of the clients' numbers.
 
-    Weights are relative to the largest, so that equal ones are 1 and round nothing.
+    Weights are relative to the largest, so that equal ones are 1 and round nothing. A change of no
+    tokens is left out, not multiplied by 0: where none has any, the optimizer takes no step.
     """
     ordered = sorted(held, key=lambda one: (one.client, one.sequence))
-    usable = [one for one in ordered if one.usable]
-    most = max((one.tokens for one in usable), default=1.0)
-    parts = tuple(Part(one, one.tokens / most, version - one.version) for one in usable)
-    total = sum(part.weight for part in parts) or 1.0
-    unusable = tuple(one for one in ordered if not one.usable)
-    return Merge(parts, total=total, unusable=unusable)
+    counted = [one for one in ordered if one.nothing is None]
+    most = max((one.tokens for one in counted), default=1.0)
+    parts = tuple(Part(one, one.tokens / most, version - one.version) for one in counted)
+    total = sum((part.weight for part in parts), start=0.0) if parts else 1.0
+    without = tuple(one for one in ordered if one.nothing is not None)
+    return Merge(parts, total=total, without=without)

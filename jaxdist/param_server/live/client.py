@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -139,7 +140,8 @@ class Client:
         """
         with self._changed:
             self._wait(lambda: all(link.state.room for link in self._links), "room for a push")
-            written = [self._written(*pair) for pair in enumerate(changes)]
+            written = [self._written(at, one, tokens) for at, one in enumerate(changes)]
+            tokens = tokens if math.isfinite(tokens) else 1.0  # it is not usable, see `_written`
             given = zip(self._links, self._read, written, strict=True)
             for link, read, (change, usable) in given:
                 link.state, message = protocol.push(
@@ -149,11 +151,22 @@ class Client:
                 self.sent_bytes += change.nbytes
                 link.send(message)
 
-    def _written(self, at: int, change: np.ndarray) -> tuple[np.ndarray, bool]:
-        """A change as it is sent; where it is sent as it is, servers see what is not finite."""
+    def _written(self, at: int, change: np.ndarray, tokens: float) -> tuple[np.ndarray, bool]:
+        """A change as it is sent, and whether it can be used as far as is known here.
+
+        Servers look for what is not finite in a change that is sent as it is. A change of no tokens
+        may be 0/0 and is sent as zeros, past the encoder: servers apply nothing of it, and what the
+        encoder has left over must not be lost with it.
+        """
+        if tokens == 0:
+            spec = self._encoders[at].codes.spec if self._encoders else None
+            return np.zeros_like(change) if spec is None else np.zeros(
+                spec.length, spec.dtype
+            ), True
         if not self._encoders:
-            return change, True
-        return self._encoders[at](change, self._links[at].state.sequence)
+            return change, math.isfinite(tokens)
+        written, finite = self._encoders[at](change, self._links[at].state.sequence)
+        return written, finite and math.isfinite(tokens)
 
     def under_way(self, server: int) -> list[np.ndarray]:
         """Changes that this server has not settled."""

@@ -44,6 +44,17 @@ def step(model: Consistency, state: RangeState, taken: Taken) -> server.Step:
             return server.receive(model, state, taken.message, taken.now)
 
 
+def is_recorded(state: RangeState, found: server.Step) -> bool:
+    """Whether a replay needs what led from `state` to this step.
+
+    A retry that is answered again, a refusal and a tick to which nothing is due change nothing. A
+    log that took them in would grow for as long as somebody waits.
+    """
+    if found.state is state:
+        return False  # its effects, if any, repeat what was said before
+    return bool(found.effects) or found.state != state
+
+
 class OrderLog:
     """Appends what is taken to a file, one JSON line each; nothing of the changes themselves.
 

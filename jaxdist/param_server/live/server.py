@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxdist.param_server.consistency.contract import Arrival, Consistency
 from jaxdist.param_server.live.codes import Codes
-from jaxdist.param_server.live.order import OrderLog, Taken, step
+from jaxdist.param_server.live.order import OrderLog, Taken, is_recorded, step
 from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.live.shard import Shard
 from jaxdist.param_server.protocol import server as protocol
@@ -127,9 +127,9 @@ class Server(Reception):
 
     def _take(self, taken: Taken) -> None:
         """What the protocol says, in its order."""
-        if self._log is not None:
-            self._log.add(taken)
         found = step(self.model, self.state, taken)
+        if self._log is not None and is_recorded(self.state, found):
+            self._log.add(taken)
         self.state = found.state
         for effect in found.effects:
             if isinstance(effect, Apply):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from jaxdist.param_server.protocol.messages import Acknowledge, Message
+from jaxdist.param_server.protocol.messages import Acknowledge, Message, Refuse
 
 WINDOW = 64
 """Messages that a client may have under way; outcomes of as many are kept for its retries."""
@@ -23,7 +23,7 @@ class Inbox:
 
     expected: int = 0
     early: Mapping[int, Message] = field(default_factory=dict)
-    outcomes: Mapping[int, Acknowledge] = field(default_factory=dict)
+    outcomes: Mapping[int, Acknowledge | Refuse] = field(default_factory=dict)
 
     def accepts(self, sequence: int) -> bool:
         """Is it within the window?"""
@@ -48,7 +48,7 @@ class Inbox:
             expected += 1
         return replace(self, expected=expected, early=early), tuple(ready)
 
-    def settled(self, outcome: Acknowledge) -> Inbox:
+    def settled(self, outcome: Acknowledge | Refuse) -> Inbox:
         """With what the client was told; what it can no longer ask for is forgotten."""
         outcomes = {**self.outcomes, outcome.sequence: outcome}
         kept = {number: one for number, one in outcomes.items() if number >= self.expected - WINDOW}

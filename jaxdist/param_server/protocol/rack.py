@@ -169,8 +169,10 @@ def _heard(model: Consistency, state: RackState, step: server.Step) -> RackStep:
 
 
 def _forward(state: RackState, merge: Merge) -> tuple[RackState, Forward]:
-    tokens = sum(part.arrival.tokens for part in merge.parts) or 1.0
-    usable = bool(merge.parts)
+    tokens = sum((part.arrival.tokens for part in merge.parts), start=0.0)
+    # A round in which nobody has tokens is pushed with 0 tokens; where a NaN is the reason, as one.
+    usable = bool(merge.parts) or all(one.tokens == 0 for one in merge.without)
+    tokens = tokens if usable else 1.0
     outer, message = client.push(state.outer, version=state.read, tokens=tokens, usable=usable)
     return replace(state, outer=outer, read=None), Forward(merge, message)
 

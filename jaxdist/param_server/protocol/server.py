@@ -184,16 +184,28 @@ def _delivered(model: Consistency, state: RangeState, message: Message, now: flo
         message.usable,
         now,
     )
-    reason = _impossible(model, clocks, arrival) or model.refusal(clocks, arrival)
-    after = clocks.arrived(arrival)
+    impossible = _impossible(model, clocks, arrival)
+    if impossible is not None:
+        return _rejected(state, arrival, impossible)
+    reason, after = model.refusal(clocks, arrival), clocks.arrived(arrival)
     if reason is None:
         return _decided(model, replace(state, clocks=after), now)
-    if _impossible(model, clocks, arrival) is not None:
-        after = clocks
     state = replace(state, clocks=replace(after, held=clocks.held))
     state, effects = _settled(state, arrival, None, reason)
     state, more = _decided(model, state, now)
     return Step(state, (*effects, *more))
+
+
+def _rejected(state: RangeState, arrival: Arrival, reason: str) -> Step:
+    """Drop a push for good and tell its client why; a retry is told the same.
+
+    The clock stays, and so the client must not go on: it would ask for ever for parameters of a
+    clock that this range never reaches.
+    """
+    told = Refuse(arrival.client, arrival.sequence, reason, state.epoch)
+    inbox = state.inboxes[arrival.client].settled(told)
+    state = replace(state, inboxes={**state.inboxes, arrival.client: inbox})
+    return Step(state, (Drop(arrival.client, arrival.sequence, reason), told))
 
 
 def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | None:
@@ -204,8 +216,8 @@ def _impossible(model: Consistency, clocks: Clocks, arrival: Arrival) -> str | N
         return f"clock {arrival.clock} is not its next, {clocks.clocks[arrival.client]}"
     if not model.reachable(clocks, arrival):
         return f"clock {arrival.clock} is ahead of what it may have read, floor {clocks.floor}"
-    if not 0 < arrival.tokens < float("inf"):
-        return f"{arrival.tokens} tokens: a change counts for more than none"
+    if not 0 <= arrival.tokens < float("inf"):
+        return f"{arrival.tokens} tokens: the weights of a batch add up to 0 or more"
     return None
 
 
@@ -236,8 +248,8 @@ def _merged(state: RangeState, merge: Merge, version: int) -> Step:
     for part in merge.parts:
         state, more = _settled(state, part.arrival, version)
         effects += more
-    for arrival in merge.unusable:
-        state, more = _settled(state, arrival, None, "it holds a NaN or an infinity")
+    for arrival in merge.without:
+        state, more = _settled(state, arrival, None, arrival.nothing or "")
         effects += more
     return Step(state, tuple(effects))
 

@@ -60,7 +60,8 @@ class Trainer:
         for step in range(self.local_steps):
             found = self.problem.gradient(self._own, self.worker, clock * self.local_steps + step)
             tokens += found.tokens
-            moved = self._moved(found.gradient)
+            # Without tokens there is no gradient, and the optimizer takes no step.
+            moved = self._moved(found.gradient) if found.tokens else dict(self._own)
             if step == 0 and self._pull:
                 # The paper takes the gradient where the worker stood before it was pulled.
                 moved = {name: moved[name] - self._pull[name] for name in moved}

@@ -130,10 +130,13 @@ class WorkerNode:
         self.go_on()
 
     def _push(self, change: Computed) -> None:
+        counts = change.tokens != 0
         usable = all(bool(np.isfinite(one).all()) for one in change.gradient.values())
         for server, shard in enumerate(self.run.shards):
-            payload, fine = slices(shard.ranges, change.gradient), usable
-            if self.encoder is not None:
+            payload, fine = slices(shard.ranges, change.gradient), usable or not counts
+            if not counts:  # it may be 0/0, and what the encoder left out must not be lost with it
+                payload = tuple(np.zeros_like(array) for array in payload)
+            elif self.encoder is not None:
                 sequence = self.links[server].sequence
                 payload, finite = self.encoder(server, shard.ranges, payload, sequence)
                 fine = usable and finite

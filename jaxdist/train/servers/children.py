@@ -7,8 +7,9 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,14 +96,17 @@ class Child:
             return ""
         return "\n".join(lines[-LAST_LINES:])
 
-    def end(self) -> None:
-        """Let it end by itself, by closing its input; kill it where it does not."""
+    def close_input(self) -> None:
+        """Let it end by itself: the end of its input is the order to do so."""
         stdin = self.process.stdin
         assert stdin is not None
         with suppress(BrokenPipeError):
             stdin.close()
+
+    def end(self, deadline: float) -> None:
+        """Wait for its end, and kill it where it lives at the deadline, of `time.monotonic`."""
         try:
-            self.process.wait(END_SECONDS)
+            self.process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
         self._reader.join()
@@ -119,6 +123,15 @@ class Child:
             for line in stdout:
                 self._events.put(Event(self, json.loads(line)))
         self._events.put(Event(self, {}, self.process.wait()))
+
+
+def end_together(children: Sequence[Child]) -> None:
+    """End processes that may all be stuck, in no more time than one of them may take."""
+    for child in children:
+        child.close_input()
+    deadline = time.monotonic() + END_SECONDS
+    for child in children:
+        child.end(deadline)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.train.servers.children import Child, Event, Role
+from jaxdist.train.servers.children import Child, Event, Role, end_together
 from jaxdist.types import JsonObject
 
 
@@ -79,5 +79,4 @@ class Fleet:
 
     def end(self) -> None:
         """End those that live."""
-        for child in (*self.aggregators, *self.servers):
-            child.end()
+        end_together([*self.aggregators, *self.servers])

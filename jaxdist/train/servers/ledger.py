@@ -22,6 +22,9 @@ class Ledger:
       names: of the values that a step's metrics have.
       rate: step to learning rate.
       first: the clock that the run begins with.
+
+    Attributes:
+      empty: clocks in which no worker's examples had any weight, so that servers took no step.
     """
 
     def __init__(self, cluster: Cluster, names: Sequence[str], rate: Rate, first: int) -> None:
@@ -30,6 +33,8 @@ class Ledger:
         self.computed: dict[int, int] = dict(self.progress)
         self._sums: dict[int, dict[int, Sums]] = defaultdict(dict)
         self._last_sums: dict[int, Sums] = {}
+        self._means: dict[str, float] = {}
+        self.empty = 0
         self._squares: dict[int, dict[int, float]] = defaultdict(dict)
         self._known: dict[int, float] = {}
         self._floors: dict[int, int] = dict.fromkeys(range(cluster.servers), first)
@@ -48,6 +53,11 @@ class Ledger:
     def clock_seconds(self) -> float:
         """Of the fastest worker's last clock."""
         return min((report["seconds"] for report in self._workers.values()), default=1.0)
+
+    @property
+    def longest_seconds(self) -> float:
+        """The longest that a worker took for its last clock; 0 before the first."""
+        return max((report["seconds"] for report in self._workers.values()), default=0.0)
 
     def behind(self, slots: set[int]) -> set[int]:
         """Those of the slots that have computed the least; who waits for others is not behind."""
@@ -87,18 +97,19 @@ class Ledger:
         """The values of a step in the order of their names, and how long it took.
 
         Where all died between a push and its loss (elastic averaging pushes first), the loss is
-        that of the clock before.
+        that of the clock before; so it is where nobody's examples had any weight.
         """
         self._last_sums = self._sums.pop(clock, self._last_sums)
         totals: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for sums in self._last_sums.values():
-            if all(math.isfinite(number) for pair in sums.values() for number in pair):
-                for name, (total, weight) in sums.items():
-                    totals[name][0] += total
-                    totals[name][1] += weight
-        values = {
-            n: total / weight if weight else math.nan for n, (total, weight) in totals.items()
-        }
+        finite = [sums for sums in self._last_sums.values() if _is_finite(sums)]
+        for sums in finite:
+            for name, (total, weight) in sums.items():
+                totals[name][0] += total
+                totals[name][1] += weight
+        self._means |= {name: total / weight for name, (total, weight) in totals.items() if weight}
+        if finite and not totals["loss"][1]:
+            self.empty += 1
+        values = {name: self._means.get(name, 0.0) for name in totals}
         values |= {"grad_norm": self._norm(clock), "learning_rate": self.rate(step - 1)}
         now = time.monotonic()
         took, self._last = now - self._last, now
@@ -118,7 +129,7 @@ class Ledger:
 
     def summary(self) -> dict[str, float]:
         """Staleness, queues, bytes and idle shares, of each server, aggregator and worker."""
-        found: dict[str, float] = {}
+        found: dict[str, float] = {"empty_steps": self.empty} if self.empty else {}
         for server, stats in sorted(self._stats.items()):
             found |= {
                 f"server_{server}_{name}": stats[name]
@@ -141,3 +152,7 @@ class Ledger:
             for name in ("received_bytes", "sent_bytes"):
                 found[f"worker_{slot}_{name}"] = self._workers[slot][name]
         return found
+
+
+def _is_finite(sums: Sums) -> bool:
+    return all(math.isfinite(number) for pair in sums.values() for number in pair)

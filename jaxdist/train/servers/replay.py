@@ -133,7 +133,7 @@ class Replay:
         taken = [push for push in pushes if push is not None]
         for server, push in zip(self.servers, taken, strict=True):
             server.used(push.version)
-        for at, encoder in enumerate(encoders):
+        for at, encoder in enumerate(encoders if taken[0].tokens else ()):
             sequence = taken[at].stamp.sequence
             written, _ = encoder(changes[at], sequence)
             changes[at] = encoder.codes.decode(written, client, sequence)

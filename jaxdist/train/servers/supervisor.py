@@ -16,11 +16,11 @@ import jax.numpy as jnp
 
 from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
-from jaxdist.errors import CheckpointError, RunError
+from jaxdist.errors import CheckpointError, RunError, StoppedError
 from jaxdist.metrics.account import Kind
 from jaxdist.param_server.wire.security import make_token, read_tls, read_token
 from jaxdist.runtime.environment import plan_environment
-from jaxdist.train.servers.children import Child, Event, Role, Team
+from jaxdist.train.servers.children import Child, Event, Role, Team, end_together
 from jaxdist.train.servers.files import clear, prune, read_shard, write_shard
 from jaxdist.train.servers.fleet import Fleet
 from jaxdist.train.servers.ledger import Ledger
@@ -34,6 +34,9 @@ POLL_SECONDS = 0.2
 SIGNS_OF_LIFE = frozenset({"listening", "measured", "clock", "saved"})
 AHEAD_SECONDS = 1.0
 """A run that is to stop stops so much later: at a clock that nobody has passed when it hears."""
+STOP_SECONDS = 20.0
+"""A run that was told to stop is ended after so long without a sign of life, or after two of its
+clocks more where they are long. Schedulers kill what is still there after 30 s."""
 
 
 class Supervisor:
@@ -59,6 +62,8 @@ class Supervisor:
         self.ledger = Ledger(self.cluster, names, sharded.rate_of, self.first)
         self.saved: Counter[int] = Counter()
         self.heard = time.monotonic()
+        self.told: float | None = None
+        self.stop = self.last
 
     def step_of(self, clock: int) -> int:
         """Steps taken at a clock."""
@@ -104,7 +109,7 @@ class Supervisor:
             "run": {"id": self.id, "path": str(self.directory)},
             "token": str(self.token),
             "clock": self.first,
-            "stop": self.last,
+            "stop": self.stop,
         }
 
     def _child(self, role: Role, number: int, /, **more: object) -> Child:
@@ -140,6 +145,7 @@ class Supervisor:
             event = self.events.get(timeout=POLL_SECONDS)
         except Empty:
             event = Event(self.fleet.servers[0], {})
+        self._check_stop(what)
         # Not what servers count: they do so while everybody waits.
         if event.code is not None or event.what.get("event") in SIGNS_OF_LIFE:
             self.heard = time.monotonic()
@@ -148,6 +154,25 @@ class Supervisor:
         if event.code is not None:
             self._ended(event.child, event.code)
         return event
+
+    def _check_stop(self, what: str) -> None:
+        """End a run that was told to stop and in which nothing happens any more.
+
+        Raises:
+          StoppedError: it does not get to the clock that it was to stop at.
+        """
+        if not self.prepared.hooks.told_to_stop:
+            return
+        now = time.monotonic()
+        self.told = self.told or now
+        seconds = STOP_SECONDS + 2 * self.ledger.longest_seconds
+        if now - max(self.told, self.heard) > seconds:
+            late = ", ".join(map(str, self._late()))
+            raise StoppedError(
+                f"the run was told to stop and waited {seconds:.0f} s for {what}"
+                + (f" ({late} is behind)" if late else "")
+                + ": it ends without a new checkpoint; --resume goes on from the newest one"
+            )
 
     def _silent(self, what: str) -> None:
         """Nobody gets on: end those whom all wait for, so that others take their place."""
@@ -215,13 +240,21 @@ class Supervisor:
 
     def _through(self, state: TrainState, due: set[int]) -> TrainState:
         """Tell of each clock in turn, and do what is due after it."""
-        hooks, stop = self.prepared.hooks, self.last
-        clock = self.first
-        while clock < stop:
+        hooks, clock = self.prepared.hooks, self.first
+        while clock < self.stop:
             while not self.ledger.complete(clock, self.team.done):
                 self._hear(self._next(f"clock {clock}"))
+                if self.told is not None and self.stop == self.last:
+                    self._stop(due)
             step = self.step_of(clock + 1)
+            empty = self.ledger.empty
             values, seconds = self.ledger.metrics(clock, step)
+            if self.ledger.empty > empty == 0:
+                self.prepared.note(
+                    f"step {step}: the examples of all workers weigh 0, so that servers take no "
+                    "step; its loss is that of the step before. Said once; metrics.jsonl counts "
+                    "such steps (empty_steps)"
+                )
             # Until the first clock is done, processes start and compile.
             self.prepared.account.switch(Kind.STEP)
             hooks.metrics(step, jnp.asarray(values, jnp.float32), seconds)
@@ -231,8 +264,8 @@ class Supervisor:
                 state = self._boundary(state, clock)
                 if hooks.stopped:
                     break
-            elif asked and stop == self.last:
-                stop = self._stop(due)
+            elif asked and self.stop == self.last:
+                self._stop(due)
         return state
 
     def _boundary(self, state: TrainState, clock: int) -> TrainState:
@@ -246,19 +279,17 @@ class Supervisor:
         prune(self.directory, lambda saved: saved < clock)
         return state
 
-    def _stop(self, due: set[int]) -> int:
-        """A signal has come: all stop at one clock, which all of them can still get to."""
+    def _stop(self, due: set[int]) -> None:
+        """Let all processes stop at one clock, which all of them can still get to."""
         ahead = 2 + int(AHEAD_SECONDS / max(self.ledger.clock_seconds, 1e-4))
-        stop = min(self.last, self.ledger.newest + 1 + ahead)
-        due.add(stop)
+        self.stop = min(self.last, self.ledger.newest + 1 + ahead)
+        due.add(self.stop)
         for child in (*self.fleet.servers, *self.team.workers.values()):
-            child.say({"stop": stop})
-        return stop
+            child.say({"stop": self.stop})
 
     def _end(self) -> None:
         """No process outlives the run."""
-        for child in self.team.workers.values():
-            child.end()
+        end_together([*self.team.workers.values()])
         self.fleet.end()
 
 

@@ -158,7 +158,9 @@ class LocalSteps(_OnDevices):
             step = jax.device_put(self.draw(clock * len(batches) + number), self._scalar)
             found = self.program.gradients(replace(state, step=step), batch)
             sums: Sums = found.sums
-            state, _ = self.program.update(replace(state, step=step), found)
+            # Without tokens the gradient is 0/0: the optimizer takes no step.
+            if float(sums["loss"].weight):
+                state, _ = self.program.update(replace(state, step=step), found)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
             if number == 0 and self._pull is not None:
                 # The paper takes the gradient where the worker stood before it was pulled.
