@@ -29,7 +29,8 @@ class Kind(StrEnum):
     REPLICA_CHECK = "replica_check"
     """Comparing replicas of the state."""
     COMPILE = "compile"
-    """Tracing a step, and the first call of each stage's and of what digests replicas."""
+    """Tracing a step, and the first call of each stage's and of what digests replicas; of several
+    processes until the first step is done, which waits for the one that compiles longest."""
     START = "start"
     """From the process's start to its first step, and making each stage's batches ready."""
     RECOVERY = "recovery"
@@ -118,8 +119,17 @@ class Account:
                 self.leave()
             yield item
 
-    def first(self, kind: Kind, function: Callable[Given, Result]) -> Callable[Given, Result]:
-        """The same function; its first call is an interval."""
+    def first(
+        self,
+        kind: Kind,
+        function: Callable[Given, Result],
+        wait: Callable[[Result], object] | None = None,
+    ) -> Callable[Given, Result]:
+        """Return the same function with its first call as an interval.
+
+        Args:
+          wait: called with the first result, within the interval.
+        """
         called = False
 
         def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
@@ -128,7 +138,10 @@ class Account:
                 return function(*args, **kwargs)
             called = True
             with self.within(kind):
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                if wait is not None:
+                    wait(result)
+                return result
 
         return call
 

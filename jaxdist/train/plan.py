@@ -33,7 +33,7 @@ class TrainConfig(Config):
     steps: Count | None = None
     """Optimizer steps; give either steps or epochs."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training split, rounded to whole steps."""
+    """Passes over the training split, rounded to the nearest whole steps, half a step upwards."""
     batch_size: Count
     """Examples (windows, images) per optimizer step, over all devices and microbatches."""
     rescaled_from: Count | None = None
@@ -71,7 +71,7 @@ class TrainConfig(Config):
         """Examples that a run of `epochs` sees, of a training split of this many."""
         assert self.epochs is not None
         assert examples is not None, "epochs need the size of the data"
-        return max(1, round(self.epochs * examples))
+        return max(1, nearest(self.epochs * examples))
 
     def microbatches_of(self, batch_size: int) -> int:
         """Pieces of a batch of another size, none larger than those of batch_size."""
@@ -106,6 +106,15 @@ class Plan:
         return tuple(before + sum(sizes[:i]) for i in range(len(sizes)))
 
 
+def nearest(number: float) -> int:
+    """Return the nearest whole number, a half upwards: Python's `round` takes the even one.
+
+    >>> [nearest(number) for number in (0.5, 1.5, 2.5, 2.4)]
+    [1, 2, 3, 2]
+    """
+    return math.floor(number + 0.5)
+
+
 def needs_examples(train: TrainConfig, optim: OptimizerConfig) -> bool:
     """Whether the plan of a run depends on how many examples there are."""
     scaled = optim.scale_from
@@ -133,7 +142,7 @@ def plan_stages(train: TrainConfig, examples: int | None, sizes: Sizes = ()) -> 
     if steps is None:
         assert train.epochs is not None
         assert examples is not None, "epochs need the size of the data"
-        steps = max(1, round(train.epochs * examples / train.full_batch_size))
+        steps = max(1, nearest(train.epochs * examples / train.full_batch_size))
     if not sizes and train.rescaled_from is None:
         return Plan((BatchPhase(0, steps, train.batch_size),))
     sizes = sizes or ((0, train.batch_size),)

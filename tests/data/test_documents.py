@@ -29,6 +29,16 @@ def test_the_standard_library_is_python_source_of_its_own() -> None:
     assert all(name.endswith(".py") and "-packages" not in name for name in names)
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    files = _write(tmp_path, a=b"\xef\xbb\xbfone", b="one", c="two\ufeffthree")
+    split = split_documents(files, heldout_fraction=0.0)
+    # What is equal but for the mark counts once; within a document the character is text.
+    assert split.train == [b"one", "two\ufeffthree".encode()]
+    (tmp_path / "d.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "four"}\n')
+    lines = split_documents(matching([str(tmp_path / "*.jsonl")]), heldout_fraction=0.0)
+    assert lines.train == [b"four"]
+
+
 def test_globs_go_into_subfolders_and_count_a_file_once(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     for name in ("a/x.txt", "a/b/y.md", "a/b/z.py"):

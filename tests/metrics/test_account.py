@@ -104,6 +104,19 @@ def test_the_first_call_alone_is_the_compilation():
     assert (spent[Kind.COMPILE], spent[Kind.STEP]) == (100, 3)
 
 
+def test_what_the_first_call_waits_for_is_the_compilation_too():
+    clock = Clock()
+    account = Account(Kind.STEP, clock=clock)
+
+    def wait(seconds: int) -> None:
+        clock.now += seconds
+
+    called = account.first(Kind.COMPILE, lambda: 7, wait)
+    assert [called(), called()] == [7, 7]
+    spent = account.spent()
+    assert (spent[Kind.COMPILE], spent[Kind.STEP]) == (7, 0)
+
+
 def test_a_process_began_before_this_line(tmp_path):
     first, second = lifetime.begun(), lifetime.begun()
     assert first < time.perf_counter_ns()

@@ -41,6 +41,11 @@ def test_one_stage_without_more_ado():
     assert stages(epochs=1e-3) == (BatchPhase(0, 1, 64),)
 
 
+def test_half_a_step_of_an_epoch_is_a_step():
+    """A batch of 64 on 1,000 examples: 0.16 epochs are 2.5 steps."""
+    assert stages(epochs=0.16) == (BatchPhase(0, 3, 64),)
+
+
 def test_a_ramp_of_so_many_steps_or_epochs():
     rising = (BatchPhase(0, 4, 16), BatchPhase(4, 2, 32), BatchPhase(6, 1, 48))
     assert stages(steps=20, batch_ramp=RAMP) == (*rising, BatchPhase(7, 13, 64))

@@ -31,7 +31,7 @@ from jaxdist.data.text.windows import WindowSource, join_documents
 from jaxdist.errors import DataError
 from jaxdist.types import Json
 
-_FORMAT = 1
+_FORMAT = 2
 _log = logging.getLogger(__name__)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import hashlib
 import json
@@ -86,6 +87,8 @@ def split_documents(
 ) -> SplitDocuments:
     """Read every file once, drop those with equal content, and split by file.
 
+    A byte order mark of UTF-8 at the start of a file is left out.
+
     A file is held out when the hash of its name says so, hence whatever else is there; of several
     files at least one is on each side. A single file is cut by its bytes, the last part is held
     out, between two documents where there are several (.jsonl) or else between two lines.
@@ -164,7 +167,8 @@ def _uniform(name: str) -> float:
 
 def _read(path: Path) -> bytes:
     try:
-        return read_regular(path)
+        # The mark is of the file's encoding and no text of the document.
+        return read_regular(path).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
+import jax
+
 from jaxdist.config.schema import Config
 from jaxdist.metrics.account import Kind
 from jaxdist.optim.build import Optimizer
@@ -64,7 +66,9 @@ def through_stages(prepared: Prepared) -> TrainState:
         if start >= stage.last_step or hooks.stopped:
             continue
         prepared.enter(stage)
-        train = account.first(Kind.COMPILE, stage.program.train)
+        # A process that has compiled waits in its first step for those that still compile.
+        wait = jax.block_until_ready if jax.process_count() > 1 else None
+        train = account.first(Kind.COMPILE, stage.program.train, wait)
         with (
             told_if_too_large(f"a step of {stage.batch_size} examples"),
             stage.loader.batches(start - stage.first_step) as batches,
