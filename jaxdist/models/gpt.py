@@ -18,7 +18,7 @@ from jaxdist.models.attention.choose import Attend, KernelName, choose, refusal
 from jaxdist.models.attention.contract import Ask
 from jaxdist.models.fences import Pass, fence
 from jaxdist.models.hints import RESIDUAL, WITHIN, Hint, Ring, no_hint
-from jaxdist.models.layers import ComputeDtype, RMSNorm, Stacked, matmul, param, stack
+from jaxdist.models.layers import ComputeDtype, Initializer, RMSNorm, Stacked, matmul, param, stack
 from jaxdist.models.remat import RematConfig, named
 from jaxdist.models.rotary import rotate
 
@@ -41,7 +41,8 @@ class GptConfig(Config):
     mlp: Count | None = None
     """Hidden width of the SwiGLU; null is 8/3 of embed, rounded up to a multiple of 64."""
     vocab_multiple: Count = 64
-    """The embedding table is padded to a multiple of this, so that it divides over a mesh."""
+    """The embedding table is padded to a multiple of this, so that it divides over a mesh. Padding
+    is zero, has no probability and learns nothing: losses do not depend on it."""
     tied_head: bool = True
     """Use the embedding table as the output head."""
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
@@ -267,7 +268,7 @@ class Block(nnx.Module):
 
 
 class Gpt(Stacked):
-    """Tokens int32 `[B, L]` to logits `[B, L, V]` (V padded) of the token after each position.
+    """Tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of the token after each position.
 
     Called with segments int32 `[B, L]` besides, the document of each position, it keeps documents
     apart where `isolate_documents` says so.
@@ -279,13 +280,13 @@ class Gpt(Stacked):
         self.config, self.hint = config, hint
         self.vocab_size = vocab_size
         self.remat, self.unroll = config.remat, config.scan_unroll
-        D, V = config.embed, -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
-        init = nnx.initializers.normal(0.02)
-        self.embedding = param(rngs, init, (V, D), ("vocab", "embed"))
+        D = config.embed
+        V = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
+        self.embedding = param(rngs, _filled_up(vocab_size, D), (V, D), ("vocab", "embed"))
         self.blocks = stack(lambda r: Block(config, r, hint, attend), config.layers, rngs)
         self.norm = RMSNorm(D, rngs)
         if not config.tied_head:
-            self.output = param(rngs, init, (D, V), ("embed", "vocab"))
+            self.output = param(rngs, _filled_up(D, vocab_size), (D, V), ("embed", "vocab"))
 
     def embed(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
         """Tokens `[B, L]` to `[B, L, D]` in the compute dtype; segments change nothing."""
@@ -302,8 +303,41 @@ class Gpt(Stacked):
         return (segments_BL if self.config.isolate_documents else None,)
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
-        """Final norm and logits `[B, L, V]` in the compute dtype."""
+        """Final norm and logits `[B, L, vocab_size]` in the compute dtype."""
+        logits_BLV = self.padded_head(x_BLD)
+        if logits_BLV.shape[-1] == self.vocab_size:
+            return logits_BLV
+        # A slice of a dim that a mesh splits unevenly is a permute of all devices, for which the
+        # stages of a pipeline on CPU wait forever; a gather waits for those that share the dim.
+        whole_BLV = self.hint(logits_BLV, *WITHIN[:2], None, was=(*WITHIN[:2], "vocab"))
+        return whole_BLV[..., : self.vocab_size]
+
+    def padded_head(self, x_BLD: jax.Array) -> jax.Array:
+        """Final norm and logits `[B, L, V]`, where padding of V has a probability of 0.
+
+        Has the softmax of `head` without its slice: a mask moves nothing between devices.
+        """
         table = self.embedding[...].T if self.config.tied_head else self.output[...]
         with jax.named_scope("head"):
             h_BLD = self.hint(self.norm(x_BLD), *WITHIN, was=RESIDUAL)
-            return self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")
+            logits_BLV = self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")
+            if logits_BLV.shape[-1] == self.vocab_size:
+                return logits_BLV
+            # Finite, since the difference of two infinities in a softmax is NaN.
+            least = jnp.finfo(logits_BLV.dtype).min
+            real_BLV = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2) < self.vocab_size
+            return jnp.where(real_BLV, logits_BLV, least)
+
+
+def _filled_up(*drawn: int) -> Initializer:
+    """Draw normal weights of this shape, and fill them up with zeros to the one asked for.
+
+    A weight is then the same whatever the padding.
+    """
+
+    def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+        weights = nnx.initializers.normal(0.02)(key, drawn, dtype)
+        more = [(0, whole - own) for whole, own in zip(shape, drawn, strict=True)]
+        return jnp.pad(weights, more) if any(n for _, n in more) else weights
+
+    return init

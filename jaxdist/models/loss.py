@@ -166,15 +166,23 @@ def _reads(needs: Needs, shapes: Mapping[str, tuple[int, ...]]) -> bool:
     )
 
 
-def next_token(module: Callable[..., jax.Array], batch: Batch) -> Sums:
+def next_token(module: Model, batch: Batch) -> Sums:
     """Mean cross-entropy over the tokens of rows with weight.
 
     Args:
-      module: maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`.
+      module: maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`. If it has
+        `padded_head`, that is taken of its `hidden` instead.
       batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, weight float32 `[B]`.
     """
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
-    return {"loss": _nats(module(inputs, batch["segments"]), targets, batch["weight"])}
+    given, padded = (inputs, batch["segments"]), _padded_head(module)
+    logits_BLV = module(*given) if padded is None else padded(module.hidden(*given))
+    return {"loss": _nats(logits_BLV, targets, batch["weight"])}
+
+
+def _padded_head(module: Model) -> Callable[[jax.Array], jax.Array] | None:
+    """The head of a model that leaves the padding of its vocabulary in, without probability."""
+    return getattr(module, "padded_head", None)
 
 
 def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
@@ -194,10 +202,11 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
             "1"
         )
     _check_chunks(chunks, inputs.shape[1])
+    head = _padded_head(module) or module.head
 
     @jax.checkpoint
     def nats(x_BlD: jax.Array, targets_Bl: jax.Array) -> Mean:
-        return _nats(module.head(x_BlD), targets_Bl, batch["weight"])
+        return _nats(head(x_BlD), targets_Bl, batch["weight"])
 
     def add(sums: Mean, piece: tuple[jax.Array, jax.Array]) -> tuple[Mean, None]:
         return jax.tree.map(jnp.add, sums, nats(*piece)), None

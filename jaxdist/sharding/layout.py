@@ -157,7 +157,7 @@ class Layout:
             x = self(x, *was)
         mesh = jax.sharding.get_abstract_mesh()
         entries = self._entries(x, dims, mesh.manual_axes)
-        if mesh.manual_axes and not any(entries):
+        if mesh.manual_axes and was is None and not any(entries):
             return x
         inside = mesh if mesh.manual_axes else self.mesh
         return jax.lax.with_sharding_constraint(x, NamedSharding(inside, PartitionSpec(*entries)))

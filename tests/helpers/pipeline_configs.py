@@ -13,17 +13,20 @@ from jaxdist.experiment import ExperimentConfig, build
 STEPS, PARAMS_ATOL = 3, 1e-4
 """A tenth of a step's largest change: an element whose gradient is rounding noise moves by less."""
 GPT = {"type": "gpt", "layers": 6, "embed": 32, "heads": 4, "mlp": 64, "vocab_multiple": 8}
+ADAMW = {"type": "adamw", "learning_rate": 1e-3, "clip_norm": 1.0}
 TOKENS = {
     "type": "synthetic", "kind": "tokens", "window": 8, "vocab_size": 64, "heldout_examples": 0,
 }  # fmt: skip
 
 
-def config_of(mesh, pipeline=None, *, data=TOKENS, model=(), loss=None, sharding=None, **train):
+def config_of(
+    mesh, pipeline=None, *, data=TOKENS, model=(), loss=None, sharding=None, optim=ADAMW, **train
+):
     sections = {
         "model": {**({} if "type" in model else GPT), **dict(model)},
         "loss": loss,
         "data": data,
-        "optim": {"type": "adamw", "learning_rate": 1e-3, "clip_norm": 1.0},
+        "optim": optim,
         "train": {"steps": STEPS, "batch_size": 16, "microbatches": 4, **train},
         "mesh": mesh,
         "sharding": sharding or {},

@@ -184,7 +184,7 @@ class Pipeline:
 
         def head(shared: PyTree, x: jax.Array, visit: Visit) -> tuple[jax.Array, Sums]:
             module = bind(_absent(layers), shared, visit)
-            return minimised(self.loss, HeadOnly(module.head, x), visit, factor)
+            return minimised(self.loss, HeadOnly.of(module, x), visit, factor)
 
         return ModelFns(embed, blocks, head)
 

@@ -19,6 +19,9 @@ class StandIn:
     would be lost in silence, so that reading anything is refused by name.
     """
 
+    # The one name that built-in losses ask of every model.
+    padded_head: Callable[[jax.Array], jax.Array] | None = None
+
     def __init_subclass__(cls) -> None:
         # flax and jax find parameters by flattening, which an object that is no tree survives.
         jax.tree_util.register_pytree_node(cls, _refused, _refused)
@@ -47,6 +50,12 @@ class HeadOnly(StandIn):
 
     head: Callable[[jax.Array], PyTree]
     x: jax.Array
+    padded_head: Callable[[jax.Array], jax.Array] | None = None
+
+    @classmethod
+    def of(cls, module: Any, x: jax.Array) -> HeadOnly:
+        """Return the heads of a `Stacked` for this input."""
+        return cls(module.head, x, getattr(module, "padded_head", None))
 
     def hidden(self, *inputs: PyTree) -> jax.Array:
         """x, whatever the model's inputs."""

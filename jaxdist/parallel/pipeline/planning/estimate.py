@@ -41,7 +41,7 @@ def block_costs(
 
     def head(params: Params, rows: Mapping[str, Leaf], x: jax.Array) -> PyTree:
         module, _ = bound(params, rows)
-        return loss(HeadOnly(module.head, x), weighted(rows))
+        return loss(HeadOnly.of(module, x), weighted(rows))
 
     given = _with_one_layer(model), shapes_of(batch)
     x = jax.eval_shape(embed, *given)
