@@ -234,10 +234,13 @@ def check_stages(train: TrainConfig, plan: Plan, layout: Layout, shards: int | N
     if train.batch_ramp is None and train.phases is None:
         return
     ramp = train.batch_ramp
+    # A pipeline's schedule is for its number of microbatches, whatever the batch.
+    staged = layout.mesh.shape.get("stage", 1) > 1
     problems = []
     for index, stage in enumerate(plan.stages):
         try:
-            microbatches = train.microbatches_of(stage.batch_size)
+            own = train.microbatches_of(stage.batch_size)
+            microbatches = train.microbatches if staged else own
             check_batch(stage.batch_size, microbatches, layout, shards)
         except ConfigError as error:
             begun = f"train.phases.{index}" if ramp is None else "train.batch_ramp"
