@@ -203,7 +203,7 @@ def evaluate(
     devices: shared.Devices = None,
 ) -> None:
     """Evaluate a run's checkpoint on the whole held-out split."""
-    extra = shared.prepare(run / "config.yaml", overrides, devices)
+    extra = shared.prepare_run(run, overrides, devices)
     from jaxdist.verbs.evaluate import evaluate_run
 
     evaluate_run(run, extra, step=step, console=shared.console())
@@ -214,7 +214,7 @@ def replay(run: shared.Run, *, devices: shared.Devices = None) -> None:
 
     Prints whether what they saved last comes out the same to the bit.
     """
-    shared.prepare(run / "config.yaml", [], devices)
+    shared.prepare_run(run, [], devices)
     from jaxdist.verbs.replay import replay as again
 
     if not again(run, shared.console()):
@@ -242,7 +242,7 @@ def generate(
     devices: shared.Devices = None,
 ) -> None:
     """Continue a prompt with a run's language model."""
-    extra = shared.prepare(run / "config.yaml", overrides, devices)
+    extra = shared.prepare_run(run, overrides, devices)
     from jaxdist.verbs.evaluate import generate_from_run
 
     text = generate_from_run(

@@ -41,6 +41,8 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the result to this file as well, as JSON.")
 ]
 
+SHOWN_RUNS = 5
+
 
 def console() -> Console:
     from rich.console import Console
@@ -56,6 +58,27 @@ def prepare(path: Path, overrides: list[str] | None, devices: int | None) -> lis
         extra.append(f"mesh.fake_devices={devices}")
     set_environment((path, extra))
     return extra
+
+
+def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
+    """Prepare for the run in a directory as `prepare` does for a config.
+
+    Raises:
+      RunError: there is no run in the directory; names those that are in it or beside it.
+    """
+    from jaxdist.errors import RunError
+
+    config = run / "config.yaml"
+    if not config.exists():
+        near = run if run.is_dir() else run.parent
+        runs = sorted(str(file.parent) for file in near.glob("*/config.yaml"))
+        more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
+        there = f"; there are {', '.join(runs[:SHOWN_RUNS])}{more}" if runs else ""
+        raise RunError(
+            f"{run} is no run directory, for it has no {config.name}: give the one that "
+            f"`jaxdist train` printed after the word run{there}"
+        )
+    return prepare(config, overrides, devices)
 
 
 def set_environment(*programs: tuple[Path, list[str]], topology: str | None = None) -> None:

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from jaxdist.data.text.documents import matching, python_stdlib, split_documents
 from jaxdist.data.text.tokenizer import train_bpe
+from jaxdist.errors import DataError
 
 
 def tokenize(
@@ -26,12 +27,18 @@ def tokenize(
       heldout_fraction: as in the run's `data.heldout_fraction`, so that nothing held out is seen.
 
     Raises:
-      DataError: files that cannot be read, too small a vocabulary, or `out` cannot be written.
+      DataError: files that cannot be read, a vocabulary too small or too large, no text, or `out`
+        cannot be written.
     """
     found = matching(files) if files else python_stdlib()
     split = split_documents(
         found, heldout_fraction=heldout_fraction, not_utf8="raise" if files else "skip"
     )
+    if not split.train:
+        raise DataError(
+            f"the {len(found)} files found have no text to learn from, or all of it is held out: "
+            "give more text, or a lower --heldout-fraction"
+        )
     text_bytes = sum(len(document) for document in split.train)
     tokenizer = train_bpe(split.train, vocab_size, out)
     sample = split.train[0][:100_000]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import platform
 from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
+from jaxdist.errors import RunError
 
 RUN = CliRunner()
 
@@ -44,3 +46,20 @@ def test_a_shell_completes_commands_and_options(typed: str, offered: str):
     }
     result = RUN.invoke(app, [], prog_name="jaxdist", env=environ)
     assert result.output.strip() == offered
+
+
+def test_what_is_no_run_directory_is_told_which_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").touch()
+    for given in ("runs", "runs/c"):
+        for command in (["eval"], ["generate", "--prompt", "x"], ["replay"]):
+            result = RUN.invoke(app, [command[0], given, *command[1:]])
+            assert isinstance(result.exception, RunError)
+            assert str(result.exception) == (
+                f"{given} is no run directory, for it has no config.yaml: give the one that "
+                "`jaxdist train` printed after the word run; there are runs/a, runs/b"
+            )

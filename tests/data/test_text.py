@@ -81,6 +81,7 @@ def test_files_imply_their_source_and_one_glob_needs_no_list() -> None:
     [
         ({"source": "files"}, r"source 'files' needs data\.files"),
         ({"source": "python-stdlib", "files": ["a"]}, r"files \['a'\] are not read with source"),
+        ({"files": []}, r"data\.files is empty: name a file"),
         ({"source": "a.txt"}, r"text of your own goes into data\.files: 'a\.txt'"),
     ],
 )

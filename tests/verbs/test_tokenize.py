@@ -53,3 +53,14 @@ def test_text_that_is_not_utf8_is_named(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"\xff\xfe" * 10)
     with pytest.raises(DataError, match=r"bad\.txt is not UTF-8"):
         run(tmp_path / "t.json", [str(tmp_path / "bad.txt")])
+
+
+def test_files_without_text_are_refused(tmp_path):
+    (tmp_path / "empty.txt").write_text("")
+    with pytest.raises(DataError, match="the 1 files found have no text to learn from"):
+        run(tmp_path / "out.json", [str(tmp_path / "empty.txt")])
+
+
+def test_a_vocabulary_that_no_memory_holds_is_refused(tmp_path, texts):
+    with pytest.raises(DataError, match="vocab_size 999999999 is too large: at most 1048576"):
+        run(tmp_path / "out.json", [texts], vocab_size=999_999_999)

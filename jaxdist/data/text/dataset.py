@@ -57,6 +57,8 @@ class TextConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _files_imply_their_source(cls, values: Json) -> Json:
+        if isinstance(values, dict) and values.get("files") == [] and "source" not in values:
+            raise ValueError("data.files is empty: name a file or a glob, or leave it out")
         if isinstance(values, dict) and values.get("files"):
             files = values["files"]
             values = {

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 _DOCUMENTS_AT_ONCE = 1024
+MAX_VOCAB = 1 << 20
 
 
 class Tokenizer(Protocol):
@@ -135,13 +136,16 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
       out: the file to write.
 
     Raises:
-      DataError: fewer than 256 tokens, text that is not UTF-8, or a file that cannot be written.
+      DataError: fewer than 256 tokens or more than MAX_VOCAB, text that is not UTF-8, or a file
+        that cannot be written.
 
     Source: Sennrich, Haddow and Birch, "Neural machine translation of rare words with subword
     units", section 3.2 (2016), on bytes.
     """
     if vocab_size < 256:
         raise DataError(f"vocab_size {vocab_size} is too small: 256 bytes are tokens already")
+    if vocab_size > MAX_VOCAB:  # the library would end the process when it runs out of memory
+        raise DataError(f"vocab_size {vocab_size} is too large: at most {MAX_VOCAB}")
     learned = _untrained()
     from tokenizers import pre_tokenizers, trainers
 
