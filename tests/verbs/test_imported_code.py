@@ -162,7 +162,6 @@ WRONG = [
     (model("model_number"), "model.path mine:model_number returned int, not a flax.nnx.Module"),
     (model("Mode"), "'mine' has no attribute 'Mode'; did you mean 'Model'?"),
     ({**model("Model"), "loss": None}, "an imported model needs a loss"),
-    ({**model("Model"), "sharding": {}}, "linear/kernel"),
     (loss("loss_not_reduced"), "the loss returned DynamicJaxprTracer (64, 10) for 'loss'"),
     (loss("loss_nothing"), "the loss returned NoneType"),
     (loss("loss_misnamed"), "the loss returned ['nll'], without 'loss'"),
