@@ -33,12 +33,14 @@ class Tower(nnx.Module):
         embed: int,
         mlp: int,
         batch_norm: bool = False,
+        dropout: float = 0.0,
     ):
         self.first = Linear((features, embed), ("features", "embed"), rngs)
         self.blocks = stack(lambda rngs: TowerBlock(embed, mlp, rngs), layers, rngs)
         # The fast variance, a difference of two means, is rounded by more than parity allows.
         norm = nnx.BatchNorm(embed, use_fast_variance=False, rngs=rngs) if batch_norm else None
         self.norm = norm
+        self.dropout = nnx.Dropout(dropout, rngs=rngs) if dropout else None
         self.last = Linear((embed, classes), ("embed", "classes"), rngs)
 
     def __call__(self, image: jax.Array) -> jax.Array:
@@ -58,4 +60,4 @@ class Tower(nnx.Module):
 
     def head(self, x: jax.Array) -> jax.Array:
         """Logits."""
-        return self.last(x)
+        return self.last(x if self.dropout is None else self.dropout(x))

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
@@ -25,9 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist.experiment import Experiment
+from jaxdist.experiment import Experiment, TrainStage
 from jaxdist.train.checkpoints import fresh_exchange
+from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Grads, Json, JsonObject, OptState, Params, PyTree, Updates
 
@@ -61,17 +63,19 @@ class Trace:
 
     Attributes:
       initial: the training state that it began with.
+      evaluation: the held-out loss after the last step; empty where there are no such examples.
     """
 
     initial: TrainState
     losses: np.ndarray
     gradients: Mapping[str, np.ndarray]
     updates: Mapping[str, np.ndarray]
+    evaluation: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def loss_of_step(self) -> dict[str, np.ndarray]:
         """The losses, each by itself."""
-        return {str(step): loss for step, loss in enumerate(self.losses)}
+        return {**{str(step): loss for step, loss in enumerate(self.losses)}, **self.evaluation}
 
 
 class Noted(NamedTuple):
@@ -83,8 +87,7 @@ class Noted(NamedTuple):
 
 def noted(experiment: Experiment) -> Experiment:
     """The same experiment, with an optimizer whose state also holds the last step's gradients."""
-    program = experiment.program
-    inner = program.optimizer.transform
+    inner = experiment.program.optimizer.transform
 
     def init(params: Params) -> Noted:
         return Noted(jax.tree.map(jnp.zeros_like, params), inner.init(params))
@@ -93,11 +96,20 @@ def noted(experiment: Experiment) -> Experiment:
         updates: Updates, state: OptState, params: Params = None, **extra: object
     ) -> tuple[Updates, Noted]:
         found, own = inner.update(updates, state.inner, params, **extra)
-        return found, Noted(updates, own)
+        # With master weights gradients are narrower than the parameters that `init` is given.
+        kept = jax.tree.map(lambda g, old: g.astype(old.dtype), updates, state.gradients)
+        return found, Noted(kept, own)
 
     transform = optax.GradientTransformationExtraArgs(init, update)
-    optimizer = replace(program.optimizer, transform=transform)
-    return replace(experiment, program=replace(program, optimizer=optimizer))
+    optimizer = replace(experiment.program.optimizer, transform=transform)
+    # Stages of one batch size share a program, which is then compiled once.
+    programs: dict[int, Program] = {}
+    for stage in experiment.stages:
+        programs.setdefault(stage.batch_size, replace(stage.program, optimizer=optimizer))
+    stages = tuple(replace(s, program=programs[s.batch_size]) for s in experiment.stages)
+    program = replace(experiment.program, optimizer=optimizer)
+    own = programs.get(experiment.config.train.batch_size, program)
+    return replace(experiment, program=own, stages=stages)
 
 
 @cache
@@ -128,10 +140,30 @@ class FirstSteps:
     experiment: Experiment
 
     @cached_property
-    def _step(self) -> Any:
-        program = self.experiment.program
-        lowered = program.train.lower(program.state_shapes, program.batch)
-        return lowered.compile(compile_options())
+    def _steps(self) -> list[tuple[TrainStage, Any]]:
+        """Each stage with its compiled step."""
+        compiled: dict[int, Any] = {}
+        for stage in self.experiment.stages:
+            if stage.batch_size not in compiled:
+                program = stage.program
+                lowered = program.train.lower(program.state_shapes, program.batch)
+                compiled[stage.batch_size] = lowered.compile(compile_options())
+        return [(stage, compiled[stage.batch_size]) for stage in self.experiment.stages]
+
+    def _batches(self) -> Iterator[tuple[Any, Any]]:
+        """The compiled step and the batch of each of the first steps."""
+        for stage, step in self._steps:
+            with stage.loader.batches() as batches:
+                for batch in itertools.islice(batches, stage.last_step - stage.first_step):
+                    yield step, batch
+
+    def _evaluation(self, state: TrainState) -> dict[str, np.ndarray]:
+        program, heldout = self.experiment.program, self.experiment.heldout
+        if heldout is None:
+            return {}
+        with heldout.evaluation_batches() as batches:
+            means = evaluate(program, state.params, state.buffers, batches)
+        return {"evaluation": np.asarray(means["loss"])}
 
     def begin(self) -> TrainState:
         """The experiment's own initial state, on the host."""
@@ -154,15 +186,19 @@ class FirstSteps:
         state = replace(state, exchange=fresh_exchange(program))
         losses: list[float] = []
         gradients: dict[str, np.ndarray] = {}
-        with self.experiment.loader.batches() as batches:
-            for batch in itertools.islice(batches, STEPS):
-                state, metrics = self._step(state, batch)
-                losses.append(float(metrics[0]))
-                if not gradients:
-                    gradients = _named(program.home.used(state).opt_state.gradients)
-        first, last = _named(initial.params), _named(program.home.used(state).params)
+        outer = program.outer
+        for count, (step, batch) in enumerate(itertools.islice(self._batches(), STEPS), start=1):
+            state, metrics = step(state, batch)
+            losses.append(float(metrics[0]))
+            if not gradients:
+                gradients = _named(program.home.used(state).opt_state.gradients)
+            if outer is not None and outer.due(count):
+                state = program.between(state)
+        # Evaluated before the state is read: what a step is given, it may reuse.
+        evaluation = self._evaluation(state)
+        first, last = _moving(initial), _moving(program.home.used(state))
         updates = {name: last[name] - first[name] for name in last}
-        return Trace(initial, np.array(losses), gradients, updates), state
+        return Trace(initial, np.array(losses), gradients, updates, evaluation), state
 
 
 def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
@@ -174,6 +210,16 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
     """
     steps = FirstSteps(experiment)
     return steps.run(steps.begin() if initial is None else initial)[0]
+
+
+def _moving(state: TrainState) -> dict[str, np.ndarray]:
+    """The parameters, and the buffers that hold numbers, by name."""
+    buffers = {
+        f"buffer {name}": leaf
+        for name, leaf in _named(state.buffers).items()
+        if np.issubdtype(leaf.dtype, np.floating)
+    }
+    return {**_named(state.params), **buffers}
 
 
 def _named(tree: PyTree) -> dict[str, np.ndarray]:
@@ -222,28 +268,41 @@ SMALL = 1e-2
 """Part of the norm of all gradients, from which a tensor's own is judged by itself."""
 
 
-def norms_at_least(reference: Trace, moved: Trace, limit: Differences) -> NormFloors:
+def norms_at_least(
+    reference: Trace, limit: Differences, *moved: Trace, times: float = 1.0
+) -> NormFloors:
     """The scale of differences in ill-conditioned tensors, so that one limit serves all tensors.
 
     A gradient whose terms nearly cancel has the rounding of its terms, not of itself: one that is
     small beside all gradients is measured by a part of those, and the update that an optimizer
     makes of it is allowed as much more. And what moves by more than the limit when the initial
-    parameters are off by their last digits is measured by how far it moves.
+    parameters are off by their last digits, or when everything is computed in float32, is measured
+    by how far it moves.
 
     Args:
-      moved: the reference from `nudged` parameters.
+      moved: the reference from `nudged` parameters, and the reference in float32 if it is narrower.
+      times: how often that distance is allowed: two plans that round differently to bfloat16 are
+        both off by as much as one of them is.
     """
     total = math.hypot(*map(_norm, reference.gradients.values()))
     gradients = dict.fromkeys(reference.gradients, SMALL * total)
+
+    def growth(name: str) -> float:
+        """How much more a parameter's update is allowed than its gradient; a buffer has none."""
+        gradient = reference.gradients.get(name)
+        return 1.0 if gradient is None else gradients[name] / (_norm(gradient) or 1.0)
+
     updates = {
-        name: _norm(update) * max(1.0, gradients[name] / (_norm(reference.gradients[name]) or 1.0))
-        for name, update in reference.updates.items()
+        name: _norm(update) * max(1.0, growth(name)) for name, update in reference.updates.items()
     }
 
     def moves(field: str, bound: float, floors: Mapping[str, float]) -> dict[str, float]:
-        ours, theirs = getattr(reference, field), getattr(moved, field)
+        ours, others = getattr(reference, field), [getattr(other, field) for other in moved]
         return {
-            name: max(floors.get(name, 0.0), _norm(theirs[name] - value) / bound)
+            name: max(
+                floors.get(name, 0.0),
+                *(times * _norm(other[name] - value) / bound for other in others),
+            )
             for name, value in ours.items()
         }
 
@@ -254,7 +313,11 @@ def norms_at_least(reference: Trace, moved: Trace, limit: Differences) -> NormFl
     )
 
 
-def nudged(state: TrainState, size: float = 2**-20) -> TrainState:
+FULL, HALF = 2**-20, 2**-8
+"""How far parameters are nudged: by what rounding changes in float32, and in bfloat16."""
+
+
+def nudged(state: TrainState, size: float = FULL) -> TrainState:
     """A state on the host with each parameter off by at most this part of itself, at random."""
     random = np.random.default_rng(0)
 
@@ -282,3 +345,13 @@ def limit_of(cuts: Sequence[str], terms: int) -> Differences:
     """
     bound = 2 * len(cuts) * math.sqrt(max(terms, LAYER_TERMS)) * 2**-24
     return Differences(loss=bound, gradient=bound, update=10 * bound)
+
+
+def half_limit_of(cuts: Sequence[str]) -> Differences:
+    """What another order of summation may change where values are rounded to bfloat16.
+
+    Each of them is off by up to 2**-9 of itself, and a value that one order rounds up another
+    rounds down. A gradient is a long product of such values.
+    """
+    bound = len(cuts) * 2**-6
+    return Differences(loss=bound, gradient=bound, update=2 * bound)

@@ -146,9 +146,9 @@ def on_a_host(
 
 
 def test_a_run_on_a_tpu_vm_outlives_the_connection_and_is_found_again(tmp_path):
-    said = (
-        'echo "$LIBTPU_INIT_ARGS" "$@"; trap "echo saved; exit" TERM; while :; do sleep 0.02; done'
-    )
+    # It ends by itself after a minute, so that a test that fails leaves nothing behind.
+    waits = "for turn in $(seq 3000); do sleep 0.02; done"
+    said = f'echo "$LIBTPU_INIT_ARGS" "$@"; trap "echo saved; exit" TERM; {waits}'
     environ = executables(tmp_path / "bin", jaxdist=said)
     settings = [f"folder={tmp_path}", "environment.LIBTPU_INIT_ARGS=--xla_a=1 --b", "setup=cd ."]
     one = engine("tpu-vm", ["slice=mine", "zone=us-east5-a", *settings])

@@ -19,12 +19,14 @@ from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.parity.cells import ACTIVATIONS, REDUCTIONS, REMATS, SCHEDULES, SCOPES, facts
 from jaxdist.parity.draw.model import (
     MODELS,
+    WHOLE_MODELS,
     ModelNeeds,
     Sections,
     embeds_of,
     layers_of,
     optimizer,
 )
+from jaxdist.parity.draw.settings import with_settings
 from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json
 
@@ -41,7 +43,7 @@ LOSSLESS: tuple[Sections, ...] = (
     {"type": "randomk", "fraction": 1.0, "error_feedback": False},
 )
 VECTORS = ("whole", "otherwise")
-COMMON = ("data", "loss", "optim", "seed")
+COMMON = ("data", "loss", "optim", "strategy", "seed")
 """Sections that both plans of a draw have alike."""
 
 
@@ -85,9 +87,19 @@ def draw(seed: int) -> Draw:
     >>> draw(7) == draw(7), draw(7).sections == draw(8).sections
     (True, False)
     """
-    random = Random(seed)
     # The one with the most settings, twice as often.
-    kind = random.choice(["gpt", *MODELS])
+    return _drawn(seed, ["gpt", *(name for name in MODELS if name not in WHOLE_MODELS)])
+
+
+def draw_with_settings(seed: int) -> Draw:
+    """The same with models of other libraries, and with settings beside the plan."""
+    drawn = _drawn(seed, ["gpt", "gpt", *MODELS])
+    return Draw(seed, *with_settings(seed, drawn.sections, drawn.reader))
+
+
+def _drawn(seed: int, kinds: Sequence[str]) -> Draw:
+    random = Random(seed)
+    kind = random.choice(kinds)
     first = second = _plan(random, kind)
     while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)
@@ -110,12 +122,15 @@ def single_device(sections: Mapping[str, Json]) -> Sections:
     """The same training on one device: the reference of a draw."""
     plain = {name: sections[name] for name in COMMON if name in sections}
     model = {name: value for name, value in sections["model"].items() if name != "remat"}
-    train = {**sections["train"], "microbatches": 1}
-    sharding = {**sections["sharding"], "rules": {}}
+    if "attention" in model:
+        model["attention"] = "plain"
+    loss = {name: value for name, value in sections.get("loss", {}).items() if name != "chunks"}
+    sharding = {**sections["sharding"], "rules": {}, "collective_matmul": False}
     return {
         **plain,
+        **({"loss": loss} if loss else {}),
         "model": model,
-        "train": train,
+        "train": {**sections["train"], "microbatches": 1},
         "mesh": dict(SINGLE_DEVICE),
         "sharding": sharding,
     }
@@ -177,7 +192,12 @@ def meshes() -> tuple[tuple[int, int, int], ...]:
 
 
 def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
-    """Whether a pipeline of this model may have these axes: mlp has none, cnn no tensor axis."""
+    """Whether a model can be split over these axes.
+
+    No pipeline takes an mlp, none of a cnn has a tensor axis, and `WHOLE_MODELS` name no dims.
+    """
+    if kind in WHOLE_MODELS:
+        return stage == tensor == 1
     return stage == 1 or kind in ("gpt", "tower") or (kind == "cnn" and tensor == 1)
 
 

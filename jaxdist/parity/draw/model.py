@@ -13,10 +13,19 @@ from typing import get_args
 
 from jaxdist.optim.lamb import LambVariant
 from jaxdist.optim.lars import LarsVariant
+from jaxdist.parity.draw.foreign import equinox_net, linen_net
 from jaxdist.parity.tower import Tower
 from jaxdist.types import Json, JsonObject
 
 Sections = JsonObject
+WHOLE_MODELS = ("linen", "equinox")
+"""Models of other libraries, whose parameters no rule splits."""
+PATHS: Mapping[str, str] = {
+    f"{Tower.__module__}:Tower": "tower",
+    f"{linen_net.__module__}:linen_net": "linen",
+    f"{equinox_net.__module__}:equinox_net": "equinox",
+}
+"""Import path of a user's model to its key of `MODELS`."""
 NARROWEST = 6
 """The least width of a gpt."""
 
@@ -38,7 +47,7 @@ class ModelNeeds:
 
 def name_of(model: Mapping[str, Json]) -> str:
     """The key of `MODELS` that a model's section was drawn by."""
-    return "tower" if model["type"] == "import" else model["type"]
+    return PATHS[model["path"]] if model["type"] == "import" else model["type"]
 
 
 def layers_of(model: Mapping[str, Json]) -> int:
@@ -49,6 +58,8 @@ def layers_of(model: Mapping[str, Json]) -> int:
     """
     if model["type"] == "cnn":
         return len(model["channels"]) + 2
+    if name_of(model) in WHOLE_MODELS:
+        return 1
     return len(model["hidden"]) if model["type"] == "mlp" else model.get("args", model)["layers"]
 
 
@@ -60,7 +71,8 @@ def embeds_of(model: Mapping[str, Json]) -> list[int]:
     """
     if model["type"] == "mlp":
         return model["hidden"][1::2]
-    return [] if model["type"] == "cnn" else [model.get("args", model)["embed"]]
+    split = model["type"] != "cnn" and name_of(model) not in WHOLE_MODELS
+    return [model.get("args", model)["embed"]] if split else []
 
 
 def _gpt(random: Random, needs: ModelNeeds) -> Sections:
@@ -130,6 +142,40 @@ def _tower(random: Random, needs: ModelNeeds) -> Sections:
     }
 
 
+def _linen(random: Random, needs: ModelNeeds) -> Sections:
+    """A network of flax linen, which jaxdist knows by its trace alone."""
+    data = _images(random)
+    args = {
+        "shape": [data["height"], data["width"], data["channels"]],
+        "channels": random.choice((2, 3, 5)),
+        "classes": data["classes"],
+        "batch_norm": needs.whole and random.random() < 0.6,
+    }
+    return _foreign("linen", args, data)
+
+
+def _equinox(random: Random, needs: ModelNeeds) -> Sections:
+    """A network of equinox, which sees one example at a time."""
+    del needs
+    data = _images(random)
+    args = {
+        "features": data["height"] * data["width"] * data["channels"],
+        "width": random.choice((3, 6, 7)),
+        "classes": data["classes"],
+    }
+    return _foreign("equinox", args, data)
+
+
+def _foreign(kind: str, args: Sections, data: Sections) -> Sections:
+    (path,) = (path for path, name in PATHS.items() if name == kind)
+    return {
+        "model": {"type": "import", "path": path, "args": args},
+        "data": data,
+        "loss": {"type": "classification"},
+        "sharding": {"params": {"*": "whole"}},
+    }
+
+
 def _images(random: Random) -> Sections:
     data = {
         "kind": "images",
@@ -151,6 +197,8 @@ MODELS: Mapping[str, Callable[[Random, ModelNeeds], Sections]] = {
     "cnn": _cnn,
     "mlp": _mlp,
     "tower": _tower,
+    "linen": _linen,
+    "equinox": _equinox,
 }
 """The sections `model` and `data`, and what else the model wants."""
 

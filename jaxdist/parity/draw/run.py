@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,10 +19,14 @@ from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.parity.cells import cuts_of
 from jaxdist.parity.draw.draw import Draw, draw, single_device
 from jaxdist.parity.draw.model import Sections
+from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
 from jaxdist.parity.trace import (
+    FULL,
+    HALF,
     Differences,
     FirstSteps,
     differences,
+    half_limit_of,
     limit_of,
     norms_at_least,
     noted,
@@ -63,9 +67,13 @@ class DrawOutcome:
         return self.verdict in ("equal", "refused")
 
 
-def judge(seed: int) -> DrawOutcome:
-    """Train a draw and its reference, save and load; whatever goes wrong is in what is returned."""
-    drawn, begun = draw(seed), time.perf_counter()
+def judge(seed: int, make: Callable[[int], Draw] = draw) -> DrawOutcome:
+    """Train a draw and its reference, save and load; whatever goes wrong is in what is returned.
+
+    Args:
+      make: what draws; `draw_with_settings` has more to draw from.
+    """
+    drawn, begun = make(seed), time.perf_counter()
     found: JsonObject = {}
     try:
         found = compare(drawn)
@@ -82,17 +90,26 @@ def compare(drawn: Draw) -> JsonObject:
     Raises:
       Exception: whatever the draw meets but a refusal of ours.
     """
-    reference = _built(single_device(drawn.sections))
+    plain = single_device(drawn.sections)
+    reference = _built(plain)
     try:
         experiment = _built(drawn.sections)
     except JaxdistError as error:
         return {"verdict": "refused", "reason": _reason(error)}
     steps = FirstSteps(reference)
     initial = steps.begin()
-    expected, moved = (steps.run(begun)[0] for begun in (initial, nudged(initial)))
+    half = in_half_precision(drawn.sections)
+    begins = initial, nudged(initial, HALF if half else FULL)
+    expected, *moved = (steps.run(begun)[0] for begun in begins)
+    if half:
+        wide = FirstSteps(_built(in_full_precision(plain)))
+        moved.append(wide.run(wide.begin())[0])
     found, state = FirstSteps(experiment).run(initial)
-    limit = limit_of(_cuts(drawn.sections), experiment.units_per_step)
-    off = differences(found, expected, norms_at_least(expected, moved, limit))
+    cuts = _cuts(drawn.sections)
+    limit = half_limit_of(cuts) if half else limit_of(cuts, experiment.units_per_step)
+    off = differences(
+        found, expected, norms_at_least(expected, limit, *moved, times=2 if half else 1)
+    )
     apart, name = _apart(state)
     judged = {"verdict": "equal", "differences": off, "limit": limit, "replicas": apart}
     if not off.within(limit):

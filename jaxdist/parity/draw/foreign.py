@@ -1,0 +1,87 @@
+"""Models and data as a user would import them: flax linen, equinox, and examples with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen, nnx
+
+from jaxdist.data.permutation import mix
+from jaxdist.data.source import Dataset, Example, Source, take, take_one
+from jaxdist.data.synthetic import SyntheticConfig
+from jaxdist.models.adapters import from_equinox, from_linen
+from jaxdist.types import Json
+
+WEIGHTS = np.array([0, 0, 0, 0.5, 1, 1, 2, 3], np.float32)
+
+
+class LinenNet(linen.Module):
+    """Two convolutions and a classifier, with an optional batch norm between them."""
+
+    channels: int
+    classes: int
+    batch_norm: bool
+
+    @linen.compact
+    def __call__(self, image: jax.Array, train: bool = False) -> jax.Array:
+        """Map images `[B, height, width, channels]` to logits `[B, classes]`."""
+        x = linen.Conv(self.channels, (3, 3), use_bias=not self.batch_norm)(image)
+        if self.batch_norm:
+            # The fast variance is a difference of two means, whose rounding exceeds the limits.
+            norm = linen.BatchNorm(use_running_average=not train, use_fast_variance=False)
+            x = norm(x * jax.numpy.tanh(x))
+        x = linen.Conv(self.channels, (3, 3), strides=2)(jax.numpy.tanh(x))
+        return linen.Dense(self.classes)(jax.numpy.tanh(x).reshape(x.shape[0], -1))
+
+
+def linen_net(
+    rngs: nnx.Rngs, *, shape: list[int], channels: int, classes: int, batch_norm: bool
+) -> nnx.Module:
+    """A `LinenNet` for images of `shape`, as `model: {type: import}` takes it."""
+    net = LinenNet(channels, classes, batch_norm)
+    return from_linen(net, jax.numpy.zeros((1, *shape)))(rngs)
+
+
+def equinox_net(rngs: nnx.Rngs, *, features: int, width: int, classes: int) -> nnx.Module:
+    """An equinox MLP, as `model: {type: import}` takes it."""
+    import equinox  # an extra
+
+    class Net(equinox.Module):
+        mlp: Any
+
+        def __init__(self, key: jax.Array):
+            self.mlp = equinox.nn.MLP(features, classes, width, 2, jax.numpy.tanh, key=key)
+
+        def __call__(self, image: jax.Array) -> jax.Array:
+            return self.mlp(image.reshape(-1))
+
+    return from_equinox(Net)(rngs)
+
+
+@dataclass(frozen=True)
+class Weighted:
+    """A source whose examples weigh 0 to 3, by their index; three of eight weigh nothing."""
+
+    source: Source
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, index: int) -> Example:
+        return take_one(self, index)
+
+    def take(self, indices: np.ndarray) -> Example:
+        """Return the examples at `indices` with their weights, float32 `[N]`."""
+        weights = WEIGHTS[mix(indices.astype(np.uint64)) % len(WEIGHTS)]
+        return {**take(self.source, indices), "weight": weights}
+
+
+def weighted(**config: Mapping[str, Json]) -> Dataset:
+    """Synthetic data, of the settings of `data: {type: synthetic}`, with unequal weights."""
+    made = SyntheticConfig.model_validate(config).build()
+    heldout = None if made.heldout is None else Weighted(made.heldout)
+    return replace(made, train=Weighted(made.train), heldout=heldout)

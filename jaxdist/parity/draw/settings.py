@@ -1,0 +1,342 @@
+"""Settings that are drawn beside a mesh, a model and an optimizer, one function for each.
+
+Each takes the sections of a whole config and returns the sections that the setting changes, or
+nothing where the setting does not combine with the rest. What both plans of a draw must have alike,
+because it changes the numbers of one device too, is *shared*; all else belongs to one plan.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from random import Random
+
+from jaxdist.errors import ConfigError
+from jaxdist.parity.cells import SCHEDULES
+from jaxdist.parity.trace import STEPS
+from jaxdist.types import Json, JsonObject
+
+Sections = JsonObject
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting, and how often it is drawn.
+
+    Attributes:
+      chance: the share of the draws that try it.
+      shared: whether one device and the second plan have it too.
+      add: maps a random stream and a config to the sections that change; None where the setting
+        does not combine with the config.
+      shown: maps a config to what the page counts, "no" where the config lacks the setting.
+    """
+
+    chance: float
+    shared: bool
+    add: Callable[[Random, Sections], Sections | None]
+    shown: Callable[[Sections], str]
+
+
+def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Sections, Sections]:
+    """Both plans of a draw with the settings that the seed gives them.
+
+    Each setting has a random stream of its own, so that a new one changes no other.
+    """
+    for name, setting in SETTINGS.items():
+        if Random(f"{name} {seed} chance").random() >= setting.chance:
+            continue
+        if setting.shared:
+            pair = [_added(setting, f"{name} {seed}", plan) for plan in (first, second)]
+            if pair[0] is not None and pair[1] is not None:
+                first, second = pair[0], pair[1]
+            continue
+        first = _added(setting, f"{name} {seed} first", first) or first
+        second = _added(setting, f"{name} {seed} second", second) or second
+    return first, second
+
+
+def _added(setting: Setting, stream: str, config: Sections) -> Sections | None:
+    found = setting.add(Random(stream), config)
+    return None if found is None else {**config, **found}
+
+
+def in_half_precision(config: Sections) -> bool:
+    """Whether some values of a config's training have the precision of bfloat16 or float16."""
+    parallel = config.get("parallel", {})
+    return (
+        config["model"].get("compute_dtype", "float32") != "float32"
+        or "master_weights" in config["optim"]
+        or "reduce_dtype" in parallel
+        or "gather_dtype" in parallel.get("zero", {})
+    )
+
+
+def in_full_precision(config: Sections) -> Sections:
+    """The config of one device, with everything in float32."""
+    model = {name: value for name, value in config["model"].items() if name != "compute_dtype"}
+    optim = {name: value for name, value in config["optim"].items() if name != "master_weights"}
+    return {**config, "model": model, "optim": optim}
+
+
+def data_size(config: Sections) -> int:
+    """The number of devices that split the batch."""
+    data = config["mesh"].get("data", 1)
+    return data if isinstance(data, int) else math.prod(data.values())
+
+
+def _stages(config: Sections) -> int:
+    return config["mesh"].get("stage", 1)
+
+
+def _with(config: Sections, section: str, **values: Json) -> Sections:
+    return {section: {**config.get(section, {}), **values}}
+
+
+def _of_zero(config: Sections, **values: Json) -> Sections:
+    return _with(config, "parallel", zero={**config["parallel"]["zero"], **values})
+
+
+def _compute_dtype(random: Random, config: Sections) -> Sections | None:
+    if config["model"]["type"] != "gpt":
+        return None
+    return _with(config, "model", compute_dtype="bfloat16")
+
+
+def _master_weights(random: Random, config: Sections) -> Sections | None:
+    if "strategy" in config:
+        return None  # Lookahead refuses master weights.
+    return _with(config, "optim", master_weights="bfloat16")
+
+
+def _lookahead(random: Random, config: Sections) -> Sections | None:
+    strategy: Sections = {"type": "lookahead", "steps": random.choice((1, 2))}
+    strategy |= {"learning_rate": random.choice((0.5, 1.0)), "momentum": random.choice((0.0, 0.5))}
+    return {"strategy": strategy}
+
+
+def _skip_spikes(random: Random, config: Sections) -> Sections | None:
+    """Skip steps whose gradient is at all larger than the one before: about every other step."""
+    spikes = {"factor": 1.0001, "window": 1}
+    optim = {name: value for name, value in config["optim"].items() if name != "skip_nonfinite"}
+    return {"optim": {**optim, "skip_spikes": spikes}}
+
+
+def _onebit(random: Random, config: Sections) -> Sections | None:
+    """1-bit Adam and 1-bit LAMB with messages that lose nothing: one device can be equalled."""
+    kind, freeze = random.choice(("onebit_adam", "onebit_lamb")), random.choice((1, 2))
+    optim: Sections = {"type": kind, "learning_rate": 1e-2, "eps": 1e-3, "freeze_step": freeze}
+    found = {"optim": {**optim, "schedule": config["optim"]["schedule"], "skip_nonfinite": True}}
+    parallel = {name: value for name, value in config["parallel"].items() if name != "compression"}
+    zero, reduce = parallel["zero"], parallel["reduce"]
+    messages = data_size(config) > 1 and _stages(config) == 1 and zero["stage"] <= 1
+    flat = reduce is None or reduce["type"] != "hierarchical"
+    if messages and flat and zero["scope"] == "all" and not config["sharding"]["rules"]:
+        feedback = {"type": "compressed_momentum", "b1": 0.9}
+        sent = {"type": "whole", "axis": "data", "warmup_steps": freeze}
+        parallel["compression"] = {**sent, "error_feedback": feedback}
+    return {**found, "parallel": parallel}
+
+
+def _window(random: Random, config: Sections) -> Sections | None:
+    if config["model"]["type"] != "gpt":
+        return None
+    return _with(config, "model", attention_window=random.choice((1, 2, 3)))
+
+
+def _blockwise(random: Random, config: Sections) -> Sections | None:
+    if config["model"]["type"] != "gpt":
+        return None
+    return _with(config, "model", attention="blockwise")
+
+
+def _chunks(random: Random, config: Sections) -> Sections | None:
+    if config["model"]["type"] != "gpt" or "residual_seq" in config["sharding"]["rules"]:
+        return None
+    window = config["data"].get("args", config["data"])["window"]
+    chunks = random.choice([n for n in range(2, window + 1) if window % n == 0])
+    return {"loss": {"type": "next_token", "chunks": chunks}}
+
+
+def _collective_matmul(random: Random, config: Sections) -> Sections | None:
+    if "residual_seq" not in config["sharding"]["rules"]:
+        return None
+    return _with(config, "sharding", collective_matmul=True)
+
+
+def _weights(random: Random, config: Sections) -> Sections | None:
+    """Rows that count differently, and many that do not count at all."""
+    data = {name: value for name, value in config["data"].items() if name != "type"}
+    size = "vocab_size" if data["kind"] == "tokens" else "classes"
+    path = "jaxdist.parity.draw.foreign:weighted"
+    return {"data": {"type": "import", "path": path, "args": data, size: data[size]}}
+
+
+def _dropout(random: Random, config: Sections) -> Sections | None:
+    """Random layers equal one device's only where XLA cuts the batch, and nothing else does."""
+    model = config["model"]
+    if _stages(config) > 1 or model["type"] != "import" or model["path"] != TOWER:
+        return None
+    return {
+        **_with(config, "model", args={**model["args"], "dropout": 0.5}),
+        **_with(config, "train", microbatches=1),
+        "parallel": _left_to_xla(config),
+    }
+
+
+def _left_to_xla(config: Sections) -> Sections:
+    """The section `parallel` of a config, without anything that jaxdist exchanges itself."""
+    zero = {name: config["parallel"]["zero"][name] for name in ("stage", "whole_below")}
+    return {"reduce": None, "zero": {**zero, "scope": "all"}}
+
+
+def _evaluation(random: Random, config: Sections) -> Sections | None:
+    """Held-out examples that rarely fill the last batch."""
+    data, count = config["data"], random.randint(9, 40)
+    if data["type"] == "import":
+        return _with(config, "data", args={**data["args"], "heldout_examples": count})
+    return _with(config, "data", heldout_examples=count)
+
+
+def _ramp(random: Random, config: Sections) -> Sections | None:
+    """A first step with a smaller batch."""
+    train, parts = config["train"], data_size(config)
+    size, pieces = 2 * train["batch_size"], train["microbatches"]
+    fitting = [
+        start
+        for start in range(parts, size, parts)
+        if start % (parts * _pieces(start, pieces, size)) == 0
+        and _schedules(config, _pieces(start, pieces, size))
+    ]
+    if not fitting or config["model"].get("args", {}).get("batch_norm"):
+        return None
+    start = random.choice(fitting)
+    ramp = {"start_batch_size": start, "increment": size - start, "ramp_examples": start}
+    return _with(config, "train", batch_size=size, batch_ramp=ramp)
+
+
+def _pieces(size: int, microbatches: int, full: int) -> int:
+    return math.ceil(size * microbatches / full)
+
+
+def _schedules(config: Sections, microbatches: int) -> bool:
+    """Whether a pipeline, if there is one, has a schedule for so many microbatches."""
+    if _stages(config) == 1:
+        return True
+    schedule = config["parallel"]["pipeline"]["schedule"]
+    try:
+        SCHEDULES[schedule["type"]](**schedule).build(_stages(config), microbatches)
+    except ConfigError:
+        return False
+    return True
+
+
+def _phases(random: Random, config: Sections) -> Sections | None:
+    """Two learning rates, and two batch sizes where the plan divides both."""
+    if "batch_ramp" in config["train"]:
+        return None
+    size = config["train"]["batch_size"]
+    optim = {n: v for n, v in config["optim"].items() if n not in ("learning_rate", "schedule")}
+    rate = config["optim"]["learning_rate"]
+    phases = [
+        {"examples_fraction": 2 / 3, "batch_size": size, "learning_rate": rate},
+        {"examples_fraction": 1 / 3, "batch_size": size, "learning_rate": rate / 2},
+    ]
+    return {"optim": optim, **_with(config, "train", phases=phases)}
+
+
+def _strict(random: Random, config: Sections) -> Sections | None:
+    """The same bits on any number of devices, with the devices' own reduction taken away."""
+    size, pieces = config["train"]["batch_size"], config["train"]["microbatches"]
+    combines = (
+        "data" in config["mesh"]
+        and _stages(config) == 1
+        and "batch_ramp" not in config["train"]
+        and config["sharding"]["rules"].get("embed") is None
+        and not config["optim"]["type"].startswith("onebit")
+        and "dropout" not in config["model"].get("args", {})
+    )
+    if not combines:
+        return None
+    fitting = [n for n in (1, 2, 3) if size % (n * data_size(config) * pieces) == 0]
+    shards = data_size(config) * random.choice(fitting)
+    parallel = _left_to_xla(config)
+    return {"parallel": {**parallel, "deterministic": {"type": "strict", "shards": shards}}}
+
+
+def _reduce_dtype(random: Random, config: Sections) -> Sections | None:
+    parallel = config["parallel"]
+    if parallel["reduce"] is None or "compression" in parallel:
+        return None
+    return _with(config, "parallel", reduce_dtype="bfloat16")
+
+
+def _gather_dtype(random: Random, config: Sections) -> Sections | None:
+    zero = config["parallel"]["zero"]
+    return _of_zero(config, gather_dtype="bfloat16") if zero["stage"] == 3 else None
+
+
+def _secondary(random: Random, config: Sections) -> Sections | None:
+    zero, data = config["parallel"]["zero"], config["mesh"].get("data")
+    fits = zero["stage"] == 3 and zero["scope"] == "all" and isinstance(data, dict)
+    if not fits or "compression" in config["parallel"]:
+        return None
+    return _of_zero(config, secondary=True)
+
+
+def _value(section: str, name: str) -> Callable[[Sections], str]:
+    def shown(config: Sections) -> str:
+        found: Mapping[str, Json] = config
+        for part in section.split("."):
+            found = found.get(part, {})
+        value = found.get(name)
+        if isinstance(value, bool | dict | list):
+            return "yes" if value else "no"
+        return "no" if value is None else str(value)
+
+    return shown
+
+
+def _strategy(config: Sections) -> str:
+    return config.get("strategy", {"type": "no"})["type"]
+
+
+def _onebit_shown(config: Sections) -> str:
+    kind = config["optim"]["type"]
+    return kind if kind.startswith("onebit") else "no"
+
+
+def _evaluated(config: Sections) -> str:
+    data = config["data"]
+    return "yes" if data.get("args", data)["heldout_examples"] else "no"
+
+
+def _weighted(config: Sections) -> str:
+    return "yes" if config["data"]["type"] == "import" else "no"
+
+
+TOWER = "jaxdist.parity.tower:Tower"
+SETTINGS: Mapping[str, Setting] = {
+    "compute dtype": Setting(0.25, True, _compute_dtype, _value("model", "compute_dtype")),
+    "Lookahead": Setting(0.1, True, _lookahead, _strategy),
+    "master weights": Setting(0.1, True, _master_weights, _value("optim", "master_weights")),
+    "spikes skipped": Setting(0.1, True, _skip_spikes, _value("optim", "skip_spikes")),
+    "1-bit optimizer": Setting(0.1, True, _onebit, _onebit_shown),
+    "unequal weights": Setting(0.3, True, _weights, _weighted),
+    "evaluation": Setting(0.4, True, _evaluation, _evaluated),
+    "dropout": Setting(0.9, True, _dropout, _value("model.args", "dropout")),
+    "attention window": Setting(0.4, True, _window, _value("model", "attention_window")),
+    "batch ramp": Setting(0.1, False, _ramp, _value("train", "batch_ramp")),
+    "phases": Setting(0.1, True, _phases, _value("train", "phases")),
+    "attention in blocks": Setting(0.3, False, _blockwise, _value("model", "attention")),
+    "chunks of the loss": Setting(0.3, False, _chunks, _value("loss", "chunks")),
+    "collective matmul": Setting(
+        0.8, False, _collective_matmul, _value("sharding", "collective_matmul")
+    ),
+    "strict bits": Setting(0.12, False, _strict, _value("parallel", "deterministic")),
+    "reduce dtype": Setting(0.15, False, _reduce_dtype, _value("parallel", "reduce_dtype")),
+    "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),
+    "second copy of shards": Setting(0.5, False, _secondary, _value("parallel.zero", "secondary")),
+}
+"""Settings by the name that the page shows, in the order that they are added."""
+assert STEPS == 3, "phases divide the steps of a draw in thirds"
