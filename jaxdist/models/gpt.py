@@ -323,10 +323,12 @@ class Gpt(Stacked):
             logits_BLV = self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")
             if logits_BLV.shape[-1] == self.vocab_size:
                 return logits_BLV
-            # Finite, since the difference of two infinities in a softmax is NaN.
-            least = jnp.finfo(logits_BLV.dtype).min
-            real_BLV = jax.lax.broadcasted_iota(jnp.int32, logits_BLV.shape, 2) < self.vocab_size
-            return jnp.where(real_BLV, logits_BLV, least)
+            # Added, not selected: the gradient passes unchanged, so that no second array of logits
+            # is held. Half of the least number, since float16 overflows beyond it, and finite,
+            # since the difference of two infinities in a softmax is NaN.
+            least = jnp.finfo(logits_BLV.dtype).min / 2
+            padded_V = jnp.arange(logits_BLV.shape[-1]) >= self.vocab_size
+            return logits_BLV + (padded_V * least).astype(logits_BLV.dtype)[None, None]
 
 
 def _filled_up(*drawn: int) -> Initializer:
