@@ -218,7 +218,7 @@ def count_skips(inner: optax.GradientTransformation) -> optax.GradientTransforma
         return SkipState(inner.init(params), zero, zero, None)
 
     def update(
-        updates: Updates, state: SkipState, params: Params = None, **extra: object
+        updates: Updates, state: OptState, params: Params = None, **extra: object
     ) -> tuple[Updates, OptState]:
         moved, kept = inner.update(updates, state.inner, params, **extra)
         return moved, _counted(kept, state, jnp.array(True), None)
