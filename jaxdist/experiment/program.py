@@ -28,6 +28,7 @@ from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
 from jaxdist.parallel.plan import facts_of, plan_exchange
 from jaxdist.parallel.strict.check import check_statistics, check_update
+from jaxdist.parallel.validity.optimizer import notices_of as notices_of_optimizer
 from jaxdist.parallel.validity.table import check
 from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
 from jaxdist.train.assemble import assemble
@@ -109,7 +110,8 @@ def make_program(
             _ = program.metrics
     _trace(program, at, own)
     of_model = notices_of(config.model, _shapes(batch))
-    notices = (*of_model, *notices, *of_strategy)
+    of_optimizer = notices_of_optimizer(config.optim, optimizer, model.params)
+    notices = (*of_model, *of_optimizer, *notices, *of_strategy)
     explained = explain_messages(config.parallel.compression, exchange)
     if isinstance(exchange, Strict):
         explained = (*explained, exchange.explain())
@@ -281,6 +283,7 @@ def _trace(program: Program, at: At, own: Own) -> None:
             given = (own_state.params, own_state.opt_state, own_state.params)
             jax.eval_shape(program.optimizer.update, *given, grad_norm=number, value=number)
             _ = program.state_shapes
+            jax.eval_shape(program.evaluated, program.state_shapes)
     with at("train"), own("optim", "loss", "model") as imported:
         if imported:
             jax.eval_shape(program.train, program.state_shapes, program.batch)

@@ -21,6 +21,7 @@ from jaxdist.optim.common import (
     OptimizerConfig,
     decay_mask,
 )
+from jaxdist.optim.imported.averages import EvalParams, eval_params_of
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.lars import LarsConfig
 from jaxdist.optim.loss_scale import DynamicLossScale
@@ -101,6 +102,9 @@ class ImportedOptimizerConfig(OptimizerConfig):
     """Import path of the function, `mypkg.module:name`."""
     args: Kwargs = Field(default_factory=dict)
     """Keyword arguments for the function."""
+    eval_params: str | None = None
+    """Import path of a function of (its state, parameters) to the parameters to evaluate; null is
+    those that it trains, or what its state is known for (`optax.contrib.schedule_free`)."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """The user's transformation, which sees each layer of a stack as a tensor of its own."""
@@ -170,6 +174,9 @@ class Optimizer:
       max_skipped: skipped steps in a row that end a run; None where no step is ever skipped.
       skips_empty: whether a step whose batch weighs nothing is skipped before the update.
       clock: what the schedule inside the transformation counts steps by.
+      rule: the transformation without what is wrapped around it.
+      eval_params: the parameters to evaluate, from the transformation's state and those that it
+        trains; None is the latter.
     """
 
     transform: optax.GradientTransformationExtraArgs
@@ -180,6 +187,8 @@ class Optimizer:
     max_skipped: int | None = None
     skips_empty: bool = False
     clock: StepClock = field(default_factory=StepClock)
+    rule: optax.GradientTransformationExtraArgs | None = None
+    eval_params: EvalParams | None = None
 
     def update(
         self,
@@ -302,6 +311,9 @@ def build_optimizer(
     scaling = config.loss_scale.build() if config.loss_scale else None
     clock = StepClock()
     rule = config.transform(clock.by_steps(rate.schedule), NamedParams(params, dims))
+    eval_params: EvalParams | None = None
+    if isinstance(config, ImportedOptimizerConfig):
+        eval_params = eval_params_of(config.eval_params, rule, params)
     return Optimizer(
         transform=_wrapped(rule, config),
         schedule=rate.schedule,
@@ -310,6 +322,8 @@ def build_optimizer(
         loss_scale=scaling,
         max_skipped=(config.max_skipped or MAX_SKIPPED) if config.skips else None,
         clock=clock,
+        rule=optax.with_extra_args_support(rule),
+        eval_params=eval_params,
     )
 
 

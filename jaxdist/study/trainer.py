@@ -45,7 +45,12 @@ def adjustable(optimizer: Optimizer) -> Optimizer:
     """
     factor = optax.inject_hyperparams(optax.scale)(step_size=1.0)
     chained = optax.chain(optimizer.transform, factor)
-    return replace(optimizer, transform=optax.with_extra_args_support(chained))
+    chosen = optimizer.eval_params
+    return replace(
+        optimizer,
+        transform=optax.with_extra_args_support(chained),
+        eval_params=chosen and (lambda state, params: chosen(state[0], params)),
+    )
 
 
 def at_rate(start: TrainState, learning_rate: float) -> TrainState:
@@ -166,7 +171,7 @@ def finish(
     state, diverged = train(experiment, program, state)
     assert experiment.heldout is not None, "checked before the first trial"
     with experiment.heldout.evaluation_batches() as batches:
-        metrics = evaluate(program, state.params, state.buffers, batches)
+        metrics = evaluate(program, program.evaluated(state), state.buffers, batches)
     diverged = diverged or not np.isfinite(metrics["loss"])
     seconds = round(time.perf_counter() - begun, 3)
     return TrialOutcome(trial, experiment.total_steps, metrics, diverged, seconds)

@@ -54,3 +54,7 @@ class Outer(Protocol):
     def exchange(self, params: Params, carried: Any) -> tuple[Any, Any]:
         """The parameters that training goes on with, and what is carried on; traced."""
         ...
+
+    def evaluated(self, params: Params, carried: Any, step: Leaf) -> Params:
+        """The parameters to evaluate after `step`, an int32 scalar; traced."""
+        ...

@@ -310,6 +310,30 @@ class Program:
 
         return self._jitted(evaluate, out_shardings=self.layout.replicated)
 
+    def evaluated(self, state: TrainState) -> Params:
+        """The parameters to evaluate and to generate with, as they are stored.
+
+        They are those of the state, unless the optimizer or what happens between steps keeps
+        others for it (an average, slow weights).
+        """
+        if self.optimizer.eval_params is None and self.outer is None:
+            return state.params
+        return self._evaluated(state)
+
+    @cached_property
+    def _evaluated(self) -> Compiled:
+        def evaluated(stored: TrainState) -> Params:
+            state = self.home.to_step(stored)
+            params, chosen = state.params, self.optimizer.eval_params
+            if chosen is not None:
+                params = chosen(state.opt_state, params)
+            if self.outer is not None:
+                carried = self.home.outer_to_step(stored.outer)
+                params = self.outer.evaluated(params, carried, state.step)
+            return self.home.from_step(replace(state, params=params)).params
+
+        return self._jitted(evaluated, out_shardings=self._stored_shardings.params)
+
     @property
     def _stored_shardings(self) -> TrainState:
         return jax.tree.map(lambda s: s.sharding, self.state_shapes)

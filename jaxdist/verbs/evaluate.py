@@ -18,7 +18,7 @@ from jaxdist.train.checkpoints import adapted
 from jaxdist.train.directory import RunDirectory
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
-from jaxdist.train.loading.begin import EVALUATED, load_part
+from jaxdist.train.loading.begin import evaluated_parts, load_part
 from jaxdist.train.loading.misordered import check_order
 from jaxdist.trees import flatten_with_names
 from jaxdist.verbs.results import print_results
@@ -48,7 +48,8 @@ def open_run(
         console.print(f"[bold red]checkpoint:[/] {text}", soft_wrap=True)
 
     if config.checkpoint.parts is not None:
-        names = taken(EVALUATED, [n for n, _ in flatten_with_names(experiment.program.own_shapes)])
+        parts = evaluated_parts(experiment.program)
+        names = taken(parts, [n for n, _ in flatten_with_names(experiment.program.own_shapes)])
         return experiment, load_part(directory, experiment.program, names, step=step, say=say)
     adapt = adapted(experiment.program, say)
     restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
@@ -72,7 +73,8 @@ def evaluate_run(
         )
     state: Any = restored.state
     with experiment.heldout.evaluation_batches() as batches:
-        means = evaluate(experiment.program, state.params, state.buffers, batches)
+        program = experiment.program
+        means = evaluate(program, program.evaluated(state), state.buffers, batches)
     console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
     console.print(f"step   {restored.step}")
     baselines = experiment.baselines()
@@ -103,7 +105,7 @@ def generate_from_run(
     state: Any = restored.state
     out = generate(
         experiment.program,
-        state.params,
+        experiment.program.evaluated(state),
         state.buffers,
         # The stream has the separator before every document, so a prompt begins with it too.
         prompt=[tokenizer.end_of_document, *tokenizer.encode([os.fsencode(prompt)])[0].tolist()],

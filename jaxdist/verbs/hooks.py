@@ -52,7 +52,7 @@ def hooks_of(
             job.account.within(Kind.EVALUATION),
             heldout.evaluation_batches(config.eval.batches) as batches,
         ):
-            return evaluate(program, state.params, state.buffers, batches)
+            return evaluate(program, program.evaluated(state), state.buffers, batches)
 
     def saved(state: TrainState, best: float | None, metric: float | None) -> None:
         with job.account.within(Kind.CHECKPOINT_BLOCKED):

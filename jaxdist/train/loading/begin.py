@@ -22,7 +22,12 @@ from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import PyTree
 
-EVALUATED = ("params", "buffers")
+
+def evaluated_parts(program: Program) -> tuple[str, ...]:
+    """The parts of a state that evaluation and generation need."""
+    carried = ("opt_state",) * (program.optimizer.eval_params is not None)
+    # Slow weights are evaluated once they have moved, which the step tells.
+    return ("params", "buffers", *carried, *("outer", "step") * (program.outer is not None))
 
 
 def only(tree: PyTree, names: Collection[str]) -> PyTree:
@@ -68,8 +73,23 @@ def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tu
             part_names(program, patterns)
     if config.parts is None:
         return ()
+    _check_evaluated(config.parts, program)
     listed = ", ".join(config.parts)
     return (f"checkpoint.parts: checkpoints hold {listed} alone, so that --resume is refused",)
+
+
+def _check_evaluated(parts: Sequence[str], program: Program) -> None:
+    """Parts must hold what the parameters to evaluate are made of."""
+    names = [name for name, _ in flatten_with_names(program.own_shapes)]
+    held = set(taken(parts, names))
+    for part in evaluated_parts(program)[2:]:
+        if not held.issuperset(taken((part,), names)):
+            what = "optim" if part == "opt_state" else "strategy"
+            raise ConfigError(
+                f"parts {', '.join(parts)} do not hold {part}, from which {what} has the "
+                f"parameters that are evaluated: add {part}",
+                setting=("parts",),
+            )
 
 
 def begin_with(

@@ -22,7 +22,7 @@ from jaxdist.optim.common import Beta
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.train.strategy.contract import Job, RunSettings
 from jaxdist.train.strategy.synchronous import all_steps
-from jaxdist.types import OptState, Params
+from jaxdist.types import Leaf, OptState, Params
 
 
 class Lookahead(Config):
@@ -57,6 +57,11 @@ class Lookahead(Config):
                 "optim.master_weights would set back from its own copy at the next one; drop one "
                 "of the two"
             )
+        if optimizer.eval_params is not None:
+            raise ConfigError(
+                "strategy.type lookahead has its slow weights evaluated, and optim an average of "
+                "its own; drop one of the two"
+            )
         sgd = optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
         return SlowWeights(self.steps, sgd)
 
@@ -72,8 +77,8 @@ class Lookahead(Config):
             )
         return (
             f"strategy.steps {self.steps}: the run ends {left} steps after the slow weights moved "
-            "for the last time, with the parameters of its last step; train for a multiple to end "
-            "with the slow weights",
+            "for the last time, and evaluation sees the slow weights, without these steps; train "
+            "for a multiple to end with the slow weights",
         )
 
     def run(self, job: Job) -> TrainState:
@@ -115,3 +120,8 @@ class SlowWeights:
         updates, moved = self.optimizer.update(back, carried.optimizer, carried.params)
         slow = optax.apply_updates(carried.params, updates)
         return slow, Slow(slow, moved)
+
+    def evaluated(self, params: Params, carried: Slow, step: Leaf) -> Params:
+        """The slow weights; the trained ones before the slow ones have moved once."""
+        moved = step >= self.every
+        return jax.tree.map(lambda slow, fast: jnp.where(moved, slow, fast), carried.params, params)

@@ -53,6 +53,13 @@ class ParameterServer(Cluster):
         _check_parallel(given.parallel, given.layout)
         _check_train(given.train)
         _check_optimizer(given.optim)
+        if given.optimizer.eval_params is not None:
+            raise ConfigError(
+                "this optimizer has other parameters evaluated than it trains, and what workers "
+                "of strategy.type parameter_server evaluate are the trained ones: take another "
+                "optimizer, or strategy.type: synchronous",
+                setting=("optim",),
+            )
         if given.buffers:
             raise ConfigError(
                 f"the model keeps {given.buffers[0]} besides its parameters, which workers would "

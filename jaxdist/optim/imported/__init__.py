@@ -1,0 +1,1 @@
+"""What is asked of optimizers that are not part of jaxdist."""

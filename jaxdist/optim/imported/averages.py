@@ -1,0 +1,131 @@
+"""The parameters to evaluate, where an optimizer trains others: averages, and schedule-free rules.
+
+Schedule-free optimizers (Defazio et al., arXiv 2405.15682) take gradients between an average and
+the last iterate, and the average is the model. Others keep an average of the parameters (EMA,
+Polyak) in their state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.extend.core import Jaxpr, Literal, Var
+from optax.contrib import ScheduleFreeState, schedule_free_eval_params
+
+from jaxdist.config.importing import load_object
+from jaxdist.errors import ConfigError
+from jaxdist.optim.precision import MasterState, MomentsState
+from jaxdist.optim.safety import SkipState
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import OptState, Params, PyTree
+
+EvalParams = Callable[[OptState, Params], Params]
+"""(optimizer's state, trained parameters) to the parameters to evaluate, a tree like them."""
+_SAME = ("copy", "copy_p", "convert_element_type", "optimization_barrier")
+
+
+def eval_params_of(
+    path: str | None, rule: optax.GradientTransformation, params: Params
+) -> EvalParams | None:
+    """What an imported optimizer has evaluated; None is the parameters that it trains.
+
+    Args:
+      path: import path of a function of (the rule's state, trained parameters); None leaves it to
+        the state's type: `optax.contrib.schedule_free` is known.
+      rule: the optimizer without the wrappers of `jaxdist.optim.build`.
+      params: the parameters, or their shapes.
+    """
+    if path is not None:
+        return _unwrapped(load_object(path), f"optim.eval_params {path}")
+    state = jax.eval_shape(rule.init, params)
+    free = _schedule_free(state)
+    if free is None or jax.tree.structure(free.z) != jax.tree.structure(params):
+        return None
+
+    def average(state: OptState, params: Params) -> Params:
+        return schedule_free_eval_params(_schedule_free(state), params)
+
+    return _unwrapped(average, "optax.contrib.schedule_free_eval_params")
+
+
+def _schedule_free(state: OptState) -> Any:
+    def is_free(node: object) -> bool:
+        return isinstance(node, ScheduleFreeState)
+
+    return next(filter(is_free, jax.tree.leaves(state, is_leaf=is_free)), None)
+
+
+def _unwrapped(function: EvalParams, what: str) -> EvalParams:
+    """The function of the state with wrappers; its result in the dtypes of the parameters."""
+
+    def run(state: OptState, params: Params) -> Params:
+        own = params
+        while isinstance(state, SkipState | MomentsState | MasterState):
+            own = state.master if isinstance(state, MasterState) else own
+            state = state.inner
+        found = function(state, own)
+        if _shapes(found) != _shapes(params):
+            raise ConfigError(
+                f"{what} gives {_shown(found)}, and the parameters are {_shown(params)}: return a "
+                "tree like the parameters that it is given"
+            )
+        return jax.tree.map(lambda new, old: new.astype(old.dtype), found, params)
+
+    return run
+
+
+def _shapes(tree: PyTree) -> Mapping[str, tuple[int, ...]]:
+    return {name: jnp.shape(leaf) for name, leaf in flatten_with_names(tree)}
+
+
+def _shown(tree: PyTree) -> str:
+    named = [f"{name or 'an array'} {list(shape)}" for name, shape in _shapes(tree).items()]
+    return ", ".join(named[:3]) + (f" and {len(named) - 3} more" if len(named) > 3 else "")
+
+
+def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -> bool:
+    """Whether an optimizer's state begins as a copy of the parameters and then moves.
+
+    Nothing is computed: both traces are read. A copy that stays (the initial parameters, from which
+    `optax.contrib.dog` measures a distance) is no average.
+
+    >>> keeps_average(optax.with_extra_args_support(optax.adam(1e-3)), {"w": jnp.ones(3)})
+    False
+    """
+    begun = jax.make_jaxpr(rule.init)(params)
+    state, number = jax.eval_shape(rule.init, params), jax.ShapeDtypeStruct((), jnp.float32)
+
+    def update(grads: Params, state: OptState, params: Params, number: jax.Array) -> OptState:
+        return rule.update(grads, state, params, grad_norm=number, value=number)[1]
+
+    step = jax.make_jaxpr(update)(params, state, params, number)
+    count, origins = len(jax.tree.leaves(params)), _origins(begun.jaxpr)
+    copies = [isinstance(var, Var) and var in origins for var in begun.jaxpr.outvars]
+    moved = [
+        new is not old
+        for new, old in zip(step.jaxpr.outvars, step.jaxpr.invars[count:], strict=False)
+    ]
+    return sum(c and m for c, m in zip(copies, moved, strict=True)) >= count
+
+
+def _origins(jaxpr: Jaxpr) -> set[Var]:
+    """The variables that are an argument, or a copy of one."""
+    same = set(jaxpr.invars)
+    for equation in jaxpr.eqns:
+        called = (
+            equation.params.get("jaxpr") if equation.primitive.name in ("jit", "pjit") else None
+        )
+        given = [not isinstance(var, Literal) and var in same for var in equation.invars]
+        if called is not None:
+            inner = _origins(getattr(called, "jaxpr", called))
+            outs = [var in inner for var in getattr(called, "jaxpr", called).outvars]
+            same.update(
+                v for v, out in zip(equation.outvars, outs, strict=True) if out and all(given)
+            )
+        elif equation.primitive.name in _SAME and all(given):
+            same.update(equation.outvars)
+    return same

@@ -1,0 +1,52 @@
+"""What an optimizer's settings do to a run without being wrong; said when a run is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+
+from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig, Optimizer
+from jaxdist.optim.imported.averages import keeps_average
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import Params
+
+
+def notices_of(config: OptimConfig, optimizer: Optimizer, params: Params) -> tuple[str, ...]:
+    """Sentences about an optimizer on these parameters, each with its remedy.
+
+    Args:
+      params: the model's own, or their shapes.
+    """
+    return (*_of_dtypes(config, params), *_of_average(config, optimizer, params))
+
+
+def _of_dtypes(config: OptimConfig, params: Params) -> Iterator[str]:
+    narrow = [
+        (name, jnp.dtype(leaf.dtype))
+        for name, leaf in flatten_with_names(params)
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and jnp.finfo(leaf.dtype).bits < 32
+    ]
+    if not narrow or config.master_weights is not None:
+        return
+    (name, dtype), *more = narrow
+    also = f" and {len(more)} more" if more else ""
+    least = float(jnp.finfo(dtype).eps) / 2
+    yield (
+        f"parameter {name}{also} is {dtype} without a float32 copy: an update or a weight decay "
+        f"smaller than {least:.2g} of a value is rounded away, so that it may never move; set "
+        f"optim.master_weights: {dtype}, or keep the model's parameters in float32"
+    )
+
+
+def _of_average(config: OptimConfig, optimizer: Optimizer, params: Params) -> Iterator[str]:
+    if not isinstance(config, ImportedOptimizerConfig) or optimizer.eval_params is not None:
+        return
+    assert optimizer.rule is not None
+    if keeps_average(optimizer.rule, params):
+        yield (
+            f"optim.path {config.path} keeps a copy of the parameters that moves with them (an "
+            "average?), while evaluation, generation and the choice of the best checkpoint see the "
+            "trained ones: set optim.eval_params to the function of (state, parameters) that gives "
+            "those to evaluate"
+        )

@@ -1,0 +1,35 @@
+"""Optimizers that keep an average of the parameters, and what is to be evaluated."""
+
+from typing import NamedTuple
+
+import jax
+import optax
+
+
+class Averaged(NamedTuple):
+    inner: optax.OptState
+    mean: optax.Params
+
+
+def averaged(rate, decay=0.5):
+    """SGD, and an exponential average of what it makes of the parameters."""
+    inner = optax.sgd(rate)
+
+    def init(params):
+        return Averaged(inner.init(params), params)
+
+    def update(updates, state, params=None):
+        moves, own = inner.update(updates, state.inner, params)
+        new = optax.apply_updates(params, moves)
+        mean = jax.tree.map(lambda old, x: decay * old + (1 - decay) * x, state.mean, new)
+        return moves, Averaged(own, mean)
+
+    return optax.GradientTransformation(init, update)
+
+
+def mean(state, params):
+    return state.mean
+
+
+def first(state, params):
+    return jax.tree.leaves(state.mean)[0]
