@@ -53,23 +53,6 @@ def supervised(tmp_path, signal: str | None, steps: int = 100) -> Supervisor:
     return found
 
 
-def test_a_run_that_does_not_get_on_ends_when_it_is_told_to(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.05)
-    found = supervised(tmp_path, "SIGTERM")
-    stats = {"floor": 0}
-    for _ in range(3):  # what servers count says nothing of progress
-        applied = {"event": "applied", "squares": [], "stats": stats}
-        found.events.put(Event(found.fleet.servers[0], applied))
-    with pytest.raises(StoppedError, match=r"waited 0 s for clock 0 \(worker 0, worker 1 is") as e:
-        found._through(found.prepared.state, set())
-    assert "--resume goes on" in str(e.value)
-    assert e.value.exit_code == STOPPED
-    (told,) = found.team.workers[0].told  # it had the chance to stop at a clock
-    assert told == found.fleet.servers[0].told[0] == {"stop": found.stop}
-    assert found.stop < found.last
-
-
 def test_a_run_that_is_not_told_to_stop_waits(tmp_path):
     found = supervised(tmp_path, None)
     found.told, found.heard = None, time.monotonic() - 300
@@ -94,3 +77,20 @@ def test_a_worker_that_takes_anothers_place_stops_with_the_others(tmp_path):
     found = supervised(tmp_path, "SIGTERM")
     found._stop(set())
     assert found._setup()["stop"] == found.stop < found.last
+
+
+def test_a_run_that_does_not_get_on_ends_when_it_is_told_to(tmp_path, monkeypatch):
+    monkeypatch.setattr(supervisor, "POLL_SECONDS", 0.001)
+    monkeypatch.setattr(supervisor, "STOP_SECONDS", 0.05)
+    found = supervised(tmp_path, "SIGTERM")
+    stats = {"floor": 0}
+    for _ in range(3):  # what servers count says nothing of progress
+        applied = {"event": "applied", "squares": [], "stats": stats}
+        found.events.put(Event(found.fleet.servers[0], applied))
+    with pytest.raises(StoppedError, match=r"waited 0 s for clock 0 \(worker 0, worker 1 is") as e:
+        found._through(found.prepared.state, set())
+    assert "--resume goes on" in str(e.value)
+    assert e.value.exit_code == STOPPED
+    (told,) = found.team.workers[0].told  # it had the chance to stop at a clock
+    assert told == found.fleet.servers[0].told[0] == {"stop": found.stop}
+    assert found.stop < found.last
