@@ -323,12 +323,12 @@ class Gpt(Stacked):
             logits_BLV = self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")
             if logits_BLV.shape[-1] == self.vocab_size:
                 return logits_BLV
-            # Added, not selected: the gradient passes unchanged, so that no second array of logits
-            # is held. Half of the least number, since float16 overflows beyond it, and finite,
-            # since the difference of two infinities in a softmax is NaN.
-            least = jnp.finfo(logits_BLV.dtype).min / 2
-            padded_V = jnp.arange(logits_BLV.shape[-1]) >= self.vocab_size
-            return logits_BLV + (padded_V * least).astype(logits_BLV.dtype)[None, None]
+            # Added and not selected: XLA keeps what does not change in a loop over chunks in
+            # memory, which would be masks as large as the logits. The gradient is 0 even so, by
+            # the softmax. Finite, since a difference of infinities is NaN.
+            least = float(jnp.finfo(logits_BLV.dtype).min) / 2
+            bias_V = jnp.where(jnp.arange(logits_BLV.shape[-1]) < self.vocab_size, 0.0, least)
+            return logits_BLV + bias_V.astype(logits_BLV.dtype).reshape(1, 1, -1)
 
 
 def _filled_up(*drawn: int) -> Initializer:

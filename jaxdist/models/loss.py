@@ -202,10 +202,11 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
             "1"
         )
     _check_chunks(chunks, inputs.shape[1])
-    head = _padded_head(module) or module.head
+    x_BLD, padded = module.hidden(inputs, batch["segments"]), _padded_head(module)
 
     @jax.checkpoint
     def nats(x_BlD: jax.Array, targets_Bl: jax.Array) -> Mean:
+        head = module.head if padded is None else padded
         return _nats(head(x_BlD), targets_Bl, batch["weight"])
 
     def add(sums: Mean, piece: tuple[jax.Array, jax.Array]) -> tuple[Mean, None]:
@@ -214,7 +215,7 @@ def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
     def cut(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x.reshape(x.shape[0], chunks, -1, *x.shape[2:]), 1, 0)
 
-    pieces = cut(module.hidden(inputs, batch["segments"])), cut(targets)
+    pieces = cut(x_BLD), cut(targets)
     nothing = jnp.zeros((), jnp.float32)
     return {"loss": jax.lax.scan(add, Mean(nothing, nothing), pieces)[0]}
 

@@ -12,6 +12,8 @@ from flax import nnx
 from pipeline_configs import experiment
 
 from jaxdist.errors import ConfigError
+from jaxdist.models.loss import NextTokenConfig
+from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.parallel.pipeline.model.stand_in import HeadOnly, Output
 
 X = jnp.arange(2.0)
@@ -50,3 +52,16 @@ def test_a_pipeline_refuses_a_penalty_on_parameters_by_name(name: str, what: str
     loss = {"type": "import", "path": f"masked_losses:{name}"}
     with pytest.raises(ConfigError, match=rf"the loss reads {what} of its model, but with mesh"):
         experiment({"stage": 2}, loss=loss)
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_a_built_in_loss_only_calls_its_model(chunks: int) -> None:
+    """In chunks it takes the head of each piece, which a pipeline has on its last stage."""
+    loss = NextTokenConfig(type="next_token", chunks=chunks).build()
+    batch = {
+        "tokens": jnp.zeros((2, 5), jnp.int32),
+        "segments": jnp.zeros((2, 4), jnp.int32),
+        "weight": jnp.ones(2),
+    }
+    tokens, _ = inputs_of(loss, batch)
+    assert tokens.shape == (2, 4)
