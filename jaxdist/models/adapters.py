@@ -10,11 +10,12 @@ take. Parameters keep their paths as names, so that `sharding.params` can name t
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import jax
-from flax import nnx
+from flax import linen, nnx
 
 from jaxdist.models.functional import nest, pick
 from jaxdist.trees import flatten_with_names
@@ -27,13 +28,27 @@ Apply = Callable[..., Any]
 """(params, *inputs) to outputs, of a batch."""
 
 
+class Call(NamedTuple):
+    """How a module is called.
+
+    Attributes:
+      training: whether random layers draw, and statistics are those of the batch.
+      key: of the random layers.
+      statistics_over: mesh axes over which batch norms average their statistics.
+    """
+
+    training: bool
+    key: jax.Array
+    statistics_over: tuple[str, ...]
+
+
 class Plain(nnx.Module):
     """Parameters and a pure function of them, as a module.
 
     Args:
       params: nested dicts of arrays.
       buffers: other state that calls change, in the same form.
-      apply: (params, buffers, inputs, training, key) to (outputs, new buffers).
+      apply: (params, buffers, inputs, call) to (outputs, new buffers).
     """
 
     def __init__(
@@ -48,6 +63,7 @@ class Plain(nnx.Module):
         self.apply = apply
         self.rngs = rngs.fork()
         self.training = True
+        self.statistics_over: tuple[str, ...] = ()
 
     def train(self, **attributes: Any) -> None:
         """As a module of NNX: random layers draw, statistics are those of the batch."""
@@ -62,7 +78,8 @@ class Plain(nnx.Module):
     def __call__(self, *inputs: PyTree) -> PyTree:
         """What `apply` gives for the inputs."""
         params, buffers = (_values(tree) for tree in (self.params, self.buffers))
-        out, new = self.apply(params, buffers, inputs, self.training, self.rngs.dropout())
+        call = Call(self.training, self.rngs.dropout(), self.statistics_over)
+        out, new = self.apply(params, buffers, inputs, call)
         jax.tree.map(_set, self.buffers, new, is_leaf=_is_variable)
         return out
 
@@ -81,9 +98,7 @@ def from_functions(init: Init, apply: Apply) -> Make:
         named = flatten_with_names(params)
         paths = [tuple(name.split("/")) for name, _ in named]
 
-        def run(
-            nested: PyTree, buffers: Buffers, inputs: PyTree, training: bool, key: jax.Array
-        ) -> tuple[Any, Any]:
+        def run(nested: PyTree, buffers: Buffers, inputs: PyTree, call: Call) -> tuple[Any, Any]:
             return apply(structure.unflatten(pick(paths, nested)), *inputs), buffers
 
         return Plain(nest(paths, [leaf for _, leaf in named]), {}, run, rngs)
@@ -109,17 +124,16 @@ def from_linen(module: Any, *example: Any) -> Make:
         variables = dict(module.init(streams, *example, **told(False)))
         params = variables.pop("params", {})
 
-        def run(
-            params: Params, buffers: Buffers, inputs: PyTree, training: bool, key: jax.Array
-        ) -> tuple[Any, Any]:
-            changed = [*buffers] if training else []
-            out, new = module.apply(
-                {"params": params, **buffers},
-                *inputs,
-                **told(training),
-                mutable=changed,
-                rngs={"dropout": key},
-            )
+        def run(params: Params, buffers: Buffers, inputs: PyTree, call: Call) -> tuple[Any, Any]:
+            changed = [*buffers] if call.training else []
+            with _averaging(call.statistics_over):
+                out, new = module.apply(
+                    {"params": params, **buffers},
+                    *inputs,
+                    **told(call.training),
+                    mutable=changed,
+                    rngs={"dropout": call.key},
+                )
             return out, {**buffers, **new}
 
         return Plain(params, variables, run, rngs)
@@ -147,6 +161,28 @@ def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
         return from_functions(lambda _: arrays, apply)(rngs)
 
     return make
+
+
+@contextmanager
+def _averaging(axes: tuple[str, ...]) -> Iterator[None]:
+    """Let linen's batch norms average over these axes, unless they name axes of their own."""
+    if not axes:
+        yield
+        return
+
+    def run(call: Any, args: tuple[Any, ...], named: dict[str, Any], context: Any) -> Any:
+        norm = context.module
+        if not isinstance(norm, linen.BatchNorm) or norm.axis_name is not None:
+            return call(*args, **named)
+        # A module of linen is frozen. This one is a copy that belongs to the call of `apply`.
+        object.__setattr__(norm, "axis_name", axes)
+        try:
+            return call(*args, **named)
+        finally:
+            object.__setattr__(norm, "axis_name", None)
+
+    with linen.intercept_methods(run):
+        yield
 
 
 def _arguments(module: Any) -> Mapping[str, Any]:

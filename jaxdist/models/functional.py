@@ -114,10 +114,8 @@ class Functional:
             *zip(self._rng_paths, self._random(key, self._lengths(values)), strict=True),
         ]
         module = nnx.merge(self._graph, nnx.from_flat_state(flat), copy=True)
-        for norm in batch_norms(module) if statistics_over else ():
-            if norm.axis_name is None:
-                # Declared as text alone; what jax takes is a tuple of axes too.
-                norm.axis_name = statistics_over  # pyright: ignore[reportAttributeAccessIssue]
+        if statistics_over:
+            _average(module, statistics_over)
         return module
 
     def _lengths(self, values: Sequence[Leaf]) -> dict[int, int]:
@@ -175,8 +173,22 @@ class Functional:
         return _values(state, self._buffer_paths)
 
 
+def _average(module: nnx.Module, axes: tuple[str, ...]) -> None:
+    """Let the batch norms that this library knows of average their statistics over mesh axes.
+
+    Others are found by what they compute, and refused (`jaxdist.parallel.rows`).
+    """
+    for _, node in nnx.iter_modules(module):
+        if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
+            # Declared as text alone; what jax takes is a tuple of axes too.
+            node.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]
+        elif hasattr(node, "statistics_over"):
+            # A module of another library, which passes them on.
+            setattr(node, "statistics_over", axes)  # noqa: B010
+
+
 def batch_norms(module: nnx.Module) -> list[nnx.BatchNorm]:
-    """The batch norms of a module: its layers whose output depends on all rows of a batch."""
+    """The batch norms of flax NNX in a module."""
     return [node for _, node in nnx.iter_modules(module) if isinstance(node, nnx.BatchNorm)]
 
 

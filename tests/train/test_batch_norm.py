@@ -6,11 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
+from flax import linen, nnx
 from programs import build_program, place
 
 from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.collectives.algorithms.xla import Xla
+from jaxdist.models.adapters import from_linen
 from jaxdist.models.layers import scan_blocks, stack
 from jaxdist.models.loss import Mean
 from jaxdist.optim.build import SgdConfig
@@ -101,3 +102,20 @@ def test_local_statistics_are_each_device_own(devices):
     decay = 0.99**3
     mean = (1 - decay) * batch()["x"].mean(0)
     np.testing.assert_allclose(buffers["norms"]["0"]["mean"], mean, rtol=1e-4)
+
+
+class Linen(linen.Module):
+    @linen.compact
+    def __call__(self, x, train):
+        x = linen.BatchNorm(use_running_average=not train)(x)
+        return linen.Dense(8)(jnp.tanh(linen.Dense(8)(x)))
+
+
+def test_batch_norms_of_linen_see_the_rows_of_all_devices(devices, monkeypatch):
+    """In the losses, the parameters and the running statistics."""
+    monkeypatch.setitem(globals(), "Normed", from_linen(Linen(), jnp.zeros((1, 8))))
+    expected_losses, expected = trained({"data": 4})
+    losses, found = trained({"data": 4}, reduce=RING)
+    np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+    for ours, theirs in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)

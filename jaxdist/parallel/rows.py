@@ -1,0 +1,250 @@
+"""Which models tie the rows of a batch together, as a batch norm does, read from the traced loss.
+
+Where a batch is cut (by device, microbatch, stage or worker), such a model computes something else
+on each part than on the whole. It may be made of any library's norms, or of the user's own code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import Mesh, PartitionSpec
+
+from jaxdist.errors import JaxdistError
+from jaxdist.parallel.contract import Surroundings
+from jaxdist.parallel.objective import Objective
+from jaxdist.types import Buffers, Params, PyTree
+
+_PRIMES = (251, 241, 239, 233, 229, 227, 223, 211)
+"""Candidates for a number of rows that no other dim is a multiple of."""
+_ALONG = {
+    "sort": "dimension", "cumsum": "axis", "cumprod": "axis", "cummax": "axis", "cummin": "axis",
+    "cumlogsumexp": "axis", "rev": "dimensions",
+}  # fmt: skip
+"""Primitives that mix elements along a dim and keep it, with the parameter that names it."""
+
+
+class Flow(NamedTuple):
+    """The rows that a value depends on.
+
+    Attributes:
+      rows: whether it depends on rows of the batch.
+      several: whether it has lost their dim, and so depends on several of them at once.
+    """
+
+    rows: bool = False
+    several: bool = False
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A trace of a loss on so many rows that their dim is known by its size.
+
+    Attributes:
+      count: a prime; a dim is one of rows if it is a multiple.
+      axes: manual mesh axes; what is summed over all of them belongs to no device's own rows.
+    """
+
+    count: int
+    axes: tuple[str, ...]
+
+    def ties(self, jaxpr: Any, given: Sequence[Flow]) -> tuple[list[Flow], list[str]]:
+        """The flows of the results, and where rows are tied together, a place each."""
+        flows = dict(zip(jaxpr.invars, given, strict=True))
+        places: list[str] = []
+        for equation in jaxpr.eqns:
+            inputs = [flows.get(v, Flow()) if _is_variable(v) else Flow() for v in equation.invars]
+            outputs, inner = self._through(equation, inputs)
+            places += inner
+            if not inner and any(self._tied(equation, inputs, v) for v in equation.outvars):
+                places.append(_place(equation))
+            flows.update(zip(equation.outvars, outputs, strict=True))
+        found = [flows.get(v, Flow()) if _is_variable(v) else Flow() for v in jaxpr.outvars]
+        return found, places
+
+    def _through(self, equation: Any, inputs: list[Flow]) -> tuple[list[Flow], list[str]]:
+        """The flows of an equation's results; the places inside the programs that it calls."""
+        outputs = [self._out(equation, inputs, variable) for variable in equation.outvars]
+        if not any(flow.rows for flow in inputs):
+            return outputs, []
+        name, settings = equation.primitive.name, equation.params
+        if name == "scan":
+            first = settings["num_consts"]
+            return self._loop(
+                settings["jaxpr"], inputs, first, first + settings["num_carry"], outputs
+            )
+        if name == "while":
+            before, skipped = settings["cond_nconsts"], settings["body_nconsts"]
+            own = inputs[before:]
+            return self._loop(settings["body_jaxpr"], own, skipped, len(own), outputs)
+        if name == "cond":
+            calls = [(branch, inputs[1:]) for branch in settings["branches"]]
+        else:
+            calls = [(inner, inputs) for inner in _called(equation)]
+        if not calls:
+            return outputs, []
+        found = [self.ties(_open(inner), given) for inner, given in calls]
+        merged = [
+            Flow(*map(any, zip(*each, strict=True)))
+            for each in zip(*(f for f, _ in found), strict=True)
+        ]
+        return merged, [place for _, places in found for place in places]
+
+    def _loop(
+        self, body: Any, inputs: list[Flow], first: int, last: int, outputs: list[Flow]
+    ) -> tuple[list[Flow], list[str]]:
+        """A loop whose carry is `inputs[first:last]`: run until its flows stay as they are."""
+        given = list(inputs)
+        while True:
+            found, places = self.ties(_open(body), given)
+            carry = [
+                Flow(a.rows or b.rows, a.several or b.several)
+                for a, b in zip(given[first:last], found, strict=False)
+            ]
+            if carry == given[first:last]:
+                break
+            given[first:last] = carry
+        # A loop over rows cuts their dim away, and its carry goes from row to row.
+        merged = [Flow(a.rows, a.several or b.several) for a, b in zip(found, outputs, strict=True)]
+        return merged, places
+
+    def _out(self, equation: Any, inputs: Sequence[Flow], variable: Any) -> Flow:
+        if self._sums_devices(equation) or not any(flow.rows for flow in inputs):
+            return Flow()
+        several = not self._has(variable) and any(
+            flow.several or (flow.rows and self._has(v))
+            for flow, v in zip(inputs, equation.invars, strict=True)
+        )
+        return Flow(True, several)
+
+    def _tied(self, equation: Any, inputs: Sequence[Flow], variable: Any) -> bool:
+        """Whether a result with rows depends on more than the row that each element lies in."""
+        if not self._has(variable) or self._sums_devices(equation):
+            return False
+        if any(flow.several for flow in inputs):
+            return True
+        rows = [
+            (i, v)
+            for i, (flow, v) in enumerate(zip(inputs, equation.invars, strict=True))
+            if flow.rows and self._has(v)
+        ]
+        if (
+            rows
+            and len(self._places(variable)) > 1
+            and all(len(self._places(v)) < 2 for _, v in rows)
+        ):
+            return True
+        return any(set(_mixed(equation, i)) & set(self._places(v)) for i, v in rows)
+
+    def _sums_devices(self, equation: Any) -> bool:
+        named = equation.params.get("axes") or equation.params.get("axis_name") or ()
+        named = named if isinstance(named, tuple) else (named,)
+        return bool(self.axes) and set(self.axes) <= set(named)
+
+    def _has(self, variable: Any) -> bool:
+        return bool(self._places(variable))
+
+    def _places(self, variable: Any) -> tuple[int, ...]:
+        """The dims of rows."""
+        shape = getattr(variable.aval, "shape", ())
+        return tuple(i for i, n in enumerate(shape) if n and n % self.count == 0)
+
+
+def ties_rows(
+    objective: Objective,
+    batch: Mapping[str, Any],
+    mesh: Mesh,
+    axes: tuple[str, ...],
+    *,
+    inside: Surroundings | None = None,
+) -> str:
+    """Where a model or its loss, in training, ties the rows of a batch together; "" is nowhere.
+
+    Nothing is computed: the loss is traced on shapes with a prime number of rows.
+
+    Args:
+      batch: arrays or their shapes.
+      axes: mesh axes that split the batch.
+      inside: trace what a device computes of its own rows, where these axes are manual; None
+        traces the whole batch as one array.
+    """
+    count = next(p for p in _PRIMES if not any(n % p == 0 for n in _sizes(objective, batch)))
+    parts = 1
+    for axis in axes:
+        parts *= mesh.shape[axis]
+    rows = {
+        name: jax.ShapeDtypeStruct((count * parts, *x.shape[1:]), x.dtype)
+        for name, x in batch.items()
+    }
+    manual = axes if inside is not None else ()
+
+    def run(params: Params, buffers: Buffers, key: jax.Array, batch: PyTree) -> PyTree:
+        # Buffers are left out: running statistics are of several rows by their nature.
+        return objective.sums(params, buffers, batch, key, inside or Surroundings())[1][0]
+
+    local = partial(jax.shard_map, mesh=mesh, axis_names=set(manual), check_vma=False)
+    whole, split = PartitionSpec(), PartitionSpec(manual)
+    traced = run
+    if manual:
+        traced = local(run, in_specs=(whole, whole, whole, split), out_specs=whole)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    given = (objective.model.params, objective.model.buffers, key, rows)
+    try:
+        jaxpr = jax.make_jaxpr(traced)(*given).jaxpr
+    except JaxdistError:
+        raise
+    except Exception:
+        # A model that is written for one number of rows cannot be asked.
+        return ""
+    flows = [
+        Flow(rows=True) if i >= len(jaxpr.invars) - len(rows) else Flow()
+        for i in range(len(jaxpr.invars))
+    ]
+    return next(iter(Rows(count, manual).ties(jaxpr, flows)[1]), "")
+
+
+def _mixed(equation: Any, at: int) -> Sequence[int]:
+    """The dims of an input along which an equation mixes elements."""
+    name = equation.primitive.name
+    if name == "dot_general":
+        return equation.params["dimension_numbers"][0][at]
+    found = equation.params.get(_ALONG.get(name, ""), ())
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _sizes(objective: Objective, batch: Mapping[str, Any]) -> Iterator[int]:
+    """All sizes of dims that are not of rows."""
+    for leaf in jax.tree.leaves((objective.model.params, objective.model.buffers)):
+        yield from (n for n in leaf.shape if n)
+    for leaf in batch.values():
+        yield from (n for n in leaf.shape[1:] if n)
+
+
+def _called(equation: Any) -> list[Any]:
+    """The program that an equation calls with its own inputs; none of other primitives."""
+    shapes = [getattr(v.aval, "shape", None) for v in equation.invars]
+    for value in equation.params.values():
+        inner = _open(value)
+        if hasattr(inner, "eqns") and len(inner.outvars) == len(equation.outvars):
+            given = [getattr(v.aval, "shape", None) for v in inner.invars]
+            if given == shapes or equation.primitive.name == "shard_map":
+                return [value]
+    return []
+
+
+def _open(jaxpr: Any) -> Any:
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _is_variable(node: Any) -> bool:
+    return not hasattr(node, "val")
+
+
+def _place(equation: Any) -> str:
+    """The scope and the primitive, as a user may know them from their model."""
+    scope = str(equation.source_info.name_stack)
+    return f"{equation.primitive.name} in {scope}" if scope else equation.primitive.name
