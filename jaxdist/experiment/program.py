@@ -27,7 +27,8 @@ from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
 from jaxdist.parallel.plan import facts_of, plan_exchange
-from jaxdist.parallel.strict.check import check_statistics, check_update
+from jaxdist.parallel.rows import check_rows
+from jaxdist.parallel.strict.check import check_update
 from jaxdist.parallel.validity.optimizer import notices_of as notices_of_optimizer
 from jaxdist.parallel.validity.table import check
 from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
@@ -72,8 +73,13 @@ def make_program(
         given = (config.parallel, layout, model.params, dims, whole, model.stacked)
         offloads = offloads_of(config.model)
         exchange, notices = plan_exchange(*given, offloads=offloads, seed=config.seed)
-        if config.parallel.deterministic is not None:
-            check_statistics(model, local=config.parallel.batch_norm == "local")
+    with at("parallel"), own("loss", "model") as imported:
+        # Built-in models are known to keep rows apart, so that only the user's cost a trace.
+        if imported:
+            local = config.parallel.batch_norm == "local"
+            objective, pieces = Objective(model, loss), config.train.microbatches
+            more = check_rows(objective, batch, exchange, local=local, microbatches=pieces)
+            notices = (*notices, *more)
     masks = False
     if config.loss is not None and config.loss.type == "import":
         with at("loss"), own("loss", "model"):

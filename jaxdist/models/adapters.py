@@ -76,7 +76,7 @@ class Plain(nnx.Module):
         super().eval(**attributes)
 
     def __call__(self, *inputs: PyTree) -> PyTree:
-        """What `apply` gives for the inputs."""
+        """Call `apply` on the inputs, and keep the buffers that it returns."""
         params, buffers = (_values(tree) for tree in (self.params, self.buffers))
         call = Call(self.training, self.rngs.dropout(), self.statistics_over)
         out, new = self.apply(params, buffers, inputs, call)

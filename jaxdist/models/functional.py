@@ -197,7 +197,7 @@ def _counting_layers(dims: Mapping[str, Dims | None]) -> set[str]:
 
 
 def _modules(name: str) -> list[str]:
-    """The names of the modules that a parameter lies in.
+    """Return the names of the modules that hold a parameter.
 
     >>> _modules("blocks/norm/scale")
     ['blocks', 'blocks/norm']

@@ -6,6 +6,7 @@ on each part than on the whole. It may be made of any library's norms, or of the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +15,10 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh, PartitionSpec
 
-from jaxdist.errors import JaxdistError
-from jaxdist.parallel.contract import Surroundings
+from jaxdist.errors import ConfigError, JaxdistError
+from jaxdist.parallel.contract import Exchange, Surroundings
+from jaxdist.parallel.exchange.explicit import Explicit
+from jaxdist.parallel.exchange.strict import Strict
 from jaxdist.parallel.objective import Objective
 from jaxdist.types import Buffers, Params, PyTree
 
@@ -42,7 +45,7 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """A trace of a loss on so many rows that their dim is known by its size.
+    """An interpreter of a traced loss, whose number of rows tells their dim by its size.
 
     Attributes:
       count: a prime; a dim is one of rows if it is a multiple.
@@ -53,7 +56,7 @@ class Rows:
     axes: tuple[str, ...]
 
     def ties(self, jaxpr: Any, given: Sequence[Flow]) -> tuple[list[Flow], list[str]]:
-        """The flows of the results, and where rows are tied together, a place each."""
+        """Return the flows of the results, and the places where rows are tied together."""
         flows = dict(zip(jaxpr.invars, given, strict=True))
         places: list[str] = []
         for equation in jaxpr.eqns:
@@ -122,7 +125,7 @@ class Rows:
         return Flow(True, several)
 
     def _tied(self, equation: Any, inputs: Sequence[Flow], variable: Any) -> bool:
-        """Whether a result with rows depends on more than the row that each element lies in."""
+        """Return whether an element of a result depends on other rows than its own."""
         if not self._has(variable) or self._sums_devices(equation):
             return False
         if any(flow.several for flow in inputs):
@@ -154,6 +157,80 @@ class Rows:
         return tuple(i for i, n in enumerate(shape) if n and n % self.count == 0)
 
 
+def check_rows(
+    objective: Objective,
+    batch: Mapping[str, Any],
+    exchange: Exchange,
+    *,
+    local: bool,
+    microbatches: int,
+) -> tuple[str, ...]:
+    """Refuse a model that ties rows together where an exchange leaves each device its own.
+
+    Batch norms of flax average over all devices by themselves, except in strict mode, where each
+    logical shard is computed alone.
+
+    Args:
+      batch: arrays or their shapes.
+      local: whether statistics of a device's own rows are what the config asks for.
+      microbatches: pieces that a device's rows are computed in.
+
+    Returns:
+      A sentence for each way in which the plan changes the numbers of a model that is accepted.
+
+    Raises:
+      ConfigError: a model or a loss that would compute other numbers than on one device.
+    """
+    try:
+        if isinstance(exchange, Explicit) and not local:
+            _check_exchange(objective, batch, exchange)
+        if microbatches == 1:
+            return ()
+        mesh = jax.tree.leaves(exchange.placements.shares)[0].mesh
+        place = ties_rows(objective, batch, mesh, ())
+    except JaxdistError:
+        raise
+    except Exception as error:
+        # The user's code fails for a number of rows that their data never has, in any way it may.
+        return (f"whether the model ties the rows of a batch together is not known: {error}",)
+    if not place:
+        return ()
+    return (
+        f"train.microbatches {microbatches}: the model ties the rows of a batch together "
+        f"({place}), and each microbatch is computed by itself: statistics are those of a "
+        "microbatch, running ones move once for each, and losses are not those of the whole batch",
+    )
+
+
+def _check_exchange(objective: Objective, batch: Mapping[str, Any], exchange: Explicit) -> None:
+    """Refuse what ties rows together that the exchange gives to different devices or shards.
+
+    Raises:
+      ConfigError: where the model does so, and what to set.
+    """
+    strict = isinstance(exchange, Strict)
+    pieces = exchange.order.shards if strict else _parts(exchange.mesh, exchange.axes)
+    if pieces == 1:
+        return
+    inside = Surroundings(exchange.axes, () if strict else exchange.axes)
+    place = ties_rows(objective, batch, exchange.mesh, exchange.axes, inside=inside)
+    if not place:
+        return
+    cut, remedy = "each device computes its rows", "set parallel.reduce: null, which sees all rows"
+    if strict:
+        cut, remedy = "strict mode computes each logical shard", "set parallel.deterministic: null"
+    raise ConfigError(
+        f"the model or its loss ties the rows of a batch together ({place}), and {cut} alone, "
+        f"which gives other numbers than the whole batch; {remedy}, or take the statistics of each "
+        "part, with parallel.batch_norm: local",
+        setting=("batch_norm",),
+    )
+
+
+def _parts(mesh: Mesh, axes: Sequence[str]) -> int:
+    return math.prod(mesh.shape[axis] for axis in axes)
+
+
 def ties_rows(
     objective: Objective,
     batch: Mapping[str, Any],
@@ -162,22 +239,23 @@ def ties_rows(
     *,
     inside: Surroundings | None = None,
 ) -> str:
-    """Where a model or its loss, in training, ties the rows of a batch together; "" is nowhere.
+    """Return where a model or its loss, in training, ties the rows of a batch together.
 
-    Nothing is computed: the loss is traced on shapes with a prime number of rows.
+    The result names the operation; it is "" where nothing does. Nothing is computed: the loss is
+    traced on shapes with a prime number of rows.
 
     Args:
       batch: arrays or their shapes.
       axes: mesh axes that split the batch.
       inside: trace what a device computes of its own rows, where these axes are manual; None
         traces the whole batch as one array.
+
+    Raises:
+      Exception: whatever the user's code raises for that number of rows.
     """
     count = next(p for p in _PRIMES if not any(n % p == 0 for n in _sizes(objective, batch)))
-    parts = 1
-    for axis in axes:
-        parts *= mesh.shape[axis]
     rows = {
-        name: jax.ShapeDtypeStruct((count * parts, *x.shape[1:]), x.dtype)
+        name: jax.ShapeDtypeStruct((count * _parts(mesh, axes), *x.shape[1:]), x.dtype)
         for name, x in batch.items()
     }
     manual = axes if inside is not None else ()
@@ -193,13 +271,7 @@ def ties_rows(
         traced = local(run, in_specs=(whole, whole, whole, split), out_specs=whole)
     key = jax.eval_shape(lambda: jax.random.key(0))
     given = (objective.model.params, objective.model.buffers, key, rows)
-    try:
-        jaxpr = jax.make_jaxpr(traced)(*given).jaxpr
-    except JaxdistError:
-        raise
-    except Exception:
-        # A model that is written for one number of rows cannot be asked.
-        return ""
+    jaxpr = jax.make_jaxpr(traced)(*given).jaxpr
     flows = [
         Flow(rows=True) if i >= len(jaxpr.invars) - len(rows) else Flow()
         for i in range(len(jaxpr.invars))

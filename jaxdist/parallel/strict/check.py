@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxdist.errors import ConfigError
 from jaxdist.mesh import describe
-from jaxdist.models.functional import Functional, batch_norms
 from jaxdist.types import Params
 
 OTHER_AXES = ("tensor",)
@@ -83,25 +81,6 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
             "processes, which add up partial sums in another order than one process does; put "
             "data first in mesh, and as many devices on a process as those axes have",
             setting=("deterministic",),
-        )
-
-
-def check_statistics(model: Functional, *, local: bool) -> None:
-    """Batch norms must keep to logical shards.
-
-    Raises:
-      ConfigError: they average over the whole batch.
-    """
-    if local:
-        return
-    with nnx.use_eager_sharding(False):
-        module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
-    if batch_norms(module):
-        raise ConfigError(
-            "strict with parallel.batch_norm global: a BatchNorm over all rows of a batch ties its "
-            "logical shards together, each of which is computed by itself; set "
-            "parallel.batch_norm: local (statistics by logical shard, running ones their mean)",
-            setting=("batch_norm",),
         )
 
 

@@ -1,0 +1,154 @@
+"""A model that ties the rows of a batch together is found by its trace, whatever it is made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
+
+from jaxdist.config import Document, validate
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.models.adapters import from_linen
+from jaxdist.models.loss import Mean
+
+
+class OwnNorm(nnx.Module):
+    """Subtracts the mean over rows, as no library's batch norm does it."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.last = nnx.Linear(9, 3, rngs=rngs)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        x = image.reshape(image.shape[0], -1)
+        return self.last(x - x.mean(0, keepdims=True))
+
+
+class Flax(nnx.Module):
+    """A batch norm of flax NNX, and a dropout, which draws for each row."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.BatchNorm(9, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.last = nnx.Linear(9, 3, rngs=rngs)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        return self.last(self.dropout(self.norm(image.reshape(image.shape[0], -1))))
+
+
+class LinenNet(linen.Module):
+    @linen.compact
+    def __call__(self, image: jax.Array, train: bool) -> jax.Array:
+        x = linen.BatchNorm(use_running_average=not train)(image.reshape(image.shape[0], -1))
+        return linen.Dense(3)(x)
+
+
+class Rowwise(nnx.Module):
+    """Keeps rows apart, with all that may look otherwise: a scan, a norm, attention in a row."""
+
+    def __init__(self, rngs: nnx.Rngs):
+        self.norm = nnx.LayerNorm(3, rngs=rngs)
+        self.last = nnx.Linear(9, 3, rngs=rngs)
+
+    def __call__(self, image: jax.Array) -> jax.Array:
+        x = self.norm(image[..., 0])
+        x = jax.nn.softmax(x @ x.swapaxes(1, 2)) @ x
+        x, _ = jax.lax.scan(lambda carry, _: (jnp.tanh(carry), None), x, None, length=2)
+        return self.last(x.reshape(x.shape[0], -1))
+
+
+def linen_net(rngs: nnx.Rngs) -> nnx.Module:
+    return from_linen(LinenNet(), jnp.zeros((1, 3, 3, 1)))(rngs)
+
+
+def contrasted(module: Any, batch: Any) -> dict[str, Mean]:
+    """A loss that compares each row with all others."""
+    x = module(batch["image"].astype(jnp.float32))
+    nats = -jnp.diag(jax.nn.log_softmax(x @ x.T))
+    return {"loss": Mean((nats * batch["weight"]).sum(), batch["weight"].sum())}
+
+
+def built(model: str, parallel: Any = None, loss: Any = None, **train: int) -> Experiment:
+    sections = {
+        "model": {"type": "import", "path": f"test_rows:{model}"},
+        "data": {
+            "type": "synthetic", "kind": "images", "height": 3, "width": 3, "channels": 1,
+            "classes": 3, "heldout_examples": 0,
+        },
+        "loss": loss or {"type": "classification"},
+        "optim": {"type": "sgd", "learning_rate": 0.1},
+        "train": {"steps": 1, "batch_size": 16, **train},
+        "mesh": {"data": 4},
+        "sharding": {"params": {"*": "whole"}},
+        "parallel": parallel or {},
+    }  # fmt: skip
+    return build(validate(Document(sections), ExperimentConfig), devices=jax.devices()[:4])
+
+
+RING = {"reduce": {"type": "ring"}}
+STRICT = {"deterministic": {"type": "strict", "shards": 8}}
+CODEC = {"compression": {"type": "whole"}}
+CONTRASTED = {"type": "import", "path": "test_rows:contrasted"}
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(__file__).rpartition("/")[0])
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "loss"),
+    [
+        ("OwnNorm", RING, None),
+        ("OwnNorm", CODEC, None),
+        ("OwnNorm", {**RING, "zero": {"stage": 2}}, None),
+        ("OwnNorm", STRICT, None),
+        ("Flax", STRICT, None),
+        ("linen_net", STRICT, None),
+        ("Rowwise", RING, CONTRASTED),
+    ],
+)
+def test_what_would_compute_other_numbers_on_each_device_is_refused(model, parallel, loss, devices):
+    with pytest.raises(ConfigError, match=r"ties the rows of a batch together \(\w+") as caught:
+        built(model, parallel, loss)
+    assert "parallel.batch_norm: local" in str(caught.value)
+    # The user may want just that: statistics of each device's own rows.
+    built(model, {**parallel, "batch_norm": "local"}, loss)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("Flax", RING),
+        ("linen_net", RING),
+        ("linen_net", CODEC),
+        ("Rowwise", RING),
+        ("Rowwise", STRICT),
+        ("OwnNorm", None),
+    ],
+)
+def test_what_computes_the_same_numbers_is_not(model, parallel, devices):
+    assert not any("ties" in notice for notice in built(model, parallel).notices)
+
+
+@pytest.mark.parametrize(("model", "said"), [("Flax", 1), ("linen_net", 1), ("Rowwise", 0)])
+def test_statistics_of_a_microbatch_are_told(model, said, devices):
+    notices = built(model, microbatches=2).notices
+    found = [notice for notice in notices if "microbatches 2: the model ties the rows" in notice]
+    assert len(found) == said
+
+
+def fixed(module: Any, batch: Any) -> dict[str, Mean]:
+    """A loss that takes no number of rows but those of its user's batches."""
+    assert batch["image"].shape[0] in (8, 16)
+    x = module(batch["image"].astype(jnp.float32))
+    return {"loss": Mean((x.sum(1) * batch["weight"]).sum(), batch["weight"].sum())}
+
+
+def test_a_loss_that_takes_no_other_number_of_rows_is_told(devices):
+    one = {"type": "import", "path": "test_rows:fixed"}
+    (notice,) = built("Rowwise", {}, one, microbatches=2).notices
+    assert notice.startswith("whether the model ties the rows of a batch together is not known")
