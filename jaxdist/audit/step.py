@@ -134,6 +134,9 @@ def judge(step: AuditedStep, path: KeyPath, *, full: bool) -> Finding | None:
         return found("ok", effect)
     if default is None and _is_read(step, path):
         return found("default", "what null stands for here")
+    if path[:2] == ("sharding", "params"):
+        # Where an axis splits parameters, a config without these names is refused.
+        return found("not in the step", "names dims for meshes that split parameters")
     return found("NO EFFECT", "the same step without it")
 
 

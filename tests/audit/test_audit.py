@@ -81,6 +81,7 @@ JUDGED = {
             "model.args.init_scale": "ok: initial state",
             "model.args.remat": "NO EFFECT: the same step without it",
             "loss.type": "required: ",
+            "sharding.params.'*/kernel'": "not in the step: names dims",
         },
     ),
     "its own defaults": (

@@ -184,7 +184,7 @@ def test_a_config_is_an_algorithm():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Ring(directions=3), "1 or 2"),
+        (lambda: Ring(directions=3), "less than or equal to 2"),
         (lambda: Ring(chunks=0), "greater than or equal to 1"),
         (lambda: Ring(accumulate="float64"), "float32"),
         (lambda: Ring(bucket_bytes=0), "greater than or equal to 1"),
