@@ -1,4 +1,4 @@
-"""Where snapshots of runs lie on a machine's own disk, and when they are taken away.
+"""Snapshots on a machine's own disk: the folder of each run, and when it is removed.
 
 DIRECTORY/gpt-86bcf769a1b2c3d4/run     the run directory and the id of the run that they are of
 DIRECTORY/gpt-86bcf769a1b2c3d4/step_*  see `jaxdist.checkpoint.snapshots`

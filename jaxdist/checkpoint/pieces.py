@@ -202,7 +202,7 @@ def load(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct)
 
 
 def owned(array: jax.Array) -> jax.Array:
-    """The same array in memory of its devices, of which no two share a buffer.
+    """Copy an array into memory of its devices, so that no two devices share a buffer.
 
     On a CPU an array from NumPy may lie in NumPy's memory, where devices with equal blocks share
     one. Such a buffer cannot be donated: the first step after a resume would hold two states.

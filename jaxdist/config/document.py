@@ -54,7 +54,7 @@ class Origin:
 
     @property
     def overrides(self) -> bool:
-        """Whether it is an override on the command line."""
+        """Return whether it is an override on the command line."""
         return self.line is None and self.source.startswith(OVERRIDE)
 
     def __str__(self) -> str:

@@ -43,7 +43,7 @@ class Problem:
     path: KeyPath
     message: str
     unknown: bool = False
-    """Whether the path is no key of the schema."""
+    """Return whether the path is no key of the schema."""
 
 
 def explain(schema: Annotation, values: Json, path: KeyPath = ()) -> list[Problem]:

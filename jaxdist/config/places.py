@@ -1,4 +1,4 @@
-"""Where in a schema a key belongs that was written in another section."""
+"""Find the section of a schema that a misplaced key belongs to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jaxdist.config.explain import Problem
 from jaxdist.types import Annotation, Json
 
 NEAR = 0.8
-"""How like each other two keys are at least, from 0 to 1, for one to be taken for the other."""
+"""The least similarity, from 0 to 1, at which one key is suggested for another."""
 MOST = 3
 
 
@@ -31,7 +31,7 @@ def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -
 
 
 def _is_lost(problem: Problem) -> bool:
-    """Whether a key is unknown, and its own section has none that is like it."""
+    """Return whether a key is unknown, and its own section has none that is like it."""
     return problem.unknown and "did you mean" not in problem.message
 
 

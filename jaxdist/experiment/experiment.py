@@ -62,7 +62,7 @@ class Experiment:
 
     @property
     def loss_unit(self) -> str | None:
-        """What the loss is counted in; None of a loss of the user's, which does not tell."""
+        """The unit of the loss; None for a loss of the user's, which names none."""
         loss = self.config.loss
         return None if loss is not None and loss.type == "import" else f"nats per {self.unit[:-1]}"
 

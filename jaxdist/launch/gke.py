@@ -97,7 +97,7 @@ class Gke(Engine):
     queue: str | None = None
     """Of Kueue, which starts all pods or none."""
     restarts: Annotated[int, Field(ge=0)] = 20
-    """Of the whole set, after a pod has failed; evictions are not counted."""
+    """How often the set begins anew after a pod has failed; evictions are not counted."""
     grace_seconds: Count = 300
     """For saving, between SIGTERM and SIGKILL."""
     volume: Volume | None = None

@@ -29,7 +29,7 @@ Apply = Callable[..., Any]
 
 
 class Call(NamedTuple):
-    """How a module is called.
+    """The arguments of a call that a module needs beside its inputs.
 
     Attributes:
       training: whether random layers draw, and statistics are those of the batch.

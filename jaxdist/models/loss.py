@@ -56,7 +56,7 @@ def _as_mean(name: str, value: Scalar, rows: jax.Array) -> Mean:
 
 
 def as_sums(result: PyTree, batch: Batch) -> Sums:
-    """What a loss returned, as named sums; a scalar becomes an `OpaqueMean`.
+    """Convert the result of a loss to named sums; a scalar becomes an `OpaqueMean`.
 
     Raises:
       RunError: the loss returned something else; the message says what.

@@ -41,7 +41,7 @@ AS_MEAN = """return each sum with its weight, which add up over any parts:
     weight = batch["weight"]  # times 0 for what must not count; batch["weight"][:, None] by token
     total = (losses * weight).sum()
     return {"loss": Mean(total, weight.sum())}  # from jaxdist import Mean"""
-"""What to do instead of returning a scalar; `losses` has a value for each row or token."""
+"""The lines that replace a scalar; `losses` holds a value for each row or token."""
 
 
 def scalars_in(sums: Sums) -> tuple[str, ...]:

@@ -272,7 +272,7 @@ def plan_rate(
 
 
 def _explain_cut(warmup: int, total_steps: int) -> tuple[str, ...]:
-    """What a run that is shorter than its warm-up never reaches, a line; nothing for another."""
+    """Explain in a line that a run ends within its warm-up; yield nothing for a longer run."""
     if warmup <= total_steps:
         return ()
     return (

@@ -93,7 +93,7 @@ class Objective:
 
 
 def may_weigh_nothing(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
-    """Whether the weight of a batch depends on its values, so that it may be 0.
+    """Return whether the weight of a batch depends on its values, so that it may be 0.
 
     Nothing is computed: where the batch brings no weights, the traced loss is read.
     """

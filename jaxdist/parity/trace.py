@@ -288,7 +288,7 @@ def norms_at_least(
     gradients = dict.fromkeys(reference.gradients, SMALL * total)
 
     def growth(name: str) -> float:
-        """How much more a parameter's update is allowed than its gradient; a buffer has none."""
+        """Return how much more an update may differ than its gradient; 1 for a buffer."""
         gradient = reference.gradients.get(name)
         return 1.0 if gradient is None else gradients[name] / (_norm(gradient) or 1.0)
 
@@ -314,7 +314,7 @@ def norms_at_least(
 
 
 FULL, HALF = 2**-20, 2**-8
-"""How far parameters are nudged: by what rounding changes in float32, and in bfloat16."""
+"""Relative sizes of the nudge: what rounding changes in float32, and in bfloat16."""
 
 
 def nudged(state: TrainState, size: float = FULL) -> TrainState:
@@ -348,7 +348,7 @@ def limit_of(cuts: Sequence[str], terms: int) -> Differences:
 
 
 def half_limit_of(cuts: Sequence[str]) -> Differences:
-    """What another order of summation may change where values are rounded to bfloat16.
+    """Return the limits on differences where values are rounded to bfloat16.
 
     Each of them is off by up to 2**-9 of itself, and a value that one order rounds up another
     rounds down. A gradient is a long product of such values.

@@ -1,4 +1,4 @@
-"""How long the matrix products of a block take, by the table of compiled single products."""
+"""Predict the time of a block's matrix products from the table of compiled single products."""
 
 from __future__ import annotations
 

@@ -82,7 +82,7 @@ def rocm(library: Any) -> list[str]:
 
 
 def query(platform: str, load: Callable[[str], Any] = ctypes.CDLL) -> dict[str, Any]:
-    """What is printed.
+    """Return the object to print.
 
     Args:
       platform: `cuda` or `rocm`, as jax names them.

@@ -25,7 +25,7 @@ from jaxdist.runtime import gpu_query
 from jaxdist.types import Json, JsonObject
 
 QUERY_SECONDS = 120
-"""How long a driver may take: without persistence mode it initialises every GPU of a node first."""
+"""Limit on the driver's answer: without persistence mode it first initialises every GPU."""
 DRIVERS = {
     "cuda": ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"),
     "rocm": ("/dev/kfd",),
@@ -42,7 +42,7 @@ _CPU = "to run on the CPU set JAX_PLATFORMS=cpu"
 
 @dataclass(frozen=True)
 class Seen:
-    """What one process tells the others of its GPUs.
+    """The message in which a process describes its GPUs to the others.
 
     Attributes:
       machine: the name of its node.
@@ -88,7 +88,7 @@ class Seen:
 
 
 def look(environ: Mapping[str, str], platforms: str | None) -> Seen:
-    """What this process sees, without starting a backend of jax.
+    """Return the GPUs that this process sees, without starting a backend of jax.
 
     Args:
       platforms: the setting `jax_platforms`, such as "cuda,cpu"; None or "" lets jax choose.
@@ -169,7 +169,7 @@ def _chosen(text: str | None) -> tuple[int, ...] | None:
 
 
 def gpus_given(environ: Mapping[str, str]) -> int | None:
-    """How many GPUs the scheduler has given to the job on this node; None where it does not say.
+    """Return the number of GPUs that the scheduler gave the job on this node; None if unknown.
 
     >>> gpus_given({"SLURM_STEP_GPUS": "2,3", "SLURM_GPUS_ON_NODE": "8"}), gpus_given({})
     (2, None)

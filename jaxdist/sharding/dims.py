@@ -73,7 +73,7 @@ def resolve_dims(
 
 
 def _splits_parameters(layout: Layout) -> bool:
-    """Whether a dim that parameters may have lies on an axis larger than 1, besides stages."""
+    """Return whether an axis larger than 1, other than stages, splits dims of parameters."""
     dims = {dim for dim, _ in layout.rules} - ACTIVATION_DIMS - {STACKED}
     return any(layout.parts(dim) > 1 for dim in dims)
 

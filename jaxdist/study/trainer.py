@@ -191,6 +191,6 @@ def train(experiment: Experiment, program: Program, state: TrainState) -> tuple[
 
 
 def _diverged(program: Program, values: jax.Array) -> bool:
-    """Whether the loss of a step is not finite, unless the step was skipped for that."""
+    """Return whether the loss of a step is not finite, unless the step was skipped for that."""
     found = dict(zip(program.metrics, np.asarray(values).tolist(), strict=True))
     return not np.isfinite(found["loss"]) and not found.get("skipped_in_a_row")

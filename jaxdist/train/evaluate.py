@@ -18,7 +18,7 @@ AT_ONCE = 8
 
 
 def why_in_parts(rows: int, limit: int | None, batch_size: int, devices: int) -> str | None:
-    """Why a held-out split is not evaluated as one batch without padding, as a phrase; None if not.
+    """Return why a held-out split cannot be one batch without padding; None where it can.
 
     Args:
       rows: the examples of the split.

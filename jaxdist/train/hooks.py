@@ -75,7 +75,7 @@ class Hook:
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether this process was told to end the run; may be asked at any time."""
+        """Return whether this process was told to end the run; may be asked at any time."""
         return False
 
     def at(self, moment: Moment) -> None:
@@ -298,7 +298,7 @@ class RunHooks:
 
     @property
     def told_to_stop(self) -> bool:
-        """Whether this process was told to end the run, perhaps in the middle of a step."""
+        """Return whether this process was told to end the run, perhaps in the middle of a step."""
         return any(hook.told_to_stop for hook in self.hooks)
 
     def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:

@@ -1,1 +1,1 @@
-"""What is asked of optimizers that are not part of jaxdist."""
+"""Imported optimizers: what jaxdist has to find out about them."""

@@ -31,7 +31,7 @@ _SAME = ("copy", "copy_p", "convert_element_type", "optimization_barrier")
 def eval_params_of(
     path: str | None, rule: optax.GradientTransformation, params: Params
 ) -> EvalParams | None:
-    """What an imported optimizer has evaluated; None is the parameters that it trains.
+    """Return the function that gives the parameters to evaluate; None evaluates the trained ones.
 
     Args:
       path: import path of a function of (the rule's state, trained parameters); None leaves it to
@@ -88,7 +88,7 @@ def _shown(tree: PyTree) -> str:
 
 
 def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -> bool:
-    """Whether an optimizer's state begins as a copy of the parameters and then moves.
+    """Return whether an optimizer's state begins as a copy of the parameters and then moves.
 
     Nothing is computed: both traces are read. A copy that stays (the initial parameters, from which
     `optax.contrib.dog` measures a distance) is no average.

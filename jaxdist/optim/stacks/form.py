@@ -31,7 +31,7 @@ class Layers:
 
 
 def is_layers(node: object) -> bool:
-    """Whether a node of a tree is a list of layers."""
+    """Return whether a node of a tree is a list of layers."""
     return isinstance(node, Layers)
 
 

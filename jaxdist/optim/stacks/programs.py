@@ -22,7 +22,7 @@ Function = Callable[..., PyTree]
 Listed = Callable[[int | None], Sequence[PyTree]]
 """From a number of layers, or None for each stack's own, to the arguments' shapes in lists."""
 Call = Callable[..., PyTree]
-"""The same function of trees of stacks, to such a tree."""
+"""The same function, from trees of stacks to a tree of stacks."""
 COMPARED = 2
 """Layers of the lists that are traced for a comparison: enough to tell one from another."""
 
@@ -59,7 +59,7 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True)
 class _Results:
-    """What a trace of lists of layers gives.
+    """The results of a trace on lists of layers.
 
     Attributes:
       shapes: of one layer's results, in a tree without lists.
@@ -97,7 +97,7 @@ class _Comparison:
         return [form.join(trees) for form, *trees in given]
 
     def results(self, layers: Sequence[int]) -> _Results:
-        """What the function gives for a list of these layers."""
+        """Trace the function on a list of these layers."""
         single = [form.layer_shapes(x) for form, x in zip(self.forms, self.shapes, strict=True)]
         given = self.lists([single] * len(layers))
         traced, shapes = jax.make_jaxpr(self.function, return_shape=True)(*given)
@@ -114,11 +114,11 @@ class _Comparison:
 
     @cached_property
     def wanted(self) -> _Results:
-        """What is right: the results for a list."""
+        """The results for a list of layers, which all other programs must equal."""
         return self.results(range(COMPARED))
 
     def plain(self) -> bool:
-        """Whether the function of stacks gives stacks of what it gives for a list."""
+        """Return whether the function of stacks gives stacks of what it gives for a list."""
         layers = zip(self.stacked, *map(self.symbols, range(COMPARED)), strict=True)
         leaves = zip(layers, jax.tree.leaves(self.shapes), strict=True)
         given = [
@@ -149,7 +149,7 @@ class _Comparison:
         )
 
     def alike(self) -> bool:
-        """Whether each layer's results are what the function gives for a list of it alone.
+        """Return whether each layer's results are what the function gives for a list of it alone.
 
         Nothing that is of no layer may then depend on one. Stacks of different lengths cannot be
         mapped together.

@@ -169,7 +169,7 @@ class Terms:
 
 
 def _body(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """What a call runs on its own arguments; None where it is not known."""
+    """Return the program that a call runs on its own arguments; None where it is unknown."""
     found = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
     if found is None:
         return None
@@ -177,7 +177,7 @@ def _body(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _closed(jaxpr: Any) -> ClosedJaxpr:
-    """The same with its constants; from jax 0.12 on every jaxpr has them."""
+    """Return the jaxpr with its constants; from jax 0.12 on every jaxpr has them."""
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 

@@ -90,7 +90,7 @@ class Strict(Explicit):
 
     @property
     def _cut(self) -> str:
-        """How a batch is cut, for `check_adds_up`."""
+        """Describe how a batch is cut, for `check_adds_up`."""
         return f"the batch is computed in {self.order.shards} logical shards"
 
     @property

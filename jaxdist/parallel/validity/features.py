@@ -1,4 +1,4 @@
-"""What a config can have that decides whether it goes together with the rest, as plain data."""
+"""The features of a config that the table of validity combines, as plain data."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jaxdist.parallel.zero import ZeroConfig
 
 @dataclass(frozen=True)
 class Facts:
-    """What of a config and a model decides whether they go together; plain data.
+    """The facts about a config and a model that decide whether they combine, as plain data.
 
     Attributes:
       mesh: size of each mesh axis; one over two networks is two, `data_dcn` and `data_ici`.
@@ -61,7 +61,7 @@ class Facts:
 
     @property
     def reduction(self) -> Algorithm | None:
-        """What sums the gradients: the config's choice, or what a pipeline puts in; None is XLA."""
+        """The algorithm that sums gradients, by the config or for a pipeline; None is XLA."""
         # Left to XLA, each of a pipeline's microbatches would be reduced by itself, and messages
         # need a device's own gradients.
         named = self.stages > 1 or self.compression is not None

@@ -1,4 +1,4 @@
-"""What an optimizer's settings do to a run without being wrong; said when a run is loaded."""
+"""Notices about settings of an optimizer that are valid and may surprise."""
 
 from __future__ import annotations
 

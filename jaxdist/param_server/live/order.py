@@ -45,7 +45,7 @@ def step(model: Consistency, state: RangeState, taken: Taken) -> server.Step:
 
 
 def is_recorded(state: RangeState, found: server.Step) -> bool:
-    """Whether a replay needs what led from `state` to this step.
+    """Return whether a replay needs what led from `state` to this step.
 
     A retry that is answered again, a refusal and a tick to which nothing is due change nothing. A
     log that took them in would grow for as long as somebody waits.

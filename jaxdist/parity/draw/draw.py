@@ -92,7 +92,7 @@ def draw(seed: int) -> Draw:
 
 
 def draw_with_settings(seed: int) -> Draw:
-    """The same with models of other libraries, and with settings beside the plan."""
+    """Draw as `draw` does, also models of other libraries, and settings beside the plan."""
     drawn = _drawn(seed, ["gpt", "gpt", *MODELS])
     return Draw(seed, *with_settings(seed, drawn.sections, drawn.reader))
 
@@ -192,7 +192,7 @@ def meshes() -> tuple[tuple[int, int, int], ...]:
 
 
 def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
-    """Whether a model can be split over these axes.
+    """Return whether a model can be split over these axes.
 
     No pipeline takes an mlp, none of a cnn has a tensor axis, and `WHOLE_MODELS` name no dims.
     """

@@ -62,7 +62,7 @@ def _added(setting: Setting, stream: str, config: Sections) -> Sections | None:
 
 
 def in_half_precision(config: Sections) -> bool:
-    """Whether some values of a config's training have the precision of bfloat16 or float16."""
+    """Return whether a config trains with some values in bfloat16 or float16."""
     parallel = config.get("parallel", {})
     return (
         config["model"].get("compute_dtype", "float32") != "float32"
@@ -220,7 +220,7 @@ def _pieces(size: int, microbatches: int, full: int) -> int:
 
 
 def _schedules(config: Sections, microbatches: int) -> bool:
-    """Whether a pipeline, if there is one, has a schedule for so many microbatches."""
+    """Return whether a pipeline, if there is one, has a schedule for so many microbatches."""
     if _stages(config) == 1:
         return True
     schedule = config["parallel"]["pipeline"]["schedule"]
@@ -246,7 +246,7 @@ def _phases(random: Random, config: Sections) -> Sections | None:
 
 
 def _strict(random: Random, config: Sections) -> Sections | None:
-    """The same bits on any number of devices, with the devices' own reduction taken away."""
+    """Ask for the same bits on any number of devices, which excludes a reduction of ours."""
     size, pieces = config["train"]["batch_size"], config["train"]["microbatches"]
     combines = (
         "data" in config["mesh"]

@@ -1,4 +1,4 @@
-"""What a loss is given in place of a model that lies on several stages."""
+"""Stand-ins: the objects that a loss is given for a model that lies on several stages."""
 
 from __future__ import annotations
 
