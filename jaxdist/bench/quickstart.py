@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
@@ -14,6 +13,7 @@ from jaxdist.bench.core.report import Figure, Report
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
 from jaxdist.metrics.writer import read_metrics
+from jaxdist.runtime.environment import python_module
 from jaxdist.types import Json
 
 CONFIG = Path("configs/gpt/quickstart.yaml")
@@ -52,7 +52,7 @@ def train(config: Path, run: Path, timeout_seconds: float = TIMEOUT_SECONDS) -> 
     Raises:
       RunError: it fails or takes too long.
     """
-    command = [sys.executable, "-m", "jaxdist.cli", "train", str(config), f"run.directory={run}"]
+    command = python_module("jaxdist.cli", "train", str(config), f"run.directory={run}")
     environ = plain_environment(os.environ, cache=run.parent / "cache")
     start = time.perf_counter()
     try:

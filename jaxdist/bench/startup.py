@@ -8,10 +8,11 @@ import sys
 
 from jaxdist.bench.core.harness import REPEATS, alternate_processes
 from jaxdist.bench.core.report import Figure, Report
+from jaxdist.runtime.environment import python_module
 
 IMPORT_JAX = (sys.executable, "-c", "import jax")
 IMPORT_JAXDIST = (sys.executable, "-c", "import jaxdist")
-HELP = (sys.executable, "-m", "jaxdist.cli", "--help")
+HELP = tuple(python_module("jaxdist.cli", "--help"))
 START_BACKEND = (sys.executable, "-c", "import jax; jax.devices()")
 
 

@@ -131,7 +131,7 @@ def probe_backend(
     environ: Mapping[str, str], timeout_seconds: float = PROBE_TIMEOUT_SECONDS
 ) -> Backend:
     """Start jax in a process of its own, so that a crash or a hang there is only a finding."""
-    command = [sys.executable, "-c", _PROBE]
+    command = [sys.executable, "-P", "-c", _PROBE]
     try:
         done = subprocess.run(
             command, env=dict(environ), capture_output=True, text=True, timeout=timeout_seconds

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat
 
 from jaxdist.launch.contract import Engine, Job, Rendered
+from jaxdist.runtime.environment import python_module
 
 SETTINGS = "ray.json"
 
@@ -35,7 +35,7 @@ class Ray(Engine):
 
     def render(self, job: Job) -> Rendered:
         # Actors run where Ray does, with the interpreter that it was started with.
-        program = ("-m", "jaxdist.cli")
+        program = ("-P", "-m", "jaxdist.cli")
         given = {
             **self.model_dump(exclude={"type"}),
             "name": job.name,
@@ -45,5 +45,5 @@ class Ray(Engine):
             "command": job.train("--distributed", program=program),
         }
         text = json.dumps(given, indent=1) + "\n"
-        command = (sys.executable, "-m", "jaxdist.launch.ray_job", f"{{folder}}/{SETTINGS}")
+        command = tuple(python_module("jaxdist.launch.ray_job", f"{{folder}}/{SETTINGS}"))
         return Rendered({SETTINGS: text}, command, waits=True)

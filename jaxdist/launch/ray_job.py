@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.errors import JaxdistError, RunError
+from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
 
 CONFIG_ERROR = 2
@@ -46,7 +47,7 @@ class Process:
 
     def run(self, command: list[str], folder: str, environ: dict[str, str]) -> int:
         """Begin the process, which ends with this actor, and wait for it; its exit code."""
-        tied = [sys.executable, "-m", "jaxdist.launch.tied", sys.executable, *command]
+        tied = python_module("jaxdist.launch.tied", sys.executable, *command)
         given = {**os.environ, **environ}
         self._child = subprocess.Popen(tied, stdin=subprocess.PIPE, cwd=folder, env=given)
         return self._child.wait()

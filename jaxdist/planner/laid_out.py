@@ -11,13 +11,13 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jaxdist.errors import JaxdistError, RunError
+from jaxdist.runtime.environment import python_module
 
 REPORT = "*/*after_optimizations-buffer-assignment.txt"
 NEXT = "*/*after_optimizations_after_buffer_assignment.txt"
@@ -42,7 +42,7 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
         command = ["inspect", str(path), *overrides, "--topology", topology, "--json", str(result)]
         with (folder / "said").open("wb") as said:
             child = subprocess.Popen(
-                [sys.executable, "-m", "jaxdist.cli", *command],
+                python_module("jaxdist.cli", *command),
                 env={**os.environ, "TMPDIR": name},
                 stdout=subprocess.DEVNULL,
                 stderr=said,

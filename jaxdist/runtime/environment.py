@@ -161,3 +161,17 @@ def restart_with_huge_pages() -> None:
     if planned is not None and sys.platform == "linux":
         environ = {**os.environ, "GLIBC_TUNABLES": planned}
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environ)
+
+
+def python_module(module: str, *arguments: str) -> list[str]:
+    """Return the command that runs a module in a process of its own.
+
+    The working directory is not on the child's search path. `python -m` alone puts it first, so
+    that a file there named `random.py`, of this user or of any other, would be imported in place
+    of Python's own. Modules that a config names by import path are found there all the same:
+    `jaxdist.config.importing` adds the directory when it looks for one.
+
+    >>> python_module("jaxdist.cli", "doctor")[1:]
+    ['-P', '-m', 'jaxdist.cli', 'doctor']
+    """
+    return [sys.executable, "-P", "-m", module, *arguments]

@@ -14,12 +14,12 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from jaxdist.errors import RunError
+from jaxdist.runtime.environment import python_module
 from jaxdist.types import Json
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -49,7 +49,7 @@ class ForkServer:
         with theirs, self._log.open("ab") as errors:
             # A session of its own: the terminal's signals are the caller's to pass on.
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module],
+                python_module(self._module),
                 stdin=theirs.fileno(),
                 stderr=errors,
                 start_new_session=True,

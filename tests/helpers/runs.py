@@ -86,7 +86,7 @@ class Jaxdist:
         """Begin `jaxdist args...`, in a session of its own where it gets a terminal."""
         # A child ignores what its parent ignores: nohup does, and libtpu once it is loaded.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        command = ["-m", "jaxdist.cli", *map(str, args)]
+        command = ["-P", "-m", "jaxdist.cli", *map(str, args)]
         process = subprocess.Popen(
             [sys.executable, *([] if terminal is None else ["-c", TAKE_TERMINAL]), *command],
             cwd=self.folder,

@@ -129,7 +129,7 @@ def test_one_machine_needs_no_agent_for_one_process():
 
 def test_ray_is_told_the_same_command():
     found = json.loads(rendered("ray", "gpus=1", processes=2).files["ray.json"])
-    assert found["command"] == ["-m", "jaxdist.cli", *TRAIN[1:], "--distributed"]
+    assert found["command"] == ["-P", "-m", "jaxdist.cli", *TRAIN[1:], "--distributed"]
     assert (found["nodes"], found["processes"], found["gpus"]) == (2, 2, 1.0)
 
 

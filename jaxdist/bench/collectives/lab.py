@@ -33,7 +33,7 @@ from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.errors import RunError
 from jaxdist.mesh import MeshConfig, Split, axis_names, build_mesh
 from jaxdist.runtime.connection import connected
-from jaxdist.runtime.environment import plan_environment
+from jaxdist.runtime.environment import plan_environment, python_module
 from jaxdist.runtime.hardware import DEVICES, Link
 from jaxdist.runtime.processes import find_processes
 from jaxdist.types import Json
@@ -181,7 +181,7 @@ def measure(
         "warmup": warmup,
         "repeats": repeats,
     }
-    command = [sys.executable, "-m", "jaxdist.bench.collectives.lab", json.dumps(task)]
+    command = python_module("jaxdist.bench.collectives.lab", json.dumps(task))
     printed = lab.run(hosts, command, environ=one_device(os.environ))
     (found,) = (line for line in printed.splitlines() if line.startswith(_FOUND))
     measured = json.loads(found.removeprefix(_FOUND))

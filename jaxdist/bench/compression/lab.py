@@ -10,7 +10,6 @@ import math
 import os
 import platform
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
@@ -28,7 +27,7 @@ from jaxdist.collectives.cost import predict_seconds as collective_seconds
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.cost import coding_bytes, predict
 from jaxdist.errors import RunError
-from jaxdist.runtime.environment import plan_tunables
+from jaxdist.runtime.environment import plan_tunables, python_module
 from jaxdist.runtime.hardware import Link
 
 STEPS, WARMUP, REPEATS = 2, 2, 9
@@ -103,7 +102,7 @@ def measure(
         hosts.sites, hosts.hosts_per_site, tuple(contenders), peers, torch, ROWS, steps, warmup,
         repeats,
     )  # fmt: skip
-    command = [sys.executable, "-m", "jaxdist.bench.compression.host", json.dumps(asdict(task))]
+    command = python_module("jaxdist.bench.compression.host", json.dumps(asdict(task)))
     printed = lab.run(hosts, command, environ=host_environ(), timeout_seconds=TIMEOUT_SECONDS)
     (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
     read = TypeAdapter(list[Timed]).validate_json(line.removeprefix(FOUND))

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 
 from jaxdist.errors import RunError
-from jaxdist.runtime.environment import plan_environment
+from jaxdist.runtime.environment import plan_environment, python_module
 from jaxdist.types import Json
 
 T = TypeVar("T")
@@ -62,7 +62,7 @@ def call(
 def command(function: Callable[..., Any], *args: Json) -> list[str]:
     """The program that `call` runs."""
     name = f"{function.__module__}:{function.__name__}"
-    return [sys.executable, "-m", "jaxdist.bench.core.child", name, *map(json.dumps, args)]
+    return python_module("jaxdist.bench.core.child", name, *map(json.dumps, args))
 
 
 def with_devices(fake_devices: int) -> dict[str, str]:

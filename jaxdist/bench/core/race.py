@@ -20,6 +20,7 @@ import numpy as np
 from jaxdist.bench.core.harness import Sample
 from jaxdist.bench.core.team import Command, one_round, started
 from jaxdist.errors import RunError
+from jaxdist.runtime.environment import python_module
 from jaxdist.runtime.rendezvous import free_port
 from jaxdist.types import Json, JsonObject
 
@@ -98,7 +99,7 @@ def gpt_config(sizes: Mapping[str, int], window: int, batch_size: int, pieces: i
 def our_commands(config: Mapping[str, Json], directory: Path, world: int) -> list[Command]:
     """The processes of `jaxdist.bench.zero.ours`."""
     module = "jaxdist.bench.zero.ours"
-    command = [sys.executable, "-m", module, json.dumps(config), str(directory)]
+    command = python_module(module, json.dumps(config), str(directory))
     if world == 1:
         return [(command, {})]
     peers = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(world)}

@@ -118,7 +118,7 @@ def recoveries(kills: int, seed: int = 0) -> tuple[list[Recovery], Figure]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.yaml").write_text(CONFIG)
-        command = ["-m", "jaxdist.cli", "train", "config.yaml", "run.directory=run"]
+        command = ["-P", "-m", "jaxdist.cli", "train", "config.yaml", "run.directory=run"]
         options = ["--elastic", "--processes", str(PROCESSES), "--devices", "1"]
         with started([sys.executable, *command, *options], folder) as process:
             journal = folder / "run" / "elastic.jsonl"

@@ -44,7 +44,7 @@ def trial(rng: random.Random, *, elastic: bool) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.yaml").write_text(CONFIG)
-        command = ["-m", "jaxdist.cli", "train", "config.yaml", "run.directory=run"]
+        command = ["-P", "-m", "jaxdist.cli", "train", "config.yaml", "run.directory=run"]
         metrics = folder / "run" / "metrics.jsonl"
         with started([sys.executable, *command, *options, "--devices", "1"], folder) as process:
             until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 2, process)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -26,6 +25,7 @@ from jaxdist.param_server.simulator.config import Link, SimulationConfig
 from jaxdist.param_server.simulator.pace import WARMUP
 from jaxdist.param_server.simulator.pace import step_seconds as simulated_step_seconds
 from jaxdist.runtime import hardware
+from jaxdist.runtime.environment import python_module
 
 FLOATS = 2**18
 WORKERS = 3
@@ -120,7 +120,7 @@ def measured(
       RunError: this machine cannot hold the lab, or a host fails.
     """
     task = Task(hosts.size, tuple(cases), floats, seconds)
-    command = [sys.executable, "-m", "jaxdist.bench.param_server.host", json.dumps(asdict(task))]
+    command = python_module("jaxdist.bench.param_server.host", json.dumps(asdict(task)))
     environ = one_device(os.environ)
     printed = lab.run(hosts, command, environ=environ, timeout_seconds=TIMEOUT_SECONDS)
     (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))

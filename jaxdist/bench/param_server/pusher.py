@@ -20,6 +20,7 @@ from jaxdist.param_server.live.layout import Layout, Piece
 from jaxdist.param_server.placement.ranges import Range
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcWire
+from jaxdist.runtime.environment import python_module
 
 PAUSE_SECONDS = 0.003
 WHOLE = Asynchronous(gradient_weight="whole")
@@ -38,7 +39,7 @@ def layout_of(length: int) -> Layout:
 
 def started(client: int, port: int, length: int) -> subprocess.Popen[str]:
     """Such a process; it writes to its standard output."""
-    command = [sys.executable, "-m", __spec__.name, *map(str, (client, port, length))]
+    command = python_module(__spec__.name, *map(str, (client, port, length)))
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 

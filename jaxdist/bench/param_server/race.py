@@ -32,7 +32,7 @@ from jaxdist.param_server.placement.ranges import tensors_of
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
-from jaxdist.runtime.environment import plan_tunables
+from jaxdist.runtime.environment import plan_tunables, python_module
 
 MODULE = "jaxdist.bench.param_server.race"
 WORKERS, STEPS, ROUNDS = 2, 60, 3
@@ -89,7 +89,7 @@ def _rays(python: str) -> list[float]:
 
 
 def _ours() -> list[float]:
-    return _run([sys.executable, "-m", MODULE, "server"])
+    return _run(python_module(MODULE, "server"))
 
 
 def _layout() -> Layout:
@@ -116,7 +116,7 @@ def server() -> None:
         stack.callback(serving.close)
         rpc = RpcServer(serving, TOKEN)
         stack.callback(rpc.close)
-        command = [sys.executable, "-m", MODULE, "worker"]
+        command = python_module(MODULE, "worker")
         team = [
             subprocess.Popen([*command, str(number), str(rpc.port)]) for number in range(WORKERS)
         ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -21,6 +20,7 @@ from jaxdist.errors import RunError
 from jaxdist.param_server.wire.contract import Envelope, Op
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcWire
+from jaxdist.runtime.environment import python_module
 
 PUSH_BYTES = 64 * 2**20
 GOAL_GB_PER_S = 0.9
@@ -61,7 +61,7 @@ def figures(repeats: int = REPEATS, size_bytes: int = PUSH_BYTES) -> list[Figure
 @contextmanager
 def _receiver(kind: str, size_bytes: int) -> Iterator[int]:
     """The port of one in a process of its own."""
-    command = [sys.executable, "-m", "jaxdist.bench.param_server.receivers", kind, str(size_bytes)]
+    command = python_module("jaxdist.bench.param_server.receivers", kind, str(size_bytes))
     environ = {**os.environ, "JAX_PLATFORMS": "cpu"}
     process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -27,6 +26,7 @@ from jaxdist.bench.planner.lab_host import FOUND, Found, Task
 from jaxdist.bench.planner.lab_rates import SIZES
 from jaxdist.bench.planner.ranking import kendall_tau
 from jaxdist.planner.plan import Plan
+from jaxdist.runtime.environment import python_module
 
 SPEEDS = (LabLink(100e6), LabLink(1e9))
 HOSTS = 4
@@ -85,7 +85,7 @@ def measure(
       RunError: this machine cannot hold the lab, or a host fails.
     """
     task = Task(dict(VALUES), tuple(plans), warmup, repeats)
-    command = [sys.executable, "-m", "jaxdist.bench.planner.lab_host", json.dumps(asdict(task))]
+    command = python_module("jaxdist.bench.planner.lab_host", json.dumps(asdict(task)))
     printed = lab.run(hosts, command, environ=host_environ(), timeout_seconds=TIMEOUT_SECONDS)
     (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
     return TypeAdapter(Found).validate_json(line.removeprefix(FOUND))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from jaxdist.elastic.flight.slow import Flight, Slow, find_slow
 from jaxdist.elastic.journal import Journal
 from jaxdist.elastic.place import Place
 from jaxdist.elastic.status import Status, read_flight
+from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
 
 LOOK_SECONDS = 5.0
@@ -123,7 +123,7 @@ class Recorder:
         if busy or not (self._draw and self._kept):
             return
         self._drawing = subprocess.Popen(
-            [sys.executable, "-m", picture.__name__, *map(str, self._kept)],
+            python_module(picture.__name__, *map(str, self._kept)),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections import Counter
@@ -16,6 +15,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, Literal, NamedTuple
 
+from jaxdist.runtime.environment import python_module
 from jaxdist.runtime.standard_input import lines
 from jaxdist.types import JsonObject
 
@@ -64,7 +64,7 @@ class Child:
         with log.open("ab") as errors:
             # A session of its own: the terminal's signals are the supervisor's to answer.
             self.process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, role],
+                python_module(MODULE, role),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

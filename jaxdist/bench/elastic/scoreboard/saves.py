@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -19,6 +18,7 @@ from jaxdist.bench.elastic.scoreboard.row import Row, of
 from jaxdist.checkpoint.layout import step_directory, steps_present
 from jaxdist.checkpoint.manifest import read_manifest
 from jaxdist.errors import JaxdistError, RunError
+from jaxdist.runtime.environment import python_module
 
 CALLS = {"fsync": 40, "rename": 16, "link": 12, "unlink": 12, "mkdir": 8}
 """System calls of a save, and as which of them the process is killed at most."""
@@ -32,7 +32,7 @@ def started(run: Path, generation: int, call: str = "none", number: int = 0) -> 
     Raises:
       RunError: it does not begin.
     """
-    command = [sys.executable, "-m", saver.__name__, str(run), str(generation), call, str(number)]
+    command = python_module(saver.__name__, str(run), str(generation), call, str(number))
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
     )

@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +30,7 @@ from jaxdist.elastic.watch import Patience
 from jaxdist.errors import RunError
 from jaxdist.metrics.goodput import joined
 from jaxdist.metrics.writer import read_metrics
+from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
 
 Process = subprocess.Popen[bytes]
@@ -63,7 +63,7 @@ def training(folder: Path, processes: int, steps: int, name: str) -> Iterator[tu
     (folder / "config.yaml").write_text(CONFIG)
     given = ["train", "config.yaml", f"run.directory={name}", f"train.steps={steps}"]
     options = ["--elastic", "--processes", str(processes), "--devices", "1"]
-    with started([sys.executable, "-m", "jaxdist.cli", *given, *options], folder) as process:
+    with started(python_module("jaxdist.cli", *given, *options), folder) as process:
         yield folder / name, process
 
 
