@@ -15,7 +15,7 @@ from jaxdist.errors import RunError
 from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.wire.config import TlsConfig
-from jaxdist.param_server.wire.security import Tls, read_tls
+from jaxdist.param_server.wire.security import Tls, read_tls, refusal
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl is not installed")
 WHOLE = Asynchronous(gradient_weight="whole")
@@ -25,11 +25,11 @@ def openssl(folder: Path, *arguments: str) -> None:
     subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True)
 
 
-def certified(folder: Path) -> TlsConfig:
-    """A new authority, and a certificate for this machine that it signed."""
+def certified(folder: Path, name: str = "IP:127.0.0.1,DNS:localhost") -> TlsConfig:
+    """A new authority, and a certificate for this machine, or another name, that it signed."""
     folder.mkdir()
     curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    own = ("-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1,DNS:localhost")
+    own = ("-subj", "/CN=localhost", "-addext", f"subjectAltName={name}")
     openssl(folder, "req", "-x509", *curve, "-subj", "/CN=authority", "-days", "1",
             "-keyout", "ca.key", "-out", "ca.pem")  # fmt: skip
     openssl(folder, "req", *curve, *own, "-keyout", "own.key", "-out", "own.csr")
@@ -57,14 +57,15 @@ def test_a_push_with_certificates(ours):
     "how",
     [
         "in the clear",
-        *(
-            pytest.param(how, marks=pytest.mark.full)
-            for how in ("of another authority", "without one of its own")
-        ),
+        "of another authority",
+        pytest.param("without one of its own", marks=pytest.mark.full),
     ],
 )
 def test_nobody_comes_in_without_the_right_certificate(ours, how, tmp_path):
     other = read_tls(certified(tmp_path / "other")) if "another" in how else ours
+    message = "server 0 cannot be reached"
+    if tls_fails := how != "in the clear":
+        message = "server 0 does not let it in: the certificates .* do not agree"
     tls = {
         "in the clear": None,
         "of another authority": other,
@@ -73,9 +74,11 @@ def test_nobody_comes_in_without_the_right_certificate(ours, how, tmp_path):
     with Servers(WHOLE, 1, count=1, rpc=True, tls=ours) as servers:
         wire = replace(servers.wires[0], tls=tls)
         given = (0, servers.model, servers.layouts, [wire])
+        # Who is refused for good is told so long before patience ends.
+        patience = Patience(deadline_seconds=20 if tls_fails else 0.5)
         with (
-            Client(*given, patience=Patience(deadline_seconds=0.5)) as client,
-            pytest.raises(RunError, match="server 0 cannot be reached"),
+            Client(*given, patience=patience) as client,
+            pytest.raises(RunError, match=message),
         ):
             client.read()
         assert not servers.servers[0].state.inboxes[0].expected
@@ -90,3 +93,21 @@ def test_files_that_cannot_be_used(tmp_path):
     config.key.unlink()
     with pytest.raises(RunError, match=r"certificates: .*own.key cannot be read: No such file"):
         read_tls(config)
+
+
+def test_a_key_of_another_certificate_is_told_when_it_is_read(tmp_path):
+    """And not, as gRPC has it, when the server's port cannot be opened."""
+    ours, other = certified(tmp_path / "ours"), certified(tmp_path / "other")
+    mixed = ours.model_copy(update={"key": other.key})
+    with pytest.raises(RunError, match=r"own.key cannot be used together: KEY_VALUES_MISMATCH"):
+        read_tls(mixed)
+    ours.authority.write_text("none")
+    with pytest.raises(RunError, match=r"ca.pem, .* cannot be used together"):
+        read_tls(ours)
+
+
+def test_a_certificate_for_another_name_is_told(tmp_path):
+    tls = read_tls(certified(tmp_path / "ours", "DNS:elsewhere"))
+    with Servers(WHOLE, 1, count=1, rpc=True, tls=tls) as servers:
+        assert "127.0.0.1" in (refusal(servers.wires[0].address, tls, 5.0) or "")
+    assert refusal(servers.wires[0].address, tls, 5.0) is None  # nobody is there any more

@@ -15,6 +15,7 @@ from jaxdist.param_server.wire.contract import (
     NO_SEQUENCE,
     Envelope,
     Op,
+    RefusedError,
     Session,
     Wire,
     WireError,
@@ -214,7 +215,13 @@ class Exchange:
 
         try:
             session = link.wire.open(lambda envelope: self._hear(link, over, envelope), ended)
+        except RefusedError as error:
+            with self.changed:
+                self._failed(f"{link.name} does not let it in: {error}")
+                self.changed.notify_all()
+            return
         except WireError:
+            # The server may only be starting, or being replaced: the thread tries again.
             return
         with self.changed:
             if link.idle:

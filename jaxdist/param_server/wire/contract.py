@@ -21,6 +21,10 @@ class WireError(RunError):
     """A peer that cannot be reached, does not let us in, or does not keep to the format."""
 
 
+class RefusedError(WireError):
+    """A peer that is there and will never let us in, so that nothing is gained by trying again."""
+
+
 class Op(IntEnum):
     """What an envelope says. The first four are a worker's, the others a server's."""
 

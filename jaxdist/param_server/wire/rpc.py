@@ -14,6 +14,7 @@ from jaxdist.param_server.wire import shared
 from jaxdist.param_server.wire.contract import (
     Envelope,
     Hear,
+    RefusedError,
     Service,
     Session,
     Spec,
@@ -21,7 +22,7 @@ from jaxdist.param_server.wire.contract import (
 )
 from jaxdist.param_server.wire.frames import FRAME_BYTES, Assembler, FrameError, frames
 from jaxdist.param_server.wire.outbox import MOST_SHARDS, Outbox
-from jaxdist.param_server.wire.security import TOKEN_KEY, Tls, same_token
+from jaxdist.param_server.wire.security import TOKEN_KEY, Tls, refusal, same_token
 
 SERVICE = "jaxdist.ParameterServer"
 METHOD = f"/{SERVICE}/Session"
@@ -213,9 +214,13 @@ class _RpcSession:
             grpc.channel_ready_future(self._channel).result(CONNECT_SECONDS)
         except grpc.FutureTimeoutError as error:
             self._channel.close()
-            how = "" if wire.tls is None else " with these certificates"
+            why = None if wire.tls is None else refusal(wire.address, wire.tls, CONNECT_SECONDS)
+            if why is not None:
+                raise RefusedError(
+                    f"the certificates of {wire.address} and of this process do not agree: {why}"
+                ) from error
             raise WireError(
-                f"no server answers at {wire.address}{how} within {CONNECT_SECONDS:g} s"
+                f"no server answers at {wire.address} within {CONNECT_SECONDS:g} s"
             ) from error
         self._memory = shared.make(wire.shared_bytes)
         metadata: tuple[tuple[str, str], ...] = ((TOKEN_KEY, wire.token),)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import socket
+import ssl
 import stat
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +53,68 @@ def read_tls(config: TlsConfig) -> Tls:
     """
     try:
         key = _private(config.key)
-        return Tls(config.authority.read_bytes(), config.certificate.read_bytes(), key)
+        found = Tls(config.authority.read_bytes(), config.certificate.read_bytes(), key)
     except OSError as error:
         raise RunError(
             f"certificates: {error.filename} cannot be read: {error.strerror}"
         ) from error
+    try:
+        _context(found)
+    except ssl.SSLError as error:
+        # gRPC takes any files, and fails later as if the port were taken.
+        raise RunError(
+            f"certificates: {config.authority}, {config.certificate} and {config.key} cannot be "
+            f"used together: {error.reason or error}; the key must be that of the certificate, "
+            "all three as PEM"
+        ) from error
+    return found
+
+
+def _context(tls: Tls) -> ssl.SSLContext:
+    """Make the context in which a client of these certificates does a handshake.
+
+    Raises:
+      ssl.SSLError: they are no certificates, or the key is not that of the certificate.
+    """
+    context = ssl.create_default_context(cadata=tls.authority.decode("ascii", "replace"))
+    context.set_alpn_protocols(["h2"])
+    if tls.certificate is not None and tls.key is not None:
+        with tempfile.TemporaryDirectory(prefix="jaxdist-") as folder:  # of mode 700
+            chain = Path(folder) / "chain.pem"
+            chain.write_bytes(tls.certificate + b"\n" + tls.key)
+            context.load_cert_chain(chain)
+    return context
+
+
+def refusal(address: str, tls: Tls, seconds: float) -> str | None:
+    """Return why a server does not accept these certificates, or they not its own.
+
+    gRPC tries a failed handshake again for ever and tells nobody its reason, so one is done here.
+    None: the server is not there, or accepts them.
+
+    Args:
+      address: `host:port`.
+      seconds: how long an answer may take.
+    """
+    host, _, port = address.rpartition(":")
+    host = host.strip("[]")
+    done = False
+    try:
+        with (
+            socket.create_connection((host, int(port)), timeout=seconds) as plain,
+            _context(tls).wrap_socket(plain, server_hostname=host) as secured,
+        ):
+            done = True
+            # In TLS 1.3 the server looks at the client's certificate after the client is done. A
+            # server of gRPC that accepts it speaks first; any other closes the connection.
+            if secured.recv(1):
+                return None
+    except ssl.SSLError as error:
+        return getattr(error, "verify_message", "") or error.reason or str(error)
+    except OSError as error:
+        if not done or isinstance(error, TimeoutError):
+            return None
+    return "the server does not accept the certificate of this process"
 
 
 def make_token(path: Path) -> None:
