@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import optax
 import pytest
 import typer.main
 from documents import PAGES, README, ROOT, blocks, commands, ids
@@ -55,6 +56,10 @@ def test_an_optimizer_in_a_loop_of_ones_own(monkeypatch):
     found = ran(GUIDES / "optimizers.md", monkeypatch)
     state = found["transform"].init(found["params"])
     assert {leaf.shape for leaf in jax.tree.leaves(state)} >= {(4, 8, 8), (8, 16)}
+    # An imported function is given a schedule, here one whose first rate is 0.
+    own = found["lion_with_decay"](optax.linear_schedule(0.0, 0.1, 2), decay=0.1)
+    first, state = own.update(1.0, own.init(1.0), 1.0)
+    assert (float(first), float(own.update(1.0, state, 1.0)[0])) == (0.0, pytest.approx(-0.055))
 
 
 def test_a_loop_of_ones_own(capsys, monkeypatch):

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
+import jax
 import jax.numpy as jnp
 import optax
 from jax.typing import DTypeLike
@@ -94,7 +95,10 @@ class SgdConfig(OptimizerConfig):
 
 
 class ImportedOptimizerConfig(OptimizerConfig):
-    """Your own: a function of (learning_rate schedule, **args) that returns an optax transform."""
+    """Your own: a function of (learning_rate, **args) that returns an optax transformation.
+
+    The learning rate that it is given is an `optax.Schedule`, a function of the step.
+    """
 
     type: Literal["import"]
     """Selects this optimizer."""
@@ -114,7 +118,32 @@ class ImportedOptimizerConfig(OptimizerConfig):
                 f"optim.path {self.path} returned {type(made).__name__}, "
                 "not an optax.GradientTransformation"
             )
-        return by_layer(taking_extra(made), tree.stacked)
+        made = taking_extra(made)
+        _check_finite(made, self.path)
+        return by_layer(made, tree.stacked)
+
+
+def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> None:
+    """Refuse a transformation whose first update of ones by a gradient of ones is not finite.
+
+    A decay of 1 makes 0 / 0 of a bias correction, and nothing else says so before the run.
+
+    Raises:
+      ConfigError: it is not finite.
+    """
+    one, ones = jnp.ones(()), {"kernel": jnp.ones((2, 2))}
+    try:
+        with jax.default_device(jax.local_devices(backend="cpu")[0]):
+            updates, _ = made.update(ones, made.init(ones), ones, grad_norm=2 * one, value=one)
+            finite = all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
+    # A rule may be made for the user's own tree alone, and fail on another in any way.
+    except Exception:
+        return
+    if not finite:
+        raise ConfigError(
+            f"optim.path {path}: its first update of a parameter of 1 by a gradient of 1 is not "
+            "finite; look at optim.args: decays such as b1 and b2 must be below 1, and eps above 0"
+        )
 
 
 def taking_extra(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:

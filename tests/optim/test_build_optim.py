@@ -147,3 +147,19 @@ def test_a_schedule_counts_steps_and_a_bias_correction_counts_updates(name):
     ]
     assert int(counters.skipped) == len(skipped)
     assert set(counts) == {7 - len(skipped)}
+
+
+@pytest.mark.parametrize(
+    ("path", "args"),
+    [
+        ("optax:adam", {"b2": 1.0}),
+        ("optax:lamb", {"b1": 1.0}),
+        ("optax:adam", {"eps": float("nan")}),
+    ],
+)
+def test_an_imported_optimizer_whose_first_update_is_not_finite_is_refused(path, args):
+    config = ImportedOptimizerConfig(type="import", path=path, args=args, learning_rate=0.1)
+    with pytest.raises(ConfigError, match=rf"optim.path {path}: its first update .* is not finite"):
+        build_optimizer(config, total_steps=4, params=PARAMS, dims=DIMS)
+    kept = config.model_copy(update={"args": {}})
+    build_optimizer(kept, total_steps=4, params=PARAMS, dims=DIMS)
