@@ -52,12 +52,17 @@ def mlp_loss(params: Params, batch: Batch) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
 
 
-def gpt_loss(params: Params, batch: Batch) -> jax.Array:
-    """Mean cross-entropy of each next token, the head tied to the embedding."""
+def gpt_loss(params: Params, batch: Batch, *, vocab_size: int = 257) -> jax.Array:
+    """Mean cross-entropy of each next token, the head tied to the embedding.
+
+    The table is padded beyond `vocab_size`, as ours is; the padding has no probability.
+    """
     tokens, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
     x_BLD = params["embedding"][tokens]
     x_BLD, _ = jax.lax.scan(lambda x, layer: (_block(layer, x), None), x_BLD, params["blocks"])
     logits = _matmul(_norm(params["norm"], x_BLD), params["embedding"].T)
+    padding_V = jnp.where(jnp.arange(logits.shape[-1]) < vocab_size, 0.0, -1e30)
+    logits += padding_V[None, None]
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
