@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -45,7 +47,7 @@ def test_a_server_with_another_token_is_not_believed(tmp_path: Path, monkeypatch
     """Though it hands out to whoever asks."""
     true = copies._receive
     monkeypatch.setattr(
-        copies, "_receive", lambda file, token, nonce: true(file, token, nonce)
+        copies, "_receive", lambda file, token, nonce, **most: true(file, token, nonce, **most)
         if token == TOKEN else __import__("json").loads(
             __import__("json").loads(file.readline())["body"]),
     )  # fmt: skip
@@ -145,3 +147,62 @@ def test_what_the_disk_has_is_handed_out_like_the_others(tmp_path: Path):
     seed(disk, folder)
     assert parts_in(folder) == ["step_00000010.0_of_2", "step_00000020.0_of_2"]
     assert (folder / "step_00000020.0_of_2").read_text() == "step_00000020.0_of_2"
+
+
+@pytest.mark.parametrize(
+    "request_", [b"[" * 200_000 + b"\n", b"{" * 900 + b"\n", b"x" * 5000, b'{"body": 1}\n', b"\n"]
+)
+def test_a_stranger_s_nonsense_ends_its_connection_alone(server, tmp_path, request_, capfd):
+    host, _, port = server.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=5) as stranger:
+        stranger.sendall(bytes(32) + request_)
+        stranger.shutdown(socket.SHUT_WR)
+        received = b""
+        with suppress(ConnectionResetError):
+            while block := stranger.recv(4096):
+                received += block
+    assert len(received) <= 32  # the server's nonce, and nothing more
+    assert list_parts(server, TOKEN) == [NAME]
+    assert capfd.readouterr().err == ""
+
+
+def test_it_listens_where_the_others_come_from(tmp_path):
+    """Here, on the machine's own loop: by IPv6 too, and on no other address."""
+    for host, where in (("127.0.0.1", "127.0.0.1"), ("localhost", None), ("::1", "::1")):
+        try:
+            found = CopyServer(tmp_path, TOKEN, host)
+        except OSError:
+            pytest.skip(f"this machine has no {host}")
+        try:
+            assert list_parts(copies.address_of(host, found.port), TOKEN) == []
+            assert where in (None, found._server.server_address[0])
+        finally:
+            found.close()
+    # A name that leads nowhere, or an address behind a translation: all addresses.
+    found = CopyServer(tmp_path, TOKEN, "192.0.2.1")
+    try:
+        assert found._server.server_address[0] in ("::", "0.0.0.0")
+    finally:
+        found.close()
+
+
+def test_a_buddy_that_makes_no_copies_says_so_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(buddy_module, "LOOK_SECONDS", 0.01)
+    said, theirs = [], tmp_path / "theirs"
+    theirs.mkdir()
+    found = CopyServer(theirs, TOKEN, "127.0.0.1")
+    address = f"127.0.0.1:{found.port}"
+    buddy = Buddy(address, tmp_path / "ours", b"another", frozenset({0}), 2, said.append)
+    deadline = time.monotonic() + 30
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.1)
+    buddy.token = TOKEN
+    while len(said) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    buddy.close()
+    found.close()
+    assert [line.partition(" of")[0] for line in said] == [
+        "no copy is made",
+        "copies are made",
+    ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,6 +11,8 @@ from jaxdist.checkpoint.layout import snapshot_of
 from jaxdist.elastic.hosts.copies import CopyError, fetch, list_parts, parts_in
 
 LOOK_SECONDS = 0.5
+FAILURES = 6
+"""In a row, after which a buddy says that it makes no copies."""
 KEEP = 2
 """The newest may not be whole yet."""
 
@@ -25,10 +27,16 @@ class Buddy:
     """
 
     def __init__(
-        self, address: str, folder: Path, token: bytes, processes: frozenset[int], total: int
+        self,
+        address: str,
+        folder: Path,
+        token: bytes,
+        processes: frozenset[int],
+        total: int,
+        say: Callable[[str], None] = print,
     ) -> None:
         self.address, self.folder, self.token = address, folder, token
-        self.processes, self.total = processes, total
+        self.processes, self.total, self._say = processes, total, say
         self._closed, self._keeping = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._live, name="buddy", daemon=True)
         self._thread.start()
@@ -74,8 +82,20 @@ class Buddy:
         return [name for files in found.values() for name in files[-KEEP:]]
 
     def _live(self) -> None:
+        failed = 0
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 self.look()
-            except CopyError:
-                continue  # it is lost, which the registry will say, or has just pruned the file
+            except CopyError as error:
+                # A first failure says little: the host may be lost, which the registry will say,
+                # or has just taken away an old file.
+                failed += 1
+                if failed == FAILURES:
+                    self._say(
+                        f"no copy is made of the snapshots of {self.address}: {error}; if that "
+                        "host is lost, the run goes on from the newest checkpoint"
+                    )
+                continue
+            if failed >= FAILURES:
+                self._say(f"copies are made of the snapshots of {self.address} again")
+            failed = 0

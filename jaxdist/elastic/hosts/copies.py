@@ -24,12 +24,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxdist.checkpoint.layout import snapshot_of
+from jaxdist.config.files import parse_json
+from jaxdist.elastic.hosts.places.contract import is_loopback
 from jaxdist.errors import RunError
 from jaxdist.types import JsonObject
 
 SECONDS = 10.0
 """Of silence that end a transfer."""
 _NONCE, _LINE_BYTES, _BLOCK_BYTES = 32, 1 << 20, 1 << 20
+_REQUEST_BYTES = 1024
+"""Of what a stranger may send before it has proved that it has the token."""
 LIST = "*"
 """What is wanted where the names of all parts are."""
 
@@ -42,15 +46,12 @@ class CopyServer:
     """Hands out the parts that lie in a folder, to who has the token; `close` it.
 
     Args:
-      host: address to listen on; empty is all of this machine's.
+      host: name or address, IPv4 or IPv6, at which the others reach this machine.
     """
 
-    def __init__(self, folder: Path, token: bytes, host: str = "") -> None:
+    def __init__(self, folder: Path, token: bytes, host: str) -> None:
         self.folder = folder
-        answering = _answering(folder, token)
-        socketserver.ThreadingTCPServer.allow_reuse_address = True
-        self._server = socketserver.ThreadingTCPServer((host, 0), answering)
-        self._server.daemon_threads = True
+        self._server = _listening(host, _answering(folder, token))
         self._thread = threading.Thread(
             target=self._server.serve_forever, args=(0.1,), name="copies", daemon=True
         )
@@ -66,6 +67,47 @@ class CopyServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Listens on one address, or on all of them in both families."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+
+    def __init__(self, place: tuple[str, int], family: int, answering: Any) -> None:
+        self.address_family = family
+        super().__init__(place, answering)
+
+    def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        super().server_bind()
+
+
+def _listening(host: str, answering: Any) -> _Server:
+    """Listen on the address that the others use, and on no other network of this machine.
+
+    Where that address is not this machine's own (a network is translated), or the name is one of
+    this machine to itself (127.0.1.1 in /etc/hosts of Debian), all addresses are listened on.
+    """
+    named = not is_loopback(host) and host != "localhost"
+    with suppress(OSError):
+        for family, _, _, _, place in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+            if not (named and is_loopback(str(place[0]))):
+                with suppress(OSError):
+                    return _Server((str(place[0]), 0), family, answering)
+    family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+    return _Server(("", 0), family, answering)
+
+
+def address_of(host: str, port: int) -> str:
+    """Join a host and a port; an address of IPv6 stands in brackets.
+
+    >>> address_of("node1", 7000), address_of("fd00::1", 7000)
+    ('node1:7000', '[fd00::1]:7000')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def parts_in(folder: Path) -> list[str]:
@@ -201,7 +243,7 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
             own = secrets.token_bytes(_NONCE)
             self.wfile.write(own)
             both = _Both(self.rfile, self.wfile)
-            want = _receive(both, token, own)["want"]
+            want = _receive(both, token, own, most=_REQUEST_BYTES)["want"]
             if want == LIST:
                 raw = json.dumps(parts_in(folder)).encode()
                 digest = hashlib.blake2b(raw, digest_size=32).hexdigest()
@@ -243,17 +285,17 @@ def _send(file: Any, told: JsonObject, token: bytes, nonce: bytes) -> None:
     file.flush()
 
 
-def _receive(file: Any, token: bytes, nonce: bytes) -> JsonObject:
-    """What the other side says.
+def _receive(file: Any, token: bytes, nonce: bytes, most: int = _LINE_BYTES) -> JsonObject:
+    """What the other side says, in at most so many bytes.
 
     Raises:
       ValueError: it says nothing, or is not signed with the token.
     """
-    line = file.readline(_LINE_BYTES)
+    line = file.readline(most)
     if not line:
         raise ValueError("no answer")
     try:
-        sealed = json.loads(line)
+        sealed: Any = parse_json(line)
         body, mac = sealed["body"].encode(), str(sealed["mac"])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"an answer of another kind: {line[:60]!r}") from error

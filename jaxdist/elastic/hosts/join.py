@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from jaxdist.elastic.hosts.copies import CopyServer, parts_in, seed
+from jaxdist.elastic.hosts.copies import CopyServer, address_of, parts_in, seed
 from jaxdist.elastic.hosts.identity import check, digest_of
 from jaxdist.elastic.hosts.keeper import STRANGER_LEASES, card_of
 from jaxdist.elastic.hosts.member import Membership
@@ -57,13 +57,12 @@ def join(
       RunError: nobody keeps the registry, or the rendezvous was made anew.
     """
     meet(members, card, wait)
-    alone = here.address in ("127.0.0.1", "localhost")
-    server = CopyServer(snapshots, here.token, "127.0.0.1" if alone else "")
+    server = CopyServer(snapshots, here.token, here.address)
     facts = asdict(here)
     del facts["host"], facts["token"]
     if local is not None:
         seed(local, snapshots)
-    copies, parts = f"{here.address}:{server.port}", parts_in(snapshots)
+    copies, parts = address_of(here.address, server.port), parts_in(snapshots)
     members.facts = {**facts, "copies": copies, "parts": parts, "why": None}
     members.begin()
     return server

@@ -133,4 +133,4 @@ class Preparing:
         first, count = plan.places[before]
         theirs = frozenset(range(first, first + count))
         address = said[before]["facts"]["copies"]
-        return Buddy(address, folder, self.token, theirs, plan.total)
+        return Buddy(address, folder, self.token, theirs, plan.total, self.say)

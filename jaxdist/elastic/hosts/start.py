@@ -67,7 +67,7 @@ def agent_of(
     place = open_rendezvous(rendezvous)
     drawn = Token.parse(place.token()).name
     settings = {"--min": least, "--max": most}
-    shared = token or drawn.encode()
+    shared = token or place.secret()
     here = Here(
         f"{re.sub('[^A-Za-z0-9-]', '-', name)}-{token_hex(4)}",
         name,

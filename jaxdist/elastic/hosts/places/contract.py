@@ -6,6 +6,7 @@ writer. An alternative is a place that all hosts see: a folder, a Redis server.
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -85,6 +86,10 @@ class Rendezvous(Protocol):
         """The token as it is now."""
         ...
 
+    def secret(self) -> bytes:
+        """A secret that only those share who may use the place, for hosts without a token file."""
+        ...
+
     def swap(self, seen: str, new: str) -> bool:
         """Put a token in the place of another; False, and nothing done, where it is not `seen`.
 
@@ -108,3 +113,15 @@ class Rendezvous(Protocol):
     def drop(self, name: str) -> None:
         """Remove a value, if it is there."""
         ...
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether an address, IPv4 or IPv6, leads to this machine alone; False for a name.
+
+    >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("node1")
+    (True, True, False)
+    """
+    try:
+        return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    except ValueError:
+        return False

@@ -2,6 +2,7 @@
 
 FOLDER/keeper/TOKEN       a file without content, whose name is the token
 FOLDER/KIND/NAME.json     a value
+FOLDER/secret             what hosts without a token file share, for its owner alone (mode 600)
 
 A swap renames the token's file: of several hosts that rename the same file one succeeds, and the
 others find it gone. So it asks the file server itself, and no cache of a client's can answer.
@@ -13,6 +14,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -23,7 +25,7 @@ from secrets import token_hex
 from jaxdist.elastic.hosts.places.contract import RendezvousError, Token
 from jaxdist.types import Json
 
-KEEPER = "keeper"
+KEEPER, SECRET = "keeper", "secret"
 PROBES = 40
 _TRIES, _PAUSE_SECONDS = 50, 0.01
 
@@ -42,7 +44,7 @@ class FolderRendezvous:
         self.folder = folder.absolute()
         self.address = str(folder)
         with self._told():
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             probe = self.folder / f".probe-{token_hex(4)}"
             probe.mkdir()
         try:
@@ -84,6 +86,33 @@ class FolderRendezvous:
         raise RendezvousError(
             f"{self.folder / KEEPER} holds {len(found)} files in place of one: something else "
             "writes there; end all agents and choose an empty directory"
+        )
+
+    def secret(self) -> bytes:
+        """The content of a file that only its owner can read, whatever the folder's mode.
+
+        Not the token: that is a name, which whoever may list the folder sees.
+        """
+        path, own, found = self.folder / SECRET, token_hex(32), b""
+        with self._told():
+            with suppress(FileExistsError):
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+                with os.fdopen(descriptor, "w") as file:
+                    file.write(own)
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if mode & 0o077:
+                raise RendezvousError(
+                    f"{path} may be read by others (mode {mode:o}), who could fetch the state of "
+                    f"the model with it: chmod 600 {path}, or give all hosts a --token-file"
+                )
+            for _ in range(_TRIES):  # another host may be about to write it
+                found = path.read_bytes()
+                if len(found) == len(own):
+                    return found
+                time.sleep(_PAUSE_SECONDS)
+        raise RendezvousError(
+            f"{path} has {len(found)} bytes in place of {len(own)}: remove it, or give all hosts a "
+            "--token-file"
         )
 
     def swap(self, seen: str, new: str) -> bool:

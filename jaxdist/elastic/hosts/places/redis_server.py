@@ -8,16 +8,19 @@ which each agent sees it, and no lease of before is granted again.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
-from jaxdist.elastic.hosts.places.contract import LostError, RendezvousError, Token
+from jaxdist.elastic.hosts.places.contract import LostError, RendezvousError, Token, is_loopback
 from jaxdist.errors import ConfigError
 from jaxdist.types import Json
 
+PASSWORD, PASSWORD_FILE = "JAXDIST_REDIS_PASSWORD", "JAXDIST_REDIS_PASSWORD_FILE"
 SECONDS = 5.0
 """Of an answer."""
 _SWAP = """
@@ -34,10 +37,11 @@ class RedisRendezvous:
 
     Args:
       address: redis://[:PASSWORD@]HOST:PORT/DB, rediss:// for TLS, and `#NAME` for another run on
-        the same server.
+        the same server. A password in the environment is seen by fewer than one in a command.
 
     Raises:
-      ConfigError: the package redis is not installed.
+      ConfigError: the package redis is not installed; a server on another machine without TLS and
+        a password.
       RendezvousError: the server cannot be reached.
     """
 
@@ -51,10 +55,14 @@ class RedisRendezvous:
                 "'jaxdist[redis]', or choose a directory that all hosts see"
             ) from None
         url, name = urldefrag(address)
+        password = find_password(os.environ)
+        check_secure(url, password)
         self.address = shown(address)
         self._prefix = f"jaxdist:{name or 'run'}"
         self._error = RedisError
-        given = {"socket_timeout": SECONDS, "socket_connect_timeout": SECONDS}
+        given: Any = {"socket_timeout": SECONDS, "socket_connect_timeout": SECONDS}
+        if password is not None:
+            given["password"] = password
         with self._told():
             # Typed as what may also be awaited, which this one never is.
             self._server: Any = redis.Redis.from_url(url, decode_responses=True, **given)
@@ -67,6 +75,10 @@ class RedisRendezvous:
         if found is None:
             raise LostError(self.address)
         return found
+
+    def secret(self) -> bytes:
+        """The name of the rendezvous, which only clients of the server can read."""
+        return Token.parse(self.token()).name.encode()
 
     def swap(self, seen: str, new: str) -> bool:
         """Compare and set, in the server."""
@@ -106,6 +118,45 @@ class RedisRendezvous:
                 f"the rendezvous {self.address} cannot be reached: {error}; see that the server "
                 "runs and that this host may connect to it"
             ) from error
+
+
+def find_password(environ: Mapping[str, str]) -> str | None:
+    """Return the password of the environment; None where there is none.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
+    path = environ.get(PASSWORD_FILE)
+    if path is None:
+        return environ.get(PASSWORD)
+    try:
+        return Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ConfigError(f"{PASSWORD_FILE} {path} cannot be read: {error.strerror}") from error
+
+
+def check_secure(url: str, password: str | None) -> None:
+    """Refuse a server that strangers on the network could read and write.
+
+    Whoever can write there decides what hosts of the run do, and can fetch the model's state.
+
+    >>> check_secure("redis://localhost:6379", None)
+
+    Raises:
+      ConfigError: it is on another machine, and lacks TLS or a password.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or "localhost"
+    if host == "localhost" or is_loopback(host):
+        return
+    lacking = [] if parts.scheme == "rediss" else ["TLS (rediss://)"]
+    if not (parts.password or password):
+        lacking.append(f"a password (set {PASSWORD_FILE} to a file with it, or {PASSWORD})")
+    if lacking:
+        raise ConfigError(
+            f"the rendezvous {shown(url)} is on another machine and lacks {' and '.join(lacking)}: "
+            "whoever reaches it could take over the run"
+        )
 
 
 def shown(address: str) -> str:
