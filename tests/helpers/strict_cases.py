@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "gpt": (GPT, TOKENS, {}),
     "gpt bfloat16": ({**GPT, "compute_dtype": "bfloat16", "remat": "full"}, TOKENS, {}),
     "nnx": ({"type": "import", "path": "strict_cases:Normed"}, IMAGES, {"batch_norm": "local"}),
-    "linen": ({"type": "import", "path": "strict_cases:linen"}, IMAGES, {}),
+    "linen": ({"type": "import", "path": "strict_cases:linen"}, IMAGES, {"batch_norm": "local"}),
 }
 ADAMW = {"type": "adamw", "learning_rate": 1e-2, "weight_decay": 0.1}
 OPTIMIZERS: dict[str, dict[str, Any]] = {

@@ -295,8 +295,9 @@ def test_a_batch_divides_over_shards_and_microbatches() -> None:
     )
 
 
-def test_a_batch_norm_over_the_whole_batch_is_refused() -> None:
-    sections = strict_cases.config("nnx", "adamw", 8, 0)
+@pytest.mark.parametrize("name", ["nnx", "linen"])
+def test_a_batch_norm_over_the_whole_batch_is_refused(name: str) -> None:
+    sections = strict_cases.config(name, "adamw", 8, 0)
     sections["parallel"]["batch_norm"] = "global"
     with pytest.raises(ConfigError, match=r"parallel\.batch_norm: local"):
         strict_cases.built(sections, {"data": 1}, 1)
