@@ -22,7 +22,7 @@ from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression import Codec
 from jaxdist.models.loss import Batch
-from jaxdist.models.mean import check_adds_up, divisor
+from jaxdist.models.mean import check_adds_up
 from jaxdist.optim.safety import global_norm, global_norm_of_shards
 from jaxdist.parallel.contract import Compute, Gradients, Held, Surroundings
 from jaxdist.parallel.exchange.base import Base
@@ -223,8 +223,14 @@ def _with_leading_dim(grads: Grads) -> PyTree:
 
 
 def over(weight: jax.Array, grads: Grads) -> PyTree:
-    """Gradients over a weight, in their own dtypes."""
-    weight = divisor(weight)
+    """Divide gradients by the weight of the whole batch, in their own dtypes.
+
+    A weight of 0 gives NaN, which a program whose batches may weigh nothing never uses: it skips
+    such a step (`Program.update`).
+    """
+    # Not `divisor`: a weight that XLA knows is constant until it partitions the program, and the
+    # select keeps it from being one. Replicas then rounded apart (reduce halving, ZeRO 2, and an
+    # idle tensor axis).
     return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads)
 
 
