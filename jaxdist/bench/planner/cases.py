@@ -64,7 +64,7 @@ def llama_7b(batch: int) -> Decoder:
 
 
 V5E, V5P = "MaxText, configs/v5e", "MaxText, configs/v5p"
-MODELS = "MaxText, model table"
+MODELS = "MaxText, tiering of optimized models (512 chips); 4 sequences a chip, configs/v5p"
 PUBLISHED = (
     Published("16B", _16b(1536), "v5e:16x16", Plan(data=256), 0.611, V5E),
     Published("32B", _32b(1024), "v5e:16x16", Plan(data=256), 0.669, V5E),
@@ -95,8 +95,8 @@ PUBLISHED = (
         Plan(data=128, tensor=16), 0.648, V5P,
     ),
     Published(
-        "Llama-2-70B", llama_70b(256), "v5p:4x4x4",
-        Plan(data=64, remat="save_dots_except_mlp"), 0.654, MODELS,
+        "Llama-2-70B", llama_70b(2048), "v5p:8x8x8",
+        Plan(data=512, remat="save_dots_except_mlp"), 0.654, MODELS,
     ),
 )  # fmt: skip
 """Rows whose whole plan is published and is one that jaxdist has: others offload activations, or
