@@ -226,15 +226,23 @@ def count_skips(inner: optax.GradientTransformation) -> optax.GradientTransforma
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-def skipped_once(state: SkipState) -> SkipState:
+def skipped_once(state: OptState) -> OptState:
     """The state after a step that was skipped, in which nothing but the counters moves.
+
+    The `SkipState` may lie inside the state of a transformation around it.
 
     >>> tx = count_skips(optax.adam(1e-3))
     >>> state = skipped_once(skipped_once(tx.init(jnp.ones(2))))
     >>> int(state.skipped), int(state.consecutive), int(state.inner[0].count)
     (2, 2, 0)
     """
-    return _counted(state.inner, state, jnp.array(False), state.rule)
+
+    def counted(part: PyTree) -> PyTree:
+        if not isinstance(part, SkipState):
+            return part
+        return _counted(part.inner, part, jnp.array(False), part.rule)
+
+    return jax.tree.map(counted, state, is_leaf=lambda part: isinstance(part, SkipState))
 
 
 def skip_nonfinite(

@@ -55,7 +55,7 @@ def parity_draws(
     outcomes = _earlier(json_file, seeds) if resume and json_file else []
     left = [own for own in seeds if own not in {outcome.seed for outcome in outcomes}]
     console.print(
-        f"{count} draws on up to 8 fake devices against one device, float32, relative "
+        f"{count} draws on up to 8 fake devices against one device, relative "
         f"differences; {compiled_at()}"
         f"{f'; {len(outcomes)} are in {json_file}' if outcomes else ''}",
         soft_wrap=True,

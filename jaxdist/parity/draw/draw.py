@@ -87,19 +87,8 @@ def draw(seed: int) -> Draw:
     >>> draw(7) == draw(7), draw(7).sections == draw(8).sections
     (True, False)
     """
-    # The one with the most settings, twice as often.
-    return _drawn(seed, ["gpt", *(name for name in MODELS if name not in WHOLE_MODELS)])
-
-
-def draw_with_settings(seed: int) -> Draw:
-    """Draw as `draw` does, also models of other libraries, and settings beside the plan."""
-    drawn = _drawn(seed, ["gpt", "gpt", *MODELS])
-    return Draw(seed, *with_settings(seed, drawn.sections, drawn.reader))
-
-
-def _drawn(seed: int, kinds: Sequence[str]) -> Draw:
     random = Random(seed)
-    kind = random.choice(kinds)
+    kind = random.choice(["gpt", "gpt", *MODELS])  # It has the most settings.
     first = second = _plan(random, kind)
     while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)
@@ -115,7 +104,7 @@ def _drawn(seed: int, kinds: Sequence[str]) -> Draw:
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
     if any("compression" in plan.parallel for plan in (first, second)):
         common["optim"] |= {"skip_nonfinite": True}  # as messages have it by themselves
-    return Draw(seed, *(_config(random, common, plan) for plan in (first, second)))
+    return Draw(seed, *with_settings(seed, *(_config(random, common, p) for p in (first, second))))
 
 
 def single_device(sections: Mapping[str, Json]) -> Sections:

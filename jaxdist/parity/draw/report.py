@@ -15,6 +15,7 @@ from jaxdist.metrics.report import PACKAGES
 from jaxdist.parity.draw.draw import COMMON, axis_sizes
 from jaxdist.parity.draw.model import Sections, name_of
 from jaxdist.parity.draw.run import DrawOutcome
+from jaxdist.parity.draw.settings import SETTINGS, in_half_precision
 from jaxdist.parity.trace import STEPS, Differences
 from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
@@ -49,15 +50,21 @@ def mesh_text(mesh: Mapping[str, Json]) -> str:
     )
 
 
-def plan_text(sections: Mapping[str, Json]) -> str:
+def plan_text(sections: Sections) -> str:
     """The mesh, and what is not at its default on it."""
     features = features_of(sections)
     shown = ("ZeRO", "reduce", "messages", "microbatches", "schedule")
     plan = [f"{name} {features[name]}" for name in shown if features[name] not in ("none", "1")]
+    values = {name: setting.shown(sections) for name, setting in SETTINGS.items()}
+    plan += [
+        name if value == "yes" else f"{name} {value}"
+        for name, value in values.items()
+        if value not in ("no", "plain")
+    ]
     return "; ".join([mesh_text(sections["mesh"]), *plan])
 
 
-def features_of(sections: Mapping[str, Json]) -> dict[str, str]:
+def features_of(sections: Sections) -> dict[str, str]:
     """What the page counts of a config: by name, what it has."""
     parallel, mesh = sections["parallel"], sections["mesh"]
     zero, pipeline = parallel["zero"], parallel.get("pipeline")
@@ -86,6 +93,7 @@ def features_of(sections: Mapping[str, Json]) -> dict[str, str]:
         "schedule": pipeline["schedule"]["type"] if pipeline else "none",
         "activations": pipeline["activations"] if pipeline else "none",
         "uneven layers": "yes" if uneven else "no",
+        **{name: setting.shown(sections) for name, setting in SETTINGS.items()},
     }  # fmt: skip
 
 
@@ -169,13 +177,14 @@ def markdown(report: Mapping[str, Json]) -> str:
         f"`{PAGE}`.",
         "",
         f"{len(outcomes)} configs at random, each over {report['steps']} steps against the same "
-        f"model on one device, float32, up to 8 fake CPU devices (jax {versions['jax']}, Python "
+        f"model on one device, up to 8 fake CPU devices (jax {versions['jax']}, Python "
         f"{versions['python']}); then its state saved, and loaded by a second plan at random.",
         "",
         *_bullets([*verdict(outcomes).splitlines(), _replicas(outcomes)]),
         "",
         *_refusals(outcomes),
-        "How many of each were drawn, with the largest relative difference of gradients:",
+        "How many of each were drawn, with the largest relative difference of gradients. A draw "
+        "with values in bfloat16 counts only in rows that have no other:",
         "",
         *_covered(outcomes),
     ]
@@ -209,7 +218,9 @@ def _covered(outcomes: Sequence[DrawOutcome]) -> list[str]:
         for value in sorted({features[name] for _, features in found}, key=_order):
             own = [outcome for outcome, features in found if features[name] == value]
             equal = sum(outcome.verdict == "equal" for outcome in own)
-            worst = max((o.differences.gradient for o in own if o.differences), default=None)
+            full = [o for o in own if not in_half_precision(o.sections)]
+            compared = [o.differences for o in full or own]
+            worst = max((found.gradient for found in compared if found), default=None)
             shown = "" if worst is None else f"{worst:.1e}"
             rows.append(f"| {name} | {value} | {len(own)} | {equal} | {shown} |")
     return rows

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -67,13 +67,9 @@ class DrawOutcome:
         return self.verdict in ("equal", "refused")
 
 
-def judge(seed: int, make: Callable[[int], Draw] = draw) -> DrawOutcome:
-    """Train a draw and its reference, save and load; whatever goes wrong is in what is returned.
-
-    Args:
-      make: what draws; `draw_with_settings` has more to draw from.
-    """
-    drawn, begun = make(seed), time.perf_counter()
+def judge(seed: int) -> DrawOutcome:
+    """Train a draw and its reference, save and load; whatever goes wrong is in what is returned."""
+    drawn, begun = draw(seed), time.perf_counter()
     found: JsonObject = {}
     try:
         found = compare(drawn)

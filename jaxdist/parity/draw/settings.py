@@ -12,8 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from random import Random
 
-from jaxdist.errors import ConfigError
-from jaxdist.parity.cells import SCHEDULES
 from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json, JsonObject
 
@@ -205,8 +203,7 @@ def _ramp(random: Random, config: Sections) -> Sections | None:
     fitting = [
         start
         for start in range(parts, size, parts)
-        if start % (parts * _pieces(start, pieces, size)) == 0
-        and _schedules(config, _pieces(start, pieces, size))
+        if start % (parts * _pieces(config, start, pieces, size)) == 0
     ]
     if not fitting or config["model"].get("args", {}).get("batch_norm"):
         return None
@@ -215,20 +212,9 @@ def _ramp(random: Random, config: Sections) -> Sections | None:
     return _with(config, "train", batch_size=size, batch_ramp=ramp)
 
 
-def _pieces(size: int, microbatches: int, full: int) -> int:
-    return math.ceil(size * microbatches / full)
-
-
-def _schedules(config: Sections, microbatches: int) -> bool:
-    """Return whether a pipeline, if there is one, has a schedule for so many microbatches."""
-    if _stages(config) == 1:
-        return True
-    schedule = config["parallel"]["pipeline"]["schedule"]
-    try:
-        SCHEDULES[schedule["type"]](**schedule).build(_stages(config), microbatches)
-    except ConfigError:
-        return False
-    return True
+def _pieces(config: Sections, size: int, microbatches: int, full: int) -> int:
+    """Return how many microbatches a batch of another size has; a pipeline's stay as many."""
+    return math.ceil(size * microbatches / full) if _stages(config) == 1 else microbatches
 
 
 def _phases(random: Random, config: Sections) -> Sections | None:
