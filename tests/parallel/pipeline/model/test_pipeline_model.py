@@ -167,6 +167,22 @@ def test_a_loss_scale_that_overflows_anywhere_skips_the_step(devices):
     assert ours[-1]["skipped_in_a_row"] == 0
 
 
+def test_stages_in_float16_skip_the_steps_that_one_device_skips(devices):
+    """A backward pass that began with the scale times the tokens would overflow sooner."""
+    optim = {
+        "master_weights": "float16",
+        "loss_scale": {"type": "dynamic", "init_scale": 2.0**20},
+    }
+    (theirs, _), (ours, _) = (
+        steps_of(experiment({axis: size}, count=size, **optim), 6)
+        for axis, size in (("data", 1), ("stage", 2))
+    )
+    assert [m["loss_scale"] for m in ours] == [m["loss_scale"] for m in theirs]
+    assert ours[0]["skipped_in_a_row"] == 1
+    assert ours[-1]["skipped_in_a_row"] == 0
+    assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], rel=1e-3)
+
+
 def test_a_loss_must_call_the_model():
     with pytest.raises(ConfigError, match="does not call the model, so that a pipeline cannot"):
         inputs_of(lambda module, batch: batch["x"].sum(), {"x": jnp.ones(3)})
