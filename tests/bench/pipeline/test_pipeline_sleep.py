@@ -75,7 +75,13 @@ def test_each_number_of_stages_has_a_process(monkeypatch):
     assert pipeline_sleep.measure() == SLEPT
     assert seen == [
         (
-            ["-m", "jaxdist.bench.core.child", "jaxdist.bench.pipeline.sleep:play_all", count],
+            [
+                "-P",
+                "-m",
+                "jaxdist.bench.core.child",
+                "jaxdist.bench.pipeline.sleep:play_all",
+                count,
+            ],
             count,
             pipeline_sleep.TIMEOUT_SECONDS,
         )

@@ -150,7 +150,7 @@ def test_cells_come_from_a_process_with_a_device_for_each_stage(monkeypatch):
     monkeypatch.setattr(subprocess, "run", run)
     assert pipeline_work.measure() == CELLS
     assert "device_count=4" in seen["flags"]
-    assert seen["command"][1:] == [
+    assert seen["command"][2:] == [
         "-m",
         "jaxdist.bench.core.child",
         "jaxdist.bench.pipeline.work:cells",
