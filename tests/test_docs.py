@@ -78,23 +78,50 @@ def test_a_model_and_a_loss_of_ones_own(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "page_model", raising=False)
     own = {"type": "import", "path": "page_model:build", "args": {"width": 64}}
-    values = read(ROOT / "configs/mlp/digits.yaml", ["mesh={data: 4, tensor: 2}"]).values
-    values |= {"model": own, "loss": {"type": "import", "path": "page_model:loss"}}
-    experiment = build(validate(Document(values), ExperimentConfig))
-    program, batches = experiment.program, experiment.loader.batches()
+    program, losses = trained_on_digits(own, "{data: 4, tensor: 2}", steps=10)
     assert "tensor" in program.state_shapes.params["up"].sharding.spec
-    state, losses = program.init(), []
-    for _ in range(10):
-        state, metrics = program.train(state, next(batches))
-        losses.append(float(metrics[0]))
-    batches.close()
+    assert losses[-1] < losses[0]
+
+
+def trained_on_digits(model, mesh, steps, microbatches=1, devices=8):
+    """The program of a page's model and loss, and the losses of its first steps."""
+    module = model["path"].split(":")[0]
+    settings = [f"mesh={mesh}", f"train.microbatches={microbatches}"]
+    values = read(ROOT / "configs/mlp/digits.yaml", settings).values
+    values |= {"model": model, "loss": {"type": "import", "path": f"{module}:loss"}}
+    config = validate(Document(values), ExperimentConfig)
+    experiment = build(config, devices=jax.devices()[:devices])
+    program, losses = experiment.program, []
+    state = program.init()
+    with experiment.loader.batches() as batches:
+        for _ in range(steps):
+            state, metrics = program.train(state, next(batches))
+            losses.append(float(metrics[0]))
+    return program, losses
+
+
+@pytest.mark.parametrize(
+    ("name", "args"), [("LinenNet", {"width": 16, "layers": 4}), ("EquinoxNet", {"width": 16})]
+)
+def test_models_of_linen_and_of_equinox_in_stages(name, args, tmp_path, monkeypatch):
+    (block,) = blocks(GUIDES / "pipelines.md", "python")
+    (tmp_path / "page_stages.py").write_text(block)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "page_stages", raising=False)
+    model = {"type": "import", "path": f"page_stages:{name}", "args": args}
+    (_, alone), (staged, losses) = (
+        trained_on_digits(model, mesh, steps=6, microbatches=2, devices=devices)
+        for mesh, devices in (("{data: 1}", 1), ("{stage: 2}", 2))
+    )
+    assert staged.compute.ticks.stages == 2
+    assert losses == pytest.approx(alone, rel=1e-5)
     assert losses[-1] < losses[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_no_python_is_unread(page):
     """A page with Python has a test above."""
-    guides = {"reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md"}
+    guides = {"reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md", "pipelines.md"}
     tested = {*guides, "compression.md"}
     assert page.name in tested or not blocks(page, "python")
 
