@@ -2,8 +2,8 @@
 
 Matrix products run at a share of the peak, elements pass through memory, and both add up, as XLA
 fuses few of one into the other. Collectives of ZeRO are waited for (so XLA:TPU schedules them),
-those of axis tensor travel beside the products of the MLP (`collective_matmul`) and are waited for
-around attention. A pipeline is its ticks, each as long as the busiest stage.
+those of axis tensor travel beside the products of the MLP (`collective_matmul`), whose pieces are
+summed through memory, and are waited for around attention. A pipeline is its ticks, each as long as the busiest stage.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.products import block_seconds, mean_share, peak_of
 from jaxdist.planner.target import Dims, Places, Target, ring_hops
+from jaxdist.sharding.collective_matmul import MOST_READ
 
 
 @dataclass(frozen=True)
@@ -34,14 +35,12 @@ class Rates:
       elements: bytes of activations that pass through the vector unit while the matrix units do one
         FLOP at their peak: what bounds elements where memory is fast.
       update: bytes that pass through memory for each parameter's update, beside its state.
-      ring: share of the peak that remains of `product` in the products of a collective matmul.
     """
 
     product: float = 0.94
     attention: float = 0.60
     passes: float = 2.5
     elements: float = 1 / 300
-    ring: float = 0.90
     update: float = 8.0
 
 
@@ -144,14 +143,15 @@ def seconds(
     split = tokens / plan.tensor  # the work of each device of a replica
 
     product = block_seconds(model, plan, target, split, rates.product)
-    if plan.tensor > 1:
-        product /= rates.ring
     pairs = split * model.attention_flops / peak
     forward = pairs * _attention_passes(model, target, rates, ("fwd",), FORWARD_BLOCK)
     backward = pairs * _attention_passes(model, target, rates, ("dq", "dkv"), BACKWARD_BLOCK)
-    again = _recomputed_share(model, plan) * product + forward
+    again = _recomputed_share(model, plan) * product
+    if "attention" not in plan.kept:
+        again += forward
     element_rate = min(memory_rate, peak * rates.elements)
     element = rates.passes * split * _width(model) * width / element_rate
+    element += _ring_sums_bytes(model, plan, tokens) / 3 / memory_rate
     head_share = mean_share(target, [(model.embed, model.vocab // plan.tensor)], rates.product)
     head = 3 * split * model.head_flops / (peak * head_share)
     waits_tensor = _tensor_waits(model, plan, places, target, tokens)
@@ -251,6 +251,21 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
     once = gather(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
     # Forwards in and out, the same of gradients, and the input once more for those of weights.
     return (7 if again else 5) * once + _ring_waits(model, plan, places, target, tokens)
+
+
+def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
+    """Of one block in all passes: what the sums of collective matmuls read and write.
+
+    Each piece of the MLP's result is added to what comes round the ring, and so is each piece of
+    the gradient of its input. The gradient of a kernel is a sum of products of `MOST_READ` pieces.
+    """
+    size = plan.tensor
+    if size == 1:
+        return 0.0
+    pieces = 2 * 3 * tokens * (size - 1) / size * model.embed
+    parts = math.ceil(size / MOST_READ)
+    kernels = (parts + 1) * 3 * model.embed * model.mlp / size if parts > 1 else 0.0
+    return (pieces + kernels) * model.width
 
 
 def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import statistics
 
 import pytest
 from hypothesis import given
@@ -68,10 +69,44 @@ def test_a_small_model_is_fastest_without_recomputing(found) -> None:
     assert plan.remat in ("minimal", "all_named")
 
 
-@pytest.mark.parametrize("row", PUBLISHED, ids=lambda row: f"{row.name}-{row.topology}")
-def test_published_runs_are_predicted_within_a_sixth(row) -> None:
-    target = parse_target(row.topology, row.slices)
-    assert judged(row).mfu(row.model, target, masked=row.whole) == pytest.approx(row.mfu, rel=1 / 6)
+def test_published_runs_are_predicted_within_an_eighth_and_mostly_within_a_twentieth() -> None:
+    errors = {}
+    for row in PUBLISHED:
+        target = parse_target(row.topology, row.slices)
+        ours = judged(row).mfu(row.model, target, masked=row.whole)
+        errors[row.name, row.topology] = abs(ours / row.mfu - 1)
+    assert {row: error for row, error in errors.items() if error > 0.12} == {}
+    assert statistics.median(errors.values()) <= 0.05
+
+
+def test_attention_that_is_kept_is_not_computed_again() -> None:
+    target = parse_target("v6e:2x4")
+    places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
+    again, kept = (
+        judge(SMALL, Plan(data=8, remat=remat), places, target).seconds
+        for remat in ("full", "save_attention")
+    )
+    assert kept.recomputed < again.recomputed
+    assert kept.attention == again.attention
+
+
+def test_a_ring_costs_what_its_sums_pass_through_memory() -> None:
+    """A device multiplies as much with axis tensor as without, as fast where no table says."""
+    target = parse_target("h100:1x8")
+    alone, ring = (
+        judge(
+            LARGE, Plan(data=8 // tensor, tensor=tensor),
+            next(one for one in meshes(target) if one.sizes == (1, 8 // tensor, tensor)), target,
+        ).seconds
+        for tensor in (1, 8)
+    )  # fmt: skip
+    assert ring.products == pytest.approx(alone.products)
+    # Seven of eight pieces of a block's results, and of gradients of its input: read twice and
+    # written once. Beside them sums of two parts of the three kernels' gradients.
+    tokens = LARGE.batch * LARGE.window
+    sums = 2 * 3 * tokens * 7 / 8 * LARGE.embed + 3 * 3 * LARGE.embed * LARGE.mlp / 8
+    rate = target.device.memory_bytes_per_second
+    assert ring.elements - alone.elements == pytest.approx(LARGE.layers * 2 * sums / rate)
 
 
 @given(st.sampled_from(list(KEPT)), st.sampled_from([1, 2, 4]))

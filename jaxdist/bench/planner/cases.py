@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from jaxdist.planner.formulas.decoder import refusal
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan, Schedule
+from jaxdist.planner.target import parse_target
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,45 @@ def llama_7b(batch: int) -> Decoder:
     return Decoder(32, 4096, 32, 32, 128, 11008, vocab=32000, window=4096, batch=batch, tied=False)
 
 
+def _llama_3(layers: int, embed: int, heads: int, mlp: int, batch: int) -> Decoder:
+    """One size of Llama-3.1 (arXiv 2407.21783)."""
+    return Decoder(
+        layers, embed, heads, 8, 128, mlp, vocab=128256, window=8192, batch=batch, tied=False
+    )
+
+
+def _llama_3_8b(batch: int) -> Decoder:
+    return _llama_3(32, 4096, 32, 14336, batch)
+
+
+def _llama_3_70b(batch: int) -> Decoder:
+    return _llama_3(80, 8192, 64, 28672, batch)
+
+
+def _llama_3_405b(batch: int) -> Decoder:
+    return _llama_3(126, 16384, 128, 53248, batch)
+
+
+def _mistral_7b(batch: int) -> Decoder:
+    return replace(_llama_3_8b(batch), vocab=32000)
+
+
+def _recipe(
+    name: str, model: Decoder, topology: str, remat: str, step_seconds: float
+) -> Published:
+    """A run of Google's recipes: ZeRO 3 on all chips, its step time as a share of the peak."""
+    target = parse_target(topology)
+    peak = target.device.flops_per_second["bfloat16"] * target.devices
+    return Published(
+        name, model, topology, Plan(data=target.devices, remat=remat),
+        model.model_flops(masked=True) / (peak * step_seconds), RECIPES,
+    )  # fmt: skip
+
+
 V5E, V5P = "MaxText, configs/v5e", "MaxText, configs/v5p"
 MODELS = "MaxText, tiering of optimized models (512 chips); 4 sequences a chip, configs/v5p"
+RECIPES = "AI-Hypercomputer/tpu-recipes, training"
+EXCEPT_MLP = "save_dots_except_mlp"
 PUBLISHED = (
     Published("16B", _16b(1536), "v5e:16x16", Plan(data=256), 0.611, V5E),
     Published("32B", _32b(1024), "v5e:16x16", Plan(data=256), 0.669, V5E),
@@ -96,11 +134,27 @@ PUBLISHED = (
     ),
     Published(
         "Llama-2-70B", llama_70b(2048), "v5p:8x8x8",
-        Plan(data=512, remat="save_dots_except_mlp"), 0.654, MODELS,
+        Plan(data=512, remat=EXCEPT_MLP), 0.654, MODELS,
     ),
+    _recipe("Llama-2-70B", llama_70b(512), "v6e:16x16", "save_qkv", 9.052),
+    _recipe("Llama-3.1-8B", _llama_3_8b(1024), "v6e:16x16", EXCEPT_MLP, 4.546),
+    _recipe("Llama-3.1-8B", _llama_3_8b(96), "v6e:4x8", EXCEPT_MLP, 3.495),
+    _recipe("Llama-3.1-8B", _llama_3_8b(48), "v6e:4x4", EXCEPT_MLP, 3.393),
+    _recipe("Llama-3.1-8B", _llama_3_8b(24), "v6e:2x4", EXCEPT_MLP, 3.443),
+    _recipe("Mistral-7B", _mistral_7b(48), "v6e:2x4", EXCEPT_MLP, 6.320),
+    _recipe("Llama-3.1-70B", _llama_3_70b(1280), "v6e:16x16", "save_qkv", 42.656),
+    _recipe("Llama-3.1-70B", _llama_3_70b(512), "v6e:8x16", "save_qkv", 34.786),
+    _recipe("Llama-3.1-70B", _llama_3_70b(128), "v6e:8x8", "save_qkv", 18.688),
+    _recipe("Llama-3.1-70B", _llama_3_70b(64), "v6e:4x8", "save_qkv", 17.790),
+    _recipe("Llama-3.1-405B", _llama_3_405b(1024), "v5p:8x8x8", "save_attention", 131.474),
+    _recipe("Llama-3.1-70B", _llama_3_70b(256), "tpu7x:4x4x4", "save_qkv", 12.20),
+    _recipe("Llama-3.1-70B", _llama_3_70b(1024), "tpu7x:4x8x8", "save_qkv", 12.27),
+    _recipe("Llama-3.1-405B", _llama_3_405b(1536), "tpu7x:4x8x8", "full", 98.34),
 )  # fmt: skip
-"""Rows whose whole plan is published and is one that jaxdist has: others offload activations, or
-leave out remat or the number of chips. Models are MaxText's own by its scaling rule."""
+"""Rows whose whole plan is published and is one that jaxdist has: of other rows remat, the batch or
+the number of chips is not told. Models of configs/v5e and v5p are MaxText's own by its scaling
+rule. Recipes offload activations to the host; those that they keep in either memory are kept by
+the plan here, which computes the same again, so that its memory is not the run's."""
 
 SMALL = {
     "0.6B": Decoder(8, 2048, 16, 8, 128, 5632, vocab=32000, window=2048, batch=1, tied=False),
