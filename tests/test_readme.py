@@ -7,7 +7,7 @@ import pytest
 from documents import README, ROOT
 from test_layers import LAYERS
 
-from jaxdist.bench.core.ranges import ranges, read_runs
+from benchmarks.core.ranges import ranges, read_runs
 
 TEXT = README.read_text()
 PACKAGE = ROOT / "jaxdist"

@@ -88,8 +88,9 @@ def bench(
     from jaxdist.runtime import environment
 
     environment.prepare(fake_devices=devices)
-    from jaxdist.bench import run
-    from jaxdist.bench.core import ranges
+    shared.find_benchmarks()
+    from benchmarks import run
+    from benchmarks.core import ranges
 
     options = {
         "lab": lab or None,

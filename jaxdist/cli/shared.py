@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -134,3 +135,20 @@ def report(error: BaseException) -> int:
         return 130
     traceback.print_exception(error)
     return 1
+
+
+def find_benchmarks() -> None:
+    """Make `benchmarks` importable, the folder beside this package in a checkout.
+
+    Raises:
+      ConfigError: jaxdist was installed from a wheel, which has no benchmarks.
+    """
+    from jaxdist.errors import ConfigError
+
+    checkout = Path(__file__).parents[2]
+    if not (checkout / "benchmarks" / "core" / "harness.py").is_file():
+        raise ConfigError(
+            f"benchmarks are not in the installed package ({checkout}): run `jaxdist bench` from "
+            "a checkout of jaxdist's repository that was installed with pip install -e '.[bench]'"
+        )
+    sys.path.insert(0, str(checkout))  # another package may have a module named benchmarks

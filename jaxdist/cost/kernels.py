@@ -3,7 +3,7 @@
 XLA knows nothing of a Pallas kernel. What is known of one is its schedule: libtpu prints, for each
 core, the bundles (VLIW instructions, one a cycle) of the kernel's loop over blocks. A turn of it
 takes no fewer cycles than it has bundles, nor than its products take in the matrix units.
-`python -m jaxdist.bench.tpu.splash` compiles the kernels alone and prints those cycles; from them
+`python -m benchmarks.tpu.splash` compiles the kernels alone and prints those cycles; from them
 come the efficiencies below. Waits for memory are left out: a turn's operands are fetched during
 the turn before it.
 

@@ -1,6 +1,6 @@
 """The share of the peak that a matrix product reaches on each TPU family.
 
-The shares stand in `products.json`, which `python -m jaxdist.bench.tpu.products` writes from
+The shares stand in `products.json`, which `python -m benchmarks.tpu.products` writes from
 compiled single products.
 """
 

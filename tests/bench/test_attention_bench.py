@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from jaxdist.bench import attention
+from benchmarks import attention
 from jaxdist.models.attention.blockwise import Blockwise
 from jaxdist.models.attention.plain import Plain
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.bench import compile as bench_compile
-from jaxdist.bench.compile import experiment, persistent_cache, warm_and_cold
+from benchmarks import compile as bench_compile
+from benchmarks.compile import experiment, persistent_cache, warm_and_cold
 
 
 @pytest.mark.full

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jaxdist.bench.compression import codecs as compression
+from benchmarks.compression import codecs as compression
 from jaxdist.compression import Sign, Whole
 
 

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxdist.bench.compression import lab as compression_lab
-from jaxdist.bench.compression import lab_figures, report, step
-from jaxdist.bench.compression.host import Timed
-from jaxdist.bench.compression.lab import FLAT, Found, links
-from jaxdist.bench.core import lab
-from jaxdist.bench.core.lab import Lab, LabLink
+from benchmarks.compression import lab as compression_lab
+from benchmarks.compression import lab_figures, report, step
+from benchmarks.compression.host import Timed
+from benchmarks.compression.lab import FLAT, Found, links
+from benchmarks.core import lab
+from benchmarks.core.lab import Lab, LabLink
 from jaxdist.errors import RunError
 
 REASON = lab.unavailable(Lab())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.bench.elastic import cost, peer, report, sigterm
+from benchmarks.elastic import cost, peer, report, sigterm
 from jaxdist.errors import RunError
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.bench.elastic.scoreboard import board, elsewhere, saves, strikes
-from jaxdist.bench.elastic.scoreboard.row import Row, Score
+from benchmarks.elastic.scoreboard import board, elsewhere, saves, strikes
+from benchmarks.elastic.scoreboard.row import Row, Score
 from jaxdist.errors import ConfigError, RunError
 
 

@@ -7,9 +7,9 @@ from functools import partial
 import optax
 import pytest
 
-from jaxdist.bench import optim as bench_optim
-from jaxdist.bench.core.shapes import bert_base, resnet50
-from jaxdist.bench.optim import OptimizerStep, counted, sharded_figures, timed
+from benchmarks import optim as bench_optim
+from benchmarks.core.shapes import bert_base, resnet50
+from benchmarks.optim import OptimizerStep, counted, sharded_figures, timed
 from jaxdist.errors import RunError
 from jaxdist.optim.lamb import lamb
 

@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist.bench import overhead
-from jaxdist.bench.core.harness import Sample
-from jaxdist.bench.core.plain import gpt_loss, mlp_loss
-from jaxdist.bench.overhead import GPT, MLP, TINY, LoopPair, StepPair, beyond_figure, experiment
+from benchmarks import overhead
+from benchmarks.core.harness import Sample
+from benchmarks.core.plain import gpt_loss, mlp_loss
+from benchmarks.overhead import GPT, MLP, TINY, LoopPair, StepPair, beyond_figure, experiment
 from jaxdist.train.hooks import Log
 
 SMALL_GPT = {

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jaxdist.bench.collectives.lab import MESSAGE_SECONDS
-from jaxdist.bench.core.lab import LabLink
-from jaxdist.bench.param_server import lab
-from jaxdist.bench.param_server.host import Case
+from benchmarks.collectives.lab import MESSAGE_SECONDS
+from benchmarks.core.lab import LabLink
+from benchmarks.param_server import lab
+from benchmarks.param_server.host import Case
 from jaxdist.param_server.simulator.network import HEADER_BYTES
 
 LINK = LabLink(100e6)

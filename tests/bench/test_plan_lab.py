@@ -8,11 +8,11 @@ import math
 import jax
 import pytest
 
-from jaxdist.bench.core import lab as core_lab
-from jaxdist.bench.core.lab import Lab, LabLink
-from jaxdist.bench.planner import lab
-from jaxdist.bench.planner.lab_host import Found, Timed, step_of
-from jaxdist.bench.planner.lab_rates import (
+from benchmarks.core import lab as core_lab
+from benchmarks.core.lab import Lab, LabLink
+from benchmarks.planner import lab
+from benchmarks.planner.lab_host import Found, Timed, step_of
+from benchmarks.planner.lab_rates import (
     REPEATED,
     SIZES,
     Curve,

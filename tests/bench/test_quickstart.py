@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.bench import quickstart
-from jaxdist.bench.quickstart import best_baseline, final_loss, plain_environment
+from benchmarks import quickstart
+from benchmarks.quickstart import best_baseline, final_loss, plain_environment
 from jaxdist.errors import RunError
 
 CONFIG = """

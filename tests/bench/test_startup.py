@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import sys
 
-from jaxdist.bench import startup
+from benchmarks import startup
 
 
 def test_a_backend_start_is_told_from_none():

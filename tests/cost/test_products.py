@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxdist.bench.planner.cases import llama_70b
+from benchmarks.planner.cases import llama_70b
 from jaxdist.cost.kernels import SPLASH, splash_share
 from jaxdist.cost.products import product_share, shares
 from jaxdist.planner.plan import Plan

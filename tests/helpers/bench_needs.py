@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxdist.bench.collectives import gloo as collectives_gloo
-from jaxdist.bench.core import race
+from benchmarks.collectives import gloo as collectives_gloo
+from benchmarks.core import race
 
 needs_torch = pytest.mark.skipif(not collectives_gloo.has_torch(), reason=collectives_gloo.MISSING)
 needs_cores = pytest.mark.skipif(

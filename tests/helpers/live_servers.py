@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import optax
 
-from jaxdist.bench.param_server.receivers import TOKEN
+from benchmarks.param_server.receivers import TOKEN
 from jaxdist.param_server.consistency.contract import Clocks, Consistency
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.layout import joined, layouts

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from live_servers import WHOLE_STEPS, Servers
 
-from jaxdist.bench.param_server.pusher import WHOLE, delta, started
+from benchmarks.param_server.pusher import WHOLE, delta, started
 
 LENGTH = 10_000
 

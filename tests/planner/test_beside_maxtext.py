@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxdist.bench.planner import maxtext
+from benchmarks.planner import maxtext
 from jaxdist.errors import RunError
 from jaxdist.planner.confirm import Confirmed
 from jaxdist.planner.plan import Plan

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.bench.planner.cases import PUBLISHED, drawn
-from jaxdist.bench.planner.report import judged, kendall_tau
+from benchmarks.planner.cases import PUBLISHED, drawn
+from benchmarks.planner.report import judged, kendall_tau
 from jaxdist.errors import ConfigError
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.formulas.decoder import refusal, ticks_of

@@ -21,7 +21,7 @@ LANES = 128
 """Of a TPU's vector unit: blocks are of multiples."""
 MOST_FORWARD, MOST_BACKWARD = 1024, 512
 """Positions of the largest block of each pass. By the kernels' schedules (`python -m
-jaxdist.bench.tpu.splash`) larger blocks pay forward; backward the masked part of them costs more
+benchmarks.tpu.splash`) larger blocks pay forward; backward the masked part of them costs more
 than they save."""
 QUERIES = ("batch", "seq", "heads", "head_dim")
 KEYS = ("batch", "seq", "kv_heads", "head_dim")

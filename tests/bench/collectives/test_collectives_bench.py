@@ -12,15 +12,15 @@ import pytest
 from bench_needs import needs_torch
 from rich.console import Console
 
-from jaxdist import bench as benches
-from jaxdist.bench.collectives import gloo as collectives_gloo
-from jaxdist.bench.collectives import report as bench
-from jaxdist.bench.collectives import time as collectives_time
-from jaxdist.bench.collectives import traffic as collectives_traffic
-from jaxdist.bench.collectives.plot import plot_time_over_size
-from jaxdist.bench.collectives.traffic import TrafficRow, busiest_sent_bytes, longest_chain, row
-from jaxdist.bench.core import child
-from jaxdist.bench.core.report import Listing, Report
+import benchmarks as benches
+from benchmarks.collectives import gloo as collectives_gloo
+from benchmarks.collectives import report as bench
+from benchmarks.collectives import time as collectives_time
+from benchmarks.collectives import traffic as collectives_traffic
+from benchmarks.collectives.plot import plot_time_over_size
+from benchmarks.collectives.traffic import TrafficRow, busiest_sent_bytes, longest_chain, row
+from benchmarks.core import child
+from benchmarks.core.report import Listing, Report
 from jaxdist.collectives import Halving, Hierarchical, Ring, Tree, Xla
 from jaxdist.errors import RunError
 from jaxdist.hlo import ledger_of_text
@@ -234,7 +234,7 @@ def test_the_picture_is_written_twice(tmp_path):
 
 
 def test_the_picture_has_logarithmic_scales_and_a_line_each():
-    from jaxdist.bench.collectives.plot import time_over_size
+    from benchmarks.collectives.plot import time_over_size
 
     (axes,) = time_over_size(SECONDS, title="All-reduce").axes
     assert (axes.get_xscale(), axes.get_yscale()) == ("log", "log")

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from jaxdist.bench.core import child
-from jaxdist.bench.core.lab import Lab, LabLink
-from jaxdist.bench.optim import timed
+from benchmarks.core import child
+from benchmarks.core.lab import Lab, LabLink
+from benchmarks.optim import timed
 from jaxdist.errors import RunError
 
 
@@ -42,4 +42,4 @@ def test_a_process_that_takes_too_long_is_ended():
 
 
 def test_a_function_is_named_by_its_module():
-    assert child.command(timed, 3)[-2:] == ["jaxdist.bench.optim:timed", "3"]
+    assert child.command(timed, 3)[-2:] == ["benchmarks.optim:timed", "3"]

@@ -7,8 +7,8 @@ import random
 
 import pytest
 
-from jaxdist.bench.core.fours import fours, ratio_of
-from jaxdist.bench.core.harness import Sample
+from benchmarks.core.fours import fours, ratio_of
+from benchmarks.core.harness import Sample
 
 
 def measured(count: int, true: float, noise: float, drift: float, seed: int):

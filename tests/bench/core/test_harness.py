@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from jaxdist.bench.core.harness import (
+from benchmarks.core.harness import (
     Sample,
     alternate_processes,
     interleave,
@@ -24,7 +24,7 @@ def test_ours_and_the_reference_alternate_and_change_who_goes_first():
 
 def test_each_call_is_timed_alone_and_warm_up_is_left_out(monkeypatch):
     clock = [0.0]
-    monkeypatch.setattr("jaxdist.bench.core.harness.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("benchmarks.core.harness.time.perf_counter", lambda: clock[0])
     ours = iter([100.0, 1.0, 2.0, 9.0])
     reference = iter([100.0, 2.0, 2.0, 3.0])
 

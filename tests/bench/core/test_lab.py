@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxdist.bench.collectives import lab as collectives_lab
-from jaxdist.bench.core import lab
-from jaxdist.bench.core.lab import Lab, LabLink
+from benchmarks.collectives import lab as collectives_lab
+from benchmarks.core import lab
+from benchmarks.core.lab import Lab, LabLink
 from jaxdist.collectives import Ring, Xla
 from jaxdist.errors import JaxdistError, RunError
 
@@ -171,7 +171,7 @@ def test_killed_it_leaves_nothing(victim, tmp_path):
     marker = f"lab-{victim}-{os.getpid()}"
     ready = tmp_path / "ready"
     command = ["bash", "-c", f"echo {marker} >{ready}.$(hostname); sleep 300", marker]
-    module = [sys.executable, "-m", "jaxdist.bench.core.lab", "--", *command]
+    module = [sys.executable, "-m", "benchmarks.core.lab", "--", *command]
     parent = subprocess.Popen(module, stderr=subprocess.DEVNULL)
     try:
         assert wait_until(lambda: all(Path(f"{ready}.h{host}").exists() for host in (0, 1)))

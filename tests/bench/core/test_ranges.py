@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.bench.core.ranges import markdown, ranges, read_runs, record
-from jaxdist.bench.core.report import Figure, Report
+from benchmarks.core.ranges import markdown, ranges, read_runs, record
+from benchmarks.core.report import Figure, Report
 from jaxdist.errors import JaxdistError
 
 RESULTS = Path(__file__).parents[3] / "docs" / "results"

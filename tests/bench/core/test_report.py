@@ -8,9 +8,10 @@ import jax
 import pytest
 from rich.console import Console
 
-from jaxdist import bench
-from jaxdist.bench.core.harness import Sample
-from jaxdist.bench.core.report import Figure, Report
+import benchmarks
+from benchmarks.core.harness import Sample
+from benchmarks.core.report import Figure, Report
+from jaxdist.cli import shared
 from jaxdist.errors import JaxdistError, RunError
 
 
@@ -106,8 +107,8 @@ def test_the_table_fits_80_columns():
 
 
 def test_run_finds_the_bench_passes_its_options_and_writes(monkeypatch, tmp_path):
-    monkeypatch.setitem(bench.BENCHES, "mine", f"{__name__}:mine")
-    report = bench.run("mine", tmp_path / "out.json", repeats=3)
+    monkeypatch.setitem(benchmarks.BENCHES, "mine", f"{__name__}:mine")
+    report = benchmarks.run("mine", tmp_path / "out.json", repeats=3)
     assert report.figures[0].ours == 3
     assert json.loads((tmp_path / "out.json").read_text())["bench"] == "mine"
 
@@ -118,17 +119,23 @@ def mine(repeats: int = 9) -> Report:
 
 def test_an_unknown_bench_is_named_with_the_closest():
     with pytest.raises(JaxdistError, match="no bench is named 'startp': did you mean 'startup'"):
-        bench.run("startp")
+        benchmarks.run("startp")
+
+
+def test_an_installed_package_says_where_benchmarks_are(monkeypatch, tmp_path):
+    monkeypatch.setattr(shared, "__file__", str(tmp_path / "jaxdist" / "cli" / "shared.py"))
+    with pytest.raises(JaxdistError, match=r"a checkout .*pip install -e '.\[bench\]'"):
+        shared.find_benchmarks()
 
 
 def test_an_option_that_a_bench_does_not_take_is_named():
     with pytest.raises(JaxdistError, match=r"'startup' takes no option repeat=3: .*'repeats'"):
-        bench.run("startup", repeat=3)
+        benchmarks.run("startup", repeat=3)
 
 
-@pytest.mark.parametrize("name", bench.BENCHES)
+@pytest.mark.parametrize("name", benchmarks.BENCHES)
 def test_every_registered_bench_can_be_found_and_says_what_it_measures(name):
     import importlib
 
-    module, _, function = bench.BENCHES[name].partition(":")
+    module, _, function = benchmarks.BENCHES[name].partition(":")
     assert getattr(importlib.import_module(module), function).__doc__

@@ -9,17 +9,17 @@ from typing import get_args
 
 import pytest
 
-from jaxdist import bench as benches
-from jaxdist.bench.pipeline import auto as pipeline_auto
-from jaxdist.bench.pipeline import formulas as pipeline_formulas
-from jaxdist.bench.pipeline import memory as pipeline_memory
-from jaxdist.bench.pipeline import pod as pipeline_pod
-from jaxdist.bench.pipeline import race as pipeline_race
-from jaxdist.bench.pipeline import report as pipeline
-from jaxdist.bench.pipeline import sleep as pipeline_sleep
-from jaxdist.bench.pipeline import threads as pipeline_threads
-from jaxdist.bench.pipeline import torch_tables as pipeline_torch
-from jaxdist.bench.pipeline import work as pipeline_work
+import benchmarks as benches
+from benchmarks.pipeline import auto as pipeline_auto
+from benchmarks.pipeline import formulas as pipeline_formulas
+from benchmarks.pipeline import memory as pipeline_memory
+from benchmarks.pipeline import pod as pipeline_pod
+from benchmarks.pipeline import race as pipeline_race
+from benchmarks.pipeline import report as pipeline
+from benchmarks.pipeline import sleep as pipeline_sleep
+from benchmarks.pipeline import threads as pipeline_threads
+from benchmarks.pipeline import torch_tables as pipeline_torch
+from benchmarks.pipeline import work as pipeline_work
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.planning.costs import Costs
 from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
@@ -114,7 +114,7 @@ def test_without_torch_a_figure_says_why(monkeypatch):
     [figure] = pipeline_torch.figures(found)
     assert math.isnan(figure.ours)
     assert (figure.goal, figure.holds) == ("", None)
-    assert figure.note == "skipped: torch is not installed: pip install 'jaxdist[peers]'"
+    assert figure.note == "skipped: torch is not installed: pip install 'jaxdist[bench]'"
 
 
 def test_no_longer_than_torch():

@@ -9,10 +9,10 @@ import subprocess
 import pytest
 from rich.console import Console
 
-from jaxdist.bench.core import child
-from jaxdist.bench.pipeline import memory as pipeline_memory
-from jaxdist.bench.pipeline.memory import BUILDS, MemoryCell, growths
-from jaxdist.bench.pipeline.program import ModelSize
+from benchmarks.core import child
+from benchmarks.pipeline import memory as pipeline_memory
+from benchmarks.pipeline.memory import BUILDS, MemoryCell, growths
+from benchmarks.pipeline.program import ModelSize
 from jaxdist.errors import RunError
 
 MIB = 2.0**20
@@ -86,8 +86,8 @@ def test_cells_come_from_a_process_with_a_device_for_each_stage(monkeypatch):
     assert child.QUICK_FLAG in seen["flags"]
     assert seen["command"][2:] == [
         "-m",
-        "jaxdist.bench.core.child",
-        "jaxdist.bench.pipeline.memory:cells",
+        "benchmarks.core.child",
+        "benchmarks.pipeline.memory:cells",
     ]
 
 

@@ -8,9 +8,9 @@ import subprocess
 import jax
 import pytest
 
-from jaxdist.bench.core import child
-from jaxdist.bench.pipeline import pod as pipeline_pod
-from jaxdist.bench.pipeline.pod import Pod
+from benchmarks.core import child
+from benchmarks.pipeline import pod as pipeline_pod
+from benchmarks.pipeline.pod import Pod
 from jaxdist.experiment import build, load
 from jaxdist.parallel.pipeline.schedules.one_f_one_b import OneFOneB
 

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from bench_needs import needs_cores, needs_torch
 
-from jaxdist.bench.core import race, team
-from jaxdist.bench.core.harness import Sample
-from jaxdist.bench.pipeline import race as pipeline_race
-from jaxdist.bench.zero import ours as zero_ours
+from benchmarks.core import race, team
+from benchmarks.core.harness import Sample
+from benchmarks.pipeline import race as pipeline_race
+from benchmarks.zero import ours as zero_ours
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.parallel.pipeline.executor.lower import typical_seconds
@@ -64,7 +64,7 @@ def test_what_is_missing_is_said(monkeypatch):
     report = pipeline_race.bench()
     assert math.isnan(report.figures[0].ours)
     assert report.figures[0].note == (
-        "skipped: torch is not installed: pip install 'jaxdist[peers]'"
+        "skipped: torch is not installed: pip install 'jaxdist[bench]'"
     )
     assert not report.listings
     monkeypatch.setattr(race, "find_spec", lambda _: True)
@@ -142,7 +142,7 @@ def test_torchs_chunks_are_the_model_cut(small, chunks):
 
 def test_torchs_side_imports_nothing_of_ours():
     text = (pipeline_race.TORCH / "__main__.py").read_text()
-    assert "jaxdist." not in text.replace("`jaxdist.bench.pipeline.race`", "")
+    assert "jaxdist." not in text.replace("`benchmarks.pipeline.race`", "")
 
 
 @needs_torch

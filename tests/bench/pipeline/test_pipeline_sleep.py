@@ -10,8 +10,8 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
-from jaxdist.bench.pipeline import sleep as pipeline_sleep
-from jaxdist.bench.pipeline.sleep import BUILDS, UNITS, Slept, play, sleeping
+from benchmarks.pipeline import sleep as pipeline_sleep
+from benchmarks.pipeline.sleep import BUILDS, UNITS, Slept, play, sleeping
 from jaxdist.errors import RunError
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
@@ -78,8 +78,8 @@ def test_each_number_of_stages_has_a_process(monkeypatch):
             [
                 "-P",
                 "-m",
-                "jaxdist.bench.core.child",
-                "jaxdist.bench.pipeline.sleep:play_all",
+                "benchmarks.core.child",
+                "benchmarks.pipeline.sleep:play_all",
                 count,
             ],
             count,

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
-from jaxdist.bench.pipeline import work as pipeline_work
-from jaxdist.bench.pipeline.program import ModelSize, arguments, parts, stage_mesh
-from jaxdist.bench.pipeline.work import WorkCell, executed_flops, programs, same
+from benchmarks.pipeline import work as pipeline_work
+from benchmarks.pipeline.program import ModelSize, arguments, parts, stage_mesh
+from benchmarks.pipeline.work import WorkCell, executed_flops, programs, same
 from jaxdist.errors import RunError
 from jaxdist.hlo import ledger
 from jaxdist.parallel.pipeline.executor.model_fns import Found, Visit
@@ -152,8 +152,8 @@ def test_cells_come_from_a_process_with_a_device_for_each_stage(monkeypatch):
     assert "device_count=4" in seen["flags"]
     assert seen["command"][2:] == [
         "-m",
-        "jaxdist.bench.core.child",
-        "jaxdist.bench.pipeline.work:cells",
+        "benchmarks.core.child",
+        "benchmarks.pipeline.work:cells",
     ]
     assert seen["timeout"] == pipeline_work.TIMEOUT_SECONDS
 

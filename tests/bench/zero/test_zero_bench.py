@@ -11,16 +11,16 @@ import jax
 import numpy as np
 import pytest
 
-from jaxdist import bench as benches
-from jaxdist.bench.core import child
-from jaxdist.bench.core.report import Figure, Report
-from jaxdist.bench.zero import paper as zero_paper
-from jaxdist.bench.zero import plot as zero_plot
-from jaxdist.bench.zero import program as zero_program
-from jaxdist.bench.zero import race as zero_race
-from jaxdist.bench.zero import report as zero
-from jaxdist.bench.zero.paper import PaperRow
-from jaxdist.bench.zero.program import (
+import benchmarks as benches
+from benchmarks.core import child
+from benchmarks.core.report import Figure, Report
+from benchmarks.zero import paper as zero_paper
+from benchmarks.zero import plot as zero_plot
+from benchmarks.zero import program as zero_program
+from benchmarks.zero import race as zero_race
+from benchmarks.zero import report as zero
+from benchmarks.zero.paper import PaperRow
+from benchmarks.zero.program import (
     FLOAT32,
     MIXED,
     STAGES,
@@ -186,7 +186,7 @@ def test_records_come_from_a_process_with_its_own_devices(monkeypatch):
     assert zero_program.measure("cpu") == [ROW]
     assert "device_count=64" in seen["flags"]
     assert child.QUICK_FLAG in seen["flags"]
-    assert seen["command"][-2:] == ["jaxdist.bench.zero.program:platform_rows", '"cpu"']
+    assert seen["command"][-2:] == ["benchmarks.zero.program:platform_rows", '"cpu"']
 
 
 def test_the_picture_has_a_bar_each_and_hatches_what_is_refused():

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from bench_needs import needs_cores, needs_torch
 
-from jaxdist.bench.core import race, team
-from jaxdist.bench.core.harness import Sample
-from jaxdist.bench.zero import ours as zero_ours
-from jaxdist.bench.zero import race as zero_race
+from benchmarks.core import race, team
+from benchmarks.core.harness import Sample
+from benchmarks.zero import ours as zero_ours
+from benchmarks.zero import race as zero_race
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import ledger
@@ -85,7 +85,7 @@ def test_what_is_missing_is_said(monkeypatch):
     monkeypatch.setattr(race, "find_spec", lambda _: None)
     (figure,) = zero_race.bench().figures
     assert math.isnan(figure.ours)
-    assert figure.note == "skipped: torch is not installed: pip install 'jaxdist[peers]'"
+    assert figure.note == "skipped: torch is not installed: pip install 'jaxdist[bench]'"
     monkeypatch.setattr(race, "find_spec", lambda _: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert race.missing() == "it needs 2 cores and this process has 1"
@@ -285,7 +285,7 @@ def bytes_of_shards(step):
 def test_torchs_side_imports_nothing_of_ours():
     text = (zero_race.TORCH / "__main__.py").read_text()
     assert "jaxdist." not in text.replace("`jaxdist.models.gpt`", "").replace(
-        "`jaxdist.bench.zero.race`", ""
+        "`benchmarks.zero.race`", ""
     )
 
 

@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from jaxdist.bench.pipeline.torch_tables import PEERS, torch_schedule
+from benchmarks.pipeline.torch_tables import PEERS, torch_schedule
 from jaxdist.parallel.pipeline.planning.costs import Costs
 from jaxdist.parallel.pipeline.schedules.csv_form import format_csv
 from jaxdist.parallel.pipeline.schedules.schedule import Schedule

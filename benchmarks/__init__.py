@@ -1,0 +1,68 @@
+"""Measured figures: ours beside a reference, on this machine. `jaxdist bench NAME` runs one.
+
+Benchmarks belong to a checkout and are not in the wheel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+from benchmarks.core.harness import Sample, alternate_processes, interleave
+from benchmarks.core.report import Figure, Report
+from jaxdist.errors import JaxdistError, did_you_mean
+
+CHECKOUT = Path(__file__).parents[1]
+# Benchmarks start processes of their own modules, with `python -P`, which does not search the
+# working directory.
+_searched = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+if str(CHECKOUT) not in _searched:
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(CHECKOUT), *filter(None, _searched)])
+
+__all__ = ["BENCHES", "Figure", "Report", "Sample", "alternate_processes", "interleave", "run"]
+
+BENCHES: dict[str, str] = {
+    "attention": "benchmarks.attention:bench",
+    "collectives": "benchmarks.collectives.report:bench",
+    "compile": "benchmarks.compile:bench",
+    "compression": "benchmarks.compression.report:bench",
+    "elastic": "benchmarks.elastic.report:bench",
+    "optim": "benchmarks.optim:bench",
+    "overhead": "benchmarks.overhead:bench",
+    "param-server": "benchmarks.param_server.report:bench",
+    "pipeline": "benchmarks.pipeline.report:bench",
+    "plan": "benchmarks.planner.report:bench",
+    "quickstart": "benchmarks.quickstart:bench",
+    "startup": "benchmarks.startup:bench",
+    "tpu": "benchmarks.tpu.report:bench",
+    "zero": "benchmarks.zero.report:bench",
+}
+"""Name to `module:function`, imported when run. Each function returns a `Report`."""
+
+
+def run(name: str, json_path: str | os.PathLike[str] | None = None, **options: Any) -> Report:
+    """Run the bench `name`; write its report as JSON where `json_path` says.
+
+    A bench that draws (it takes a directory as `plot`) then draws beside the JSON.
+
+    Raises:
+      JaxdistError: no such bench, or an option that it does not take.
+    """
+    if name not in BENCHES:
+        raise JaxdistError(f"no bench is named {name!r}: {did_you_mean(name, BENCHES)}")
+    module, _, function = BENCHES[name].partition(":")
+    bench = getattr(importlib.import_module(module), function)
+    taken = inspect.signature(bench).parameters
+    for option, value in options.items():
+        if option not in taken:
+            hint = did_you_mean(option, taken) if taken else "it takes none"
+            raise JaxdistError(f"bench {name!r} takes no option {option}={value!r}: {hint}")
+    if json_path is not None and "plot" in taken:
+        options.setdefault("plot", Path(json_path).parent)
+    report = bench(**options)
+    if json_path is not None:
+        report.write_json(json_path)
+    return report

@@ -1,0 +1,75 @@
+"""`torch.distributed` over gloo as a peer: processes that wait for a size and all-reduce it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+
+from jaxdist.errors import RunError
+
+PEER = Path(__file__).with_name("peer.py")
+MISSING = "torch is not installed: pip install 'jaxdist[bench]'"
+
+
+class Gloo:
+    """Processes that all-reduce at a call; between calls they wait for input, at rest."""
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process = process
+        self._wait()
+
+    def all_reduce(self, size_bytes: int, times: int = 1) -> None:
+        """Sum float32 over all processes, `times` over; returns when the last one is done.
+
+        Raises:
+          RunError: a process has ended.
+        """
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # the answer says why
+            print(size_bytes, times, file=self._process.stdin, flush=True)
+        self._wait()
+
+    def _wait(self) -> None:
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            code = self._process.wait()
+            raise RunError(
+                f"the processes of torch.distributed over gloo ended with exit code {code}: run "
+                f"`python {PEER} 2 STORE`, STORE a new file's name, to see why"
+            )
+
+
+def has_torch() -> bool:
+    """Whether the peer can run here."""
+    return find_spec("torch") is not None
+
+
+@contextmanager
+def gloo(world: int) -> Iterator[Gloo]:
+    """`world` processes joined over loopback; they end with the context, whatever happens.
+
+    Raises:
+      RunError: they do not start.
+    """
+    with ExitStack() as stack:
+        store = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "store"
+        command = [sys.executable, str(PEER), str(world), str(store)]
+        process = stack.enter_context(
+            subprocess.Popen(
+                command,
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+        try:
+            yield Gloo(process)
+        except BaseException:
+            process.kill()
+            raise

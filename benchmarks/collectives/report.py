@@ -1,0 +1,74 @@
+"""Collectives: what they send beside the formulas, and how fast they are beside psum and gloo."""
+
+from __future__ import annotations
+
+import math
+import os
+from contextlib import nullcontext
+from importlib.util import find_spec
+
+import jax
+
+from benchmarks.collectives import gloo as collectives_gloo
+from benchmarks.collectives import lab as collectives_lab
+from benchmarks.collectives import plot as collectives_plot
+from benchmarks.collectives import time as collectives_time
+from benchmarks.collectives import traffic as collectives_traffic
+from benchmarks.collectives.traffic import TrafficRow
+from benchmarks.core.harness import REPEATS
+from benchmarks.core.report import Figure, Report
+
+FUSION_REPEATS = 5
+"""Thousands of permutes take seconds; their ratio is far from its goal."""
+
+
+def bench(
+    repeats: int = REPEATS, plot: str | os.PathLike[str] | None = None, lab: bool = False
+) -> Report:
+    """Bytes and steps over the formulas, ring over psum and gloo, fusion, and time over size.
+
+    Args:
+      repeats: timed pairs of each figure.
+      plot: a directory for the picture of time over size, as PNG and SVG; None draws none.
+      lab: instead of all this, time between hosts on slow links (see scripts/lab).
+    """
+    if lab:
+        return collectives_lab.bench()
+    devices = jax.devices()
+    figures, rows = traffic_figures()
+    has_torch = collectives_gloo.has_torch()
+    with collectives_gloo.gloo(len(devices)) if has_torch else nullcontext() as gloo:
+        figures += collectives_time.large_figures(
+            devices, gloo, repeats, collectives_time.LARGE_BYTES
+        )
+        seconds = collectives_time.by_size(
+            devices,
+            gloo,
+            sizes=collectives_time.SIZES,
+            algorithms=collectives_time.ALGORITHMS,
+        )
+    if not has_torch:
+        figures.append(skipped("ring over gloo", collectives_gloo.MISSING))
+    for count in collectives_time.TENSOR_COUNTS:
+        figures += collectives_time.fusion_figures(devices, count, min(repeats, FUSION_REPEATS))
+    if plot is not None:
+        title = f"All-reduce of float32, {len(devices)} x {devices[0].device_kind}"
+        collectives_plot.plot_time_over_size(seconds, plot, title=title)
+    sizes = collectives_time.size_listing(seconds, len(devices))
+    return Report("collectives", figures, [sizes, collectives_traffic.listing(rows)])
+
+
+def traffic_figures() -> tuple[list[Figure], list[TrafficRow]]:
+    """Compiled programs beside the formulas: for the CPU, and for a TPU where libtpu is here."""
+    rows = collectives_traffic.measure("cpu")
+    figures = collectives_traffic.figures("cpu", rows)
+    if find_spec("libtpu") is None:
+        missing = "libtpu is not installed: pip install 'jaxdist[tpu]'"
+        return [*figures, skipped("bytes sent, tpu", missing)], rows
+    found = collectives_traffic.measure("tpu")
+    return figures + collectives_traffic.figures("tpu", found), rows + found
+
+
+def skipped(name: str, reason: str) -> Figure:
+    """A figure that cannot be measured here."""
+    return Figure(name, math.nan, math.nan, unit="", note=f"skipped: {reason}")

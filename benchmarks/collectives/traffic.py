@@ -1,0 +1,233 @@
+"""What compiled collectives send, step by step, beside the formulas: no device runs anything.
+
+The rows are made in a process of their own, since the number of devices is fixed when jax starts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from benchmarks.collectives.program import compile_local, make_mesh, split
+from benchmarks.core import child
+from benchmarks.core.report import Figure, Listing
+from jaxdist.collectives import operations
+from jaxdist.collectives.algorithms.auto import FLAT, HIERARCHICAL, label
+from jaxdist.collectives.algorithms.xla import Xla
+from jaxdist.collectives.contract import KINDS, Algorithm, Operation
+from jaxdist.hlo import Ledger, ledger
+from jaxdist.hlo.parse import Module, parse
+from jaxdist.hlo.schedule import kind_of
+from jaxdist.mesh import Device
+from jaxdist.runtime.topology import topology_devices
+
+CPU_SIZES = (2, 3, 4, 5, 6, 7, 8, 16, 64)
+TPU_SIZES = {
+    "v5e:2x4": (2, 4, 8),
+    "v5e:8x8": (16, 64),
+    "v5p:4x4x12": (3, 6),
+    "v5p:4x4x20": (5,),
+    "v5p:4x4x28": (7,),
+}
+"""Topologies, and the sizes of axes that they are compiled with."""
+ALL_KINDS_SIZES = {"cpu": (3, 8), "tpu": (8,)}
+"""Every operation is compiled for these; the other sizes are held for all_reduce.
+
+XLA:TPU has no reduce-scatter over an odd number of devices, and may let chains wait for each other.
+"""
+TWO_LEVELS = ((2, 2), (2, 4), (4, 2), (3, 2), (8, 8))
+ELEMENTS_PER_DEVICE = 4096
+TIMEOUT_SECONDS = 280.0
+
+
+@dataclass(frozen=True)
+class TrafficRow:
+    """One compiled collective: measured beside the formula."""
+
+    platform: str
+    algorithm: str
+    kind: str
+    sizes: tuple[int, ...]
+    sent_bytes: float
+    formula_bytes: float
+    steps: int | None
+    """Longest chain of collectives that wait for one another; None where XLA has the steps."""
+    formula_steps: int
+
+
+def measure(platform: str) -> list[TrafficRow]:
+    """The rows of "cpu" or "tpu", compiled in a process of its own.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    return child.call(
+        platform_rows,
+        TrafficRow,
+        platform,
+        what=f"compiling the programs for {platform}",
+        environ=child.compiling_on(max(CPU_SIZES) if platform == "cpu" else None),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+def figures(platform: str, found: Sequence[TrafficRow]) -> list[Figure]:
+    """Bytes and steps of the row that is farthest from its formula, either way."""
+    stepped = [row for row in found if row.steps is not None]
+    by_bytes = max(found, key=lambda row: _off(row.sent_bytes, row.formula_bytes))
+    by_steps = max(stepped, key=lambda row: _off(row.steps or 0, row.formula_steps))
+    note = "{} programs for {}; the farthest from its formula: {}"
+    return [
+        Figure(
+            f"bytes sent, {platform}",
+            by_bytes.sent_bytes,
+            by_bytes.formula_bytes,
+            "<= 1.000",
+            "bytes",
+            note.format(len(found), platform, _name(by_bytes)),
+            paired_ratio=_off(by_bytes.sent_bytes, by_bytes.formula_bytes),
+        ),
+        Figure(
+            f"steps, {platform}",
+            by_steps.steps or 0,
+            by_steps.formula_steps,
+            "<= 1.000",
+            "",
+            note.format(len(stepped), platform, _name(by_steps)) + "; XLA keeps its own to itself",
+            paired_ratio=_off(by_steps.steps or 0, by_steps.formula_steps),
+        ),
+    ]
+
+
+def listing(found: Sequence[TrafficRow]) -> Listing:
+    """For each algorithm: how many programs, and how far the worst of them is off."""
+    groups: dict[tuple[str, str], list[TrafficRow]] = {}
+    for row in found:
+        groups.setdefault((row.platform, row.algorithm), []).append(row)
+    return Listing(
+        "compiled programs over the formula, the worst of each algorithm",
+        dict.fromkeys(("platform", "algorithm", "programs", "bytes", "steps"), ""),
+        [(*key, len(rows), *_worst(rows)) for key, rows in groups.items()],
+    )
+
+
+def _worst(found: Sequence[TrafficRow]) -> tuple[str, str | None]:
+    in_bytes = max(_off(row.sent_bytes, row.formula_bytes) for row in found)
+    in_steps = [_off(row.steps, row.formula_steps) for row in found if row.steps is not None]
+    return f"{in_bytes:.3f}", f"{max(in_steps):.3f}" if in_steps else None
+
+
+def _off(measured: float, formula: float) -> float:
+    """The ratio, or its inverse where that is larger: 1 only for equals."""
+    if measured == formula:
+        return 1.0
+    return max(measured / formula, formula / measured) if measured and formula else math.inf
+
+
+def _name(row: TrafficRow) -> str:
+    return f"{row.kind} by {row.algorithm} on {'x'.join(map(str, row.sizes))} devices"
+
+
+def rows(platform: str, devices: Sequence[Device], counts: Sequence[int]) -> Iterator[TrafficRow]:
+    """Compile everything that fits the devices."""
+    for count in counts:
+        kinds = KINDS if count in ALL_KINDS_SIZES[platform] else KINDS[:1]
+        for algorithm, kind in itertools.product(FLAT, kinds):
+            yield row(platform, devices, algorithm, kind, (count,))
+    for sizes in TWO_LEVELS:
+        if math.prod(sizes) <= len(devices) and math.prod(sizes) in counts:
+            for algorithm in HIERARCHICAL:
+                yield row(platform, devices, algorithm, "all_reduce", sizes)
+
+
+def row(
+    platform: str,
+    devices: Sequence[Device],
+    algorithm: Algorithm,
+    kind: Operation,
+    sizes: tuple[int, ...],
+) -> TrafficRow:
+    """One collective over `sizes` devices, read from its program.
+
+    Fewer devices than there are form groups of their own beside one another on a TPU, whose
+    topology is compiled for as a whole.
+    """
+    count = math.prod(sizes)
+    whole = len(devices) if platform == "tpu" else count
+    names = tuple(f"axis{index}" for index in range(len(sizes)))
+    mesh = make_mesh(devices[:whole], (whole // count, *sizes), ("beside", *names))
+    compiled = compile_collective(mesh, names, algorithm, kind, count)
+    payload_bytes = ELEMENTS_PER_DEVICE * count * 4
+    formula = algorithm.traffic(kind, payload_bytes, sizes if len(sizes) > 1 else count)
+    found = ledger(compiled, mesh)
+    own = isinstance(algorithm, Xla)
+    return TrafficRow(
+        platform,
+        label(algorithm),
+        kind,
+        sizes,
+        found.sent_bytes() if own else busiest_sent_bytes(found),
+        formula.sent_bytes,
+        None if own else longest_chain(parse(compiled.as_text() or "")),
+        formula.steps,
+    )
+
+
+def compile_collective(
+    mesh: Mesh, names: tuple[str, ...], algorithm: Algorithm, kind: Operation, count: int
+) -> jax.stages.Compiled:
+    """The program of one call on a payload of `count` times `ELEMENTS_PER_DEVICE` floats."""
+    operation = partial(getattr(operations, kind), axis=names, algorithm=algorithm)
+    share = 1 if kind == "all_gather" else count
+    elements = ELEMENTS_PER_DEVICE * share * mesh.size
+    x = jax.ShapeDtypeStruct((elements,), jnp.float32, sharding=split(mesh))
+    return compile_local(operation, mesh, x)
+
+
+def busiest_sent_bytes(found: Ledger) -> float:
+    """What the busiest device sends: permutes by their pairs, all else by the ledger's formula."""
+    sent = Counter[int]()
+    everybody = 0.0
+    for collective in found.collectives:
+        if collective.kind == "collective-permute":
+            for source, target in collective.groups:
+                if source != target:
+                    sent[source] += collective.times_high * collective.payload_bytes
+        else:
+            everybody += collective.times_high * collective.sent_bytes
+    return everybody + max(sent.values(), default=0)
+
+
+def longest_chain(module: Module) -> int:
+    """The most collectives of a program of which each needs the result of the one before."""
+
+    @cache
+    def inside(name: str) -> int:
+        ends: dict[str, int] = {}
+        for instruction in module.computations[name].instructions:
+            callees = (*instruction.called("calls"), *instruction.called("to_apply"))
+            callees += instruction.called("body")
+            own = max(map(inside, callees), default=0) + (kind_of(instruction) is not None)
+            assert not own or instruction.opcode != "while", "a loop of collectives has no length"
+            before = max((ends[operand] for operand in instruction.operands), default=0)
+            ends[instruction.name] = before + own
+        return max(ends.values(), default=0)
+
+    return inside(module.entry.name)
+
+
+def platform_rows(platform: str) -> Iterator[TrafficRow]:
+    """Every row of "cpu" or "tpu"."""
+    if platform == "cpu":
+        yield from rows(platform, jax.devices(), CPU_SIZES)
+    else:
+        for topology, counts in TPU_SIZES.items():
+            yield from rows(platform, topology_devices(topology), counts)

@@ -1,0 +1,98 @@
+"""How long the train step takes to compile: with depth, and again from the persistent cache."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
+from benchmarks.core.harness import REPEATS, interleave
+from benchmarks.core.report import Figure, Report
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.runtime.compilation_cache import SETTINGS
+from jaxdist.types import JsonObject
+
+SHALLOW, DEEP = 4, 64
+WARMUP = 1
+
+
+def bench(repeats: int = REPEATS, shallow: int = SHALLOW, deep: int = DEEP) -> Report:
+    """Compile time of 64 layers over 4, and of a warm start over a cold one, on all devices."""
+    deeper, shallower = experiment(deep), experiment(shallow)
+    with persistent_cache(None):
+        depth = interleave(
+            partial(compile_step, deeper),
+            partial(compile_step, shallower),
+            warmup=WARMUP,
+            repeats=repeats,
+        )
+    with tempfile.TemporaryDirectory() as filled:
+        starts = interleave(*warm_and_cold(shallower, Path(filled)), warmup=WARMUP, repeats=repeats)
+    note = "trace, lower and compile the train step of a gpt"
+    return Report(
+        "compile",
+        [
+            Figure.compare(f"{deep} layers over {shallow}", *depth, "<= 1.2", note),
+            Figure.compare("warm start over cold", *starts, "<= 0.3", f"{note}; {shallow} layers"),
+        ],
+    )
+
+
+def experiment(layers: int) -> Experiment:
+    """A small gpt of so many layers on all devices, the batch split."""
+    devices = len(jax.devices())
+    settings: JsonObject = {
+        "model": {"type": "gpt", "layers": layers, "embed": 64, "heads": 4},
+        "data": {"type": "synthetic", "kind": "tokens", "window": 32, "heldout_examples": 0},
+        "optim": {"type": "adamw", "learning_rate": 1e-3},
+        "train": {"steps": 100, "batch_size": devices},
+        "mesh": {"data": -1},
+    }
+    return build(ExperimentConfig.model_validate(settings))
+
+
+def compile_step(experiment: Experiment) -> None:
+    """From nothing to a compiled train step, as at the start of a run."""
+    jax.clear_caches()
+    program = experiment.program
+    program.train.lower(program.state_shapes, program.batch).compile()
+
+
+def warm_and_cold(
+    experiment: Experiment, filled: Path
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Compiling with the cache `filled`, which is filled here, and with one that is empty."""
+
+    def warm() -> None:
+        with persistent_cache(filled):
+            compile_step(experiment)
+
+    def cold() -> None:
+        with tempfile.TemporaryDirectory() as empty, persistent_cache(Path(empty)):
+            compile_step(experiment)
+
+    warm()
+    return warm, cold
+
+
+@contextmanager
+def persistent_cache(directory: Path | None) -> Iterator[None]:
+    """Jax's persistent cache in this directory, or none; as it was before, after."""
+    wanted = {**SETTINGS, "jax_compilation_cache_dir": str(directory) if directory else None}
+    before = {name: getattr(jax.config, name) for name in wanted}
+    try:
+        _configure(wanted)
+        yield
+    finally:
+        _configure(before)
+
+
+def _configure(settings: JsonObject) -> None:
+    for name, value in settings.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()

@@ -1,0 +1,176 @@
+"""Steps of training on slow links, real time: each codec beside its prediction, and torch's DDP.
+
+One process a host, one CPU device a process, gloo between them; see `host.py` for what they run.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import jax
+from pydantic import TypeAdapter
+
+from benchmarks.collectives.lab import one_device
+from benchmarks.compression.host import CODED, CODING, FOUND, ONE_NUMBER, Task, Timed
+from benchmarks.compression.step import ROWS, Contender, first_params
+from benchmarks.core import lab
+from benchmarks.core.harness import Sample
+from benchmarks.core.lab import Lab, LabLink
+from jaxdist.collectives.cost import Level
+from jaxdist.collectives.cost import predict_seconds as collective_seconds
+from jaxdist.collectives.operations import XLA
+from jaxdist.compression.cost import coding_bytes, predict
+from jaxdist.errors import RunError
+from jaxdist.runtime.environment import plan_tunables, python_module
+from jaxdist.runtime.hardware import Link
+
+STEPS, WARMUP, REPEATS = 2, 2, 9
+TIMEOUT_SECONDS = 900.0
+NOTHING = "nothing sent"
+CODECS: Mapping[str, dict[str, str]] = {
+    "float32": {"type": "whole"},
+    "bfloat16": {"type": "cast"},
+    "int8": {"type": "quantize"},
+    "sign": {"type": "sign"},
+    "top 1%": {"type": "topk"},
+    "rank 4": {"type": "lowrank"},
+}
+FLAT = (
+    Contender(NOTHING, None),
+    *(Contender(name, codec) for name, codec in CODECS.items()),
+)
+PAIRED = (
+    Contender(NOTHING, None),
+    *(Contender(name, CODECS[name]) for name in ("float32", "sign")),
+    *(
+        Contender(f"{name}, exact inside", CODECS[name], inside=True)
+        for name in ("float32", "bfloat16", "sign")
+    ),
+)
+SLOW, FAST = LabLink(100e6), LabLink(1e9)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one lab gave.
+
+    Attributes:
+      timed: each contender, and torch's kinds.
+      predicted: seconds of a step, of ours.
+      sent: bytes of a step by `compression.cost`, of ours.
+    """
+
+    hosts: Lab
+    timed: Mapping[str, Timed]
+    predicted: Mapping[str, float]
+    sent: Mapping[str, float]
+
+    def sample(self, name: str) -> Sample:
+        """Seconds of a step."""
+        return Sample(self.timed[name].seconds)
+
+    @property
+    def where(self) -> str:
+        """For the names of figures."""
+        per = self.hosts.hosts_per_site
+        size = f"{self.hosts.sites} x {per}" if per > 1 else f"{self.hosts.sites}"
+        return f"{size} hosts, {self.hosts.across.bits_per_s / 1e6:g} Mbit/s"
+
+
+def measure(
+    hosts: Lab,
+    contenders: Sequence[Contender],
+    torch: str | None,
+    repeats: int = REPEATS,
+    *,
+    warmup: int = WARMUP,
+    steps: int = STEPS,
+) -> Found:
+    """Time the contenders, and torch's where there is a torch, in turn over all hosts of a lab.
+
+    Raises:
+      RunError: this machine cannot hold the lab, or a host fails.
+    """
+    peers = ("plain", "fp16", "powersgd") if torch else ()
+    task = Task(
+        hosts.sites, hosts.hosts_per_site, tuple(contenders), peers, torch, ROWS, steps, warmup,
+        repeats,
+    )  # fmt: skip
+    command = python_module("benchmarks.compression.host", json.dumps(asdict(task)))
+    printed = lab.run(hosts, command, environ=host_environ(), timeout_seconds=TIMEOUT_SECONDS)
+    (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
+    read = TypeAdapter(list[Timed]).validate_json(line.removeprefix(FOUND))
+    timed = {one.name: one for one in read}
+    check_losses(timed)
+    seconds, sent = predictions(hosts, contenders, timed)
+    return Found(hosts, timed, seconds, sent)
+
+
+def host_environ() -> dict[str, str]:
+    """Of all hosts: one device, and malloc as `jaxdist` starts itself with, torch's too."""
+    environ = one_device(os.environ)
+    tunables = plan_tunables(environ, platform.libc_ver()[0])
+    return environ if tunables is None else {**environ, "GLIBC_TUNABLES": tunables}
+
+
+def check_losses(timed: Mapping[str, Timed]) -> None:
+    """Raises RunError where ours and torch's do not train the same network."""
+    ours, theirs = timed.get("float32"), timed.get("torch plain")
+    if ours and theirs and not math.isclose(ours.loss, theirs.loss, rel_tol=1e-4):
+        raise RunError(
+            f"float32 has loss {ours.loss:.6f} and torch {theirs.loss:.6f} after as many steps: "
+            "the two do not train the same network, so their times say nothing"
+        )
+
+
+def links(hosts: Lab, timed: Mapping[str, Timed]) -> tuple[Link, Link]:
+    """Across and inside: bytes as `tc` lets them pass, latency by the all-reduce of one number."""
+    steps = collective_seconds(XLA, "all_reduce", 0, [Level(hosts.size, Link(1.0, 1.0))])
+    latency = statistics.median(timed[ONE_NUMBER].seconds) / steps
+    across, inside = (
+        Link(latency + link.delay_seconds, link.payload_bytes_per_s)
+        for link in (hosts.across, hosts.inside)
+    )
+    return across, inside
+
+
+def predictions(
+    hosts: Lab, contenders: Sequence[Contender], timed: Mapping[str, Timed]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Seconds and bytes of each step: the step that sends nothing, and the reduction by cost.
+
+    Of what was measured it takes the step alone, the latency (an all-reduce of one number) and the
+    speed of coding (of int8); what is sent, and how many passes and messages it takes, is computed.
+    """
+    across, inside = links(hosts, timed)
+    levels = [Level(hosts.sites, across), Level(hosts.hosts_per_site, inside)]
+    compute = statistics.median(timed[NOTHING].seconds)
+    seconds, sent = {NOTHING: compute}, {NOTHING: 0.0}
+    for one in contenders:
+        if one.choice is not None:
+            found = predict(
+                gradients(),
+                one.choice,
+                levels,
+                bytes_per_second=coding_speed(timed),
+                inside=one.inside,
+            )
+            seconds[one.name] = compute + found.seconds
+            sent[one.name] = found.sent_bytes
+    return seconds, sent
+
+
+def coding_speed(timed: Mapping[str, Timed]) -> float:
+    """Bytes of memory that a host passes over in a second, while all others do so too."""
+    return coding_bytes(gradients(), CODED) / statistics.median(timed[CODING].seconds)
+
+
+def gradients() -> dict[str, dict[str, jax.ShapeDtypeStruct]]:
+    """Shapes of one host's."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), first_params())

@@ -1,0 +1,176 @@
+"""Figures of steps of training on slow links: gains, predictions, `auto`, and torch's DDP."""
+
+from __future__ import annotations
+
+import math
+import sys
+from importlib.util import find_spec
+
+from benchmarks.compression.lab import (
+    CODECS,
+    FAST,
+    FLAT,
+    NOTHING,
+    PAIRED,
+    REPEATS,
+    SLOW,
+    Found,
+    gradients,
+    links,
+    measure,
+)
+from benchmarks.core import lab
+from benchmarks.core.harness import paired_ratio
+from benchmarks.core.lab import Lab
+from benchmarks.core.report import Figure, Listing, Report
+from jaxdist.collectives.algorithms.auto import LinkConfig, label
+from jaxdist.compression import Cast, LowRank, Quantize, Sign, Whole
+from jaxdist.compression.auto import AutoCodec, resolve
+
+MEASURED = (Whole(), Cast(), Quantize(), Sign(), LowRank())
+"""Codecs that auto may choose from."""
+COUNTERPARTS = (("float32", "plain"), ("bfloat16", "fp16"), ("rank 4", "powersgd"))
+"""Ours and torch's kind that sends as much."""
+FURTHEST_GOAL, GAIN_GOAL, PEER_GOAL, AUTO_GOAL = "<= 1.2", ">= 5", "<= 1", "<= 1.1"
+MISSING = "no torch here: pip install 'jaxdist[bench]', or give --torch a Python that has it"
+
+
+def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
+    """Four hosts at 100 Mbit/s and at 1 Gbit/s; two pairs, 1 Gbit/s inside, 100 Mbit/s between.
+
+    Args:
+      torch: a Python that has torch; None: this one, if it has.
+
+    Skipped, with the reason in the report, where the lab cannot be built.
+
+    Raises:
+      RunError: a host fails.
+    """
+    slow, fast = (Lab(sites=4, across=link) for link in (SLOW, FAST))
+    pairs = Lab(sites=2, hosts_per_site=2, across=SLOW, inside=FAST)
+    if reason := lab.unavailable(slow):
+        return Report("compression --lab", [_skipped("slow-link lab", reason)])
+    torch = torch or (sys.executable if find_spec("torch") else None)
+    found = [measure(hosts, FLAT, torch, repeats) for hosts in (slow, fast)]
+    between = measure(pairs, PAIRED, None, repeats)
+    figures = [*gain_figures(found[0], found[1]), *pair_figures(between)]
+    for one in found:
+        figures += [*peer_figures(one, torch), *prediction_figures(one), auto_figure(one)]
+    figures += prediction_figures(between)
+    return Report("compression --lab", figures, [listing(one) for one in (*found, between)])
+
+
+def gain_figures(slow: Found, fast: Found) -> list[Figure]:
+    """How many times faster sign is than float32, on both links."""
+    return [
+        Figure(
+            f"float32 over sign, {one.where}",
+            one.sample("float32").median,
+            one.sample("sign").median,
+            goal,
+            "s",
+            "the whole step; 1.57 million parameters, 8 rows a host; slower than float32 are: "
+            + (", ".join(slower(one)) or "none"),
+            one.sample("float32").iqr,
+            one.sample("sign").iqr,
+            paired_ratio(one.sample("float32"), one.sample("sign")),
+        )
+        for one, goal in ((slow, GAIN_GOAL), (fast, ""))
+    ]
+
+
+def slower(found: Found) -> list[str]:
+    """Codecs whose step takes longer than float32's."""
+    whole = found.sample("float32").median
+    return [name for name in CODECS if found.sample(name).median > whole]
+
+
+def pair_figures(found: Found) -> list[Figure]:
+    """What it brings to send messages between sites alone."""
+    name = "sign, exact inside"
+    note = f"{found.hosts.inside.bits_per_s / 1e9:g} Gbit/s inside a site"
+    return [
+        Figure.compare(
+            f"{name} over {other}, {found.where}", found.sample(name), found.sample(other), "", note
+        )
+        for other in ("sign", "float32, exact inside", "float32")
+    ]
+
+
+def peer_figures(found: Found, torch: str | None) -> list[Figure]:
+    """Ours over torch's that sends as much."""
+    if torch is None:
+        return [_skipped(f"over torch, {found.where}", MISSING)]
+    return [
+        Figure.compare(
+            f"{ours} over torch {theirs}, {found.where}",
+            found.sample(ours),
+            found.sample(f"torch {theirs}"),
+            PEER_GOAL,
+            "DistributedDataParallel over gloo, one thread a process"
+            + ("; all gradients in one bucket" if theirs == "powersgd" else ""),
+        )
+        for ours, theirs in COUNTERPARTS
+    ]
+
+
+def prediction_figures(found: Found) -> list[Figure]:
+    """The step that is furthest from its prediction, above or below."""
+    ratios = {
+        name: found.sample(name).median / seconds
+        for name, seconds in found.predicted.items()
+        if name != NOTHING
+    }
+    off = {name: max(ratio, 1 / ratio) for name, ratio in ratios.items()}
+    worst = max(off, key=off.__getitem__)
+    shown = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    note = f"{worst}; measured over predicted: {shown}"
+    name = f"furthest from the prediction, {found.where}"
+    return [Figure(name, off[worst], 1.0, FURTHEST_GOAL, "x", note)]
+
+
+def auto_figure(found: Found) -> Figure:
+    """The step with auto's choice over the fastest step that was measured of its candidates."""
+    link, _ = links(found.hosts, found.timed)
+    given = LinkConfig(latency_seconds=link.latency_seconds, bytes_per_second=link.bytes_per_second)
+    auto = AutoCodec(fast=given, candidates=MEASURED)
+    chosen = resolve(auto, gradients(), {"data": found.hosts.size}, "cpu")
+    types = {codec["type"]: name for name, codec in CODECS.items()}
+    mine = types[chosen.type]
+    names = [types[codec.type] for codec in auto.candidates]
+    best = min(names, key=lambda name: found.sample(name).median)
+    return Figure.compare(
+        f"auto over the fastest codec, {found.where}",
+        found.sample(mine),
+        found.sample(best),
+        AUTO_GOAL,
+        f"auto takes {label(chosen)}; the fastest of {', '.join(names)} is {best}",
+    )
+
+
+def listing(found: Found) -> Listing:
+    """Every contender's step."""
+    whole = found.sample("float32").median
+    rows = []
+    for name, timed in found.timed.items():
+        sample = found.sample(name)
+        rows.append(
+            (
+                name,
+                sample.median,
+                sample.iqr,
+                found.predicted.get(name),
+                timed.sent_bytes,
+                found.sent.get(name),
+                sample.median / whole,
+            )
+        )
+    columns = {
+        "": "", "step": "s", "iqr": "s", "predicted": "s", "sent": "B", "by formula": "B",
+        "over float32": "x",
+    }  # fmt: skip
+    return Listing(f"steps of training, {found.where}", columns, rows)
+
+
+def _skipped(name: str, reason: str) -> Figure:
+    return Figure(name, math.nan, math.nan, unit="", note=f"skipped: {reason}")

@@ -1,0 +1,115 @@
+"""What races against torch share: how each side starts, what it trains, and who takes steps when.
+
+Every contender is there from the start and waits for its turn at rest, so that all of them meet the
+same machine; their losses must agree before anything is timed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.core.harness import Sample
+from benchmarks.core.team import Command, one_round, started
+from jaxdist.errors import RunError
+from jaxdist.runtime.environment import python_module
+from jaxdist.runtime.rendezvous import free_port
+from jaxdist.types import Json, JsonObject
+
+WORLD = 2
+"""Processes of a contender that is not alone, each on a core of its own."""
+SIZES = {"layers": 4, "embed": 256, "heads": 4, "mlp": 704, "vocab": 320}
+WARMUP, LOSS_TOLERANCE = 3, 1e-4
+RaceEntry = tuple[str, list[Command]]
+
+
+def missing() -> str | None:
+    """What a race lacks here; None when it can be run."""
+    if find_spec("torch") is None:
+        return "torch is not installed: pip install 'jaxdist[bench]'"
+    if not hasattr(os, "sched_getaffinity"):
+        return "this system cannot keep a process on a core; run it on Linux"
+    cores = len(os.sched_getaffinity(0))
+    return f"it needs {WORLD} cores and this process has {cores}" if cores < WORLD else None
+
+
+def measure(
+    contenders: Callable[[Path], Iterable[RaceEntry]],
+    rows: int,
+    window: int,
+    check_losses: Callable[[Mapping[str, float]], None],
+    *,
+    steps: int,
+    repeats: int,
+) -> dict[str, Sample]:
+    """Seconds a step of each contender, in turn.
+
+    Args:
+      contenders: by the directory with the tokens, in which ours alone, the first, leaves its
+        initial parameters for the others.
+      rows, window: of the tokens.
+      check_losses: raises where the losses by contender do not agree.
+
+    Raises:
+      RunError: a contender does not get ready or ends early, or the losses do not agree.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        directory = Path(folder)
+        tokens = np.random.default_rng(0).integers(256, size=(rows, window + 1))
+        np.save(directory / "tokens.npy", tokens)
+        with started(contenders(directory), directory) as teams:
+            check_losses({team.name: team.take_steps(WARMUP)[1] for team in teams})
+            rounds = [one_round(teams, steps, index) for index in range(repeats)]
+    return {team.name: Sample(tuple(r[team.name] for r in rounds)) for team in teams}
+
+
+def must_agree(bench: str, name: str, loss: float, other: str, expected: float) -> None:
+    """Hold a contender's loss against another's.
+
+    Raises:
+      RunError: they differ.
+    """
+    if not math.isclose(loss, expected, rel_tol=LOSS_TOLERANCE):
+        raise RunError(
+            f"bench {bench}: after {WARMUP} steps {name} has loss {loss:.6f} and {other} "
+            f"{expected:.6f}: the two do not train the same model, so their times say nothing; "
+            "check the versions of torch and jax"
+        )
+
+
+def gpt_config(sizes: Mapping[str, int], window: int, batch_size: int, pieces: int) -> JsonObject:
+    """Our experiment; its loop over layers is unrolled, as torch has none."""
+    model = {name: sizes[name] for name in ("layers", "embed", "heads", "mlp")}
+    return {
+        "model": {"type": "gpt", **model, "scan_unroll": sizes["layers"]},
+        "data": {"type": "synthetic", "kind": "tokens", "window": window, "heldout_examples": 0},
+        "optim": {"type": "adamw", "learning_rate": 1e-3},
+        "train": {"steps": 10**6, "batch_size": batch_size, "microbatches": pieces},
+    }
+
+
+def our_commands(config: Mapping[str, Json], directory: Path, world: int) -> list[Command]:
+    """The processes of `benchmarks.zero.ours`."""
+    module = "benchmarks.zero.ours"
+    command = python_module(module, json.dumps(config), str(directory))
+    if world == 1:
+        return [(command, {})]
+    peers = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(world)}
+    return [(command, {**peers, "JAX_PROCESS_ID": str(rank)}) for rank in range(world)]
+
+
+def torch_commands(
+    program: Path, kind: str, directory: Path, sizes: Mapping[str, int]
+) -> list[Command]:
+    """The processes of torch's side; `kind` "alone" is one."""
+    world = 1 if kind == "alone" else WORLD
+    command, given = [sys.executable, str(program), kind], json.dumps(sizes)
+    return [([*command, str(rank), str(world), str(directory), given], {}) for rank in range(world)]

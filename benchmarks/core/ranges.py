@@ -1,0 +1,204 @@
+"""Figures over several runs: what a ratio was on different days and machines, not on a lucky one.
+
+`jaxdist bench NAME --record DIR` adds a run to `DIR/NAME.jsonl`, a line each;
+`python -m benchmarks.core.ranges DIR` prints the page of all of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.core.report import Report, holds, show, versions
+from jaxdist.errors import JaxdistError
+from jaxdist.types import Json, JsonObject
+
+ENOUGH_RUNS = 5
+"""Fewer say little about how far a machine moves a figure."""
+KEPT = ("name", "ratio", "goal", "ours", "reference", "unit")
+
+
+@dataclass(frozen=True)
+class Range:
+    """One figure over the recorded runs.
+
+    Attributes:
+      ratios: ours over the reference, of each run.
+      goal: that of the newest run; empty where the figure is only shown.
+      timed: whether it moves with the machine; what is read from a program does not.
+      ours, reference: of the newest run, with their unit; empty where only the ratio was recorded.
+    """
+
+    name: str
+    ratios: tuple[float, ...]
+    goal: str
+    timed: bool = True
+    ours: str = ""
+    reference: str = ""
+
+    @property
+    def median(self) -> float:
+        """Of the runs."""
+        return statistics.median(self.ratios)
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the median meets the goal; None without a goal."""
+        return holds(self.goal, self.median)
+
+
+def record(report: Report, directory: Path) -> Path:
+    """Add the figures of a run to `directory/NAME.jsonl`; returns the file.
+
+    Raises:
+      JaxdistError: the file cannot be written.
+    """
+    found = versions()
+    line = {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": f"{found['cpus']} x {processor()}",
+        "jax": found["jax"],
+        "figures": [
+            {**{key: f[key] for key in KEPT}, "timed": f["unit"] == "s"}
+            for f in report.as_json()["figures"]
+        ],
+    }
+    path = directory / f"{report.bench}.jsonl"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+    except OSError as error:
+        raise JaxdistError(
+            f"the run cannot be recorded in {path}: {error.strerror or error}; give --record a "
+            "directory that can be written"
+        ) from error
+    return path
+
+
+def processor() -> str:
+    """The model name of this machine's processor, where the system tells it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return "processor"
+    names = [line.partition(":")[2].strip() for line in text.splitlines() if "model name" in line]
+    return names[0] if names else "processor"
+
+
+def read_runs(path: Path) -> list[JsonObject]:
+    """The recorded runs of a bench, the oldest first.
+
+    Raises:
+      JaxdistError: a line that is no run, by its number.
+    """
+    runs = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            run = json.loads(line)
+            _ = run["date"], run["machine"], [(f["name"], f["ratio"]) for f in run["figures"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise JaxdistError(f"{path} line {number} is no recorded run: {error!r}") from error
+        runs.append(run)
+    return runs
+
+
+def ranges(runs: Sequence[Mapping[str, Json]]) -> list[Range]:
+    """Each figure of the runs, in the order of the newest.
+
+    >>> run = {"figures": [{"name": "step", "ratio": 1.5, "goal": "<= 2"}]}
+    >>> worse = {"figures": [{"name": "step", "ratio": 2.5, "goal": "<= 2"}]}
+    >>> (found,) = ranges([run, worse, worse])
+    >>> found.median, found.holds
+    (2.5, False)
+    """
+    ratios: dict[str, list[float]] = {}
+    newest: dict[str, Mapping[str, Json]] = {}
+    for run in reversed(runs):
+        for figure in run["figures"]:
+            if figure["ratio"] is not None:
+                ratios.setdefault(figure["name"], []).append(figure["ratio"])
+                newest.setdefault(figure["name"], figure)
+    return [
+        Range(
+            name,
+            tuple(found),
+            newest[name].get("goal") or "",
+            newest[name].get("timed", True),
+            _shown(newest[name], "ours"),
+            _shown(newest[name], "reference"),
+        )
+        for name, found in ratios.items()
+    ]
+
+
+def _shown(figure: Mapping[str, Any], key: str) -> str:
+    value = figure.get(key)
+    return "" if value is None else show(value, figure["unit"])
+
+
+def markdown(directory: Path) -> str:
+    """All recorded benches as a page.
+
+    Raises:
+      JaxdistError: nothing is recorded there.
+    """
+    paths = sorted(directory.glob("*.jsonl"))
+    if not paths:
+        raise JaxdistError(f"no run is recorded in {directory}: jaxdist bench NAME --record DIR")
+    lines = [
+        "# Recorded figures",
+        "",
+        "Generated by `python -m benchmarks.core.ranges docs/results > docs/results.md`; a run "
+        "is added by",
+        "`jaxdist bench NAME --record docs/results`. Ours and the reference are of the newest run; "
+        "median and",
+        "range are of the ratio, ours over the reference, in all runs. A goal holds if the median "
+        "run holds;",
+        f"times of fewer than {ENOUGH_RUNS} runs are marked. "
+        "[What moves the figures](measurements.md) says how to read them.",
+    ]
+    for path in paths:
+        lines += _section(path.stem, read_runs(path))
+    return "\n".join(lines) + "\n"
+
+
+def _section(bench: str, runs: Sequence[Mapping[str, Json]]) -> list[str]:
+    machines = sorted({run["machine"] for run in runs})
+    days = sorted({run["date"] for run in runs})
+    count = f"{len(runs)} run" + ("s" if len(runs) > 1 else "")
+    when = days[0] if len(days) == 1 else f"{days[0]} to {days[-1]}"
+    lines = [
+        "",
+        f"## {bench}",
+        "",
+        f"`jaxdist bench {bench}`, {count} on {when}: {'; '.join(machines)}.",
+        "",
+        "| figure | ours | reference | median | range | runs | goal | holds |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    verdicts = {True: "yes", False: "**no**", None: ""}
+    for found in ranges(runs):
+        few = " (few)" if found.timed and len(found.ratios) < ENOUGH_RUNS else ""
+        cells = (
+            found.name,
+            found.ours,
+            found.reference,
+            f"{found.median:.3g}",
+            f"{min(found.ratios):.3g} to {max(found.ratios):.3g}",
+            f"{len(found.ratios)}{few}",
+            found.goal,
+            verdicts[found.holds],
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+if __name__ == "__main__":
+    print(markdown(Path(sys.argv[1])), end="")

@@ -1,0 +1,224 @@
+"""Processes are killed: how long until the next step, and how many steps are lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import os
+import random
+import re
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.core.report import Figure, Report
+from benchmarks.elastic import cost, peer, sigterm
+from benchmarks.elastic.run import CONFIG, WAIT_SECONDS, started, until
+from benchmarks.elastic.scoreboard import board
+from jaxdist.errors import RunError
+
+PROCESSES, KILLS, TORCH_KILLS = 4, 5, 3
+PARTS = ("stop", "restart", "restore", "first_step")
+AGENT_SECONDS, AGENT_WINDOWS = 10.0, 6
+EVERY = peer.EVERY
+"""Steps between two checkpoints. So many are taken after each recovery, and any number until the
+next checkpoint, before a process is killed, there and here."""
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One loss.
+
+    Attributes:
+      seconds: from the kill to the next step that none before had come to (torchrun: to any).
+      lost_steps: taken before, and taken again.
+      parts: of the time, by name.
+    """
+
+    seconds: float
+    lost_steps: int
+    parts: dict[str, float]
+
+
+def bench(
+    kills: int = KILLS,
+    torch: str | None = None,
+    sigterms: int = 0,
+    scoreboard: str | None = None,
+) -> Report:
+    """What it costs to be able to go on, and SIGKILL of one of four processes, again and again.
+
+    Args:
+      kills: how often.
+      torch: a Python that has torch: the same under torchrun, with DDP.
+      sigterms: so many runs more are told to stop.
+      scoreboard: rows in place of all this, see `benchmarks.elastic.scoreboard.board.asked`.
+    """
+    if scoreboard is not None:
+        return board.scoreboard(scoreboard)
+    costs = cost.figures()
+    ours, agent = recoveries(kills)
+    seconds = [one.seconds for one in ours]
+    split = ", ".join(
+        f"{name.replace('_', ' ')} {statistics.median(one.parts[name] for one in ours):.2f}"
+        for name in PARTS
+    )
+    what = f"{kills} times one of {PROCESSES} processes of this machine, an MLP of 167,178 floats"
+    figures = [
+        Figure("recovery, median", statistics.median(seconds), 8.0, "<= 1", "s",
+               f"{what}; to the first new step; seconds to {split}; the reference is the goal"),
+        Figure("recovery, 95%", float(np.quantile(seconds, 0.95)), 15.0, "<= 1", "s", what),
+        agent,
+        *costs,
+        Figure("lost steps, most", max(one.lost_steps for one in ours), 10, "<= 1", "steps",
+               "a snapshot every 10 steps; one may be under way"),
+    ]  # fmt: skip
+    if sigterms:
+        figures.append(sigterm.figure(sigterms))
+    if torch is not None:
+        figures += beside_torchrun(ours, torch, min(kills, TORCH_KILLS))
+    return Report("elastic", figures)
+
+
+def beside_torchrun(ours: Sequence[Recovery], python: str, kills: int) -> list[Figure]:
+    """The same losses under torchrun; without numbers where it does not go on after one."""
+    name = "recovery beside torchrun's"
+    try:
+        theirs = torch_recoveries(python, kills)
+    except RunError as error:
+        told = str(error).splitlines()[0][:200]
+        return [Figure(name, math.nan, math.nan, "<= 1", "s", f"torchrun did not go on: {told}")]
+    time = statistics.median(one.seconds for one in ours)
+    their_time = statistics.median(one.seconds for one in theirs)
+    lost, their_lost = (statistics.mean(one.lost_steps for one in all) for all in (ours, theirs))
+    return [
+        Figure(name, time, their_time, "<= 1", "s",
+               f"DDP, gloo, {kills} kills of one of {PROCESSES}; ours to the next new step, theirs "
+               "to any, which is before it"),
+        Figure("lost steps beside torchrun's", lost, their_lost, "<= 1", "steps",
+               f"theirs goes back to a checkpoint each {EVERY} steps, as ours on disk"),
+    ]  # fmt: skip
+
+
+def recoveries(kills: int, seed: int = 0) -> tuple[list[Recovery], Figure]:
+    """Ours, and what the agent takes while nothing happens.
+
+    Raises:
+      RunError: a generation does not begin.
+    """
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.yaml").write_text(CONFIG)
+        command = ["-P", "-m", "jaxdist.cli", "train", "config.yaml", "run.directory=run"]
+        options = ["--elastic", "--processes", str(PROCESSES), "--devices", "1"]
+        with started([sys.executable, *command, *options], folder) as process:
+            journal = folder / "run" / "elastic.jsonl"
+            found: list[Recovery] = []
+            for number in range(1, kills + 1):
+                begun = until(lambda n=number: _event(journal, n, "begun"), process)
+                enough = EVERY + rng.randint(1, EVERY)
+                until(lambda n=number, m=enough: _steps_since(folder, journal, n) >= m, process)
+                killed = time.time()
+                os.kill(rng.choice(begun["pids"]), signal.SIGKILL)
+                again = until(lambda n=number: _event(journal, n + 1, "begun"), process)
+                lost = _event(journal, number, "lost")
+                assert lost is not None
+                parts = {part: again[f"{part}_seconds"] for part in PARTS}
+                resumed = int(_resumed(folder)[-1])
+                found.append(Recovery(again["time"] - killed, lost["step"] - resumed, parts))
+            agent = agent_figure(process.pid)
+            process.send_signal(signal.SIGTERM)
+            process.wait(WAIT_SECONDS)
+    return found, agent
+
+
+def agent_figure(process: int) -> Figure:
+    """The share of one core that an agent takes; Linux tells it, to a hundredth of a second."""
+    ticks = os.sysconf("SC_CLK_TCK")
+
+    def spent() -> float:
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / ticks  # utime and stime
+
+    shares = []
+    for _ in range(AGENT_WINDOWS):
+        before, begun = spent(), time.monotonic()
+        time.sleep(AGENT_SECONDS)
+        shares.append((spent() - before) / (time.monotonic() - begun))
+    share = statistics.median(shares)
+    return Figure(
+        "agent, share of a core", share, 1.0, "<= 0.005", "cores",
+        f"of the agent of {PROCESSES} processes, the median of {AGENT_WINDOWS} times "
+        f"{AGENT_SECONDS:g} s; from {min(shares):.2%} to {max(shares):.2%}",
+    )  # fmt: skip
+
+
+def _steps_since(folder: Path, journal: Path, generation: int) -> int:
+    """Steps that a generation has taken, by the log."""
+    begun = _event(journal, generation, "begun")
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()[:-1]
+    if begun is None or not lines:
+        return 0
+    records = [json.loads(line) for line in lines]
+    return sum(one["split"] == "train" and one["time"] > begun["time"] for one in records)
+
+
+def _resumed(folder: Path) -> list[str]:
+    found = re.findall(r"resume from step (\d+)", (folder / "out").read_text())
+    return found or ["0"]
+
+
+def _event(journal: Path, generation: int, event: str) -> dict | None:
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    for line in map(json.loads, lines):
+        if (line["generation"], line["event"]) == (generation, event):
+            return line
+    return None
+
+
+def torch_recoveries(python: str, kills: int, seed: int = 0) -> list[Recovery]:
+    """Torchrun's.
+
+    Raises:
+      RunError: it does not go on.
+    """
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={PROCESSES}"]
+        script = [f"--max-restarts={kills + 2}", peer.__file__, str(folder), "1000000"]
+        with started([python, *run, *script], folder, peer.ENVIRON) as process:
+            found: list[Recovery] = []
+            for _ in range(kills):
+                enough = len(_lines(folder)) + EVERY + rng.randint(1, EVERY)
+                until(lambda n=enough: len(_lines(folder)) >= n, process)
+                before = len(_lines(folder))
+                pid = int((folder / f"pid_{rng.randrange(PROCESSES)}").read_text())
+                killed = time.time()
+                os.kill(pid, signal.SIGKILL)
+                until(lambda n=before: _went_back(_lines(folder)[n - 1 :]), process)
+                lines = _lines(folder)
+                at = next(n for n in range(before, len(lines)) if lines[n][1] <= lines[n - 1][1])
+                lost = int(lines[at - 1][1] - lines[at][1] + 1)
+                found.append(Recovery(lines[at][0] - killed, lost, {}))
+    return found
+
+
+def _lines(folder: Path) -> list[tuple[float, float]]:
+    path = folder / "steps"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [(float(at), float(step)) for at, step in map(str.split, lines)]
+
+
+def _went_back(lines: Sequence[tuple[float, float]]) -> bool:
+    pairs = itertools.pairwise(lines)
+    return any(later[1] <= earlier[1] for earlier, later in pairs)

@@ -1,0 +1,123 @@
+"""Saves that are cut off, and generations that wake up: R08 and R04."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.elastic.scoreboard import saver
+from benchmarks.elastic.scoreboard.row import Row, of
+from jaxdist.checkpoint.layout import step_directory, steps_present
+from jaxdist.checkpoint.manifest import read_manifest
+from jaxdist.errors import JaxdistError, RunError
+from jaxdist.runtime.environment import python_module
+
+CALLS = {"fsync": 40, "rename": 16, "link": 12, "unlink": 12, "mkdir": 8}
+"""System calls of a save, and as which of them the process is killed at most."""
+LONGEST_SECONDS, FROZEN_SECONDS = 0.8, 0.5
+WAIT_SECONDS = 120.0
+
+
+def started(run: Path, generation: int, call: str = "none", number: int = 0) -> Any:
+    """A saving process that is about to begin.
+
+    Raises:
+      RunError: it does not begin.
+    """
+    command = python_module(saver.__name__, str(run), str(generation), call, str(number))
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    assert process.stdout is not None
+    if process.stdout.readline() != "ready\n":
+        raise RunError(f"a saving process has ended ({process.wait()})")
+    return process
+
+
+def killed_saves(trials: int, seed: int) -> Row:
+    """R08: SIGKILL at a random system call of a save, or moment; each run is then read."""
+    rng, right, at_calls = random.Random(seed), 0, 0
+    with tempfile.TemporaryDirectory() as name:
+        run, newest = Path(name), 0
+        for _ in range(trials):
+            call = rng.choice([*CALLS, "none"])
+            process = started(run, 1, call, rng.randint(1, CALLS.get(call, 1)))
+            try:
+                out, _ = process.communicate(timeout=rng.uniform(0.1, LONGEST_SECONDS) + 2)
+                at_calls += 1
+            except subprocess.TimeoutExpired:
+                process.kill()
+                out, _ = process.communicate()
+            newest = max([newest, *map(int, out.split())])
+            found = restored(run)
+            right += found in (newest, newest + 1)
+            newest = max(newest, found)
+    words = f"the newest committed step to the bit {of(right, trials)}; {at_calls} at a call"
+    return Row(words, right == trials)
+
+
+def restored(run: Path) -> int:
+    """The newest step that is restored; -1 where it does not hold what it must."""
+    place = jax.numpy.ones(1).sharding
+    target = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
+        saver.state_of(0),
+    )
+    try:
+        with saver.store_of(run, 1, lambda line: None) as store:
+            if not store.steps():
+                return 0
+            found = store.restore(target)
+    except JaxdistError:
+        return -1
+    wanted = saver.state_of(found.step)
+    same = jax.tree.map(lambda a, b: bool(np.array_equal(a, b)), found.state, wanted)
+    return found.step if all(jax.tree.leaves(same)) else -1
+
+
+def woken_generations(trials: int, seed: int) -> Row:
+    """R04: a generation is frozen at a random moment of its saves; the next one saves; it wakes."""
+    rng, refused = random.Random(seed), 0
+    for _ in range(trials):
+        with tempfile.TemporaryDirectory() as name:
+            refused += refused_after(Path(name), rng)
+    return Row(f"nothing of the old generation was kept {of(refused, trials)}", refused == trials)
+
+
+def refused_after(run: Path, rng: random.Random) -> bool:
+    """Whether what a frozen generation writes when it wakes is refused, and it ends."""
+    process = started(run, 1)
+    try:
+        process.stdout.readline()  # one step is there
+        time.sleep(rng.uniform(0.0, LONGEST_SECONDS))
+        process.send_signal(signal.SIGSTOP)
+        with saver.store_of(run, 2, lambda line: None) as store:
+            step = max(store.steps(), default=0) + saver.STEPS
+            store.save(step, saver.state_of(step), metadata={})
+            store.wait()
+            time.sleep(FROZEN_SECONDS)
+            before = old_steps(run)
+            process.send_signal(signal.SIGCONT)
+            code = process.wait(WAIT_SECONDS)
+            return code != 0 and old_steps(run) <= before and step in store.steps()
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def old_steps(run: Path) -> set[int]:
+    """Steps that generation 1 has committed."""
+    folder = run / "checkpoints"
+    found = set()
+    for step in steps_present(folder):
+        manifest = read_manifest(step_directory(folder, step))
+        found |= {step} if manifest.generation == 1 else set()
+    return found

@@ -1,0 +1,229 @@
+"""Processes of an elastic run that are killed and stopped: R01, R19, R27 and R28."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import jax
+import numpy as np
+from jax.sharding import SingleDeviceSharding
+
+from benchmarks.elastic.run import CONFIG, WAIT_SECONDS, started, until
+from benchmarks.elastic.scoreboard.row import Row, of
+from jaxdist.checkpoint.arrays import load_arrays
+from jaxdist.checkpoint.layout import step_directory, steps_present
+from jaxdist.checkpoint.manifest import read_manifest
+from jaxdist.elastic.journal import read_journal
+from jaxdist.elastic.place import left_behind
+from jaxdist.elastic.watch import Patience
+from jaxdist.errors import RunError
+from jaxdist.metrics.goodput import joined
+from jaxdist.metrics.writer import read_metrics
+from jaxdist.runtime.environment import python_module
+from jaxdist.types import JsonObject
+
+Process = subprocess.Popen[bytes]
+MEDIAN_SECONDS, TAIL_SECONDS = 8.0, 15.0
+LEAST, MOST, APART = 15, 100, 150
+"""Steps of a generation before it is struck, any number between, and of a run for each strike."""
+SOAK_SECONDS, RARE_SECONDS = 15.0, 60.0
+GOODPUT = 0.8
+GROWN_BYTES, GROWN_FILES = 64 << 20, 8
+
+
+@dataclass(frozen=True)
+class Hit:
+    """What followed a strike.
+
+    Attributes:
+      detect: seconds until the agent knew.
+      seconds: until the first step that none before had come to.
+      named: whether the agent named the process.
+    """
+
+    detect: float
+    seconds: float
+    named: bool
+
+
+@contextmanager
+def training(folder: Path, processes: int, steps: int, name: str) -> Iterator[tuple[Path, Process]]:
+    """A run under an agent; its directory and its process."""
+    (folder / "config.yaml").write_text(CONFIG)
+    given = ["train", "config.yaml", f"run.directory={name}", f"train.steps={steps}"]
+    options = ["--elastic", "--processes", str(processes), "--devices", "1"]
+    with started(python_module("jaxdist.cli", *given, *options), folder) as process:
+        yield folder / name, process
+
+
+def event(run: Path, generation: int, kind: str) -> JsonObject | None:
+    """The first of a generation."""
+    found = (one for one in read_journal(run) if one["generation"] == generation)
+    return next((one for one in found if one["event"] == kind), None)
+
+
+def at_work(run: Path) -> JsonObject | None:
+    """What the generation that is at work now has told of its beginning.
+
+    Others may have begun than those that were struck: on a machine that is busy a process may be
+    silent for too long.
+    """
+    found = [one for one in read_journal(run) if one["event"] in ("begun", "lost", "ended")]
+    return found[-1] if found and found[-1]["event"] == "begun" else None
+
+
+def last_step(run: Path) -> int:
+    """The newest step in the end of the file of metrics; 0 where there is none for a moment."""
+    if not (run / "metrics.jsonl").exists():
+        return 0
+    with (run / "metrics.jsonl").open("rb") as file:
+        file.seek(max(file.seek(0, os.SEEK_END) - 4096, 0))
+        lines = file.read().decode(errors="replace").splitlines()[1:-1]
+    return max((json.loads(line)["step"] for line in lines), default=0)
+
+
+def strike(run: Path, process: Process, number: int, rng: random.Random) -> Hit:
+    """One of a generation's processes, at a random moment of its steps."""
+    until(lambda: at_work(run), process)
+    first, after = last_step(run), rng.randint(LEAST, MOST)
+    until(lambda: last_step(run) >= first + after, process)
+    time.sleep(0.1 * rng.random())
+    begun = until(lambda: at_work(run), process)
+    generation = begun["generation"]
+    victim = rng.randrange(len(begun["pids"]))
+    at = time.time()
+    os.kill(begun["pids"][victim], number)
+    again = until(lambda: event(run, generation + 1, "begun"), process)
+    lost = event(run, generation, "lost")
+    assert lost is not None
+    return Hit(lost["time"] - at, again["time"] - at, lost["process"] == victim)
+
+
+def end(process: Process) -> None:
+    """Wait for the end of a run.
+
+    Raises:
+      RunError: it failed.
+    """
+    code = process.wait(4 * WAIT_SECONDS)
+    if code:
+        raise RunError(f"the run ended with exit code {code}")
+
+
+def same_bits(one: Path, other: Path) -> bool:
+    """Whether two runs ended in one state."""
+    place, states = SingleDeviceSharding(jax.devices()[0]), []
+    for run in (one, other):
+        newest = max(steps_present(run / "checkpoints"))
+        path = step_directory(run / "checkpoints", newest).absolute()
+        manifest = read_manifest(path)
+        target = {
+            name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+            for name, leaf in manifest.leaves.items()
+        }
+        states.append(load_arrays(path, manifest, target))
+    first, second = states
+    return first.keys() == second.keys() and all(
+        np.asarray(first[name]).tobytes() == np.asarray(second[name]).tobytes() for name in first
+    )
+
+
+def lost_processes(trials: int, seed: int, processes: int = 4) -> Row:
+    """R01: SIGKILL, again and again in one run; its last state beside that of one without."""
+    hits, same = struck(trials, seed, processes, signal.SIGKILL)
+    seconds = [one.seconds for one in hits]
+    tail = float(np.quantile(seconds, 0.95))
+    words = (
+        f"{trials} kills in a run of {processes} processes: last state "
+        f"{'bit-equal' if same else 'another'}; recovery {median(seconds):.2f} s, p95 {tail:.2f} s"
+    )
+    return Row(words, same and median(seconds) <= MEDIAN_SECONDS and tail <= TAIL_SECONDS)
+
+
+def stopped_processes(trials: int, seed: int, processes: int = 2) -> Row:
+    """R19: SIGSTOP; steps of this model take less than 0.1 s."""
+    hits, same = struck(trials, seed, processes, signal.SIGSTOP)
+    limit = Patience().silent_seconds + 2 * 0.1 + 1.0  # and a second to write the stacks down
+    named = sum(one.named for one in hits)
+    longest = max(one.detect for one in hits)
+    words = (
+        f"named {of(named, trials)}, evicted after {longest:.2f} s at most; last state "
+        f"{'bit-equal' if same else 'another'}"
+    )
+    return Row(words, named == trials and longest <= limit and same)
+
+
+def struck(trials: int, seed: int, processes: int, number: int) -> tuple[list[Hit], bool]:
+    """Recoveries, and whether the run ended in the state of one that lost nobody."""
+    rng, steps = random.Random(seed), APART * (trials + 1)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with training(folder, processes, steps, "whole") as (whole, process):
+            end(process)
+        with training(folder, processes, steps, "parts") as (parts, process):
+            hits = [strike(parts, process, number, rng) for _ in range(trials)]
+            end(process)
+        return hits, same_bits(whole, parts)
+
+
+def soak(minutes: int, seed: int) -> Row:
+    """R27: a random fault each 15 s; nobody helps, and nothing grows."""
+    goodput, hits, grown = timed(minutes, seed, SOAK_SECONDS, (signal.SIGKILL, signal.SIGSTOP))
+    files = sum(one[1] for one in grown)
+    memory = sum(one[0] for one in grown)
+    left = len(left_behind())  # what was there before has gone when the agent began
+    words = (
+        f"{minutes} min, {len(hits)} faults, goodput {goodput:.1%}; the agent's memory grew by "
+        f"{memory / 2**20:.1f} MiB, its open files by {files}; {left} folders left in memory"
+    )
+    return Row(words, memory < GROWN_BYTES and files < GROWN_FILES and not left and bool(hits))
+
+
+def rare_faults(minutes: int, seed: int) -> Row:
+    """R28: SIGKILL once a minute; goodput is steps that were kept over wall time."""
+    goodput, hits, _ = timed(minutes, seed, RARE_SECONDS, (signal.SIGKILL,))
+    words = f"{goodput:.1%} of {minutes} min with {len(hits)} kills (steps kept over wall time)"
+    return Row(words, goodput >= GOODPUT and bool(hits))
+
+
+def timed(
+    minutes: int, seed: int, apart: float, numbers: Sequence[int], processes: int = 2
+) -> tuple[float, list[Hit], list[tuple[int, int]]]:
+    """Goodput, recoveries, and by how many bytes and open files the agent has grown."""
+    rng, hits = random.Random(seed), []
+    with tempfile.TemporaryDirectory() as name:
+        folder, over = Path(name), time.monotonic() + 60 * minutes
+        with training(folder, processes, 10**7, "run") as (run, process):
+            until(lambda: event(run, 1, "begun"), process)
+            before = size_of(process.pid)
+            following = time.monotonic() + apart
+            while following < over:
+                time.sleep(max(following - time.monotonic(), 0))
+                hits.append(strike(run, process, rng.choice(numbers), rng))
+                # After a recovery that took longer than that the next fault comes at once.
+                following = max(following + apart, time.monotonic())
+            time.sleep(max(over - time.monotonic(), 0))
+            after = size_of(process.pid)
+            process.send_signal(signal.SIGTERM)
+            process.wait(WAIT_SECONDS)
+        found = joined(read_metrics(run))
+        assert found is not None, "a run that has taken steps has written down its time"
+        return found.goodput, hits, [(after[0] - before[0], after[1] - before[1])]
+
+
+def size_of(pid: int) -> tuple[int, int]:
+    """Resident bytes and open files of a process; Linux tells them."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    resident = next(line for line in status.splitlines() if line.startswith("VmRSS"))
+    return 1024 * int(resident.split()[1]), len(os.listdir(f"/proc/{pid}/fd"))

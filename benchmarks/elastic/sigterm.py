@@ -1,0 +1,61 @@
+"""SIGTERM at a random moment: how long until the checkpoint is there and the run has ended."""
+
+from __future__ import annotations
+
+import random
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.core.report import Figure
+from benchmarks.elastic.run import CONFIG, started, until
+from jaxdist.checkpoint.layout import steps_present
+from jaxdist.errors import STOPPED, RunError
+from jaxdist.metrics.writer import read_metrics
+
+GOAL_SECONDS = 10.0
+
+
+def figure(trials: int, seed: int = 0) -> Figure:
+    """So many runs, by turns of one process and of two under an agent.
+
+    Raises:
+      RunError: a run ended with another exit code, or without a checkpoint of its last step.
+    """
+    rng = random.Random(seed)
+    seconds = [trial(rng, elastic=bool(index % 2)) for index in range(trials)]
+    middle = sorted(seconds)[len(seconds) // 2]
+    return Figure(
+        "SIGTERM to the exit, most", max(seconds), GOAL_SECONDS, "<= 1", "s",
+        f"{trials} runs, by turns of one process and of two under an agent; median {middle:.2f} s; "
+        f"each saved its last step and ended with exit code {STOPPED}; the reference is the goal",
+    )  # fmt: skip
+
+
+def trial(rng: random.Random, *, elastic: bool) -> float:
+    """Seconds from the signal until the run has ended, at a random moment of its steps.
+
+    Raises:
+      RunError: it ended otherwise than it should.
+    """
+    options = ["--elastic", "--processes", "2"] if elastic else []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.yaml").write_text(CONFIG)
+        command = ["-P", "-m", "jaxdist.cli", "train", "config.yaml", "run.directory=run"]
+        metrics = folder / "run" / "metrics.jsonl"
+        with started([sys.executable, *command, *options, "--devices", "1"], folder) as process:
+            until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 2, process)
+            time.sleep(2 * rng.random())
+            begun = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            code = process.wait(10 * GOAL_SECONDS)
+            taken = time.monotonic() - begun
+        last = max(one["step"] for one in read_metrics(metrics) if one["split"] == "train")
+        saved = steps_present(folder / "run" / "checkpoints")
+        if code != STOPPED or max(saved, default=-1) != last:
+            words = (folder / "out").read_text(errors="replace")[-500:]
+            raise RunError(f"exit code {code}, step {last}, checkpoints of {saved}: {words}")
+    return taken

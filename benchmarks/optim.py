@@ -1,0 +1,249 @@
+"""Optimizer steps: time beside optax's, bytes and temporaries of the compiled program, and what a
+sharded update sends.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from functools import cached_property
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from benchmarks.core import child
+from benchmarks.core.harness import REPEATS, interleave
+from benchmarks.core.report import Figure, Report
+from benchmarks.core.shapes import Shapes, bert_base, resnet50
+from jaxdist.hlo import Ledger, ledger
+from jaxdist.optim.lamb import lamb
+from jaxdist.optim.lars import lars
+from jaxdist.types import Grads, OptState, Params, PyTree
+
+RATE = 1e-3
+LAMB_FLOOR_BYTES, LARS_FLOOR_BYTES, SGD_BYTES = 40, 28, 12
+"""Traffic of a float32 parameter if every pass over it is fused as far as it can be."""
+SHARDS = 8
+DONATED = "jitted update and apply_updates on one device, parameters and state donated"
+
+
+def bench(repeats: int = REPEATS) -> Report:
+    """LAMB and LARS beside optax's on the shapes of BERT-base and of ResNet-50.
+
+    Times are taken twice: in a process as a training loop of your own has it, and in this one,
+    which the command line has started with huge pages, so that optax's temporaries cost it less.
+    """
+    figures = [*_in_plain_process(repeats), *timed(repeats, "huge pages"), *counted()]
+    if len(jax.devices()) >= SHARDS:
+        figures += sharded_figures(bert_base())
+    return Report("optim", figures)
+
+
+def timed(
+    repeats: int = REPEATS,
+    suffix: str = "",
+    *,
+    bert: Shapes | None = None,
+    resnet: Shapes | None = None,
+) -> list[Figure]:
+    """Steps over optax's, and LAMB's over AdamW's and over its floor; goals without a suffix.
+
+    Args:
+      bert, resnet: other shapes in their place, for tests.
+    """
+    bert, resnet = bert or bert_base(), resnet or resnet50()
+    ours, end, goals = OptimizerStep(lamb(RATE), bert), f", {suffix}" * bool(suffix), not suffix
+    pairs = [
+        ("BERT-base: LAMB over optax.lamb", ours, optax.lamb(RATE), "<= 0.4"),
+        ("BERT-base: LAMB over optax.adamw", ours, optax.adamw(RATE), "<= 1.8"),
+        (
+            "ResNet-50: LARS over optax.lars",
+            OptimizerStep(lars(RATE), resnet),
+            optax.lars(RATE),
+            "<= 0.25",
+        ),
+        (
+            "ResNet-50: LAMB over optax.lamb",
+            OptimizerStep(lamb(RATE), resnet),
+            optax.lamb(RATE),
+            "<= 0.4",
+        ),
+        (
+            "BERT-base: LARS over optax.lars",
+            OptimizerStep(lars(RATE), bert),
+            optax.lars(RATE),
+            "<= 0.25",
+        ),
+    ]
+    figures = [
+        compare(name + end, step, OptimizerStep(reference, step.sizes), repeats, goal * goals)
+        for name, step, reference, goal in pairs
+    ]
+    return [*figures, over_floor(f"BERT-base: LAMB over its floor{end}", ours, repeats)]
+
+
+def counted() -> list[Figure]:
+    """Bytes and temporaries of the compiled steps."""
+    figures: list[Figure] = []
+    for model, shapes in (("BERT-base", bert_base()), ("ResNet-50", resnet50())):
+        more, less = OptimizerStep(lamb(RATE), shapes), OptimizerStep(lars(RATE), shapes)
+        figures += [
+            traffic(f"{model}: LAMB traffic", more, LAMB_FLOOR_BYTES, "<= 1.3"),
+            temporaries(f"{model}: LAMB temporaries", more, "<= 1"),
+            traffic(f"{model}: LARS traffic", less, LARS_FLOOR_BYTES),
+            temporaries(f"{model}: LARS temporaries", less, "<= 1"),
+        ]
+    return figures
+
+
+def _in_plain_process(repeats: int) -> list[Figure]:
+    """The figures of `timed` from a process of its own, without our settings of glibc's malloc.
+
+    Raises:
+      RunError: it fails.
+    """
+    plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    what = "timing in a process of its own"
+    return child.call(timed, Figure, repeats, what=what, environ=plain)
+
+
+class OptimizerStep:
+    """An optimizer's step on tensors of these shapes, on the first device; gradients stay."""
+
+    def __init__(self, transform: optax.GradientTransformation, shapes: Shapes) -> None:
+        self.transform = transform
+        self.sizes = shapes
+        self.shapes = {k: jax.ShapeDtypeStruct(v, jnp.float32) for k, v in shapes.items()}
+        self.parameters = sum(math.prod(shape) for shape in shapes.values())
+        self.largest_bytes = 4 * max(math.prod(shape) for shape in shapes.values())
+
+    def _step(self, params: Params, state: OptState, grads: Grads) -> tuple[PyTree, PyTree]:
+        updates, state = self.transform.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    @cached_property
+    def compiled(self) -> jax.stages.Compiled:
+        """The step, its parameters and state donated."""
+        jitted = jax.jit(self._step, donate_argnums=(0, 1))
+        state = jax.eval_shape(self.transform.init, self.shapes)
+        return jitted.lower(self.shapes, state, self.shapes).compile()
+
+    def __enter__(self) -> OptimizerStep:
+        """Make the tensors; they are freed on exit."""
+        params = {name: _filled(struct.shape) for name, struct in self.shapes.items()}
+        self.state = (params, jax.jit(self.transform.init)(params))
+        self.grads = {name: 0.01 * x for name, x in params.items()}
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        del self.state, self.grads
+
+    def __call__(self) -> None:
+        """Take one step and wait for it."""
+        self.state = self.compiled(*self.state, self.grads)
+        jax.block_until_ready(self.state)
+
+
+def _filled(shape: tuple[int, ...]) -> jax.Array:
+    """Values of the size of weights, no two of a row alike."""
+    return jnp.broadcast_to(0.02 + 1e-6 * jnp.arange(shape[-1], dtype=jnp.float32), shape)
+
+
+def compare(
+    name: str, ours: OptimizerStep, reference: OptimizerStep, repeats: int, goal: str = ""
+) -> Figure:
+    """Time of one step over that of another, interleaved."""
+    with ours, reference:
+        return Figure.compare(name, *interleave(ours, reference, repeats=repeats), goal, DONATED)
+
+
+def over_floor(name: str, ours: OptimizerStep, repeats: int) -> Figure:
+    """Time over that of the floor's bytes, moved as fast as a plain SGD step moves its own."""
+    sgd = OptimizerStep(optax.sgd(RATE), ours.sizes)
+    scale = LAMB_FLOOR_BYTES / SGD_BYTES
+    with ours, sgd:
+        mine, plain = interleave(ours, sgd, repeats=repeats)
+    note = f"{scale:.3g} times an optax.sgd step, which moves {SGD_BYTES} bytes a parameter"
+    return Figure(name, mine.median, scale * plain.median, note=note)
+
+
+def traffic(name: str, ours: OptimizerStep, floor_bytes: int, goal: str = "") -> Figure:
+    """Bytes that the compiled step reads and writes, a parameter, over the floor."""
+    cost: Mapping[str, float] = ours.compiled.cost_analysis() or {}
+    accessed = cost.get("bytes accessed", math.nan) / ours.parameters
+    note = "bytes of float32 traffic a parameter, by XLA's cost analysis"
+    return Figure(name, accessed, floor_bytes, goal, "bytes", note)
+
+
+def temporaries(name: str, ours: OptimizerStep, goal: str = "") -> Figure:
+    """Temporary memory of the compiled step over the largest tensor."""
+    analysis = ours.compiled.memory_analysis()
+    held = math.nan if analysis is None else analysis.temp_size_in_bytes
+    note = "beside parameters, gradients and state; the reference is the largest tensor"
+    return Figure(name, held, ours.largest_bytes, goal, "B", note)
+
+
+def sharded_figures(shapes: Shapes) -> list[Figure]:
+    """What LAMB on shards sends beyond AdamW on shards, with a manual axis over `SHARDS` devices.
+
+    A tensor is split along its first dim that divides; the others are whole on all devices.
+    """
+    mesh = jax.make_mesh(
+        (SHARDS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:SHARDS]
+    )
+    specs = {name: _spec(shape) for name, shape in shapes.items()}
+    more = sharded(lamb(RATE, specs=specs), shapes, specs, mesh)
+    less = sharded(optax.adamw(RATE), shapes, specs, mesh)
+    tensors = len(shapes)
+    payload = sum(found.payload_bytes for found in more.collectives)
+    return [
+        Figure(
+            "BERT-base: collectives of sharded LAMB",
+            len(more.collectives) - len(less.collectives),
+            1,
+            "<= 1",
+            "",
+            "more than sharded AdamW has; one all-reduce for all norms of the tree",
+        ),
+        Figure(
+            "BERT-base: their payload",
+            payload,
+            8 * tensors,
+            "<= 1",
+            "bytes",
+            f"two float32 for each of {tensors} tensors at most",
+        ),
+    ]
+
+
+def sharded(
+    transform: optax.GradientTransformation,
+    shapes: Shapes,
+    specs: Mapping[str, PartitionSpec],
+    mesh: jax.sharding.Mesh,
+) -> Ledger:
+    """The ledger of an update inside `jax.shard_map`."""
+    params = {
+        name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, specs[name]))
+        for name, shape in shapes.items()
+    }
+    state = jax.eval_shape(transform.init, params)
+    whole = PartitionSpec()
+    state_specs = optax.tree.map_params(
+        transform, lambda _, spec: spec, state, specs, transform_non_params=lambda _: whole
+    )
+    update = jax.shard_map(
+        transform.update,
+        mesh=mesh,
+        in_specs=(specs, state_specs, specs),
+        out_specs=(specs, state_specs),
+    )
+    return ledger(jax.jit(update).lower(params, state, params).compile(), mesh)
+
+
+def _spec(shape: tuple[int, ...]) -> PartitionSpec:
+    dim = next((i for i, size in enumerate(shape) if size % SHARDS == 0), None)
+    return PartitionSpec() if dim is None else PartitionSpec(*(None,) * dim, "data")

@@ -1,0 +1,267 @@
+"""What jaxdist costs beyond the work itself: our step over one written by hand, and the loop."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from rich.console import Console
+
+from benchmarks.core.harness import REPEATS, Sample, interleave
+from benchmarks.core.plain import gpt_loss, mlp_loss, plain_step
+from benchmarks.core.report import Figure, Report
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.progress import Progress
+from jaxdist.metrics.writer import MetricsWriter
+from jaxdist.models.loss import Batch
+from jaxdist.train.hooks import Cadence, Guard, Log, RunHooks, Save, Stop
+from jaxdist.train.loop import StepFunction, run_loop
+from jaxdist.train.replicas.check import replicas_of
+from jaxdist.train.state import TrainState
+from jaxdist.train.termination import Termination
+from jaxdist.train.watch.told import Goodput
+from jaxdist.types import JsonObject
+
+STEP_GOAL = "<= 1.03"
+LOOP_BUDGET_SECONDS = 50e-6
+LOADER_GOAL = "<= 1.05"
+LEARNING_RATE = 1e-3
+BUSY_ITERATIONS = 400_000
+_NEVER = 2**31 - 1
+
+GPT: JsonObject = {
+    "model": {"type": "gpt", "layers": 2, "embed": 64, "heads": 4},
+    "data": {"type": "synthetic", "kind": "tokens", "window": 64, "heldout_examples": 0},
+    "train": {"steps": _NEVER, "batch_size": 16},
+}
+MLP: JsonObject = {
+    "model": {"type": "mlp", "hidden": [512, 256]},
+    "data": {
+        "type": "synthetic",
+        "kind": "images",
+        "height": 28,
+        "width": 28,
+        "channels": 1,
+        "heldout_examples": 0,
+    },
+    "train": {"steps": _NEVER, "batch_size": 512},
+}
+TINY: JsonObject = {
+    "model": {"type": "mlp", "hidden": [8]},
+    "data": {**MLP["data"], "height": 4, "width": 4},
+    "train": {"steps": _NEVER, "batch_size": 8},
+}
+
+STEPS_PER_SAMPLE = 8
+STEP_REPEATS = 3
+"""One step of 30 ms is too short to time on a shared machine, and 3% need more pairs than 9."""
+
+PlainLoss = Callable[[Any, Batch], jax.Array]
+
+
+def bench(repeats: int = REPEATS) -> Report:
+    """Our step over a hand-written one, on all devices; the loop beyond the bare call, on one."""
+    devices, pairs = len(jax.devices()), STEP_REPEATS * repeats
+    tiny = experiment(TINY, devices=1)
+    return Report(
+        "overhead",
+        [
+            step_figure(f"gpt step, {devices} devices", experiment(GPT), gpt_loss, pairs),
+            check_figure(f"gpt replicas compared, {devices} devices", experiment(GPT), pairs),
+            step_figure(f"mlp step, {devices} devices", experiment(MLP), mlp_loss, pairs),
+            loop_figure(tiny, repeats=repeats),
+            loop_with_loader_figure(tiny, repeats=repeats),
+        ],
+    )
+
+
+def experiment(settings: JsonObject, devices: int | None = None) -> Experiment:
+    """These settings with AdamW, the batch split over all devices or the first `devices`."""
+    optim = {"type": "adamw", "learning_rate": LEARNING_RATE, "schedule": {"type": "constant"}}
+    mesh = {"data": -1}
+    config = ExperimentConfig.model_validate({**settings, "optim": optim, "mesh": mesh})
+    return build(config, devices=jax.devices()[:devices])
+
+
+def step_figure(name: str, ours: Experiment, loss: PlainLoss, repeats: int = REPEATS) -> Figure:
+    """Our step over the hand-written step of the same model, equal in its losses."""
+    steps = StepPair(ours, loss)
+    with ours.loader.batches() as batches:
+        steps.check(list(itertools.islice(batches, 3)))
+    return Figure.compare(
+        name,
+        *interleave(
+            lambda: steps.ours(STEPS_PER_SAMPLE),
+            lambda: steps.reference(STEPS_PER_SAMPLE),
+            repeats=repeats,
+        ),
+        STEP_GOAL,
+        f"{STEPS_PER_SAMPLE} steps a sample; jax.jit of a step written by hand for this model, "
+        "with optax.adamw, the same shardings and donation, that reports loss and gradient norm "
+        "as ours does",
+    )
+
+
+def check_figure(name: str, ours: Experiment, repeats: int = REPEATS) -> Figure:
+    """Comparing replicas of a training state, over a step."""
+    program, replicas = ours.program, replicas_of(ours.program)
+    state = program.init()
+    with ours.loader.batches() as batches:
+        batch = next(batches)
+
+    def compare() -> None:
+        differing = replicas.differences(np.asarray(replicas.digests(state)))
+        assert not differing, differing
+
+    def step() -> None:
+        nonlocal state
+        state, _ = jax.block_until_ready(program.train(state, batch))
+
+    note = (
+        "one comparison of all of the state, as train.check_replicas makes; the reference is a step"
+    )
+    return Figure.compare(name, *interleave(compare, step, repeats=repeats), note=note)
+
+
+class StepPair:
+    """One step of each side, on states that begin equal and on the batch last checked."""
+
+    def __init__(self, experiment: Experiment, loss: PlainLoss):
+        program, whole = experiment.program, experiment.layout.replicated
+        self._train, self._state = program.train, program.init()
+        optimizer = optax.adamw(LEARNING_RATE, weight_decay=0.0)
+        params = program.init().params
+        self._plain = plain_step(loss, optimizer, whole)
+        self._plain_state = (params, jax.jit(optimizer.init, out_shardings=whole)(params))
+        self._batch: Batch = {}
+
+    def check(self, batches: list[Batch]) -> None:
+        """Train both on these batches: their losses must agree as far as float32 sums do."""
+        for self._batch in batches:
+            ours, reference = float(self.ours()[0]), float(self.reference()[0])
+            assert np.isclose(ours, reference, rtol=1e-4), (ours, reference)
+
+    def ours(self, count: int = 1) -> jax.Array:
+        """`count` of our steps, each finished before the next; the last one's metrics."""
+        values = jnp.zeros(())
+        for _ in range(count):
+            self._state, values = self._train(self._state, self._batch)
+            jax.block_until_ready((self._state, values))
+        return values
+
+    def reference(self, count: int = 1) -> jax.Array:
+        """The same of the hand-written step; loss and gradient norm."""
+        values = jnp.zeros(())
+        for _ in range(count):
+            self._plain_state, values = self._plain(self._plain_state, self._batch)
+            jax.block_until_ready((self._plain_state, values))
+        return values
+
+
+def loop_figure(tiny: Experiment, *, steps: int = 500, repeats: int = REPEATS) -> Figure:
+    """Seconds per step of the loop with its hooks, where no device work hides them."""
+    with tiny.loader.batches() as batches:
+        fixed = next(batches)
+    loops = LoopPair(tiny, tiny.program.train, fixed, steps)
+    note = "log every 10 steps, a fixed batch, and a step so small that nothing hides the loop"
+    with hooks(tiny) as each_step:
+        ours = interleave(
+            lambda: loops.ours(itertools.repeat(fixed), each_step), loops.bare, repeats=repeats
+        )
+    return beyond_figure("loop, per step", *ours, steps, note)
+
+
+def loop_with_loader_figure(
+    tiny: Experiment, *, steps: int = 100, repeats: int = REPEATS
+) -> Figure:
+    """Time of the loop, fed by the loader beside a busy device, over the bare calls.
+
+    A ratio, not microseconds: those would be the small difference of two noisy milliseconds.
+    """
+    with tiny.loader.batches() as batches, hooks(tiny) as each_step:
+        loops = LoopPair(tiny, busy_step(tiny, BUSY_ITERATIONS), next(batches), steps)
+        pair = interleave(lambda: loops.ours(batches, each_step), loops.bare, repeats=repeats)
+    note = (
+        f"{steps} steps, each of which keeps one core busy for milliseconds, as a device would; "
+        "the reference is the jitted call on one batch"
+    )
+    return Figure.compare("loop + loader", *pair, LOADER_GOAL, note)
+
+
+def beyond_figure(name: str, ours: Sample, bare: Sample, steps: int, note: str) -> Figure:
+    """Seconds per step beyond the bare call (median of the pairs), held against the budget.
+
+    >>> beyond_figure("loop", Sample((3.0, 5.0)), Sample((1.0, 3.0)), 100_000, "").ours
+    2e-05
+    """
+    pairs = zip(ours.seconds, bare.seconds, strict=True)
+    beyond = statistics.median(a - b for a, b in pairs) / steps
+    return Figure(
+        name,
+        beyond,
+        LOOP_BUDGET_SECONDS,
+        "<= 1",
+        note=f"beyond a bare jit call of {1e6 * bare.median / steps:.0f} us; {note}",
+    )
+
+
+class LoopPair:
+    """A number of steps of one program: by `run_loop`, or by calling it on a fixed batch."""
+
+    def __init__(self, experiment: Experiment, train: StepFunction, batch: Batch, steps: int):
+        self._train, self._batch, self._steps = train, batch, steps
+        self._state = experiment.program.init()
+
+    def ours(self, batches: Iterator[Batch], each_step: RunHooks) -> None:
+        """The loop of `jaxdist train`, from batches to finished state."""
+        account = Account()
+        train = account.first(Kind.COMPILE, self._train)
+        waited = account.each(Kind.INPUT_WAIT, batches)
+        state = run_loop(train, self._state, waited, each_step, start=1, stop=1 + self._steps)
+        self._state = jax.block_until_ready(state)
+
+    def bare(self) -> None:
+        """The jitted step alone."""
+        for _ in range(self._steps):
+            self._state, _ = self._train(self._state, self._batch)
+        jax.block_until_ready(self._state)
+
+
+def busy_step(experiment: Experiment, iterations: int) -> StepFunction:
+    """The step, then as many sines one after another: they take time and no Python."""
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, jax.Array]:
+        state, values = experiment.program.train(state, batch)
+        zero = 0 * jax.lax.fori_loop(0, iterations, lambda _, x: jnp.sin(x), values[0])
+        return state, values + zero[None]
+
+    return jax.jit(step, donate_argnums=0)
+
+
+@contextmanager
+def hooks(experiment: Experiment) -> Iterator[RunHooks]:
+    """What `jaxdist train` does beside each step, in a directory that is removed after."""
+    with ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        console = Console(file=io.StringIO())
+        progress = Progress(_NEVER, 0, "examples", experiment.units_per_step, console)
+        store = CheckpointStore(directory, keep=1, keep_best=False, on_event=console.print)
+        progress = stack.enter_context(progress)
+        writer = stack.enter_context(MetricsWriter(directory, resume_step=None))
+        guard = Guard(experiment.program.metrics, stack.enter_context(store))
+        log = Log(Cadence(10, _NEVER), guard, progress, writer)
+        never = Save(Cadence(_NEVER, _NEVER), lambda *_: None)
+        timed = Goodput(log.cadence, Account(), 1, writer, 0)
+        yield RunHooks([guard, log, Stop(Termination()), never, timed])

@@ -1,0 +1,191 @@
+"""What each host of the lab runs: the first a server, the others a worker each, for all cases.
+
+`python -m benchmarks.param_server.host TASK`; the first host prints what was measured. With
+"ring" in TASK all hosts are workers, and sum their gradients by an all-reduce.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from pydantic import TypeAdapter
+
+from benchmarks.collectives.program import compile_local, split
+from benchmarks.core.lab import Lab
+from benchmarks.param_server.receivers import TOKEN
+from jaxdist.errors import RunError
+from jaxdist.mesh import MeshConfig, Split, build_mesh
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.consistency.contract import Clocks
+from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.layout import Layout, layouts
+from jaxdist.param_server.live.server import Server
+from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.placement.central import Central
+from jaxdist.param_server.placement.ranges import tensors_of
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.wire.frames import spec_for
+from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
+from jaxdist.runtime.connection import connected
+from jaxdist.runtime.processes import find_processes
+
+FIRST_PORT = 9920
+FOUND = "measured: "
+RING = "ring"
+LATE_SECONDS = 60.0
+"""A worker that waits so long gives up."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run.
+
+    Attributes:
+      consistency: of the servers, as in a config, or {"type": "ring"}.
+      step_seconds: what each worker sleeps in place of computing.
+    """
+
+    name: str
+    consistency: dict[str, str | int]
+    step_seconds: tuple[float, ...]
+
+    @property
+    def workers(self) -> int:
+        return len(self.step_seconds)
+
+    def cluster(self) -> Cluster:
+        """The workers and what they have agreed on."""
+        return Cluster.model_validate({"workers": self.workers, "consistency": self.consistency})
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all hosts do.
+
+    Attributes:
+      floats: parameters, float32.
+      seconds: of one case.
+    """
+
+    hosts: int
+    cases: tuple[Case, ...]
+    floats: int
+    seconds: float
+
+
+def start(floats: int) -> dict[str, np.ndarray]:
+    """The parameters, in one array."""
+    return {"w": np.zeros(floats, np.float32)}
+
+
+def layout_of(floats: int) -> Layout:
+    """Of the one server."""
+    params = start(floats)
+    (layout,) = layouts(Central(range_bytes=None).place(tensors_of(params), [0]), params)
+    return layout
+
+
+def serve(task: Task, case: Case, host: str, port: int) -> list[float]:
+    """The server of a case: when each of its updates was made, since the first."""
+    layout, model = layout_of(task.floats), case.cluster().consistency
+    sgd = optax.with_extra_args_support(optax.sgd(0.1))
+    shard = Shard(layout, model, sgd, layout.flatten(start(task.floats)))
+    times: list[float] = []
+    first = threading.Event()
+
+    def applied(version: int, square: float) -> None:
+        times.append(time.perf_counter())
+        first.set()
+
+    server = Server(shard, model, RangeState(Clocks(case.workers)), applied=applied)
+    for client in range(case.workers):
+        server.join(client)
+    rpc = RpcServer(server, TOKEN, host=host, port=port)
+    if not first.wait(LATE_SECONDS):
+        raise RunError(f"{case.name}: no worker has pushed anything within {LATE_SECONDS:g} s")
+    time.sleep(task.seconds + 2)
+    rpc.close()
+    server.close()
+    return [at - times[0] for at in times if at - times[0] <= task.seconds]
+
+
+def work(task: Task, case: Case, number: int, address: str) -> None:
+    """One worker of a case, until its time is over."""
+    layout, model = layout_of(task.floats), case.cluster().consistency
+    wire = RpcWire(address, TOKEN, partial(spec_for, push=layout.spec, shard=layout.spec))
+    change = np.full(task.floats, 1e-6, np.float32)
+    begun = threading.Event()
+
+    def steps() -> None:
+        with suppress(RunError):  # the last read waits for workers that have ended
+            client.read()
+            begun.set()
+            while True:
+                time.sleep(case.step_seconds[number])
+                client.push([change])
+                client.read()
+
+    patience = Patience(LATE_SECONDS, LATE_SECONDS)
+    with Client(number, model, [layout], [wire], patience=patience) as client:
+        threading.Thread(target=steps, daemon=True).start()
+        if not begun.wait(LATE_SECONDS):
+            raise RunError(f"{case.name}: there is no server at {address}")
+        time.sleep(task.seconds + 1)
+
+
+def ring(task: Task, case: Case) -> list[float]:
+    """One worker of an all-reduce: when each of its steps ended, since the first."""
+    mesh = build_mesh(MeshConfig(data=Split(dcn=1, ici=task.hosts)))
+    mine = np.ones((1, task.floats), np.float32)
+    shape = (mesh.size, task.floats)
+    given = jax.make_array_from_process_local_data(split(mesh), mine, shape)
+    run = compile_local(partial(jax.lax.pmean, axis_name=mesh.axis_names), mesh, given)
+    jax.block_until_ready(run(given))
+    multihost_utils.sync_global_devices("ready")
+    pause, times = case.step_seconds[jax.process_index()], [time.perf_counter()]
+    for _ in range(_ring_steps(task, case)):
+        time.sleep(pause)
+        given = run(given)
+        jax.block_until_ready(given)
+        times.append(time.perf_counter())
+    return [at - times[0] for at in times]
+
+
+def _ring_steps(task: Task, case: Case) -> int:
+    return max(8, int(task.seconds / (4 * max(case.step_seconds))))
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Play all cases; the first host prints the times."""
+    task = TypeAdapter(Task).validate_json(arguments[0])
+    host, lab = int(os.environ["JAX_PROCESS_ID"]), Lab(sites=task.hosts)
+    found: dict[str, list[float]] = {}
+    if task.cases[0].consistency["type"] == RING:
+        with connected(find_processes(os.environ), lambda error: 1):
+            found = {case.name: ring(task, case) for case in task.cases}
+    else:
+        for place, case in enumerate(task.cases):
+            port, address = FIRST_PORT + place, lab.address(0)
+            if host == 0:
+                found[case.name] = serve(task, case, address, port)
+            else:
+                work(task, case, host - 1, f"{address}:{port}")
+    if host == 0:
+        # In one piece, on a line of its own: gloo prints too, on all hosts.
+        sys.stdout.write(f"\n{FOUND}{json.dumps(found)}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,150 @@
+"""Runs on slow links, real time: servers and workers beside what the simulator says of them.
+
+One process a host: a server, and three workers that sleep in place of computing. And the question
+that comes before: a server, or an all-reduce? Two points of the answer are run for real too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+import numpy as np
+
+from benchmarks.collectives.lab import MESSAGE_SECONDS, one_device
+from benchmarks.core import lab
+from benchmarks.core.lab import Lab, LabLink
+from benchmarks.core.report import Figure
+from benchmarks.param_server.host import FOUND, RING, Case, Task
+from jaxdist.collectives.cost import Level, predict_seconds
+from jaxdist.collectives.operations import XLA
+from jaxdist.param_server.simulator.config import Link, SimulationConfig
+from jaxdist.param_server.simulator.pace import WARMUP
+from jaxdist.param_server.simulator.pace import step_seconds as simulated_step_seconds
+from jaxdist.runtime import hardware
+from jaxdist.runtime.environment import python_module
+
+FLOATS = 2**18
+WORKERS = 3
+STEP_SECONDS, SLOWER = 0.1, 2.0
+TOUCHED = 0.01
+"""Share of the parameters that a batch of a sparse model touches."""
+EQUAL = (STEP_SECONDS,) * WORKERS
+STRAGGLER = (*EQUAL[:-1], SLOWER * STEP_SECONDS)
+MODELS_SHOWN: Mapping[str, dict[str, str | int]] = {
+    "bsp": {"type": "bsp"},
+    "ssp 2": {"type": "ssp", "bound": 2},
+    "async": {"type": "async"},
+}
+SPEEDS: Mapping[str, tuple[float, ...]] = {"equal": EQUAL, "one 2x slow": STRAGGLER}
+LINKS = (LabLink(100e6), LabLink(1e9))
+RUN_SECONDS: Mapping[float, float] = {100e6: 16.0, 1e9: 8.0}
+GOAL = "<= 1.2"
+TIMEOUT_SECONDS = 600.0
+
+
+def figures() -> list[Figure]:
+    """Step times of real runs beside the simulator's, and an all-reduce beside both.
+
+    Raises:
+      RunError: a host fails.
+    """
+    reason = lab.unavailable(Lab(sites=1 + WORKERS))
+    if reason:
+        return [Figure("slow-link lab", math.nan, math.nan, unit="", note=f"skipped: {reason}")]
+    return [figure for link in LINKS for figure in _on(link)]
+
+
+def _on(link: LabLink) -> list[Figure]:
+    cases = [
+        Case(f"{name}, {speeds}", model, steps)
+        for speeds, steps in SPEEDS.items()
+        for name, model in MODELS_SHOWN.items()
+    ]
+    found = _against_simulator(cases, link, FLOATS)
+    sparse = [
+        Case(f"bsp, 1% touched, {name}", {"type": "bsp"}, own) for name, own in SPEEDS.items()
+    ]
+    found += _against_simulator(sparse, link, int(TOUCHED * FLOATS))
+    rings = [Case(f"all-reduce, {name}", {"type": RING}, steps) for name, steps in SPEEDS.items()]
+    summed = measured(Lab(sites=WORKERS, across=link), rings, RUN_SECONDS[link.bits_per_s])
+    found += [
+        _beside(
+            f"{case.name}, {_named(link)}",
+            step_seconds(summed[case.name], 1),
+            max(case.step_seconds) + all_reduce_seconds(4 * FLOATS, WORKERS, link),
+            f"{4 * FLOATS:,} bytes; beside the cost model's",
+        )
+        for case in rings
+    ]
+    return found
+
+
+def _named(link: LabLink) -> str:
+    return f"{link.bits_per_s / 1e6:g} Mbit/s"
+
+
+def _against_simulator(cases: Sequence[Case], link: LabLink, floats: int) -> list[Figure]:
+    seconds = RUN_SECONDS[link.bits_per_s]
+    real = measured(Lab(sites=1 + WORKERS, across=link), cases, seconds, floats)
+    return [
+        _beside(
+            f"{case.name}, {_named(link)}",
+            step_seconds(real[case.name], case.cluster().updates_per_step),
+            simulated(case, link, seconds, floats),
+            f"{4 * floats:,} bytes; beside the simulator's",
+        )
+        for case in cases
+    ]
+
+
+def _beside(name: str, real: float, predicted: float, what: str) -> Figure:
+    """Off by the larger over the smaller, so that one goal holds for both sides."""
+    off = max(real / predicted, predicted / real)
+    note = (
+        f"a step of {WORKERS} workers, {STEP_SECONDS:g} s of sleep for a gradient, {what}; the "
+        "ratio is the larger over the smaller"
+    )
+    return Figure(name, real, predicted, GOAL, "s", note, paired_ratio=off)
+
+
+def measured(
+    hosts: Lab, cases: Sequence[Case], seconds: float, floats: int = FLOATS
+) -> dict[str, list[float]]:
+    """When each update was made, by case.
+
+    Raises:
+      RunError: this machine cannot hold the lab, or a host fails.
+    """
+    task = Task(hosts.size, tuple(cases), floats, seconds)
+    command = python_module("benchmarks.param_server.host", json.dumps(asdict(task)))
+    environ = one_device(os.environ)
+    printed = lab.run(hosts, command, environ=environ, timeout_seconds=TIMEOUT_SECONDS)
+    (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
+    return json.loads(line.removeprefix(FOUND))
+
+
+def step_seconds(times: Sequence[float], updates: int) -> float:
+    """Of one gradient of each worker, from the times of updates, the first steps left out."""
+    counted = np.asarray(times[WARMUP * updates :])
+    return float((counted[-1] - counted[0]) / (len(counted) - 1) * updates)
+
+
+def simulated(case: Case, link: LabLink, seconds: float, floats: int = FLOATS) -> float:
+    """Seconds of a step in the simulator, on such links."""
+    rate = link.payload_bytes_per_s
+    cards = Link(
+        bytes_per_second=rate, server_bytes_per_second=rate, latency_seconds=MESSAGE_SECONDS
+    )
+    script = SimulationConfig(step_seconds=case.step_seconds, link=cards)
+    cluster = case.cluster().model_copy(update={"simulation": script})
+    return simulated_step_seconds(cluster, floats, seconds)
+
+
+def all_reduce_seconds(size_bytes: int, workers: int, link: LabLink) -> float:
+    """By the cost model, on such links."""
+    level = Level(workers, hardware.Link(MESSAGE_SECONDS, link.payload_bytes_per_s))
+    return predict_seconds(XLA, "all_reduce", size_bytes, [level])

@@ -1,0 +1,64 @@
+"""A worker in a process of its own, until it is killed.
+
+`python -m benchmarks.param_server.pusher CLIENT PORT LENGTH` pushes whole numbers to a server,
+and prints its first clock, then its clock whenever all that it pushed is acknowledged.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from functools import partial
+
+import numpy as np
+
+from benchmarks.param_server.receivers import TOKEN
+from jaxdist.param_server.consistency.arrival import Asynchronous
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.layout import Layout, Piece
+from jaxdist.param_server.placement.ranges import Range
+from jaxdist.param_server.wire.frames import spec_for
+from jaxdist.param_server.wire.rpc import RpcWire
+from jaxdist.runtime.environment import python_module
+
+PAUSE_SECONDS = 0.003
+WHOLE = Asynchronous(gradient_weight="whole")
+
+
+def delta(client: int, clock: int, length: int) -> np.ndarray:
+    """Whole numbers, whose float32 sums are exact in any order."""
+    return np.random.default_rng([client, clock]).integers(-4, 5, length).astype(np.float32)
+
+
+def layout_of(length: int) -> Layout:
+    """Of the one server: an array."""
+    piece = Piece(Range("w", 0, length, 4 * length), (length,), 0)
+    return Layout(0, np.dtype(np.float32), (piece,))
+
+
+def started(client: int, port: int, length: int) -> subprocess.Popen[str]:
+    """Such a process; it writes to its standard output."""
+    command = python_module(__spec__.name, *map(str, (client, port, length)))
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+
+
+def main(number: int, port: int, length: int) -> None:
+    layout = layout_of(length)
+    wire = RpcWire(
+        f"127.0.0.1:{port}", TOKEN, partial(spec_for, push=layout.spec, shard=layout.spec)
+    )
+    with Client(number, WHOLE, [layout], [wire]) as client:
+        client.read()
+        print(client.clock, flush=True)
+        while True:
+            client.read()
+            client.push([delta(number, client.clock, length)])
+            time.sleep(PAUSE_SECONDS)  # two cores are to start other processes meanwhile
+            if client.clock % 5 == 0:
+                client.drain()
+                print(client.clock, flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))

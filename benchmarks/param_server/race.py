@@ -1,0 +1,147 @@
+"""Steps of one model with a server of ours, and with one as Ray's documentation writes it."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, suppress
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import optax
+
+from benchmarks.core.harness import Sample
+from benchmarks.core.report import Figure
+from benchmarks.param_server.peer import __main__ as peer
+from benchmarks.param_server.receivers import TOKEN
+from jaxdist.errors import RunError
+from jaxdist.param_server.consistency.contract import Clocks
+from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.live.client import Client
+from jaxdist.param_server.live.layout import Layout, joined, layouts
+from jaxdist.param_server.live.server import Server
+from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.placement.central import Central
+from jaxdist.param_server.placement.ranges import tensors_of
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.wire.frames import spec_for
+from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
+from jaxdist.runtime.environment import plan_tunables, python_module
+
+MODULE = "benchmarks.param_server.race"
+WORKERS, STEPS, ROUNDS = 2, 60, 3
+LOST_SECONDS = 300
+
+
+def figures(python: str) -> list[Figure]:
+    """Time of a step: ours beside Ray's, in turn.
+
+    Args:
+      python: one that has ray, jax and numpy.
+
+    Raises:
+      RunError: one of the two does not end well.
+    """
+    ours: list[float] = []
+    rays: list[float] = []
+    for _ in range(ROUNDS):
+        ours.append(statistics.median(_ours()))
+        rays.append(statistics.median(_rays(python)))
+    return [
+        Figure.compare(
+            "steps of the same model in Ray's time of one",
+            Sample(tuple(rays)),
+            Sample(tuple(ours)),
+            ">= 2",
+            f"the first column is Ray's, the second ours, the ratio Ray's over ours: an actor that "
+            f"holds the weights as Ray's documentation has it, beside one server of ours in rounds "
+            f"(bsp); {WORKERS} workers, processes of their own, an MLP of 1.9 million parameters; "
+            f"medians of {STEPS} steps, {ROUNDS} times in turn",
+        )
+    ]
+
+
+def _run(command: list[str]) -> list[float]:
+    environ = {**os.environ, "JAX_PLATFORMS": "cpu", "RAY_USAGE_STATS_ENABLED": "0"}
+    # Both with the malloc that `jaxdist` starts itself with.
+    if (tunables := plan_tunables(environ, platform.libc_ver()[0])) is not None:
+        environ["GLIBC_TUNABLES"] = tunables
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=LOST_SECONDS, env=environ
+        )
+    except subprocess.TimeoutExpired:
+        raise RunError(f"not done after {LOST_SECONDS} s: `{' '.join(command)}`") from None
+    with suppress(ValueError, IndexError):
+        return json.loads(done.stdout.splitlines()[-1])
+    last = done.stderr.strip().rpartition("\n")[2]
+    raise RunError(f"exit code {done.returncode}: {last}; run `{' '.join(command)}` by hand")
+
+
+def _rays(python: str) -> list[float]:
+    return _run([python, str(Path(peer.__file__)), str(WORKERS), str(STEPS)])
+
+
+def _ours() -> list[float]:
+    return _run(python_module(MODULE, "server"))
+
+
+def _layout() -> Layout:
+    weights = peer.initial()
+    (layout,) = layouts(Central(range_bytes=None).place(tensors_of(weights), [0]), weights)
+    return layout
+
+
+def server() -> None:
+    """The server, and its workers as processes; prints the seconds of each step."""
+    layout, weights = _layout(), peer.initial()
+    model, sgd = BSP(), optax.with_extra_args_support(optax.sgd(peer.RATE))
+    times: list[float] = []
+    shard = Shard(layout, model, sgd, layout.flatten(weights))
+    serving = Server(
+        shard,
+        model,
+        RangeState(Clocks(WORKERS)),
+        applied=lambda version, square: times.append(time.perf_counter()),
+    )
+    for client in range(WORKERS):
+        serving.join(client)
+    with ExitStack() as stack:
+        stack.callback(serving.close)
+        rpc = RpcServer(serving, TOKEN)
+        stack.callback(rpc.close)
+        command = python_module(MODULE, "worker")
+        team = [
+            subprocess.Popen([*command, str(number), str(rpc.port)]) for number in range(WORKERS)
+        ]
+        for process in team:
+            process.wait(LOST_SECONDS)
+    print(json.dumps(np.diff(times[peer.WARMUP - 1 :]).tolist()))
+
+
+def worker(number: int, port: int) -> None:
+    """One worker, for all steps."""
+    layout, weights = _layout(), peer.initial()
+    shapes = {name: array.shape for name, array in weights.items()}
+    spec = partial(spec_for, push=layout.spec, shard=layout.spec)
+    size = layout.spec.size_bytes
+    wire = RpcWire(f"127.0.0.1:{port}", TOKEN, spec, shared_bytes=size)
+    x, labels = peer.batch(number)
+    with Client(number, BSP(), [layout], [wire]) as client:
+        while client.clock < peer.WARMUP + STEPS:
+            found = peer.gradient(joined([layout], client.read(), shapes), x, labels)
+            client.push([layout.flatten({n: np.asarray(g) for n, g in found.items()})])
+        client.drain()
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "server":
+        server()
+    else:
+        worker(int(sys.argv[2]), int(sys.argv[3]))

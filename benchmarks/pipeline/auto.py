@@ -1,0 +1,129 @@
+"""The automatic zero-bubble schedule: the paper's own models, and times that are not equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.core.report import Figure, Listing
+from jaxdist.parallel.pipeline.planning.costs import Costs
+from jaxdist.parallel.pipeline.schedules.simulate import simulate
+from jaxdist.parallel.pipeline.schedules.zero_bubble_auto import zb_auto
+
+BUBBLE_PERCENT, GOAL = 1.0, "<= 1"
+"""The most that twice 1F1B's memory may leave."""
+STAGES = (2, 4, 8, 32)
+ROUNDS = 4
+"""Microbatches per stage."""
+TIMES = ((1.0, 1.0, 1.0), (1.0, 1.1, 1.0), (0.9, 1.0, 0.95))
+"""F, I, W."""
+KEPT = 0.43
+"""The part of the activations that the input half leaves, in a model of the paper's width."""
+MODELS = {
+    "1.5B, 24": (8, 24, Costs(18.522, 18.086, 9.337, transfer=0.601, kept=0.37), (15.85, 4.46)),
+    "1.5B, 32": (8, 32, Costs(18.513, 18.086, 9.331, transfer=0.626, kept=0.37), (12.42, 0.39)),
+    "14.6B": (16, 48, Costs(11.347, 11.248, 8.132, transfer=0.377, kept=0.43), (13.97, 0.66)),
+    "28.3B": (32, 96, Costs(10.419, 10.207, 7.715, transfer=0.408, kept=0.43), (14.21, 0.38)),
+}
+"""arXiv 2401.10241 tables 4 and 5: stages, microbatches, milliseconds, and the bubble in percent
+that the paper's scheduler leaves in the memory of 1F1B, and in twice that."""
+ROUNDING = 0.005
+"""Half of the last digit of the paper's percentages."""
+
+
+@dataclass(frozen=True)
+class AutoSchedule:
+    """One automatic schedule.
+
+    Attributes:
+      name: F, I and W, or the paper's model.
+      memory: the limit, in units of 1F1B's peak.
+      peak: what it took, in the same units.
+      bubble_percent: the part of a period in which the busiest stage waits.
+      paper_percent: the paper's; None where it has none.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    memory: float
+    peak: float
+    bubble_percent: float
+    paper_percent: float | None = None
+
+
+def measure(
+    stages: Sequence[int] = STAGES, models: Sequence[str] = tuple(MODELS)
+) -> list[AutoSchedule]:
+    """Unequal times in twice the memory; the paper's models in once and twice the memory."""
+    found = [
+        _auto(" ".join(f"{time:g}" for time in times), p, ROUNDS * p, 2.0, costs)
+        for p in stages
+        for times in TIMES
+        for costs in [Costs(*times, kept=KEPT)]
+    ]
+    for name in models:
+        p, m, costs, papers = MODELS[name]
+        for memory, paper in zip((1.0, 2.0), papers, strict=True):
+            found.append(_auto(name, p, m, memory, costs, paper))
+    return found
+
+
+def _auto(
+    name: str, p: int, m: int, memory: float, costs: Costs, paper: float | None = None
+) -> AutoSchedule:
+    made = simulate(zb_auto(p, m, costs, memory_limit=memory, search=0), costs)
+    return AutoSchedule(name, p, m, memory, made.peak / p, 100 * made.bubble_fraction, paper)
+
+
+def figures(autos: Sequence[AutoSchedule]) -> list[Figure]:
+    """The worst bubble over the goal, the worst over the paper's, and the most memory."""
+    plain = [one for one in autos if one.paper_percent is None]
+    worst = max(plain, key=lambda one: one.bubble_percent)
+    bubble = Figure(
+        "zb_auto, bubble in 2x 1F1B's memory",
+        worst.bubble_percent,
+        BUBBLE_PERCENT,
+        GOAL,
+        "%",
+        f"against the most it should be; the worst of {len(plain)} is {worst.stages} stages, "
+        f"{worst.microbatches} microbatches, {worst.name}",
+    )
+    fullest = max(autos, key=lambda one: one.peak / one.memory)
+    memory = Figure("zb_auto, peak over its limit", fullest.peak, fullest.memory, GOAL, "x 1F1B")
+    return [bubble, _paper_figure(autos), memory]
+
+
+def _paper_figure(autos: Sequence[AutoSchedule]) -> Figure:
+    cases = [(one, one.paper_percent + ROUNDING) for one in autos if one.paper_percent is not None]
+    worst, paper = max(cases, key=lambda case: case[0].bubble_percent / case[1])
+    return Figure(
+        "zb_auto, bubble over the paper's",
+        worst.bubble_percent,
+        paper,
+        GOAL,
+        "%",
+        f"to which half of its last digit is added; the worst of {len(cases)} is {worst.name}, "
+        f"{worst.memory:g}x memory",
+    )
+
+
+def listing(autos: Sequence[AutoSchedule]) -> Listing:
+    """Every automatic schedule."""
+    units = dict.fromkeys(("times", "stages", "microbatches", "limit", "peak"), "")
+    return Listing(
+        "zb_auto, no search: memory in units of 1F1B's, bubbles in percent",
+        {**units, "bubble": "", "paper": ""},
+        [
+            (
+                one.name,
+                one.stages,
+                one.microbatches,
+                one.memory,
+                one.peak,
+                one.bubble_percent,
+                one.paper_percent,
+            )
+            for one in autos
+        ],
+    )

@@ -1,0 +1,186 @@
+"""Simulated schedules against the formulas of their papers, over many sizes.
+
+p stages, m microbatches, v chunks per stage; F, I, W the times of a forward pass and of the two
+halves of the backward pass of a chunk. All are whole numbers, so that what is simulated must equal
+the formula to the last bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from benchmarks.core.report import Figure, Listing
+from jaxdist.parallel.pipeline.planning.costs import Costs
+from jaxdist.parallel.pipeline.schedules.dual_pipe_v import dual_pipe_v
+from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
+from jaxdist.parallel.pipeline.schedules.interleaved import breadth_first, interleaved
+from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+from jaxdist.parallel.pipeline.schedules.simulate import simulate
+from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+from jaxdist.parallel.pipeline.schedules.zero_bubble_v import v_half, v_min, zb_v
+
+GOAL = "<= 1"
+EQUAL, UNEQUAL = (1, 1, 1), (3, 4, 2)
+"""F, I, W."""
+STAGES = (1, 2, 3, 4, 7, 8, 16, 32)
+MOST = {32: 256}
+"""Most microbatches by stages; four per stage elsewhere."""
+CHUNKS = 2
+
+TaskTimes = tuple[int, int, int]
+
+
+class Law(NamedTuple):
+    """A schedule and what its paper says of it.
+
+    Attributes:
+      build: of stages and microbatches.
+      bubble: by stages and times, in the unit of the times.
+      peak: by stages and microbatches, in microbatches through a whole stage; None: only a bound
+        is known.
+      serves: whether the formulas are for so many stages and microbatches.
+      times: F, I and W with which it is simulated; equal ones where the bubble is known for no
+        other.
+    """
+
+    build: Callable[[int, int], Schedule]
+    bubble: Callable[[int, TaskTimes], float]
+    peak: Callable[[int, int], float] | None
+    serves: Callable[[int, int], bool] = lambda p, m: True
+    times: TaskTimes = UNEQUAL
+
+
+def _fill_and_drain(p: int, times: TaskTimes) -> float:
+    return (p - 1) * sum(times)
+
+
+LAWS = {
+    "gpipe": Law(gpipe, _fill_and_drain, lambda p, m: m),
+    "1f1b": Law(one_f_one_b, _fill_and_drain, lambda p, m: min(m, p)),
+    # A stage's times are v times those of its chunks, so that its bubble is 1/v of the formula's.
+    "interleaved": Law(
+        lambda p, m: interleaved(p, m, CHUNKS),
+        _fill_and_drain,
+        lambda p, m: min(p + (p - 1) / CHUNKS, m),
+        lambda p, m: m % p == 0,
+    ),
+    "breadth_first": Law(
+        lambda p, m: breadth_first(p, m, CHUNKS),
+        _fill_and_drain,
+        lambda p, m: m,
+        lambda p, m: m >= p,
+    ),
+    "zb_h1": Law(
+        zb_h1, lambda p, t: (p - 1) * (t[0] + t[1] - t[2]), lambda p, m: p, lambda p, m: m >= p
+    ),
+    "zb_h2": Law(
+        zb_h2,
+        lambda p, t: (p - 1) * (t[0] + t[1] - 2 * t[2]),
+        lambda p, m: 2 * p - 1,
+        lambda p, m: m >= 2 * p - 1,
+    ),
+    "zb_v": Law(zb_v, lambda p, t: 0, lambda p, m: p, lambda p, m: m >= 2 * p - 1, EQUAL),
+    "v_half": Law(
+        v_half,
+        lambda p, t: 2 if p == 2 else 3 * p - (4 if p % 2 else 5),
+        lambda p, m: (p + 1) / 2 if p % 2 else p / 2 + 1,
+        lambda p, m: m >= 2 * p and p > 1,
+        EQUAL,
+    ),
+    "v_min": Law(v_min, lambda p, t: 4 * p - 5, None, lambda p, m: m >= 2 * p and p > 1, EQUAL),
+    "dual_pipe_v": Law(
+        dual_pipe_v, lambda p, t: p - 1, lambda p, m: p + 0.5, lambda p, m: m >= 2 * p, EQUAL
+    ),
+}
+
+
+class Worst(NamedTuple):
+    """Where simulation and formula are furthest apart.
+
+    Attributes:
+      apart: the larger of the two over the smaller one: 1 where they are equal.
+      found, formula: the two there.
+      where: the size.
+    """
+
+    apart: float
+    found: float
+    formula: float
+    where: str
+
+
+class FormulaCheck(NamedTuple):
+    """One schedule against its formulas over `sizes` sizes."""
+
+    name: str
+    sizes: int
+    bubble: Worst
+    peak: Worst | None
+
+
+def sizes(stages: Iterable[int] = STAGES) -> list[tuple[int, int]]:
+    """Pairs of stages and microbatches: where formulas begin, and where they are many."""
+    return [(p, m) for p in stages for m in sorted({1, p, 2 * p - 1, 2 * p, MOST.get(p, 4 * p)})]
+
+
+def measure(
+    laws: dict[str, Law] = LAWS, grid: Sequence[tuple[int, int]] = ()
+) -> list[FormulaCheck]:
+    """Every law at every size that it serves; the grid is that of `sizes` by default."""
+    return [hold(name, law, grid or sizes()) for name, law in laws.items()]
+
+
+def hold(name: str, law: Law, grid: Sequence[tuple[int, int]]) -> FormulaCheck:
+    """One schedule against its formulas."""
+    bubbles, peaks = [], []
+    for p, m in grid:
+        if not law.serves(p, m):
+            continue
+        found, where = simulate(law.build(p, m), Costs(*law.times)), f"p={p}, m={m}"
+        bubbles.append(_apart(found.bubble, law.bubble(p, law.times), where))
+        if law.peak:
+            peaks.append(_apart(found.peak, law.peak(p, m), where))
+    return FormulaCheck(name, len(bubbles), _worst(bubbles), _worst(peaks) if peaks else None)
+
+
+def _apart(found: float, formula: float, where: str) -> Worst:
+    low, high = sorted((found, formula))
+    apart = 1.0 if low == high else high / low if low > 0 else math.inf
+    return Worst(apart, found, formula, where)
+
+
+def _worst(found: Sequence[Worst]) -> Worst:
+    """Of those equally far apart the last one: sizes grow."""
+    return max(reversed(found), key=lambda worst: (worst.apart, worst.formula))
+
+
+def figures(held: Sequence[FormulaCheck]) -> list[Figure]:
+    """Bubble and peak of the schedule that is furthest from its formula."""
+    found = []
+    for what in ("bubble", "peak"):
+        cases = [(one.name, worst) for one in held if (worst := getattr(one, what)) is not None]
+        name, worst = max(cases, key=lambda case: (case[1].apart, case[1].formula))
+        note = (
+            f"simulated against the formula, whichever is larger over the other, up to 32 stages "
+            f"and 256 microbatches; the worst of {len(cases)} schedules is {name}, {worst.where}"
+        )
+        both = (worst.found, worst.formula)
+        title = f"{what} over its formula"
+        found.append(Figure(title, *both, GOAL, "", note, paired_ratio=worst.apart))
+    return found
+
+
+def listing(held: Sequence[FormulaCheck]) -> Listing:
+    """Every schedule at its worst."""
+    rows = []
+    for one in held:
+        peak = None if one.peak is None else f"{one.peak.apart:.3f}"
+        rows.append((one.name, one.sizes, f"{one.bubble.apart:.3f}", peak, one.bubble.where))
+    return Listing(
+        "simulated over the formula, at the worst size",
+        {"schedule": "", "sizes": "", "bubble": "", "peak": "", "worst at": ""},
+        rows,
+    )

@@ -1,0 +1,154 @@
+"""Temporary memory of the executor's programs as microbatches grow: 1F1B flat, GPipe not.
+
+The batch itself is an argument of the program, which every schedule takes whole. Nothing is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby, product
+from typing import get_args
+
+from benchmarks.core import child
+from benchmarks.core.report import Figure, Listing
+from benchmarks.pipeline.program import (
+    ModelSize,
+    arguments,
+    compile_step,
+    executor,
+    parts,
+    stage_mesh,
+)
+from jaxdist.hlo import memory
+from jaxdist.parallel.pipeline.executor.lower import lower
+from jaxdist.parallel.pipeline.executor.ticks import Activations
+from jaxdist.parallel.pipeline.schedules.derived import eager
+from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
+from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+
+STAGES, ROUNDS = 4, (1, 2, 4, 8)
+"""Stages, and microbatches per stage."""
+FLAT_FROM = 2
+"""Microbatches per stage that fill the pipeline whichever way its forward tasks run ahead."""
+FLAT_GOAL, GROWS_GOAL = "<= 1.05", ">= 2"
+SIZE = ModelSize(rows=256, features=256, layers=2)
+BUILDS: dict[str, Callable[[int, int], Schedule]] = {
+    "1f1b": one_f_one_b,
+    "1f1b, ahead": lambda p, m: eager(one_f_one_b(p, m)),
+    "gpipe": gpipe,
+}
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class MemoryCell:
+    """The temporaries of one program, on one device."""
+
+    name: str
+    activations: Activations
+    stages: int
+    microbatches: int
+    temp_bytes: float
+
+
+@dataclass(frozen=True)
+class Growth:
+    """What one schedule holds from few microbatches to many.
+
+    Attributes:
+      cells: in order of microbatches.
+    """
+
+    cells: tuple[MemoryCell, ...]
+
+    @property
+    def last(self) -> MemoryCell:
+        """The most microbatches."""
+        return self.cells[-1]
+
+    @property
+    def full(self) -> MemoryCell:
+        """The fewest microbatches that fill the pipeline."""
+        return next(c for c in self.cells if c.microbatches >= FLAT_FROM * c.stages)
+
+    @property
+    def ratio(self) -> float:
+        """Memory of the last over that of the full pipeline."""
+        return self.last.temp_bytes / self.full.temp_bytes
+
+
+def cell(name: str, activations: Activations, stages: int, microbatches: int) -> MemoryCell:
+    """One program, compiled and not run."""
+    ticks = lower(BUILDS[name](stages, microbatches), activations=activations)
+    given = arguments(SIZE, stages, microbatches)
+    made = compile_step(executor(ticks, parts()), stage_mesh(stages), given, ticks.placement)
+    return MemoryCell(name, activations, stages, microbatches, memory(made.step).temp_bytes)
+
+
+def measure() -> list[MemoryCell]:
+    """Every cell, compiled in a process with a device for each stage.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    return child.call(
+        cells,
+        MemoryCell,
+        what="compiling pipelines for their memory",
+        environ=child.compiling_on(STAGES),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+def cells() -> Iterator[MemoryCell]:
+    """Each schedule and policy, by growing number of microbatches."""
+    for name, activations, rounds in product(BUILDS, get_args(Activations), ROUNDS):
+        yield cell(name, activations, STAGES, rounds * STAGES)
+
+
+def growths(cells: Iterable[MemoryCell]) -> list[Growth]:
+    """The cells of each schedule and policy together; they stand so already."""
+    groups = groupby(cells, key=lambda one: (one.name, one.activations))
+    return [Growth(tuple(group)) for _, group in groups]
+
+
+def figures(cells: Sequence[MemoryCell]) -> list[Figure]:
+    """The 1F1B that grows most, and the GPipe that grows least."""
+    found = growths(cells)
+    flat = max((g for g in found if g.last.name != "gpipe"), key=lambda g: g.ratio)
+    grows = min((g for g in found if g.last.name == "gpipe"), key=lambda g: g.ratio)
+    return [_figure("1F1B", flat, FLAT_GOAL), _figure("GPipe", grows, GROWS_GOAL)]
+
+
+def _figure(name: str, growth: Growth, goal: str) -> Figure:
+    full, last = growth.full, growth.last
+    return Figure(
+        f"{name}'s memory as microbatches grow",
+        last.temp_bytes,
+        full.temp_bytes,
+        goal,
+        "B",
+        f"temporaries of one device at {last.microbatches} over {full.microbatches} microbatches, "
+        f"{last.stages} stages, from the compiler; the worst is {last.name}, {last.activations}",
+    )
+
+
+def listing(cells: Sequence[MemoryCell]) -> Listing:
+    """Every schedule and policy, a column for each number of microbatches."""
+    found = growths(cells)
+    counts = [one.microbatches for one in found[0].cells]
+    rows = [
+        (
+            growth.last.name,
+            growth.last.activations,
+            *(f"{one.temp_bytes / 2**20:.2f}" for one in growth.cells),
+            f"{growth.ratio:.3f}",
+        )
+        for growth in found
+    ]
+    few, many = found[0].full.microbatches, counts[-1]
+    names = ("schedule", "activations", *(f"m={count}" for count in counts), f"{many} over {few}")
+    title = f"temporaries of one of {cells[0].stages} stages in MiB, from the compiler"
+    return Listing(title, dict.fromkeys(names, ""), rows)

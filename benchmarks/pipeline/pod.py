@@ -1,0 +1,133 @@
+"""A decoder of 70 billion parameters on 512 TPU v5p in stages, compiled without one of them.
+
+The train step of `pipeline_pod.yaml`, as stage x data x tensor, is compiled ahead of time by
+libtpu, which says what it takes of a chip's memory; its text says what it sends over each axis.
+`jaxdist inspect` shows all of it. libtpu wants a process of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+import jax
+
+from benchmarks.core import child
+from benchmarks.core.report import Figure, Listing
+from benchmarks.zero.report import NO_LIBTPU
+from jaxdist.experiment import build, load
+from jaxdist.hlo import compile_with_text, ledger, memory, refused_bytes
+from jaxdist.mesh import Device
+from jaxdist.runtime.hardware import find_device
+from jaxdist.runtime.topology import topology_devices
+from jaxdist.trees import tree_size
+
+CONFIG = Path(__file__).with_suffix(".yaml")
+TOPOLOGY = "v5p:8x8x8"
+GOAL = "<= 1"
+COMPILE_SECONDS = 300.0
+"""What compiling may take."""
+TIMEOUT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Pod:
+    """A train step compiled for a pod; bytes are of one device.
+
+    Attributes:
+      mesh: size of each axis.
+      peak_bytes: what the step takes; what it would take where it is refused.
+      memory_bytes: what a device has: by its data sheet, or for a program, by the refusal.
+      fits: whether the compiler takes it.
+      sent_bytes: by mesh axis, at most; nothing where the compiler refuses it.
+      compile_seconds: XLA's time and that of reading its text, without tracing.
+    """
+
+    params: int
+    mesh: Mapping[str, int]
+    peak_bytes: float
+    memory_bytes: float | None
+    fits: bool
+    sent_bytes: Mapping[str, float]
+    compile_seconds: float
+
+
+def measure() -> list[Pod]:
+    """The pod, compiled in a process of its own; nothing where there is no libtpu.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    if find_spec("libtpu") is None:
+        return []
+    return child.call(
+        pods,
+        Pod,
+        what="compiling the pod's step",
+        environ=child.compiling_on(None),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+def pods(topology: str = TOPOLOGY, *overrides: str) -> list[Pod]:
+    """The one pod."""
+    return [compile_pod(topology_devices(topology), overrides)]
+
+
+def compile_pod(devices: Sequence[Device], overrides: Sequence[str] = ()) -> Pod:
+    """The step of the config, with settings on top of it, compiled for devices."""
+    document, config = load(CONFIG, overrides)
+    experiment = build(config, document, devices=devices)
+    program, mesh = experiment.program, experiment.layout.mesh
+    lowered = program.train.lower(program.state_shapes, program.batch)
+    begun, sent_bytes = time.perf_counter(), {}
+    try:
+        compiled, text = compile_with_text(lowered)
+    except jax.errors.JaxRuntimeError as error:
+        sizes = refused_bytes(str(error))
+        if sizes is None:
+            raise
+        fits, (peak_bytes, memory_bytes) = False, sizes
+    else:
+        known = find_device(devices[0].device_kind)
+        fits, peak_bytes = True, memory(compiled).peak_bytes
+        memory_bytes = known.memory_bytes if known else None
+        found = ledger(compiled, mesh, text)
+        sent_bytes = {axis: found.sent_bytes(axis) for axis in found.axes}
+    seconds = time.perf_counter() - begun
+    params = tree_size(program.model.params)
+    return Pod(params, dict(mesh.shape), peak_bytes, memory_bytes, fits, sent_bytes, seconds)
+
+
+def figures(found: Sequence[Pod]) -> list[Figure]:
+    """Memory beside a device's, and seconds of compiling; NaN where there is no libtpu."""
+    if not found:
+        return [Figure("pod program", math.nan, math.nan, unit="", note=NO_LIBTPU)]
+    (pod,) = found
+    name = f"{pod.params / 1e9:.1f}B as {_described(pod.mesh)}"
+    note = "all that the step takes on a chip; the reference is what the chip has"
+    if not pod.fits:
+        note = "refused by the compiler; the reference is what a program may have"
+    held = math.nan if pod.memory_bytes is None else pod.memory_bytes / 1e9
+    return [
+        Figure(f"memory, {name}", pod.peak_bytes / 1e9, held, GOAL, "GB", note),
+        Figure(f"compiling, {name}", pod.compile_seconds, COMPILE_SECONDS, GOAL),
+    ]
+
+
+def listing(found: Sequence[Pod]) -> Listing:
+    """What a device sends in a step, by mesh axis."""
+    (pod,) = found
+    return Listing(
+        f"{pod.params / 1e9:.1f}B as {_described(pod.mesh)}: sent by each chip in a step",
+        {"axis": "", "devices": "", "sent": "GB"},
+        [(axis, pod.mesh[axis], sent / 1e9) for axis, sent in pod.sent_bytes.items()],
+    )
+
+
+def _described(mesh: Mapping[str, int]) -> str:
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items())

@@ -1,0 +1,175 @@
+"""The executor in real time: its stages are devices whose tasks sleep, by a callback to the host.
+
+Its ticks are in lock step: in each tick the stages wait for one another where they exchange what
+they have made. So a step should take the sum over ticks of the busiest stage's tasks
+(`Ticks.seconds`). A time line without ticks, where each stage waits for what it needs alone
+(`simulate`), is shorter or as long.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from benchmarks.core import child
+from benchmarks.core.report import Figure, Listing
+from benchmarks.pipeline.program import (
+    ModelSize,
+    PlacedStep,
+    arguments,
+    compile_step,
+    executor,
+    parts,
+    stage_mesh,
+)
+from jaxdist.parallel.pipeline.executor.lower import lower
+from jaxdist.parallel.pipeline.executor.ticks import Ticks
+from jaxdist.parallel.pipeline.planning.costs import Costs
+from jaxdist.parallel.pipeline.schedules.derived import eager
+from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
+from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
+from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
+from jaxdist.parallel.pipeline.schedules.simulate import simulate
+from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
+
+STAGES, ROUNDS = (4, 8), 2
+"""Stages, and microbatches per stage."""
+GOAL = "<= 1.05"
+UNIT_SECONDS = 0.04
+"""Long beside what the host takes to begin a task."""
+UNITS = {TaskKind.FORWARD: 1.0, TaskKind.INPUT: 1.25, TaskKind.WEIGHT: 0.75, TaskKind.FULL: 2.0}
+"""Of a task of any chunk; a FULL task sleeps for both of its halves."""
+REPEATS = 3
+SIZE = ModelSize(rows=1, features=2, layers=1)
+BUILDS: dict[str, Callable[[int, int], Schedule]] = {
+    "1f1b": one_f_one_b,
+    "1f1b, ahead": lambda p, m: eager(one_f_one_b(p, m)),
+    "gpipe": gpipe,
+    "interleaved": lambda p, m: interleaved(p, m, 2),
+    "zb_h1": zb_h1,
+}
+TIMEOUT_SECONDS = 300.0
+"""For all schedules on one number of stages."""
+
+
+@dataclass(frozen=True)
+class Slept:
+    """One schedule, with activations stashed: nothing is slept twice.
+
+    Attributes:
+      wall_seconds: of the fastest step. What else the machine does can only wake a device too late.
+      lock_step_seconds: of its ticks.
+      time_line_seconds: of the schedule, with no ticks.
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    ticks: int
+    wall_seconds: float
+    lock_step_seconds: float
+    time_line_seconds: float
+
+    @property
+    def apart(self) -> float:
+        """The larger of wall and lock-step time over the smaller one: 1 where they are equal."""
+        ratio = self.wall_seconds / self.lock_step_seconds
+        return max(ratio, 1 / ratio)
+
+
+def sleeping(ticks: Ticks, unit_seconds: float) -> PlacedStep:
+    """A step whose passes sleep and compute next to nothing."""
+
+    def sleep(kind: TaskKind) -> None:
+        time.sleep(UNITS[kind] * unit_seconds)
+
+    given = arguments(SIZE, ticks.chunks, ticks.microbatches)
+    local = executor(ticks, parts(sleep))
+    return compile_step(local, stage_mesh(ticks.stages), given, ticks.placement)
+
+
+def play(
+    name: str, stages: int, *, unit_seconds: float = UNIT_SECONDS, repeats: int = REPEATS
+) -> Slept:
+    """One schedule, run and simulated; there must be so many devices."""
+    schedule = BUILDS[name](stages, ROUNDS * stages)
+    ticks = lower(schedule, activations="stash")
+    program = sleeping(ticks, unit_seconds)
+    walls = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        program()
+        walls.append(time.perf_counter() - start)
+    costs = Costs(*(UNITS[kind] for kind in (TaskKind.FORWARD, TaskKind.INPUT, TaskKind.WEIGHT)))
+    return Slept(
+        name,
+        stages,
+        schedule.microbatches,
+        ticks.ticks,
+        wall_seconds=min(walls),
+        lock_step_seconds=ticks.seconds(UNITS) * unit_seconds,
+        time_line_seconds=simulate(schedule, costs).makespan * unit_seconds,
+    )
+
+
+def measure(stages: Sequence[int] = STAGES) -> list[Slept]:
+    """Every schedule, a process for each number of stages.
+
+    Raises:
+      RunError: one fails or takes too long, as it would if devices waited for one another.
+    """
+    found = []
+    for count in stages:
+        found += child.call(
+            play_all,
+            Slept,
+            count,
+            what=f"a pipeline of {count} stages that sleep",
+            environ=child.with_devices(count),
+            timeout_seconds=TIMEOUT_SECONDS,
+        )
+    return found
+
+
+def play_all(stages: int) -> Iterator[Slept]:
+    """Every schedule on so many stages."""
+    return (play(name, stages) for name in BUILDS)
+
+
+def figures(slept: Sequence[Slept]) -> list[Figure]:
+    """The schedule furthest from its lock-step time, by number of stages."""
+    found = []
+    for stages in sorted({one.stages for one in slept}):
+        cases = [one for one in slept if one.stages == stages]
+        worst = max(cases, key=lambda one: one.apart)
+        note = (
+            f"the executor's ticks on {stages} devices that sleep their tasks, fastest of "
+            f"{REPEATS}, against the sum over ticks of the busiest stage; the worst of "
+            f"{len(cases)} schedules is {worst.name}"
+        )
+        both = (worst.wall_seconds, worst.lock_step_seconds)
+        title = f"wall time over lock step, {stages} stages"
+        found.append(Figure(title, *both, GOAL, "s", note, paired_ratio=worst.apart))
+    return found
+
+
+def listing(slept: Sequence[Slept]) -> Listing:
+    """Every schedule, beside its time line without ticks."""
+    units = {"schedule": "", "p": "", "m": "", "ticks": "", "wall": "s", "lock step": "s"}
+    rows = [
+        (
+            one.name,
+            one.stages,
+            one.microbatches,
+            one.ticks,
+            one.wall_seconds,
+            one.lock_step_seconds,
+            f"{one.wall_seconds / one.lock_step_seconds:.3f}",
+            one.time_line_seconds,
+        )
+        for one in slept
+    ]
+    title = "the executor on devices that sleep their tasks"
+    return Listing(title, {**units, "ratio": "", "time line": "s"}, rows)

@@ -1,0 +1,154 @@
+"""Our schedules against those that torch.distributed.pipelining generates, by simulation.
+
+torch makes its tables when a schedule is constructed, and asks its stages for little; stand-ins
+answer, so that no process group is needed. The tables come over as the text of their actions.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import io
+import math
+from collections.abc import Callable, Iterable, Sequence
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+from benchmarks.core.report import Figure, Listing
+from jaxdist.parallel.pipeline.planning.costs import Costs
+from jaxdist.parallel.pipeline.schedules.csv_form import parse_csv
+from jaxdist.parallel.pipeline.schedules.dual_pipe_v import dual_pipe_v
+from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
+from jaxdist.parallel.pipeline.schedules.interleaved import breadth_first, interleaved
+from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+from jaxdist.parallel.pipeline.schedules.simulate import simulate
+from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
+from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
+
+GOAL = "<= 1"
+MODULE = "torch.distributed.pipelining.schedules"
+MISSING = "skipped: torch is not installed: pip install 'jaxdist[bench]'"
+SIZES = tuple((p, rounds * p) for p in (2, 3, 4, 8) for rounds in (2, 4))
+COSTS = {"ticks": Costs(full=1.0), "halves": Costs()}
+"""A whole backward task as one tick, as torch's simulator counts; or as two."""
+
+
+class Peer(NamedTuple):
+    """A schedule of torch's, and ours of the same kind.
+
+    Attributes:
+      single: torch gives each rank one stage object, not a list of them.
+    """
+
+    torch_name: str
+    build: Callable[[int, int], Schedule]
+    chunks: int = 1
+    single: bool = False
+
+
+PEERS = {
+    "gpipe": Peer("ScheduleGPipe", gpipe, single=True),
+    "1f1b": Peer("Schedule1F1B", one_f_one_b, single=True),
+    "interleaved": Peer("ScheduleInterleaved1F1B", lambda p, m: interleaved(p, m, 2), 2),
+    "breadth_first": Peer("ScheduleLoopedBFS", lambda p, m: breadth_first(p, m, 2), 2),
+    "zb_h1": Peer("ScheduleInterleavedZeroBubble", zb_h1),
+    "zb_v": Peer("ScheduleZBVZeroBubble", zb_v, 2),
+    "dual_pipe_v": Peer("ScheduleDualPipeV", dual_pipe_v, 2),
+}
+
+
+class Versus(NamedTuple):
+    """Where our makespan is longest beside torch's."""
+
+    name: str
+    torch_name: str
+    sizes: int
+    ours: float
+    torch: float
+    where: str
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.torch
+
+
+def measure(sizes: Iterable[tuple[int, int]] = SIZES) -> list[Versus]:
+    """Every schedule that both have, at its worst; nothing where torch is not installed."""
+    if find_spec("torch") is None:
+        return []
+    grid = list(sizes)
+    return [_worst(name, peer, grid) for name, peer in PEERS.items()]
+
+
+def _worst(name: str, peer: Peer, sizes: Sequence[tuple[int, int]]) -> Versus:
+    found = []
+    for p, m in sizes:
+        ours, theirs = peer.build(p, m), torch_schedule(peer, p, m)
+        for how, costs in COSTS.items():
+            our_time, their_time = (simulate(made, costs).makespan for made in (ours, theirs))
+            where = f"p={p}, m={m}, {how}"
+            found.append(Versus(name, peer.torch_name, len(sizes), our_time, their_time, where))
+    return max(found, key=lambda one: one.ratio)
+
+
+def torch_schedule(peer: Peer, stages: int, microbatches: int) -> Schedule:
+    """torch's table, through the text of its actions."""
+    module: Any = importlib.import_module(MODULE)
+    kind = getattr(module, peer.torch_name)
+    held = [_stand_in(turn * stages, stages, peer.chunks) for turn in range(peer.chunks)]
+    # Lowering to messages needs more of a stage than a stand-in has, and is not compared.
+    lower = mock.patch.object(kind, "_prepare_schedule_with_comms", create=True)
+    compiled = mock.patch.object(module, "_check_torch_compile_compatibility", create=True)
+    with lower, compiled:
+        made = kind(held[0] if peer.single else held, microbatches, loss_fn=None)
+    order = made._get_pipeline_order() if peer.single else made.pipeline_order
+    text = io.StringIO()
+    writer = csv.writer(text)
+    for rank in range(stages):
+        writer.writerow("" if action is None else str(action) for action in order[rank])
+    return parse_csv(text.getvalue(), name=peer.torch_name)
+
+
+def _stand_in(index: int, stages: int, chunks: int) -> SimpleNamespace:
+    """What a schedule asks a stage for, here one of rank 0."""
+    return SimpleNamespace(
+        stage_index=index,
+        num_stages=stages * chunks,
+        group_size=stages,
+        group_rank=0,
+        group=None,
+        is_first=index == 0,
+        is_last=index == stages * chunks - 1,
+        has_backward=True,
+        submod=None,
+        device=None,
+        stage_index_to_group_rank=None,
+    )
+
+
+def figures(found: Sequence[Versus]) -> list[Figure]:
+    """The schedule whose makespan is longest beside torch's; NaN where there is no torch."""
+    if not found:
+        return [Figure("makespan over torch's", math.nan, math.nan, unit="", note=MISSING)]
+    worst = max(found, key=lambda one: one.ratio)
+    note = (
+        f"both simulated with the same times; the worst of {len(found)} schedules at "
+        f"{worst.sizes} sizes is {worst.name}, {worst.where}"
+    )
+    return [Figure("makespan over torch's", worst.ours, worst.torch, GOAL, "units", note)]
+
+
+def listing(found: Sequence[Versus]) -> Listing:
+    """Every schedule that both have."""
+    rows = [
+        (one.name, one.torch_name.removeprefix("Schedule"), one.ours, one.torch, f"{one.ratio:.3f}")
+        for one in found
+    ]
+    return Listing(
+        "makespan beside torch's, at the worst size",
+        dict.fromkeys(("ours", "torch's", "makespan", "of torch's", "ratio"), ""),
+        rows,
+    )

@@ -1,0 +1,249 @@
+"""What the executor computes, and in how much time, beside the usual SPMD pipeline.
+
+The usual form is one scan over m + p - 1 ticks: in each, every stage runs its layers, on anything
+where it has no microbatch, and `jax.grad` goes back through the scan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from benchmarks.core import child
+from benchmarks.core.harness import Sample, interleave
+from benchmarks.core.report import Figure, Listing
+from benchmarks.pipeline.program import (
+    AXIS,
+    PASSES,
+    Local,
+    ModelSize,
+    PlacedStep,
+    Tell,
+    arguments,
+    compile_step,
+    executor,
+    parts,
+    stage_mesh,
+)
+from jaxdist.hlo import Ledger, ledger
+from jaxdist.parallel.pipeline.executor.lower import lower
+from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
+from jaxdist.parallel.pipeline.executor.ticks import NONE, Activations, Ticks
+from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.types import Params, PyTree
+
+STAGES, ROUNDS = 4, (1, 2, 4)
+"""Stages, and microbatches per stage."""
+SIZE = ModelSize(rows=256, features=512, layers=2)
+COUNTED = ModelSize(rows=2, features=4, layers=1)
+"""Of the programs whose passes are counted while they run."""
+PAIRS = 21
+"""Steps of each form that are timed: four devices on fewer cores are easily disturbed."""
+WORK_GOAL, TIME_GOAL = "<= 1.05", "<= 0.667"
+TIMEOUT_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class WorkCell:
+    """The executor with 1F1B, and the usual form, at one number of microbatches.
+
+    Attributes:
+      flops, scan_flops, model_flops: of the busiest stage; what it computes, and what it must.
+      passes, scan_passes, model_passes: of all stages, as counted while both ran: forward, input's
+        gradient and weights' gradient, which have the same FLOPs.
+      seconds, scan_seconds: of pairs; none where they were not timed.
+    """
+
+    activations: Activations
+    stages: int
+    microbatches: int
+    flops: float
+    scan_flops: float
+    model_flops: float
+    passes: int
+    scan_passes: int
+    model_passes: int
+    seconds: tuple[float, ...] = ()
+    scan_seconds: tuple[float, ...] = ()
+
+
+def usual_scan(model: ModelFns, stages: int, microbatches: int, activations: Activations) -> Local:
+    """The usual form; layers are computed again in its backward pass where ours are."""
+    last, right = stages - 1, [(s, s + 1) for s in range(stages - 1)]
+    blocks = jax.checkpoint(model.blocks) if activations == "recompute" else model.blocks
+
+    def loss(own: Params, shared: Params, rows: PyTree) -> tuple[jax.Array, PyTree]:
+        here = lax.axis_index(AXIS)
+
+        def tick(arrived: PyTree, number: jax.Array) -> tuple[PyTree, PyTree]:
+            visit = Visit(rows[jnp.minimum(number, microbatches - 1)], here, None)
+            x = jnp.where(here == 0, model.embed(shared, visit), arrived)
+            y = blocks(own, x, visit)
+            return lax.ppermute(y, AXIS, right), y
+
+        ticks = jnp.arange(microbatches + last)
+        outputs = lax.scan(tick, jnp.zeros_like(rows[0]), ticks)[1][last:]
+        heads = jax.vmap(lambda y, row: model.head(shared, y, Visit(row, here, None)))
+        total, sums = jax.tree.map(
+            lambda each: jnp.where(here == last, each.sum(), 0), heads(outputs, rows)
+        )
+        return total, sums
+
+    def local(chunks: Params, shared: Params, rows: PyTree) -> Found:
+        (_, sums), grads = jax.value_and_grad(loss, (0, 1), has_aux=True)(chunks[0], shared, rows)
+        return Found(grads[0][None], *lax.psum((grads[1], sums), AXIS))
+
+    return local
+
+
+def programs(
+    size: ModelSize,
+    stages: int,
+    microbatches: int,
+    activations: Activations,
+    tell: Tell | None = None,
+) -> tuple[Ticks, PlacedStep, PlacedStep]:
+    """1F1B by the executor, and the usual form, on the same arguments."""
+    ticks = lower(one_f_one_b(stages, microbatches), activations=activations)
+    model, given, mesh = parts(tell), arguments(size, stages, microbatches), stage_mesh(stages)
+    forms = (executor(ticks, model), usual_scan(model, stages, microbatches, activations))
+    ours, scan = (compile_step(form, mesh, given, ticks.placement) for form in forms)
+    return ticks, ours, scan
+
+
+def executed_flops(ticks: Ticks, found: Ledger) -> float:
+    """FLOPs of the busiest stage: its tasks, each with those of a branch of the program.
+
+    The program has one conditional for forward and one for backward tasks in each tick.
+    """
+    tasks = [(work.kind != NONE).sum(axis=0).max() for work in (ticks.forward, ticks.backward)]
+    assert tasks[0] == tasks[1], (ticks.name, tasks)
+    assert found.flops_low == 0, "something is computed outside of the conditionals"
+    return found.flops_high / ticks.ticks * float(tasks[0])
+
+
+def cell(stages: int, microbatches: int, activations: Activations, *, timed: bool) -> WorkCell:
+    """Both forms compiled, counted, and where `timed` raced; their results are the same."""
+    ticks, ours, scan = programs(SIZE, stages, microbatches, activations)
+    mesh = stage_mesh(stages)
+    seconds, scan_seconds = Sample(()), Sample(())
+    if timed:
+        same(ours(), scan())
+        seconds, scan_seconds = interleave(ours, scan, repeats=PAIRS)
+    passes, scan_passes = counted(stages, microbatches, activations)
+    return WorkCell(
+        activations,
+        stages,
+        microbatches,
+        flops=executed_flops(ticks, ledger(ours.step, mesh)),
+        scan_flops=ledger(scan.step, mesh).flops_high,
+        model_flops=SIZE.model_flops(activations, microbatches),
+        passes=passes,
+        scan_passes=scan_passes,
+        model_passes=PASSES[activations] * stages * microbatches,
+        seconds=seconds.seconds,
+        scan_seconds=scan_seconds.seconds,
+    )
+
+
+def counted(stages: int, microbatches: int, activations: Activations) -> tuple[int, int]:
+    """Passes that ran in a step of each form."""
+    ran: list[TaskKind] = []
+    _, *forms = programs(COUNTED, stages, microbatches, activations, ran.append)
+    counts = []
+    for form in forms:
+        ran.clear()
+        form()
+        counts.append(len(ran))
+    return counts[0], counts[1]
+
+
+def same(ours: Found, scan: Found) -> None:
+    """Assert equal losses and gradients: what is raced computes one thing."""
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(scan), strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
+
+
+def measure() -> list[WorkCell]:
+    """Every cell, in a process with a device for each stage.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    return child.call(
+        cells,
+        WorkCell,
+        what="the executor beside the usual scan",
+        environ=child.with_devices(STAGES),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+def cells() -> Iterator[WorkCell]:
+    """Each way to treat activations at each number of microbatches; the first of each is timed."""
+    for activations in get_args(Activations):
+        for rounds in ROUNDS:
+            yield cell(STAGES, rounds * STAGES, activations, timed=rounds == 1)
+
+
+def figures(cells: Sequence[WorkCell]) -> list[Figure]:
+    """The most work over the model's, by program and by count, and the time beside the scan's."""
+    return [_flops(cells), _passes(cells), *(_time(one) for one in cells if one.seconds)]
+
+
+def _flops(cells: Sequence[WorkCell]) -> Figure:
+    worst = max(cells, key=lambda one: one.flops / one.model_flops)
+    note = (
+        f"the busiest of {worst.stages} stages, from the compiled program; the worst of "
+        f"{len(cells)} is {worst.microbatches} microbatches, {worst.activations}, where the usual "
+        f"scan has {worst.scan_flops / worst.model_flops:.3f}"
+    )
+    pair = (worst.flops, worst.model_flops)
+    return Figure("executed FLOPs over the model's", *pair, WORK_GOAL, "", note)
+
+
+def _passes(cells: Sequence[WorkCell]) -> Figure:
+    worst = max(cells, key=lambda one: one.passes / one.model_passes)
+    note = (
+        f"forward, and of both gradients, counted on all {worst.stages} stages while they ran; the "
+        f"worst of {len(cells)} is {worst.microbatches} microbatches, {worst.activations}, where "
+        f"the usual scan runs {worst.scan_passes}"
+    )
+    pair = (worst.passes, worst.model_passes)
+    return Figure("executed passes over the model's", *pair, WORK_GOAL, "", note)
+
+
+def _time(one: WorkCell) -> Figure:
+    note = (
+        f"{one.microbatches} microbatches, {one.stages} stages that share this machine's cores: "
+        "what is not computed is time saved. On accelerators each stage has a device of its own, "
+        "which in the bubble waits here and computes there: the time is the same"
+    )
+    samples = (Sample(one.seconds), Sample(one.scan_seconds))
+    title = f"step time over the usual scan's, {one.activations}"
+    return Figure.compare(title, *samples, TIME_GOAL, note)
+
+
+def listing(cells: Sequence[WorkCell]) -> Listing:
+    """Every cell: work over the model's."""
+    columns = ("activations", "m", "FLOPs", "passes", "scan's FLOPs", "its passes", "(m+p-1)/m")
+    rows = []
+    for one in cells:
+        ratios = (
+            one.flops / one.model_flops,
+            one.passes / one.model_passes,
+            one.scan_flops / one.model_flops,
+            one.scan_passes / one.model_passes,
+            (one.microbatches + one.stages - 1) / one.microbatches,
+        )
+        rows.append((one.activations, one.microbatches, *(f"{ratio:.3f}" for ratio in ratios)))
+    title = "executed over model work: the executor with 1F1B, and the usual scan"
+    return Listing(title, dict.fromkeys(columns, ""), rows)

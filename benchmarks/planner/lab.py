@@ -1,0 +1,137 @@
+"""Plans on slow links, real time: six plans of one model on four hosts, beside their predictions.
+
+One process a host, one CPU device a process, gloo between them. A prediction plays the plan's own
+compiled program through (`jaxdist.hlo.timeline`, as for TPUs), with the speeds of the lab: links
+as `tc` shapes them, or slower where an all-reduce of 4 MiB finds that the machine's cores carry
+less; the latency of a message by an all-reduce of one number; and the work of a host by one step
+that sends nothing, taken by all hosts at once, since they share the cores. These three take turns
+with the steps that are predicted, and nothing is taken from those.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from pydantic import TypeAdapter
+
+from benchmarks.compression.lab import host_environ
+from benchmarks.core import lab
+from benchmarks.core.lab import Lab, LabLink
+from benchmarks.core.report import Figure, Listing, Report
+from benchmarks.planner.lab_host import FOUND, Found, Task
+from benchmarks.planner.lab_rates import SIZES
+from benchmarks.planner.ranking import kendall_tau
+from jaxdist.planner.plan import Plan
+from jaxdist.runtime.environment import python_module
+
+SPEEDS = (LabLink(100e6), LabLink(1e9))
+HOSTS = 4
+WARMUP, REPEATS = 1, 9
+TIMEOUT_SECONDS = 1800.0
+NEAR = 0.25
+VALUES: Mapping[str, object] = {
+    "model": {"type": "gpt", "layers": 4, "embed": 256, "heads": 4, "mlp": 1024},
+    "data": {
+        "type": "synthetic", "kind": "tokens", "vocab_size": 256, "window": 32,
+        "examples": 64, "heldout_examples": 0,
+    },
+    "optim": {"type": "adamw", "learning_rate": 1e-3},
+    "train": {"steps": 1, "batch_size": 4},
+}  # fmt: skip
+"""Many parameters and few tokens, so that the links count beside the hosts' work."""
+PLANS = (
+    Plan(data=4, zero=0, remat="minimal"),
+    Plan(data=4, zero=1, remat="minimal"),
+    Plan(data=4, zero=3, remat="full"),
+    Plan(data=2, tensor=2, zero=0, remat="minimal"),
+    Plan(data=1, tensor=4, zero=0, remat="minimal"),
+    Plan(stage=4, data=1, zero=0, remat="full", microbatches=4, schedule="1f1b"),
+)
+
+
+def bench(speeds: Sequence[LabLink] = SPEEDS) -> Report:
+    """Six plans at each speed of the links.
+
+    Skipped, with the reason in the report, where the lab cannot be built.
+
+    Raises:
+      RunError: a host fails.
+    """
+    labs = [Lab(sites=HOSTS, across=speed) for speed in speeds]
+    reason = lab.unavailable(labs[0])
+    if reason:
+        note = f"skipped: {reason}"
+        return Report(
+            "plan --lab", [Figure("slow-link lab", math.nan, math.nan, unit="", note=note)]
+        )
+    figures, listings = [], []
+    for hosts in labs:
+        found = measure(hosts)
+        figures += figures_of(hosts, found)
+        listings += [listing(hosts, found), probed(hosts, found)]
+    return Report("plan --lab", figures, listings)
+
+
+def measure(
+    hosts: Lab, plans: Sequence[Plan] = PLANS, *, warmup: int = WARMUP, repeats: int = REPEATS
+) -> Found:
+    """Time and predict the plans on all hosts of a lab.
+
+    Raises:
+      RunError: this machine cannot hold the lab, or a host fails.
+    """
+    task = Task(dict(VALUES), tuple(plans), warmup, repeats)
+    command = python_module("benchmarks.planner.lab_host", json.dumps(asdict(task)))
+    printed = lab.run(hosts, command, environ=host_environ(), timeout_seconds=TIMEOUT_SECONDS)
+    (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
+    return TypeAdapter(Found).validate_json(line.removeprefix(FOUND))
+
+
+def _where(hosts: Lab) -> str:
+    return f"{hosts.size} hosts, {hosts.across.bits_per_s / 1e6:g} Mbit/s"
+
+
+def figures_of(hosts: Lab, found: Found) -> list[Figure]:
+    """The order of the plans, and how many times are near."""
+    timed = found.timed
+    times = [statistics.median(one.seconds) for one in timed]
+    tau = kendall_tau(times, [one.predicted for one in timed])
+    near = [abs(one.predicted / real - 1) <= NEAR for one, real in zip(timed, times, strict=True)]
+    note = (
+        f"Kendall's tau of {len(timed)} plans' steps, predicted and measured; a host's work takes "
+        f"{found.work_seconds * 1e3:.3g} ms"
+    )
+    return [
+        Figure(f"ranking, {_where(hosts)}", tau, 0.8, ">= 1", "", note),
+        Figure(
+            f"within 25%, {_where(hosts)}", sum(near) / len(near), 1.0, ">= 1", "",
+            "share of plans whose predicted step is as near to the measured one",
+        ),
+    ]  # fmt: skip
+
+
+def listing(hosts: Lab, found: Found) -> Listing:
+    """Each plan's step, measured and predicted."""
+    rows = []
+    for one in found.timed:
+        real = statistics.median(one.seconds)
+        rows.append((one.words, real, one.predicted, one.waits, one.predicted / real))
+    columns = {"plan": "", "measured": "s", "predicted": "s", "network": "s", "ratio": ""}
+    return Listing(f"Plans on {_where(hosts)}", columns, rows)
+
+
+def _size(size_bytes: int) -> str:
+    return f"{size_bytes} B" if size_bytes < 1024 else f"{size_bytes // 1024} KiB"
+
+
+def probed(hosts: Lab, found: Found) -> Listing:
+    """What collectives take that are not a plan's."""
+    columns = {"collective": "", **{_size(size): "s" for size in SIZES}}
+    rows = [
+        (f"{one.sort.kind} of {one.sort.group_size}", *map(one.at, SIZES)) for one in found.curves
+    ]
+    return Listing(f"A collective on {_where(hosts)}, by payload", columns, rows)

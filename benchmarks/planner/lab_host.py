@@ -1,0 +1,226 @@
+"""What each host of the lab runs: the steps of every plan in turn, and their predictions.
+
+`python -m benchmarks.planner.lab_host TASK`; the first host prints what was found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from orbax.checkpoint.multihost import get_barrier_sync_fn
+from pydantic import TypeAdapter
+
+from benchmarks.planner.lab_rates import Curve, Rates, curves_of, probe, sizes_of, sorts_of
+from jaxdist.config import Document, validate
+from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.hlo.account import account
+from jaxdist.hlo.groups import MeshLayout
+from jaxdist.hlo.ledger import device_order, program_text
+from jaxdist.hlo.lockstep import Lockstep
+from jaxdist.hlo.parse import Module, parse
+from jaxdist.hlo.records import Collective
+from jaxdist.hlo.timeline import play
+from jaxdist.inspect.program import ticks_of
+from jaxdist.mesh import Device
+from jaxdist.planner.plan import Plan
+from jaxdist.planner.write import planned
+from jaxdist.runtime.connection import connected
+from jaxdist.runtime.processes import find_processes
+from jaxdist.train.step import Program
+
+FOUND = "found: "
+PATIENCE_SECONDS = 900.0
+"""The longest wait for a host that compiles."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all hosts do.
+
+    Attributes:
+      values: of the config, without the plans' settings.
+      plans: of a step.
+      warmup, repeats: rounds that are not counted, and those that are.
+    """
+
+    values: dict[str, object]
+    plans: tuple[Plan, ...]
+    warmup: int
+    repeats: int
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One plan in one lab.
+
+    Attributes:
+      seconds: of a step, by round, of the slowest host.
+      predicted: seconds of a step.
+      waits: of these, for the network.
+    """
+
+    words: str
+    seconds: tuple[float, ...]
+    predicted: float
+    waits: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one lab gave.
+
+    Attributes:
+      curves: what each sort of collective takes that the plans' programs have.
+      work_seconds: of the step that sends nothing.
+    """
+
+    curves: tuple[Curve, ...]
+    work_seconds: float
+    timed: tuple[Timed, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """A compiled step of a plan, with all that its prediction needs."""
+
+    program: Program
+    compiled: jax.stages.Compiled
+    module: Module
+    layout: MeshLayout
+    ticks: Lockstep | None
+
+    def predicted(self, rates: Rates, hosts_per_core: float = 1.0) -> tuple[float, float]:
+        """Seconds, and those of them that wait for the network.
+
+        A host that waits in a pipeline's bubble leaves its share of a core to the others. So a step
+        takes the work of all at the speed of shared cores, or its longest path at the speed of a
+        core of one's own, whichever is longer.
+
+        Args:
+          hosts_per_core: hosts that share a core where `rates` were found, 1 at least.
+        """
+        found = play(self.module, self.layout, rates, lockstep=self.ticks)
+        waits, bubble = (
+            sum(e.waited_seconds for e in found.entries.values() if e.basis == basis)
+            for basis in ("links", "schedule")
+        )
+        own_core = dataclasses.replace(rates, slower=rates.slower / hosts_per_core)
+        path = play(self.module, self.layout, own_core, lockstep=self.ticks)
+        return max(found.seconds - bubble, path.seconds), waits
+
+    def collectives(self) -> tuple[Collective, ...]:
+        """All that the program sends."""
+        return account(self.module, self.layout).collectives
+
+    def turn(self) -> Callable[[], None]:
+        """Takes a step; a state of its own goes from one to the next."""
+        state, batch = (
+            self.program.init(),
+            {name: _drawn(shape) for name, shape in self.program.batch.items()},
+        )
+
+        def take() -> None:
+            nonlocal state
+            state, metrics = self.compiled(state, batch)
+            jax.block_until_ready((state, metrics))
+
+        return take
+
+
+def _drawn(like: jax.ShapeDtypeStruct) -> jax.Array:
+    """A batch of tokens; the same on all hosts."""
+    whole = np.random.default_rng(0).integers(0, 64, like.shape).astype(like.dtype)
+    assert like.sharding is not None
+    return jax.make_array_from_callback(like.shape, like.sharding, lambda index: whole[index])
+
+
+def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[Device]) -> Step:
+    """A plan's step, compiled."""
+    document = Document(planned(dict(values), plan))
+    experiment = build(validate(document, ExperimentConfig), document, devices=list(devices))
+    program, mesh = experiment.program, experiment.layout.mesh
+    compiled = program.train.lower(program.state_shapes, program.batch).compile()
+    module = parse(program_text(compiled))
+    order = device_order(compiled, mesh) or tuple(range(module.devices))
+    return Step(program, compiled, module, MeshLayout(dict(mesh.shape), order), ticks_of(program))
+
+
+def measure(task: Task) -> Found:
+    """Time all plans, interleaved, and predict them; the same on each host."""
+    steps = [step_of(task.values, plan, jax.devices()) for plan in task.plans]
+    alone = _alone(task)
+    _meet("compiled")
+    sorts = sorts_of(one for step in steps for one in step.collectives())
+    turns = [step.turn() for step in steps]
+    probes = [probe(sort, size) for sort in sorts for size in sizes_of(sort)]
+    _meet("begun")
+    seconds = _rounds([*turns, alone.turn(), *probes], task)
+    work, *sent = (float(np.median(own)) for own in seconds[len(turns) :])
+    rates = Rates(curves_of(sorts, sent))
+    rates = dataclasses.replace(rates, slower=work / alone.predicted(rates)[0])
+    timed = []
+    for plan, step, own in zip(task.plans, steps, seconds, strict=False):
+        predicted, waits = step.predicted(rates, max(1.0, jax.process_count() / _cores()))
+        timed.append(Timed(plan.words(), tuple(map(float, own)), predicted, waits))
+    return Found(tuple(rates.curves.values()), work, tuple(timed))
+
+
+def _meet(where: str) -> None:
+    """Who compiles first waits: collectives give up on a host that is half a minute late."""
+    get_barrier_sync_fn()(key=where, timeout_ms=int(PATIENCE_SECONDS * 1e3))
+
+
+def _cores() -> int:
+    """Of this machine, for all hosts."""
+    return len(os.sched_getaffinity(0))
+
+
+def _alone(task: Task) -> Step:
+    """The step of one host's share of the batch, which sends nothing: what a host's work takes."""
+    values = json.loads(json.dumps(task.values))
+    values["train"]["batch_size"] //= jax.process_count()
+    return step_of(values, Plan(zero=0), jax.local_devices())
+
+
+def _rounds(turns: Sequence[Callable[[], None]], task: Task) -> np.ndarray:
+    """Seconds by turn and round, of the slowest host; each turn once a round."""
+    count = task.warmup + task.repeats
+    found = np.zeros((len(turns), count), np.float64)
+    for index in range(count):
+        for place in range(len(turns)):
+            which = (index + place) % len(turns)
+            multihost_utils.sync_global_devices("ready")
+            begun = time.perf_counter()
+            turns[which]()
+            found[which, index] = time.perf_counter() - begun
+            multihost_utils.sync_global_devices("done")
+    everywhere = np.asarray(multihost_utils.process_allgather(found.astype(np.float32)))
+    return everywhere.reshape(-1, *found.shape)[..., task.warmup :].max(0)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Join the other hosts, run the task, and print what was found (the first host does)."""
+
+    def report(error: BaseException) -> int:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+    task = TypeAdapter(Task).validate_json(arguments[0])
+    with connected(find_processes(os.environ), report):
+        found = measure(task)
+        if jax.process_index() == 0:
+            # In one piece, on a line of its own: gloo prints too, on all hosts.
+            sys.stdout.write(f"\n{FOUND}{json.dumps(asdict(found))}\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,96 @@
+"""Estimate how fast each TPU family multiplies matrices, one compiled product at a time.
+
+`python -m benchmarks.tpu.products [FAMILY...]` compiles bfloat16 products of `ROWS` x k by
+k x n for one chip with the options of `parallel.xla.preset: default`, and writes the share of the
+peak that the compiler's own estimate leaves to `jaxdist/cost/products.json`. The planner reads that
+table; nothing in it is fitted to a whole step or to a published run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from benchmarks.core import child
+from benchmarks.tpu.kernels import predicted_seconds
+from jaxdist.cost.products import TABLE
+from jaxdist.parallel.compiler import preset_options
+from jaxdist.runtime.hardware import device
+from jaxdist.runtime.topology import topology_devices
+
+TOPOLOGIES = {
+    "v4": "v4:2x2x1",
+    "v5e": "v5e:2x2",
+    "v5p": "v5p:2x2x1",
+    "v6e": "v6e:2x2",
+    "tpu7x": "tpu7x:2x2x1",
+}
+ROWS = 8192
+LENGTHS = (1024, 4096, 8192, 28672)
+"""The contracted dim and the columns of each product."""
+TIMEOUT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Product:
+    """One product and the share of the peak that it reaches."""
+
+    family: str
+    contracted: int
+    columns: int
+    share: float
+
+
+def compiled_products(family: str) -> list[Product]:
+    """Compile every product of the table for one family."""
+    chip, known = topology_devices(TOPOLOGIES[family])[:1], device(family)
+    mesh = Mesh(np.array(chip), ("data",))
+    options = preset_options("default", chip[0])
+    found = []
+    for k in LENGTHS:
+        for n in LENGTHS:
+            left = jax.ShapeDtypeStruct((ROWS, k), jnp.bfloat16)
+            right = jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
+            seconds = predicted_seconds(jnp.matmul, mesh, left, right, options=options)
+            least = 2 * ROWS * k * n / known.flops_per_second["bfloat16"]
+            found.append(Product(family, k, n, round(least / seconds, 3)))
+    return found
+
+
+def main(families: Sequence[str]) -> None:
+    """Measure the families and write them into the table; the others keep their rows."""
+    table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
+    for family in families or TOPOLOGIES:
+        rows = child.call(
+            compiled_products,
+            Product,
+            family,
+            what=f"compiling products for {family}",
+            environ=child.compiling_on(None),
+            timeout_seconds=TIMEOUT_SECONDS,
+        )
+        table[family] = [[row.contracted, row.columns, row.share] for row in rows]
+        TABLE.write_text(_text(table))
+        print(family, *(f"{row.contracted}x{row.columns}: {row.share:.0%}" for row in rows))
+
+
+def _text(table: dict[str, list[list[float]]]) -> str:
+    """One row of the table a line, which keeps differences readable."""
+    families = []
+    for family, rows in sorted(table.items()):
+        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+        families.append(f'  "{family}": [\n{lines}\n  ]')
+    return "{\n" + ",\n".join(families) + "\n}\n"
+
+
+if __name__ == "__main__":
+    # Under its own name, by which the child process finds `compiled_products`.
+    importlib.import_module("benchmarks.tpu.products").main(sys.argv[1:])

@@ -1,0 +1,91 @@
+"""One step compiled for a pod, in a process of its own: what it is predicted to take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.core import child
+from benchmarks.tpu.cases import Case
+from jaxdist.errors import RunError
+from jaxdist.inspect.program import inspect_step, open_subject
+from jaxdist.inspect.times import dearest, parts_of
+from jaxdist.runtime.topology import topology_devices
+
+CONFIG = Path(__file__).with_name("llama.yaml")
+TIMEOUT_SECONDS = 1800.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A predicted step; bytes and seconds are of one device.
+
+    Attributes:
+      fits: whether the compiler takes it; where not, `refusal` says why and all else is 0.
+      mfu, mfu_causal: attention counted whole, and half.
+      parts: seconds by what the device does or waits for.
+      overlapped_seconds: of collectives beside compute, by axes.
+      dearest: operations and their seconds.
+      estimate_seconds: what the prediction itself took.
+      compile_seconds: what the compiler took.
+    """
+
+    fits: bool
+    refusal: str
+    model: str = ""
+    mesh: str = ""
+    seconds: float = 0.0
+    mfu: float = 0.0
+    mfu_causal: float = 0.0
+    peak_bytes: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
+    overlapped_seconds: Mapping[str, float] = field(default_factory=dict)
+    dearest: Sequence[tuple[str, float]] = ()
+    estimate_seconds: float = 0.0
+    compile_seconds: float = 0.0
+
+
+def measure(case: Case) -> Step:
+    """Compile a case in a process of its own.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    (found,) = child.call(
+        predicted,
+        Step,
+        case.topology,
+        list(case.settings),
+        what=f"compiling {case.name} for {case.topology}",
+        environ=child.compiling_on(None),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+    return found
+
+
+def predicted(topology: str, settings: Sequence[str]) -> list[Step]:
+    """The step of `llama.yaml` with settings on top, compiled for a topology."""
+    try:
+        found = inspect_step(open_subject(CONFIG, settings, topology_devices(topology)))
+    except RunError as error:
+        return [Step(fits=False, refusal=str(error))]
+    time = found.step_time
+    assert time is not None, "the compiler of TPUs writes estimates"
+    mesh = " x ".join(f"{axis} {size}" for axis, size in found.ledger.axes.items() if size > 1)
+    step = Step(
+        fits=True,
+        refusal="",
+        model=found.model,
+        mesh=mesh,
+        seconds=time.seconds,
+        mfu=found.mfu(masked=True) or 0.0,
+        mfu_causal=found.mfu(masked=False) or 0.0,
+        peak_bytes=found.ledger.memory.peak_bytes,
+        parts=parts_of(time),
+        overlapped_seconds=time.overlapped_seconds,
+        dearest=[(source.name, source.seconds) for source in dearest(time)],
+        estimate_seconds=found.estimate_seconds,
+        compile_seconds=found.compile_seconds,
+    )
+    return [step]

@@ -1,0 +1,117 @@
+"""`jaxdist bench tpu`: predicted steps of pods, beside what is published of them.
+
+Nothing runs on a TPU: libtpu compiles, its estimates are added up (`jaxdist.cost.step_time`).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from benchmarks.core.report import Figure, Listing, Report
+from benchmarks.tpu import kernels
+from benchmarks.tpu.cases import CASES, Case
+from benchmarks.tpu.program import Step, measure
+from benchmarks.zero.report import NO_LIBTPU
+from jaxdist.errors import RunError
+
+ESTIMATE_SECONDS = 5.0
+"""What the prediction of a program of 80 layers may take."""
+
+
+PREDICTED = "predicted s"
+"""A unit that does not move with the machine, as measured seconds do."""
+
+
+def bench() -> Report:
+    """Compile every case, one after another: minutes each."""
+    if find_spec("libtpu") is None:
+        return Report("tpu", [Figure("programs", math.nan, math.nan, unit="", note=NO_LIBTPU)])
+    figures = kernels.figures(kernels.measure())
+    found: list[tuple[Case, Step]] = []
+    for case in CASES:
+        try:
+            step = measure(case)
+        except RunError as error:
+            figures.append(Figure(label(case), math.nan, math.nan, unit="", note=str(error)))
+            continue
+        found.append((case, step))
+        print(f"{label(case)}: {step.seconds:.3g} s", file=sys.stderr)
+    return Report("tpu", [*figures, *step_figures(found)], [listing(found), parts(found)])
+
+
+def label(case: Case) -> str:
+    """A case with its chips."""
+    return f"{case.name}, {case.topology}"
+
+
+def step_figures(found: Sequence[tuple[Case, Step]]) -> list[Figure]:
+    """The goals that cases state, and the error against what is published."""
+    figures: list[Figure] = []
+    errors: list[float] = []
+    for case, step in found:
+        if not step.fits:
+            note = f"refused by the compiler: {step.refusal}"
+            figures.append(Figure(label(case), math.nan, math.nan, unit="", note=note))
+            continue
+        name = label(case)
+        if case.most_seconds:
+            goal = "<= 1"
+            figures.append(
+                Figure(f"step, {name}", step.seconds, case.most_seconds, goal, PREDICTED)
+            )
+        if case.most_peak_gb:
+            peak = step.peak_bytes / 1e9
+            figures.append(Figure(f"memory, {name}", peak, case.most_peak_gb, "<= 1", "GB"))
+        if case.least_mfu:
+            figures.append(Figure(f"MFU, {name}", step.mfu_causal, case.least_mfu, ">= 1", ""))
+        if case.published_mfu:
+            goal = ">= 0.95" if case.name.startswith(("128B", "16B")) else ""
+            note = "MFU with attention counted whole, over MaxText's as published"
+            figures.append(Figure(f"MFU, {name}", step.mfu, case.published_mfu, goal, "", note))
+            errors.append(abs(step.mfu / case.published_mfu - 1))
+    if errors:
+        note = "median of |predicted / published - 1| over the published rows"
+        error = statistics.median(errors)
+        figures.append(Figure("error of the prediction", error, 0.15, "<= 1", "", note))
+    if slow := [step.estimate_seconds for case, step in found if step.fits and "70B" in case.name]:
+        name = "the prediction itself, 80 layers"
+        figures.append(Figure(name, max(slow), ESTIMATE_SECONDS, "<= 1"))
+    return figures
+
+
+def listing(found: Sequence[tuple[Case, Step]]) -> Listing:
+    """Every step: chips, mesh, seconds, MFU by both definitions, memory."""
+    columns = {"step": "", "chips": "", "mesh": "", "predicted": "s", "MFU causal": "",
+               "MFU whole": "", "peak": "GB"}  # fmt: skip
+    return Listing(
+        f"Predicted steps (libtpu {_libtpu()})",
+        columns,
+        [
+            (case.name, case.topology, step.mesh, step.seconds, step.mfu_causal, step.mfu,
+             step.peak_bytes / 1e9)
+            for case, step in found if step.fits
+        ],
+    )  # fmt: skip
+
+
+def parts(found: Sequence[tuple[Case, Step]]) -> Listing:
+    """Where the seconds of each step go."""
+    rows = [
+        (label(case), name, seconds, seconds / step.seconds)
+        for case, step in found
+        if step.fits
+        for name, seconds in step.parts.items()
+    ]
+    return Listing("Where the step goes", {"step": "", "part": "", "": "s", "share": ""}, rows)
+
+
+def _libtpu() -> str:
+    try:
+        return version("libtpu")
+    except PackageNotFoundError:
+        return "unknown"

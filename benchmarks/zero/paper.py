@@ -1,0 +1,104 @@
+"""Figure 1 of ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054) from compiled programs.
+
+The paper computes what 7.5 billion parameters take on each of 64 devices. Here the whole train step
+of such a model is compiled for 64 TPU v5p, and XLA says what it takes, or that it does not fit.
+
+libtpu wants a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from benchmarks.core import child
+from benchmarks.zero.program import MIXED, REDUCE, STAGES, Form, formula_bytes
+from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.hlo import memory, refused_bytes
+from jaxdist.mesh import Device
+from jaxdist.runtime.topology import topology_devices
+from jaxdist.trees import tree_size
+from jaxdist.types import JsonObject
+
+TOPOLOGY = "v5p:4x4x4"
+TIMEOUT_SECONDS = 1800.0
+WINDOW = 128
+"""Tokens on a device. The paper counts states alone, so activations are kept small."""
+MODEL: JsonObject = {
+    "type": "gpt",
+    "layers": 66,
+    "embed": 3072,
+    "heads": 24,
+    "remat": "full",
+    "compute_dtype": "bfloat16",
+}
+"""7.48 billion parameters, narrow and deep as the paper's own models."""
+
+
+@dataclass(frozen=True)
+class PaperRow:
+    """One stage; bytes are of one device."""
+
+    stage: int
+    form: Form
+    params: int
+    formula_bytes: float
+    peak_bytes: float
+    """What the step takes; what it would take where it is refused."""
+    memory_bytes: float | None
+    """What the compiler says a device has, where it refuses the step."""
+
+    @property
+    def refused(self) -> bool:
+        return self.memory_bytes is not None
+
+
+def measure() -> list[PaperRow]:
+    """The rows, compiled in a process of its own.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    return child.call(
+        rows,
+        PaperRow,
+        what="compiling the paper's steps",
+        environ=child.compiling_on(None),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+def row(stage: int, form: Form, devices: Sequence[Device], model: JsonObject) -> PaperRow:
+    """One stage compiled: its peak, or the compiler's refusal."""
+    config = {
+        "model": model,
+        "data": {"type": "synthetic", "kind": "tokens", "window": WINDOW, "heldout_examples": 0},
+        "optim": {"type": "adamw", "learning_rate": 1e-3, "master_weights": "bfloat16"},
+        "train": {"steps": 10, "batch_size": len(devices)},
+        "mesh": {"data": len(devices)},
+        "parallel": {"reduce": REDUCE[form], "zero": {"stage": stage}},
+    }
+    program = build(ExperimentConfig.model_validate(config), devices=devices).program
+    params = tree_size(program.model.params)
+    formula = params * formula_bytes(MIXED, stage, len(devices))
+    lowered = program.train.lower(program.state_shapes, program.batch)
+    return PaperRow(stage, form, params, formula, *compiled_bytes(lowered))
+
+
+def compiled_bytes(lowered: jax.stages.Lowered) -> tuple[float, float | None]:
+    """A program's peak; where XLA refuses it, what it would take and what a device has."""
+    try:
+        return memory(lowered.compile()).peak_bytes, None
+    except jax.errors.JaxRuntimeError as error:
+        sizes = refused_bytes(str(error))
+        if sizes is None:
+            raise
+        return sizes
+
+
+def rows() -> Iterator[PaperRow]:
+    """Every stage in the explicit form."""
+    devices = topology_devices(TOPOLOGY)
+    return (row(stage, "explicit", devices, MODEL) for stage in STAGES)

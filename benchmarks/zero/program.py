@@ -1,0 +1,211 @@
+"""Train steps under each stage of ZeRO, compiled and read beside the formulas; nothing is run.
+
+The rows are made in a process of their own, since the number of devices is fixed when jax starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal
+
+import jax
+
+from benchmarks.core import child
+from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.hlo import Ledger, ledger
+from jaxdist.mesh import Device
+from jaxdist.runtime.topology import topology_devices
+from jaxdist.trees import tree_size
+
+Form = Literal["explicit", "auto"]
+REDUCE: Mapping[Form, Any] = {"explicit": {"type": "xla"}, "auto": None}
+"""Explicit collectives on a manual axis, and XLA's own from sharding constraints alone."""
+STAGES = (0, 1, 2, 3)
+CPU_COUNTS = (8, 64)
+TOPOLOGY = "v5e:2x4"
+TIMEOUT_SECONDS = 1200.0
+
+StateBytes = tuple[float, float, float]
+"""Bytes of a parameter, of its gradient and of its optimizer state."""
+FLOAT32: StateBytes = (4, 4, 8)
+"""float32 and AdamW: 16 bytes a parameter."""
+MIXED: StateBytes = (2, 2, 12)
+"""bfloat16, and in the optimizer float32 master weights and moments: 16 bytes a parameter."""
+
+MODEL = {"type": "gpt", "embed": 512, "heads": 8}
+DEEP, SHALLOW = 8, 4
+"""Layers: memory is measured by what the further ones add."""
+WINDOW = 16
+"""Tokens on a device: few, so that little of the memory is activations."""
+
+
+def formula_bytes(kinds: StateBytes, stage: int, devices: int) -> float:
+    """Bytes a parameter on one device: stage 1 splits optimizer state, 2 gradients, 3 parameters.
+
+    >>> [formula_bytes(FLOAT32, stage, 8) for stage in STAGES]
+    [16, 9.0, 5.5, 2.0]
+    """
+    split_from = (3, 2, 1)
+    return sum(
+        size / devices if stage >= first else size
+        for size, first in zip(kinds, split_from, strict=True)
+    )
+
+
+def bound_bytes(params_bytes: float, stage: int, devices: int) -> float:
+    """The least that a device sends in a step: 2(N-1)/N S, in stage 3 3(N-1)/N S.
+
+    A reduction is a reduce-scatter and an all-gather, (N-1)/N S each; stage 3 gathers parameters
+    for the forward and for the backward pass.
+
+    >>> bound_bytes(8.0, 2, 4), bound_bytes(8.0, 3, 4)
+    (12.0, 18.0)
+    """
+    return (3 if stage == 3 else 2) * (devices - 1) / devices * params_bytes
+
+
+@dataclass(frozen=True)
+class ZeroRow:
+    """One train step of `DEEP` layers; bytes and FLOPs are of one device."""
+
+    platform: str
+    devices: int
+    stage: int
+    form: Form
+    remat: str
+    params: int
+    peak_bytes: float
+    """All that the program holds at once."""
+    bytes_per_param: float | None
+    """What further layers add, over their parameters: see `added_bytes_per_param`."""
+    sent_bytes: float
+    flops: float
+    ideal_flops: float
+    """Of the model alone: see `ideal_flops`."""
+
+
+def experiment(
+    stage: int, form: Form, devices: Sequence[Device], *, layers: int, remat: str
+) -> Experiment:
+    """A float32 GPT with AdamW on all these devices, a window each."""
+    config = {
+        "model": {**MODEL, "layers": layers, "remat": remat},
+        "data": {"type": "synthetic", "kind": "tokens", "window": WINDOW, "heldout_examples": 0},
+        "optim": {"type": "adamw", "learning_rate": 1e-3},
+        "train": {"steps": 10, "batch_size": len(devices)},
+        "mesh": {"data": len(devices)},
+        "parallel": {"reduce": REDUCE[form], "zero": {"stage": stage}},
+    }
+    return build(ExperimentConfig.model_validate(config), devices=devices)
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """One train step, and how large its model is."""
+
+    layers: int
+    params: int
+    ledger: Ledger
+
+
+def compile_step(
+    stage: int, form: Form, devices: Sequence[Device], *, layers: int, remat: str = "full"
+) -> CompiledStep:
+    """The train step of `experiment`, compiled."""
+    found = experiment(stage, form, devices, layers=layers, remat=remat)
+    program = found.program
+    compiled = program.train.lower(program.state_shapes, program.batch).compile()
+    return CompiledStep(
+        layers, tree_size(program.model.params), ledger(compiled, found.layout.mesh)
+    )
+
+
+def added_bytes_per_param(deep: CompiledStep, shallow: CompiledStep) -> float:
+    """Peak memory that further layers add, over the number of their parameters.
+
+    All that does not grow with depth cancels: what a layer computes, one gathered layer, logits,
+    and also the embedding's state. What grows is the state, every temporary as large as the model,
+    and the activations that full remat keeps, which are known: a layer's input, window x embed
+    float32. Those are subtracted.
+    """
+    layers, params = deep.layers - shallow.layers, deep.params - shallow.params
+    peaks = deep.ledger.memory.peak_bytes - shallow.ledger.memory.peak_bytes
+    kept_bytes = layers * WINDOW * int(MODEL["embed"]) * 4
+    return (peaks - kept_bytes) / params
+
+
+@cache
+def ideal_flops() -> float:
+    """FLOPs of one device's rows on a device of its own, nothing recomputed, as XLA compiles it."""
+    alone = compile_step(0, "auto", jax.devices()[:1], layers=DEEP, remat="none")
+    return alone.ledger.flops_high
+
+
+def row(
+    platform: str,
+    devices: Sequence[Device],
+    stage: int,
+    form: Form,
+    *,
+    remat: str = "full",
+    memory: bool = False,
+) -> ZeroRow:
+    """One step read from its program; `memory` compiles a second one, of fewer layers."""
+    deep = compile_step(stage, form, devices, layers=DEEP, remat=remat)
+    added = None
+    if memory:
+        added = added_bytes_per_param(deep, compile_step(stage, form, devices, layers=SHALLOW))
+    return ZeroRow(
+        platform=platform,
+        devices=len(devices),
+        stage=stage,
+        form=form,
+        remat=remat,
+        params=deep.params,
+        peak_bytes=deep.ledger.memory.peak_bytes,
+        bytes_per_param=added,
+        sent_bytes=deep.ledger.sent_bytes(),
+        flops=deep.ledger.flops_high,
+        ideal_flops=ideal_flops(),
+    )
+
+
+def measure(platform: str) -> list[ZeroRow]:
+    """The rows of "cpu" or "tpu", compiled in a process of its own.
+
+    Raises:
+      RunError: it fails or takes too long.
+    """
+    return child.call(
+        platform_rows,
+        ZeroRow,
+        platform,
+        what=f"compiling steps for {platform}",
+        environ=child.compiling_on(max(CPU_COUNTS) if platform == "cpu" else None),
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
+
+
+def platform_rows(platform: str) -> Iterator[ZeroRow]:
+    """Those of "cpu" or "tpu"."""
+    if platform == "tpu":
+        return tpu_rows(topology_devices(TOPOLOGY))
+    return cpu_rows(jax.devices())
+
+
+def cpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
+    """Every stage in both forms with its memory; without remat the first and the last."""
+    for count in CPU_COUNTS:
+        for stage in STAGES:
+            for form in REDUCE:
+                yield row("cpu", devices[:count], stage, form, memory=True)
+    for stage in (STAGES[0], STAGES[-1]):
+        yield row("cpu", devices[: CPU_COUNTS[0]], stage, "explicit", remat="none")
+
+
+def tpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
+    """Every stage in the explicit form."""
+    for stage in STAGES:
+        yield row("tpu", devices, stage, "explicit")

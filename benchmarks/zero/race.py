@@ -1,0 +1,146 @@
+"""Two processes of one core each: our data parallelism and ZeRO against torch's DDP and FSDP2.
+
+Both sides train one model from the same parameters on the same tokens. Efficiency is the time of
+one process alone over that of two together, each with the same work; what two take beyond one is
+communication, and waiting for the slower core. `python -m benchmarks.zero.race [REPEATS]` runs
+it by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from benchmarks.core import race
+from benchmarks.core.harness import Sample, paired_ratio
+from benchmarks.core.race import SIZES, WORLD, RaceEntry
+from benchmarks.core.report import Figure, Listing, Report
+from benchmarks.core.team import Command
+from jaxdist.types import JsonObject
+
+TORCH = Path(__file__).with_name("torch_peer")
+BATCH, WINDOW = 8, 128
+"""Of one process."""
+MICROBATCHES = 4
+"""Of ours where gradients are summed once: XLA:CPU computes few rows at a time faster, torch is as
+fast either way. Stage 3 would gather its parameters for each of them, and takes the batch whole."""
+STEPS, REPEATS = 3, 12
+EFFICIENCY_GOAL, SPEED_GOAL = ">= 1", ">= 0.8"
+FORMS: Mapping[str, JsonObject] = {
+    "ddp": {"reduce": {"type": "halving"}, "zero": {"stage": 0}},
+    "fsdp": {"reduce": {"type": "auto"}, "zero": {"stage": 3}},
+}
+"""Our settings, by the form of torch that they race. The permutes behind `halving`, and behind
+`auto` for gathers, take half the time over gloo of its own all-reduce and gather, which are behind
+`xla`."""
+ALONE = {"ddp": "alone", "fsdp": "alone, whole"}
+"""What ours does in one process with the same work; torch's is "alone" for both."""
+PAIRS = (("ddp", "stage 0", "DDP"), ("fsdp", "stage 3", "FSDP2"))
+
+
+def bench(repeats: int = REPEATS) -> Report:
+    """Efficiency and speed over torch's; where the race cannot be run, a figure that says why.
+
+    Raises:
+      RunError: a contender ends early, or the losses do not agree.
+    """
+    if reason := race.missing():
+        nothing = Figure("torch", math.nan, math.nan, unit="", note=f"skipped: {reason}")
+        return Report("zero_race", [nothing])
+    samples = measure(repeats)
+    return Report("zero_race", figures(samples), [listing(samples)])
+
+
+def measure(repeats: int = REPEATS) -> dict[str, Sample]:
+    """Seconds a step of each contender, in turn.
+
+    Raises:
+      RunError: a contender ends early, or the losses do not agree.
+    """
+    rows = WORLD * BATCH
+    return race.measure(contenders, rows, WINDOW, check_losses, steps=STEPS, repeats=repeats)
+
+
+def check_losses(losses: Mapping[str, float]) -> None:
+    """Hold our losses against torch's, by contender.
+
+    Raises:
+      RunError: two that should agree do not.
+    """
+    for kind in (*ALONE.values(), *FORMS):
+        ours, torch = f"ours {kind}", f"torch {'alone' if kind in ALONE.values() else kind}"
+        race.must_agree("zero", ours, losses[ours], torch, losses[torch])
+
+
+def contenders(directory: Path) -> Iterator[RaceEntry]:
+    """Ours alone first; torch's "alone" is one for both of ours."""
+    for kind in (*ALONE.values(), *FORMS):
+        yield f"ours {kind}", _ours(kind, directory)
+        if kind != ALONE["fsdp"]:
+            sizes = {**SIZES, "batch": BATCH}
+            yield f"torch {kind}", race.torch_commands(TORCH, kind, directory, sizes)
+
+
+def ours_config(kind: str) -> JsonObject:
+    """Our experiment."""
+    world = 1 if kind in ALONE.values() else WORLD
+    pieces = MICROBATCHES if kind in ("ddp", ALONE["ddp"]) else 1
+    config = race.gpt_config(SIZES, WINDOW, BATCH * world, pieces)
+    return {**config, "mesh": {"data": world}, "parallel": FORMS.get(kind, {})}
+
+
+def _ours(kind: str, directory: Path) -> list[Command]:
+    world = 1 if kind in ALONE.values() else WORLD
+    return race.our_commands(ours_config(kind), directory, world)
+
+
+def figures(samples: Mapping[str, Sample]) -> list[Figure]:
+    """Efficiency over torch's, and torch's time over ours."""
+    found = []
+    for kind, ours, torch in PAIRS:
+        mine, theirs = samples[f"ours {kind}"], samples[f"torch {kind}"]
+        efficiency = [
+            Sample(tuple(a / b for a, b in zip(samples[alone].seconds, two.seconds, strict=True)))
+            for alone, two in ((f"ours {ALONE[kind]}", mine), ("torch alone", theirs))
+        ]
+        note = f"{WORLD} processes of one core over gloo, the time of one alone over that of both"
+        versus = f"{ours} over torch {torch}"
+        found.append(
+            Figure(
+                f"parallel efficiency, {versus}",
+                efficiency[0].median,
+                efficiency[1].median,
+                EFFICIENCY_GOAL,
+                "",
+                note,
+                efficiency[0].iqr,
+                efficiency[1].iqr,
+                paired_ratio(*efficiency),
+            )
+        )
+        speed = (1 / mine.median, 1 / theirs.median, SPEED_GOAL, "steps/s")
+        found.append(Figure(f"speed, {versus}", *speed, paired_ratio=paired_ratio(theirs, mine)))
+    return found
+
+
+def listing(samples: Mapping[str, Sample]) -> Listing:
+    """How much of each step is compute, and how much communication."""
+    rows = []
+    for kind, ours, torch in PAIRS:
+        sides = (("ours", f"ours, {ours}", ALONE[kind]), ("torch", f"torch, {torch}", "alone"))
+        for side, name, alone in sides:
+            step, compute = samples[f"{side} {kind}"].median, samples[f"{side} {alone}"].median
+            rows.append((name, step, compute, step - compute))
+    columns = ("step", "compute", "communication")
+    return Listing(
+        "a step of two processes; compute is a step of one process alone, the rest communication "
+        "and waiting",
+        {"": "", **dict.fromkeys(columns, "s")},
+        rows,
+    )
+
+
+if __name__ == "__main__":
+    bench(*map(int, sys.argv[1:])).print()

@@ -1,0 +1,191 @@
+"""ZeRO: what each stage holds, sends and computes, beside its formulas and plain sharding."""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+
+from benchmarks.core.report import Figure, Listing, Report
+from benchmarks.zero import paper as zero_paper
+from benchmarks.zero import plot as zero_plot
+from benchmarks.zero import program as zero_program
+from benchmarks.zero import race as zero_race
+from benchmarks.zero.paper import PaperRow
+from benchmarks.zero.program import FLOAT32, ZeroRow, bound_bytes, formula_bytes
+from jaxdist.runtime.environment import versions
+
+STATE_GOALS = ("<= 1.10", "<= 1.10", "<= 1.10", "<= 1.20")
+"""By stage."""
+AUTO_GOAL, SENT_GOAL = "<= 1.00", "<= 1.02"
+FLOPS_GOALS = {"none": "<= 1.03", "full": "<= 1.36"}
+PAPER_GOALS = {1: "<= 1.08", 2: "<= 1.08", 3: "<= 1.20"}
+"""By stage; stage 0 must be refused."""
+REFUSED_GOAL = ">= 1"
+BYTES_NOTE = (
+    "bytes a parameter that further layers add, less their inputs kept by full remat: "
+    "a layer's activations, one gathered layer, logits and embedding cancel"
+)
+NO_LIBTPU = "skipped: libtpu is not installed: pip install 'jaxdist[tpu]'"
+
+
+def bench(plot: str | os.PathLike[str] | None = None) -> Report:
+    """Memory, bytes and FLOPs of compiled steps over the formulas, the paper's figure 1, and torch.
+
+    Args:
+      plot: a directory for the picture of figure 1, as SVG; None draws none.
+    """
+    rows = zero_program.measure("cpu")
+    figures = [*state_figures(rows), *auto_figures(rows), *sent_figures(rows)]
+    figures += flops_figures(rows)
+    paper: list[PaperRow] = []
+    if find_spec("libtpu") is None:
+        figures.append(Figure("tpu programs", math.nan, math.nan, unit="", note=NO_LIBTPU))
+    else:
+        tpu = zero_program.measure("tpu")
+        paper = zero_paper.measure()
+        figures += [*sent_figures(tpu), *paper_figures(paper)]
+        rows += tpu
+    if plot is not None and paper:
+        zero_plot.plot_memory(paper, plot)
+    race = zero_race.bench()
+    listings = [listing(rows), *([paper_listing(paper)] if paper else []), *race.listings]
+    return Report("zero", [*figures, *race.figures], listings)
+
+
+def state_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
+    """What each stage holds over the formula, by number of devices."""
+    return [
+        Figure(
+            f"held a parameter, stage {row.stage}, {row.devices} devices",
+            row.bytes_per_param,
+            formula_bytes(FLOAT32, row.stage, row.devices),
+            STATE_GOALS[row.stage],
+            "B",
+            BYTES_NOTE if not index else "",
+        )
+        for index, row in enumerate(row for row in rows if row.form == "explicit")
+        if row.bytes_per_param is not None
+    ]
+
+
+def auto_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
+    """The whole peak over that of XLA's own program, at the stage where it is worst."""
+    measured = [row for row in rows if row.bytes_per_param is not None]
+    auto = {(row.devices, row.stage): row.peak_bytes for row in measured if row.form == "auto"}
+    figures, note = [], "the whole peak; the worst of {} stages is {}"
+
+    def pair(row: ZeroRow) -> tuple[float, float]:
+        return row.peak_bytes, auto[row.devices, row.stage]
+
+    for count in sorted({row.devices for row in rows}):
+        name = f"peak over plain sharding constraints, {count} devices"
+        found = [row for row in measured if row.devices == count]
+        figures.append(_worst(name, found, pair, AUTO_GOAL, note=note))
+    return figures
+
+
+def sent_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
+    """Bytes sent over the bound, at the stage where it is worst."""
+    figures = []
+    for platform, count in sorted({(row.platform, row.devices) for row in rows}):
+        name = f"bytes sent, {platform}, {count} devices"
+        found = [row for row in rows if row.devices == count]
+        figures.append(_worst(name, found, lambda row: (row.sent_bytes, _bound(row)), SENT_GOAL))
+    return figures
+
+
+def flops_figures(rows: Sequence[ZeroRow]) -> list[Figure]:
+    """FLOPs of the program over the model's own, at the stage where it is worst."""
+    figures = []
+    for remat, goal in FLOPS_GOALS.items():
+        name, found = f"FLOPs, remat {remat}", [row for row in rows if row.remat == remat]
+        figures.append(_worst(name, found, lambda row: (row.flops, row.ideal_flops), goal, "FLOP"))
+    return figures
+
+
+def _worst(
+    name: str,
+    rows: Sequence[ZeroRow],
+    pair: Callable[[ZeroRow], tuple[float, float]],
+    goal: str,
+    unit: str = "B",
+    note: str = "the worst of {} programs is stage {}",
+) -> Figure:
+    """The explicit program with the largest ratio; `pair` gives its figure and its reference."""
+    explicit = [row for row in rows if row.form == "explicit"]
+    worst = max(explicit, key=lambda row: operator.truediv(*pair(row)))
+    return Figure(name, *pair(worst), goal, unit, note.format(len(explicit), worst.stage))
+
+
+def paper_figures(rows: Sequence[PaperRow]) -> list[Figure]:
+    """The paper's figure 1: peak over formula, and stage 0 over what a device has."""
+    figures = []
+    for row in rows:
+        if row.form != "explicit":
+            continue
+        name = f"{row.params / 1e9:.2f}B on 64 v5p, stage {row.stage}"
+        ours, note = row.peak_bytes / 1e9, f"all that the step takes; {zero_paper.WINDOW} tokens"
+        reference, goal = row.formula_bytes / 1e9, PAPER_GOALS.get(row.stage, "<= 0")
+        if row.memory_bytes is not None:
+            note = "refused by the compiler; the reference is what a program may have"
+            reference = row.memory_bytes / 1e9
+            goal = REFUSED_GOAL if row.stage == 0 else "<= 1"
+        figures.append(Figure(name, ours, reference, goal, "GB", note))
+    return figures
+
+
+def _bound(row: ZeroRow) -> float:
+    return bound_bytes(4 * row.params, row.stage, row.devices)
+
+
+def listing(rows: Sequence[ZeroRow]) -> Listing:
+    """Every program; auto is XLA's own from sharding constraints."""
+    columns = ("stage", "form", "remat")
+    measured = ("held", "formula", "peak", "sent", "FLOPs")
+    return Listing(
+        "compiled steps: bytes a parameter held, by formula and in the whole peak; bytes sent "
+        "over the bound; FLOPs over the model's",
+        dict.fromkeys(("on", *columns, *measured), ""),
+        [
+            (
+                f"{row.platform} {row.devices}",
+                *(getattr(row, name) for name in columns),
+                *_measured(row),
+            )
+            for row in rows
+        ],
+    )
+
+
+def _measured(row: ZeroRow) -> tuple[str | None, ...]:
+    show: Callable[[float], str] = "{:.2f}".format
+    return (
+        None if row.bytes_per_param is None else show(row.bytes_per_param),
+        show(formula_bytes(FLOAT32, row.stage, row.devices)),
+        show(row.peak_bytes / row.params),
+        f"{row.sent_bytes / _bound(row):.3f}",
+        f"{row.flops / row.ideal_flops:.3f}",
+    )
+
+
+def paper_listing(rows: Sequence[PaperRow]) -> Listing:
+    """The paper's figure 1; beside its state, a step takes what the release makes of it."""
+    compiler = f"libtpu {versions(['libtpu'])['libtpu']}"
+    return Listing(
+        f"{rows[0].params / 1e9:.2f} billion parameters on 64 chips of v5p, {compiler}",
+        {"stage": "", "form": "", "formula": "GB", "peak": "GB", "ratio": "", "compiler": ""},
+        [
+            (
+                row.stage,
+                row.form,
+                row.formula_bytes / 1e9,
+                row.peak_bytes / 1e9,
+                f"{row.peak_bytes / row.formula_bytes:.3f}",
+                "refused: out of memory" if row.refused else "compiled",
+            )
+            for row in rows
+        ],
+    )

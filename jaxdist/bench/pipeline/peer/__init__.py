@@ -1,1 +1,0 @@
-"""torch's side of `jaxdist.bench.pipeline.race`; `__main__.py` is a program, nobody imports it."""
