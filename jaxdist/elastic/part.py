@@ -104,6 +104,10 @@ class Hosts(Protocol):
         """What those of all others are at, by this machine's clock; None: not all have told."""
         ...
 
+    def uncopied(self) -> str | None:
+        """Why this machine makes no copies of another's snapshots; None: it does, or need not."""
+        ...
+
     def why(self, part: Part) -> str:
         """Why a generation ended whose processes have all saved and stopped before the run's end,
         and this machine was not told to."""
@@ -169,6 +173,10 @@ class Alone:
     def elsewhere(self, part: Part) -> Sequence[Status]:
         """There are no others."""
         return ()
+
+    def uncopied(self) -> str | None:
+        """There is no other to copy from."""
+        return None
 
     def why(self, part: Part) -> str:
         """It is not asked: `over` is true."""

@@ -102,6 +102,7 @@ class Team:
     stopped: bool = False
     _passed: bool = field(default=False, init=False)
     _left: bool = field(default=False, init=False)
+    _uncopied: str | None = field(default=None, init=False)
 
     def kill(self) -> None:
         """End all processes; returns when they are gone."""
@@ -119,6 +120,7 @@ class Team:
         finally:  # all may have happened since the last look
             self._statuses([None] * len(self.members))
             self._leave()
+            self._note_copies()
 
     def _watch(self, lost_at: float | None) -> Lost | None:
         marks, first = Marks(time.monotonic()), max(self.newest + 1, 1)
@@ -153,6 +155,7 @@ class Team:
                 pids = [one.pid for one in statuses]
                 self.journal.add(self.place, "begun", pids=pids, **marks.seconds(lost_at))
                 self.recorder.begun()
+            self._note_copies()
             self.recorder.look(self.place, statuses)
             self.hosts.tell(self.part, statuses, now)
             stuck = find_stuck(
@@ -189,6 +192,14 @@ class Team:
         if not self._left and self.told() is not None:
             self._left = True
             self.hosts.leave()
+
+    def _note_copies(self) -> None:
+        """Write down once that no copies are made, and that they are again."""
+        why, before = self.hosts.uncopied(), self._uncopied
+        if (why is None) != (before is None):
+            event = "copied" if why is None else "uncopied"
+            self.journal.add(self.place, event, why=why or before, **self.hosts.named())
+        self._uncopied = why
 
     def _statuses(self, codes: Sequence[int | None]) -> list[Status]:
         found = (

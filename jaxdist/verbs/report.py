@@ -47,7 +47,7 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
         )
     _print(found, records, console)
     events = read_journal(run)
-    for line in slow_lines(events):
+    for line in (*slow_lines(events), *uncopied_lines(events)):
         console.print(line, soft_wrap=True, markup=False)
     if json_file is not None:
         slow = [event for event in events if event["event"] == "slow"]
@@ -57,6 +57,7 @@ def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goo
             "kept": found.kept,
             "predicted": predicted(records),
             "slow": slow,
+            "uncopied": [event for event in events if event["event"] == "uncopied"],
             "energy": drawn,
         }
         write_json(json_file, {"run": str(run), **found.as_json(), **more}, what="report")
@@ -95,6 +96,21 @@ def slow_lines(events: Sequence[JsonObject]) -> Iterator[str]:
             given = event["process"], event["ratio"], event["why"], event["step"]
             told = Slow(*given, least=event["least"]).words()
             yield f"slow   generation {event['generation']}, step {event['step']}: {told}"
+
+
+def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
+    """Lines on the hosts that made no copies of another's snapshots, of the agents' journal."""
+    for at, event in enumerate(events):
+        if event["event"] != "uncopied":
+            continue
+        mine = {name: event[name] for name in ("generation", "host", "why")}
+        again = (
+            later
+            for later in events[at:]
+            if later["event"] == "copied" and {name: later[name] for name in mine} == mine
+        )
+        end = next((f"; made again after {e['time'] - event['time']:.0f} s" for e in again), "")
+        yield f"copies generation {event['generation']}, {event['host']}: {event['why']}{end}"
 
 
 def waiting_shares(records: Sequence[JsonObject]) -> list[float]:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +20,13 @@ import pytest
 from jaxdist.elastic import team
 from jaxdist.elastic.agent import Agent, Plan, exit_of
 from jaxdist.elastic.flight.recorder import Recorder
+from jaxdist.elastic.journal import read_journal
 from jaxdist.elastic.part import Alone, Hosts, Part
 from jaxdist.elastic.status import Status
 from jaxdist.elastic.team import Team
 from jaxdist.elastic.watch import Patience
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.verbs.report import uncopied_lines
 
 SCRIPT = """
 import json, os, signal, sys, time
@@ -178,6 +182,36 @@ class Others(Alone):
 
     def leave(self) -> None:
         self.left = True
+
+
+class Uncopied(Alone):
+    """As if another host could not be copied from for its first steps."""
+
+    began = 0.0
+
+    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
+        self.began = time.monotonic()
+        return super().begin(folder, stopped)
+
+    def uncopied(self) -> str | None:
+        return "no copy is made of b" if time.monotonic() < self.began + 1.5 else None
+
+    def named(self) -> dict[str, str]:
+        return {"host": "a"}
+
+
+def test_a_host_that_makes_no_copies_is_in_the_report(run, tmp_path: Path):
+    assert run("time.sleep(4)", hosts=Uncopied(1), processes=1) == (0, [])
+    events = [event for event in read_journal(tmp_path) if event["event"] != "begun"]
+    assert [(event["event"], event["host"]) for event in events] == [
+        ("uncopied", "a"),
+        ("copied", "a"),
+    ]
+    (line,) = uncopied_lines(events)
+    told = "copies generation 1, a: no copy is made of b"
+    assert re.fullmatch(f"{told}; made again after [12] s", line)
+    (line,) = uncopied_lines(events[:1])
+    assert line == told
 
 
 NOTICED = """

@@ -96,3 +96,15 @@ def test_kinds_have_names_of_their_own(trained: Jaxdist) -> None:
     found = joined(read_metrics(trained.run))
     assert found is not None
     assert set(found.as_json()["seconds"]) == set(Kind)
+
+
+def test_hosts_that_made_no_copies_are_told(trained: Jaxdist) -> None:
+    event = {"time": 1.0, "generation": 2, "event": "uncopied", "host": "b", "why": "no copy"}
+    journal = trained.run / "elastic.jsonl"
+    journal.write_text(json.dumps(event) + "\n")
+    try:
+        done = trained.here("report", RUN, "--json", "report.json")
+    finally:
+        journal.unlink()
+    assert "copies generation 2, b: no copy" in done.out.splitlines()
+    assert json.loads((trained.folder / "report.json").read_text())["uncopied"] == [event]

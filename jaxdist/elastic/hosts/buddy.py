@@ -24,6 +24,9 @@ class Buddy:
       address: at which that host hands out its parts.
       folder: of this host's own parts, where the copies come to lie too.
       processes: numbers of that host's processes, among `total`.
+
+    Attributes:
+      failure: why no copies are made; None while they are.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Buddy:
     ) -> None:
         self.address, self.folder, self.token = address, folder, token
         self.processes, self.total, self._say = processes, total, say
+        self.failure: str | None = None
         self._closed, self._keeping = threading.Event(), threading.Lock()
         self._thread = threading.Thread(target=self._live, name="buddy", daemon=True)
         self._thread.start()
@@ -91,11 +95,13 @@ class Buddy:
                 # or has just taken away an old file.
                 failed += 1
                 if failed == FAILURES:
-                    self._say(
+                    self.failure = (
                         f"no copy is made of the snapshots of {self.address}: {error}; if that "
                         "host is lost, the run goes on from the newest checkpoint"
                     )
+                    self._say(self.failure)
                 continue
-            if failed >= FAILURES:
+            if self.failure is not None:
+                self.failure = None
                 self._say(f"copies are made of the snapshots of {self.address} again")
             failed = 0

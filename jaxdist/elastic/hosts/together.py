@@ -185,6 +185,10 @@ class Together:
                 self._elsewhere.read(self.members.others(), now)
         return self._elsewhere.statuses
 
+    def uncopied(self) -> str | None:
+        """Why this host makes no copies of the snapshots of the one before it."""
+        return None if self._buddy is None else self._buddy.failure
+
     def why(self, part: Part) -> str:
         """Who has left, as far as it has told."""
         return self._words.why(part, GROWS if self.members.pauses else "a host was told to stop")
