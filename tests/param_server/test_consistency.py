@@ -351,6 +351,17 @@ def test_asynchrony_with_moments_is_warned_of_with_the_reason():
     assert notices(Adaptive(), LarsConfig(type="lars"), 4)
 
 
+def test_reads_that_save_no_question_are_told_of():
+    sgd = SgdConfig(type="sgd", momentum=0.0)
+    (lazy,) = notices(SSP(reads="lazy"), sgd, 2)
+    assert "type ssp with reads lazy: a worker asks after each of its changes" in lazy
+    assert "each_clock; take each_clock, or ahead" in lazy
+    (eager,) = notices(Adaptive(reads="eager"), sgd, 2)
+    assert "type adaptive with reads eager" in eager
+    assert "the copies that servers send besides are not computed from; take each_clock" in eager
+    assert notices(SSP(reads="ahead"), sgd, 2) == ()
+
+
 def test_nothing_is_said_where_nothing_is_stale():
     sgd = SgdConfig(type="sgd", momentum=0.0)
     adam = AdamWConfig(type="adamw")
@@ -383,6 +394,7 @@ def test_refused_with_the_number_of_workers(case):
 INVALID = {
     "adapts nothing": (lambda: Adaptive(least=3, most=3), "leave nothing to adapt"),
     "value bound": (lambda: SSP(reads="each_clock", value_bound=1.0), "set reads: ahead"),
+    "eager value bound": (lambda: Adaptive(reads="eager", value_bound=1.0), "with reads eager"),
     "alpha and beta": (lambda: Elastic(alpha=0.1, beta=0.9), "give one of alpha"),
     "least without window": (lambda: Decoupled(at_least=2), "has no effect without grace_seconds"),
     "least above quorum": (

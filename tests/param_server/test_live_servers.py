@@ -23,10 +23,11 @@ from jaxdist.param_server.protocol.server import RangeState
 MODELS = [
     BSP(),
     SSP(gradient_weight="whole"),
+    SSP(gradient_weight="whole", reads="eager"),
     Asynchronous(gradient_weight="whole"),
     Asynchronous(gradient_weight="whole", reads="ahead"),
 ]
-WHOLE = MODELS[2]
+WHOLE = MODELS[3]
 
 
 def delta(client: int, clock: int, length: int) -> np.ndarray:
@@ -56,7 +57,7 @@ def train(servers: Servers, client: Client, clocks: int) -> None:
 
 
 @pytest.mark.parametrize("rpc", [False, True], ids=["local", "rpc"])
-@pytest.mark.parametrize("model", MODELS, ids=["bsp", "ssp", "async", "async, ahead"])
+@pytest.mark.parametrize("model", MODELS, ids=["bsp", "ssp", "essp", "async", "async, ahead"])
 def test_every_push_counts_once(model, rpc):
     with Servers(model, 3, rpc=rpc) as servers:
 

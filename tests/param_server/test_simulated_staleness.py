@@ -62,7 +62,7 @@ class Counting:
 
 JITTER = Link(latency_seconds=0.01, jitter_seconds=0.2)
 MODELS = {
-    "eager": SSP(bound=3),
+    "eager": SSP(bound=3, reads="eager"),
     "lazy": SSP(bound=3, reads="lazy"),
     "each clock": SSP(bound=3, reads="each_clock"),
     "ahead": SSP(bound=3, reads="ahead"),

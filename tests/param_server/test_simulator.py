@@ -121,6 +121,7 @@ MODELS = {
     "bsp": BSP(),
     "backups": BSP(backups=1),
     "ssp": SSP(bound=2),
+    "eager": SSP(bound=2, reads="eager"),
     "lazy": SSP(bound=1, reads="lazy"),
     "ahead": SSP(bound=3, reads="ahead"),
     "async": Asynchronous(staleness_power=1.0, delay_compensation=DelayCompensation(decay=0.9)),

@@ -47,11 +47,10 @@ class OnArrival(Consistency):
 
     @model_validator(mode="after")
     def _counts(self) -> OnArrival:
-        if self.value_bound is not None and not self.reuses:
+        if self.value_bound is not None and not self.ahead:
             raise ValueError(
-                f"value_bound {self.value_bound:g} has no effect with reads each_clock: a worker "
-                "that asks before every computation is answered when its change is applied; set "
-                "reads: ahead"
+                f"value_bound {self.value_bound:g} has no effect with reads {self.how()}: a worker "
+                "computes when its last change is applied, and has none under way; set reads: ahead"
             )
         return self
 
@@ -121,19 +120,22 @@ class SSP(OnArrival):
     """Stale synchronous parallel: no worker is more than `bound` clocks ahead of the slowest.
 
     A worker at clock c reads a version that holds all changes of clocks before c - bound, of all
-    workers, and perhaps newer ones (Ho et al., NIPS 2013, whose reads are lazy). Eager reads are
-    newer than they must be, for the same bound (ESSP; Dai et al., arXiv 1410.8043).
+    workers, all of its own (but with reads `ahead`), and perhaps newer ones (Ho et al., NIPS 2013).
+    There a change is a sum that the worker adds to its old copy by itself: lazy reads, and eager
+    ones (ESSP; Dai et al., arXiv 1410.8043), then save questions. Here it is a gradient, of which
+    the server's optimizer makes the change, so that a worker asks the server.
     """
 
     type: Literal["ssp"] = "ssp"
     """Selects this model."""
     bound: Bound = 2
     """Clocks that a worker may be ahead of the slowest."""
-    reads: Reads = "eager"
-    """How a worker comes to newer parameters. eager: the server sends them whenever the slowest
-    clock moves. lazy: it asks when its copy is older than the bound allows. each_clock: it asks
-    before every computation. ahead: it asks when one begins, for the next, which does not wait
-    while the old copy is within the bound."""
+    reads: Reads = "each_clock"
+    """How a worker comes to newer parameters. each_clock: it asks before every computation. ahead:
+    it asks when one begins, for the next, which does not wait while the old copy is within the
+    bound, and so may lack its own last changes. lazy: it asks when its copy is older than the bound
+    allows or lacks a change of its own. eager: as lazy, and the server sends new parameters
+    whenever the slowest clock moves."""
 
     def fresh(self, floor: int, clock: int) -> bool:
         return clock - floor <= self.bound
@@ -158,11 +160,12 @@ class Adaptive(OnArrival):
     """Clocks ahead of the slowest that are always allowed."""
     most: Bound = 8
     """Clocks ahead of the slowest that are never exceeded."""
-    reads: Reads = "eager"
-    """How a worker comes to newer parameters. eager: the server sends them whenever the slowest
-    clock moves. lazy: it asks when its copy is older than the bound allows. each_clock: it asks
-    before every computation. ahead: it asks when one begins, for the next, which does not wait
-    while the old copy is within the bound."""
+    reads: Reads = "each_clock"
+    """How a worker comes to newer parameters. each_clock: it asks before every computation. ahead:
+    it asks when one begins, for the next, which does not wait while the old copy is within the
+    bound, and so may lack its own last changes. lazy: it asks when its copy is older than the bound
+    allows or lacks a change of its own. eager: as lazy, and the server sends new parameters
+    whenever the slowest clock moves."""
 
     @model_validator(mode="after")
     def _fits(self) -> Adaptive:

@@ -201,7 +201,7 @@ class Consistency(Config):
 
     @property
     def reuses(self) -> bool:
-        """Does a worker ask for parameters only when its copy is not `fresh` any more?"""
+        """Does a worker ask only when its copy is not `fresh`, or lacks a change of its own?"""
         return False
 
     @property

@@ -15,7 +15,7 @@ def notices(model: Consistency, optim: OptimConfig, workers: int) -> tuple[str, 
     """What to know before a run, a sentence each."""
     if workers == 1 or not isinstance(model, OnArrival):
         return ()
-    return tuple(_of_moments(model, optim, workers))
+    return (*_of_moments(model, optim, workers), *_of_reads(model))
 
 
 def _of_moments(model: OnArrival, optim: OptimConfig, workers: int) -> Iterator[str]:
@@ -34,4 +34,15 @@ def _of_moments(model: OnArrival, optim: OptimConfig, workers: int) -> Iterator[
             f"older and newer parameters, and decay {workers} times in a clock of all workers; "
             "Adam suffers more from staleness than SGD does (Dai et al., arXiv 1810.03264): take "
             "sgd without momentum, a small bound, or bsp"
+        )
+
+
+def _of_reads(model: OnArrival) -> Iterator[str]:
+    how = model.how()
+    if model.reuses and not model.ahead:
+        more = ", and the copies that servers send besides are not computed from" * model.publishes
+        yield (
+            f"consistency type {getattr(model, 'type', '')} with reads {how}: a worker asks after "
+            f"each of its changes, since only the server's optimizer knows what it made of them, "
+            f"as with reads each_clock{more}; take each_clock, or ahead not to wait for answers"
         )

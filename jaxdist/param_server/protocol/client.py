@@ -31,6 +31,7 @@ class ClientState:
       version: of its copy of the parameters; None: it has none yet.
       floor: of its copy.
       admitted: the newest clock that a pull was answered for.
+      own: the version from which on all of its settled changes are in the parameters.
       under_way: its messages without a final reply, by sequence.
     """
 
@@ -41,12 +42,23 @@ class ClientState:
     version: int | None = None
     floor: int = 0
     admitted: int = -1
+    own: int = 0
     under_way: Mapping[int, Message] = field(default_factory=dict)
 
     @property
     def pulling(self) -> bool:
         """Is a pull without an answer?"""
         return any(isinstance(message, Pull) for message in self.under_way.values())
+
+    @property
+    def complete(self) -> bool:
+        """Are all of its own changes in its copy, each once?
+
+        What a change makes of parameters is the optimizer's, which the server runs: only the server
+        can add it. So nothing is added here, and nothing can be twice.
+        """
+        pushing = any(isinstance(message, Push) for message in self.under_way.values())
+        return not pushing and self.version is not None and self.version >= self.own
 
     @property
     def room(self) -> bool:
@@ -82,8 +94,10 @@ def ready(model: Consistency, state: ClientState) -> bool:
         return False
     if state.admitted < 0:
         return False  # a publication came first: it does not say at which clock a member joined
-    kept = model.reuses and model.fresh(state.floor, state.clock)
-    return kept or state.admitted == state.clock
+    if state.admitted == state.clock:
+        return True  # it asked after its last push, which the server took before
+    reusable = model.reuses and model.fresh(state.floor, state.clock)
+    return reusable and (model.ahead or state.complete)
 
 
 def pull(state: ClientState) -> Sending:
@@ -129,7 +143,8 @@ def hear(state: ClientState, reply: Reply) -> Heard:
     rest = {number: one for number, one in state.under_way.items() if number != reply.sequence}
     state = replace(state, under_way=rest)
     if isinstance(reply, Acknowledge):
-        return Heard(state, settled=reply.sequence)
+        own = max(state.own, reply.version or 0)  # what is dropped will be in no version
+        return Heard(replace(state, own=own), settled=reply.sequence)
     clock = max(state.clock, reply.clock)
     return _newer(replace(state, clock=clock, admitted=reply.clock), reply)
 
