@@ -87,9 +87,7 @@ def _mistral_7b(batch: int) -> Decoder:
     return replace(_llama_3_8b(batch), vocab=32000)
 
 
-def _recipe(
-    name: str, model: Decoder, topology: str, remat: str, step_seconds: float
-) -> Published:
+def _recipe(name: str, model: Decoder, topology: str, remat: str, step_seconds: float) -> Published:
     """A run of Google's recipes: ZeRO 3 on all chips, its step time as a share of the peak."""
     target = parse_target(topology)
     peak = target.device.flops_per_second["bfloat16"] * target.devices

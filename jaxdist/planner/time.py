@@ -3,7 +3,8 @@
 Matrix products run at a share of the peak, elements pass through memory, and both add up, as XLA
 fuses few of one into the other. Collectives of ZeRO are waited for (so XLA:TPU schedules them),
 those of axis tensor travel beside the products of the MLP (`collective_matmul`), whose pieces are
-summed through memory, and are waited for around attention. A pipeline is its ticks, each as long as the busiest stage.
+summed through memory, and are waited for around attention. A pipeline is its ticks, each as long as
+the busiest stage.
 """
 
 from __future__ import annotations
