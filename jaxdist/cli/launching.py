@@ -51,7 +51,7 @@ def job(
 
     one = engine(on, settings or [])
     extra = tuple(overrides or [])
-    if config.exists() or on not in ("gke", "tpu-vm"):  # those have it where they run
+    if os.path.exists(config) or on not in ("gke", "tpu-vm"):  # those have it where they run
         validate(read(config, extra), ExperimentConfig)
     called = name or config.stem.replace("_", "-")
     what = Job(str(config), extra, called, nodes, processes, Path.cwd())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -70,8 +71,8 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
     from jaxdist.errors import RunError
 
     config = run / "config.yaml"
-    if not config.exists():
-        near = run if run.is_dir() else run.parent
+    if not os.path.exists(config):  # unlike Path.exists, False for a name that is too long
+        near = run if os.path.isdir(run) else run.parent
         runs = sorted(str(file.parent) for file in near.glob("*/config.yaml"))
         more = f" and {len(runs) - SHOWN_RUNS} more" if len(runs) > SHOWN_RUNS else ""
         there = f"; there are {', '.join(runs[:SHOWN_RUNS])}{more}" if runs else ""

@@ -35,6 +35,17 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
     return None if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no regular file")
 
 
+def why_unread(error: Exception) -> str:
+    """Why a file could not be read: without the number of the error, and the path again.
+
+    >>> why_unread(OSError(2, "No such file or directory", "x.csv"))
+    'No such file or directory'
+    """
+    if isinstance(error, UnicodeError):
+        return "it is not UTF-8 text"
+    return (isinstance(error, OSError) and error.strerror) or str(error)
+
+
 def read_regular(path: str | os.PathLike[str]) -> bytes:
     """The content of a regular file.
 

@@ -132,7 +132,9 @@ def _read_bytes(file: Path, place: str, most: int) -> bytes:
     except (FileNotFoundError, NotADirectoryError):
         raise ConfigError(f"{place}{name}: no such file{_suggestion(file, place)}") from None
     except OSError as error:
-        raise ConfigError(f"{place}{name}: cannot be read: {error.strerror}") from None
+        raise ConfigError(
+            f"{place}{name}: cannot be read: {error.strerror}; name a YAML file"
+        ) from None
     # Before it is parsed, which takes seconds for a megabyte.
     if len(data) > most:
         also = "" if most == MAX_BYTES else ", together with the files before it"
@@ -158,7 +160,9 @@ def _suggestion(file: Path, place: str) -> str:
     try:
         names = sorted(name for name in os.listdir(file.parent) if name.endswith((".yaml", ".yml")))
     except OSError:
-        return f" (there is no folder {_display(file.parent)} to read){init}"
+        return (
+            f" (there is no folder {_display(file.parent)} to read){init or '; name a YAML file'}"
+        )
     match = closest(file.name, names)
     if match:
         return f"; did you mean {_display(file.parent / match)!r}?"

@@ -10,7 +10,9 @@ import subprocess
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from jaxdist.config.files import read_json, why_unread
 from jaxdist.errors import RunError
 from jaxdist.launch.build import engine
 from jaxdist.launch.contract import Engine, Job
@@ -122,10 +124,17 @@ def launched(folder: Path) -> Launched:
       RunError: nothing was.
     """
     try:
-        record = json.loads((folder / RECORD).read_text())
+        record: Any = read_json(folder / RECORD)
+        on, settings, identity = (record[key] for key in ("on", "settings", "identity"))
+        return Launched(engine(on, settings), folder, identity)
+    except (KeyError, TypeError):
+        why = "it lacks what `jaxdist launch` writes"
     except (OSError, ValueError) as error:
-        raise RunError(f"{folder} is not the folder of a launch: {error}") from error
-    return Launched(engine(record["on"], record["settings"]), folder, record["identity"])
+        why = why_unread(error)
+    raise RunError(
+        f"{folder} is not the folder of a launch: its {RECORD} cannot be read ({why}); give the "
+        "one that `jaxdist launch` printed after the word job"
+    )
 
 
 def ask(what: str, folder: Path) -> int:

@@ -42,8 +42,8 @@ def drill(
     steps = train.get("steps")
     if not isinstance(steps, int):
         raise ConfigError(
-            "a drill needs to know how long the run is: give train.steps (train.steps=2000), not "
-            "epochs"
+            f"{path} does not say how many steps the run has, which a drill needs to know: give "
+            "train.steps (train.steps=2000), not epochs"
         )
     strikes = strikes_of(failures, steps, processes, seed)
     strikers: list[Striker] = []

@@ -32,7 +32,9 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
     needed = sorted({file for path in asked for file in _with_includes(path)})
     for source in needed:
         target = _target(source, folder)
-        if target.exists() and (not target.is_file() or target.read_bytes() != source.read_bytes()):
+        if os.path.exists(target) and (
+            not target.is_file() or target.read_bytes() != source.read_bytes()
+        ):
             raise ConfigError(
                 f"{target} is there already, and differs from the shipped {name_of(source)}: move "
                 "it away, or give another folder with --to"
@@ -75,7 +77,7 @@ def _target(source: Path, folder: Path) -> Path:
 
 
 def _write(source: Path, target: Path, console: Console) -> None:
-    if target.exists():
+    if os.path.exists(target):
         console.print(f"is there   {target}", soft_wrap=True, markup=False)
         return
     try:

@@ -150,7 +150,7 @@ def check(path: Path, *, console: Console) -> Schedule:
 
 
 def _is_path(text: str) -> bool:
-    return text.endswith(".csv") or os.sep in text or Path(text).is_file()
+    return text.endswith(".csv") or os.sep in text or os.path.isfile(text)
 
 
 def document_of(overrides: Iterable[str], section: Mapping[str, str] | None = None) -> Document:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from rich.table import Table
 
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.config import read
-from jaxdist.config.files import parse_json, read_regular
+from jaxdist.config.files import parse_json, read_regular, why_unread
 from jaxdist.config.importing import foreign_code
 from jaxdist.data.loader import DeviceBatch
 from jaxdist.errors import CheckpointError, RunError
@@ -57,7 +58,7 @@ def replay(run: Path, console: Console) -> bool:
         computed again.
       CheckpointError: what it began with is not there any more.
     """
-    if not RunDirectory(run).occupied or not (run / "order").is_dir():
+    if not RunDirectory(run).occupied or not os.path.isdir(run / "order"):
         raise RunError(f"{run} is no run with strategy.type parameter_server: it has no order/")
     for text in foreign_code(read(RunDirectory(run).config).values):
         console.print(f"code   {text}", soft_wrap=True, markup=False)
@@ -99,8 +100,8 @@ def life_of(run: Path, servers: int) -> Life:
         slots = {one["client"]: one["slot"] for one in told if one["first"] == first}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(
-            f"{path} does not tell which worker did what ({error}): restore it from a copy; "
-            "without it the run cannot be computed again"
+            f"{path} does not tell which worker did what ({why_unread(error)}): restore it from a "
+            "copy; without it the run cannot be computed again"
         ) from error
     return Life(first, last, slots)
 

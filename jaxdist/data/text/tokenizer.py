@@ -159,7 +159,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(learned.to_str(pretty=True), encoding="utf-8")
     except OSError as error:
-        raise DataError(f"{out} cannot be written: {error.strerror}") from error
+        raise DataError(f"{out} cannot be written: {error.strerror}; name another file") from error
     return BpeTokenizer(out)
 
 

@@ -146,7 +146,10 @@ def read_token(path: Path) -> bytes:
     try:
         token = path.read_bytes().strip()
     except OSError as error:
-        raise RunError(f"--token-file {path} cannot be read: {error.strerror or error}") from error
+        raise RunError(
+            f"--token-file {path} cannot be read: {error.strerror or error}; give a file that has "
+            "the token of all hosts"
+        ) from error
     if len(token) < 16:
         raise RunError(
             f"--token-file {path} has {len(token)} bytes: write 16 or more that nobody can guess, "

@@ -20,7 +20,7 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from jaxdist.config.files import read_regular
+from jaxdist.config.files import read_regular, why_unread
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.schedules.check import check, missing_task
@@ -66,7 +66,8 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
         text = read_regular(path).decode("utf-8-sig")
     except (OSError, UnicodeError) as error:
         raise ConfigError(
-            f"schedule {path}: cannot be read ({error}): name a CSV file with one row per stage"
+            f"schedule {path}: cannot be read ({why_unread(error)}): name a CSV file with one row "
+            "per stage"
         ) from None
     return parse_csv(text, name=os.fspath(path))
 
