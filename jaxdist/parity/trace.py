@@ -315,11 +315,13 @@ def norms_at_least(
 
 FULL, HALF = 2**-20, 2**-8
 """Relative sizes of the nudge: what rounding changes in float32, and in bfloat16."""
+NUDGES = range(3)
+"""Seeds of nudges. One alone may happen to move a gradient by a fiftieth of what others do."""
 
 
-def nudged(state: TrainState, size: float = FULL) -> TrainState:
+def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:
     """A state on the host with each parameter off by at most this part of itself, at random."""
-    random = np.random.default_rng(0)
+    random = np.random.default_rng(seed)
 
     def nudge(leaf: np.ndarray) -> np.ndarray:
         noise = random.uniform(-size, size, np.shape(leaf))

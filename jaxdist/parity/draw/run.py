@@ -23,6 +23,7 @@ from jaxdist.parity.draw.settings import in_full_precision, in_half_precision
 from jaxdist.parity.trace import (
     FULL,
     HALF,
+    NUDGES,
     Differences,
     FirstSteps,
     differences,
@@ -95,7 +96,7 @@ def compare(drawn: Draw) -> JsonObject:
     steps = FirstSteps(reference)
     initial = steps.begin()
     half = in_half_precision(drawn.sections)
-    begins = initial, nudged(initial, HALF if half else FULL)
+    begins = initial, *(nudged(initial, HALF if half else FULL, seed) for seed in NUDGES)
     expected, *moved = (steps.run(begun)[0] for begun in begins)
     if half:
         wide = FirstSteps(_built(in_full_precision(plain)))

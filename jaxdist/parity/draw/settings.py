@@ -247,6 +247,10 @@ def _strict(random: Random, config: Sections) -> Sections | None:
     fitting = [n for n in (1, 2, 3) if size % (n * data_size(config) * pieces) == 0]
     shards = data_size(config) * random.choice(fitting)
     parallel = _left_to_xla(config)
+    layerwise = config["optim"]["type"] in ("lamb", "lars") or "skip_spikes" in config["optim"]
+    # Norms of tensors that ZeRO splits, or two axes, would be summed in an order of devices.
+    if layerwise or config["mesh"].get("tensor", 1) > 1:
+        parallel = {**parallel, "zero": {**parallel["zero"], "stage": 0}}
     return {"parallel": {**parallel, "deterministic": {"type": "strict", "shards": shards}}}
 
 
@@ -265,7 +269,7 @@ def _gather_dtype(random: Random, config: Sections) -> Sections | None:
 def _secondary(random: Random, config: Sections) -> Sections | None:
     zero, data = config["parallel"]["zero"], config["mesh"].get("data")
     fits = zero["stage"] == 3 and zero["scope"] == "all" and isinstance(data, dict)
-    if not fits or "compression" in config["parallel"]:
+    if not fits or {"compression", "deterministic"} & {*config["parallel"]}:
         return None
     return _of_zero(config, secondary=True)
 
