@@ -22,6 +22,7 @@ LAYERS = (
     ("inspect", "parity", "verbs", "doctor", "study"),
     ("audit", "launch", "planner"),
     ("cli",),
+    ("__main__",),
 )
 MOST_FILES = 16
 """Of a folder, `__init__.py` counted."""
