@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -99,29 +99,37 @@ def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentCo
     return lines
 
 
+_TIMES = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
+"""Units of a picture: the largest that a step is not shorter than."""
+
+
 def draw(one: Judged, directory: Path) -> Path:
     """Write both as stacked bars, `plan.svg`, with a line at the chip's memory.
 
-    A part has the same colour in the picture of every plan, and no colour is in both bars.
+    A part has the same colour in the picture of every plan, and no colour is in both bars. The
+    legends have the figures, since a part may be too small to be seen.
     """
     # Slow to import, as in `new_figure`.
     from matplotlib import colormaps
 
-    figure = new_figure((7.5, 3.6))
-    bars: tuple[tuple[str, Mapping[str, float], float, str], ...] = (
-        ("seconds of a step", one.seconds.parts(), 1.0, "tab10"),
-        ("GB of a chip's memory", one.memory.parts(), 1e9, "Set3"),
+    figure = new_figure((8.0, 3.8))
+    time_unit, time_name = next((t for t in _TIMES if one.seconds.total >= t[0]), _TIMES[-1])
+    bars: tuple[tuple[str, Mapping[str, float], float, str, Callable[[float], str]], ...] = (
+        (f"{time_name} of a step", one.seconds.parts(), time_unit, "tab10", show_seconds),
+        ("GB taken of a chip's memory", one.memory.parts(), 1e9, "Set3", show_bytes),
     )
     both = figure.subplots(2)
-    both[1].axvline(one.limit_bytes / 1e9, color="black", linestyle="--", label="memory of a chip")
-    for axes, (label, parts, unit, colours) in zip(both, bars, strict=True):
+    limit = f"memory of a chip, {show_bytes(one.limit_bytes)}"
+    both[1].axvline(one.limit_bytes / 1e9, color="black", linestyle="--", label=limit)
+    for axes, (label, parts, unit, colours, shown) in zip(both, bars, strict=True):
         left = 0.0
         for (name, size), colour in zip(parts.items(), colormaps[colours](range(12)), strict=False):
             if size:
-                axes.barh([0], [size / unit], left=left, label=name, color=colour)
+                told = f"{name}, {shown(size)}"
+                axes.barh([0], [size / unit], left=left, label=told, color=colour)
                 left += size / unit
         axes.set_yticks([])
-        axes.set_xlabel(label)
+        axes.set_xlabel(f"{label}, {shown(left * unit)} in all")
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=7, frameon=False)
     figure.suptitle(one.plan.words(), fontsize=9)
     return save(figure, directory, "plan", formats=("svg",), what="the plan")[0]

@@ -104,7 +104,10 @@ def test_explained_with_a_picture_and_energy(jaxdist: Jaxdist) -> None:
         assert part in said
     drawn = (jaxdist.folder / "drawn/plan.svg").read_text()
     assert drawn.startswith("<?xml")
-    assert "memory of a chip" in drawn
+    assert "memory of a chip, 16.9 GB" in drawn
+    # A part that is too small to be seen has its figure, and an axis no row of zeros.
+    assert re.search(r"parameters, \d\S* [kM]B", drawn)
+    assert re.search(r"(milli|micro)seconds of a step, \d\S* [mu]s in all", drawn)
 
 
 def test_gpus_are_planned_by_formula_and_that_is_said(jaxdist: Jaxdist) -> None:
