@@ -32,10 +32,14 @@ class Published:
 
 
 def _maxtext(layers: int, embed: int, heads: int, mlp: int, batch: int) -> Decoder:
-    """Of MaxText's own family: vocabulary of 32,000, windows of 2048, heads of 128."""
+    """Of MaxText's own family: vocabulary of 32,000, windows of 2048, heads of 128.
+
+    Their scripts leave libtpu its own limit of vector memory.
+    """
     return Decoder(
-        layers, embed, heads, heads, 128, mlp, vocab=32000, window=2048, batch=batch, tied=False
-    )
+        layers, embed, heads, heads, 128, mlp, vocab=32000, window=2048, batch=batch, tied=False,
+        scoped=False,
+    )  # fmt: skip
 
 
 def _16b(batch: int) -> Decoder:
@@ -131,7 +135,7 @@ PUBLISHED = (
         Plan(data=128, tensor=16), 0.648, V5P,
     ),
     Published(
-        "Llama-2-70B", llama_70b(2048), "v5p:8x8x8",
+        "Llama-2-70B", replace(llama_70b(2048), scoped=False), "v5p:8x8x8",
         Plan(data=512, remat=EXCEPT_MLP), 0.654, MODELS,
     ),
     _recipe("Llama-2-70B", llama_70b(512), "v6e:16x16", "save_qkv", 9.052),

@@ -1,14 +1,16 @@
 """Estimate how fast each TPU family multiplies matrices, one compiled product at a time.
 
 `python -m benchmarks.tpu.products [FAMILY...]` compiles bfloat16 products of `ROWS` x k by
-k x n for one chip with the options of `parallel.xla.preset: default`, and writes the share of the
-peak that the compiler's own estimate leaves to `jaxdist/cost/products.json`. The planner reads that
-table; nothing in it is fitted to a whole step or to a published run.
+k x n for one chip, with the vector memory that libtpu gives them and with that of
+`parallel.xla.preset: default`, and writes the share of the peak that the compiler's own estimate
+leaves to `jaxdist/cost/products.json`. The planner reads that table; nothing in it is fitted to a
+whole step or to a published run.
 """
 
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -21,8 +23,8 @@ from jax.sharding import Mesh
 
 from benchmarks.core import child
 from benchmarks.tpu.kernels import predicted_seconds
-from jaxdist.cost.products import TABLE
-from jaxdist.parallel.compiler import preset_options
+from jaxdist.cost.products import OWN_LIMIT, SCOPED, TABLE
+from jaxdist.parallel.compiler import SCOPED_VMEM, preset_options
 from jaxdist.runtime.hardware import device
 from jaxdist.runtime.topology import topology_devices
 
@@ -41,9 +43,13 @@ TIMEOUT_SECONDS = 1800.0
 
 @dataclass(frozen=True)
 class Product:
-    """One product and the share of the peak that it reaches."""
+    """One product and the share of the peak that it reaches.
 
-    family: str
+    Attributes:
+      table: `SCOPED` or `OWN_LIMIT`.
+    """
+
+    table: str
     contracted: int
     columns: int
     share: float
@@ -53,15 +59,16 @@ def compiled_products(family: str) -> list[Product]:
     """Compile every product of the table for one family."""
     chip, known = topology_devices(TOPOLOGIES[family])[:1], device(family)
     mesh = Mesh(np.array(chip), ("data",))
-    options = preset_options("default", chip[0])
+    preset = preset_options("default", chip[0])
+    without = {name: value for name, value in preset.items() if name != SCOPED_VMEM}
+    asked = {OWN_LIMIT: without} | ({SCOPED: preset} if preset != without else {})
     found = []
-    for k in LENGTHS:
-        for n in LENGTHS:
-            left = jax.ShapeDtypeStruct((ROWS, k), jnp.bfloat16)
-            right = jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
-            seconds = predicted_seconds(jnp.matmul, mesh, left, right, options=options)
-            least = 2 * ROWS * k * n / known.flops_per_second["bfloat16"]
-            found.append(Product(family, k, n, round(least / seconds, 3)))
+    for (table, options), k, n in itertools.product(asked.items(), LENGTHS, LENGTHS):
+        left = jax.ShapeDtypeStruct((ROWS, k), jnp.bfloat16)
+        right = jax.ShapeDtypeStruct((k, n), jnp.bfloat16)
+        seconds = predicted_seconds(jnp.matmul, mesh, left, right, options=options)
+        least = 2 * ROWS * k * n / known.flops_per_second["bfloat16"]
+        found.append(Product(table, k, n, round(least / seconds, 3)))
     return found
 
 
@@ -77,17 +84,23 @@ def main(families: Sequence[str]) -> None:
             environ=child.compiling_on(None),
             timeout_seconds=TIMEOUT_SECONDS,
         )
-        table[family] = [[row.contracted, row.columns, row.share] for row in rows]
+        found = table[family] = {}
+        for row in rows:
+            found.setdefault(row.table, []).append([row.contracted, row.columns, row.share])
         TABLE.write_text(_text(table))
-        print(family, *(f"{row.contracted}x{row.columns}: {row.share:.0%}" for row in rows))
+        for name, lines in found.items():
+            print(family, name, *(f"{k}x{n}: {share:.0%}" for k, n, share in lines))
 
 
-def _text(table: dict[str, list[list[float]]]) -> str:
-    """One row of the table a line, which keeps differences readable."""
+def _text(table: dict[str, dict[str, list[list[float]]]]) -> str:
+    """One row of a table a line, which keeps differences readable."""
     families = []
-    for family, rows in sorted(table.items()):
-        lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
-        families.append(f'  "{family}": [\n{lines}\n  ]')
+    for family, tables in sorted(table.items()):
+        parts = []
+        for name, rows in sorted(tables.items()):
+            lines = ",\n".join(f"      {json.dumps(row)}" for row in rows)
+            parts.append(f'    "{name}": [\n{lines}\n    ]')
+        families.append(f'  "{family}": {{\n' + ",\n".join(parts) + "\n  }")
     return "{\n" + ",\n".join(families) + "\n}\n"
 
 

@@ -1,8 +1,9 @@
 """How many cycles splash attention's kernels take for a block, by the schedule that libtpu prints.
 
-`python -m benchmarks.tpu.splash` compiles jax's kernels alone, forward and backward, for one
-chip of each family, with the low-level schedule written to a directory. A turn of a kernel's loop
-computes one block of queries by one of keys:
+`python -m benchmarks.tpu.splash [FAMILY...]` compiles jax's kernels alone, forward and backward,
+for one chip of each family, with the options of `parallel.xla.preset: default` and the low-level
+schedule written to a directory. A turn of a kernel's loop computes one block of queries by one of
+keys:
 
 - its largest region holds the products: it takes its bundles, or the cycles of the matrix units;
 - regions that begin the loop or follow a branch start and await copies: in every turn;
@@ -17,7 +18,8 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -37,6 +39,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from benchmarks.core import child
 from benchmarks.tpu.products import TOPOLOGIES
 from jaxdist.cost.kernels import SPLASH
+from jaxdist.errors import RunError
+from jaxdist.parallel.compiler import preset_options
 from jaxdist.runtime.hardware import device
 from jaxdist.runtime.topology import topology_devices
 
@@ -122,7 +126,9 @@ def compile_kernels(family: str, block: int) -> list[Turn]:
     query = jax.ShapeDtypeStruct((HEADS, LENGTH, WIDTH), jnp.bfloat16)
     key = jax.ShapeDtypeStruct((LENGTH, WIDTH), jnp.bfloat16)
     grad = jax.grad(loss, (0, 1, 2))
-    jax.jit(grad, in_shardings=whole, out_shardings=whole).lower(query, key, key).compile()
+    lowered = jax.jit(grad, in_shardings=whole, out_shardings=whole).lower(query, key, key)
+    options: Any = preset_options("default", chip[0])  # jax's stub has None alone
+    lowered.compile(compiler_options=options)
     return []
 
 
@@ -151,11 +157,16 @@ def measure(family: str, block: int) -> list[Turn]:
         ]
 
 
-def main() -> None:
-    """Print a table."""
-    for family in TOPOLOGIES:
+def main(families: Sequence[str]) -> None:
+    """Print a table; blocks for which there is not enough vector memory have a line too."""
+    for family in families or TOPOLOGIES:
         for block in BLOCKS:
-            for one in measure(family, block):
+            try:
+                found = measure(family, block)
+            except RunError as error:
+                print(f"{family} {block:>10}  refused: {str(error).splitlines()[0]}")
+                continue
+            for one in found:
                 print(
                     f"{one.family} {one.kernel:<4} {one.block:>5}  products "
                     f"{one.product_cycles:>6} cycles, turn {one.cycles:>7.0f}: "
@@ -165,4 +176,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     # Under its own name, by which the child process finds `compile_kernels`.
-    importlib.import_module("benchmarks.tpu.splash").main()
+    importlib.import_module("benchmarks.tpu.splash").main(sys.argv[1:])

@@ -12,6 +12,7 @@ All other kernels are taken at `OTHERS`, an assumption and the same for every pr
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,36 +45,84 @@ SPLASH = {
         2,
         "block_q",
         {
-            "v5e": {512: 0.68, 1024: 0.74},
-            "v5p": {512: 0.60, 1024: 0.72},
-            "v6e": {512: 0.22, 1024: 0.26},
-            "tpu7x": {512: 0.23, 1024: 0.27},
+            "v4": {512: 0.35, 1024: 0.45},
+            "v5e": {512: 0.68, 1024: 0.74, 2048: 0.77},
+            "v5p": {512: 0.60, 1024: 0.72, 2048: 0.70},
+            "v6e": {512: 0.22, 1024: 0.26, 2048: 0.28},
+            "tpu7x": {512: 0.23, 1024: 0.27, 2048: 0.28},
         },
     ),
     "dq": Kernel(
         3,
         "block_q_dq",
         {
-            "v5e": {512: 0.93, 1024: 0.97},
-            "v5p": {512: 0.89, 1024: 0.95},
-            "v6e": {512: 0.35, 1024: 0.41},
-            "tpu7x": {512: 0.35, 1024: 0.39},
+            "v4": {512: 0.68, 1024: 0.81},
+            "v5e": {512: 0.93, 1024: 0.97, 2048: 0.98},
+            "v5p": {512: 0.89, 1024: 0.95, 2048: 0.97},
+            "v6e": {512: 0.35, 1024: 0.41, 2048: 0.44},
+            "tpu7x": {512: 0.35, 1024: 0.39, 2048: 0.43},
         },
     ),
     "dkv": Kernel(
         4,
         "block_q_dkv",
         {
-            "v5e": {512: 0.92, 1024: 0.95},
-            "v5p": {512: 0.88, 1024: 0.95},
-            "v6e": {512: 0.36, 1024: 0.43},
-            "tpu7x": {512: 0.33, 1024: 0.42},
+            "v4": {512: 0.65, 1024: 0.75},
+            "v5e": {512: 0.92, 1024: 0.95, 2048: 0.97},
+            "v5p": {512: 0.88, 1024: 0.95, 2048: 0.96},
+            "v6e": {512: 0.36, 1024: 0.43, 2048: 0.46},
+            "tpu7x": {512: 0.34, 1024: 0.42, 2048: 0.47},
         },
     ),
 }
 """jax's own splash attention, heads of 128, by libtpu 0.0.52. Heads of 128 fill half of a matrix
 unit of 256 x 256 (v6e, tpu7x)."""
 HEAD = 128
+LANES = 128
+"""Of a TPU's vector unit: blocks are of multiples."""
+LARGEST = {"v6e": 2048, "tpu7x": 2048}
+"""Positions of the largest block that the kernels may have, where it is not `LARGEST_ELSEWHERE`.
+Blocks of 2,048 need more vector memory than libtpu gives a kernel by itself on v5e and v5p, and
+more than v4 has (libtpu 0.0.52)."""
+LARGEST_ELSEWHERE = 1024
+
+
+def splash_block(
+    kernel: str, family: str, length: int, *, window: int | None = None, narrow: bool = True
+) -> int:
+    """Return the positions of a block by which a kernel of splash attention is fastest.
+
+    Larger blocks fill the matrix units better, and compute more that the mask throws away. Of
+    lengths that no block of the table divides it is the largest multiple of `LANES` that does.
+
+    Args:
+      kernel: a key of `SPLASH`.
+      family: of the chip; one that was not compiled is taken as v5p.
+      window: how many positions before itself a query sees; None is all.
+      narrow: whether numbers are of two bytes; wider ones have blocks of 1,024 at most.
+
+    >>> splash_block("dq", "v5p", 4096), splash_block("dq", "v6e", 4096)
+    (512, 1024)
+    >>> splash_block("fwd", "v6e", 65536), splash_block("fwd", "v5p", 640)
+    (2048, 640)
+    """
+    rates = _rates(kernel, family)
+    most = LARGEST.get(family, LARGEST_ELSEWHERE) if narrow else LARGEST_ELSEWHERE
+    fitting = [size for size in rates if size <= most and length % size == 0]
+    if not fitting:
+        return max(n for n in range(LANES, LARGEST_ELSEWHERE + 1, LANES) if length % n == 0)
+    return min(fitting, key=lambda size: computed_share(length, size, window) / rates[size])
+
+
+def computed_share(length: int, block: int, window: int | None = None) -> float:
+    """Return the share of all products of attention that lie in blocks with anything unmasked.
+
+    >>> computed_share(4096, 1024), computed_share(4096, 1024, window=1023)
+    (0.625, 0.4375)
+    """
+    turns = max(1, length // block)
+    most = turns if window is None else min(turns, 1 + math.ceil(window / block))
+    return sum(min(turn, most) for turn in range(1, turns + 1)) / turns**2
 
 
 def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
@@ -90,11 +139,10 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     kernel = SPLASH[found[1]]
     block = effort.blocks.get(kernel.side, 512)
     query = max(effort.operands, key=lambda shape: shape.elements)
-    turns = max(1, query.dims[-2] // block)
     # A fused backward kernel gives the queries' gradient besides.
     fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in effort.results)
     products = kernel.products + int(fused)
-    share_computed = (turns + 1) / (2 * turns)
+    share_computed = computed_share(query.dims[-2], block)
     flops = products * 2.0 * query.elements * query.dims[-2] * share_computed
     share = splash_share(found[1], family, block, query.dims[-1])
     words = f"{found[0]}, blocks of {block}: causal blocks at {share:.0%} of peak"
@@ -111,7 +159,12 @@ def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:
       kernel: a key of `SPLASH`.
       family: of the chip; one that was not compiled is taken as v5p.
     """
-    by_family = SPLASH[kernel].efficiency
-    by_block = by_family.get(family, by_family["v5p"])
+    by_block = _rates(kernel, family)
     nearest = min(by_block, key=lambda size: abs(size - block))
     return by_block[nearest] * min(1.0, head_dim / HEAD)
+
+
+def _rates(kernel: str, family: str) -> Mapping[int, float]:
+    """Return block size to the share of the peak."""
+    by_family = SPLASH[kernel].efficiency
+    return by_family.get(family, by_family["v5p"])

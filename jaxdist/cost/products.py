@@ -1,7 +1,8 @@
 """The share of the peak that a matrix product reaches on each TPU family.
 
 The shares stand in `products.json`, which `python -m benchmarks.tpu.products` writes from
-compiled single products.
+compiled single products: with the vector memory that `parallel.xla.preset: default` gives them
+("scoped"), and with what libtpu gives them by itself ("own limit").
 """
 
 from __future__ import annotations
@@ -18,24 +19,36 @@ Shares = Mapping[tuple[int, int], float]
 """(contracted, columns) to the share of the peak."""
 
 
+OWN_LIMIT, SCOPED = "own limit", "scoped"
+"""Tables of a family; it has no second one where the preset leaves libtpu its own limit."""
+
+
 @cache
-def shares(family: str) -> Shares | None:
+def shares(family: str, *, scoped: bool = True) -> Shares | None:
     """Return the rows of one family; None for a device that the table does not have."""
-    rows = json.loads(TABLE.read_text()).get(family)
-    return None if rows is None else {(k, n): share for k, n, share in rows}
+    tables = json.loads(TABLE.read_text()).get(family)
+    if tables is None:
+        return None
+    rows = tables.get(SCOPED if scoped else OWN_LIMIT, tables[OWN_LIMIT])
+    return {(k, n): share for k, n, share in rows}
 
 
 @cache
-def product_share(family: str, contracted: int, columns: int) -> float | None:
+def product_share(
+    family: str, contracted: int, columns: int, *, scoped: bool = True
+) -> float | None:
     """Return the share of the peak of a product with many rows, between the rows of the table.
 
     Lengths outside the table are taken at its edge. The share is linear in the logarithms of both
     lengths.
 
+    Args:
+      scoped: whether it has the vector memory of the preset `default`.
+
     >>> product_share("h100", 8192, 8192) is None
     True
     """
-    table = shares(family)
+    table = shares(family, scoped=scoped)
     if table is None:
         return None
     low_k, high_k, part_k = _between(sorted({k for k, _ in table}), contracted)

@@ -22,6 +22,7 @@ from jaxdist.models.loss import (
 )
 from jaxdist.models.mlp import MlpConfig
 from jaxdist.models.remat import check_memory, offloads
+from jaxdist.runtime.hardware import find_device
 from jaxdist.types import Kwargs
 
 
@@ -85,11 +86,13 @@ def make_model(
     if isinstance(config, GptConfig):
         if vocab_size is None:
             raise ConfigError(f"model.type gpt needs tokens, but the data gives {sorted(shapes)}")
-        platform = None if device is None else device.platform
+        platform, family = None if device is None else device.platform, ""
         if device is not None:
+            if platform == "tpu" and (known := find_device(device.device_kind)):
+                family = known.name
             check_memory(config.remat, [memory.kind for memory in device.addressable_memories()])
         length = next(iter(shapes.get("segments", ())), None)
-        given: Kwargs = {"hint": hint, "platform": platform, "length": length}
+        given: Kwargs = {"hint": hint, "platform": platform, "length": length, "family": family}
         return lambda rngs: config.build(rngs, vocab_size=vocab_size, **given)
     image = shapes.get("image")
     if image is None or len(image) != 3 or classes is None:

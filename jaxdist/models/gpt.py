@@ -119,23 +119,29 @@ class GptConfig(Config):
         hint: Hint = no_hint,
         platform: str | None = None,
         length: int | None = None,
+        family: str = "",
     ) -> Gpt:
         """The module for a vocabulary of `vocab_size` tokens.
 
         Args:
           platform: of the devices that it will run on, as jax names it; None is not known.
           length: positions of the sequences that it will see; None is not known.
+          family: short name of the devices, such as v5e; empty is not known.
 
         Raises:
           ConfigError: a kernel of attention that these devices or sequences cannot have.
         """
-        ask = self.ask(platform, hint, length)
+        ask = self.ask(platform, hint, length, family)
         choose(self.attention, ask)
         attend = Attend(self.attention, ask, hint)
         return Gpt(self, rngs, vocab_size=vocab_size, hint=hint, attend=attend)
 
     def ask(
-        self, platform: str | None = None, hint: Hint = no_hint, length: int | None = None
+        self,
+        platform: str | None = None,
+        hint: Hint = no_hint,
+        length: int | None = None,
+        family: str = "",
     ) -> Ask:
         """What this model asks of a kernel of attention; arguments as for `build`."""
         return Ask(
@@ -150,6 +156,7 @@ class GptConfig(Config):
             head_parts=hint.parts("heads"),
             kv_head_parts=hint.parts("kv_heads"),
             seq_parts=hint.parts("seq"),
+            family=family,
         )
 
 

@@ -29,9 +29,10 @@ _FUSION = "xla_tpu_enable_async_collective_fusion"
 # Without a threshold XLA gathers an operand in pieces between small products. Whole gathers and
 # products are predicted to be faster in every step of `jaxdist bench tpu`, by up to a sixth.
 _WHOLE: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
-# Under libtpu's own limit large products on v5e and v6e read their operands more often: on v6e the
-# product of 16384 x 8192 x 28672 reaches 71% of the peak there, and 83% under this limit.
-_SCOPED = {"xla_tpu_scoped_vmem_limit_kib": 65536}
+SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
+"""Vector memory that one fusion or kernel may take. Under libtpu's own limit large products read
+their operands more often; `jaxdist/cost/products.json` has their shares of the peak by both."""
+_SCOPED: Options = {SCOPED_VMEM: 65536}
 PRESETS: Mapping[PresetName, Options] = {
     "default": {**_WHOLE, **_SCOPED},
     "none": {},
@@ -57,10 +58,10 @@ PRESETS: Mapping[PresetName, Options] = {
 libtpu does by itself in the versions that are around, and then the program is the same."""
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
     f"{_FUSION}_fuse_all_gather": ("v5e",),
-    "xla_tpu_scoped_vmem_limit_kib": ("v5e", "v6e"),
+    SCOPED_VMEM: ("v5e", "v5p", "v6e", "tpu7x"),
 }
 """Devices that an option of a preset is for. libtpu 0.0.52 refuses the first in programs for v5p
-that it would change; the second makes products on v5e and v6e faster."""
+that it would change; a v4 has no more vector memory than libtpu gives by itself."""
 PASSES = "xla_disable_hlo_passes"
 """An option that holds a list."""
 

@@ -13,6 +13,7 @@ from jaxdist.experiment.config import at_setting
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.loss import NextTokenConfig
 from jaxdist.optim.build import AdamWConfig, SgdConfig
+from jaxdist.parallel.compiler import PRESETS, SCOPED_VMEM
 
 MOMENTS = {"adamw": 2, "lamb": 2, "sgd": 1}
 
@@ -48,6 +49,7 @@ class Decoder:
       span: positions that each one attends to, itself counted; None: all before it.
       loss_chunks: pieces of the sequence that logits are computed in.
       steps: of the run; None where it is counted in epochs.
+      scoped: whether `parallel.xla` gives products more vector memory than libtpu does.
     """
 
     layers: int
@@ -66,6 +68,7 @@ class Decoder:
     span: int | None = None
     loss_chunks: int = 1
     steps: int | None = None
+    scoped: bool = True
     tensors: tuple[Tensor, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -176,6 +179,7 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
     if isinstance(optim, SgdConfig) and not optim.momentum:
         moments = 0
     narrow_params = optim.master_weights is not None
+    xla = config.parallel.xla
     chunks = config.loss.chunks if isinstance(config.loss, NextTokenConfig) else 1
     return Decoder(
         layers=model.layers,
@@ -194,4 +198,5 @@ def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
         span=model.attention_window,
         loss_chunks=chunks,
         steps=config.train.steps,
+        scoped=SCOPED_VMEM in {**PRESETS[xla.preset], **xla.options},
     )

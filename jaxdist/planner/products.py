@@ -30,7 +30,8 @@ def block_seconds(
             continue
         # The heads of a projection are one dim of its product.
         rows, columns = _as_matrix(one, plan.tensor)
-        share_of_peak = mean_share(target, [(rows, columns), (columns, rows)], otherwise)
+        both = [(rows, columns), (columns, rows)]
+        share_of_peak = mean_share(target, both, otherwise, scoped=model.scoped)
         spent += 2.0 * math.prod(one.shape) / (peak * share_of_peak)
     return tokens * spent
 
@@ -45,9 +46,11 @@ def _as_matrix(one: Tensor, tensor: int) -> tuple[int, int]:
     return first, rest
 
 
-def mean_share(target: Target, products: Sequence[tuple[int, int]], otherwise: float) -> float:
+def mean_share(
+    target: Target, products: Sequence[tuple[int, int]], otherwise: float, *, scoped: bool
+) -> float:
     """Return the share of the peak of products of (contracted, columns), as long as each other."""
-    found = [product_share(target.device.name, k, n) for k, n in products]
+    found = [product_share(target.device.name, k, n, scoped=scoped) for k, n in products]
     known = [share for share in found if share is not None]
     if len(known) < len(found):
         return otherwise

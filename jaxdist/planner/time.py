@@ -3,8 +3,8 @@
 Matrix products run at a share of the peak, elements pass through memory, and both add up, as XLA
 fuses few of one into the other. Collectives of ZeRO are waited for (so XLA:TPU schedules them),
 those of axis tensor travel beside the products of the MLP (`collective_matmul`), whose pieces are
-summed through memory, and are waited for around attention. A pipeline is its ticks, each as long as
-the busiest stage.
+summed through memory, and are waited for around attention. A pipeline is its ticks, each as long
+as the busiest stage.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxdist.cost.kernels import SPLASH, splash_share
+from jaxdist.cost.kernels import SPLASH, computed_share, splash_block, splash_share
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
 from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
 from jaxdist.planner.memory import rows_of, share
@@ -48,8 +48,6 @@ class Rates:
 RATES = Rates()
 HIDDEN_IN_TICKS = 1 / 8
 """Of the products in a pipeline's ticks, what hides a ring: read from compiled steps of 70B."""
-FORWARD_BLOCK, BACKWARD_BLOCK = 1024, 512
-"""Positions in a block of splash attention, as `jaxdist.models.attention` asks for."""
 
 
 @dataclass(frozen=True)
@@ -145,15 +143,16 @@ def seconds(
 
     product = block_seconds(model, plan, target, split, rates.product)
     pairs = split * model.attention_flops / peak
-    forward = pairs * _attention_passes(model, target, rates, ("fwd",), FORWARD_BLOCK)
-    backward = pairs * _attention_passes(model, target, rates, ("dq", "dkv"), BACKWARD_BLOCK)
+    forward = pairs * _attention_passes(model, target, rates, ("fwd",))
+    backward = pairs * _attention_passes(model, target, rates, ("dq", "dkv"))
     again = _recomputed_share(model, plan) * product
     if "attention" not in plan.kept:
         again += forward
     element_rate = min(memory_rate, peak * rates.elements)
     element = rates.passes * split * _width(model) * width / element_rate
     element += _ring_sums_bytes(model, plan, tokens) / 3 / memory_rate
-    head_share = mean_share(target, [(model.embed, model.vocab // plan.tensor)], rates.product)
+    logits = [(model.embed, model.vocab // plan.tensor)]
+    head_share = mean_share(target, logits, rates.product, scoped=model.scoped)
     head = 3 * split * model.head_flops / (peak * head_share)
     waits_tensor = _tensor_waits(model, plan, places, target, tokens)
     per_layer_data = _layer_waits(model, plan, places, target)
@@ -201,23 +200,20 @@ def _update_bytes(model: Decoder, plan: Plan, rates: Rates) -> float:
 
 
 def _attention_passes(
-    model: Decoder, target: Target, rates: Rates, kernels: Sequence[str], block: int
+    model: Decoder, target: Target, rates: Rates, kernels: Sequence[str]
 ) -> float:
     """Return the seconds of some of attention's kernels, over those of its two forward products
     at the peak with nothing masked."""
-    family, head = target.device.name, model.head_dim
+    family, window = target.device.name, None if model.span is None else model.span - 1
     spent = 0.0
     for name in kernels:
-        share_of_peak = splash_share(name, family, block, head) if target.is_tpu else None
-        spent += SPLASH[name].products / 2 / (share_of_peak or rates.attention)
-    return _computed(model, block) * spent
-
-
-def _computed(model: Decoder, block: int) -> float:
-    """Of the products of attention, those in blocks that the mask leaves anything of."""
-    turns = max(1, model.window // block)
-    most = turns if model.span is None else min(turns, 1 + math.ceil((model.span - 1) / block))
-    return sum(min(turn, most) for turn in range(1, turns + 1)) / turns**2
+        block = splash_block(name, family, model.window, window=window, narrow=model.narrow)
+        share_of_peak = rates.attention
+        if target.is_tpu:
+            share_of_peak = splash_share(name, family, block, model.head_dim)
+        computed = computed_share(model.window, block, window)
+        spent += computed * SPLASH[name].products / 2 / share_of_peak
+    return spent
 
 
 def _width(model: Decoder) -> int:

@@ -1,23 +1,65 @@
 """The shares of the peak of products and of attention's kernels, by family."""
 
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks.planner.cases import llama_70b
-from jaxdist.cost.kernels import SPLASH, splash_share
+from benchmarks.tpu.products import TOPOLOGIES
+from benchmarks.tpu.program import CONFIG
+from jaxdist.cost.kernels import SPLASH, computed_share, splash_block, splash_share
 from jaxdist.cost.products import product_share, shares
+from jaxdist.experiment import load
+from jaxdist.models.attention.splash import Splash
+from jaxdist.models.hints import no_hint
+from jaxdist.parallel.compiler import ONLY_ON, SCOPED_VMEM
+from jaxdist.planner.model import decoder_of
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.search import judge
 from jaxdist.planner.target import meshes, parse_target
+from jaxdist.runtime.topology import topology_devices
 
-FAMILIES = ("v5e", "v5p", "v6e", "tpu7x")
 
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_table_has_every_family_and_shares_below_the_peak(family):
-    table = shares(family)
+@pytest.mark.parametrize("scoped", [True, False])
+@pytest.mark.parametrize("family", TOPOLOGIES)
+def test_the_table_has_every_family_and_shares_below_the_peak(family, scoped):
+    table = shares(family, scoped=scoped)
     assert table is not None
     assert len(table) == 16
     assert all(0.3 < share < 1 for share in table.values())
+
+
+@pytest.mark.parametrize("family", sorted(set(TOPOLOGIES) - {"v4"}))
+def test_large_products_are_faster_with_more_vector_memory_where_there_is_more(family):
+    own, scoped = (product_share(family, 8192, 28672, scoped=more) for more in (False, True))
+    assert scoped > 1.05 * own
+    assert family in ONLY_ON[SCOPED_VMEM]
+
+
+def test_a_v4_has_no_more_vector_memory():
+    assert shares("v4") == shares("v4", scoped=False)
+    assert "v4" not in ONLY_ON[SCOPED_VMEM]
+
+
+@pytest.mark.parametrize(
+    ("xla", "scoped"),
+    [("{}", True), ("{preset: none}", False), ("{preset: overlap}", True),
+     (f"{{preset: none, options: {{{SCOPED_VMEM}: 98304}}}}", True)],
+)  # fmt: skip
+def test_products_of_a_plan_are_compiled_as_the_config_says(xla, scoped):
+    document, config = load(CONFIG, [f"parallel.xla={xla}"])
+    assert decoder_of(config, document).scoped is scoped
+    target = parse_target("v6e:2x4")
+    places = next(one for one in meshes(target) if one.sizes == (1, 8, 1))
+    for_64 = replace(decoder_of(config, document), batch=64)
+    by_default = replace(for_64, scoped=True)
+    seconds, default = (
+        judge(model, Plan(data=8), places, target).seconds.products
+        for model in (for_64, by_default)
+    )
+    assert (seconds == default) is scoped
 
 
 def test_a_product_between_two_rows_lies_between_their_shares():
@@ -39,6 +81,49 @@ def test_a_gpu_has_no_row():
 @pytest.mark.parametrize("kernel", SPLASH)
 def test_heads_of_128_fill_at_most_half_of_a_unit_of_256(kernel):
     assert splash_share(kernel, "v6e", 1024, 128) < 0.5 < splash_share(kernel, "v5p", 1024, 128)
+
+
+@pytest.mark.parametrize("kernel", SPLASH)
+@pytest.mark.parametrize("family", TOPOLOGIES)
+def test_blocks_grow_with_the_sequence_and_divide_it(family, kernel):
+    blocks = [splash_block(kernel, family, 2**n) for n in range(9, 18)]
+    assert blocks == sorted(blocks)
+    assert blocks[0] == 512
+    assert blocks[-1] == (2048 if family in ("v6e", "tpu7x") else 1024)
+    assert splash_block(kernel, family, 2**17, narrow=False) == 1024
+    assert splash_block(kernel, family, 2**17, window=512) == 512
+    assert 896 % splash_block(kernel, family, 896) == 0
+
+
+@pytest.mark.parametrize("kernel", SPLASH)
+def test_no_other_block_is_faster(kernel):
+    block = splash_block(kernel, "v6e", 8192)
+    times = {
+        size: computed_share(8192, size) / splash_share(kernel, "v6e", size, 128)
+        for size in (512, 1024, 2048)
+    }
+    assert times[block] == min(times.values())
+
+
+@pytest.mark.needs_libtpu
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "length"), [(f, 2048) for f in TOPOLOGIES] + [("v6e", 2**15)])
+def test_splash_compiles_for_every_family(family, length):
+    """With the largest blocks that it takes of the vector memory that libtpu gives by itself."""
+    chip = jax.sharding.SingleDeviceSharding(topology_devices(TOPOLOGIES[family])[0])
+    shapes = [
+        jax.ShapeDtypeStruct((1, length, heads, 128), jnp.bfloat16, sharding=chip)
+        for heads in (2, 1, 1)
+    ]
+    attend = Splash(family=family)
+
+    def run(*arrays):
+        return attend(*arrays, None, window=None, hint=no_hint).astype(jnp.float32).sum()
+
+    text = jax.jit(jax.grad(run, (0, 1, 2))).lower(*shapes).compile().as_text()
+    block = splash_block("dkv", family, length)
+    assert text.count('="tpu_custom_call"') == 3
+    assert f'block_kv_dkv\\": {block}' in text
 
 
 def test_the_published_step_of_llama_2_70b_on_v6e_is_met_within_the_goal():

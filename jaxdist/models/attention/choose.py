@@ -95,4 +95,6 @@ class Attend:
         """
         ask = replace(self.ask, length=q_BLHd.shape[1], segments=segments_BL is not None)
         kernel = KERNELS[choose(self.name, ask)]
+        if isinstance(kernel, Splash):
+            kernel = replace(kernel, family=ask.family)
         return kernel(q_BLHd, k_BLKd, v_BLKd, segments_BL, window=ask.window, hint=self.hint)

@@ -32,6 +32,7 @@ class Ask:
       segments: whether a query sees its own document alone.
       length: positions of a sequence; None is not known yet.
       head_parts, kv_head_parts, seq_parts: over how many devices each of these dims is split.
+      family: short name of the devices, such as v5e; empty is not known.
     """
 
     platform: str | None
@@ -45,6 +46,7 @@ class Ask:
     head_parts: int = 1
     kv_head_parts: int = 1
     seq_parts: int = 1
+    family: str = ""
 
 
 class Kernel(Protocol):

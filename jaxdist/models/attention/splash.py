@@ -14,15 +14,10 @@ from typing import Any
 
 import jax
 
+from jaxdist.cost.kernels import LANES, splash_block
 from jaxdist.models.attention.contract import KEPT, Ask
 from jaxdist.models.hints import Hint
 
-LANES = 128
-"""Of a TPU's vector unit: blocks are of multiples."""
-MOST_FORWARD, MOST_BACKWARD = 1024, 512
-"""Positions of the largest block of each pass. By the kernels' schedules (`python -m
-benchmarks.tpu.splash`) larger blocks pay forward; backward the masked part of them costs more
-than they save."""
 QUERIES = ("batch", "seq", "heads", "head_dim")
 KEYS = ("batch", "seq", "kv_heads", "head_dim")
 
@@ -32,9 +27,11 @@ class Splash:
     """`jax.experimental.pallas.ops.tpu.splash_attention`.
 
     Attributes:
+      family: of the chips, "v5e" for example: by it blocks are as large as pays.
       interpret: run on any device, slowly, for tests.
     """
 
+    family: str = ""
     interpret: bool = False
     platform: str | None = field(default="tpu", init=False)
 
@@ -75,7 +72,8 @@ class Splash:
         def local(
             q_BLHd: jax.Array, k_BLKd: jax.Array, v_BLKd: jax.Array, segments_BL: Any = None
         ) -> jax.Array:
-            attend = self._kernel(q_BLHd.shape[1], q_BLHd.shape[2], window)
+            length, heads = q_BLHd.shape[1], q_BLHd.shape[2]
+            attend = self._kernel(length, heads, window, narrow=q_BLHd.dtype.itemsize == 2)
             by_head = [x.swapaxes(1, 2) for x in (q_BLHd, k_BLKd, v_BLKd)]
             if segments_BL is None:
                 return jax.vmap(attend)(*by_head).swapaxes(1, 2)
@@ -83,13 +81,18 @@ class Splash:
 
         return hint.on_blocks(local, *dims)(*given)
 
-    def _kernel(self, length: int, heads: int, window: int | None) -> Callable[..., Any]:
+    def _kernel(
+        self, length: int, heads: int, window: int | None, *, narrow: bool
+    ) -> Callable[..., Any]:
         """(q `[H, L, d]`, k and v `[K, L, d]`, segments) to `[H, L, d]`; q is scaled already."""
         # It takes a third of a second, and most runs go without.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
         shape = (length, length)
-        forward, size = block_size(length, MOST_FORWARD), block_size(length, MOST_BACKWARD)
+        forward, keys, queries = (
+            splash_block(name, self.family, length, window=window, narrow=narrow)
+            for name in ("fwd", "dkv", "dq")
+        )
         if window is None or window >= length:
             mask = splash.CausalMask(shape)
         else:
@@ -97,10 +100,10 @@ class Splash:
         sizes = splash.BlockSizes(
             block_q=forward,
             block_kv=forward,
-            block_q_dkv=size,
-            block_kv_dkv=size,
-            block_q_dq=size,
-            block_kv_dq=size,
+            block_q_dkv=keys,
+            block_kv_dkv=keys,
+            block_q_dq=queries,
+            block_kv_dq=queries,
         )
         return splash.make_splash_mha(
             splash.MultiHeadMask([mask] * heads),
@@ -116,12 +119,3 @@ def _both(segments_BL: jax.Array) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     return splash.SegmentIds(segments_BL, segments_BL)
-
-
-def block_size(length: int, most: int) -> int:
-    """The largest multiple of `LANES` that divides the sequence, `most` at most.
-
-    >>> [block_size(length, 512) for length in (128, 640, 768, 4096)]
-    [128, 128, 384, 512]
-    """
-    return max(size for size in range(LANES, most + 1, LANES) if length % size == 0)
