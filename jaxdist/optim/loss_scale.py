@@ -11,7 +11,7 @@ from pydantic import Field, PositiveFloat
 
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
-from jaxdist.types import Grads
+from jaxdist.types import Grads, Params
 
 
 class DynamicLossScaleConfig(Config):
@@ -46,6 +46,18 @@ class LossScaleState(NamedTuple):
 
     scale: jax.Array
     good_steps: jax.Array
+
+
+def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | None:
+    """The scale of a step; without a loss scale that of 1 for parameters in float16.
+
+    With a scale, a backward pass begins with the mean loss of a microbatch, and sums over the
+    microbatches are float32. Gradients of the total loss, which float32 and bfloat16 bear, overflow
+    float16 where a batch has many tokens.
+    """
+    narrow = any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(params))
+    one = LossScaleState(jnp.float32(1), jnp.int32(0))
+    return one if state is None and narrow else state
 
 
 @dataclass(frozen=True)

@@ -19,19 +19,16 @@ from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.types import Buffers, Params
 
 NOWHERE = Surroundings()
+_SCALING = DynamicLossScale()
+"""What it does to a loss depends on none of its settings."""
 
 
 @dataclass(frozen=True)
 class Objective:
-    """A model with its loss.
-
-    Attributes:
-      scaling: of the loss, so that narrow gradients do not vanish; None takes it as it is.
-    """
+    """A model with its loss."""
 
     model: Functional
     loss: Loss
-    scaling: DynamicLossScale | None = None
 
     def sums(
         self,
@@ -58,8 +55,8 @@ class Objective:
         gradient = jax.grad(partial(self._mean, held, around), has_aux=True)
         grads, (sums, buffers) = gradient(held.params, held.buffers, batch, key)
         grads = around.placed(carried(grads))
-        if self.scaling is not None and held.scale is not None:
-            grads = self.scaling.unscale(grads, held.scale)
+        if held.scale is not None:
+            grads = _SCALING.unscale(grads, held.scale)
         return Gradients(grads, sums, buffers)
 
     def total_gradients(
@@ -87,9 +84,9 @@ class Objective:
         """Mean loss of a batch, times the loss scale, and what `sums` gives beside it."""
         total, aux = self.sums(params, buffers, batch, key, around)
         weight = jax.lax.stop_gradient(aux[0]["loss"].weight)
-        if self.scaling is None or held.scale is None:
+        if held.scale is None:
             return total / divisor(weight), aux
-        return self.scaling.scale_loss(total / _common(weight, around), held.scale), aux
+        return _SCALING.scale_loss(total / _common(weight, around), held.scale), aux
 
 
 def may_weigh_nothing(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:

@@ -53,7 +53,7 @@ def assemble(
     Raises:
       ShardingError: a parameter does not divide over the mesh.
     """
-    objective = Objective(model, loss, optimizer.loss_scale)
+    objective = Objective(model, loss)
     if may_weigh_nothing(objective, batch) if skips_empty is None else skips_empty:
         optimizer = optimizer.skipping_empty()
     if exchange is None:

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Batch, Sums
 from jaxdist.optim.build import Optimizer
+from jaxdist.optim.loss_scale import scale_for
 from jaxdist.optim.owners import Owner, of_params
 from jaxdist.optim.safety import skip_states, skipped_once
 from jaxdist.parallel.compiler import Options
@@ -149,7 +150,8 @@ class Program:
     def _gradients(self, stored: TrainState, state: TrainState, batch: Batch) -> Found:
         """Of a state as it is stored, and as steps compute with it."""
         key = jax.random.fold_in(self._keys()[1], state.step)
-        held = Held(state.params, stored.params, state.buffers, state.loss_scale)
+        scale = scale_for(state.params, state.loss_scale)
+        held = Held(state.params, stored.params, state.buffers, scale)
         found, exchange = self.exchange.gradients(self.compute, held, batch, key, state.exchange)
         return Found(*found, exchange)
 

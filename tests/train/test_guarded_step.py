@@ -162,6 +162,22 @@ def test_a_scale_too_high_for_float16_backs_off_until_the_run_moves():
     assert int(state.opt_state.skipped) > 3
 
 
+@pytest.mark.parametrize("way", WAYS, ids=str)
+def test_without_a_scale_float16_bears_as_many_tokens_as_float32(way):
+    """Gradients of the total loss would overflow: a backward pass begins with the mean's."""
+    batch = values(0)
+    batch["weight"] = batch["weight"] * 1e6
+    metrics = [
+        run(found, found.init(), [batch])[1][0]
+        for found in (
+            program(*way, skip_nonfinite=True, **narrow)
+            for narrow in ({"master_weights": "float16"}, {})
+        )
+    ]
+    assert metrics[0]["skipped_steps"] == 0
+    assert metrics[0]["grad_norm"] == pytest.approx(metrics[1]["grad_norm"], rel=0.01)
+
+
 def test_microbatches_without_weight_count_for_nothing_under_a_loss_scale():
     batch = values(0)
     batch["weight"] = np.where(np.arange(ROWS) % 4 == 0, 0, 1).astype(np.float32)

@@ -1,6 +1,8 @@
 """Models in stages from a config: what is refused, and what the compiled step holds and sends."""
 
 import itertools
+import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError, ShardingError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import ledger
+from jaxdist.models.loss import Mean, next_token
 from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.trees import tree_bytes
 
@@ -23,8 +26,11 @@ def scheduled(schedule):
     return {"parallel": {"pipeline": {"schedule": schedule}}}
 
 
-def experiment(mesh, parallel=None, *, model=GPT, data=TOKENS, microbatches=4, count=None, **optim):
+def experiment(
+    mesh, parallel=None, *, model=GPT, data=TOKENS, microbatches=4, count=None, loss=None, **optim
+):
     sections = {
+        **({} if loss is None else {"loss": loss}),
         "model": model,
         "data": data,
         "optim": {"type": "adamw", "learning_rate": 1e-3, **optim},
@@ -181,6 +187,20 @@ def test_stages_in_float16_skip_the_steps_that_one_device_skips(devices):
     assert ours[0]["skipped_in_a_row"] == 1
     assert ours[-1]["skipped_in_a_row"] == 0
     assert ours[-1]["loss"] == pytest.approx(theirs[-1]["loss"], rel=1e-3)
+
+
+def heavy(module, batch):
+    """The loss of as many tokens as a large batch has."""
+    found = next_token(module, batch)["loss"]
+    return {"loss": Mean(found.total * 1e6, found.weight * 1e6)}
+
+
+def test_stages_in_float16_bear_many_tokens_without_a_loss_scale(devices, monkeypatch):
+    monkeypatch.setitem(sys.modules, "heavy_loss", SimpleNamespace(heavy=heavy))
+    loss = {"type": "import", "path": "heavy_loss:heavy"}
+    narrow = {"master_weights": "float16", "skip_nonfinite": True}
+    (found, *_), _ = steps_of(experiment({"stage": 2}, count=2, loss=loss, **narrow), 1)
+    assert found["skipped_steps"] == 0
 
 
 def test_a_loss_must_call_the_model():
