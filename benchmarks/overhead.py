@@ -26,12 +26,12 @@ from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.models.loss import Batch
-from jaxdist.train.hooks import Cadence, Guard, Log, RunHooks, Save, Stop
+from jaxdist.run.hooks import Cadence, Guard, Log, RunHooks, Save, Stop
+from jaxdist.run.termination import Termination
+from jaxdist.run.watch.told import Goodput
 from jaxdist.train.loop import StepFunction, run_loop
-from jaxdist.train.replicas.check import replicas_of
+from jaxdist.train.replicas import replicas_of
 from jaxdist.train.state import TrainState
-from jaxdist.train.termination import Termination
-from jaxdist.train.watch.told import Goodput
 from jaxdist.types import JsonObject
 
 STEP_GOAL = "<= 1.03"

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from jaxdist.models.adapters import from_linen as from_linen
     from jaxdist.models.functional import functional as functional
     from jaxdist.models.mean import Mean as Mean
+    from jaxdist.run.checkpoints import restore as restore
+    from jaxdist.run.checkpoints import save as save
     from jaxdist.runtime.environment import prepare as prepare
     from jaxdist.sharding import Layout as Layout
-    from jaxdist.train.checkpoints import restore as restore
-    from jaxdist.train.checkpoints import save as save
     from jaxdist.train.evaluate import evaluate as evaluate
     from jaxdist.train.step import Program as Program
 
@@ -51,8 +51,8 @@ _HOME = {
     "functional": "models.functional",
     "load": "experiment",
     "prepare": "runtime.environment",
-    "restore": "train.checkpoints",
-    "save": "train.checkpoints",
+    "restore": "run.checkpoints",
+    "save": "run.checkpoints",
 }
 
 __all__ = list(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]  (it reads literals only)

@@ -70,7 +70,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Spent())
 
 
-FIRST = ("tests/verbs", "tests/equivalence", "tests/bench", "tests/checkpoint")
+FIRST = ("tests/run", "tests/equivalence", "tests/bench", "tests/checkpoint")
 """Folders whose files take long though they have few tests: begun last, one worker would wait."""
 
 

@@ -21,7 +21,7 @@ from jaxdist.elastic.status import Publisher
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.models.loss import Batch
-from jaxdist.train.hooks import Hook, Moment, RunHooks
+from jaxdist.run.hooks import Hook, Moment, RunHooks
 from jaxdist.train.loop import run_loop
 from jaxdist.train.state import TrainState
 

@@ -19,9 +19,9 @@ from jaxdist.inspect.program import InspectedExperiment, open_subject, predicted
 from jaxdist.inspect.text import digest
 from jaxdist.metrics.report import write_json
 from jaxdist.parallel.compiler import PRESETS, Options, OptionValue, preset_options
+from jaxdist.run.directory import PACKAGES
 from jaxdist.runtime import environment
 from jaxdist.runtime.topology import topology_devices
-from jaxdist.train.directory import PACKAGES
 
 OptionVerdict = Literal["changes", "same program", "refused"]
 ALL = "all of them"

@@ -17,9 +17,9 @@ from jaxdist.config.importing import foreign_code
 from jaxdist.experiment import load
 from jaxdist.inspect.program import open_subject
 from jaxdist.metrics.report import write_json
+from jaxdist.run.directory import PACKAGES
 from jaxdist.runtime import environment
 from jaxdist.runtime.topology import topology_devices
-from jaxdist.train.directory import PACKAGES
 
 _STYLES = {"ok": "green", "NO EFFECT": "bold red"}
 

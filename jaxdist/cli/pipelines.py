@@ -37,7 +37,7 @@ def show(
     ] = None,
 ) -> None:
     """Draw SCHEDULE, with its bubble, activations and messages. Nothing is run."""
-    from jaxdist.verbs.pipelines import show as look
+    from jaxdist.commands.pipelines import show as look
 
     look(
         schedule,
@@ -58,7 +58,7 @@ def compare(
     microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
 ) -> None:
     """Print bubble, activations and messages of every schedule. Costs are of a whole stage."""
-    from jaxdist.verbs.compare_schedules import compare as judge
+    from jaxdist.commands.compare_schedules import compare as judge
 
     judge(settings or [], stages=stages, microbatches=microbatches, console=shared.console())
 
@@ -67,6 +67,6 @@ def check(
     file: Annotated[Path, typer.Argument(help="CSV file: a row for each stage.")],
 ) -> None:
     """Check a schedule of your own; if it breaks a rule, says the first and ends with code 2."""
-    from jaxdist.verbs.pipelines import check as judge
+    from jaxdist.commands.pipelines import check as judge
 
     judge(file, console=shared.console())

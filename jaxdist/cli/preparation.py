@@ -31,7 +31,7 @@ def init(
     to: Annotated[Path, typer.Option(help="The folder to write them into.")] = Path("configs"),
 ) -> None:
     """Write the configurations that come with jaxdist, to run and to change."""
-    from jaxdist.verbs.init import init as write
+    from jaxdist.commands.init import init as write
 
     write(name, to, console=shared.console())
 
@@ -61,7 +61,7 @@ def tokenize(
     ] = 0.05,
 ) -> None:
     """Train a BPE tokenizer, for `data.tokenizer: {type: bpe, file: OUT}`."""
-    from jaxdist.verbs.tokenize import tokenize as learn
+    from jaxdist.commands.tokenize import tokenize as learn
 
     learn(
         out,

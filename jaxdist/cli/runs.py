@@ -119,7 +119,7 @@ def drill(
     one predicted; ends with exit code 3 where it is less than nine tenths.
     """
     extra = shared.prepare(config, overrides, devices)
-    from jaxdist.verbs.drill import drill as run
+    from jaxdist.commands.drill import drill as run
 
     say = partial(shared.console().print, soft_wrap=True, markup=False)
     run(config, extra, failures=failures, processes=count, seed=seed, json_file=json_file, say=say)
@@ -130,8 +130,8 @@ def import_all() -> None:
 
     Also what most runs import when they first read data, save, and write down numbers.
     """
-    for module in ("runtime.connection", "runtime.processes", "verbs.train"):
-        importlib.import_module(f"jaxdist.{module}")
+    for module in ("jaxdist.runtime.connection", "jaxdist.runtime.processes", "jaxdist.run.fit"):
+        importlib.import_module(module)
     for module in LATE_MODULES:
         with suppress(ImportError):
             importlib.import_module(module)
@@ -155,16 +155,16 @@ def train_process(
 
     Args:
       run: which run is meant, as `jaxdist.checkpoint.identity.Identity.plain` gives it.
-      begun: as `jaxdist.verbs.train.run` has it.
+      begun: as `jaxdist.run.fit.run` has it.
 
     Raises:
       JaxdistError: anything that the user can mend.
     """
     from jaxdist.checkpoint.identity import Identity
     from jaxdist.errors import STOPPED
+    from jaxdist.run import fit as trains
     from jaxdist.runtime.connection import connected
     from jaxdist.runtime.processes import find_processes
-    from jaxdist.verbs import train as trains
 
     processes = find_processes(
         os.environ,
@@ -204,7 +204,7 @@ def evaluate(
 ) -> None:
     """Evaluate a run's checkpoint on the whole held-out split."""
     extra = shared.prepare_run(run, overrides, devices)
-    from jaxdist.verbs.evaluate import evaluate_run
+    from jaxdist.commands.evaluate import evaluate_run
 
     evaluate_run(run, extra, step=step, console=shared.console())
 
@@ -215,7 +215,7 @@ def replay(run: shared.Run, *, devices: shared.Devices = None) -> None:
     Prints whether what they saved last comes out the same to the bit.
     """
     shared.prepare_run(run, [], devices)
-    from jaxdist.verbs.replay import replay as again
+    from jaxdist.commands.replay import replay as again
 
     if not again(run, shared.console()):
         raise typer.Exit(1)
@@ -223,7 +223,7 @@ def replay(run: shared.Run, *, devices: shared.Devices = None) -> None:
 
 def report(run: shared.Run, json_file: shared.JsonFile = None) -> None:
     """Tell where the time of a run went: every second of it, over all its restarts."""
-    from jaxdist.verbs.report import report as tell
+    from jaxdist.run.report.goodput import report as tell
 
     tell(run, json_file, console=shared.console())
 
@@ -243,7 +243,7 @@ def generate(
 ) -> None:
     """Continue a prompt with a run's language model."""
     extra = shared.prepare_run(run, overrides, devices)
-    from jaxdist.verbs.evaluate import generate_from_run
+    from jaxdist.commands.evaluate import generate_from_run
 
     text = generate_from_run(
         run,

@@ -16,7 +16,8 @@ from jaxdist.experiment.program import make_program
 from jaxdist.mesh import Device, build_mesh
 from jaxdist.models.mean import scalars_in
 from jaxdist.sharding import Layout, make_layout
-from jaxdist.train.loading.begin import check_parts
+from jaxdist.train import replicas as replica_check
+from jaxdist.train.parts import check_parts
 from jaxdist.train.plan import (
     Plan,
     check_batch,
@@ -25,7 +26,6 @@ from jaxdist.train.plan import (
     plan_learning_rate,
     plan_stages,
 )
-from jaxdist.train.replicas import check
 from jaxdist.train.rescale import Sizes, check_rescaled
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.contract import TrainStage
@@ -145,9 +145,9 @@ def build(
             *explain(plan, rate),
             *derived,
             *_explain_placement(config, program),
-            *check.explained(*replicas),
+            *replica_check.explained(*replicas),
         ),
-        notices=(*notices, *check.notices(*replicas)),
+        notices=(*notices, *replica_check.notices(*replicas)),
     )
 
 

@@ -31,8 +31,8 @@ from jaxdist.inspect.text import digest
 from jaxdist.mesh import Device
 from jaxdist.parallel.pipeline.executor.branches import lockstep
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline
+from jaxdist.run.memory import bytes_per_device, device_memory_bytes
 from jaxdist.runtime.hardware import find_device
-from jaxdist.train.memory import bytes_per_device, device_memory_bytes
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import tree_size

@@ -26,7 +26,7 @@ import numpy as np
 import optax
 
 from jaxdist.experiment import Experiment, TrainStage
-from jaxdist.train.checkpoints import fresh_exchange
+from jaxdist.run.checkpoints import fresh_exchange
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
@@ -247,6 +247,8 @@ def differences(found: Trace, reference: Trace, least: NormFloors | None = None)
 
 
 def _distance(found: np.ndarray, expected: np.ndarray, least: float) -> float:
+    if np.ndim(expected) == 0 and np.isnan(expected):
+        return 0.0 if np.isnan(found) else math.nan  # a loss of a batch in which nothing has weight
     off, norm = _norm(found - expected), max(_norm(expected), least)
     return off / norm if norm else (0.0 if off == 0 else math.inf)
 

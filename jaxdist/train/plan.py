@@ -23,7 +23,7 @@ from jaxdist.optim.build import Rate, plan_rate
 from jaxdist.optim.common import OptimizerConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.sharding import Layout
-from jaxdist.train.replicas.config import ReplicaCheckConfig
+from jaxdist.train.replicas import ReplicaCheckConfig
 from jaxdist.train.rescale import Sizes, last_stage, rescaled, seen
 
 

@@ -18,7 +18,7 @@ from jaxdist.elastic.fence import RunFence, newest_generation, newest_of_all
 from jaxdist.elastic.place import FENCE, FOLDER, GENERATION, Place, place_of
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.metrics.writer import MetricsWriter, read_metrics
-from jaxdist.train.lock import HeldError, RunLock
+from jaxdist.run.lock import HeldError, RunLock
 
 STATE = {"x": jnp.arange(6.0)}
 

@@ -25,7 +25,11 @@ sys.exit(7)
 """
 
 
-def started(folder: Path, before: str = "pass", seconds: int = 60) -> subprocess.Popen[str]:
+# A shell that starts tests in the background has them, and their children, ignore SIGINT.
+HEARD = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
+
+
+def started(folder: Path, before: str = HEARD, seconds: int = 60) -> subprocess.Popen[str]:
     """The command `jaxdist`, as its script runs it, where a library takes long to import."""
     name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]["jaxdist"]
     module, _, function = name.partition(":")

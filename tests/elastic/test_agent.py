@@ -26,7 +26,7 @@ from jaxdist.elastic.status import Status
 from jaxdist.elastic.team import Team
 from jaxdist.elastic.watch import Patience
 from jaxdist.errors import ConfigError, RunError
-from jaxdist.verbs.report import uncopied_lines
+from jaxdist.run.report.goodput import uncopied_lines
 
 SCRIPT = """
 import json, os, signal, sys, time

@@ -17,7 +17,7 @@ from jaxdist.elastic.journal import Journal, read_journal
 from jaxdist.elastic.place import Place
 from jaxdist.elastic.status import RING, Phase, Publisher, Status, read_flight, read_status
 from jaxdist.metrics.account import Kind
-from jaxdist.verbs.report import slow_lines
+from jaxdist.run.report.goodput import slow_lines
 
 MS = 1_000_000
 STEP = 50.0

@@ -11,8 +11,8 @@ from unittest.mock import patch
 import jax
 import numpy as np
 
-from jaxdist.train.hooks import Hook, Moment
-from jaxdist.verbs import job
+from jaxdist.run import job
+from jaxdist.run.hooks import Hook, Moment
 
 
 def bits_of(leaf: jax.Array) -> int:

@@ -14,7 +14,7 @@ from flips import with_bit_flipped
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.mesh import Device
-from jaxdist.train.replicas.check import replicas_of
+from jaxdist.train.replicas import replicas_of
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
 

@@ -27,12 +27,12 @@ from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.parallel.exchange.xla import Xla as LeftToXla
 from jaxdist.parallel.plan import explicit_exchange
 from jaxdist.parallel.zero import ZeroConfig, plan_zero
+from jaxdist.run.memory import bytes_per_device
 from jaxdist.runtime.topology import topology_devices
 from jaxdist.sharding import ShardingConfig, make_layout, param_shardings
 from jaxdist.train.assemble import assemble
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.generate import generate
-from jaxdist.train.memory import bytes_per_device
 from jaxdist.trees import flatten_with_names, tree_bytes
 
 ROWS, EMBED, MLP = 60, 13, 22

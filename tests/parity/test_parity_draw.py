@@ -300,6 +300,6 @@ def test_the_published_page_is_that_of_its_figures():
     report = json.loads((DOCS / "parity_draw.json").read_text())
     assert (DOCS / "parity_draw.md").read_text() == markdown(report), "run what its header says"
     outcomes = from_json(report)
-    assert len(outcomes) == report["count"] == 300
+    assert len(outcomes) == report["count"] == 500
     assert all(outcome.good for outcome in outcomes)
-    assert sum(outcome.verdict == outcome.checkpoint == "equal" for outcome in outcomes) > 250
+    assert sum(outcome.verdict == outcome.checkpoint == "equal" for outcome in outcomes) > 480

@@ -20,7 +20,7 @@ from jaxdist.planner.plan import KEPT, Plan
 from jaxdist.planner.search import judge
 from jaxdist.planner.target import meshes, parse_target
 from jaxdist.planner.write import planned
-from jaxdist.train.memory import bytes_per_device
+from jaxdist.run.memory import bytes_per_device
 
 CONFIG = {
     "model": {

@@ -21,7 +21,7 @@ from jaxdist.planner.plan import Plan
 from jaxdist.planner.search import MEMORY, formulas_of, model_of, search
 from jaxdist.planner.target import parse_target
 from jaxdist.planner.write import planned
-from jaxdist.train.memory import bytes_per_device
+from jaxdist.run.memory import bytes_per_device
 
 MLP: dict[str, Any] = {
     "model": {"type": "mlp", "hidden": [64, 48]},

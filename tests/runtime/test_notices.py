@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from runs import Jaxdist, metrics, steps
 
+from jaxdist.run.termination import Termination
 from jaxdist.runtime import notices
 from jaxdist.runtime.notices import MetadataNotice, PreemptionConfig, heard
-from jaxdist.train.termination import Termination
 
 
 class Metadata(ThreadingHTTPServer):

@@ -18,9 +18,9 @@ from jaxdist.models.functional import functional
 from jaxdist.models.loss import Mean
 from jaxdist.optim.build import AdamWConfig, build_optimizer
 from jaxdist.parallel.plan import ParallelConfig, plan_exchange
+from jaxdist.run.checkpoints import adapted
 from jaxdist.sharding import ShardingConfig, make_layout, param_shardings
 from jaxdist.train.assemble import assemble
-from jaxdist.train.checkpoints import adapted
 from jaxdist.trees import flatten_with_names
 
 ROWS, IN, OUT = 16, 12, 10

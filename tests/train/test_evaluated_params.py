@@ -16,14 +16,14 @@ from runs import DIGITS, metrics
 from test_lookahead import Model, rows, squares
 
 from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.commands.evaluate import open_run
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.optim.build import ImportedOptimizerConfig, taking_extra
 from jaxdist.optim.imported.averages import keeps_average
+from jaxdist.run.fit import run
 from jaxdist.train.evaluate import evaluate
-from jaxdist.verbs.evaluate import open_run
-from jaxdist.verbs.train import run
 
 QUIET = Console(quiet=True)
 FREE = {"path": "optax.contrib:schedule_free_sgd"}

@@ -18,7 +18,7 @@ from jaxdist.collectives.algorithms.ring import Ring
 from jaxdist.models.loss import Mean
 from jaxdist.optim.build import AdamWConfig
 from jaxdist.parallel.exchange.all_reduce import AllReduce
-from jaxdist.train.checkpoints import adapted
+from jaxdist.run.checkpoints import adapted
 
 OPTIM = AdamWConfig(type="adamw", learning_rate=0.1, skip_nonfinite=True)
 ROWS = 8

@@ -22,7 +22,7 @@ from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.models.loss import Mean
 from jaxdist.optim.build import AdamWConfig
 from jaxdist.optim.schedules import ScheduleConfig
-from jaxdist.train.checkpoints import restore, save
+from jaxdist.run.checkpoints import restore, save
 from jaxdist.train.strategy.lookahead import Lookahead
 from jaxdist.trees import flatten_with_names
 

@@ -15,6 +15,7 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
+from jaxdist.run.strategies import run_strategy
 from jaxdist.train.strategy.parameter_server import ParameterServer
 from jaxdist.train.strategy.rule import ServerRule
 from jaxdist.train.strategy.separable import check_separable
@@ -331,4 +332,4 @@ def test_a_factor_of_the_rate_scales_the_update():
 def test_one_process_starts_all_others(monkeypatch):
     monkeypatch.setattr(jax, "process_count", lambda: 4)
     with pytest.raises(ConfigError, match="starts its own processes, and this is one of 4"):
-        ParameterServer(workers=2).run(None)  # pyright: ignore[reportArgumentType]
+        run_strategy(ParameterServer(workers=2), None)  # pyright: ignore[reportArgumentType]

@@ -10,9 +10,9 @@ import pytest
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
+from jaxdist.run.strategies import through_stages
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Prepared
-from jaxdist.train.strategy.synchronous import through_stages
 
 RAMP = {"start_batch_size": 16, "increment": 16, "ramp_examples": 64}
 PHASES = [

@@ -15,7 +15,7 @@ from jaxdist.checkpoint.snapshots import Snapshots, load
 from jaxdist.config import Document, validate
 from jaxdist.experiment import Experiment, ExperimentConfig, build
 from jaxdist.mesh import Device
-from jaxdist.train.replicas.check import replicas_of
+from jaxdist.train.replicas import replicas_of
 from jaxdist.train.rescale import Sizes, extended
 from jaxdist.train.state import TrainState
 

@@ -14,6 +14,8 @@ from functools import cache
 from random import Random
 
 from jaxdist.errors import ConfigError
+from jaxdist.parallel.pipeline.model.pipeline import lowered
+from jaxdist.parallel.pipeline.planning.plan import PipelineConfig
 from jaxdist.parallel.validity.table import violations
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.parity.cells import ACTIVATIONS, REDUCTIONS, REMATS, SCHEDULES, SCOPES, facts
@@ -207,6 +209,8 @@ def _plan(random: Random, kind: str) -> TrainingPlan:
         "activations": random.choice(ACTIVATIONS),
         "ahead": random.random() < 0.2,
     }
+    if not _can_be_kept(parallel["pipeline"], stages, microbatches):
+        parallel["pipeline"]["ahead"] = False
     return TrainingPlan(mesh, data, tensor, stages, chunks, parallel, microbatches)
 
 
@@ -255,6 +259,8 @@ def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
     found |= {"warmup_steps": random.choice((0, 1)), "vectors": random.choice(VECTORS)}
     parallel = {**plan.parallel, "compression": found}
     zero = ZeroConfig.model_validate(parallel["zero"])
+    if zero.stage >= 2 and found["axis"] == "data":
+        return plan  # Layers are summed as they come, by codecs that lose something.
     if violations(facts(plan.mesh, parallel["reduce"], zero, found)):
         return plan
     return replace(plan, parallel=parallel)
@@ -286,6 +292,16 @@ def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
         except ConfigError:
             continue
         return settings, microbatches, found.chunks
+
+
+def _can_be_kept(pipeline: Sections, stages: int, microbatches: int) -> bool:
+    """Return whether stages that run ahead do not wait for each other."""
+    config = PipelineConfig.model_validate(pipeline)
+    try:
+        lowered(config, config.schedule.build(stages, microbatches))
+    except ConfigError:
+        return False
+    return True
 
 
 def _rules(random: Random, common: Sections, plan: TrainingPlan) -> Sections:

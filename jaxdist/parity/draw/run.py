@@ -33,7 +33,7 @@ from jaxdist.parity.trace import (
     noted,
     nudged,
 )
-from jaxdist.train.checkpoints import restore
+from jaxdist.run.checkpoints import restore
 from jaxdist.train.state import TrainState
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Json, JsonObject, Leaf, PyTree

@@ -240,7 +240,8 @@ def _strict(random: Random, config: Sections) -> Sections | None:
         and "batch_ramp" not in config["train"]
         and config["sharding"]["rules"].get("embed") is None
         and not config["optim"]["type"].startswith("onebit")
-        and "dropout" not in config["model"].get("args", {})
+        and not {"dropout", "batch_norm"}
+        & {n for n, v in config["model"].get("args", {}).items() if v}
     )
     if not combines:
         return None
@@ -271,6 +272,8 @@ def _secondary(random: Random, config: Sections) -> Sections | None:
     fits = zero["stage"] == 3 and zero["scope"] == "all" and isinstance(data, dict)
     if not fits or {"compression", "deterministic"} & {*config["parallel"]}:
         return None
+    if (config["parallel"]["reduce"] or {}).get("type") == "hierarchical":
+        return None  # The second copy leaves it one network.
     return _of_zero(config, secondary=True)
 
 

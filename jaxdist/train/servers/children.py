@@ -19,7 +19,7 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.runtime.standard_input import lines
 from jaxdist.types import JsonObject
 
-MODULE = "jaxdist.verbs.processes"
+MODULE = "jaxdist.commands.processes"
 END_SECONDS = 10.0
 """For so long a process that was told to end may take."""
 LAST_LINES = 15

@@ -1,7 +1,8 @@
 """The contract of a strategy, and what it is given to run.
 
 A strategy decides what the processes of a run do: which of them take steps, on which devices, and
-what happens between steps. A new one is a new file, and a name in `build.py`.
+what happens between steps. A new one is a new config beside this file, a name in `build.py`, and
+what runs it in `jaxdist.run.strategies`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jaxdist.metrics.account import Account
 from jaxdist.optim.build import OptimConfig, Optimizer
 from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.sharding import Dims, Layout
-from jaxdist.train.hooks import RunHooks
+from jaxdist.train.loop import Hooks
 from jaxdist.train.plan import TrainConfig
 from jaxdist.train.state import Outer, TrainState
 from jaxdist.train.step import Program
@@ -40,6 +41,18 @@ class TrainStage:
     loader: Loader
 
 
+class StepHooks(Hooks, Protocol):
+    """What happens beside the steps of a run that may be told to stop."""
+
+    stopped: bool
+    """Whether a boundary has ended the run."""
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Whether this process was told to end the run, perhaps in the middle of a step."""
+        ...
+
+
 @dataclass(frozen=True)
 class Prepared:
     """A run that is ready for its next step.
@@ -58,7 +71,7 @@ class Prepared:
 
     state: TrainState
     stages: Sequence[TrainStage]
-    hooks: RunHooks
+    hooks: StepHooks
     enter: Callable[[TrainStage], None] = lambda stage: None
     optim: OptimConfig | None = None
     directory: Path | None = None
@@ -104,7 +117,7 @@ class Job(Protocol):
 
 
 class Strategy(Protocol):
-    """How a run is made of steps and processes."""
+    """The config of how a run is made of steps and processes."""
 
     def outer(self, optimizer: Optimizer) -> Outer | None:
         """What exchanges parameters between steps; None where nothing does.
@@ -119,13 +132,5 @@ class Strategy(Protocol):
 
         Raises:
           ConfigError: what does not go together, with the path of the setting in the whole config.
-        """
-        ...
-
-    def run(self, job: Job) -> TrainState:
-        """Do what this process has to do; the last state that it knows.
-
-        Raises:
-          JaxdistError: anything that the user can mend.
         """
         ...

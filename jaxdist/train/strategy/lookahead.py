@@ -19,9 +19,8 @@ from jaxdist.config.schema import Config, Count
 from jaxdist.errors import ConfigError
 from jaxdist.optim.build import Optimizer
 from jaxdist.optim.common import Beta
-from jaxdist.train.state import Outer, TrainState
-from jaxdist.train.strategy.contract import Job, RunSettings
-from jaxdist.train.strategy.synchronous import all_steps
+from jaxdist.train.state import Outer
+from jaxdist.train.strategy.contract import RunSettings
 from jaxdist.types import Leaf, OptState, Params
 
 
@@ -80,9 +79,6 @@ class Lookahead(Config):
             "for the last time, and evaluation sees the slow weights, without these steps; train "
             "for a multiple to end with the slow weights",
         )
-
-    def run(self, job: Job) -> TrainState:
-        return all_steps(job)
 
 
 class Slow(NamedTuple):

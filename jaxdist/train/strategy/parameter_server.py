@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from importlib.util import find_spec
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxdist.config.importing import user_code
-from jaxdist.errors import CompressionError, ConfigError, RunError, blamed
+from jaxdist.errors import CompressionError, ConfigError, blamed
 from jaxdist.optim.build import (
     ImportedOptimizerConfig,
     OptimConfig,
@@ -29,11 +28,9 @@ from jaxdist.param_server.consistency.notices import notices
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.placement.ranges import tensors_of
 from jaxdist.param_server.simulator.encoder import vectors
-from jaxdist.param_server.wire.ports import check_ports
 from jaxdist.sharding import Layout
 from jaxdist.train.plan import TrainConfig, check_batch
-from jaxdist.train.state import TrainState
-from jaxdist.train.strategy.contract import Job, RunSettings
+from jaxdist.train.strategy.contract import RunSettings
 from jaxdist.train.strategy.rule import elementwise
 from jaxdist.train.strategy.separable import check_separable, server_transform
 from jaxdist.trees import flatten_with_names
@@ -74,26 +71,6 @@ class ParameterServer(Cluster):
             self._check_messages(given)
         _check_separable(given)
         return tuple(self._notices(given))
-
-    def run(self, job: Job) -> TrainState:
-        _check_installed()
-        from jaxdist.train.servers.state import Sharded
-        from jaxdist.train.servers.supervisor import supervise
-
-        if jax.process_count() > 1:
-            raise ConfigError(
-                f"strategy.type parameter_server starts its own processes, and this is one of "
-                f"{jax.process_count()}: start it once, without --processes or --coordinator",
-                setting=("strategy", "type"),
-            )
-        with blamed("strategy"):
-            given = self.processes.host, self.processes.port, self.servers
-            check_ports(*given, aggregators=len(self.racks))
-        with job.prepared() as prepared:
-            assert prepared.optim is not None
-            program = prepared.stages[0].program
-            placement = self.placed(program.model.params, prepared.optim)
-            return supervise(Sharded(self, program, prepared.optim, placement), prepared)
 
     def placed(self, params: Params, optim: OptimConfig) -> Placement:
         """Which server holds what.
@@ -138,15 +115,6 @@ class ParameterServer(Cluster):
             )
         if self.codec is None and not self.error_feedback:
             yield "strategy.error_feedback has no effect without strategy.codec"
-
-
-def _check_installed() -> None:
-    missing = [name for name in ("grpc", "google_crc32c") if find_spec(name) is None]
-    if missing:
-        raise RunError(
-            f"strategy.type parameter_server needs {' and '.join(missing)} for its wire: "
-            "pip install 'jaxdist[param-server]'"
-        )
 
 
 def peak(optimizer: Optimizer, total_steps: int) -> float:

@@ -290,11 +290,25 @@ def plan_pipeline(
 
 
 def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
-    """The schedule as it is run, and that of evaluation."""
-    trained = eager(schedule) if config.ahead else schedule
+    """The schedule as it is run, and that of evaluation.
+
+    Raises:
+      ConfigError: an order that cannot be kept.
+    """
+    given = {"activations": config.activations}
     evaluated = forward_only(schedule.placement, schedule.microbatches)
-    ticks, forward = (lower(s, activations=config.activations) for s in (trained, evaluated))
-    return ticks, forward
+    try:
+        trained = lower(eager(schedule) if config.ahead else schedule, **given)
+    except ConfigError as error:
+        if not config.ahead:
+            raise
+        lower(schedule, **given)  # A schedule that is wrong by itself says so.
+        raise ConfigError(
+            f"parallel.pipeline.ahead: with {schedule.microbatches} microbatches, {schedule.name} "
+            "does not allow stages to run their forward tasks ahead, for some would wait for each "
+            "other; set it to false, or change train.microbatches"
+        ) from error
+    return trained, lower(evaluated, **given)
 
 
 def minimised(

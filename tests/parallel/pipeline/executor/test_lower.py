@@ -4,7 +4,9 @@ from pipeline_tables import TABLES, B, F, I, W, greedy
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.executor.lower import lower, typical_seconds
 from jaxdist.parallel.pipeline.executor.ticks import KINDS, NONE
+from jaxdist.parallel.pipeline.model.pipeline import lowered
 from jaxdist.parallel.pipeline.planning.costs import Costs
+from jaxdist.parallel.pipeline.planning.plan import PipelineConfig
 from jaxdist.parallel.pipeline.schedules.derived import eager, forward_only
 from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
 from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
@@ -283,3 +285,13 @@ def test_eager_keeps_the_tasks_and_the_order_of_forwards():
                 t for t in table.tasks(stage) if t.kind is kind
             ]
     assert loop(2, 4) == hurried.placement
+
+
+def test_a_schedule_that_cannot_run_ahead_names_the_setting():
+    """A draw found it: four stages of v_half with 11 microbatches would wait for each other."""
+    given = {"schedule": {"type": "v_half"}, "activations": "stash"}
+    config = PipelineConfig.model_validate({**given, "ahead": True})
+    schedule = config.schedule.build(4, 11)
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline\.ahead: with 11 microbatches"):
+        lowered(config, schedule)
+    lowered(PipelineConfig.model_validate(given), schedule)

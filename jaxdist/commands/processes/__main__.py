@@ -1,0 +1,208 @@
+"""A process of a run, started by its supervisor as `python -m` this module and a role: server,
+aggregator or worker.
+
+The first line of its input is the setup, later ones are orders; the end of its input ends it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from jaxdist.commands.processes.aggregator import AggregatorProcess
+from jaxdist.commands.processes.setup import listening, run_of, sharded_run, wires_to
+from jaxdist.data.cache import cache_directory
+from jaxdist.errors import JaxdistError, RunError
+from jaxdist.experiment.servers import part_of
+from jaxdist.param_server.consistency.contract import Clocks
+from jaxdist.param_server.live.client import Client, Patience
+from jaxdist.param_server.live.order import OrderLog
+from jaxdist.param_server.live.server import Reached, Server
+from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.runtime import compilation_cache
+from jaxdist.train.servers.children import Parent
+from jaxdist.train.servers.files import read_shard, write_shard
+from jaxdist.train.servers.state import ShardState
+from jaxdist.train.servers.worker import Clocked, Measured, Worker
+from jaxdist.types import JsonObject
+
+STATS_SECONDS = 1.0
+BETWEEN_SECONDS = 0.02
+"""Between two reports, of however many updates."""
+
+
+class ServerProcess:
+    """One server: its shard, its port, and a thread that writes checkpoints."""
+
+    def __init__(self, setup: JsonObject, parent: Parent) -> None:
+        self.run, self.number, self.parent = run_of(setup), setup["number"], parent
+        _, sharded = sharded_run(self.run)
+        cluster = sharded.cluster
+        self.layout = next(one for one in sharded.layouts if one.server == self.number)
+        start = read_shard(self.run, sharded, self.layout, setup["clock"])
+        self._squares: deque[tuple[int, float]] = deque()
+        self._news = threading.Event()
+        self._reached: queue.SimpleQueue[Reached | None] = queue.SimpleQueue()
+        model, transform = cluster.consistency, sharded.transform(self.layout)
+        shard = Shard(self.layout, model, transform, start.params, start.optimizer)
+        clocks = Clocks(cluster.clients, version=start.version, floor=start.floor)
+        name = f"server_{self.number}.from_{start.floor}.jsonl"
+        self.server = Server(
+            shard,
+            model,
+            RangeState(clocks),
+            codes=next((one for one in sharded.codes if one.layout is self.layout), None),
+            due=setup["due"],
+            reached=self._reached.put,
+            applied=self._applied,
+            log=OrderLog(self.run / "order" / name),
+        )
+        for client in setup["clients"]:
+            self.server.join(client)
+        for client in setup["admitted"]:
+            self.server.admit(client)
+        self.rpc = listening(self.server, sharded, setup, self.number)
+        self._over = threading.Event()
+        self._threads = [threading.Thread(target=one) for one in (self._write, self._tell)]
+        for thread in self._threads:
+            thread.start()
+        parent.say("listening", ports=[self.rpc.port])
+
+    def order(self, what: JsonObject) -> None:
+        """What the supervisor says."""
+        match what:
+            case {"leave": int(client)}:
+                self.server.leave(client)
+            case {"admit": int(client)}:
+                self.server.admit(client)
+            case {"stop": int(clock)}:
+                self.server.add_due(clock)
+            case _:
+                raise AssertionError(what)
+
+    def close(self) -> None:
+        """End the port, the threads and the log."""
+        self.rpc.close()
+        self._over.set()
+        self._news.set()
+        self._reached.put(None)
+        for thread in self._threads:
+            thread.join()
+        self.server.close()
+
+    def _write(self) -> None:
+        while (reached := self._reached.get()) is not None:
+            shard = ShardState(reached.floor, reached.version, reached.params, reached.optimizer)
+            try:
+                write_shard(self.run, self.number, shard)
+            except JaxdistError as error:
+                self.parent.say("failed", error=str(error))
+                return
+            self.parent.say("saved", clock=reached.floor)
+
+    def _applied(self, version: int, square: float) -> None:
+        self._squares.append((version, square))
+        self._news.set()
+
+    def _tell(self) -> None:
+        while not self._over.is_set():
+            self._news.wait(STATS_SECONDS)
+            self._news.clear()
+            self._flush()
+            self._over.wait(BETWEEN_SECONDS)
+
+    def _flush(self) -> None:
+        # The floor before the norms: who hears of a floor has those of all clocks before it.
+        stats = self.server.stats()
+        squares = [self._squares.popleft() for _ in range(len(self._squares))]
+        self.parent.say("applied", squares=squares, stats=stats)
+
+
+class WorkerProcess:
+    """One worker: its part of each batch, and its sessions with all servers."""
+
+    def __init__(self, setup: JsonObject, parent: Parent) -> None:
+        self.setup, self.parent = setup, parent
+        experiment, sharded = sharded_run(run_of(setup))
+        cluster, slot = sharded.cluster, setup["slot"]
+        rack = cluster.rack_of(slot)
+        loader, program = part_of(experiment, sharded, slot)
+        processes = cluster.processes
+        # Longer than the supervisor's: it ends those who are late, and spares those who wait.
+        patience = Patience(2 * processes.deadline_seconds, processes.retry_seconds)
+        self.client = Client(
+            setup["number"],
+            cluster.of_workers,
+            sharded.layouts,
+            wires_to(sharded, setup),
+            codes=sharded.codes,
+            patience=patience,
+            through="" if rack is None else f"aggregator {rack} of ",
+        )
+        given = (self.client, sharded, program, loader, slot, setup["stop"])
+        self.worker = Worker(*given, self._measure, self._tell)
+
+    def order(self, what: JsonObject) -> None:
+        """What the supervisor says."""
+        match what:
+            case {"stop": int(clock)}:
+                self.worker.stop = clock
+            case _:
+                raise AssertionError(what)
+
+    def _measure(self, clock: int, sums: Measured) -> None:
+        self.parent.say("measured", clock=clock, sums=sums)
+
+    def _tell(self, one: Clocked) -> None:
+        self.parent.say("clock", **vars(one))
+
+
+def serve(role: type[ServerProcess | AggregatorProcess], setup: JsonObject, parent: Parent) -> None:
+    """A server or an aggregator, until its input ends."""
+    process = role(setup, parent)
+    for what in parent.hear():
+        process.order(what)
+    process.close()
+
+
+def work(setup: JsonObject, parent: Parent) -> None:
+    """A worker, until its clocks or its input end."""
+    process = WorkerProcess(setup, parent)
+
+    def listen() -> None:
+        for what in parent.hear():
+            process.order(what)
+        os._exit(1)  # the supervisor is gone, or wants no more
+
+    threading.Thread(target=listen, daemon=True).start()
+    with process.client:
+        process.worker.run()
+
+
+ROLES: dict[str, Callable[[JsonObject, Parent], None]] = {
+    "server": partial(serve, ServerProcess),
+    "aggregator": partial(serve, AggregatorProcess),
+    "worker": work,
+}
+
+
+def main() -> None:
+    """The role that is named, with the setup that comes first."""
+    parent = Parent()
+    compilation_cache.enable(cache_directory() / "compiled")
+    try:
+        ROLES[sys.argv[1]](next(parent.hear()), parent)
+    except RunError as error:
+        parent.say("failed", error=str(error))
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

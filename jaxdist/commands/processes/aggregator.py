@@ -1,0 +1,81 @@
+"""The aggregator of a rack as a process: for each server a port, and a session with the server."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from functools import partial
+from itertools import count
+
+from jaxdist.commands.processes.setup import listening, run_of, sharded_run, wires_to
+from jaxdist.param_server.live.aggregator import Aggregator
+from jaxdist.train.servers.children import Parent
+from jaxdist.types import JsonObject
+
+STATS_SECONDS = 1.0
+
+
+class AggregatorProcess:
+    """One rack's: towards its workers as many servers as there are, towards each of them a client.
+
+    Its numbers there are its own and every so many after it as there are racks: the supervisor lets
+    the next one in.
+    """
+
+    def __init__(self, setup: JsonObject, parent: Parent) -> None:
+        self.number, self.parent = setup["number"], parent
+        _, sharded = sharded_run(run_of(setup))
+        cluster = sharded.cluster
+        codes = sharded.codes or (None,) * cluster.servers
+        given = zip(sharded.layouts, wires_to(sharded, setup), codes, strict=True)
+        self.aggregators = [
+            Aggregator(
+                layout,
+                cluster.consistency,
+                wire,
+                count(self.number, len(cluster.racks)),
+                cluster.racks[self.number],
+                codes=coded,
+                retry_seconds=cluster.processes.retry_seconds,
+                gone=partial(self._gone, at),
+                failed=lambda reason: parent.say("failed", error=reason),
+            )
+            for at, (layout, wire, coded) in enumerate(given)
+        ]
+        first = cluster.servers * (1 + self.number)
+        self.rpcs = [
+            listening(one, sharded, setup, first + at) for at, one in enumerate(self.aggregators)
+        ]
+        self._over = threading.Event()
+        self._teller = threading.Thread(target=self._tell)
+        self._teller.start()
+        parent.say("listening", ports=[rpc.port for rpc in self.rpcs])
+
+    def order(self, what: JsonObject) -> None:
+        """What the supervisor says."""
+        for one in self.aggregators:
+            match what:
+                case {"leave": int(client)}:
+                    one.leave(client)
+                case {"admit": int(client)}:
+                    one.admit(client)
+                case _:
+                    raise AssertionError(what)
+
+    def close(self) -> None:
+        """End the ports, the sessions and the thread."""
+        for rpc, one in zip(self.rpcs, self.aggregators, strict=True):
+            rpc.close()
+            one.close()
+        self._over.set()
+        self._teller.join()
+
+    def _gone(self, server: int, client: int) -> None:
+        self.parent.say("gone", server=server, client=client)
+
+    def _tell(self) -> None:
+        while not self._over.wait(STATS_SECONDS):
+            total: Counter[str] = Counter()
+            for one in self.aggregators:
+                total.update(one.stats())
+            self.parent.say("forwarded", stats=total)

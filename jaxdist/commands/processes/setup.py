@@ -1,0 +1,75 @@
+"""What processes of a run have in common: its experiment, and their way to servers."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+from jaxdist.checkpoint.identity import Identity, check_identity
+from jaxdist.experiment import Experiment, build, load
+from jaxdist.experiment.servers import sharded_of
+from jaxdist.param_server.wire.config import is_loopback
+from jaxdist.param_server.wire.contract import Service
+from jaxdist.param_server.wire.frames import spec_for
+from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
+from jaxdist.param_server.wire.security import read_tls, read_token
+from jaxdist.run.directory import RunDirectory
+from jaxdist.train.servers.state import Sharded
+from jaxdist.types import JsonObject
+
+
+def run_of(setup: JsonObject) -> Path:
+    """Return the run directory of a setup.
+
+    Raises:
+      RunError: another run lies there by now.
+    """
+    run = Identity.of(setup["run"])
+    assert run.path is not None
+    check_identity(run.path, run.id)
+    return run.path
+
+
+def sharded_run(run: Path) -> tuple[Experiment, Sharded]:
+    """The experiment of a run directory, and how it lies on servers."""
+    document, config = load(RunDirectory(run).config)
+    experiment = build(config, document)
+    return experiment, sharded_of(experiment)
+
+
+def wires_to(sharded: Sharded, setup: JsonObject) -> list[RpcWire]:
+    """The ways to the ports of a setup: of servers, or of a rack's aggregator, one for each."""
+    processes = sharded.cluster.processes
+    token = read_token(Path(setup["token"]))
+    tls = processes.tls and read_tls(processes.tls)
+    shares_memory = processes.shared_memory and is_loopback(processes.host)
+    return [
+        RpcWire(
+            f"{processes.host}:{port}",
+            token,
+            partial(spec_for, push=push, shard=layout.spec),
+            tls,
+            max(push.size_bytes, layout.spec.size_bytes) if shares_memory else 0,
+        )
+        for layout, push, port in zip(sharded.layouts, sharded.pushes, setup["ports"], strict=True)
+    ]
+
+
+def listening(service: Service, sharded: Sharded, setup: JsonObject, place: int) -> RpcServer:
+    """A port for a service, for the workers of the run.
+
+    Args:
+      place: among all ports of the run, in their order.
+
+    Raises:
+      WireError: see `RpcServer`.
+    """
+    processes = sharded.cluster.processes
+    return RpcServer(
+        service,
+        read_token(Path(setup["token"])),
+        host=processes.host,
+        port=processes.port and processes.port + place,
+        tls=processes.tls and read_tls(processes.tls),
+        sessions=4 * sharded.cluster.workers + 8,
+    )

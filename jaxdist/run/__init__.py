@@ -1,0 +1,1 @@
+"""A run: its directory and identity, its hooks, what it saves and loads, its report."""

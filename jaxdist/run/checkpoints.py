@@ -1,0 +1,232 @@
+"""A program's state to a checkpoint, and back from one that any plan saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxdist.checkpoint.manifest import LeafRecord
+from jaxdist.checkpoint.restore import Adapt, Restored, Wanted
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.checkpoint.structure import describe
+from jaxdist.errors import CompressionError
+from jaxdist.optim.safety import SkipState
+from jaxdist.train.parts import only, part_names
+from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
+from jaxdist.types import OptState, Params, PyTree
+
+
+def save(
+    store: CheckpointStore,
+    program: Program,
+    state: TrainState,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    metric: float | None = None,
+    parts: Sequence[str] | None = None,
+) -> None:
+    """Save a state under its own step; see `CheckpointStore.save`.
+
+    Args:
+      parts: patterns of what is saved of it, see `jaxdist.checkpoint.parts`; None is all.
+    """
+    saved, shapes = program.home.to_files(state), program.own_shapes
+    if parts is not None:
+        names = part_names(program, parts)
+        saved, shapes = only(saved, names), only(shapes, names)
+    given = {"metadata": metadata or {}, "metric": metric, "shapes": shapes}
+    store.save(int(state.step), saved, **given)
+
+
+def restore(
+    store: CheckpointStore,
+    program: Program,
+    *,
+    step: int | None = None,
+    say: Callable[[str], None] = print,
+) -> Restored:
+    """The newest whole checkpoint (or that of `step`) as `program` has its state.
+
+    Args:
+      say: called with a line where something of the checkpoint is not used.
+
+    Raises:
+      CheckpointError: there is none, or none that fits.
+    """
+    return store.restore_as(adapted(program, say), step=step)
+
+
+def adapted(program: Program, say: Callable[[str], None]) -> Adapt:
+    """What `program` loads of a checkpoint, and how it becomes a state as devices hold it.
+
+    All but what the exchanges carry must be as `program` has it. The state of the exchange of
+    gradients is loaded as it was saved and passed through `Exchange.reshard` where another plan had
+    other shapes; that of the exchange between steps has the same shapes on every plan. Each begins
+    anew, which is said, where another exchange saved it, or none.
+    """
+    return partial(_adapted, program, say)
+
+
+def _adapted(
+    program: Program, say: Callable[[str], None], saved: Mapping[str, LeafRecord]
+) -> Wanted:
+    own, given, ignored = describe(program.own_shapes), {}, frozenset()
+    remake, begins = None, False
+    wanted, found = _part(own, "exchange"), _part(saved, "exchange")
+    kept = _as_saved(program, wanted, found) if wanted != found else None
+    if kept is not None:
+        given["exchange"], remake = kept, _resharded
+    elif wanted != found:
+        _tell(say, "what the exchange of gradients carries begins anew: another plan saved it")
+        given["exchange"], remake, ignored = (), _begun, ignored.union(found)
+    wanted, found = _part(own, "outer"), _part(saved, "outer")
+    if wanted != found:
+        _tell(say, "what the strategy carries begins anew: another one saved this")
+        given["outer"], begins, ignored = (), True, ignored.union(found)
+    skips = _skips(program, saved)
+    target, shapes = (
+        replace(s, **given, opt_state=skips.as_saved(s.opt_state))
+        for s in (program.state_shapes, program.own_shapes)
+    )
+    finish = partial(_finished, program, remake, begins, skips)
+    return Wanted(target, shapes, ignored, finish)
+
+
+class Skips(NamedTuple):
+    """The optimizer's state with or without the counters of skipped steps."""
+
+    as_saved: Callable[[OptState], OptState] = lambda state: state
+    as_own: Callable[[OptState], OptState] = lambda state: state
+
+
+def _skips(program: Program, saved: Mapping[str, LeafRecord]) -> Skips:
+    """Counters that were not saved begin at zero; those that nobody asks for are dropped.
+
+    Messages count skipped steps by themselves, so that a run that goes on with messages, or
+    without, has another state by nothing but these.
+    """
+    own = program.own_shapes.opt_state
+    counts = isinstance(own, SkipState)
+    if counts == ("opt_state/skipped" in saved) or (counts and own.rule is not None):
+        return Skips()
+    replicated = NamedSharding(program.layout.mesh, PartitionSpec())
+    count: PyTree = jax.ShapeDtypeStruct((), jax.numpy.int32, sharding=replicated)
+
+    def counted(inner: OptState) -> OptState:
+        return SkipState(inner, count, count, None)
+
+    def from_zero(inner: OptState) -> OptState:
+        zero = np.zeros((), np.int32)
+        skipped, consecutive = (jax.device_put(zero, replicated) for _ in range(2))
+        return SkipState(inner, skipped, consecutive, None)
+
+    def inner(state: OptState) -> OptState:
+        return state.inner
+
+    return Skips(inner, from_zero) if counts else Skips(counted, inner)
+
+
+def _as_saved(
+    program: Program, wanted: Mapping[str, LeafRecord], found: Mapping[str, LeafRecord]
+) -> PyTree | None:
+    """Shapes of what the exchange carries as it was saved, in rows over the devices if they divide.
+
+    None where another exchange saved it, or one whose state no rule brings to this plan.
+    """
+    if wanted.keys() != found.keys():
+        return None
+    mesh = program.layout.mesh
+
+    def lying(shape: tuple[int, ...]) -> NamedSharding:
+        rows = mesh.axis_names if shape and shape[0] % mesh.size == 0 else None
+        return NamedSharding(mesh, PartitionSpec(rows))
+
+    leaves = [
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=lying(tuple(leaf.shape)))
+        for leaf in (found[name] for name in wanted)
+    ]
+    saved = jax.tree.unflatten(jax.tree.structure(program.own_shapes.exchange), leaves)
+    try:
+        jax.eval_shape(program.exchange.reshard, saved, program.own_shapes.exchange)
+    except CompressionError:
+        return None
+    return saved
+
+
+def _part(leaves: Mapping[str, LeafRecord], name: str) -> dict[str, LeafRecord]:
+    """The leaves of one field of the state; it may be one bare leaf."""
+    return {path: leaf for path, leaf in leaves.items() if path.split("/")[0] == name}
+
+
+def _tell(say: Callable[[str], None], text: str) -> None:
+    if jax.process_index() == 0:
+        say(text)
+
+
+def _finished(
+    program: Program,
+    remake: Callable[[Program, PyTree], PyTree] | None,
+    begins: bool,
+    skips: Skips,
+    state: TrainState,
+) -> TrainState:
+    """A state as devices hold it from one as checkpoints have it.
+
+    Args:
+      remake: makes what the exchange carries from what was loaded of it; None leaves it.
+      begins: whether what the strategy carries begins anew.
+      skips: how the optimizer's state becomes the program's.
+    """
+    state = replace(state, opt_state=skips.as_own(state.opt_state))
+    if remake is not None:
+        state = replace(state, exchange=remake(program, state.exchange))
+    if not begins:
+        return program.home.from_files(state)
+    stored = replace(program.home, outer=()).from_files(state)
+    return replace(stored, outer=_begun_outer(program, stored.params))
+
+
+def _resharded(program: Program, saved: PyTree) -> PyTree:
+    shapes = program.state_shapes.exchange
+    reshard = jax.jit(
+        lambda saved: program.exchange.reshard(saved, shapes), out_shardings=_shardings(shapes)
+    )
+    return reshard(saved)
+
+
+def _begun(program: Program, saved: PyTree) -> PyTree:
+    return fresh_exchange(program)
+
+
+def fresh_exchange(program: Program) -> PyTree:
+    """What the exchange of gradients carries before the first step, on its devices."""
+    params = program.own_shapes.params
+
+    def begin() -> PyTree:
+        zeros = jax.tree.map(lambda s: jax.numpy.zeros(s.shape, s.dtype), params)
+        return program.exchange.init(zeros)
+
+    return jax.jit(begin, out_shardings=_shardings(program.state_shapes.exchange))()
+
+
+def _begun_outer(program: Program, params: Params) -> PyTree:
+    """What the exchange between steps carries where it begins with these stored parameters."""
+    outer, home = program.outer, program.home
+    if outer is None:
+        return ()
+
+    def begin(params: Params) -> PyTree:
+        return home.stored_outer(outer.begin(home.used_params(params)))
+
+    return jax.jit(begin, out_shardings=_shardings(program.state_shapes.outer))(params)
+
+
+def _shardings(shapes: PyTree) -> PyTree:
+    return jax.tree.map(lambda shape: shape.sharding, shapes)

@@ -1,0 +1,268 @@
+"""The run directory: what it holds, and which one a run takes."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxdist.checkpoint.identity import (
+    CONFIG,
+    Identity,
+    candidates,
+    check_identity,
+    family,
+    given_identity,
+    has_begun,
+    new_id,
+    read_identity,
+    with_id,
+    write_identity,
+)
+from jaxdist.checkpoint.layout import steps_present
+from jaxdist.errors import RunError
+from jaxdist.run.lock import FILE_NAME, HeldError, RunLock
+from jaxdist.runtime import environment
+
+PACKAGES = (
+    "python",
+    "jaxdist",
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "numpy",
+)
+"""What decides a run's numbers."""
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths of one run: resolved config, versions, metrics, checkpoints, loss curve.
+
+    Attributes:
+      identity: of the run that writes here; None for who only reads.
+    """
+
+    path: Path
+    identity: Identity | None = None
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration, which `jaxdist train` can run again."""
+        return self.path / CONFIG
+
+    @property
+    def versions(self) -> Path:
+        """Versions of Python and of the packages that matter."""
+        return self.path / "versions.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Directory of the checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
+    def curve(self) -> Path:
+        """The loss curve."""
+        return self.path / "loss.png"
+
+    @property
+    def profile(self) -> Path:
+        """Traces of steps, where a run was asked for them."""
+        return self.path / "profile"
+
+    @property
+    def lock(self) -> Path:
+        """Who is writing here; gone when nobody is."""
+        return self.path / FILE_NAME
+
+    @property
+    def occupied(self) -> bool:
+        """Whether a run has begun here."""
+        return has_begun(self.path)
+
+
+class Taken(NamedTuple):
+    """A run directory and the lock on it.
+
+    Attributes:
+      goes_on: whether the run goes on with what it has saved, if it has saved anything.
+    """
+
+    directory: RunDirectory
+    lock: RunLock
+    goes_on: bool
+
+
+def take(
+    base: Path,
+    *,
+    named: bool,
+    resume: bool,
+    say: Callable[[str], None],
+    exact: bool = False,
+    run: Identity | None = None,
+) -> Taken:
+    """Take and lock the directory of a run.
+
+    A new run takes the first free name of `base`, `base-2`, `base-3` ..., so that nothing is
+    overwritten. With `resume` the one run that has begun under these names goes on; where several
+    have, only the user knows which is meant. Later processes of a run are given `run`, and take
+    that run whatever else has begun beside it.
+
+    Args:
+      named: the user named the directory: another run that is at it is no reason for another name.
+      resume: go on with the run that has begun; begin one where none has.
+      say: called with a line about a run that is met.
+      exact: with `resume`, `base` itself is meant, and no name that is numbered after it.
+      run: the run that is meant. Where its path is not known, the run may not have begun: its
+        directory is the one with its id, or else is taken as above and gets that id.
+
+    Raises:
+      RunError: a live run holds the directory, and `named`, `resume` or `run` is set; several runs
+        could be meant; the directory is another run's; or it cannot be written.
+    """
+    if run is not None:
+        path = run.path or with_id(base, run.id)
+        if path is not None:
+            return _take_this(path, run, say)
+    if resume:
+        path = find(base, exact=exact, say=say)
+        if path is not None:
+            return _take_this(path, None, say)
+    identity = Identity(new_id() if run is None else run.id, asked=base.name)
+    for directory in _numbered(base):
+        if directory.occupied and not directory.lock.exists():
+            continue
+        try:
+            lock = RunLock(directory.path, say=say)
+        except HeldError as error:
+            if named or resume:
+                raise
+            say(f"{error.who}: this run takes the next name")
+            continue
+        if not directory.occupied:
+            return Taken(replace(directory, identity=identity), lock, goes_on=resume)
+        lock.release()
+    raise AssertionError("unreachable: the names do not end")
+
+
+def identity_of(directory: RunDirectory) -> Identity:
+    """Return the identity of a directory that was taken, with its path."""
+    assert directory.identity is not None, "only a directory that was taken has an identity"
+    return replace(directory.identity, path=directory.path)
+
+
+def _take_this(path: Path, run: Identity | None, say: Callable[[str], None]) -> Taken:
+    """Take the directory of a run that goes on, or of one that ended before it wrote anything."""
+    directory = RunDirectory(path)
+    lock = RunLock(path, say=say)
+    try:
+        found = given_identity(path) if run is None else run
+        if directory.occupied or read_identity(path) is not None:
+            check_identity(path, found.id)
+    except OSError as error:
+        lock.release()
+        raise _cannot_write(path, error) from error
+    except BaseException:
+        lock.release()
+        raise
+    return Taken(replace(directory, identity=found), lock, goes_on=True)
+
+
+def find(base: Path, *, exact: bool, say: Callable[[str], None]) -> Path | None:
+    """Find the directory of the run that `--resume` means; None where none has begun.
+
+    Args:
+      exact: only `base` is meant.
+      say: called with a line where other runs have begun beside the one that is meant.
+
+    Raises:
+      RunError: several have begun, and nothing says which is meant; or one is beginning just now.
+    """
+    begun = candidates(base)
+    others = "; ".join(described(path) for path in begun if path != base)
+    if exact and RunDirectory(base).occupied:
+        if others:
+            say(f"resume {base}, as run.directory says; beside it stays {others}")
+        return base
+    if exact and others:
+        raise RunError(
+            f"--resume: nothing has begun in {base}, but under its name there is {others}. Choose "
+            "that with run.directory=PATH, or begin anew without --resume"
+        )
+    if len(begun) > 1:
+        listed = "; ".join(map(described, begun))
+        raise RunError(
+            f"--resume: {len(begun)} runs have begun under the name {base}, and nothing says which "
+            f"is to go on: {listed}. Choose one with run.directory=PATH on the command line"
+        )
+    for directory in map(RunDirectory, family(base)):
+        # Held by a run that writes its first file in a moment, or left by one that never did.
+        if directory.lock.exists() and not directory.occupied:
+            RunLock(directory.path, say=say).release()
+    return begun[0] if begun else None
+
+
+def described(path: Path) -> str:
+    """Describe a run to somebody who has to choose one.
+
+    >>> described(Path("/nowhere/gpt"))
+    '/nowhere/gpt (no checkpoint)'
+    """
+    directory = RunDirectory(path)
+    steps = steps_present(directory.checkpoints)
+    found = [f"step {max(steps)}" if steps else "no checkpoint"]
+    identity = read_identity(path)
+    if identity is not None and identity.begun:
+        found.append(f"begun {identity.begun}")
+    elif directory.occupied:
+        written = time.localtime(directory.config.stat().st_mtime)
+        found.append(f"written {time.strftime('%Y-%m-%d %H:%M:%S %z', written)}")
+    return f"{path} ({', '.join(found)})"
+
+
+def _numbered(base: Path) -> Iterator[RunDirectory]:
+    yield RunDirectory(base)
+    yield from (RunDirectory(base.with_name(f"{base.name}-{number}")) for number in count(2))
+
+
+def prepare(directory: RunDirectory, resolved_config: str) -> None:
+    """Create the directory and write the identity, versions and resolved config, atomically.
+
+    The config comes last: a run has begun where there is one, and then it has an identity.
+
+    Raises:
+      RunError: it cannot be written, or is another run's.
+    """
+    try:
+        directory.path.mkdir(parents=True, exist_ok=True)
+        identity = directory.identity or read_identity(directory.path)
+        identity = identity or Identity(new_id(), asked=directory.path.name)
+        write_identity(directory.path, identity)
+        versions = environment.versions(PACKAGES)
+        _write(directory.versions, json.dumps(versions, indent=2) + "\n")
+        _write(directory.config, resolved_config)
+    except OSError as error:
+        raise _cannot_write(directory.path, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> RunError:
+    return RunError(
+        f"run directory {path} cannot be written: {error.strerror or error}; "
+        "choose another with run.directory=PATH"
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)

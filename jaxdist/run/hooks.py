@@ -1,0 +1,317 @@
+"""What a run does between steps: log, exchange, evaluate, save, trace, stop when it is told to.
+
+Each is a `Hook` that knows nothing of the others; `RunHooks` asks them in order. What one finds the
+next may read in the `Moment`: a checkpoint is also saved where an evaluation was the best so far.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import jax
+import numpy as np
+
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.metrics.progress import Progress
+from jaxdist.metrics.writer import MetricsWriter
+from jaxdist.optim.safety import check_skips
+from jaxdist.run.suspect import SuspectStateError
+from jaxdist.run.termination import Termination
+from jaxdist.train.state import Outer, TrainState
+
+
+@dataclass
+class Cadence:
+    """Every so many steps, and after the last; None is after the last alone."""
+
+    every: int | None
+    last: int
+
+    def due(self, step: int) -> bool:
+        """Whether it is the turn of `step`."""
+        return step == self.last or (self.every is not None and step % self.every == 0)
+
+    def saved(self, step: int, seconds: float) -> None:
+        """What it was the turn of took so long; called alike in every process."""
+
+
+@dataclass
+class Moment:
+    """After a step, while none is in flight.
+
+    Attributes:
+      state: that training goes on with; a hook may put another one there.
+      heldout: means of the evaluation at this step, if there was one.
+      best: whether its loss is the best so far.
+      saved: whether a checkpoint or a snapshot has been begun.
+      lasting: whether a checkpoint has.
+      stop: whether the run ends here.
+    """
+
+    step: int
+    state: TrainState
+    heldout: dict[str, float] | None = None
+    best: bool = False
+    saved: bool = False
+    lasting: bool = False
+    stop: bool = False
+
+
+class Hook:
+    """Does nothing at any step; a hook overrides what it needs."""
+
+    def waiting(self, step: int) -> None:
+        """The loop begins to wait for `step`, whose metrics come next."""
+
+    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
+        """The metrics of `step`, ready to be read; called for every step, in order."""
+
+    def due(self, step: int) -> bool:
+        """Whether the loop must wait for `step`; asked once for every step, in every process."""
+        return False
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Return whether this process was told to end the run; may be asked at any time."""
+        return False
+
+    def at(self, moment: Moment) -> None:
+        """At a boundary, whichever hook it was due for."""
+
+
+@dataclass
+class Guard(Hook):
+    """Ends a run whose loss or gradient is not finite, before anything is saved.
+
+    Attributes:
+      names: names of the values in the step's metrics vector.
+      max_skipped: skipped steps in a row that end the run; None where no step is ever skipped.
+      max_restores: how often a run goes back to its newest checkpoint for that.
+    """
+
+    names: tuple[str, ...]
+    store: CheckpointStore
+    max_skipped: int | None = None
+    max_restores: int = 0
+    _last: tuple[int, jax.Array] | None = None
+
+    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
+        self._last = step, values
+
+    def at(self, moment: Moment) -> None:
+        assert self._last is not None
+        assert self._last[0] == moment.step
+        self.checked(*self._last)
+
+    def checked(self, step: int, values: jax.Array) -> dict[str, float]:
+        """The values by name.
+
+        Raises:
+          SuspectStateError: they are not finite.
+          RunError: too many steps in a row were skipped.
+        """
+        found = dict(zip(self.names, np.asarray(values).tolist(), strict=True))
+        if self.max_skipped is not None:
+            row = int(found["skipped_in_a_row"])
+            check_skips(row, int(found["skipped_steps"]), max_consecutive=self.max_skipped)
+            if row:  # the state is as it was before this step
+                return found
+        # A gradient that is not finite has already spoilt the state, one step before the loss.
+        if not (math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"])):
+            self.store.wait()
+            saved = self.store.steps()
+            kept = f"the last good checkpoint is step {saved[-1]}" if saved else "nothing was saved"
+            raise SuspectStateError(
+                f"loss is {found['loss']} at step {step} (gradient norm {found['grad_norm']:.3g}, "
+                f"learning rate {found['learning_rate']:.3g})",
+                f"{kept}. Lower optim.learning_rate, set optim.clip_norm, lengthen "
+                "optim.schedule.warmup_steps, or set optim.skip_nonfinite",
+                max_restores=self.max_restores,
+            )
+        return found
+
+
+@dataclass
+class Log(Hook):
+    """Writes metrics down every so many steps; reading them then waits for nothing."""
+
+    cadence: Cadence
+    guard: Guard
+    progress: Progress
+    writer: MetricsWriter | None
+
+    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
+        if not (self.cadence.due(step) or step == 1):
+            return
+        found = self.guard.checked(step, values)
+        self.progress.update(step, loss=found["loss"], step_seconds=step_seconds)
+        if self.writer is not None:
+            more = dict(self.progress.measured(step_seconds))
+            self.writer.write(step, {**found, "step_seconds": step_seconds, **more})
+
+
+@dataclass
+class Stop(Hook):
+    """Ends a run that was told to stop."""
+
+    termination: Termination
+    stopped: bool = False
+
+    def due(self, step: int) -> bool:
+        self.stopped = self.termination.requested(step)
+        return self.stopped
+
+    @property
+    def told_to_stop(self) -> bool:
+        return self.termination.signal is not None
+
+    def at(self, moment: Moment) -> None:
+        moment.stop = moment.stop or self.stopped
+
+
+@dataclass
+class Between(Hook):
+    """Exchanges parameters between steps, where a strategy does so.
+
+    Attributes:
+      exchange: from a state to the one that training goes on with.
+    """
+
+    outer: Outer
+    exchange: Callable[[TrainState], TrainState]
+
+    def due(self, step: int) -> bool:
+        return self.outer.due(step)
+
+    def at(self, moment: Moment) -> None:
+        if self.outer.due(moment.step):
+            moment.state = self.exchange(moment.state)
+
+
+@dataclass
+class Evaluate(Hook):
+    """Measures held-out means.
+
+    Attributes:
+      run: from a state to them.
+      best: the best held-out loss so far, if there was one.
+      heldout: the last means.
+    """
+
+    cadence: Cadence
+    run: Callable[[TrainState], dict[str, float]]
+    progress: Progress
+    writer: MetricsWriter | None
+    best: float | None = None
+    heldout: dict[str, float] = field(default_factory=dict)
+
+    def due(self, step: int) -> bool:
+        return self.cadence.due(step)
+
+    def at(self, moment: Moment) -> None:
+        if not self.cadence.due(moment.step):
+            return
+        self.heldout = moment.heldout = self.run(moment.state)
+        moment.best = _improves(self.heldout["loss"], self.best)
+        self.best = self.heldout["loss"] if moment.best else self.best
+        self.progress.evaluation(moment.step, self.heldout)
+        if self.writer is not None:
+            self.writer.write(moment.step, self.heldout, split="heldout")
+
+
+@dataclass
+class Save(Hook):
+    """Saves a checkpoint when its turn comes, where a run stops, and what is best so far.
+
+    Attributes:
+      save: (state, the best held-out loss so far, that of this step) to a checkpoint.
+      evaluate: knows the best; None without a held-out split.
+    """
+
+    cadence: Cadence
+    save: Callable[[TrainState, float | None, float | None], None]
+    evaluate: Evaluate | None = None
+
+    def due(self, step: int) -> bool:
+        return self.cadence.due(step)
+
+    def at(self, moment: Moment) -> None:
+        if moment.stop or moment.best or self.cadence.due(moment.step):
+            best = None if self.evaluate is None else self.evaluate.best
+            metric = None if moment.heldout is None else moment.heldout["loss"]
+            begun = time.perf_counter()
+            self.save(moment.state, best, metric)
+            moment.saved = moment.lasting = True
+            if not moment.stop:
+                self.cadence.saved(moment.step, time.perf_counter() - begun)
+
+
+@dataclass
+class Snapshot(Hook):
+    """Copies the state when its turn comes, where it is not saved to something better anyway.
+
+    Attributes:
+      lasts: whether the copy is on a disk, and one in memory does not stand for it.
+    """
+
+    cadence: Cadence
+    take: Callable[[TrainState], None]
+    lasts: bool = False
+
+    def due(self, step: int) -> bool:
+        return self.cadence.due(step)
+
+    def at(self, moment: Moment) -> None:
+        if moment.stop or not self.cadence.due(moment.step):
+            return
+        begun, taken = time.perf_counter(), not (moment.lasting if self.lasts else moment.saved)
+        if taken:
+            self.take(moment.state)
+            moment.saved = True
+        self.cadence.saved(moment.step, time.perf_counter() - begun if taken else 0.0)
+
+
+@dataclass
+class RunHooks:
+    """Hooks in their order, as the loop asks them."""
+
+    hooks: Sequence[Hook]
+    stopped: bool = False
+
+    def waiting(self, step: int) -> None:
+        """Tell each hook that the loop waits now."""
+        for hook in self.hooks:
+            hook.waiting(step)
+
+    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
+        """Give the metrics of a step to each hook."""
+        for hook in self.hooks:
+            hook.metrics(step, values, step_seconds)
+
+    def due(self, step: int) -> bool:
+        """Whether to wait for this step."""
+        asked = [hook.due(step) for hook in self.hooks]  # all of them, at every step
+        return any(asked)
+
+    @property
+    def told_to_stop(self) -> bool:
+        """Return whether this process was told to end the run, perhaps in the middle of a step."""
+        return any(hook.told_to_stop for hook in self.hooks)
+
+    def boundary(self, step: int, state: TrainState) -> tuple[TrainState, bool]:
+        """The state to go on with, and whether to stop."""
+        moment = Moment(step, state)
+        for hook in self.hooks:
+            hook.at(moment)
+        self.stopped = moment.stop
+        return moment.state, moment.stop
+
+
+def _improves(loss: float, best: float | None) -> bool:
+    """Whether a held-out loss is the best so far; one that is not finite neither is nor was."""
+    if best is None or not math.isfinite(best):
+        return math.isfinite(loss)
+    return math.isfinite(loss) and loss < best

@@ -1,0 +1,130 @@
+"""A part of another run's state as the beginning of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from jaxdist.checkpoint.layout import step_directory
+from jaxdist.checkpoint.manifest import LeafRecord
+from jaxdist.checkpoint.parts import BeginWith, check_part
+from jaxdist.checkpoint.restore import Adapt, Restored, Wanted, restore_as, valid_manifests
+from jaxdist.errors import CheckpointError
+from jaxdist.run.directory import RunDirectory
+from jaxdist.run.loading.misordered import check_order
+from jaxdist.train.parts import only, part_names
+from jaxdist.train.state import TrainState
+from jaxdist.train.step import Program
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import PyTree
+
+
+def begin_with(
+    program: Program, begin: BeginWith, *, say: Callable[[str], None]
+) -> tuple[TrainState, int]:
+    """A first state with a part of another run's, to the bit, and the step it had there.
+
+    What is not taken begins as it does with these parameters: moments at zero, master weights as
+    copies of them. The run begins at step 0, whatever the part.
+
+    Raises:
+      CheckpointError: no such run or checkpoint, or it does not have the part as it is wanted.
+      ConfigError: the part is none of this program's state.
+    """
+    names = check_begin(program, begin)
+    directory = RunDirectory(Path(begin.run))
+    restored = load_part(directory, program, names, step=begin.step, say=say)
+    return restored.state, restored.step
+
+
+def check_begin(program: Program, begin: BeginWith) -> list[str]:
+    """The arrays that a run is to begin with, as far as manifests tell whether it can.
+
+    Raises:
+      CheckpointError: no such run or checkpoint, or it does not have the part as it is wanted.
+      ConfigError: the part is none of this program's state.
+    """
+    directory = RunDirectory(Path(begin.run)).checkpoints
+    names = [name for name in part_names(program, begin.parts) if name != "step"]
+    if not directory.is_dir():
+        raise CheckpointError(
+            f"{begin.run} is no run with checkpoints, for it has no {directory.name}: give the "
+            "directory that `jaxdist train` printed after the word run"
+        )
+    manifests = {manifest.step: manifest for manifest in valid_manifests(directory)}
+    step = max(manifests, default=0) if begin.step is None else begin.step
+    if step not in manifests:
+        raise CheckpointError(
+            f"no checkpoint of step {step} in {directory}; there are: {list(manifests)}"
+        )
+    where = str(step_directory(directory, step))
+    check_part(manifests[step].leaves, only(program.own_shapes, names), where=where)
+    return names
+
+
+def load_part(
+    directory: RunDirectory,
+    program: Program,
+    names: Sequence[str],
+    *,
+    step: int | None = None,
+    say: Callable[[str], None],
+) -> Restored:
+    """A program's first state with the named arrays of a run's newest whole checkpoint.
+
+    Raises:
+      CheckpointError: there is none, or it does not have them as they are wanted.
+    """
+    adapt = part_of(program, names, where=str(directory.checkpoints))
+    restored = restore_as(directory.checkpoints, adapt, step=step, on_event=say)
+    check_order(directory, restored.step)
+    return restored
+
+
+def part_of(program: Program, names: Sequence[str], *, where: str) -> Adapt:
+    """What is loaded of a checkpoint for a part of a state, and what becomes of it.
+
+    Args:
+      where: the checkpoint, for messages.
+    """
+    return partial(_part, program, frozenset(names), where)
+
+
+def _part(
+    program: Program, names: frozenset[str], where: str, saved: Mapping[str, LeafRecord]
+) -> Wanted:
+    shapes = only(program.own_shapes, names)
+    check_part(saved, shapes, where=where)
+    ignored = frozenset(saved) - names
+    finish = partial(_begun, program, names)
+    return Wanted(only(program.state_shapes, names), shapes, ignored, finish)
+
+
+def _begun(program: Program, names: frozenset[str], loaded: PyTree) -> TrainState:
+    """A first state with these arrays, which are as checkpoints have them."""
+    home = program.home
+    state = home.from_files(_merged(home.to_files(program.init()), loaded))
+    return _merged(_restarted(program, state), only(state, names))
+
+
+def _merged(state: TrainState, part: PyTree) -> TrainState:
+    given = dict(flatten_with_names(part))
+    leaves = [given.get(name, leaf) for name, leaf in flatten_with_names(state)]
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _restarted(program: Program, state: TrainState) -> TrainState:
+    """The state with what is made of parameters made of those that it has."""
+
+    def restart(stored: TrainState) -> TrainState:
+        own = program.home.used(stored)
+        opt_state = program.optimizer.transform.init(own.params)
+        outer = () if program.outer is None else program.outer.begin(own.params)
+        return program.home.stored(replace(own, opt_state=opt_state, outer=outer))
+
+    shardings = jax.tree.map(lambda shape: shape.sharding, program.state_shapes)
+    return jax.jit(restart, out_shardings=shardings)(state)

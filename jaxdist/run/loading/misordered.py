@@ -1,0 +1,66 @@
+"""Checkpoints whose parameters lie in another order than the one they were trained in.
+
+While checkpoints had format 1, ZeRO 3 with an explicit reduction also split dims that another mesh
+axis splits. It stored those shards in one order and gathered them in another: the model was trained
+with its rows permuted, by a permutation that depends on the mesh.
+"""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+from typing import Any
+
+from jaxdist.checkpoint.layout import ARRAYS, step_directory
+from jaxdist.checkpoint.manifest import read_manifest
+from jaxdist.config import read
+from jaxdist.config.files import parse_json, read_json
+from jaxdist.errors import CheckpointError
+from jaxdist.mesh import DCN, ICI
+from jaxdist.run.directory import RunDirectory
+
+_PARAMS = "params/"
+_LISTED = 3
+
+
+def check_order(run: RunDirectory, step: int) -> None:
+    """Refuse a checkpoint of misordered parameters.
+
+    Raises:
+      CheckpointError: names the first of the parameters.
+    """
+    path = step_directory(run.checkpoints, step)
+    manifest = read_manifest(path)
+    if manifest.format > 1:
+        return
+    parallel = read(run.config).values.get("parallel")
+    if isinstance(parallel, dict) and parallel.get("reduce", "?") is None:
+        return
+    specs = _specs(path / ARRAYS)
+    found = [
+        name.removeprefix(_PARAMS)
+        for number, name in enumerate(manifest.leaves)
+        if name.startswith(_PARAMS) and any(map(_over_two_axes, specs.get(number, ())))
+    ]
+    if found:
+        more = f" and {len(found) - _LISTED} more" if len(found) > _LISTED else ""
+        raise CheckpointError(
+            f"{path} holds parameters in another order than they were trained in "
+            f"({', '.join(found[:_LISTED])}{more}): an earlier jaxdist wrote it, whose ZeRO 3 with "
+            "an explicit reduction misplaced the shards of dims that a second mesh axis splits; "
+            "train the run anew (docs/errata.md says which runs are affected)"
+        )
+
+
+def _specs(arrays: Path) -> dict[int, list[Any]]:
+    """The partition spec of each array, by its number, as orbax wrote it down."""
+    noted = read_json(arrays / "_sharding")
+    return {
+        int(base64.b64decode(number)): parse_json(text).get("partition_spec", [])
+        for number, text in noted.items()
+    }
+
+
+def _over_two_axes(entry: str | list[str] | None) -> bool:
+    names = entry if isinstance(entry, list) else []
+    return len({name.removesuffix(DCN).removesuffix(ICI) for name in names}) > 1

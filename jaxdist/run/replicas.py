@@ -1,0 +1,100 @@
+"""Replicas are compared between steps, before anything is measured or saved."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxdist.checkpoint.agree import any_process, gather_json
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.writer import REPLICAS, MetricsWriter
+from jaxdist.parallel.digest import Difference, Replicas
+from jaxdist.run.hooks import Cadence, Hook, Moment
+from jaxdist.run.suspect import SuspectStateError
+from jaxdist.train.replicas import ReplicaCheckConfig
+
+_LISTED = 3
+
+
+@dataclass
+class CompareReplicas(Hook):
+    """Ends a run, or lets it go back, where replicas of its state differ.
+
+    They are compared when its turn comes and at every other boundary too, so that what is evaluated
+    or saved after this hook has been compared before.
+
+    Attributes:
+      store: its newest checkpoint is the last state known to be good.
+    """
+
+    settings: ReplicaCheckConfig
+    cadence: Cadence
+    replicas: Replicas
+    store: CheckpointStore
+    writer: MetricsWriter | None = None
+    account: Account = field(default_factory=Account)
+
+    def __post_init__(self) -> None:
+        self._digests = self.account.first(Kind.COMPILE, self.replicas.digests)
+
+    def due(self, step: int) -> bool:
+        return self.cadence.due(step)
+
+    def at(self, moment: Moment) -> None:
+        with self.account.within(Kind.REPLICA_CHECK):
+            digests = np.asarray(self._digests(moment.state))
+            found = self.replicas.differences(digests)
+            # All must end here, though it be the exchange of digests that failed on one of them.
+            differ = any_process(bool(found))
+        if differ:
+            self._end(moment.step, found)
+
+    def _end(self, step: int, found: Sequence[Difference]) -> None:
+        """Write down what differs, and leave the loop."""
+        hosts = dict(enumerate(gather_json(socket.gethostname())))
+        what = told(found, hosts)
+        self.store.wait()
+        saved = self.store.steps()
+        if self.writer is not None:
+            self.writer.write(step, numbers(found), split=REPLICAS)
+        last = (
+            f"from checkpoint {saved[-1]}" if saved else "from its beginning, as nothing is saved"
+        )
+        raise SuspectStateError(
+            f"replicas differ at step {step}: {what}",
+            f"--resume goes on {last}; take a device out that is named again",
+            max_restores=self.settings.restores,
+        )
+
+
+def told(found: Sequence[Difference], hosts: Mapping[int, str]) -> str:
+    """What differs, on one line.
+
+    >>> told([], {})
+    'the digests that processes received differ, so that devices or their network are wrong'
+    """
+    if not found:
+        return (
+            "the digests that processes received differ, so that devices or their network are wrong"
+        )
+    more = [f"{len(found) - _LISTED} more shards differ"] if len(found) > _LISTED else []
+    return "; ".join([*(one.told(hosts) for one in found[:_LISTED]), *more])
+
+
+def numbers(found: Sequence[Difference]) -> dict[str, float]:
+    """What differs, as a record of metrics; the device is there if one alone is to blame."""
+    odd = {device for one in found for device in one.odd}
+    undecided = sum(not one.odd for one in found)
+    values: dict[str, float] = {
+        "differing_shards": len(found),
+        "differing_devices": len(odd),
+        "undecided_shards": undecided,
+    }
+    if len(odd) == 1 and not undecided:
+        (device,) = odd
+        values |= {"device": device.id, "process": device.process_index}
+    return values

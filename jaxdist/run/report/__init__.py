@@ -1,0 +1,1 @@
+"""What a run prints: at its beginning, at its end, and afterwards."""

@@ -1,0 +1,93 @@
+"""What a run says of itself before its first step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from rich.console import Console
+from rich.markup import escape
+
+from jaxdist.config import Document
+from jaxdist.experiment import Experiment, ExperimentConfig
+from jaxdist.experiment.config import at_setting
+from jaxdist.mesh import Device
+from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.energy.meters import open_meter
+from jaxdist.metrics.energy.tally import Tally
+from jaxdist.metrics.rates import Efficiency
+from jaxdist.run.directory import RunDirectory
+from jaxdist.runtime.hardware import find_device
+from jaxdist.trees import tree_size
+
+ModelFlops = Callable[[ExperimentConfig, Device], float]
+"""Of a whole step of train.batch_size on such devices, nothing computed twice."""
+
+
+def efficiency_of(experiment: Experiment, model_flops: ModelFlops | None) -> Efficiency | None:
+    """What MFU is measured by; None on CPU, and where the peak in the model's dtype is unknown."""
+    device, config = experiment.layout.mesh.local_devices[0], experiment.config
+    known = find_device(device.device_kind) if device.platform != "cpu" else None
+    dtype = getattr(config.model, "compute_dtype", "float32")
+    if model_flops is None or known is None or dtype not in known.flops_per_second:
+        return None
+    return Efficiency(
+        experiment.unit,
+        model_flops(config, device) / experiment.units_per_step,
+        experiment.layout.mesh.devices.size,
+        known.flops_per_second[dtype],
+    )
+
+
+def tally_of(experiment: Experiment, document: Document, account: Account) -> Tally | str:
+    """What counts the energy of a run from now on, or why nothing does; on process 0 alone.
+
+    Raises:
+      ConfigError: the meter that the config asks for cannot be had.
+    """
+    if jax.process_index() != 0:
+        return "process 0 measures"
+    config, mesh = experiment.config.energy, experiment.layout.mesh
+    device = mesh.local_devices[0]
+    known = find_device(device.device_kind)
+    begun = account.spent()
+
+    def seconds() -> tuple[float, float]:
+        spent = account.spent()
+        since = {kind: 1e-9 * (spent[kind] - begun[kind]) for kind in Kind}
+        return sum(since.values()), since[Kind.STEP]
+
+    power = config.power_of(None if known is None else known.name)
+    with at_setting(document, "energy", "meter"):
+        found = open_meter(config.meter, device.platform, power, mesh.devices.size, seconds)
+    if isinstance(found, str):
+        return found
+    unit = "tokens" if experiment.unit == "tokens" else "examples"
+    return Tally(found, config.site, unit, experiment.units_per_step)
+
+
+def describe(
+    experiment: Experiment, directory: RunDirectory, tally: Tally | str, console: Console
+) -> None:
+    """Say what is trained on what, what was derived, and how energy is measured, if it is."""
+    program, config = experiment.program, experiment.config
+    devices = experiment.layout.mesh.devices
+    shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
+    kind = devices.flat[0].device_kind
+    sizes = [stage.batch_size * experiment.units_per_example for stage in experiment.stages]
+    amount = " to ".join(f"{size:,}" for size in sorted({min(sizes), max(sizes)}))
+    console.print(f"data   {experiment.dataset.description}", soft_wrap=True)
+    console.print(
+        f"model  {config.model.type}, {tree_size(program.model.params):,} parameters; "
+        f"{config.optim.type}, {experiment.total_steps:,} steps of "
+        f"{amount} {experiment.unit}",
+        soft_wrap=True,
+    )
+    for line in experiment.explained:
+        console.print(f"plan   {line}", soft_wrap=True)
+    for notice in experiment.notices:
+        console.print(f"[bold yellow]warning:[/] {escape(notice)}", soft_wrap=True)
+    console.print(f"mesh   {{{shape}}} on {devices.size} x {kind}", soft_wrap=True)
+    if isinstance(tally, Tally):
+        console.print(f"energy {tally.described}", soft_wrap=True, markup=False)
+    console.print(f"run    {directory.path}", soft_wrap=True)

@@ -1,0 +1,123 @@
+"""`jaxdist report`: where the time of a run went, from its directory alone."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jaxdist.elastic.flight.slow import Slow
+from jaxdist.elastic.journal import read_journal
+from jaxdist.errors import RunError
+from jaxdist.metrics.energy import tally
+from jaxdist.metrics.goodput import Goodput, joined, predicted, table
+from jaxdist.metrics.report import write_json
+from jaxdist.metrics.writer import FILE_NAME, read_metrics
+from jaxdist.run.directory import RunDirectory
+from jaxdist.types import JsonObject
+
+_IDLE = re.compile(r"worker_\d+_idle_share")
+
+
+def report(run: Path, json_file: Path | None = None, *, console: Console) -> Goodput:
+    """Print where the time of a run went, and write it; the run may still go on, or be dead.
+
+    All lives of a run that was resumed are joined: what a life did after the checkpoint that the
+    next went on from is lost work, and from its last record to the next start the run was idle. Of
+    a run of several processes it is the time of process 0.
+
+    Raises:
+      RunError: there is no run in the directory, or none that wrote down its time.
+    """
+    directory = RunDirectory(run)
+    if not directory.occupied:
+        raise RunError(
+            f"{run} is no run directory, for it has no {directory.config.name}: give the one that "
+            "`jaxdist train` printed after the word run"
+        )
+    records = read_metrics(run)
+    found = joined(records)
+    if found is None:
+        raise RunError(
+            f"{run / FILE_NAME} has no records of time (split goodput): the run is of an older "
+            "version, or died before its first step; --resume writes them from then on"
+        )
+    _print(found, records, console)
+    events = read_journal(run)
+    for line in (*slow_lines(events), *uncopied_lines(events)):
+        console.print(line, soft_wrap=True, markup=False)
+    if json_file is not None:
+        slow = [event for event in events if event["event"] == "slow"]
+        energy = tally.joined(records)
+        drawn = None if energy is None else energy.as_json()
+        more = {
+            "kept": found.kept,
+            "predicted": predicted(records),
+            "slow": slow,
+            "uncopied": [event for event in events if event["event"] == "uncopied"],
+            "energy": drawn,
+        }
+        write_json(json_file, {"run": str(run), **found.as_json(), **more}, what="report")
+    return found
+
+
+def print_goodput(records: Sequence[JsonObject], console: Console) -> None:
+    """Where the time of a run went, if its records tell."""
+    found = joined(records)
+    if found is not None:
+        _print(found, records, console)
+
+
+def _print(found: Goodput, records: Sequence[JsonObject], console: Console) -> None:
+    console.print(table(found), soft_wrap=True, markup=False)
+    share = predicted(records)
+    if share is not None:
+        told = f"kept   {found.kept:.1%} of the time after the first start; predicted {share:.1%}"
+        console.print(told, soft_wrap=True)
+    energy = tally.joined(records)
+    if energy is not None:
+        console.print(tally.table(energy), soft_wrap=True, markup=False)
+    shares = waiting_shares(records)
+    if shares:
+        console.print(
+            f"       workers waited for servers {statistics.mean(shares):.1%} of their time "
+            f"(mean of {len(shares)})",
+            soft_wrap=True,
+        )
+
+
+def slow_lines(events: Sequence[JsonObject]) -> Iterator[str]:
+    """Lines on the processes that were slow, of an agent's journal."""
+    for event in events:
+        if event["event"] == "slow":
+            given = event["process"], event["ratio"], event["why"], event["step"]
+            told = Slow(*given, least=event["least"]).words()
+            yield f"slow   generation {event['generation']}, step {event['step']}: {told}"
+
+
+def uncopied_lines(events: Sequence[JsonObject]) -> Iterator[str]:
+    """Lines on the hosts that made no copies of another's snapshots, of the agents' journal."""
+    for at, event in enumerate(events):
+        if event["event"] != "uncopied":
+            continue
+        mine = {name: event[name] for name in ("generation", "host", "why")}
+        again = (
+            later
+            for later in events[at:]
+            if later["event"] == "copied" and {name: later[name] for name in mine} == mine
+        )
+        end = next((f"; made again after {e['time'] - event['time']:.0f} s" for e in again), "")
+        yield f"copies generation {event['generation']}, {event['host']}: {event['why']}{end}"
+
+
+def waiting_shares(records: Sequence[JsonObject]) -> list[float]:
+    """Of each worker of a parameter server, the share of its last life's time that it waited.
+
+    >>> waiting_shares([{"step": 9, "split": "servers", "worker_0_idle_share": 0.25}])
+    [0.25]
+    """
+    told = [record for record in records if record["split"] == "servers"]
+    return [value for name, value in told[-1].items() if _IDLE.fullmatch(name)] if told else []

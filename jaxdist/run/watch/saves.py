@@ -1,0 +1,135 @@
+"""Saves whose interval a run chooses itself, while it lasts.
+
+Only when to save is chosen: no number of the run depends on it. Process 0 measures and chooses, and
+tells the others at a save, where all of them are; between two choices nobody is asked.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jaxdist.checkpoint.agree import broadcast_int
+from jaxdist.elastic.journal import read_journal
+from jaxdist.elastic.saving import MOST_STEPS, Failures, Interval, choose, failures_of
+from jaxdist.metrics.account import Account, Kind
+from jaxdist.metrics.goodput import INTERVALS
+from jaxdist.metrics.writer import MetricsWriter
+from jaxdist.run.hooks import Cadence
+
+FIRST_STEPS = 10
+"""After so many steps a run saves for the first time, to know what it costs."""
+WARM_STEPS, LEAST_STEPS = 3, 20
+"""The first steps of a process, and as many as a step's time is the mean of."""
+LAST_COSTS = 8
+OFTEN = 64
+"""At the first, second, fourth save it chooses again, and so on, and then at each so many."""
+CHANGED = 2.0
+"""A choice that differs so much from the last that was told is told."""
+_WORK = (Kind.STEP, Kind.INPUT_WAIT)
+
+
+@dataclass
+class Chooser:
+    """Process 0's measurements, and the interval that follows from them.
+
+    Attributes:
+      kind: of the account, that saves of this sort are.
+      what: a save, for a person.
+      run: the run directory, whose journal tells of failures; None where it tells of none that
+        such a save is for.
+      mttf: mean seconds between two failures until one was seen.
+      say: tells the user a line.
+      writer: of metrics; None writes nothing down.
+      start: the step that this process goes on from.
+    """
+
+    kind: Kind
+    what: str
+    account: Account
+    run: Path | None
+    mttf: float
+    say: Callable[[str], None]
+    writer: MetricsWriter | None
+    start: int
+    _costs: list[float] = field(default_factory=list)
+    _mark: tuple[int, float] | None = None
+    _told: int | None = None
+
+    def saved(self, seconds: float) -> None:
+        """A save took so long."""
+        self._costs = [*self._costs, seconds][-LAST_COSTS:]
+
+    def mark(self, step: int) -> None:
+        """From here on steps count: the first are not like the others."""
+        spent = self.account.spent()
+        self._mark = step, 1e-9 * sum(spent[kind] for kind in _WORK)
+
+    def steps(self, step: int) -> int:
+        """Steps between two saves from now on."""
+        spent = {kind: 1e-9 * nanoseconds for kind, nanoseconds in self.account.spent().items()}
+        first, work = self._mark or (self.start, 0.0)
+        step_seconds = (sum(spent[kind] for kind in _WORK) - work) / max(step - first, 1)
+        if step - first >= LEAST_STEPS:
+            self.mark(step)
+        began = sum(spent[kind] for kind in (Kind.START, Kind.RECOVERY, Kind.COMPILE))
+        prior = Failures(self.mttf, began)
+        events = [] if self.run is None else read_journal(self.run)
+        failures = failures_of(events, time.time(), prior)
+        cost = statistics.median(self._costs) if self._costs else 0.0
+        chosen = choose(cost, step_seconds, failures)
+        self._tell(step, chosen)
+        return chosen.steps
+
+    def _tell(self, step: int, chosen: Interval) -> None:
+        told = self._told
+        if told is None or max(told, chosen.steps) > CHANGED * min(told, chosen.steps):
+            self._told = chosen.steps
+            self.say(f"saves  {chosen.words(self.what)}")
+        if self.writer is not None:
+            values = {
+                "steps": chosen.steps,
+                "work_seconds": chosen.work,
+                "cost_seconds": chosen.cost,
+                "mttf_seconds": chosen.failures.mttf,
+                "recovery_seconds": chosen.failures.recovery,
+                "failures": chosen.failures.seen,
+                "predicted": chosen.predicted,
+            }
+            named = {f"{self.kind}_{name}": value for name, value in values.items()}
+            self.writer.write(step, named, split=INTERVALS)
+
+
+class Chosen(Cadence):
+    """A cadence that a `Chooser` sets; alike in all processes.
+
+    Args:
+      start: the step that this process goes on from.
+    """
+
+    def __init__(self, chooser: Chooser, start: int, last: int) -> None:
+        super().__init__(None, last)
+        self._chooser, self._count = chooser, 0
+        self._next, self._steps, self._warm = start + FIRST_STEPS, FIRST_STEPS, start + WARM_STEPS
+
+    def due(self, step: int) -> bool:
+        """See `Cadence`."""
+        if step == self._warm:
+            self._chooser.mark(step)
+        return step == self.last or step >= self._next
+
+    def saved(self, step: int, seconds: float) -> None:
+        """See `Cadence`."""
+        if step == self.last:
+            return
+        if seconds:
+            self._chooser.saved(seconds)
+            self._count += 1
+        if seconds and (self._count & (self._count - 1) == 0 or self._count % OFTEN == 0):
+            with self._chooser.account.within(self._chooser.kind):
+                # Alone process 0 has measured what all go by.
+                self._steps = broadcast_int(min(self._chooser.steps(step), MOST_STEPS))
+        self._next = step + self._steps

@@ -1,0 +1,83 @@
+"""Parts of a state: what evaluation needs of it, and which of them checkpoints hold."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import jax
+
+from jaxdist.checkpoint.config import CheckpointConfig
+from jaxdist.checkpoint.parts import check_patterns, taken
+from jaxdist.errors import CheckpointError, ConfigError, blamed
+from jaxdist.train.step import Program
+from jaxdist.trees import flatten_with_names
+from jaxdist.types import PyTree
+
+
+def evaluated_parts(program: Program) -> tuple[str, ...]:
+    """The parts of a state that evaluation and generation need."""
+    carried = ("opt_state",) * (program.optimizer.eval_params is not None)
+    # Slow weights are evaluated once they have moved, which the step tells.
+    return ("params", "buffers", *carried, *("outer", "step") * (program.outer is not None))
+
+
+def only(tree: PyTree, names: Collection[str]) -> PyTree:
+    """The tree with None in the place of each leaf that has none of the names."""
+    kept = [leaf if name in names else None for name, leaf in flatten_with_names(tree)]
+    return jax.tree.unflatten(jax.tree.structure(tree), kept)
+
+
+def part_names(program: Program, patterns: Sequence[str]) -> list[str]:
+    """The paths of a part of a program's state.
+
+    Raises:
+      ConfigError: a pattern that matches nothing, or all together take nothing.
+    """
+    names = [name for name, _ in flatten_with_names(program.own_shapes)]
+    try:
+        check_patterns(patterns, names, of="this run's state")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
+    return taken(patterns, names)
+
+
+def check_parts(config: CheckpointConfig, strategy: str, program: Program) -> tuple[str, ...]:
+    """What there is to say of the parts that checkpoints hold and that a run begins with.
+
+    Args:
+      strategy: its type.
+
+    Raises:
+      ConfigError: a part that is none of the program's state; one with a strategy whose servers
+        keep what they hold in files of their own.
+    """
+    given = {"parts": config.parts, "begin_with": config.begin_with and config.begin_with.parts}
+    for key, patterns in given.items():
+        if patterns is None:
+            continue
+        with blamed(key):
+            if strategy == "parameter_server":
+                raise ConfigError(
+                    "servers begin with what the seed draws and keep the state in files of their "
+                    "own: leave it out, or take another strategy.type"
+                )
+            part_names(program, patterns)
+    if config.parts is None:
+        return ()
+    _check_evaluated(config.parts, program)
+    listed = ", ".join(config.parts)
+    return (f"checkpoint.parts: checkpoints hold {listed} alone, so that --resume is refused",)
+
+
+def _check_evaluated(parts: Sequence[str], program: Program) -> None:
+    """Parts must hold what the parameters to evaluate are made of."""
+    names = [name for name, _ in flatten_with_names(program.own_shapes)]
+    held = set(taken(parts, names))
+    for part in evaluated_parts(program)[2:]:
+        if not held.issuperset(taken((part,), names)):
+            what = "optim" if part == "opt_state" else "strategy"
+            raise ConfigError(
+                f"parts {', '.join(parts)} do not hold {part}, from which {what} has the "
+                f"parameters that are evaluated: add {part}",
+                setting=("parts",),
+            )

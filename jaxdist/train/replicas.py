@@ -1,0 +1,67 @@
+"""How often replicas are compared, what happens where they differ, and what a plan can tell."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import model_validator
+
+from jaxdist.config.schema import Config, Count
+from jaxdist.parallel.digest import Replicas
+from jaxdist.train.step import Program
+
+_RESTORES = 3
+
+
+class ReplicaCheckConfig(Config):
+    """Finding a device that computes or remembers wrongly, by what replicas of it hold."""
+
+    every: Count
+    """Steps between two comparisons; one more stands before each evaluation and checkpoint."""
+    on_difference: Literal["stop", "restore"] = "stop"
+    """Stop ends the run; restore takes the steps since the newest whole checkpoint again."""
+    max_restores: Count = _RESTORES
+    """How often a process goes back before it ends the run."""
+
+    @model_validator(mode="after")
+    def _check(self) -> ReplicaCheckConfig:
+        if self.on_difference == "stop" and self.max_restores != _RESTORES:
+            raise ValueError("max_restores has no effect with on_difference: stop")
+        return self
+
+    @property
+    def restores(self) -> int:
+        """How often a process goes back where replicas differ."""
+        return self.max_restores if self.on_difference == "restore" else 0
+
+
+def replicas_of(program: Program) -> Replicas:
+    """The replicas of a program's training state."""
+    return Replicas(program.layout.mesh, program.state_shapes)
+
+
+def explained(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
+    """How much is compared, a line."""
+    if settings is None:
+        return ()
+    coverage = replicas_of(program).coverage
+    return (
+        f"replicas are compared every {settings.every} steps: {coverage.share:.1%} of the "
+        f"{coverage.held_bytes / 1e6:,.1f} MB of state on a device",
+    )
+
+
+def notices(settings: ReplicaCheckConfig | None, program: Program) -> tuple[str, ...]:
+    """What comparing replicas cannot find in this plan, a sentence each."""
+    if settings is None:
+        return ()
+    if not replicas_of(program).coverage.compared_bytes:
+        return ("train.check_replicas has no effect: no two devices hold the same of the state",)
+    zero = program.exchange.zero
+    if zero is not None and zero.stage < 3 and settings.every > 1:
+        return (
+            f"train.check_replicas.every {settings.every}: with parallel.zero.stage {zero.stage} "
+            "each step gathers parameters anew from shards, by which replicas become equal, right "
+            "or wrong; every: 1 compares them before",
+        )
+    return ()

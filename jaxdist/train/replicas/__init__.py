@@ -1,1 +1,0 @@
-"""Comparing replicas between steps, and going back where they differ."""
