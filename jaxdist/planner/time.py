@@ -50,6 +50,14 @@ HIDDEN_IN_TICKS = 1 / 8
 """Of the products in a pipeline's ticks, what hides a ring: read from compiled steps of 70B."""
 
 
+WHOLE_SUMS = {"v5e": 2, "v6e": 2, "tpu7x": 4}
+"""Dims of the torus from which on libtpu 0.0.52 sums whole gradients and cuts, in place of a
+reduce-scatter: three where a family is not named, none on tpu7x."""
+WAITED_GATHERS = {"v5e": 0.2, "tpu7x": 0.5}
+"""Of ZeRO 3's gathers, what a step waits for where there is no axis tensor: fitted to compiled
+steps. The others run beside computation there, on tpu7x on the SparseCores."""
+
+
 @dataclass(frozen=True)
 class Seconds:
     """Where a step's time goes, on the mean device.
@@ -294,10 +302,10 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
         explicit = plan.bfloat16_reduction or plan.schedule is not None
         return 0.0 if explicit else 2 * gather(target, places.dims[1], plan.data, layer)
     once = gather(target, places.dims[1], plan.data, layer)
-    # On three dims libtpu has no reduce-scatter: it sums whole gradients, and cuts.
-    sums = once * (2 if len(target.far(places.dims[1])) > 2 else 1)
-    gathers = 2 * once if plan.zero == 3 else 0.0
-    return gathers + sums
+    family, spread = target.device.name, len(target.far(places.dims[1]))
+    sums = once * (2 if spread >= WHOLE_SUMS.get(family, 3) else 1)
+    waited = WAITED_GATHERS.get(family, 1.0) if plan.tensor == 1 else 1.0
+    return sums + (2 * once * waited if plan.zero == 3 else 0.0)
 
 
 def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> tuple[float, float]:

@@ -14,6 +14,7 @@ from benchmarks.planner.report import judged, kendall_tau
 from jaxdist.errors import ConfigError
 from jaxdist.planner.explain import remedies
 from jaxdist.planner.formulas.decoder import refusal, ticks_of
+from jaxdist.planner.memory import share
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import KEPT, Plan
 from jaxdist.planner.search import (
@@ -26,6 +27,7 @@ from jaxdist.planner.search import (
     search,
 )
 from jaxdist.planner.target import meshes, parse_target
+from jaxdist.planner.time import gather
 
 SMALL = Decoder(8, 1024, 8, 8, 128, 4096, vocab=32000, window=1024, batch=32, tied=False)
 LARGE = Decoder(80, 8192, 64, 8, 128, 28672, vocab=32000, window=4096, batch=64, tied=False)
@@ -88,6 +90,21 @@ def test_attention_that_is_kept_is_not_computed_again() -> None:
     )
     assert kept.recomputed < again.recomputed
     assert kept.attention == again.attention
+
+
+@pytest.mark.parametrize(
+    ("on", "passes"), [("v5e:4x4", 2 * 0.2 + 2), ("v6e:4x4", 2 + 2), ("v5p:4x4x1", 2 + 1),
+                       ("v5p:2x2x4", 2 + 2), ("tpu7x:2x2x2", 2 * 0.5 + 1)],
+)  # fmt: skip
+def test_gathers_and_sums_of_a_layer_are_waited_for_as_libtpu_makes_them(on, passes) -> None:
+    """Two gathers, and a reduce-scatter or, as two of them, a whole sum."""
+    target = parse_target(on)
+    count = target.devices
+    places = next(one for one in meshes(target) if one.sizes == (1, count, 1))
+    model = dataclasses.replace(LARGE, batch=count)
+    once = gather(target, places.dims[1], count, share(model, Plan(data=count)).layer * 2)
+    waits = judge(model, Plan(data=count), places, target).seconds.data
+    assert waits == pytest.approx(model.layers * passes * once)
 
 
 def test_a_ring_costs_what_its_sums_pass_through_memory() -> None:
