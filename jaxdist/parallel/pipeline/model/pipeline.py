@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import jax
@@ -295,20 +295,20 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
     Raises:
       ConfigError: an order that cannot be kept.
     """
-    given = {"activations": config.activations}
+    in_ticks = partial(lower, activations=config.activations)
     evaluated = forward_only(schedule.placement, schedule.microbatches)
     try:
-        trained = lower(eager(schedule) if config.ahead else schedule, **given)
+        trained = in_ticks(eager(schedule) if config.ahead else schedule)
     except ConfigError as error:
         if not config.ahead:
             raise
-        lower(schedule, **given)  # A schedule that is wrong by itself says so.
+        in_ticks(schedule)  # A schedule that is wrong by itself says so.
         raise ConfigError(
             f"parallel.pipeline.ahead: with {schedule.microbatches} microbatches, {schedule.name} "
             "does not allow stages to run their forward tasks ahead, for some would wait for each "
             "other; set it to false, or change train.microbatches"
         ) from error
-    return trained, lower(evaluated, **given)
+    return trained, in_ticks(evaluated)
 
 
 def minimised(
