@@ -240,15 +240,15 @@ def differences(found: Trace, reference: Trace, least: NormFloors | None = None)
         distances = [
             _distance(ours[name], expected, leasts.get(name, 0.0))
             for name, expected in theirs.items()
+            # The loss of a batch in which nothing has weight is NaN, and must be so on both.
+            if not (field == "loss_of_step" and np.isnan(expected) and np.isnan(ours[name]))
         ]
-        return math.nan if any(map(math.isnan, distances)) else max(distances)
+        return math.nan if any(map(math.isnan, distances)) else max(distances, default=0.0)
 
     return Differences(worst("loss_of_step"), worst("gradients"), worst("updates"))
 
 
 def _distance(found: np.ndarray, expected: np.ndarray, least: float) -> float:
-    if np.ndim(expected) == 0 and np.isnan(expected):
-        return 0.0 if np.isnan(found) else math.nan  # a loss of a batch in which nothing has weight
     off, norm = _norm(found - expected), max(_norm(expected), least)
     return off / norm if norm else (0.0 if off == 0 else math.inf)
 

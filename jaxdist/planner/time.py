@@ -50,7 +50,7 @@ HIDDEN_IN_TICKS = 1 / 8
 """Of the products in a pipeline's ticks, what hides a ring: read from compiled steps of 70B."""
 
 
-WHOLE_SUMS = {"v5e": 2, "v6e": 2, "tpu7x": 4}
+WHOLE_SUMS = {"v5e": 2, "v6e": 2, "tpu7x": math.inf}
 """Dims of the torus from which on libtpu 0.0.52 sums whole gradients and cuts, in place of a
 reduce-scatter: three where a family is not named, none on tpu7x."""
 WAITED_GATHERS = {"v5e": 0.2, "tpu7x": 0.5}

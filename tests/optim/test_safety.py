@@ -338,3 +338,15 @@ def test_a_scale_that_overflows_backs_off_until_training_goes_on():
 def test_loss_scales_that_cannot_work(settings, message):
     with pytest.raises(ConfigError, match=message):
         DynamicLossScale(**settings)
+
+
+def test_a_step_skipped_from_outside_is_counted_inside_another_s_state():
+    """As where a transformation of one's own lies around what counts."""
+    chained = optax.chain(optax.identity(), safety.count_skips(optax.adam(1e-3)))
+    state = safety.skipped_once(chained.init(jnp.ones(2)))
+    (counted,) = safety.skip_states(state)
+    assert (int(counted.skipped), int(counted.consecutive), int(counted.inner[0].count)) == (
+        1,
+        1,
+        0,
+    )

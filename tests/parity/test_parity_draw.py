@@ -11,6 +11,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from answering import answer
 from typer.testing import CliRunner
@@ -31,7 +32,7 @@ from jaxdist.parity.draw.model import MODELS, OPTIMIZERS, name_of
 from jaxdist.parity.draw.report import features_of, from_json, markdown, to_json
 from jaxdist.parity.draw.run import DrawOutcome, judge
 from jaxdist.parity.draw.settings import SETTINGS
-from jaxdist.parity.trace import Differences
+from jaxdist.parity.trace import Differences, Trace, differences
 
 DOCS = Path(__file__).parents[2] / "docs"
 SEEDS = seeds_of(500, 0)
@@ -219,6 +220,27 @@ def test_shards_that_another_plan_reads_in_another_order_are_found(monkeypatch, 
     assert (wrong.verdict, wrong.checkpoint) == ("differs", "differs")
     assert wrong.differences == right.differences
     assert "tensors were not loaded as saved: params/layers" in wrong.reason
+
+
+@pytest.mark.parametrize(
+    ("field", "ours", "theirs", "equal"),
+    [
+        ("losses", math.nan, math.nan, True),  # of a batch in which nothing has weight
+        ("losses", math.nan, 1.0, False),
+        ("losses", 1.0, math.nan, False),
+        ("gradients", math.nan, math.nan, False),
+        ("updates", math.nan, math.nan, False),
+    ],
+)
+def test_a_number_that_is_none_is_equal_in_losses_of_both_alone(field, ours, theirs, equal):
+    def trace(value: float) -> Trace:
+        given = {"losses": [1.0], "gradients": {"w": 1.0}, "updates": {"w": 1.0}}
+        given[field] = [value] if field == "losses" else {"w": value}
+        named = {name: {"w": np.array(given[name]["w"])} for name in ("gradients", "updates")}
+        return Trace(None, np.array(given["losses"]), **named, evaluation={})
+
+    found = differences(trace(ours), trace(theirs))
+    assert found.within(Differences(1e-6, 1e-6, 1e-6)) is equal
 
 
 def test_replicas_that_are_apart_are_found(devices):
