@@ -79,9 +79,9 @@ SPLASH = {
 unit of 256 x 256 (v6e, tpu7x)."""
 HEAD = 128
 LANES = 128
-"""Of a TPU's vector unit: blocks are of multiples."""
+"""Lanes of a TPU's vector unit; the length of a block is a multiple of them."""
 LARGEST = {"v6e": 2048, "tpu7x": 2048}
-"""Positions of the largest block that the kernels may have, where it is not `LARGEST_ELSEWHERE`.
+"""Length of the largest block of a kernel on families where it is not `LARGEST_ELSEWHERE`.
 Blocks of 2,048 need more vector memory than libtpu gives a kernel by itself on v5e and v5p, and
 more than v4 has (libtpu 0.0.52)."""
 LARGEST_ELSEWHERE = 1024

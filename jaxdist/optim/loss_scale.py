@@ -49,7 +49,7 @@ class LossScaleState(NamedTuple):
 
 
 def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | None:
-    """The scale of a step; without a loss scale that of 1 for parameters in float16.
+    """Return the loss scale of a step: its own, or 1 for float16 parameters without one.
 
     With a scale, a backward pass begins with the mean loss of a microbatch, and sums over the
     microbatches are float32. Gradients of the total loss, which float32 and bfloat16 bear, overflow

@@ -51,11 +51,11 @@ HIDDEN_IN_TICKS = 1 / 8
 
 
 WHOLE_SUMS = {"v5e": 2, "v6e": 2, "tpu7x": math.inf}
-"""Dims of the torus from which on libtpu 0.0.52 sums whole gradients and cuts, in place of a
-reduce-scatter: three where a family is not named, none on tpu7x."""
+"""Number of torus dims from which libtpu 0.0.52 sums whole gradients and then cuts them, without a
+reduce-scatter. It is three for families that are not named; tpu7x always has a reduce-scatter."""
 WAITED_GATHERS = {"v5e": 0.2, "tpu7x": 0.5}
-"""Of ZeRO 3's gathers, what a step waits for where there is no axis tensor: fitted to compiled
-steps. The others run beside computation there, on tpu7x on the SparseCores."""
+"""Share of the time of ZeRO 3's gathers that a step waits for where there is no axis tensor, fitted
+to compiled steps. The rest runs beside computation, on tpu7x on the SparseCores."""
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, to
 
 
 def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
-    """Of one block in all passes: what the sums of collective matmuls read and write.
+    """Return the bytes that sums of collective matmuls read and write in all passes of one block.
 
     Each piece of the MLP's result is added to what comes round the ring, and so is each piece of
     the gradient of its input. The gradient of a kernel is a sum of products of `MOST_READ` pieces.

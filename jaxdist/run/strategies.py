@@ -56,7 +56,7 @@ def all_steps(strategy: StrategyConfig, job: Job) -> TrainState:
 
 
 def through_stages(prepared: Prepared) -> TrainState:
-    """The steps that are left, stage by stage, each from where its batches stand.
+    """Take the steps that are left, stage by stage, and return the last state.
 
     Raises:
       RunError: a step does not fit the memory; whatever the hooks raise.

@@ -109,7 +109,7 @@ class Pipeline:
         return over_weight(self.gradients(held, batch, key, around))
 
     def _weight(self, shared: PyTree, rows: PyTree) -> jax.Array:
-        """What a microbatch's loss weighs, on average over microbatches and devices; not 0."""
+        """Return the mean weight of a microbatch's loss over microbatches and devices; never 0."""
         visit = Visit(jax.tree.map(lambda leaf: leaf[0], rows), jnp.int32(0), None)
         parts = self._parts(training=False)
         x = jax.eval_shape(parts.embed, shared, visit)
@@ -124,7 +124,7 @@ class Pipeline:
         return divisor(mean)
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """What the loss measures of a batch, in evaluation mode."""
+        """Return the sums that the loss takes of a batch, in evaluation mode."""
         layers, shared = self._apart(params)
         rows = split_rows(dict(batch), self.forward.microbatches, self.layout)
         everywhere, data = PartitionSpec(), self._axes_of("batch")
@@ -207,7 +207,7 @@ class Pipeline:
         return axis_names(self.layout.mesh, axis) if axis else ()
 
     def _apart(self, tree: PyTree) -> tuple[list[Any], list[Any]]:
-        """Of a tree like the parameters: the leaves of stacked layers, and the others."""
+        """Split a tree like the parameters into the leaves of stacked layers and all others."""
         apart: tuple[list[Any], list[Any]] = ([], [])
         leaves = jax.tree.structure(self.model.params).flatten_up_to(tree)
         for (name, _), leaf in zip(flatten_with_names(self.model.params), leaves, strict=True):
@@ -290,7 +290,7 @@ def plan_pipeline(
 
 
 def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
-    """The schedule as it is run, and that of evaluation.
+    """Lay a schedule out in ticks, for training and, forward only, for evaluation.
 
     Raises:
       ConfigError: an order that cannot be kept.
