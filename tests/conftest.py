@@ -66,7 +66,7 @@ def own_compilation_cache() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("durations"):
+    if config.getoption("durations") or "FOLDER_SECONDS" in os.environ:
         config.pluginmanager.register(Spent())
 
 

@@ -1,9 +1,13 @@
-"""A plugin: at the end, how long the tests of each folder took."""
+"""A plugin: at the end, how long the tests of each folder took.
+
+The variable FOLDER_SECONDS names a file, to which this is added for `.ci/times.py`.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
-from pathlib import PurePath
+import os
+from collections import Counter, defaultdict
+from pathlib import Path, PurePath
 
 import pytest
 
@@ -12,7 +16,7 @@ class Spent:
     """Sums the durations of setup, call and teardown, those of `-n` workers too."""
 
     def __init__(self) -> None:
-        self._seconds: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
         self._tests: Counter[str] = Counter()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -22,11 +26,22 @@ class Spent:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("seconds by folder")
-        for folder, seconds in self._seconds.most_common():
+        for folder, seconds in self._ordered():
             line = f"{seconds:8.1f} s  {self._tests[folder]:5} tests  {folder}"
             terminalreporter.write_line(line)
         total = sum(self._seconds.values())
         terminalreporter.write_line(f"{total:8.1f} s  {sum(self._tests.values()):5} tests")
+        if path := os.environ.get("FOLDER_SECONDS"):
+            self.write(Path(path))
+
+    def write(self, path: Path) -> None:
+        """Add a line for each folder to a file: its seconds, a tab, its name."""
+        with path.open("a") as file:
+            for folder, seconds in self._ordered():
+                file.write(f"{seconds:.1f}\t{folder}\n")
+
+    def _ordered(self) -> list[tuple[str, float]]:
+        return sorted(self._seconds.items(), key=lambda item: -item[1])
 
 
 def folder_of(nodeid: str) -> str:
