@@ -11,7 +11,7 @@ ROOT = Path(jaxdist.__file__).parent
 LAYERS = (
     ("errors", "types", "trees", "runtime", "config"),
     ("mesh", "hlo"),
-    ("cost",),
+    ("cost", "pipeline_schedules"),
     ("sharding", "collectives", "models", "data"),
     ("compression", "optim"),
     ("parallel", "param_server"),

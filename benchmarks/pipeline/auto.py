@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.core.report import Figure, Listing
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble_auto import zb_auto
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.pipeline_schedules.zero_bubble.auto import zb_auto
 
 BUBBLE_PERCENT, GOAL = 1.0, "<= 1"
 """The most that twice 1F1B's memory may leave."""

@@ -23,10 +23,10 @@ from benchmarks.pipeline.program import (
 from jaxdist.hlo import memory
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import Activations
-from jaxdist.parallel.pipeline.schedules.derived import eager
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+from jaxdist.pipeline_schedules.derived import eager
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.schedule import Schedule
 
 STAGES, ROUNDS = 4, (1, 2, 4, 8)
 """Stages, and microbatches per stage."""

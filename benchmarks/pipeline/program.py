@@ -21,7 +21,7 @@ from jaxdist.parallel.pipeline.executor.execute import run
 from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
 from jaxdist.parallel.pipeline.model.chunks import to_stages
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.types import Params, PyTree
 
 AXIS = "stage"

@@ -25,14 +25,14 @@ from benchmarks.pipeline.program import (
 )
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.derived import eager
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.derived import eager
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.interleaved import interleaved
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
 
 STAGES, ROUNDS = (4, 8), 2
 """Stages, and microbatches per stage."""

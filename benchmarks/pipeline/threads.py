@@ -13,14 +13,14 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from benchmarks.core.report import Figure, Listing
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.check import check
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.order import Dependency, key, needed
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind
-from jaxdist.parallel.pipeline.schedules.simulate import Span, simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
+from jaxdist.pipeline_schedules.check import check
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.order import Dependency, key, needed
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
+from jaxdist.pipeline_schedules.simulate import Span, simulate
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
+from jaxdist.pipeline_schedules.zero_bubble.v import zb_v
 
 GOAL = "<= 1.05"
 UNIT_SECONDS = 0.02

@@ -35,8 +35,8 @@ from jaxdist.hlo import Ledger, ledger
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.executor.ticks import NONE, Activations, Ticks
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.types import Params, PyTree
 
 STAGES, ROUNDS = 4, (1, 2, 4)

@@ -14,11 +14,11 @@ from rich.table import Table
 from jaxdist.commands.pipelines import ALTERNATIVES, document_of, plain_table, with_costs
 from jaxdist.config.schema import Config, validate
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.planning.costs import CostsConfig, Time
-from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
-from jaxdist.parallel.pipeline.schedules.csv_form import Csv
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule
-from jaxdist.parallel.pipeline.schedules.simulate import Timeline, simulate
+from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
+from jaxdist.pipeline_schedules.costs import CostsConfig, Time
+from jaxdist.pipeline_schedules.csv_form import Csv
+from jaxdist.pipeline_schedules.schedule import Schedule
+from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 
 AUTO_MEMORY = (1.0, 2.0)
 """Limits under which `compare` shows schedules that take one."""

@@ -18,15 +18,15 @@ from jaxdist.config.explain import explain
 from jaxdist.config.override import apply_override
 from jaxdist.config.schema import problems_error
 from jaxdist.errors import ConfigError, RunError
-from jaxdist.parallel.pipeline.draw.svg import write_svg
-from jaxdist.parallel.pipeline.draw.text import draw_text
-from jaxdist.parallel.pipeline.draw.trace import write_trace
-from jaxdist.parallel.pipeline.planning.costs import CostsConfig
-from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
-from jaxdist.parallel.pipeline.schedules.check import ring_sizes
-from jaxdist.parallel.pipeline.schedules.csv_form import Csv, read_csv, write_csv
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
-from jaxdist.parallel.pipeline.schedules.simulate import Timeline, simulate
+from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
+from jaxdist.pipeline_schedules.check import ring_sizes
+from jaxdist.pipeline_schedules.costs import CostsConfig
+from jaxdist.pipeline_schedules.csv_form import Csv, read_csv, write_csv
+from jaxdist.pipeline_schedules.draw.svg import write_svg
+from jaxdist.pipeline_schedules.draw.text import draw_text
+from jaxdist.pipeline_schedules.draw.trace import write_trace
+from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
+from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 
 COMMAND_LINE = Origin("the command line")
 ALTERNATIVES: dict[str, type[Any]] = {

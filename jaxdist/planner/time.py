@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from jaxdist.cost.kernels import SPLASH, computed_share, splash_block, splash_share
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.planner.memory import rows_of, share
 from jaxdist.planner.model import Decoder
 from jaxdist.planner.plan import Plan

@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from jaxdist.cli import app
 from jaxdist.commands import compare_schedules, pipelines
 from jaxdist.errors import ConfigError, RunError
-from jaxdist.parallel.pipeline.schedules.csv_form import read_csv, write_csv
-from jaxdist.parallel.pipeline.schedules.derived import forward_only
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
+from jaxdist.pipeline_schedules.csv_form import read_csv, write_csv
+from jaxdist.pipeline_schedules.derived import forward_only
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
 
 SIZES = ["--stages", "4", "--microbatches", "8"]
 VIOLATION = "0F0,0B0\n1B0,1F0\n"

@@ -1,13 +1,13 @@
 """Schedules by name, and some that no generator gives."""
 
-from jaxdist.parallel.pipeline.schedules.derived import eager
-from jaxdist.parallel.pipeline.schedules.dual_pipe_v import dual_pipe_v
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.interleaved import breadth_first, interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, needs
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import v_half, v_min, zb_v
+from jaxdist.pipeline_schedules.derived import eager
+from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.interleaved import breadth_first, interleaved
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1, zb_h2
+from jaxdist.pipeline_schedules.zero_bubble.v import v_half, v_min, zb_v
 
 F, B, I, W = TaskKind.FORWARD, TaskKind.FULL, TaskKind.INPUT, TaskKind.WEIGHT  # noqa: E741  (the letters of CSV)
 

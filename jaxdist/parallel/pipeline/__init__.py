@@ -1,1 +1,1 @@
-"""Pipelines: schedules as tables, what checks, times and draws them, and what runs them."""
+"""Pipelines: split a model into stages, lower a schedule to ticks, and run them in one program."""

@@ -10,10 +10,10 @@ from functools import lru_cache
 
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import Activations, Ticks
-from jaxdist.parallel.pipeline.schedules.derived import eager
-from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
+from jaxdist.pipeline_schedules.derived import eager
+from jaxdist.pipeline_schedules.interleaved import interleaved
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
 from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import Memory, memory
 from jaxdist.planner.model import Decoder

@@ -21,15 +21,15 @@ from benchmarks.pipeline import threads as pipeline_threads
 from benchmarks.pipeline import torch_tables as pipeline_torch
 from benchmarks.pipeline import work as pipeline_work
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, needs
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
+from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.interleaved import interleaved
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
+from jaxdist.pipeline_schedules.zero_bubble.v import zb_v
 
 SMALL = pipeline_formulas.sizes((1, 2, 4))
 BUILDS = {

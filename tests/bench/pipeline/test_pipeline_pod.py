@@ -12,7 +12,7 @@ from benchmarks.core import child
 from benchmarks.pipeline import pod as pipeline_pod
 from benchmarks.pipeline.pod import Pod
 from jaxdist.experiment import build, load
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import OneFOneB
+from jaxdist.pipeline_schedules.one_f_one_b import OneFOneB
 
 POD = Pod(
     params=70_000_000_000,

@@ -14,7 +14,7 @@ from benchmarks.pipeline import sleep as pipeline_sleep
 from benchmarks.pipeline.sleep import BUILDS, UNITS, Slept, play, sleeping
 from jaxdist.errors import RunError
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.schedule import TaskKind
 
 SLEPT = [
     Slept("1f1b", 4, 8, 22, 1.02, 1.0, 0.8),

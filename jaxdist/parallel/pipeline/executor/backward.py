@@ -21,7 +21,7 @@ from jaxdist.parallel.pipeline.executor.buffers import add, put, read, zeros
 from jaxdist.parallel.pipeline.executor.model_fns import Activation, Sums, Visit
 from jaxdist.parallel.pipeline.executor.stage import StageContext, StageState
 from jaxdist.parallel.pipeline.executor.ticks import Work
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.types import Grads
 
 BackwardTask = Callable[[StageContext, StageState, Work], tuple[StageState, Activation]]

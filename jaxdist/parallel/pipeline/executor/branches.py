@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxdist.hlo.lockstep import SCOPE, Decision, Lockstep
 from jaxdist.parallel.pipeline.executor.ticks import KINDS, NONE, Channel, Entries, Ticks, Work
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.schedule import TaskKind
 
 FORWARD, BACKWARD = "forward", "backward"
 FIRST, LAST, CHUNK, LAYER = "first", "last", "chunk", "layer"

@@ -23,7 +23,7 @@ from jaxdist.parallel.pipeline.executor.ticks import (
     Ticks,
     Work,
 )
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, needs
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
 
 Clock = Mapping[Task, int]
 """The tick in which each task runs."""

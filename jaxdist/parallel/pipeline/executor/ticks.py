@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.schedule import TaskKind
 
 Activations = Literal["recompute", "stash"]
 """What the backward pass starts from: a chunk's input, or all that its forward pass leaves."""

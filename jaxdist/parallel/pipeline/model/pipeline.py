@@ -29,8 +29,8 @@ from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, on_stages, 
 from jaxdist.parallel.pipeline.model.stack import StageStack, is_in_order
 from jaxdist.parallel.pipeline.model.stand_in import HeadOnly
 from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
-from jaxdist.parallel.pipeline.schedules.derived import eager, forward_only
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+from jaxdist.pipeline_schedules.derived import eager, forward_only
+from jaxdist.pipeline_schedules.schedule import Schedule
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Buffers, Leaf, Params, PyTree, Specs

@@ -13,8 +13,8 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.check import live_microbatches
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+from jaxdist.pipeline_schedules.check import live_microbatches
+from jaxdist.pipeline_schedules.schedule import Schedule
 
 ROUNDING = 1e-9
 """Sums of times and bytes that differ by no more, relative to their size, are equal."""
@@ -174,7 +174,7 @@ def weigh(layers: LayerCosts, placement: Sequence[int], counts: Sequence[int]) -
 def live_counts(schedule: Schedule) -> tuple[int, ...]:
     """By chunk, the most microbatches whose activations live at once.
 
-    >>> from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+    >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> live_counts(one_f_one_b(stages=3, microbatches=8))
     (3, 2, 1)
     """

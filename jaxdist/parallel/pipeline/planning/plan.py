@@ -26,10 +26,10 @@ from jaxdist.parallel.pipeline.planning.partition import (
     partition,
     weigh,
 )
-from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
-from jaxdist.parallel.pipeline.schedules.check import check
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import OneFOneB
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule
+from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
+from jaxdist.pipeline_schedules.check import check
+from jaxdist.pipeline_schedules.one_f_one_b import OneFOneB
+from jaxdist.pipeline_schedules.schedule import Schedule
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Leaf

@@ -5,8 +5,8 @@ from pipeline_models import alone, batch, from_chunks, on_mesh, program, to_chun
 from pipeline_tables import TABLES
 
 from jaxdist.parallel.pipeline.executor.lower import lower
-from jaxdist.parallel.pipeline.schedules.derived import forward_only
-from jaxdist.parallel.pipeline.schedules.schedule import loop, v_shape
+from jaxdist.pipeline_schedules.derived import forward_only
+from jaxdist.pipeline_schedules.schedule import loop, v_shape
 
 M = 8
 CELLS = [

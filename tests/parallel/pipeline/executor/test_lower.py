@@ -5,13 +5,13 @@ from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.executor.lower import lower, typical_seconds
 from jaxdist.parallel.pipeline.executor.ticks import KINDS, NONE
 from jaxdist.parallel.pipeline.model.pipeline import lowered
-from jaxdist.parallel.pipeline.planning.costs import Costs
 from jaxdist.parallel.pipeline.planning.plan import PipelineConfig
-from jaxdist.parallel.pipeline.schedules.derived import eager, forward_only
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import (
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.derived import eager, forward_only
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.interleaved import interleaved
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.schedule import (
     Schedule,
     Task,
     TaskKind,
@@ -19,8 +19,8 @@ from jaxdist.parallel.pipeline.schedules.schedule import (
     needs,
     v_shape,
 )
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.pipeline_schedules.zero_bubble.v import zb_v
 
 SCHEDULES = [
     *(build(4, 8) for build in TABLES.values()),

@@ -13,10 +13,10 @@ from jaxdist.hlo.timeline import play
 from jaxdist.parallel.pipeline.executor.branches import backward_kinds, lockstep
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.ticks import KINDS, NONE
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.simulate import simulate
 
 LAYOUT = MeshLayout({"stage": 4}, (0, 1, 2, 3))
 

@@ -14,8 +14,8 @@ from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, Visit
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, to_stages
 from jaxdist.parallel.pipeline.model.packed import pack_model
-from jaxdist.parallel.pipeline.schedules.derived import forward_only
-from jaxdist.parallel.pipeline.schedules.schedule import loop
+from jaxdist.pipeline_schedules.derived import forward_only
+from jaxdist.pipeline_schedules.schedule import loop
 
 M, ROWS, D = 4, 2, 6
 KEYS = jax.random.split(jax.random.key(1), 8)

@@ -4,8 +4,8 @@ import pytest
 from pipeline_configs import experiment
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.csv_form import write_csv
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.csv_form import write_csv
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.planning.partition import LayerCosts, live_counts, partition
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import loop, v_shape
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.schedule import loop, v_shape
+from jaxdist.pipeline_schedules.zero_bubble.v import zb_v
 
 
 def all_cuts(layers, chunks):

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from jaxdist.config.schema import Config
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.fill import Fill
-from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_fewer, refuse_small
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, v_shape
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.order import RowWriter, refuse_fewer, refuse_small
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, v_shape
+from jaxdist.pipeline_schedules.zero_bubble.fill import Fill
 
 _UNITS = 6
 """Tasks of one microbatch on one stage: F, I and W of two chunks."""

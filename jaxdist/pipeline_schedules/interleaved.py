@@ -11,8 +11,8 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_fewer
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, loop
+from jaxdist.pipeline_schedules.order import RowWriter, refuse_fewer
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, loop
 
 
 class Interleaved(Config):

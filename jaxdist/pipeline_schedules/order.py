@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Slot, Task, TaskKind
+from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 Dependency = tuple[bool, int, int]
 """What a task may wait for: (whether it is a backward task, chunk, microbatch).

@@ -6,8 +6,8 @@ from collections import deque
 from typing import Literal
 
 from jaxdist.config.schema import Config
-from jaxdist.parallel.pipeline.schedules.order import refuse_fewer
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, v_shape
+from jaxdist.pipeline_schedules.order import refuse_fewer
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, v_shape
 
 
 class DualPipeV(Config):

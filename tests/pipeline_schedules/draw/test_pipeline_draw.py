@@ -6,17 +6,17 @@ from xml.etree import ElementTree
 
 import pytest
 
-from jaxdist.parallel.pipeline.draw.svg import draw_svg, write_svg
-from jaxdist.parallel.pipeline.draw.text import draw_text
-from jaxdist.parallel.pipeline.draw.trace import chrome_trace, write_trace
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.derived import forward_only
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.derived import forward_only
+from jaxdist.pipeline_schedules.draw.svg import draw_svg, write_svg
+from jaxdist.pipeline_schedules.draw.text import draw_text
+from jaxdist.pipeline_schedules.draw.trace import chrome_trace, write_trace
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.interleaved import interleaved
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
+from jaxdist.pipeline_schedules.zero_bubble.v import zb_v
 
 SVG = "{http://www.w3.org/2000/svg}"
 

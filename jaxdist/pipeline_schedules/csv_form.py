@@ -23,8 +23,8 @@ from pydantic import Field
 from jaxdist.config.files import read_regular, why_unread
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.check import check, missing_task
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Slot, Task, TaskKind
+from jaxdist.pipeline_schedules.check import check, missing_task
+from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 _TASK = re.compile(r"(\d{1,9})([FIWB])(\d{1,9})")
 _TOGETHER = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -80,7 +80,7 @@ def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
 def format_csv(schedule: Schedule) -> str:
     r"""A schedule as CSV text.
 
-    >>> from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
+    >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> format_csv(gpipe(stages=2, microbatches=1))
     '0F0,0B0\n1F0,1B0\n'
     """

@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.csv_form import format_csv, parse_csv, read_csv, write_csv
-from jaxdist.parallel.pipeline.schedules.dual_pipe_v import dual_pipe_v
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.interleaved import interleaved
-from jaxdist.parallel.pipeline.schedules.schedule import Task, TaskKind
-from jaxdist.parallel.pipeline.schedules.simulate import in_ticks
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import v_min
+from jaxdist.pipeline_schedules.csv_form import format_csv, parse_csv, read_csv, write_csv
+from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.interleaved import interleaved
+from jaxdist.pipeline_schedules.schedule import Task, TaskKind
+from jaxdist.pipeline_schedules.simulate import in_ticks
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1
+from jaxdist.pipeline_schedules.zero_bubble.v import v_min
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.check import check, ring_sizes
-from jaxdist.parallel.pipeline.schedules.derived import forward_only
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.interleaved import breadth_first, interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.order import Walk, needed
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind, needs
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
+from jaxdist.pipeline_schedules.check import check, ring_sizes
+from jaxdist.pipeline_schedules.derived import forward_only
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.interleaved import breadth_first, interleaved
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.order import Walk, needed
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1, zb_h2
 
 
 def rows(*texts: str) -> tuple[tuple[Task | None, ...], ...]:

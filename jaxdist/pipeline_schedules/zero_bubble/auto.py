@@ -15,10 +15,10 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.planning.costs import Costs, CostsConfig
-from jaxdist.parallel.pipeline.schedules.fill import Fill
-from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_small
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind
+from jaxdist.pipeline_schedules.costs import Costs, CostsConfig
+from jaxdist.pipeline_schedules.order import RowWriter, refuse_small
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
+from jaxdist.pipeline_schedules.zero_bubble.fill import Fill
 
 _OVERRUNS = (0.0, 0.5, 1.0)
 """How far the first forward passes may reach past the first gradient, in forward passes."""
@@ -73,7 +73,7 @@ def zb_auto(
       ConfigError: no stage or microbatch, costs that do not fit, or less memory than a single
         microbatch takes.
 
-    >>> from jaxdist.parallel.pipeline.schedules.simulate import simulate
+    >>> from jaxdist.pipeline_schedules.simulate import simulate
     >>> simulate(zb_auto(stages=4, microbatches=8)).bubble
     0.0
     """

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from html import escape
 from pathlib import Path
 
-from jaxdist.parallel.pipeline.draw.text import summary
-from jaxdist.parallel.pipeline.schedules.schedule import Task, TaskKind
-from jaxdist.parallel.pipeline.schedules.simulate import Timeline
+from jaxdist.pipeline_schedules.draw.text import summary
+from jaxdist.pipeline_schedules.schedule import Task, TaskKind
+from jaxdist.pipeline_schedules.simulate import Timeline
 
 _COLOURS = {
     TaskKind.FORWARD: ("#2a6fb0", "#9cc3e6"),

@@ -6,18 +6,18 @@ from hypothesis import given, settings
 from pydantic import TypeAdapter, ValidationError
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.build import PipelineScheduleConfig
-from jaxdist.parallel.pipeline.schedules.check import check
-from jaxdist.parallel.pipeline.schedules.csv_form import write_csv
-from jaxdist.parallel.pipeline.schedules.derived import forward_only
-from jaxdist.parallel.pipeline.schedules.dual_pipe_v import dual_pipe_v
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.interleaved import breadth_first, interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind, loop, v_shape
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
-from jaxdist.parallel.pipeline.schedules.zero_bubble_auto import zb_auto
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import v_half, v_min, zb_v
+from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
+from jaxdist.pipeline_schedules.check import check
+from jaxdist.pipeline_schedules.csv_form import write_csv
+from jaxdist.pipeline_schedules.derived import forward_only
+from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.interleaved import breadth_first, interleaved
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.schedule import TaskKind, loop, v_shape
+from jaxdist.pipeline_schedules.zero_bubble.auto import zb_auto
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1, zb_h2
+from jaxdist.pipeline_schedules.zero_bubble.v import v_half, v_min, zb_v
 
 ANY = {
     "gpipe": gpipe,

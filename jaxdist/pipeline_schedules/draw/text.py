@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import reduce
 from math import gcd
 
-from jaxdist.parallel.pipeline.schedules.schedule import Task, TaskKind
-from jaxdist.parallel.pipeline.schedules.simulate import Span, Timeline
+from jaxdist.pipeline_schedules.schedule import Task, TaskKind
+from jaxdist.pipeline_schedules.simulate import Span, Timeline
 
 _COLOURS = {
     TaskKind.FORWARD: "44",
@@ -30,8 +30,8 @@ def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) ->
       columns: of the terminal, at least 40.
       colour: backgrounds by kind, in ANSI escapes.
 
-    >>> from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-    >>> from jaxdist.parallel.pipeline.schedules.simulate import simulate
+    >>> from jaxdist.pipeline_schedules.gpipe import gpipe
+    >>> from jaxdist.pipeline_schedules.simulate import simulate
     >>> print(draw_text(simulate(gpipe(stages=2, microbatches=2))))
     stage 0 |F0 F1 .  .  .  B0    B1    |
     stage 1 |.  F0 F1 B0    B1    .  .  |

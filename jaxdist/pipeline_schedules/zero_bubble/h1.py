@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 from jaxdist.config.schema import Config
-from jaxdist.parallel.pipeline.schedules.order import RowWriter, refuse_fewer
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, TaskKind
+from jaxdist.pipeline_schedules.order import RowWriter, refuse_fewer
+from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
 
 
 class ZBH1(Config):

@@ -6,8 +6,8 @@ import json
 import os
 from pathlib import Path
 
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
-from jaxdist.parallel.pipeline.schedules.simulate import Timeline
+from jaxdist.pipeline_schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.simulate import Timeline
 from jaxdist.types import JsonObject
 
 _NAMES = {
@@ -24,8 +24,8 @@ def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
     Args:
       unit_seconds: one unit of the time line's costs; the trace is in microseconds.
 
-    >>> from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-    >>> from jaxdist.parallel.pipeline.schedules.simulate import simulate
+    >>> from jaxdist.pipeline_schedules.gpipe import gpipe
+    >>> from jaxdist.pipeline_schedules.simulate import simulate
     >>> trace = chrome_trace(simulate(gpipe(stages=1, microbatches=1)))
     >>> [(event["name"], event["ts"], event["dur"]) for event in trace["traceEvents"][2:]]
     [('0F0', 0.0, 1000.0), ('0B0', 1000.0, 2000.0)]

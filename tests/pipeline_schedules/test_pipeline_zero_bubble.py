@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
-from jaxdist.parallel.pipeline.schedules.zero_bubble_auto import zb_auto
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.pipeline_schedules.zero_bubble.auto import zb_auto
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1, zb_h2
 
 MODELS = {
     # arXiv 2401.10241 table 5: F, I, W and transfer in ms. The part of the activations that the

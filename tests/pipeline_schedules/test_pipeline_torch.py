@@ -6,11 +6,11 @@ import io
 import pytest
 
 from benchmarks.pipeline.torch_tables import PEERS, torch_schedule
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.csv_form import format_csv
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import zb_v
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.csv_form import format_csv
+from jaxdist.pipeline_schedules.schedule import Schedule
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.pipeline_schedules.zero_bubble.v import zb_v
 
 torch_schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
 

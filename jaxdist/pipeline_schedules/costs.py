@@ -10,7 +10,7 @@ from pydantic import Field
 
 from jaxdist.config.schema import Config
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind
+from jaxdist.pipeline_schedules.schedule import TaskKind
 
 Times = float | Sequence[float]
 """A number for every chunk, or one number for each."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.schedules.order import Dependency, Walk, places
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Task, TaskKind
+from jaxdist.pipeline_schedules.order import Dependency, Walk, places
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 
 _SAME_WORK = {
     TaskKind.FORWARD: (),
@@ -211,7 +211,7 @@ def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozen
 def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
     """By chunk, the fewest slots of a ring buffer with which nothing is overwritten (see `check`).
 
-    >>> from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+    >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> ring_sizes(one_f_one_b(stages=4, microbatches=8))
     (4, 3, 2, 1)
     """

@@ -10,9 +10,9 @@ import heapq
 from collections import deque
 from collections.abc import Sequence
 
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.order import Dependency, key, needed
-from jaxdist.parallel.pipeline.schedules.schedule import Task, TaskKind
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.order import Dependency, key, needed
+from jaxdist.pipeline_schedules.schedule import Task, TaskKind
 
 _SLACK = 1e-9
 """Relative room for the rounding of sums of activations and times."""

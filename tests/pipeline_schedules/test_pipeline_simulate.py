@@ -3,17 +3,17 @@
 import pytest
 
 from jaxdist.errors import ConfigError
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.derived import forward_only
-from jaxdist.parallel.pipeline.schedules.dual_pipe_v import dual_pipe_v
-from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
-from jaxdist.parallel.pipeline.schedules.interleaved import breadth_first, interleaved
-from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
-from jaxdist.parallel.pipeline.schedules.order import key, needed
-from jaxdist.parallel.pipeline.schedules.schedule import TaskKind, v_shape
-from jaxdist.parallel.pipeline.schedules.simulate import simulate
-from jaxdist.parallel.pipeline.schedules.zero_bubble import zb_h1, zb_h2
-from jaxdist.parallel.pipeline.schedules.zero_bubble_v import v_half, v_min, zb_v
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.derived import forward_only
+from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
+from jaxdist.pipeline_schedules.gpipe import gpipe
+from jaxdist.pipeline_schedules.interleaved import breadth_first, interleaved
+from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
+from jaxdist.pipeline_schedules.order import key, needed
+from jaxdist.pipeline_schedules.schedule import TaskKind, v_shape
+from jaxdist.pipeline_schedules.simulate import simulate
+from jaxdist.pipeline_schedules.zero_bubble.h1 import zb_h1, zb_h2
+from jaxdist.pipeline_schedules.zero_bubble.v import v_half, v_min, zb_v
 
 TIMES = ((1, 1, 1), (3, 4, 2), (5, 2, 2))
 """F, I, W; whole numbers, so that sums are exact."""

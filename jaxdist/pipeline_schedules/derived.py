@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxdist.parallel.pipeline.schedules.order import refuse_small
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Slot, Task, TaskKind
+from jaxdist.pipeline_schedules.order import refuse_small
+from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 
 def eager(schedule: Schedule) -> Schedule:
@@ -18,7 +18,7 @@ def eager(schedule: Schedule) -> Schedule:
     backward, and stage s holds 2 (p - s) - 1 microbatches instead of p - s. (Interleaved 1F1B as
     published has this order already: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.)
 
-    >>> from jaxdist.parallel.pipeline.schedules.schedule import TaskKind, Schedule, Task
+    >>> from jaxdist.pipeline_schedules.schedule import TaskKind, Schedule, Task
     >>> kinds = (TaskKind.FORWARD, TaskKind.FULL)
     >>> F, B = ((lambda k, kind=kind: Task(kind, 0, k)) for kind in kinds)
     >>> row = (F(0), F(1), B(0), F(2), B(1), B(2))

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from jaxdist.parallel.pipeline.planning.costs import Costs
-from jaxdist.parallel.pipeline.schedules.check import check
-from jaxdist.parallel.pipeline.schedules.order import Walk, key, needed
-from jaxdist.parallel.pipeline.schedules.schedule import Schedule, Slot, Task, TaskKind
+from jaxdist.pipeline_schedules.check import check
+from jaxdist.pipeline_schedules.costs import Costs
+from jaxdist.pipeline_schedules.order import Walk, key, needed
+from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 
 class Span(NamedTuple):
@@ -99,7 +99,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Raises:
       ConfigError: the schedule breaks a rule (see `check`), or the costs do not fit its chunks.
 
-    >>> from jaxdist.parallel.pipeline.schedules.one_f_one_b import one_f_one_b
+    >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> timeline = simulate(one_f_one_b(stages=4, microbatches=8))
     >>> timeline.makespan, timeline.bubble, timeline.peak_activations
     (33.0, 9.0, (4.0, 3.0, 2.0, 1.0))
@@ -176,7 +176,7 @@ def in_ticks(schedule: Schedule) -> Schedule:
     Raises:
       ConfigError: the schedule breaks a rule (see `check`).
 
-    >>> from jaxdist.parallel.pipeline.schedules.gpipe import gpipe
+    >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> [" ".join(str(t or "-") for t in row) for row in in_ticks(gpipe(2, 1)).rows]
     ['0F0 - - 0B0', '- 1F0 1B0 -']
     """

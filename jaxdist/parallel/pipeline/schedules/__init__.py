@@ -1,1 +1,0 @@
-"""Schedules as tables of tasks: what makes, checks, times, reads and writes them."""

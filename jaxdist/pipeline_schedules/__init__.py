@@ -1,0 +1,1 @@
+"""Pipeline schedules as tables of tasks: generate, check, time, draw, read and write them."""

@@ -1,0 +1,1 @@
+"""Zero-bubble schedules: weight gradients fill the gaps between the other tasks."""
