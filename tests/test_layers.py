@@ -21,7 +21,7 @@ LAYERS = (
     ("experiment",),
     ("run",),
     ("inspect", "parity", "commands", "doctor", "study"),
-    ("audit", "launch", "planner"),
+    ("audit", "launch", "planner", "simulation"),
     ("cli",),
     ("__main__",),
 )
@@ -72,6 +72,16 @@ def test_imports_go_down():
 def test_only_the_command_imports_benchmarks():
     """The wheel lacks them."""
     importing = [file for file in FILES if re.search(r"(from|import) benchmarks", file.read_text())]
+    assert importing == [ROOT / "cli" / "measurement.py"]
+
+
+def test_only_the_command_imports_the_simulation():
+    """Runs, and all that they are made of, take nothing from what plays them."""
+    importing = [
+        file
+        for file in FILES
+        if "simulation" in imported_parts(file) and own_part(file) != "simulation"
+    ]
     assert importing == [ROOT / "cli" / "measurement.py"]
 
 

@@ -21,11 +21,11 @@ from benchmarks.core.report import Figure
 from benchmarks.param_server.host import FOUND, RING, Case, Task
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
-from jaxdist.param_server.simulator.config import Link, SimulationConfig
-from jaxdist.param_server.simulator.pace import WARMUP
-from jaxdist.param_server.simulator.pace import step_seconds as simulated_step_seconds
+from jaxdist.param_server.scenario import Link, SimulationConfig
 from jaxdist.runtime import hardware
 from jaxdist.runtime.environment import python_module
+from jaxdist.simulation.engine.pace import WARMUP
+from jaxdist.simulation.engine.pace import step_seconds as simulated_step_seconds
 
 FLOATS = 2**18
 WORKERS = 3

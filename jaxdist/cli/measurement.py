@@ -217,7 +217,7 @@ def servers(
     same command gives the same bits.
     """
     extra = shared.prepare(config, overrides, devices)
-    from jaxdist.study.simulation.command import run
+    from jaxdist.simulation.command import run
 
     run(
         config,
@@ -255,7 +255,7 @@ def fleet(
     checkpoint_seconds, snapshot_seconds, both_copies_lost,
     checkpoint_every_seconds, runs, seed.
     """
-    from jaxdist.study.simulation.fleet import run
+    from jaxdist.simulation.fleet import run
 
     run(settings or [], json_file=json_file, plot=plot, console=shared.console())
 
@@ -276,6 +276,6 @@ def choice(
     Keys: parameter_bytes, touched, step_seconds, gbits, latency_seconds,
     workers, servers, slower, noise.
     """
-    from jaxdist.study.simulation.choice import run
+    from jaxdist.simulation.choice import run
 
     run(settings or [], json_file=json_file, console=shared.console())

@@ -17,7 +17,7 @@ from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.build import PlacementConfig
 from jaxdist.param_server.protocol.rack import WITHIN
-from jaxdist.param_server.simulator.config import SimulationConfig, shares_by_speed
+from jaxdist.param_server.scenario import SimulationConfig, shares_by_speed
 from jaxdist.param_server.wire.config import ProcessesConfig
 
 Shares = tuple[Count, ...]

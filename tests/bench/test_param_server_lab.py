@@ -8,7 +8,7 @@ from benchmarks.collectives.lab import MESSAGE_SECONDS
 from benchmarks.core.lab import LabLink
 from benchmarks.param_server import lab
 from benchmarks.param_server.host import Case
-from jaxdist.param_server.simulator.network import HEADER_BYTES
+from jaxdist.simulation.engine.network import HEADER_BYTES
 
 LINK = LabLink(100e6)
 

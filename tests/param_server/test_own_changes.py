@@ -19,9 +19,9 @@ from jaxdist.param_server.consistency.arrival import SSP, Adaptive
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.protocol import client as worker
 from jaxdist.param_server.protocol.messages import Acknowledge, Answer, Publish
-from jaxdist.param_server.simulator.config import Crash, Pause, SimulationConfig, Straggler
-from jaxdist.param_server.simulator.problem import Computed, Sgd
-from jaxdist.param_server.simulator.run import simulate
+from jaxdist.param_server.scenario import Crash, Pause, SimulationConfig, Straggler
+from jaxdist.simulation.engine.problem import Computed, Sgd
+from jaxdist.simulation.engine.run import simulate
 
 READS = ["eager", "lazy", "each_clock"]
 WORKERS = 4

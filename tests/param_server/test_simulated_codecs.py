@@ -11,11 +11,11 @@ from jaxdist.param_server.consistency.arrival import SSP
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import Range
-from jaxdist.param_server.simulator.config import Crash, SimulationConfig
-from jaxdist.param_server.simulator.encoder import Encoder, Encoding
-from jaxdist.param_server.simulator.network import HEADER_BYTES
-from jaxdist.param_server.simulator.problem import Sgd
-from jaxdist.param_server.simulator.run import Simulation, simulate
+from jaxdist.param_server.scenario import Crash, SimulationConfig
+from jaxdist.simulation.engine.encoder import Encoder, Encoding
+from jaxdist.simulation.engine.network import HEADER_BYTES
+from jaxdist.simulation.engine.problem import Sgd
+from jaxdist.simulation.engine.run import Simulation, simulate
 
 BIAS = frozenset({"b"})
 

@@ -15,10 +15,10 @@ from jaxdist.param_server.consistency.arrival import SSP, Adaptive, Asynchronous
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.placement.balanced import Balanced
-from jaxdist.param_server.simulator.config import Crash, SimulationConfig, Straggler
-from jaxdist.param_server.simulator.network import HEADER_BYTES
-from jaxdist.param_server.simulator.problem import Sgd
-from jaxdist.param_server.simulator.run import simulate
+from jaxdist.param_server.scenario import Crash, SimulationConfig, Straggler
+from jaxdist.simulation.engine.network import HEADER_BYTES
+from jaxdist.simulation.engine.problem import Sgd
+from jaxdist.simulation.engine.run import simulate
 
 
 def simulated(

@@ -12,9 +12,9 @@ from jaxdist.param_server.aggregation import Direct, Racks
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Adaptive, Asynchronous
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.simulator.config import Link, SimulationConfig, Straggler
-from jaxdist.param_server.simulator.problem import Sgd
-from jaxdist.param_server.simulator.run import simulate
+from jaxdist.param_server.scenario import Link, SimulationConfig, Straggler
+from jaxdist.simulation.engine.problem import Sgd
+from jaxdist.simulation.engine.run import simulate
 
 
 class Traced(Quadratic):

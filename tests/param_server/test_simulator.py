@@ -21,7 +21,7 @@ from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.central import Central
-from jaxdist.param_server.simulator.config import (
+from jaxdist.param_server.scenario import (
     Crash,
     Link,
     Pause,
@@ -29,15 +29,15 @@ from jaxdist.param_server.simulator.config import (
     Straggler,
     shares_by_speed,
 )
-from jaxdist.param_server.simulator.network import (
+from jaxdist.simulation.engine.network import (
     HEADER_BYTES,
     WINDOW_BYTES,
     Network,
     Timeline,
 )
-from jaxdist.param_server.simulator.problem import Computed, Sgd
-from jaxdist.param_server.simulator.run import simulate
-from jaxdist.param_server.simulator.table import table
+from jaxdist.simulation.engine.problem import Computed, Sgd
+from jaxdist.simulation.engine.run import simulate
+from jaxdist.simulation.engine.table import table
 
 RATE = 0.1
 INSTANT = Link(bytes_per_second=1e300, server_bytes_per_second=1e300, latency_seconds=0.0)

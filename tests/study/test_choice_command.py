@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from jaxdist.errors import ConfigError
-from jaxdist.study.simulation.choice import RING, Choice, ChoiceConfig, Speeds, ring_seconds, run
+from jaxdist.simulation.choice import RING, Choice, ChoiceConfig, Speeds, ring_seconds, run
 
 SMALL = ("gbits=[1]", "touched=[1,0.01]", "workers=4", "servers=2", "step_seconds=0.2")
 

@@ -16,8 +16,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
 from jaxdist.run.strategies import run_strategy
+from jaxdist.simulation.rule import ServerRule
 from jaxdist.train.strategy.parameter_server import ParameterServer
-from jaxdist.train.strategy.rule import ServerRule
 from jaxdist.train.strategy.separable import check_separable
 from jaxdist.trees import flatten_with_names
 

@@ -11,9 +11,9 @@ from runs import DIGITS
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import ExperimentConfig, build
-from jaxdist.study.simulation.simulated import Simulator, cluster_of
-from jaxdist.train.strategy.rule import ServerRule
-from jaxdist.train.strategy.workers import ModelProblem
+from jaxdist.simulation.rule import ServerRule
+from jaxdist.simulation.simulated import Simulator, cluster_of
+from jaxdist.simulation.workers import ModelProblem
 from jaxdist.trees import flatten_with_names
 
 STEPS, BATCH = 4, 32

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from jaxdist.errors import ConfigError
+from jaxdist.param_server.contract import Arrays
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.placement.ranges import Range
 from jaxdist.param_server.wire.contract import Spec
@@ -59,7 +60,7 @@ class Layout:
         """As a payload."""
         return Spec(self.server, self.dtype, self.length)
 
-    def flatten(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+    def flatten(self, arrays: Arrays) -> np.ndarray:
         """Its part of parameters or gradients by name, as one array `[length]`."""
         flat = np.empty(self.length, self.dtype)
         for piece in self.pieces:

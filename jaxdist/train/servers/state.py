@@ -14,11 +14,11 @@ import optax
 from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.decoupled import Decoupled
+from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.layout import Layout, joined, layouts
 from jaxdist.param_server.live.shard import shapes, split
 from jaxdist.param_server.placement.contract import Placement
-from jaxdist.param_server.simulator.encoder import vectors
 from jaxdist.param_server.wire.contract import Spec
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program

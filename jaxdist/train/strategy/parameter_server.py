@@ -25,14 +25,13 @@ from jaxdist.optim.onebit import OnebitConfig
 from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.notices import notices
+from jaxdist.param_server.contract import vectors
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.placement.ranges import tensors_of
-from jaxdist.param_server.simulator.encoder import vectors
 from jaxdist.sharding import Layout
 from jaxdist.train.plan import TrainConfig, check_batch
 from jaxdist.train.strategy.contract import RunSettings
-from jaxdist.train.strategy.rule import elementwise
-from jaxdist.train.strategy.separable import check_separable, server_transform
+from jaxdist.train.strategy.separable import check_separable, elementwise, server_transform
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params
 

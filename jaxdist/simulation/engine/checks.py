@@ -8,8 +8,8 @@ import numpy as np
 
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import OnArrival
-from jaxdist.param_server.simulator.setup import bound_of
-from jaxdist.param_server.simulator.shard import Shard, ShardNode
+from jaxdist.simulation.engine.setup import bound_of
+from jaxdist.simulation.engine.shard import Shard, ShardNode
 
 
 class Reads:

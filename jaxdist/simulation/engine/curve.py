@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.simulator.problem import Problem
-from jaxdist.param_server.simulator.report import Point
-from jaxdist.param_server.simulator.shard import Shard, ShardNode
+from jaxdist.simulation.engine.problem import Problem
+from jaxdist.simulation.engine.report import Point
+from jaxdist.simulation.engine.shard import Shard, ShardNode
 
 
 def joined(

@@ -7,8 +7,9 @@ import math
 import numpy as np
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.simulator.problem import Arrays, Computed, Sgd
-from jaxdist.param_server.simulator.run import simulate
+from jaxdist.param_server.contract import Arrays
+from jaxdist.simulation.engine.problem import Computed, Sgd
+from jaxdist.simulation.engine.run import simulate
 
 WARMUP = 4
 """Steps that are not counted."""

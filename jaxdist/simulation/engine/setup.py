@@ -10,9 +10,10 @@ from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.consistency.rounds import BSP
+from jaxdist.param_server.contract import Arrays
 from jaxdist.param_server.placement.contract import Placement
 from jaxdist.param_server.placement.ranges import Tensor
-from jaxdist.param_server.simulator.problem import Arrays, Rule, Sgd
+from jaxdist.simulation.engine.problem import Rule, Sgd
 
 
 def server_rule(model: Consistency, rule: Rule) -> Rule:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from jaxdist.types import PyTree
-
-Arrays = Mapping[str, np.ndarray]
-"""Parameters, gradients or changes by name."""
+from jaxdist.param_server.contract import Arrays, RuleState
 
 
 class Computed(NamedTuple):
@@ -42,10 +38,6 @@ class Problem(Protocol):
     def loss(self, params: Arrays) -> float:
         """What the curve shows, held out or not."""
         ...
-
-
-RuleState = PyTree
-"""What a rule carries for a range from update to update."""
 
 
 class Rule(Protocol):

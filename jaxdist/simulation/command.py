@@ -14,13 +14,13 @@ from jaxdist.data.cache import cache_directory
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.experiment.config import at_setting
-from jaxdist.param_server.simulator.report import Report
-from jaxdist.param_server.simulator.table import table as report_table
 from jaxdist.runtime import compilation_cache
+from jaxdist.simulation.compared import Simulated, Targets, default_targets, table
+from jaxdist.simulation.engine.report import Report
+from jaxdist.simulation.engine.table import table as report_table
+from jaxdist.simulation.plot import plot_simulation
+from jaxdist.simulation.simulated import Simulator, cluster_of
 from jaxdist.study.files import check_writable, write_json
-from jaxdist.study.simulation.compared import Simulated, Targets, default_targets, table
-from jaxdist.study.simulation.plot import plot_simulation
-from jaxdist.study.simulation.simulated import Simulator, cluster_of
 from jaxdist.study.variants import AS_GIVEN, Variant, parse_variants
 from jaxdist.types import JsonObject
 

@@ -11,14 +11,14 @@ from jaxdist.param_server.consistency.arrival import OnArrival
 from jaxdist.param_server.protocol import client
 from jaxdist.param_server.protocol.client import ClientState
 from jaxdist.param_server.protocol.messages import Message, Publish, Push, Reply
-from jaxdist.param_server.simulator.curve import joined
-from jaxdist.param_server.simulator.network import Node
-from jaxdist.param_server.simulator.problem import Computed
-from jaxdist.param_server.simulator.shard import Shard, slices
-from jaxdist.param_server.simulator.trainer import Trainer
+from jaxdist.simulation.engine.curve import joined
+from jaxdist.simulation.engine.network import Node
+from jaxdist.simulation.engine.problem import Computed
+from jaxdist.simulation.engine.shard import Shard, slices
+from jaxdist.simulation.engine.trainer import Trainer
 
 if TYPE_CHECKING:
-    from jaxdist.param_server.simulator.run import Simulation
+    from jaxdist.simulation.engine.run import Simulation
 
 
 class WorkerNode:

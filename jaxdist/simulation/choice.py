@@ -19,9 +19,9 @@ from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
 from jaxdist.param_server.consistency.build import ConsistencyConfig
 from jaxdist.param_server.consistency.rounds import BSP
-from jaxdist.param_server.simulator.config import Link, SimulationConfig
-from jaxdist.param_server.simulator.pace import step_seconds
+from jaxdist.param_server.scenario import Link, SimulationConfig
 from jaxdist.runtime import hardware
+from jaxdist.simulation.engine.pace import step_seconds
 from jaxdist.study.files import check_writable, read_settings, write_json
 
 RING = "all-reduce"

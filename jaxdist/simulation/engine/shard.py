@@ -11,6 +11,7 @@ import numpy as np
 from jaxdist.param_server.consistency.arrays import combined, delay_compensated
 from jaxdist.param_server.consistency.arrival import DelayCompensation, OnArrival
 from jaxdist.param_server.consistency.contract import Arrival, Consistency, Merge
+from jaxdist.param_server.contract import Arrays, RuleState
 from jaxdist.param_server.placement.ranges import Range
 from jaxdist.param_server.protocol import server
 from jaxdist.param_server.protocol.messages import (
@@ -22,7 +23,7 @@ from jaxdist.param_server.protocol.messages import (
     Push,
     Reply,
 )
-from jaxdist.param_server.simulator.problem import Arrays, Rule, RuleState
+from jaxdist.simulation.engine.problem import Rule
 
 Shard = tuple[np.ndarray, ...]
 """The arrays of a server's ranges, in their order."""

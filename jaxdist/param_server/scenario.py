@@ -1,4 +1,4 @@
-"""What a simulation is scripted with."""
+"""The scenario of a simulation: speeds of workers, links, and what goes wrong."""
 
 from __future__ import annotations
 

@@ -19,8 +19,8 @@ from jaxdist.elastic.fleet import (
     snapshots_with,
 )
 from jaxdist.metrics.account import Kind
+from jaxdist.simulation.fleet_plot import plot_fleet
 from jaxdist.study.files import check_writable, read_settings, write_json
-from jaxdist.study.simulation.fleet_plot import plot_fleet
 from jaxdist.types import JsonObject
 
 POWERS = range(-8, 5)

@@ -13,7 +13,7 @@ from jaxdist.metrics.figure import new_figure, save
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from jaxdist.study.simulation.fleet import Fleet
+    from jaxdist.simulation.fleet import Fleet
 
 NAME = "fleet"
 _SIZE_INCHES = (8.0, 4.8)

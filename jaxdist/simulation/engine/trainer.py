@@ -10,7 +10,8 @@ from jaxdist.param_server.consistency.arrays import elastic_difference
 from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
-from jaxdist.param_server.simulator.problem import Arrays, Computed, Problem, Rule, RuleState
+from jaxdist.param_server.contract import Arrays, RuleState
+from jaxdist.simulation.engine.problem import Computed, Problem, Rule
 
 
 class Trainer:

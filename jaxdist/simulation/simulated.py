@@ -6,12 +6,12 @@ import json
 
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig
-from jaxdist.param_server.simulator.encoder import vectors
-from jaxdist.param_server.simulator.report import Report
-from jaxdist.param_server.simulator.run import simulate
+from jaxdist.param_server.contract import vectors
+from jaxdist.simulation.engine.report import Report
+from jaxdist.simulation.engine.run import simulate
+from jaxdist.simulation.rule import ServerRule
+from jaxdist.simulation.workers import ModelProblem
 from jaxdist.train.strategy.parameter_server import ParameterServer, peak
-from jaxdist.train.strategy.rule import ServerRule
-from jaxdist.train.strategy.workers import ModelProblem
 
 POINTS = 20
 """Of a curve, where eval.every is not given."""

@@ -11,11 +11,11 @@ from jaxdist.param_server.consistency.contract import Arrival
 from jaxdist.param_server.protocol import client, rack
 from jaxdist.param_server.protocol.messages import Answer, Drop, Message, Publish, Push, Reply
 from jaxdist.param_server.protocol.rack import Ask, Forward, RackState, RackStep
-from jaxdist.param_server.simulator.network import Node
-from jaxdist.param_server.simulator.shard import Shard
+from jaxdist.simulation.engine.network import Node
+from jaxdist.simulation.engine.shard import Shard
 
 if TYPE_CHECKING:
-    from jaxdist.param_server.simulator.run import Simulation
+    from jaxdist.simulation.engine.run import Simulation
 
 
 class RackNode:

@@ -14,7 +14,8 @@ from jaxdist.data.loader import Loader
 from jaxdist.errors import DataError
 from jaxdist.models.loss import Batch
 from jaxdist.parallel.jitted import Compiled
-from jaxdist.param_server.simulator.problem import Arrays, Computed
+from jaxdist.param_server.contract import Arrays
+from jaxdist.simulation.engine.problem import Computed
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Found, Program

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from jaxdist.param_server.simulator.config import Link
+from jaxdist.param_server.scenario import Link
 
 Action = Callable[[], None]
 Node = tuple[str, int]

@@ -10,16 +10,16 @@ from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.protocol import server as protocol
 from jaxdist.param_server.protocol.messages import Message, Reply
 from jaxdist.param_server.protocol.rack import WITHIN
-from jaxdist.param_server.simulator.checks import Reads, Values
-from jaxdist.param_server.simulator.curve import Curve, joined
-from jaxdist.param_server.simulator.encoder import Encoder, Encoding
-from jaxdist.param_server.simulator.network import Action, Network, Node, Timeline
-from jaxdist.param_server.simulator.problem import Problem, Rule
-from jaxdist.param_server.simulator.rack import RackNode
-from jaxdist.param_server.simulator.report import Report, Work
-from jaxdist.param_server.simulator.setup import placed, server_rule
-from jaxdist.param_server.simulator.shard import Shard, ShardNode
-from jaxdist.param_server.simulator.worker import WorkerNode
+from jaxdist.simulation.engine.checks import Reads, Values
+from jaxdist.simulation.engine.curve import Curve, joined
+from jaxdist.simulation.engine.encoder import Encoder, Encoding
+from jaxdist.simulation.engine.network import Action, Network, Node, Timeline
+from jaxdist.simulation.engine.problem import Problem, Rule
+from jaxdist.simulation.engine.rack import RackNode
+from jaxdist.simulation.engine.report import Report, Work
+from jaxdist.simulation.engine.setup import placed, server_rule
+from jaxdist.simulation.engine.shard import Shard, ShardNode
+from jaxdist.simulation.engine.worker import WorkerNode
 
 
 def simulate(

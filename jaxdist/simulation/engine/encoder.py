@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import jax
@@ -10,8 +10,7 @@ import numpy as np
 
 from jaxdist.compression import Codec, Feedback, Sender, SenderState, Sent, first_round
 from jaxdist.param_server.placement.ranges import Range
-from jaxdist.param_server.simulator.shard import Shard
-from jaxdist.types import Dims
+from jaxdist.simulation.engine.shard import Shard
 
 
 class Encoding:
@@ -79,12 +78,3 @@ class Encoder:
 
 def _like(array: np.ndarray) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, np.float32)
-
-
-def vectors(dims: Mapping[str, Dims]) -> frozenset[str]:
-    """Parameters of less than two dims, layers not counted: small, and hurt most by a codec.
-
-    >>> sorted(vectors({"kernel": ("embed", "mlp"), "scale": ("layers", "embed")}))
-    ['scale']
-    """
-    return frozenset(name for name, own in dims.items() if sum(dim != "layers" for dim in own) < 2)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxdist.metrics.figure import new_figure, save
-from jaxdist.study.simulation.compared import Simulated
+from jaxdist.simulation.compared import Simulated
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from jaxdist.param_server.simulator.report import Point, Report
+from jaxdist.simulation.engine.report import Point, Report
 
 ROWS = 12
 """Of the curve, and of the histogram."""

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxdist.optim.build import AdamWConfig, ImportedOptimizerConfig, OptimConfig, SgdConfig
-from jaxdist.param_server.simulator.problem import RuleState
-from jaxdist.train.strategy.separable import server_transform
+from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
+from jaxdist.param_server.contract import RuleState
+from jaxdist.train.strategy.separable import elementwise, server_transform
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Params, PyTree
 
@@ -111,11 +111,6 @@ class ServerRule:
             return new, state
 
         return _Compiled(transform, wrapped, jax.jit(step))
-
-
-def elementwise(optim: OptimConfig) -> bool:
-    """Does an optimizer update each element by itself, so that servers may share a tensor?"""
-    return isinstance(optim, AdamWConfig | SgdConfig)
 
 
 def _bare(array: PyTree) -> PyTree:

@@ -1,0 +1,25 @@
+"""What servers, workers and the simulator agree on: arrays by name, and which go as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from jaxdist.types import Dims, PyTree
+
+Arrays = Mapping[str, np.ndarray]
+"""Parameters, gradients or changes by name."""
+RuleState = PyTree
+"""The state that an update rule carries for a range from one update to the next."""
+
+
+def vectors(dims: Mapping[str, Dims]) -> frozenset[str]:
+    """Return the parameters of less than two dims, layers not counted.
+
+    They are small, and hurt most by a codec, so that pushes carry them as they are.
+
+    >>> sorted(vectors({"kernel": ("embed", "mlp"), "scale": ("layers", "embed")}))
+    ['scale']
+    """
+    return frozenset(name for name, own in dims.items() if sum(dim != "layers" for dim in own) < 2)

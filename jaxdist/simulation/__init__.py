@@ -1,0 +1,1 @@
+"""Simulations: parameter servers, fleets and choices in virtual time."""

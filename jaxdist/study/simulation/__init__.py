@@ -1,1 +1,0 @@
-"""`jaxdist simulate`: a config with a parameter server in virtual time."""
