@@ -26,7 +26,7 @@ from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.models.loss import Batch
-from jaxdist.run.hooks import Cadence, Guard, Log, RunHooks, Save, Stop
+from jaxdist.run.hooks.loop import Cadence, Guard, Log, RunHooks, Save, Stop
 from jaxdist.run.termination import Termination
 from jaxdist.run.watch.told import Goodput
 from jaxdist.train.loop import StepFunction, run_loop

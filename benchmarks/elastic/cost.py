@@ -21,7 +21,7 @@ from jaxdist.elastic.status import Publisher
 from jaxdist.experiment import Experiment, build, load
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.models.loss import Batch
-from jaxdist.run.hooks import Hook, Moment, RunHooks
+from jaxdist.run.hooks.loop import LoopHook, Moment, RunHooks
 from jaxdist.train.loop import run_loop
 from jaxdist.train.state import TrainState
 
@@ -32,7 +32,7 @@ CALLS, BEATS_SECONDS = 20_000, 4.0
 
 
 @dataclass
-class Take(Hook):
+class Take(LoopHook):
     """Snapshots each so many steps, in the middle between, so that each is written behind steps."""
 
     memory: Snapshots
@@ -56,7 +56,7 @@ class Steps:
     def __post_init__(self) -> None:
         self.state = self.experiment.program.init()
 
-    def some(self, *hooks: Hook) -> None:
+    def some(self, *hooks: LoopHook) -> None:
         """So many more, to their end."""
         train = self.experiment.stages[0].program.train
         stop = self.taken + STEPS

@@ -28,10 +28,10 @@ from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
 from jaxdist.run.agent_link import Watcher, continued, restored
-from jaxdist.run.assemble import hooks_of, watching
 from jaxdist.run.checkpoints import restore
 from jaxdist.run.directory import RunDirectory, identity_of, prepare
-from jaxdist.run.hooks import Cadence
+from jaxdist.run.hooks.assemble import hooks_of, watching
+from jaxdist.run.hooks.loop import Cadence
 from jaxdist.run.loading.begin import begin_with, check_begin
 from jaxdist.run.loading.misordered import check_order
 from jaxdist.run.memory import check_state_fits, check_step_fits

@@ -13,7 +13,7 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.writer import REPLICAS, MetricsWriter
 from jaxdist.parallel.digest import Difference, Replicas
-from jaxdist.run.hooks import Cadence, Hook, Moment
+from jaxdist.run.hooks.loop import Cadence, LoopHook, Moment
 from jaxdist.run.suspect import SuspectStateError
 from jaxdist.train.replicas import ReplicaCheckConfig
 
@@ -21,7 +21,7 @@ _LISTED = 3
 
 
 @dataclass
-class CompareReplicas(Hook):
+class CompareReplicas(LoopHook):
     """Ends a run, or lets it go back, where replicas of its state differ.
 
     They are compared when its turn comes and at every other boundary too, so that what is evaluated

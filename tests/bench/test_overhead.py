@@ -11,7 +11,7 @@ from benchmarks import overhead
 from benchmarks.core.harness import Sample
 from benchmarks.core.plain import gpt_loss, mlp_loss
 from benchmarks.overhead import GPT, MLP, TINY, LoopPair, StepPair, beyond_figure, experiment
-from jaxdist.run.hooks import Log
+from jaxdist.run.hooks.loop import Log
 
 SMALL_GPT = {
     "model": {"type": "gpt", "layers": 2, "embed": 16, "heads": 2},

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxdist.run import job
-from jaxdist.run.hooks import Hook, Moment
+from jaxdist.run.hooks.loop import LoopHook, Moment
 
 
 def bits_of(leaf: jax.Array) -> int:
@@ -36,7 +36,7 @@ def with_bit_flipped(leaf: jax.Array, bit: int, device: jax.Device) -> jax.Array
 
 
 @dataclass
-class Flip(Hook):
+class Flip(LoopHook):
     """Flips a bit of one device's replica of a parameter, after all other hooks of a step.
 
     Attributes:

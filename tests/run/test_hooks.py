@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist.errors import RunError
-from jaxdist.run.hooks import Between, Cadence, Evaluate, Guard, Log, RunHooks, Save, Stop
+from jaxdist.run.hooks.loop import Between, Cadence, Evaluate, Guard, Log, RunHooks, Save, Stop
 from jaxdist.run.termination import Termination
 from jaxdist.train.step import SKIP_METRICS
 

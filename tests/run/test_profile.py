@@ -14,7 +14,7 @@ from runs import RUN, Jaxdist
 
 from jaxdist.errors import ConfigError
 from jaxdist.metrics.rates import Efficiency
-from jaxdist.run.hooks import Moment
+from jaxdist.run.hooks.loop import Moment
 from jaxdist.run.report.describe import efficiency_of
 from jaxdist.run.watch.profile import Profile, ProfiledSteps, parse_profile
 

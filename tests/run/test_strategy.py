@@ -18,7 +18,7 @@ from runs import DIGITS, Jaxdist, assert_same_run, metrics, steps
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.run.directory import RunDirectory
-from jaxdist.run.hooks import Hook, Moment, RunHooks
+from jaxdist.run.hooks.loop import LoopHook, Moment, RunHooks
 from jaxdist.run.job import RunJob
 from jaxdist.run.strategies import run_strategy, through_stages
 from jaxdist.run.termination import Termination
@@ -51,7 +51,7 @@ def test_a_lookahead_run_resumes_to_the_bit_from_between_two_exchanges(jaxdist: 
     assert ours[3] != theirs[3]
 
 
-class Until(Hook):
+class Until(LoopHook):
     """Ends a part of a run after a step."""
 
     def __init__(self, step: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 
 from jaxdist.errors import ConfigError
-from jaxdist.run.hooks import Hook, Moment
+from jaxdist.run.hooks.loop import LoopHook, Moment
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def parse_profile(text: str) -> ProfiledSteps:
 
 
 @dataclass
-class Profile(Hook):
+class Profile(LoopHook):
     """Traces some steps with jax's profiler, in one process of a run.
 
     Attributes:

@@ -18,7 +18,7 @@ from jaxdist.elastic.saving import MOST_STEPS, Failures, Interval, choose, failu
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.goodput import INTERVALS
 from jaxdist.metrics.writer import MetricsWriter
-from jaxdist.run.hooks import Cadence
+from jaxdist.run.hooks.loop import Cadence
 
 FIRST_STEPS = 10
 """After so many steps a run saves for the first time, to know what it costs."""

@@ -13,11 +13,11 @@ from jaxdist.metrics.account import Account
 from jaxdist.metrics.energy.tally import SPLIT as ENERGY
 from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.writer import MetricsWriter
-from jaxdist.run.hooks import Cadence, Hook, Moment
+from jaxdist.run.hooks.loop import Cadence, LoopHook, Moment
 
 
 @dataclass
-class Tell(Hook):
+class Tell(LoopHook):
     """Says to whoever watches which step was taken, and when the next is waited for."""
 
     tell: Callable[[int], None]
@@ -31,7 +31,7 @@ class Tell(Hook):
 
 
 @dataclass
-class Goodput(Hook):
+class Goodput(LoopHook):
     """Writes down where time and energy went: with the log, though not each time, and at each save.
 
     A record stands at each step that a later life may go on from, so that what is lost is known.

@@ -11,7 +11,7 @@ import pytest
 
 from jaxdist.errors import STOPPED, StoppedError
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.run.hooks import RunHooks, Stop
+from jaxdist.run.hooks.loop import RunHooks, Stop
 from jaxdist.train.servers import supervisor
 from jaxdist.train.servers.children import Event
 from jaxdist.train.servers.supervisor import Supervisor

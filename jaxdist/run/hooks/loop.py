@@ -1,7 +1,8 @@
 """What a run does between steps: log, exchange, evaluate, save, trace, stop when it is told to.
 
-Each is a `Hook` that knows nothing of the others; `RunHooks` asks them in order. What one finds the
-next may read in the `Moment`: a checkpoint is also saved where an evaluation was the best so far.
+Each is a `LoopHook` that knows nothing of the others; `RunHooks` asks them in order. What one
+finds the next may read in the `Moment`: a checkpoint is also saved where an evaluation was the best
+so far.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Moment:
     stop: bool = False
 
 
-class Hook:
+class LoopHook:
     """Does nothing at any step; a hook overrides what it needs."""
 
     def waiting(self, step: int) -> None:
@@ -83,7 +84,7 @@ class Hook:
 
 
 @dataclass
-class Guard(Hook):
+class Guard(LoopHook):
     """Ends a run whose loss or gradient is not finite, before anything is saved.
 
     Attributes:
@@ -135,7 +136,7 @@ class Guard(Hook):
 
 
 @dataclass
-class Log(Hook):
+class Log(LoopHook):
     """Writes metrics down every so many steps; reading them then waits for nothing."""
 
     cadence: Cadence
@@ -154,7 +155,7 @@ class Log(Hook):
 
 
 @dataclass
-class Stop(Hook):
+class Stop(LoopHook):
     """Ends a run that was told to stop."""
 
     termination: Termination
@@ -173,7 +174,7 @@ class Stop(Hook):
 
 
 @dataclass
-class Between(Hook):
+class Between(LoopHook):
     """Exchanges parameters between steps, where a strategy does so.
 
     Attributes:
@@ -192,7 +193,7 @@ class Between(Hook):
 
 
 @dataclass
-class Evaluate(Hook):
+class Evaluate(LoopHook):
     """Measures held-out means.
 
     Attributes:
@@ -223,7 +224,7 @@ class Evaluate(Hook):
 
 
 @dataclass
-class Save(Hook):
+class Save(LoopHook):
     """Saves a checkpoint when its turn comes, where a run stops, and what is best so far.
 
     Attributes:
@@ -250,7 +251,7 @@ class Save(Hook):
 
 
 @dataclass
-class Snapshot(Hook):
+class Snapshot(LoopHook):
     """Copies the state when its turn comes, where it is not saved to something better anyway.
 
     Attributes:
@@ -278,7 +279,7 @@ class Snapshot(Hook):
 class RunHooks:
     """Hooks in their order, as the loop asks them."""
 
-    hooks: Sequence[Hook]
+    hooks: Sequence[LoopHook]
     stopped: bool = False
 
     def waiting(self, step: int) -> None:

@@ -12,13 +12,13 @@ from jaxdist.metrics.account import Kind
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import MetricsWriter
 from jaxdist.run.checkpoints import save
-from jaxdist.run.hooks import (
+from jaxdist.run.hooks.loop import (
     Between,
     Cadence,
     Evaluate,
     Guard,
-    Hook,
     Log,
+    LoopHook,
     RunHooks,
     Save,
     Snapshot,
@@ -69,7 +69,7 @@ def hooks_of(
     restores = 0 if checked is None else min(checked.restores, 1)
     guard = Guard(program.metrics, store, program.optimizer.max_skipped, restores)
     measured: Evaluate | None = None
-    hooks: list[Hook] = [guard, Log(every(config.train.log_every), guard, progress, writer)]
+    hooks: list[LoopHook] = [guard, Log(every(config.train.log_every), guard, progress, writer)]
     hooks.append(Stop(job.termination))
     if program.outer is not None:
         hooks.append(Between(program.outer, program.between))
@@ -125,7 +125,7 @@ def watching(
     measured: Evaluate | None,
     writer: MetricsWriter | None,
     progress: Progress,
-) -> Iterator[Hook]:
+) -> Iterator[LoopHook]:
     """What is done for an agent, and for who goes on.
 
     Args:
