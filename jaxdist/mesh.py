@@ -40,16 +40,16 @@ DCN, ICI = "_dcn", "_ici"
 
 
 class Split(Config):
-    """One axis over two networks."""
+    """Sizes of one axis over two networks."""
 
     dcn: Count
-    """Size across the slow network (between slices or hosts)."""
+    """Size of the axis across the slow network (between slices or hosts)."""
     ici: Count
-    """Size inside the fast network."""
+    """Size of the axis inside the fast network."""
 
 
 class MeshConfig(Config):
-    """Axis sizes in order, slowest first; one size may be -1 (whatever is left)."""
+    """Axis sizes in order, slowest first; one size may be -1 (all remaining devices)."""
 
     data: int | Split | None = None
     """Splits the batch (and, with ZeRO, the training state)."""

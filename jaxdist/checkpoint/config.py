@@ -14,33 +14,35 @@ Auto = Literal["auto"]
 
 
 class LocalConfig(Config):
-    """Snapshots on a disk of each machine: quicker than a shared one, and left when it restarts."""
+    """Snapshots on each machine's own disk, which is faster than shared storage."""
 
     directory: FilePath
-    """Of every machine by itself; each run has a folder in it."""
+    """Directory on every machine's own disk; each run has a folder in it."""
     every: Count = 100
-    """Steps between two of them."""
+    """Steps between two snapshots."""
 
 
 class CheckpointConfig(Config):
     """When to save, and what to keep."""
 
     every: Count | Auto = 500
-    """Steps between two checkpoints; auto: by what a save costs, and how often the run fails."""
+    """Steps between two checkpoints; auto: from the cost of a save and the rate of failures."""
     memory_every: Count | Auto | None = 10
-    """Steps between two snapshots in memory, which `jaxdist train --elastic` keeps for those who
-    come after a lost process; auto as for checkpoints; null: none."""
+    """Steps between two snapshots in memory, from which `jaxdist train --elastic` resumes after a
+    lost process; auto as for checkpoints; null takes none."""
     local: LocalConfig | None = None
-    """Snapshots on each machine's own disk, between those in memory and checkpoints; null: none."""
+    """Snapshots on each machine's own disk, between those in memory and checkpoints; null takes
+    none."""
     mttf_hours: PositiveFloat = 24.0
-    """For auto: between two failures, until one was seen. A guess."""
+    """Mean hours between failures, which auto assumes until it has seen a failure."""
     keep: Count = 3
-    """How many of the newest checkpoints stay; 2 or more leave one to fall back on."""
+    """Number of newest checkpoints to keep; with 2 or more, an older one can replace a damaged
+    one."""
     keep_best: bool = True
-    """Whether the checkpoint with the best evaluation stays as well."""
+    """Whether to keep the checkpoint with the best evaluation as well."""
     chunk_bytes: Count = CHUNK_BYTES
-    """Size of the files of large arrays; one that did not change is not written again."""
+    """Size of the files of large arrays; a file whose content is unchanged is not written again."""
     parts: Patterns | None = None
-    """Paths of what checkpoints hold, such as params or !opt_state; null is all, for --resume."""
+    """Paths to save, such as params or !opt_state; null saves everything, which --resume needs."""
     begin_with: BeginWith | None = None
-    """A part of another run's state to begin with, for fine-tuning; null is none."""
+    """Part of another run's state to start from, for fine-tuning; null starts afresh."""

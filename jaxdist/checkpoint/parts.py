@@ -43,9 +43,9 @@ class BeginWith(Config):
     run: Annotated[str, Field(min_length=1)]
     """Directory of the other run, such as runs/pretrained."""
     parts: Patterns = ("params",)
-    """Paths of what is taken, such as params/encoder; `*` is any name, and `!` leaves out."""
+    """Paths to load, such as params/encoder; `*` is any name, and `!` leaves a path out."""
     step: Annotated[int, Field(ge=0)] | None = None
-    """Of the checkpoint; null is the newest that is whole."""
+    """Step of the checkpoint to load; null is the newest complete checkpoint."""
 
 
 def matches(pattern: str, name: str) -> bool:

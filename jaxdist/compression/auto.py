@@ -37,22 +37,22 @@ want a feedback and an optimizer that fit them. Of equal times the earlier one."
 class AutoCodec(Config):
     """The candidate with the least predicted time, chosen before the program is traced.
 
-    What it chooses depends on the shapes, the sizes of the axes and their links, and on nothing
-    measured, so that all processes choose alike. `explain` says why.
+    The choice depends on the shapes, the sizes of the axes and their links, and on nothing
+    measured, so that all processes make the same choice. `explain` gives the reasons.
     """
 
     type: Literal["auto"] = "auto"
     """Selects this choice."""
     candidates: tuple[CodecConfig, ...] = CANDIDATES
-    """Codecs to choose from; of two that are predicted to be equal, the earlier one."""
+    """Codecs to choose from; of two with equal predictions, the earlier is chosen."""
     device: str | None = None
-    """Figures of this device (v5e, h100, ...); null: the one that the program is compiled for."""
+    """Device whose figures to use (v5e, h100, ...); null: the device compiled for."""
     fast: LinkConfig | None = None
-    """The link of fast axes; null: the device's."""
+    """The link of fast axes; null: the device's own."""
     slow: LinkConfig | None = None
-    """The link of slow axes; null: the device's."""
+    """The link of slow axes; null: the device's own."""
     slow_axes: tuple[str, ...] | None = None
-    """Axes between slices or hosts; null: those whose name ends in `_dcn`."""
+    """Axes between slices or hosts; null: the axes whose name ends in `_dcn`."""
 
     @field_validator("candidates")
     @classmethod

@@ -25,21 +25,21 @@ DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
 
 
 class Stage(Config):
-    """A codec from a step on."""
+    """A codec and the step from which it is used."""
 
     start: Annotated[int, Field(ge=0)]
-    """The first step, from 0; steps that are left out for what is not finite do not count."""
+    """The first step, from 0; steps skipped for a NaN or an infinity do not count."""
     codec: CodecConfig
-    """How gradients are sent from there."""
+    """The codec of gradients from that step on."""
 
 
 class Stages(Config):
-    """One codec after another as training goes on, in one compiled program."""
+    """A sequence of codecs over the course of training, in one compiled program."""
 
     type: Literal["stages"] = "stages"
     """Selects this choice."""
     stages: tuple[Stage, ...]
-    """In order of their starts; the first starts at 0."""
+    """The stages in order of their starts; the first starts at 0."""
 
     @field_validator("stages")
     @classmethod
@@ -83,12 +83,12 @@ AnyStages = Annotated[Stages | CodecConfig, Field(discriminator="type")]
 
 
 class Rule(Config):
-    """A choice for some parameters."""
+    """A codec for the parameters whose name matches a pattern."""
 
     pattern: str
-    """Of parameter names, such as `*/bias` or `layers/*/kernel`; the first that fits counts."""
+    """Pattern of parameter names, such as `*/bias` or `layers/*/kernel`; the first match counts."""
     codec: AnyStages
-    """For these."""
+    """The codec of these parameters, or its stages."""
 
 
 class PerParameter(Config):

@@ -33,20 +33,20 @@ from jaxdist.types import Grads, PyTree
 
 
 class Compression(Config):
-    """How gradients are sent in few bytes, beside the codec that its subclasses are."""
+    """The settings of compressed gradients that are independent of the codec."""
 
     error_feedback: bool | FeedbackConfig = True
-    """Add what a message leaves out to the next gradient: false, true (classic), or one by type."""
+    """Add what a message leaves out to the next gradient: false, true (classic), or a feedback."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the beginning that send everything, or ever less."""
+    """Steps at the beginning that send whole gradients, or gradually sparser ones."""
     warmup: Literal["whole", "sparser"] = "whole"
     """sparser (top-k): 25%, 6.25%, 1.6% and 0.4% of the elements in equal parts of warmup_steps."""
     axis: Literal["data", "data.dcn"] = "data"
-    """All devices that share the batch, or across the slow network alone, exact in the fast one."""
+    """Compress between all devices that share the batch, or across the slow network only."""
     rules: tuple[Rule, ...] = ()
-    """Codecs of some parameters, by name; the first that fits counts."""
+    """Codecs for some parameters, by name; the first match counts."""
     vectors: Literal["whole", "otherwise"] = "whole"
-    """Whether parameters of less than two dims (norms, biases) are sent as they are."""
+    """Whether parameters of fewer than two dims (norms, biases) are sent uncompressed (whole)."""
 
     @model_validator(mode="after")
     def _fits(self) -> Compression:
@@ -134,7 +134,7 @@ class CompressChain(Compression, Chain): ...
 
 
 class CompressAuto(Compression, AutoCodec):
-    """Chosen by predicted time; `chosen` has the codec."""
+    """The codec with the least predicted time; `chosen` returns it."""
 
     @property
     def codecs(self) -> tuple[CodecConfig, ...]:

@@ -74,11 +74,12 @@ def first_round(seed: int = 0, step: int | jax.Array = 0, rank: int | jax.Array 
 
 
 class Codec(Config):
-    """One way to write an array in few bytes; an instance is both the choice in a config and code.
+    """A way to write an array in few bytes; an instance is both the choice in a config and the
+    code.
 
     Attributes:
-      exchange: how the messages of several devices become one.
-      flat: whether only the number of elements matters, so that tensors are packed end to end.
+      exchange: how the messages of several devices are combined.
+      flat: whether only the number of elements matters, so that tensors can be packed end to end.
     """
 
     exchange: ClassVar[Exchange] = "scatter"
@@ -173,11 +174,11 @@ Factors: TypeAlias = Generator[jax.Array, jax.Array, Factored]
 
 
 class Linear(Codec):
-    """A codec whose messages are added up: in one round of sums, or in several.
+    """A codec whose messages are added up, in one or in several rounds of sums.
 
-    `factors` is a generator: it yields what this device adds to a sum, float32, and is sent the sum
-    over all devices. So codecs of any number of rounds, and many tensors at once, run in lockstep,
-    with one fused all-reduce for each round.
+    `factors` is a generator: it yields this device's float32 term of a sum, and receives the sum
+    over all devices. Codecs of any number of rounds, and many tensors at once, therefore run in
+    lockstep, with one fused all-reduce for each round.
     """
 
     exchange: ClassVar[Exchange] = "sum"

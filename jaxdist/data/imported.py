@@ -16,20 +16,20 @@ from jaxdist.types import Kwargs
 
 
 class ImportConfig(Config):
-    """Data of your own: a Dataset, one source, or a pair (train, heldout) of sources."""
+    """Your own data: a Dataset, one source, or a pair (train, heldout) of sources."""
 
     type: Literal["import"] = "import"
-    """Data of your own."""
+    """Your own data."""
     path: str
-    """`package.module:name` of the data, or of a function that builds it."""
+    """Import path `package.module:name` of the data, or of a function that builds it."""
     args: Kwargs = Field(default={})
-    """Arguments of that function, by name."""
+    """Keyword arguments for that function."""
     vocab_size: Count | None = None
-    """Each value of the field `tokens` is from 0 to one less; null where there are no tokens."""
+    """Values of the field `tokens` are from 0 to vocab_size - 1; null where there are no tokens."""
     classes: Count | None = None
-    """Each value of the field `label` is from 0 to one less; null where there are no labels."""
+    """Values of the field `label` are from 0 to classes - 1; null where there are no labels."""
     unchecked: list[str] = Field(default=[])
-    """Fields in which a number outside its range, NaN or infinity means something to your model."""
+    """Fields that may hold out-of-range numbers, NaN or infinity, because your model uses them."""
 
     def build(self) -> Dataset:
         """Import, call, and look at the first and the last example.

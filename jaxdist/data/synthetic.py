@@ -26,32 +26,32 @@ _ONLY = {
 
 
 class SyntheticConfig(Config):
-    """Random examples with a structure to learn, so that a loss falls."""
+    """Random examples with a structure to learn, so that a loss can fall."""
 
     type: Literal["synthetic"] = "synthetic"
-    """Made-up data, for benchmarks."""
+    """Synthetic data, for benchmarks."""
     kind: Literal["tokens", "images"]
-    """Tokens of a random bigram chain, or images that are their class's picture plus noise."""
+    """Tokens of a random bigram chain, or images made of their class's picture plus noise."""
     examples: int = Field(default=65_536, ge=1, le=LARGEST)
-    """Training examples; nothing is stored."""
+    """Number of training examples; they are generated, not stored."""
     heldout_examples: int = Field(default=1_024, ge=0, le=LARGEST)
-    """Examples to judge by, none of which is a training example."""
+    """Number of held-out examples, none of which is a training example."""
     seed: int = Field(default=0, ge=0)
-    """Equal seeds give equal examples."""
+    """Seed of the examples; equal seeds give equal examples."""
     vocab_size: int = Field(default=257, ge=2, le=LARGEST)
-    """Tokens: how many different ones."""
+    """Tokens: size of the vocabulary."""
     window: int = Field(default=256, ge=1, le=LARGEST)
-    """Tokens: how many an example predicts."""
+    """Tokens: number of tokens that an example predicts."""
     height: int = Field(default=32, ge=1, le=LARGEST)
-    """Images: rows."""
+    """Images: number of rows."""
     width: int = Field(default=32, ge=1, le=LARGEST)
-    """Images: columns."""
+    """Images: number of columns."""
     channels: int = Field(default=3, ge=1, le=LARGEST)
-    """Images: values of a pixel."""
+    """Images: number of values in a pixel."""
     classes: int = Field(default=10, ge=2, le=LARGEST)
-    """Images: how many different labels."""
+    """Images: number of labels."""
     transform: TransformConfig | None = None
-    """Images: what is done to each; null hands on uint8, 0 to 255."""
+    """Images: transform of each; null passes on uint8, 0 to 255."""
 
     @model_validator(mode="after")
     def _other_kind_is_not_set(self) -> SyntheticConfig:

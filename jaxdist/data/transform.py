@@ -21,14 +21,14 @@ Transform = Callable[[HostBatch], Mapping[str, ArrayLike]]
 
 
 class ScaleConfig(Config):
-    """The image as float32, (image - mean) / std; 0 to 1 by default."""
+    """Convert the image to float32, (image - mean) / std; 0 to 1 by default."""
 
     type: Literal["scale"]
     """Selects this transform."""
     mean: float | list[float] = 0.0
-    """Of a pixel's value, 0 to 255; a list has one for each channel."""
+    """Mean of a pixel's value, 0 to 255; a list has one entry for each channel."""
     std: PositiveFloat | list[PositiveFloat] = 255.0
-    """What the difference is divided by, in the same unit; a list has one for each channel."""
+    """Divisor of the difference, in the same unit; a list has one entry for each channel."""
 
     def build(self) -> Transform:
         """The function of a batch of examples.
@@ -40,7 +40,7 @@ class ScaleConfig(Config):
 
 
 class ImportedTransformConfig(Config):
-    """Your own: a function of a batch of examples, a mapping of arrays [N, ...], to another."""
+    """Your own transform: a function of a batch, a mapping of arrays [N, ...], to another batch."""
 
     type: Literal["import"]
     """Selects this transform."""

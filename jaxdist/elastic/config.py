@@ -12,21 +12,21 @@ from jaxdist.elastic.membership import MembershipConfig
 
 
 class ElasticConfig(Config):
-    """Hosts that come and go: `jaxdist agent`."""
+    """Settings of elastic runs, whose hosts may join and leave: `jaxdist agent`."""
 
     lease_seconds: PositiveFloat = 10.0
-    """A host that was not heard for so long is lost."""
+    """A host that sends no heartbeat for this time is considered lost."""
     settle_seconds: NonNegativeFloat = 5.0
-    """A generation begins, or is told to save and stop so as to grow, when for so long no host has
-    come or gone."""
+    """A generation starts, or saves and stops in order to grow, once no host has joined or left for
+    this time."""
     drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
-    """By how much of the time clocks run too fast or too slow at most."""
+    """The largest relative error of any host's clock, fast or slow."""
     stuck_host_seconds: NonNegativeFloat = 300.0
-    """For so long a host of which a process was stuck is left out, where the others can go on
-    without it; 0: it takes part at once."""
+    """Time for which a host with a stuck process is excluded, if the other hosts can train without
+    it; 0 lets it rejoin at once."""
     batch: Literal["same", "rescale"] = "same"
-    """Where the mesh shrinks: `same`, in more microbatches; or as much smaller as the mesh, at a
-    learning rate by the rule of optim.scale_from."""
+    """What to do when the mesh shrinks: `same` keeps the batch, in more microbatches; `rescale`
+    shrinks the batch with the mesh and sets the learning rate by the rule of optim.scale_from."""
 
     def membership(self, least: int, most: int) -> MembershipConfig:
         """The same, of so many hosts.

@@ -1,4 +1,4 @@
-"""The whole of a configuration, and where in it something goes wrong."""
+"""The configuration of a whole experiment, and errors that name the setting at fault."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from jaxdist.train.strategy.build import StrategyConfig
 from jaxdist.train.strategy.synchronous import Synchronous
 
 At = Callable[..., AbstractContextManager[None]]
-"""Of the path of a setting: where what goes wrong is reported there."""
+"""A context manager's factory: errors raised inside it are reported at the given setting."""
 
 
 class EvalConfig(Config):
@@ -54,7 +54,7 @@ class RunConfig(Config):
     directory: FilePath | None = None
     """The run directory; null is runs/ and the name of the config file."""
     preemption: PreemptionConfig = PreemptionConfig()
-    """Who tells, besides signals, that the machine will be taken away."""
+    """Sources of a preemption notice, besides signals."""
 
 
 class ExperimentConfig(Config):
@@ -65,31 +65,31 @@ class ExperimentConfig(Config):
     data: DataConfig
     """The data, by type."""
     loss: LossConfig | None = None
-    """What is minimised; null is the model's own (required for an imported model)."""
+    """The loss to minimise; null is the model's own (required for an imported model)."""
     optim: OptimConfig
     """The optimizer, by type."""
     train: TrainConfig
-    """Length and batch size."""
+    """Length of training and batch size."""
     eval: EvalConfig = EvalConfig()
-    """Held-out evaluation."""
+    """Evaluation on held-out data."""
     checkpoint: CheckpointConfig = CheckpointConfig()
-    """Saving."""
+    """When and where to save."""
     elastic: ElasticConfig = ElasticConfig()
-    """Hosts that come and go."""
+    """Elastic runs, whose hosts may join and leave."""
     mesh: MeshConfig = MeshConfig()
     """Devices as named axes."""
     sharding: ShardingConfig = ShardingConfig()
-    """Logical dims onto mesh axes."""
+    """Mesh axes of the model's logical dims."""
     parallel: ParallelConfig = ParallelConfig()
-    """What is communicated explicitly."""
+    """Communication that jaxdist does explicitly."""
     strategy: StrategyConfig = Synchronous()
-    """How the run is made of steps and processes, by type."""
+    """How a run divides into steps and processes, by type."""
     energy: EnergyConfig = EnergyConfig()
-    """How energy is measured, and its carbon."""
+    """How energy is measured, and the carbon intensity of the electricity."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of parameters, data order and random layers."""
+    """Seed for parameter initialization, data order and dropout."""
     run: RunConfig = RunConfig()
-    """Files."""
+    """Files of the run, and preemption notices."""
 
 
 def load(path: Path | str, overrides: Sequence[str] = ()) -> tuple[Document, ExperimentConfig]:
@@ -104,7 +104,7 @@ def load(path: Path | str, overrides: Sequence[str] = ()) -> tuple[Document, Exp
 
 @contextmanager
 def at_setting(document: Document, *path: str) -> Iterator[None]:
-    """What a user can mend is reported at its place in the config."""
+    """Report an error that the user can fix at the setting of the config that causes it."""
     try:
         yield
     except (ConfigError, MeshError, ShardingError, CollectiveError, DataError, RunError) as error:
@@ -117,7 +117,7 @@ def at_setting(document: Document, *path: str) -> Iterator[None]:
 
 @contextmanager
 def own_code(*names: str, **parts: Config | None) -> Iterator[bool]:
-    """Where code of the user's may run: whether any of the named parts is; its errors are told."""
+    """Whether any named part is user code, whose errors inside the block are reported as such."""
     paths = {name: getattr(parts[name], "path", None) for name in names}
     imported = " or ".join(f"{name}.path {path}" for name, path in paths.items() if path)
     with user_code(imported) if imported else nullcontext():

@@ -27,10 +27,11 @@ from jaxdist.types import Kwargs
 
 
 class ImportedModelConfig(Config):
-    """Your own: a function of (rngs, **args) that returns a flax NNX module.
+    """Your own model: a function of (rngs, **args) that returns a flax NNX module.
 
     Parameters name their dims with `nnx.Param(value, dims=("embed", "mlp"))`, or the config names
-    them under sharding.params. A pipeline needs a `jaxdist.models.layers.Stacked`, or what it has.
+    them under sharding.params. A pipeline needs a `jaxdist.models.layers.Stacked`, or a module with
+    the same attributes.
     """
 
     type: Literal["import"]

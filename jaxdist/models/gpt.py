@@ -33,16 +33,16 @@ class GptConfig(Config):
     embed: Count
     """Width of the residual stream."""
     heads: Count
-    """Query heads; must divide embed into even head sizes, where head_size says none."""
+    """Number of query heads; must divide embed into even head sizes unless head_size is set."""
     head_size: Count | None = None
     """Width of a head, an even number; null is embed / heads."""
     kv_heads: Count | None = None
-    """Key and value heads shared by groups of query heads; null is one each (multi-head)."""
+    """Key and value heads, shared by groups of query heads; null gives each query head its own."""
     mlp: Count | None = None
     """Hidden width of the SwiGLU; null is 8/3 of embed, rounded up to a multiple of 64."""
     vocab_multiple: Count = 64
     """The embedding table is padded to a multiple of this, so that it divides over a mesh. Padding
-    is zero, has no probability and learns nothing: losses do not depend on it."""
+    is zero, gets no probability and is not trained: losses do not depend on it."""
     tied_head: bool = True
     """Use the embedding table as the output head."""
     rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
@@ -54,16 +54,16 @@ class GptConfig(Config):
     blocks, linear, on any device), splash (fused, TPU) or cudnn (fused, GPU, bfloat16); auto is a
     fused one where it runs, else blockwise from 2048 positions, else plain."""
     attention_window: Count | None = None
-    """How many positions before itself each position sees; null is all."""
+    """Number of positions up to and including itself that each position attends to; null is all."""
     compute_dtype: ComputeDtype = "float32"
     """Dtype of activations and matmuls; parameters are float32."""
     remat: RematConfig | Annotated[tuple[RematConfig, ...], Field(min_length=1)] = "none"
-    """What the backward pass recomputes: nothing, cheap operations on single elements (rotations,
+    """Activations that the backward pass recomputes: none, cheap elementwise operations (rotations,
     products, masks), all but matmul results, or whole blocks; or all but the activations of a
-    preset; or what a mapping says of each activation, `{query: save, attention: offload}` (to the
-    host's memory; those that are not named are recomputed); or a list that says it block by block,
-    over and over (anew in each chunk of a pipeline): `[full, none]` recomputes every other
-    block."""
+    preset; or by a mapping from activations, `{query: save, attention: offload}` (offload is to the
+    host's memory; unnamed activations are recomputed); or by a list with an entry for each block,
+    repeated over the layers (from its start in each chunk of a pipeline): `[full, none]` recomputes
+    every other block."""
     scan_unroll: Count = 1
     """Blocks per iteration of the loop over layers: more compile time, less loop overhead."""
 

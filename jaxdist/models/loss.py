@@ -85,9 +85,9 @@ class NextTokenConfig(Config):
     type: Literal["next_token"]
     """Selects this loss."""
     chunks: Annotated[int, Field(ge=1)] = 1
-    """Compute the logits of this many pieces of the sequence one after another, and again in the
-    backward pass: for large vocabularies, whose logits are then never whole in memory. It divides
-    the sequence."""
+    """Number of pieces of the sequence whose logits are computed one after another, and again in
+    the backward pass: for large vocabularies, so that the logits are never in memory all at once.
+    It must divide the sequence."""
 
     def build(self) -> Loss:
         """The loss of a module called as `module(tokens, segments)`."""
@@ -101,7 +101,7 @@ class ClassificationConfig(Config):
     type: Literal["classification"]
     """Selects this loss."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the target spread over all classes, in training and evaluation alike."""
+    """Fraction of the target spread over all classes, in training and evaluation."""
 
     def build(self) -> Loss:
         """The loss of a module called as `module(image)`, image in 0..1."""
@@ -110,7 +110,7 @@ class ClassificationConfig(Config):
 
 
 class ImportedLossConfig(Config):
-    """Your own: a function of (module, batch)."""
+    """Your own loss: a function of (module, batch)."""
 
     needs: ClassVar[Needs] = {}
     type: Literal["import"]

@@ -30,18 +30,19 @@ RULES = {"linear": (1.0, 0.0), "sqrt": (0.5, 0.0), "lamb": (0.5, 1.0)}
 
 
 class ScaleFromConfig(Config):
-    """A setting that works at one batch size, and the rule that carries it to another."""
+    """A learning rate and warm-up that work at one batch size, and the rule to scale them by."""
 
     batch_size: Count
-    """Examples per optimizer step, over all devices and microbatches, that the values belong to."""
+    """Batch size of these values: examples per optimizer step, over all devices and
+    microbatches."""
     learning_rate: PositiveFloat
     """Peak learning rate at that batch size."""
     rule: Literal["linear", "sqrt", "lamb"] = "lamb"
-    """`linear` and `sqrt` of the batch, warm-up epochs fixed; `lamb`: sqrt, epochs ~ batch."""
+    """linear, sqrt: power of the batch, warm-up epochs fixed; lamb: sqrt, epochs ~ batch."""
     warmup_epochs: PositiveFloat | None = None
     """Epochs of warm-up at that batch size; null for none, or for warmup_fraction."""
     warmup_fraction: Annotated[float, Field(gt=0, lt=1)] | None = None
-    """The same as a fraction of the run, for runs without epochs."""
+    """Warm-up as a fraction of the run, for runs without epochs."""
 
     @property
     def warmup(self) -> str:
@@ -164,12 +165,12 @@ class BatchPhase:
 
 
 class BatchRampConfig(Config):
-    """A batch size that grows in equal increments, each held for equally many examples."""
+    """A batch size that grows in equal increments, each kept for equally many examples."""
 
     start_batch_size: Count
     """Examples per optimizer step at the start."""
     increment: Count
-    """Examples that each stage adds; the growth must be a whole number of increments."""
+    """Examples added by each stage; the growth must be a whole number of increments."""
     ramp_examples: Count
     """Examples seen before the full batch size is reached."""
 
@@ -217,16 +218,16 @@ def ramp_stages(
 
 
 class PhaseConfig(Config):
-    """A part of a run with its own batch size, learning rate and, once more, warm-up."""
+    """A part of a run with its own batch size, learning rate and warm-up."""
 
     examples_fraction: Annotated[float, Field(gt=0, le=1)]
-    """Share of the run's examples."""
+    """Fraction of the run's examples."""
     batch_size: Count
     """Examples per optimizer step, over all devices and microbatches."""
     learning_rate: PositiveFloat
     """Peak learning rate of the phase."""
     warmup_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the phase's steps in which the learning rate rises from zero."""
+    """Fraction of the phase's steps in which the learning rate rises from zero."""
     end_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Learning rate at the end of the linear decay, as a fraction of the peak."""
 

@@ -95,9 +95,9 @@ class SgdConfig(OptimizerConfig):
 
 
 class ImportedOptimizerConfig(OptimizerConfig):
-    """Your own: a function of (learning_rate, **args) that returns an optax transformation.
+    """Your own optimizer: a function (learning_rate, **args) -> an optax transformation.
 
-    The learning rate that it is given is an `optax.Schedule`, a function of the step.
+    The learning rate passed to it is an `optax.Schedule`, a function of the step.
     """
 
     type: Literal["import"]
@@ -107,8 +107,8 @@ class ImportedOptimizerConfig(OptimizerConfig):
     args: Kwargs = Field(default_factory=dict)
     """Keyword arguments for the function."""
     eval_params: str | None = None
-    """Import path of a function of (its state, parameters) to the parameters to evaluate; null is
-    those that it trains, or what its state is known for (`optax.contrib.schedule_free`)."""
+    """Import path of a function of (its state, parameters) that returns the parameters to evaluate;
+    null is the trained ones, or the known average of its state (`optax.contrib.schedule_free`)."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """The user's transformation, which sees each layer of a stack as a tensor of its own."""

@@ -30,7 +30,7 @@ class OptimizerConfig(Config):
     learning_rate: PositiveFloat | None = None
     """Peak learning rate."""
     scale_from: ScaleFromConfig | None = None
-    """In place of learning_rate: derive it, and the warm-up, from what works at another batch."""
+    """Derive learning_rate and warm-up from values that work at another batch size."""
     schedule: ScheduleConfig = ScheduleConfig()
     """Warm-up and decay of the learning rate."""
     clip_norm: PositiveFloat | None = None
@@ -38,15 +38,17 @@ class OptimizerConfig(Config):
     skip_nonfinite: bool = False
     """Skip steps whose gradients hold a NaN or an infinity, instead of ending the run."""
     skip_spikes: SkipSpikesConfig | None = None
-    """Skip these, and steps with gradients much larger than the recent ones; null follows them."""
+    """Also skip steps whose gradients are much larger than recent gradients; null applies them."""
     max_skipped: Count | None = None
-    """Steps skipped in a row that end the run; null is 20 where any may be skipped."""
+    """Number of consecutive skipped steps that ends the run; null is 20 where steps may be
+    skipped."""
     bf16_moments: bool = False
     """Keep the optimizer's moments in bfloat16, stochastically rounded."""
     master_weights: Literal["bfloat16", "float16"] | None = None
-    """Keep the model's parameters in this dtype, and float32 ones in the optimizer's state."""
+    """Keep the model's parameters in this dtype, and float32 copies in the optimizer's state."""
     loss_scale: DynamicLossScaleConfig | None = None
-    """Factor on the loss that keeps float16 gradients from vanishing; an overflow is skipped."""
+    """Factor on the loss that keeps float16 gradients from vanishing; overflowing steps are
+    skipped."""
 
     @property
     def skips(self) -> bool:
@@ -118,15 +120,15 @@ class NamedParams:
 
 
 class LayerwiseConfig(OptimizerConfig):
-    """The settings that LAMB and LARS have in common beside them."""
+    """The settings that LAMB and LARS share, besides those of every optimizer."""
 
     layer_dims: tuple[str, ...] = ("layers",)
-    """Dims whose every index has a norm of its own, by name, where a parameter has them; add heads
-    or expert for one norm each."""
+    """Names of dims whose every index has a norm of its own, where a parameter has them; add heads
+    or expert for a norm of each."""
     exclude_vectors: bool | None = None
-    """Leave biases and norm scales out of decay and ratio; null leaves both to the variant."""
+    """Exclude biases and norm scales from decay and ratio; null leaves both to the variant."""
     adapt_undecayed: bool | None = None
-    """Scale parameters that do not decay by the ratio too."""
+    """Also scale parameters without decay by the ratio."""
     nesterov: bool | None = None
     """Look ahead along the momentum."""
 

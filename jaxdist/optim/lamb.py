@@ -240,7 +240,7 @@ class LambConfig(LayerwiseConfig):
     type: Literal["lamb"]
     """Selects this optimizer."""
     variant: LambVariant = "paper"
-    """Whose LAMB; the settings below that are null are as it has them."""
+    """Implementation to follow; settings below that are null take that implementation's values."""
     b1: Beta = 0.9
     """Decay of the first moment."""
     b2: Beta = 0.999
@@ -252,7 +252,7 @@ class LambConfig(LayerwiseConfig):
     bias_correction: bool | None = None
     """Divide the moments by 1 - b^t."""
     decay_in_ratio: bool | None = None
-    """The ratio sees the decayed direction; false adds decay after the ratio."""
+    """Include decay in the direction of the ratio; false adds decay after the ratio."""
     max_grad_norm: PositiveFloat | Literal["off"] | None = None
     """Global norm that gradients are scaled down to before the moments."""
     phi: tuple[NonNegativeFloat, NonNegativeFloat] | Literal["off"] | None = None

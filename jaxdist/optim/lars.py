@@ -191,13 +191,13 @@ class LarsConfig(LayerwiseConfig):
     type: Literal["lars"]
     """Selects this optimizer."""
     variant: LarsVariant = "paper"
-    """Whose LARS; the settings below that are null are as it has them."""
+    """Implementation to follow; settings below that are null take that implementation's values."""
     momentum: Beta = 0.9
     """Decay of the velocity."""
     weight_decay: NonNegativeFloat = 1e-4
     """L2 decay added to the gradient."""
     trust_coefficient: PositiveFloat = 0.001
-    """How far a layer moves for a learning rate of 1, as a fraction of its norm."""
+    """Distance that a layer moves at a learning rate of 1, as a fraction of its norm."""
     eps: NonNegativeFloat = 0.0
     """Added to the ratio's denominator."""
     norm_of_sum: bool | None = None
@@ -207,7 +207,7 @@ class LarsConfig(LayerwiseConfig):
     clip_to_rate: bool | None = None
     """Never step farther than plain momentum would (LARC)."""
     decay_zero_grads: bool | None = None
-    """Decay layers whose ratio is undefined."""
+    """Apply decay to layers whose ratio is undefined."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """The update rule for a learning-rate schedule on these parameters."""

@@ -15,20 +15,20 @@ from jaxdist.types import Grads, Params
 
 
 class DynamicLossScaleConfig(Config):
-    """A factor on the loss that grows by trial and backs off at each overflow."""
+    """A factor on the loss that grows after steps without overflow and shrinks at each overflow."""
 
     type: Literal["dynamic"]
     """Selects this rule."""
     init_scale: PositiveFloat = 2.0**15
-    """Factor of the first step; powers of two scale exactly."""
+    """Scale of the first step; powers of two scale exactly."""
     growth: Annotated[float, Field(gt=1)] = 2.0
     """Factor on the scale after `growth_steps` steps without overflow."""
     backoff: Annotated[float, Field(gt=0, lt=1)] = 0.5
     """Factor on the scale after a step with overflow, which is skipped."""
     growth_steps: Count = 2000
-    """Finite steps in a row before the scale grows."""
+    """Consecutive finite steps before the scale grows."""
     min_scale: PositiveFloat = 1.0
-    """Least scale."""
+    """Smallest scale."""
     max_scale: PositiveFloat = 2.0**24
     """Largest scale."""
 

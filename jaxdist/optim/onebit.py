@@ -139,16 +139,16 @@ def check_freeze_step(freeze_step: int) -> None:
 
 
 class OnebitConfig(OptimizerConfig):
-    """The settings that 1-bit optimizers have in common."""
+    """The settings that 1-bit optimizers share."""
 
     freeze_step: Count
-    """Steps before the second moment is frozen: parallel.compression.warmup_steps."""
+    """Steps before the second moment is frozen; equal to parallel.compression.warmup_steps."""
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Decay of the first moment: that of error_feedback compressed_momentum."""
+    """Decay of the first moment; equal to b1 of error_feedback compressed_momentum."""
     b2: Beta = 0.999
     """Decay of the second moment."""
     bounded: bool = True
-    """Let no element move further in a step than Adam could; false is as in the paper."""
+    """Let no element move farther in a step than it could with Adam; false follows the paper."""
 
     @model_validator(mode="after")
     def _looks_at_no_norm(self) -> OnebitConfig:

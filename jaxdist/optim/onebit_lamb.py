@@ -266,15 +266,15 @@ class OnebitLambConfig(OnebitConfig):
     weight_decay: NonNegativeFloat = 0.01
     """Decay of weights, inside the direction that the ratio scales."""
     layer_dims: tuple[str, ...] = ("layers",)
-    """Dims whose every index has a ratio of its own, by name, where a parameter has them."""
+    """Names of dims whose every index has a ratio of its own, where a parameter has them."""
     coefficient_decay: Beta = 0.9
-    """Of the mean of trust ratios over the warm-up, which begins at zero."""
+    """Decay of the mean of trust ratios over the warm-up, which begins at zero."""
     ratio_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.01, 10.0)
-    """Bounds of these ratios."""
+    """Bounds of the trust ratios in the warm-up."""
     factor_bounds: tuple[NonNegativeFloat, NonNegativeFloat] = (0.5, 4.0)
-    """Bounds of what the mean is multiplied by afterwards."""
+    """Bounds of the factor on the mean ratio after the warm-up."""
     factor_change: Annotated[float, Field(gt=0, lt=1)] = 0.1
-    """How far this factor may move in one step, as a share of it."""
+    """Largest change of this factor in one step, as a fraction of the factor."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """The update rule for a learning-rate schedule on these parameters."""

@@ -112,12 +112,12 @@ def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
 
 
 class SkipSpikesConfig(Config):
-    """Which gradients are too large to be followed."""
+    """Which gradients are too large to apply."""
 
     factor: Annotated[float, Field(gt=1)] = 4.0
-    """A step is skipped whose gradient norm exceeds this many times the recent mean."""
+    """Skip a step whose gradient norm exceeds this many times the recent mean."""
     window: Count = 100
-    """Steps that the mean reaches back; none is skipped in the first so many."""
+    """Steps over which the mean is taken; none of the first `window` steps is skipped."""
 
 
 def clip_to_norm(

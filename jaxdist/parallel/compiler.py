@@ -70,12 +70,12 @@ class XlaConfig(Config):
     """Options for the compiler of the train step and of the evaluation."""
 
     preset: PresetName = "default"
-    """Options for TPUs by what they are for: `default` gathers whole operands of matmuls, `overlap`
-    runs collectives beside computation besides, `collective_matmul` lets XLA cut a matmul into
-    pieces that run beside the collective of its operand or result, which a tensor axis with
-    `residual_seq: tensor` has (compare `sharding.collective_matmul`), `none` says nothing."""
+    """Set of options for TPUs: `default` gathers whole operands of matmuls; `overlap` also runs
+    collectives beside computation; `collective_matmul` lets XLA cut a matmul into pieces that run
+    beside the collective of its operand or result, as a tensor axis with `residual_seq: tensor` has
+    (compare `sharding.collective_matmul`); `none` sets no options."""
     options: dict[str, OptionValue] = Field(default_factory=dict)
-    """Further options by XLA's names, without dashes; they stand over the preset's."""
+    """Further options by XLA's names, without dashes; they override the preset's."""
 
 
 def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, OptionValue]:

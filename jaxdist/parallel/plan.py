@@ -38,24 +38,24 @@ from jaxdist.types import Leaf, Params, Shardings
 
 
 class ParallelConfig(Config):
-    """What jaxdist does itself, instead of leaving it to the compiler."""
+    """Communication and layout that jaxdist decides, instead of leaving them to the compiler."""
 
     reduce: ReduceConfig | None = None
     """How gradients are summed over the data axis; null lets XLA place the reductions."""
     reduce_dtype: Literal["bfloat16", "float32"] | None = None
     """Dtype in which `reduce` carries and sums gradients; null is their own."""
     batch_norm: Literal["global", "local"] = "global"
-    """Whose rows a BatchNorm sees with `reduce`: those of all devices, or each its own."""
+    """Rows that a BatchNorm sees with `reduce`: those of all devices, or each device's own."""
     compression: CompressionConfig | None = None
-    """Send gradients in few bytes, by codec; null sends them as they are."""
+    """Send gradients in few bytes, by codec; null sends them uncompressed."""
     deterministic: StrictConfig | None = None
-    """The same bits on other numbers of devices, too; null has them on the same number only."""
+    """Give the same bits on other numbers of devices too; null: on the same number only."""
     zero: ZeroConfig = ZeroConfig()
-    """What of the training state each device keeps only a shard of."""
+    """Training state of which each device keeps only a shard."""
     pipeline: PipelineConfig = PipelineConfig()
     """How the stages of mesh axis `stage` share the work; `reduce: null` is then `xla`."""
     xla: XlaConfig = XlaConfig()
-    """What the compiler is told."""
+    """Options for the compiler."""
 
     @property
     def shards(self) -> int | None:

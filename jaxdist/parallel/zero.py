@@ -44,20 +44,21 @@ class ZeroConfig(Config):
     """Splitting of the training state over the devices that share the batch."""
 
     stage: Stage = 0
-    """0 keeps all of it everywhere; 1 splits optimizer state, 2 gradients, 3 parameters as well."""
+    """0 replicates everything; 1 splits optimizer state, 2 gradients too, 3 parameters too."""
     scope: Literal["all", "ici"] = "all"
-    """Over the whole data axis, or inside its fast network only, copied across the slow one."""
+    """Split over the whole data axis, or inside its fast network only, replicated across the
+    slow."""
     whole_below: Annotated[int, Field(ge=0)] = 2048
-    """Tensors of fewer elements stay whole: split, they save little and cost a message each."""
+    """Tensors of fewer elements are not split: it would save little and cost a message each."""
     gather_dtype: Literal["bfloat16"] | None = None
     """Dtype in which stage 3 gathers parameters and the model sees them; null is their own."""
     prefetch: bool = False
-    """Stage 3 gathers a layer while the one before computes: one more layer is held."""
+    """Stage 3 gathers a layer while the previous layer computes, and so holds one more layer."""
     gather_codec: GatherCodec | None = None
-    """Stage 3 gathers parameters as messages of this codec; each device keeps its shard exact."""
+    """Stage 3 gathers parameters as messages of this codec; each device keeps its exact shard."""
     secondary: bool = False
-    """Stage 3 gathers shards across the slow network once a step; both passes gather in the fast
-    one, from a second copy that is kept for the step."""
+    """Stage 3 gathers shards across the slow network once per step; both passes gather inside the
+    fast network, from a second copy that is kept for the step."""
 
     @field_validator("gather_codec")
     @classmethod

@@ -88,20 +88,20 @@ Time = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class CostsConfig(Config):
-    """`Costs` in a configuration: each entry a number, or a list with one for each chunk."""
+    """`Costs` in a configuration: each entry is a number, or a list with a number per chunk."""
 
     forward: Time | tuple[Time, ...] = 1.0
     """Time of a forward task, in any unit."""
     backward_input: Time | tuple[Time, ...] = 1.0
     """Time of the input half of a backward task."""
     backward_weight: Time | tuple[Time, ...] = 1.0
-    """Time of its weight half."""
+    """Time of the weight half of a backward task."""
     transfer: Time | tuple[Time, ...] = 0.0
-    """Time of a message from a chunk to the next one, or back."""
+    """Time of a message from a chunk to the next, or back."""
     activation: Time | tuple[Time, ...] = 1.0
-    """What a forward task leaves for its backward task, in any unit."""
+    """Memory that a forward task leaves for its backward task, in any unit."""
     kept: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The part of it that the input half leaves for the weight half."""
+    """Fraction of that memory that the input half leaves for the weight half."""
 
     def costs(self) -> Costs:
         return Costs(**dict(self))

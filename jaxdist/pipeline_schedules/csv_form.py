@@ -34,7 +34,7 @@ _COMMUNICATION = re.compile(
 
 
 class Csv(Config):
-    """A schedule of the user's own, in a file: `read_csv`."""
+    """A schedule of your own, in a file: `read_csv`."""
 
     type: Literal["csv"] = "csv"
     """Selects this schedule."""

@@ -10,7 +10,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
 
 
 class GPipe(Config):
-    """All microbatches forward, then all back: `gpipe`."""
+    """All microbatches forward, then all backward: `gpipe`."""
 
     type: Literal["gpipe"] = "gpipe"
     """Selects this schedule."""

@@ -99,16 +99,16 @@ class MetadataNotice:
 
 
 class PreemptionConfig(Config):
-    """Who tells, besides signals, that the machine will be taken away; any one is enough."""
+    """Sources of a preemption notice, besides signals; a notice from any source is enough."""
 
     file: FilePath | None = None
-    """A file that appears; null: none."""
+    """A file whose appearance is the notice; null: none."""
     file_seconds: PositiveFloat = 0.5
-    """Between two looks at it."""
+    """Seconds between two checks for the file."""
     gce: bool = False
-    """Whether to ask Google's metadata server."""
+    """Whether to poll Google's metadata server."""
     gce_url: str = GCE_URL
-    """Where that is."""
+    """Address of the metadata server."""
 
     def build(self, say: Callable[[str], None]) -> list[Notice]:
         """The sources."""

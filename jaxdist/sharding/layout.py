@@ -42,19 +42,19 @@ ELLIPSIS = "..."
 
 
 class ShardingConfig(Config):
-    """How the model's logical dims lie on the mesh."""
+    """How the model's logical dims map to mesh axes."""
 
     rules: dict[str, str | None] = Field(default_factory=dict)
-    """Logical dim to mesh axis (null keeps it whole), over the defaults; each must be used."""
+    """Mesh axis of a logical dim (null keeps it whole), over the defaults; each must be used."""
     params: dict[str, Literal["whole"] | list[str | None]] = Field(default_factory=dict)
-    """Dims for parameters that the model does not annotate, by path pattern (`blocks/*/kernel`, in
-    which `*` is any text, `/` too). The first pattern that matches wins, in the order of the file.
-    Null is a dim that is never split, `...` any number of these, as in `[..., mlp]`; `whole` is all
-    of them. Of stacked layers a pattern names the dims of one."""
+    """Dims of parameters that the model does not annotate, by path pattern (`blocks/*/kernel`, in
+    which `*` is any text, including `/`). The first pattern that matches, in the order of the file,
+    wins. Null is a dim that is never split, `...` any number of such dims, as in `[..., mlp]`;
+    `whole` is all of them. For stacked layers a pattern names the dims of a single layer."""
 
     collective_matmul: bool = False
-    """Where `residual_seq` is split: MLPs (gpt) pass pieces of the sequence round that axis beside
-    their matmuls, in place of a gather before and a reduction after them."""
+    """Where `residual_seq` is split: MLPs (gpt) pass pieces of the sequence around that axis during
+    their matmuls, instead of a gather before and a reduction after them."""
 
     @field_validator("rules")
     @classmethod

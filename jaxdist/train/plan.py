@@ -28,29 +28,29 @@ from jaxdist.train.rescale import Sizes, last_stage, rescaled, seen
 
 
 class TrainConfig(Config):
-    """How long to train, on how much at once."""
+    """How long to train, and with what batch size."""
 
     steps: Count | None = None
     """Optimizer steps; give either steps or epochs."""
     epochs: Annotated[float, Field(gt=0)] | None = None
-    """Passes over the training split, rounded to the nearest whole steps, half a step upwards."""
+    """Passes over the training split, rounded to the nearest whole step, half a step upwards."""
     batch_size: Count
     """Examples (windows, images) per optimizer step, over all devices and microbatches."""
     rescaled_from: Count | None = None
-    """The batch size of the full mesh, to which learning rate and length belong where an agent has
-    made batch_size another (elastic.batch: rescale); null: it is batch_size."""
+    """Batch size of the full mesh, to which learning rate and length refer, where an agent has
+    changed batch_size (elastic.batch: rescale); null: it is batch_size."""
     microbatches: Count = 1
-    """Pieces that a batch is computed in, one after another, to save memory."""
+    """Number of pieces in which a batch is computed, one after another, to save memory."""
     batch_ramp: BatchRampConfig | None = None
-    """Begin with smaller batches; each size is compiled anew. Null has batch_size throughout."""
+    """Begin with smaller batches; each size is compiled separately. Null always uses batch_size."""
     phases: Annotated[list[PhaseConfig], Field(min_length=1)] | None = None
-    """Parts with batch size and learning rate of their own; batch_size is then evaluation's."""
+    """Parts with their own batch size and learning rate; batch_size is then that of evaluation."""
     log_every: Count = 10
     """Steps between two lines of metrics."""
     prefetch: Annotated[int, Field(ge=0, le=64)] = 2
-    """Batches that wait on the devices beside the one in use."""
+    """Batches prefetched to the devices, besides the batch in use."""
     check_replicas: ReplicaCheckConfig | None = None
-    """Compare replicas of the state, to find a device that is wrong; null compares nothing."""
+    """Compare replicas of the state, to find a faulty device; null compares nothing."""
 
     @model_validator(mode="after")
     def _check(self) -> TrainConfig:

@@ -14,14 +14,14 @@ _RESTORES = 3
 
 
 class ReplicaCheckConfig(Config):
-    """Finding a device that computes or remembers wrongly, by what replicas of it hold."""
+    """Detection of faulty devices, by comparing replicas of the state."""
 
     every: Count
-    """Steps between two comparisons; one more stands before each evaluation and checkpoint."""
+    """Steps between two comparisons; each evaluation and checkpoint is preceded by another."""
     on_difference: Literal["stop", "restore"] = "stop"
-    """Stop ends the run; restore takes the steps since the newest whole checkpoint again."""
+    """Stop ends the run; restore repeats the steps since the newest complete checkpoint."""
     max_restores: Count = _RESTORES
-    """How often a process goes back before it ends the run."""
+    """Number of restores by one process before it ends the run."""
 
     @model_validator(mode="after")
     def _check(self) -> ReplicaCheckConfig:

@@ -25,13 +25,13 @@ from jaxdist.types import Leaf
 
 
 class Adaptive(Codec):
-    """Whole numbers of 0 or of 2 to 8 bits, a number of bits for each block, `bits` on average.
+    """Integers of 0 or of 2 to 8 bits, with a bit width for each block, `bits` on average.
 
-    A block of energy E that has b bits errs by about E 4^-b, so that each bit more takes off less
-    than the one before; bits go, one by one, to where they take off most (greedy allocation, which
-    is best for such gains: Shoham and Gersho, IEEE Trans. ASSP 36(9), 1988). Codes travel as planes
-    of one bit, and the message has a fixed number of planes: which block has how many is decided
-    from the gradient in each round, inside the compiled program.
+    A block of energy E that has b bits has an error of about E 4^-b, so each further bit removes
+    less error than the bit before. Bits are given, one at a time, to the block where they remove
+    the most (greedy allocation, optimal for such gains: Shoham and Gersho, IEEE Trans. ASSP 36(9),
+    1988). Codes are sent as planes of one bit, and a message has a fixed number of planes; the
+    number for each block is decided from the gradient in each round, inside the compiled program.
 
     Cost: bits / 32 of float32, and 3 bytes for each block.
     """
@@ -39,9 +39,9 @@ class Adaptive(Codec):
     type: Literal["adaptive"] = "adaptive"
     """Selects this codec."""
     bits: float = 4.0
-    """Of an element, on average over the blocks: the budget, from 1 to 8."""
+    """Bits of an element, on average over the blocks: the budget, from 1 to 8."""
     block: Block = 512
-    """Elements that share a scale and a number of bits."""
+    """Elements that share a scale and a bit width."""
 
     @field_validator("bits")
     @classmethod

@@ -31,7 +31,7 @@ class Cast(Codec):
     type: Literal["cast"] = "cast"
     """Selects this codec."""
     dtype: Small = "bfloat16"
-    """What each element is rounded to, to nearest."""
+    """Dtype to which each element is rounded, to nearest."""
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
         small, wide = DTYPES[self.dtype], x.astype(jnp.float32)

@@ -28,9 +28,10 @@ DEPENDENT = 1e-6
 class LowRank(Linear):
     """PowerSGD (Vogels et al., arXiv 1905.13727, algorithm 1): one step of a power iteration.
 
-    Of a matrix M and the last round's Q: P = M Q, summed over devices and orthogonalised (Gram and
-    Schmidt); Q = M^T P, summed; the estimate of the sum is P Q^T, and this device's own P Q_own^T.
-    An array of more dims is the matrix of its first dims by its last ones whose factors are least.
+    For a matrix M and the previous round's Q: P = M Q, summed over devices and orthogonalised (Gram
+    and Schmidt); Q = M^T P, summed; the estimate of the sum is P Q^T, and this device's own part is
+    P Q_own^T. An array of more than two dims is reshaped to a matrix of its first dims by its last
+    dims, at the split with the smallest factors.
 
     Cost: 4 r (m + n) bytes of an m x n matrix, in two sums.
     """
@@ -38,11 +39,11 @@ class LowRank(Linear):
     type: Literal["lowrank"] = "lowrank"
     """Selects this codec."""
     rank: Count = 4
-    """r: columns of both factors."""
+    """Rank r: the number of columns of both factors."""
     stacked_dims: Annotated[int, Field(ge=0, le=4)] = 0
-    """Leading dims that count matrices, such as the layers of a scanned model."""
+    """Leading dims that count separate matrices, such as the layers of a scanned model."""
     seed: int = 0
-    """Of the first Q, the same on all devices."""
+    """Seed of the first Q, which is the same on all devices."""
 
     flat: ClassVar[bool] = False
 

@@ -27,11 +27,11 @@ MAGIC = 1.5 * 2.0**23
 
 
 class Quantize(Codec):
-    """x as q s, q a whole number from -L to L, L = 2^(bits - 1) - 1, s the block's largest over L.
+    """x as q s: q an integer from -L to L, L = 2^(bits - 1) - 1, s the block's largest |x| over L.
 
-    Nearest rounding errs by s / 2 at most. Stochastic rounding goes up or down by chance so that
-    the mean is x (QSGD: Alistarh et al., arXiv 1610.02132, section 3.1, with the largest element in
-    place of the norm); its error is below s.
+    Nearest rounding has an error of at most s / 2. Stochastic rounding goes up or down at random so
+    that the mean is x (QSGD: Alistarh et al., arXiv 1610.02132, section 3.1, with the largest
+    element in place of the norm); its error is below s.
 
     Cost: bits / 32 of float32, and 2 bytes for each block.
     """
@@ -39,11 +39,11 @@ class Quantize(Codec):
     type: Literal["quantize"] = "quantize"
     """Selects this codec."""
     bits: int = 8
-    """Of each element: 8 or 4."""
+    """Bits of each element: 8 or 4."""
     block: Block = 256
     """Elements that share a scale."""
     rounding: Literal["nearest", "stochastic"] = "nearest"
-    """stochastic is unbiased, and takes no error feedback."""
+    """stochastic is unbiased and needs no error feedback."""
 
     @field_validator("bits")
     @classmethod

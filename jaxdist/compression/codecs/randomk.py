@@ -14,21 +14,23 @@ from jaxdist.types import Leaf
 
 
 class RandomK(Linear):
-    """One element out of each c neighbours, c = 1 / fraction, drawn anew in every round.
+    """One element of every c neighbours, c = 1 / fraction, drawn at random in every round.
 
-    All devices draw alike from the round's key, so that no position travels and messages are summed
-    (Stich et al., arXiv 1809.07599, section 2, drawn by strata). Unbiased, each is sent c times as
-    large, with c - 1 times its square as variance, and takes no error feedback.
+    All devices draw the same positions from the round's key, so that no position is sent and
+    messages can be summed (Stich et al., arXiv 1809.07599, section 2, drawn by strata). With
+    `scaled`,
+      each element is sent c times as large: the estimate is then unbiased, its variance is c - 1
+      times the element's square, and it takes no error feedback.
 
-    Cost: 4 bytes for each element that is sent.
+    Cost: 4 bytes for each element sent.
     """
 
     type: Literal["randomk"] = "randomk"
     """Selects this codec."""
     fraction: Fraction = 0.01
-    """Of the elements that are sent, above 0 and at most 1; 1 / fraction is rounded."""
+    """Fraction of the elements to send, above 0 and at most 1; 1 / fraction is rounded."""
     scaled: bool = False
-    """Send 1 / fraction times each element, which is unbiased."""
+    """Send each element times 1 / fraction, which makes the estimate unbiased."""
 
     @property
     def unbiased(self) -> bool:

@@ -27,8 +27,8 @@ from jaxdist.types import Leaf
 class Sign(Codec):
     """The sign of each element times the mean of the block's absolute values.
 
-    Biased: it needs error feedback (Seide et al., 2014; Karimireddy et al., arXiv 1901.09847,
-    section 5, whose scale this is, for each block). A zero counts as its sign bit says.
+    The codec is biased and needs error feedback (Seide et al., 2014; Karimireddy et al., arXiv
+    1901.09847, section 5, whose scale is used here for each block). A zero counts by its sign bit.
 
     Cost: 1 / 32 of float32, and 2 bytes for each block.
     """

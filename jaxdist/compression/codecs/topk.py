@@ -23,10 +23,10 @@ WORD, LANES = 32, 128
 class TopK(Codec):
     """The k elements of largest absolute value, with their positions; k is a fraction of all.
 
-    The sampled method takes its threshold from a sample, as Deep Gradient Compression does (Lin et
-    al., arXiv 1712.01887, section 3), in place of sorting everything. Above it there are more than
-    k elements or fewer: of more it takes k in a row, from a place drawn by the round; for fewer the
-    other slots hold zeros.
+    The sampled method estimates the threshold from a sample, as Deep Gradient Compression does (Lin
+    et al., arXiv 1712.01887, section 3), instead of sorting all elements. More or fewer than k
+      elements may exceed that threshold: of more, it takes k in a row, starting at a position drawn
+      in each round; with fewer, the remaining slots hold zeros.
 
     Cost: 8 bytes for each of the k elements.
     """
@@ -34,9 +34,9 @@ class TopK(Codec):
     type: Literal["topk"] = "topk"
     """Selects this codec."""
     fraction: Fraction = 0.01
-    """Of the elements that are sent, above 0 and at most 1."""
+    """Fraction of the elements to send, above 0 and at most 1."""
     method: Literal["sampled", "exact"] = "sampled"
-    """Threshold from a sample, or `jax.lax.top_k`."""
+    """How to find the threshold: from a sample, or exactly with `jax.lax.top_k`."""
 
     exchange: ClassVar[Exchange] = "gather"
 

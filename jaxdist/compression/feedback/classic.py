@@ -14,17 +14,17 @@ from jaxdist.types import Leaf
 
 
 class Residual(Feedback):
-    """What x = gradient + r leaves, r = x - decode(encode(x)).
+    """The residual r = x - decode(encode(x)) that x = gradient + r leaves for the next step.
 
     The law holds to the bit: `decode(encode(x)) + residual == x`. Where an estimate may be far from
-    a small x (`Codec.exact` is false), no single float32 can hold that: the residual is then the
-    sum of two, the rounded difference and what rounding took off (Møller's and Knuth's two-sum).
+    a small x (`Codec.exact` is false), no single float32 can hold that difference: the residual is
+    then a sum of two, the rounded difference and its rounding error (Møller's and Knuth's two-sum).
 
-    Memory: 4 bytes for each element; 8 for such codecs, unless `rounded`.
+    Memory: 4 bytes for each element; 8 for inexact codecs, unless `rounded`.
     """
 
     rounded: bool = False
-    """Keep one float32 always: the law then holds up to 2^-24 of the estimate."""
+    """Always keep one float32 value: the law then holds up to 2^-24 of the estimate."""
 
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory:
         zero = jnp.zeros(like.shape, jnp.float32)
@@ -47,7 +47,7 @@ class Residual(Feedback):
 
 
 class ErrorFeedback(Residual):
-    """The residual of each gradient is added to the next one (Seide et al., Interspeech 2014).
+    """Error feedback: add the residual of each gradient to the next (Seide et al., 2014).
 
     See `Residual` for its law and memory.
     """

@@ -18,22 +18,24 @@ from jaxdist.types import Leaf
 class CompressedMomentum(Residual):
     """1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1), 1-bit LAMB (arXiv 2104.06069).
 
-    Each of N devices sends (b1 / N) m + (1 - b1) gradient, its part of the next momentum, with the
-    residual of what it sent before; m is the last momentum, the same on all. The sum m' stands for
-    the gradient (m' - b1 m) / (1 - b1), that of all devices where nothing is lost, and an optimizer
-    with the same b1 makes m' of it again. What stands for a gradient is several times as large
-    where something is lost: it is for optimizers that use it for its momentum.
+    Each of N devices sends its part of the next momentum, (b1 / N) m + (1 - b1) gradient, with the
+    residual of what it sent before; m is the last momentum, the same on all devices. The sum m' is
+    returned as the gradient (m' - b1 m) / (1 - b1), which is the devices' sum where nothing is
+    lost; an optimizer with the same b1 recovers m' from it. Where something is lost, that gradient
+    is
+      several times as large: use it only with optimizers that need the gradient for its momentum
+      alone.
 
-    Memory: as classic, and 4 bytes for each element of m.
+    Memory: as classic, plus 4 bytes for each element of m.
     """
 
     type: Literal["compressed_momentum"] = "compressed_momentum"
     """Selects this feedback."""
     b1: Annotated[float, Field(gt=0, lt=1)] = 0.9
-    """Decay of the momentum: the optimizer's."""
+    """Decay of the momentum; equal to the optimizer's b1."""
     clip_norm: PositiveFloat | None = None
     """Limit of the norm of the sum over devices, each of which clips its own gradient; null never
-    clips. Afterwards an optimizer cannot: the norm would be that of what stands for a gradient."""
+    clips. The optimizer cannot clip instead: it sees the norm of the reconstructed gradient."""
 
     @property
     def back(self) -> Feedback:

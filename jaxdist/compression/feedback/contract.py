@@ -27,7 +27,7 @@ View: TypeAlias = Any
 
 
 class Feedback(Config):
-    """One way to send later what a message left out; an instance is both choice and code."""
+    """A way to send later what a message left out; an instance is both the choice and the code."""
 
     def check(self, codec: Codec) -> None:
         """Raises CompressionError for a codec that this feedback makes no better."""

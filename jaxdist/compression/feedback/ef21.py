@@ -16,12 +16,12 @@ from jaxdist.types import Leaf
 class Ef21(Feedback):
     """EF21 (Richtárik et al., arXiv 2106.05203, algorithm 2): g_i += C(gradient_i - g_i).
 
-    Every holder steps with the sum of all g_i. The law holds to the bit: each estimate is the
-    running sum of the decoded messages, from zero. With momentum in the gradient that it is given
-    it is EF21-SGDM (arXiv 2305.15155). Where sums are encoded again, that is EF21 too, as in the
-    form for both directions (EF21-BC, arXiv 2110.03294).
+    Every device steps with the sum of all g_i. The law holds to the bit: each estimate is the
+    running sum of the decoded messages, from zero. If the gradient given to it contains momentum,
+    it is EF21-SGDM (arXiv 2305.15155). Where sums are encoded a second time, that stage is EF21
+    too, as in the form for both directions (EF21-BC, arXiv 2110.03294).
 
-    Memory: 4 bytes for each element, and 4 for the holders' view.
+    Memory: 4 bytes for each element, and 4 for every device's copy of the sum.
     """
 
     type: Literal["ef21"] = "ef21"

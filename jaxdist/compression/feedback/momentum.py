@@ -19,25 +19,25 @@ from jaxdist.types import Leaf
 class MomentumCorrection(Feedback):
     """Deep Gradient Compression (Lin et al., arXiv 1712.01887, algorithm 4 and section 3).
 
-    Each device has a velocity u = m u + gradient and sums it up, v = v + u; of v it sends the
-    largest elements, and both are set to zero there (factor masking). The optimizer that follows
-    has no momentum of its own. Gradients are clipped on each device before they are added, to
-    `clip_norm` / sqrt(devices).
+    Each device has a velocity u = m u + gradient and accumulates it, v = v + u. It sends the
+    largest elements of v, and both u and v are set to zero there (factor masking). The optimizer
+    that follows has no momentum of its own. Each device clips its gradient to `clip_norm` /
+    sqrt(devices) before the gradients are added.
 
-    What a codec leaves out of an element that it sends stays in v. Memory: 8 bytes for each
-    element.
+    The codec's error in an element that is sent stays in v. Memory: 8 bytes for each element.
     """
 
     type: Literal["momentum"] = "momentum"
     """Selects this feedback."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    """m, of the velocity."""
+    """Decay m of the velocity."""
     nesterov: bool = False
     """Look ahead: u = m (u + gradient), v = v + u + gradient."""
     clip_norm: PositiveFloat | None = None
     """Limit of the norm of the sum over devices; null never clips."""
     masking: bool = True
-    """Set the velocity of what is sent to zero, so that stale momentum does not push further."""
+    """Set the velocity of the elements sent to zero, so that stale momentum has no further
+    effect."""
 
     @property
     def back(self) -> Feedback:

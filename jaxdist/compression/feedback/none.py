@@ -14,7 +14,7 @@ from jaxdist.types import Leaf
 
 
 class NoFeedback(Feedback):
-    """What a message leaves out is lost."""
+    """No feedback: the part of a gradient that a message leaves out is lost."""
 
     type: Literal["none"] = "none"
     """Selects this feedback."""

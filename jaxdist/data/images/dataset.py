@@ -31,16 +31,16 @@ class Labelled(NamedTuple):
 
 
 class ImagesConfig(Config):
-    """Images (uint8 [H, W, C], 0 to 255) with a label each."""
+    """Images (uint8 [H, W, C], 0 to 255), each with a label."""
 
     type: Literal["images"] = "images"
     """Labelled images."""
     source: Literal["fashion-mnist", "digits", "idx"]
-    """Fashion-MNIST (70,000, 28 x 28), handwritten digits (1,797, 8 x 8), or IDX files of yours."""
+    """Fashion-MNIST (70,000, 28 x 28), handwritten digits (1,797, 8 x 8), or your own IDX files."""
     directory: str | None = None
-    """The folder of the IDX files, for source idx alone: train-images*, train-labels*, t10k-*."""
+    """Folder of the IDX files (train-images*, train-labels*, t10k-*); only for source idx."""
     transform: TransformConfig | None = None
-    """What is done to each image; null hands on uint8, 0 to 255 (our own loss divides by 255)."""
+    """Transform of each image; null passes on uint8, 0 to 255 (our own loss divides by 255)."""
 
     @model_validator(mode="after")
     def _directory_belongs_to_idx(self) -> ImagesConfig:

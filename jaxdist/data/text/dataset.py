@@ -41,18 +41,18 @@ class TextConfig(Config):
     type: Literal["text"] = "text"
     """Text, packed into windows."""
     source: Literal["python-stdlib", "files"] = "python-stdlib"
-    """`python-stdlib` is the Python files of the running interpreter's standard library; `files`,
-    which need not be written, is what `files` names."""
+    """`python-stdlib` is the Python files of the running interpreter's standard library; `files`
+    (implied if the key `files` is set) is the files named there."""
     files: list[str] = Field(default=[])
-    """Globs such as `books/**/*.txt`, relative to the current directory."""
+    """Glob patterns such as `books/**/*.txt`, relative to the current directory."""
     jsonl_field: str = "text"
     """The key that holds the text in each line of a .jsonl file."""
     tokenizer: TokenizerConfig = ByteTokenizerConfig()
-    """How text becomes tokens."""
+    """The tokenizer, by type."""
     window: int = Field(default=256, ge=2, le=LARGEST)
     """Tokens in an example: the context length."""
     heldout_fraction: float = Field(default=0.05, ge=0, lt=1)
-    """The share of files held out for evaluation, chosen by their names; 0 holds none out."""
+    """Fraction of files held out for evaluation, chosen by their names; 0 holds out none."""
 
     @model_validator(mode="before")
     @classmethod

@@ -103,7 +103,7 @@ class BpeTokenizer:
 
 
 class ByteTokenizerConfig(Config):
-    """Bytes as tokens: a vocabulary of 257, nothing to train."""
+    """Bytes as tokens: a vocabulary of 257, which needs no training."""
 
     type: Literal["bytes"] = "bytes"
     """Raw bytes."""
@@ -118,7 +118,7 @@ class BpeTokenizerConfig(Config):
     type: Literal["bpe"]
     """A tokenizer of the tokenizers library."""
     file: str
-    """The tokenizer.json; `jaxdist data tokenize` writes one."""
+    """Path of the tokenizer.json; `jaxdist data tokenize` writes such a file."""
 
     def build(self) -> BpeTokenizer:
         return BpeTokenizer(Path(self.file).expanduser())

@@ -11,18 +11,18 @@ from jaxdist.cost.energy import POWERS, Power, Site
 
 
 class EnergyConfig(Config):
-    """How the energy of a run is measured, and what it is where the run takes place."""
+    """How the energy of a run is measured, and the carbon intensity of its site."""
 
     meter: Literal["auto", "nvml", "rapl", "model", "none"] = "auto"
     """Counters of GPUs (nvml) or of CPUs (rapl), the published power of the chip (model), or none;
-    auto takes the counters of what the run computes on, else the model, else none."""
+    auto takes the counters of the devices that compute, else the model, else none."""
     watts: PositiveFloat | None = None
-    """Of one device at work, where it is not known or known better here (v5e, v5p, v6e: Google
-    publishes none)."""
+    """Power of one busy device, where it is unknown (v5e, v5p, v6e: Google publishes none) or you
+    know it better."""
     idle_watts: Annotated[float, Field(ge=0)] | None = None
-    """Of one device at no work; null counts `watts` all the time. Only beside watts."""
+    """Power of one idle device; null counts `watts` all the time. Only together with watts."""
     pue: Annotated[float, Field(ge=1)] = 1.0
-    """Power usage effectiveness: what the site draws over what its machines draw."""
+    """Power usage effectiveness: power of the whole site divided by that of its machines."""
     grid: Annotated[float, Field(ge=0)] = 475.0
     """Grams of CO2 equivalent per kWh; 475 is the mean of the world in 2019 (IEA), hydro 26, coal
     995 (codecarbon)."""

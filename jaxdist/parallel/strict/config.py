@@ -10,11 +10,11 @@ from jaxdist.config.schema import Config
 
 
 class StrictConfig(Config):
-    """The same bits on any number of devices along data that divides `shards`."""
+    """The same bits on every number of devices along data that divides `shards`."""
 
     type: Literal["strict"]
-    """Selects this promise."""
+    """Selects this guarantee."""
     shards: Annotated[int, Field(ge=1, le=4096)] = 8
-    """Pieces that each batch is cut into, by index, whatever the number of devices: part of what is
-    computed, so that another number gives other bits. A power of two is sent with the fewest bytes.
-    """
+    """Number of pieces, by index, that each batch is cut into on any number of devices. It is part
+    of
+    the computation: another number gives other bits. A power of two sends the fewest bytes."""

@@ -32,11 +32,11 @@ class ZBAuto(Config):
     type: Literal["zb_auto"] = "zb_auto"
     """Selects this schedule."""
     memory_limit: Annotated[float, Field(gt=0, le=1000)] = 2.0
-    """The most activations on any stage, in units of 1F1B's most."""
+    """The most activations on any stage, in units of 1F1B's maximum."""
     costs: CostsConfig = CostsConfig()
-    """Times of the tasks, and what they keep, by stage."""
+    """Times and memory of the tasks, by stage."""
     search: Annotated[int, Field(ge=0, le=100_000)] = 30
-    """Schedules that are tried after the first grid; each takes some 10 us per task."""
+    """Number of schedules to try after the first grid; each takes about 10 us per task."""
 
     def build(self, stages: int, microbatches: int) -> Schedule:
         return zb_auto(

@@ -40,7 +40,7 @@ def zb_h1(stages: int, microbatches: int) -> Schedule:
 
 
 class ZBH2(Config):
-    """Zero bubble in twice that memory: `zb_h2`."""
+    """Zero bubble in twice the memory of 1F1B: `zb_h2`."""
 
     type: Literal["zb_h2"] = "zb_h2"
     """Selects this schedule."""

@@ -23,7 +23,7 @@ _UNITS = 6
 
 
 class ZBV(Config):
-    """Zero bubble with chunks as a V: `zb_v`."""
+    """Zero bubble with the chunks in a V: `zb_v`."""
 
     type: Literal["zb_v"] = "zb_v"
     """Selects this schedule."""

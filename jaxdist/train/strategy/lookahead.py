@@ -25,21 +25,22 @@ from jaxdist.types import Leaf, OptState, Params
 
 
 class Lookahead(Config):
-    """After so many steps, go back part of the way to where they began, and on from there.
+    """Every `steps` steps, move back part of the way to where these steps began.
 
-    The parameters where they began are the slow weights. What the steps changed, with its sign
-    turned, is taken for a gradient of the slow weights, by which SGD moves them; training goes on
-    from there. The optimizer's own state stays as it is.
+    The parameters at their beginning are the slow weights. The negated change over the steps is
+    taken as a gradient of the slow weights, with which SGD updates them; training continues from
+    the result. The optimizer's own state is not changed.
     """
 
     type: Literal["lookahead"] = "lookahead"
     """Selects this strategy."""
     steps: Count = 5
-    """Steps from one move of the slow weights to the next."""
+    """Number of steps from one update of the slow weights to the next."""
     learning_rate: Annotated[float, Field(gt=0)] = 0.5
-    """Of the slow weights: 0.5 goes half of the way, 1 without momentum all of it."""
+    """Learning rate of the slow weights: 0.5 moves half of the way, 1 without momentum all of
+    it."""
     momentum: Beta = 0.0
-    """Of the slow weights' SGD; 0 keeps none."""
+    """Momentum of the slow weights' SGD; 0 keeps none."""
     nesterov: bool = False
     """Look ahead along the slow weights' velocity."""
 

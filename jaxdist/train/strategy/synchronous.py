@@ -11,7 +11,7 @@ from jaxdist.train.strategy.contract import RunSettings
 
 
 class Synchronous(Config):
-    """All processes take every step together, and nothing but steps changes parameters."""
+    """All processes take every step together, and only steps change parameters."""
 
     type: Literal["synchronous"] = "synchronous"
     """Selects this strategy."""

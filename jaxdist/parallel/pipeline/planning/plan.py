@@ -41,11 +41,11 @@ class PipelineConfig(Config):
     """How the stages of mesh axis `stage` share the work, where the mesh has that axis."""
 
     schedule: PipelineScheduleConfig = OneFOneB()
-    """Which stage does what when; `jaxdist pipeline compare` shows what each costs."""
+    """Order of the tasks on each stage; `jaxdist pipeline compare` shows each schedule's cost."""
     activations: Activations = "recompute"
-    """What the backward pass starts from: a chunk's input, or all that its forward pass left."""
+    """Input of the backward pass: a chunk's input, or all that its forward pass left."""
     ahead: bool = False
-    """Forward passes run further ahead: less waiting, for up to twice the activations."""
+    """Run forward passes further ahead: less waiting, for up to twice the activations."""
     layers: Annotated[tuple[Count, ...], Field(min_length=1)] | None = None
     """Layers, or parts, of each chunk; null: even where layers divide, else by estimated cost."""
 
