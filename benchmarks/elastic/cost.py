@@ -16,9 +16,9 @@ from benchmarks.core.harness import WARMUP, Sample, interleave
 from benchmarks.core.report import Figure
 from jaxdist.checkpoint.snapshots import KEEP, Snapshots
 from jaxdist.config.shipped import shipped
-from jaxdist.elastic.place import MEMORY
-from jaxdist.elastic.status import Publisher
 from jaxdist.experiment import Experiment, build, load
+from jaxdist.heartbeat.place import MEMORY
+from jaxdist.heartbeat.status import Publisher
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.models.loss import Batch
 from jaxdist.run.hooks.loop import LoopHook, Moment, RunHooks

@@ -94,11 +94,12 @@ def train(
 def _train_elastic(
     config: Path, extra: list[str], count: int, restarts: int, *, resume: bool
 ) -> None:
+    from jaxdist.cli import standby
     from jaxdist.elastic.agent import Agent, Plan
 
     args = {"config": str(config), "extra": extra, "resume": resume}
     say = partial(shared.console().print, soft_wrap=True, markup=False)
-    code = Agent(Plan(args, count, restarts), say).run()
+    code = Agent(Plan(args, count, restarts), say, standby=standby.__name__).run()
     if code:
         raise typer.Exit(code)
 
@@ -119,10 +120,19 @@ def drill(
     one predicted; ends with exit code 3 where it is less than nine tenths.
     """
     extra = shared.prepare(config, overrides, devices)
+    from jaxdist.cli import standby
     from jaxdist.commands.drill import drill as run
 
-    say = partial(shared.console().print, soft_wrap=True, markup=False)
-    run(config, extra, failures=failures, processes=count, seed=seed, json_file=json_file, say=say)
+    run(
+        config,
+        extra,
+        failures=failures,
+        processes=count,
+        seed=seed,
+        json_file=json_file,
+        say=partial(shared.console().print, soft_wrap=True, markup=False),
+        standby=standby.__name__,
+    )
 
 
 def import_all() -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from jaxdist.config import read
 from jaxdist.elastic.agent import Agent, Plan
 from jaxdist.elastic.drill import Drilled, Striker, every_of, judge, recoveries_of, strikes_of
-from jaxdist.elastic.journal import Journal, read_journal
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.heartbeat.journal import Journal, read_journal
 from jaxdist.metrics.goodput import joined
 from jaxdist.metrics.report import write_json
 from jaxdist.metrics.writer import read_metrics
@@ -25,12 +25,14 @@ def drill(
     seed: int = 0,
     json_file: Path | None = None,
     say: Callable[[str], None],
+    standby: str,
 ) -> Drilled:
     """Train as the config says, elastically, with failures at seeded steps.
 
     Args:
       failures: so many processes are killed, or stopped, one at a time.
       say: tells the user a line.
+      standby: see `jaxdist.elastic.agent.Agent`.
 
     Raises:
       ConfigError: the config has no number of steps.
@@ -53,7 +55,7 @@ def drill(
         return strikers[0]
 
     args = {"config": str(path), "extra": list(overrides), "resume": False}
-    code = Agent(Plan(args, processes), say, record=record).run()
+    code = Agent(Plan(args, processes), say, standby=standby, record=record).run()
     (striker,) = strikers
     if code:
         raise RunError(f"the run was told to stop (exit code {code}); a drill goes to its end")

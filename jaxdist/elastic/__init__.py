@@ -1,1 +1,1 @@
-"""Failures, and what is done about them: decisions and forecasts, functions of plain data."""
+"""The agents that start the processes of a run, watch them, and restart them after a failure."""

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from jaxdist.elastic.flight.recorder import Recorder
-from jaxdist.elastic.journal import Journal
-from jaxdist.elastic.members import STANDBY, Member
+from jaxdist.elastic.members import Member
 from jaxdist.elastic.part import Alone, Hosts, Part
-from jaxdist.elastic.place import Place, new_folder
 from jaxdist.elastic.team import Lost, Team
 from jaxdist.elastic.watch import Patience
 from jaxdist.errors import STOPPED, ConfigError, JaxdistError, RunError
+from jaxdist.heartbeat.flight.recorder import Recorder
+from jaxdist.heartbeat.journal import Journal
+from jaxdist.heartbeat.place import Place, new_folder
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.runtime.notices import Notice, heard
 from jaxdist.types import Json
@@ -54,9 +54,10 @@ class Agent:
 
     Args:
       say: tells the user a line.
+      standby: the module whose process forks those of the run, see `jaxdist.runtime.forks`. It
+        stands above this room in the layers, so that a command passes its name down.
       hosts: who takes part; None is this machine alone.
       record: makes what hears of all generations, of the journal and `say`.
-      standby: the module whose process forks those of the run.
     """
 
     def __init__(
@@ -64,9 +65,9 @@ class Agent:
         plan: Plan,
         say: Callable[[str], None],
         *,
+        standby: str,
         hosts: Hosts | None = None,
         record: Callable[[Journal, Callable[[str], None]], Recorder] = Recorder,
-        standby: str = STANDBY,
     ) -> None:
         self.plan, self.say = plan, say
         self.hosts = hosts or Alone(plan.processes, resume=bool(plan.args.get("resume")))

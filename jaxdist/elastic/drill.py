@@ -15,12 +15,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.elastic import intervals
-from jaxdist.elastic.flight.recorder import Recorder
-from jaxdist.elastic.journal import Journal
-from jaxdist.elastic.place import Place
-from jaxdist.elastic.saving import RECOVERY
-from jaxdist.elastic.status import Status
+from jaxdist.heartbeat import intervals
+from jaxdist.heartbeat.flight.recorder import Recorder
+from jaxdist.heartbeat.journal import Journal
+from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.saving import RECOVERY
+from jaxdist.heartbeat.status import Status
 from jaxdist.metrics.account import Kind
 from jaxdist.metrics.goodput import INTERVALS, Goodput
 from jaxdist.types import Json, JsonObject

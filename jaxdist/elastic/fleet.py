@@ -19,7 +19,7 @@ import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from jaxdist.config.schema import Config, Count
-from jaxdist.elastic import intervals
+from jaxdist.heartbeat import intervals
 from jaxdist.metrics.account import Kind
 
 Chance = Annotated[float, Field(ge=0, le=1)]

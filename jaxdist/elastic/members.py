@@ -12,11 +12,10 @@ from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 
-from jaxdist.elastic.place import held
+from jaxdist.heartbeat.place import held
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.types import Json
 
-STANDBY = "jaxdist.cli.standby"
 LAST_LINES = 15
 
 

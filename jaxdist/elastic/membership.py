@@ -12,7 +12,8 @@ lease on it has run out or its holder has said that it stopped. What a host has 
 takes up again, so that old messages do no harm. (Gray and Cheriton, "Leases", SOSP 1989.)
 
 A host that is suspended between looking at its lease and writing may still write too late: the
-number of its generation is a fencing token, and who is written to keeps a `Fence`.
+number of its generation is a fencing token, and what is written to keeps a `Fence`
+(`jaxdist.heartbeat.fence`).
 """
 
 from __future__ import annotations
@@ -20,44 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
-
-from jaxdist.config.schema import LARGEST, Config, Count
-from jaxdist.elastic.hosts.aside import Fits, able, all_fit
-
-
-class MembershipConfig(Config):
-    """Of how many hosts a generation is, and for how long it is waited for them."""
-
-    min_hosts: Count = 1
-    """With fewer nothing is at work."""
-    max_hosts: Count = LARGEST
-    """Others wait, and take the places of those that are lost."""
-    lease_seconds: PositiveFloat = 10.0
-    """A host that was not heard for so long is lost; it should ask several times in it."""
-    settle_seconds: NonNegativeFloat = 5.0
-    """A generation begins, or is told to save and stop so as to grow, when for so long no host has
-    come or gone."""
-    drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
-    """By how much of the time clocks run too fast or too slow at most."""
-    stuck_host_seconds: NonNegativeFloat = 300.0
-    """For so long a host of which a process was stuck is left out, where the others can go on
-    without it."""
-
-    @model_validator(mode="after")
-    def _check(self) -> MembershipConfig:
-        if self.min_hosts > self.max_hosts:
-            raise ValueError(
-                f"min_hosts {self.min_hosts} is above max_hosts {self.max_hosts}: lower it"
-            )
-        return self
-
-    @property
-    def held_seconds(self) -> float:
-        """How long a host takes its lease to last, by its own clock."""
-        return self.lease_seconds * (1 - self.drift) / (1 + self.drift)
+from jaxdist.elastic.quarantine import Fits, able, all_fit
+from jaxdist.heartbeat.config import MembershipConfig
 
 
 @dataclass(frozen=True)
@@ -278,19 +244,3 @@ class Registry:
 
     def _able(self, config: MembershipConfig, fits: Fits) -> tuple[str, ...]:
         return able(self.alive, self.aside, config.min_hosts, config.max_hosts, fits)
-
-
-@dataclass(frozen=True)
-class Fence:
-    """Kept by what is written to: nothing of an older generation comes after a newer one's.
-
-    >>> fence = Fence().admit(3)
-    >>> fence.admit(2) is None, fence.admit(4)
-    (True, Fence(token=4))
-    """
-
-    token: int = 0
-
-    def admit(self, token: int) -> Fence | None:
-        """The fence after a write with this token; None refuses it."""
-        return None if token < self.token else Fence(token)

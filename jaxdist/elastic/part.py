@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxdist.checkpoint.identity import Identity, new_id
-from jaxdist.elastic.place import Place
-from jaxdist.elastic.status import Status
+from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.status import Status
 from jaxdist.runtime.rendezvous import free_port
 
 
@@ -26,7 +26,7 @@ class Part:
       resume: whether it goes on with what a run has saved.
       run: which run; None: the processes find out, as the user's command says.
       extra: settings that replace those of the config.
-      fence: name under which what is written is fenced, see `jaxdist.elastic.fence`; None: no
+      fence: name under which what is written is fenced, see `jaxdist.heartbeat.fence`; None: no
         other generation can be at work.
     """
 
@@ -63,7 +63,7 @@ class Hosts(Protocol):
         """Wait for the next generation that this machine is in.
 
         Args:
-          folder: of this machine, in memory: see `jaxdist.elastic.place`.
+          folder: of this machine, in memory: see `jaxdist.heartbeat.place`.
           stopped: whether the wait shall end.
 
         Returns:

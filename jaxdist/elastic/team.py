@@ -7,14 +7,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxdist.elastic.flight.recorder import Recorder
-from jaxdist.elastic.journal import Journal
 from jaxdist.elastic.members import Member, how_ended
 from jaxdist.elastic.part import Hosts, Part
-from jaxdist.elastic.place import Place
-from jaxdist.elastic.status import Status, read_status
 from jaxdist.elastic.watch import Patience, Stuck, find_stuck, first_lost
 from jaxdist.errors import STOPPED
+from jaxdist.heartbeat.flight.recorder import Recorder
+from jaxdist.heartbeat.journal import Journal
+from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.status import Status, read_status
 from jaxdist.metrics.account import Kind
 
 POLL_SECONDS, LOOK_SECONDS = 0.05, 0.25

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from jaxdist.elastic.status import Status
+from jaxdist.heartbeat.status import SLOW_PHASES, Status
 from jaxdist.metrics.account import Kind
-
-SLOW_PHASES = frozenset({Kind.START, Kind.RECOVERY, Kind.COMPILE, Kind.EVALUATION, Kind.IDLE})
-"""That may rightly take long, and in which others do not wait for a process."""
 
 
 @dataclass(frozen=True)

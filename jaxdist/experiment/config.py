@@ -14,7 +14,6 @@ from jaxdist.config import Config, Count, Document, Problem, problems_error, rea
 from jaxdist.config.importing import user_code
 from jaxdist.config.schema import FilePath
 from jaxdist.data import DataConfig
-from jaxdist.elastic.config import ElasticConfig
 from jaxdist.errors import (
     CollectiveError,
     ConfigError,
@@ -23,6 +22,7 @@ from jaxdist.errors import (
     RunError,
     ShardingError,
 )
+from jaxdist.heartbeat.config import ElasticConfig
 from jaxdist.mesh import MeshConfig
 from jaxdist.metrics.energy.config import EnergyConfig
 from jaxdist.models.build import ModelConfig

@@ -16,11 +16,11 @@ from jaxdist.checkpoint.identity import Identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.checkpoint.snapshots import Snapshots, load, whole_steps
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.elastic.fence import RunFence
-from jaxdist.elastic.place import Place
-from jaxdist.elastic.status import Publisher
 from jaxdist.errors import CheckpointError
 from jaxdist.experiment import Experiment, build
+from jaxdist.heartbeat.fence import RunFence
+from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.status import Publisher
 from jaxdist.mesh import Device
 from jaxdist.train.rescale import KEY, extended
 from jaxdist.train.state import TrainState

@@ -16,9 +16,9 @@ from rich.console import Console
 from jaxdist.checkpoint.agree import any_process, broadcast_json
 from jaxdist.checkpoint.identity import Identity, base_of, check_identity, read_identity
 from jaxdist.data.cache import cache_directory
-from jaxdist.elastic.place import place_of
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
+from jaxdist.heartbeat.place import place_of
 from jaxdist.run.agent_link import leaving, watched
 from jaxdist.run.directory import RunDirectory, Taken, identity_of, take
 from jaxdist.run.job import ModelFlops, RunJob

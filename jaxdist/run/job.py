@@ -17,9 +17,9 @@ from jaxdist.checkpoint.local import claim
 from jaxdist.checkpoint.snapshots import Snapshots, whole_steps
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import Document, read, resolved_yaml
-from jaxdist.elastic.fence import RunFence
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, TrainStage, build
+from jaxdist.heartbeat.fence import RunFence
 from jaxdist.mesh import Device
 from jaxdist.metrics import goodput
 from jaxdist.metrics.account import Account, Kind

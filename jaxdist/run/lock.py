@@ -21,8 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
-from jaxdist.elastic.place import place_of
 from jaxdist.errors import RunError
+from jaxdist.heartbeat.place import place_of
 
 FILE_NAME = "run.lock"
 BEAT_SECONDS = 10.0

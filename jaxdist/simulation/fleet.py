@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from jaxdist.elastic import intervals
 from jaxdist.elastic.fleet import (
     FleetConfig,
     Saves,
@@ -18,6 +17,7 @@ from jaxdist.elastic.fleet import (
     simulate,
     snapshots_with,
 )
+from jaxdist.heartbeat import intervals
 from jaxdist.metrics.account import Kind
 from jaxdist.simulation.fleet_plot import plot_fleet
 from jaxdist.study.files import check_writable, read_settings, write_json

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from jaxdist.checkpoint import layout, store
 from jaxdist.checkpoint.manifest import read_manifest
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.elastic.fence import RunFence, newest_generation, newest_of_all
-from jaxdist.elastic.place import FENCE, FOLDER, GENERATION, Place, place_of
 from jaxdist.errors import CheckpointError, RunError
+from jaxdist.heartbeat.fence import RunFence, newest_generation, newest_of_all
+from jaxdist.heartbeat.place import FENCE, FOLDER, GENERATION, Place, place_of
 from jaxdist.metrics.writer import MetricsWriter, read_metrics
 from jaxdist.run.lock import HeldError, RunLock
 

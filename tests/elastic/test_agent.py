@@ -19,21 +19,21 @@ import pytest
 
 from jaxdist.elastic import team
 from jaxdist.elastic.agent import Agent, Plan, exit_of
-from jaxdist.elastic.flight.recorder import Recorder
-from jaxdist.elastic.journal import read_journal
 from jaxdist.elastic.part import Alone, Hosts, Part
-from jaxdist.elastic.status import Status
 from jaxdist.elastic.team import Team
 from jaxdist.elastic.watch import Patience
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.heartbeat.flight.recorder import Recorder
+from jaxdist.heartbeat.journal import read_journal
+from jaxdist.heartbeat.status import Status
 from jaxdist.run.report.goodput import uncopied_lines
 
 SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
 from jaxdist.checkpoint.identity import Identity
-from jaxdist.elastic.place import place_of
-from jaxdist.elastic.status import Publisher
+from jaxdist.heartbeat.place import place_of
+from jaxdist.heartbeat.status import Publisher
 from jaxdist.metrics.account import Kind
 from jaxdist.runtime.forks import await_fork, hold_signals
 

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from jaxdist.checkpoint.identity import Identity
 from jaxdist.elastic.drill import Strike, Striker, every_of, judge, recoveries_of, strikes_of
-from jaxdist.elastic.journal import Journal
-from jaxdist.elastic.place import Place
-from jaxdist.elastic.saving import RECOVERY
-from jaxdist.elastic.status import Status
+from jaxdist.heartbeat.journal import Journal
+from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.saving import RECOVERY
+from jaxdist.heartbeat.status import Status
 from jaxdist.metrics.account import Kind
 from jaxdist.metrics.goodput import Goodput, Life
 

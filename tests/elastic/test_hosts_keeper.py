@@ -18,7 +18,8 @@ from jaxdist.elastic.hosts.keeper import (
     encode_renewal,
 )
 from jaxdist.elastic.hosts.places.contract import NOBODY, RendezvousError, Token
-from jaxdist.elastic.membership import Generation, Grant, Host, MembershipConfig, Registry, Stop
+from jaxdist.elastic.membership import Generation, Grant, Host, Registry, Stop
+from jaxdist.heartbeat.config import MembershipConfig
 
 CONFIG = MembershipConfig(
     min_hosts=1, max_hosts=4, lease_seconds=10.0, settle_seconds=1.0, drift=0.1

@@ -21,10 +21,10 @@ from jaxdist.elastic.hosts.keeper import boot_clock
 from jaxdist.elastic.hosts.places.address import open_rendezvous
 from jaxdist.elastic.hosts.start import agent_of, devices_of, read_token, split_host
 from jaxdist.elastic.hosts.together import Together
-from jaxdist.elastic.membership import MembershipConfig
 from jaxdist.elastic.part import Part
-from jaxdist.elastic.place import Place
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.heartbeat.config import MembershipConfig
+from jaxdist.heartbeat.place import Place
 from jaxdist.runtime.gpus import Seen
 
 LEASE = {"lease_seconds": 1.0, "settle_seconds": 0.05}
@@ -316,6 +316,7 @@ def given(tmp_path: Path, monkeypatch) -> dict[str, Any]:
     return {
         "rendezvous": "meet", "least": 1, "most": 2, "processes": 1, "host": "a/127.0.0.1",
         "token_file": None, "resume": False, "restarts": 3, "seconds": 1.0, "say": print,
+        "standby": "jaxdist.cli.standby",
     }  # fmt: skip
 
 

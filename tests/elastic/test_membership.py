@@ -9,9 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxdist.config import Document, validate
-from jaxdist.elastic.hosts.aside import Fits, all_fit
-from jaxdist.elastic.membership import Fence, Grant, Host, MembershipConfig, Registry, Renew, Stop
+from jaxdist.elastic.membership import Grant, Host, Registry, Renew, Stop
+from jaxdist.elastic.quarantine import Fits, all_fit
 from jaxdist.errors import ConfigError
+from jaxdist.heartbeat.config import MembershipConfig
+from jaxdist.heartbeat.fence import Fence
 
 CONFIG = MembershipConfig(
     min_hosts=2, max_hosts=3, lease_seconds=10.0, settle_seconds=2.0, drift=0.1

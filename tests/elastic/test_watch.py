@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from jaxdist.elastic.hosts import progress
-from jaxdist.elastic.status import BEAT_SECONDS, Publisher, Status, read_status
 from jaxdist.elastic.watch import Patience, find_stuck
 from jaxdist.errors import RunError
+from jaxdist.heartbeat.status import BEAT_SECONDS, Publisher, Status, read_status
 from jaxdist.metrics.account import Kind
 
 NOW = 1000.0

@@ -26,8 +26,8 @@ PROCESS = """
 import json, os, signal, sys, time
 from pathlib import Path
 from jaxdist.checkpoint.identity import Identity, write_identity
-from jaxdist.elastic.place import place_of
-from jaxdist.elastic.status import Publisher
+from jaxdist.heartbeat.place import place_of
+from jaxdist.heartbeat.status import Publisher
 from jaxdist.metrics.account import Kind
 from jaxdist.runtime.forks import await_fork, hold_signals
 
@@ -195,9 +195,9 @@ def main() -> None:
             resume=False,
             restarts=3,
             say=lambda line: print(line, flush=True),
+            standby="a_process",
             **given,
         )
-        found.standby = "a_process"
         if "step_seconds" in told:
             patience = Patience(step_seconds=told["step_seconds"])
             found.plan = replace(found.plan, patience=patience)

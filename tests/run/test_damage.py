@@ -14,8 +14,8 @@ import pytest
 from runs import Jaxdist, assert_same_run, finish, steps, wait_for_step
 
 from jaxdist.commands.replay import life_of
-from jaxdist.elastic.journal import read_journal
 from jaxdist.errors import RunError
+from jaxdist.heartbeat.journal import read_journal
 from jaxdist.metrics.writer import read_metrics
 
 

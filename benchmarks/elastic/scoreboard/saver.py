@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.elastic.fence import RunFence
+from jaxdist.heartbeat.fence import RunFence
 from jaxdist.types import PyTree
 
 STEPS, SIZE = 200, 20_000

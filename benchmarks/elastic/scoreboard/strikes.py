@@ -24,10 +24,10 @@ from benchmarks.elastic.scoreboard.row import Row, of
 from jaxdist.checkpoint.arrays import load_arrays
 from jaxdist.checkpoint.layout import step_directory, steps_present
 from jaxdist.checkpoint.manifest import read_manifest
-from jaxdist.elastic.journal import read_journal
-from jaxdist.elastic.place import left_behind
 from jaxdist.elastic.watch import Patience
 from jaxdist.errors import RunError
+from jaxdist.heartbeat.journal import read_journal
+from jaxdist.heartbeat.place import left_behind
 from jaxdist.metrics.goodput import joined
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.runtime.environment import python_module

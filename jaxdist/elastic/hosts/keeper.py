@@ -24,14 +24,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from jaxdist.elastic.hosts.places.contract import NOBODY, Rendezvous, Token
-from jaxdist.elastic.membership import (
-    Generation,
-    Grant,
-    MembershipConfig,
-    Registry,
-    Renew,
-    Stop,
-)
+from jaxdist.elastic.membership import Generation, Grant, Registry, Renew, Stop
+from jaxdist.heartbeat.config import MembershipConfig
 from jaxdist.types import JsonObject
 
 PATIENCE_LEASES = 0.8

@@ -14,7 +14,8 @@ from typing import Any
 from jaxdist.elastic.hosts.keeper import Keeper, boot_clock, decode_answer, encode_renewal
 from jaxdist.elastic.hosts.places.contract import LostError, Rendezvous, RendezvousError, Token
 from jaxdist.elastic.hosts.run import OVER, ended_before
-from jaxdist.elastic.membership import Generation, Host, MembershipConfig
+from jaxdist.elastic.membership import Generation, Host
+from jaxdist.heartbeat.config import MembershipConfig
 from jaxdist.types import Json, JsonObject
 
 BEAT_SECONDS, BEAT_LEASES = 0.5, 0.05

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxdist.elastic.status import Status
+from jaxdist.heartbeat.status import Status
 from jaxdist.metrics.account import Kind
 from jaxdist.types import JsonObject
 

@@ -14,14 +14,14 @@ from jaxdist.checkpoint.identity import Identity, base_of, candidates, read_iden
 from jaxdist.checkpoint.local import local_folder
 from jaxdist.config import Document, read, validate
 from jaxdist.elastic.agent import Agent, Plan
-from jaxdist.elastic.config import ElasticConfig
-from jaxdist.elastic.fence import newest_of_all
 from jaxdist.elastic.hosts.identity import card
 from jaxdist.elastic.hosts.join import Here
 from jaxdist.elastic.hosts.places.address import open_rendezvous
 from jaxdist.elastic.hosts.places.contract import Token
 from jaxdist.elastic.hosts.together import Together
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.heartbeat.config import ElasticConfig
+from jaxdist.heartbeat.fence import newest_of_all
 from jaxdist.runtime.gpus import divide, look
 from jaxdist.runtime.notices import PreemptionConfig
 from jaxdist.types import JsonObject
@@ -41,6 +41,7 @@ def agent_of(
     restarts: int,
     seconds: float,
     say: Callable[[str], None],
+    standby: str,
 ) -> Agent:
     """The agent of this machine.
 
@@ -52,6 +53,7 @@ def agent_of(
       host: NAME or NAME/ADDRESS; None is this machine's name.
       token_file: has the token that hosts share; None takes the one of the rendezvous.
       seconds: how long to wait for hosts.
+      standby: see `jaxdist.elastic.agent.Agent`.
 
     Raises:
       JaxdistError: anything that the user can mend.
@@ -95,7 +97,8 @@ def agent_of(
     args = {"config": str(config), "extra": extra}
     told = (values.get("run") or {}).get("preemption") or {}
     notices = validate(Document(told), PreemptionConfig).build(say)
-    return Agent(Plan(args, processes, restarts, notices=notices), say, hosts=together)
+    plan = Plan(args, processes, restarts, notices=notices)
+    return Agent(plan, say, standby=standby, hosts=together)
 
 
 def local_of(

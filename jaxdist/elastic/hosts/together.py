@@ -41,11 +41,12 @@ from jaxdist.elastic.hosts.run import (
     tell_run,
 )
 from jaxdist.elastic.hosts.words import Words
-from jaxdist.elastic.membership import Generation, MembershipConfig
+from jaxdist.elastic.membership import Generation
 from jaxdist.elastic.part import Part
-from jaxdist.elastic.place import Place
-from jaxdist.elastic.status import Status
 from jaxdist.errors import ConfigError, RunError
+from jaxdist.heartbeat.config import MembershipConfig
+from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.status import Status
 from jaxdist.types import JsonObject
 
 END_SECONDS = 120.0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from jaxdist.elastic.flight.slow import Slow
-from jaxdist.elastic.journal import read_journal
 from jaxdist.errors import RunError
+from jaxdist.heartbeat.flight.slow import Slow
+from jaxdist.heartbeat.journal import read_journal
 from jaxdist.metrics.energy import tally
 from jaxdist.metrics.goodput import Goodput, joined, predicted, table
 from jaxdist.metrics.report import write_json

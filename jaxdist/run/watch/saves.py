@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jaxdist.checkpoint.agree import broadcast_int
-from jaxdist.elastic.journal import read_journal
-from jaxdist.elastic.saving import MOST_STEPS, Failures, Interval, choose, failures_of
+from jaxdist.heartbeat.journal import read_journal
+from jaxdist.heartbeat.saving import MOST_STEPS, Failures, Interval, choose, failures_of
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.goodput import INTERVALS
 from jaxdist.metrics.writer import MetricsWriter

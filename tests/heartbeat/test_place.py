@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.elastic import place
-from jaxdist.elastic.place import held, left_behind, new_folder
+from jaxdist.heartbeat import place
+from jaxdist.heartbeat.place import held, left_behind, new_folder
 
 
 @pytest.fixture

@@ -28,6 +28,8 @@ RING = 256
 WAIT = "wait"
 """A phase besides the kinds of an account: the main thread waits for the devices' step."""
 PHASES = (*map(str, Kind), WAIT)
+SLOW_PHASES = frozenset({Kind.START, Kind.RECOVERY, Kind.COMPILE, Kind.EVALUATION, Kind.IDLE})
+"""That may rightly take long, and in which others do not wait for a process."""
 _KINDS = (*Kind, Kind.STEP)
 _CODES = {kind: code for code, kind in enumerate(Kind)}
 _WAIT = PHASES.index(WAIT)

@@ -1,6 +1,6 @@
 """A flight record as a picture: a row for each process, a bar for each phase.
 
-`python -m jaxdist.elastic.flight.picture RUN/flight_3.json ...` draws each beside it.
+`python -m jaxdist.heartbeat.flight.picture RUN/flight_3.json ...` draws each beside it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WIDTH_INCHES, _ROW_INCHES, _MOST_INCHES = 10.0, 0.42, 40.0
 
 
 def draw_flight(record: JsonObject, directory: str | os.PathLike[str]) -> list[Path]:
-    """Draw a record, as `jaxdist.elastic.flight.recorder` writes it, beside it."""
+    """Draw a record, as `jaxdist.heartbeat.flight.recorder` writes it, beside it."""
     name = f"flight_{record['generation']}"
     return save(flight_figure(record), directory, name, formats=("png",), what="the flight record")
 

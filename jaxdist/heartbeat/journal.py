@@ -8,8 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxdist.config.files import parse_json, read_regular
-from jaxdist.elastic.place import Place
 from jaxdist.errors import RunError
+from jaxdist.heartbeat.place import Place
 from jaxdist.types import Json, JsonObject
 
 FILE_NAME = "elastic.jsonl"

@@ -92,7 +92,7 @@ class Place:
             return None
 
     def status(self, process: int) -> Path:
-        """What a process says of itself: see `jaxdist.elastic.status`."""
+        """What a process says of itself: see `jaxdist.heartbeat.status`."""
         return self.folder / f"status_{self.generation}_{process}"
 
     def log(self, member: int) -> Path:

@@ -11,12 +11,28 @@ successor takes away first (`jaxdist.checkpoint.layout`), and the file of metric
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
-from jaxdist.elastic.membership import Fence
 from jaxdist.errors import RunError
 
 FOLDER = "generations"
+
+
+@dataclass(frozen=True)
+class Fence:
+    """Kept by what is written to: nothing of an older generation comes after a newer one's.
+
+    >>> fence = Fence().admit(3)
+    >>> fence.admit(2) is None, fence.admit(4)
+    (True, Fence(token=4))
+    """
+
+    token: int = 0
+
+    def admit(self, token: int) -> Fence | None:
+        """The fence after a write with this token; None refuses it."""
+        return None if token < self.token else Fence(token)
 
 
 class RunFence:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxdist.elastic.intervals import daly, expected, goodput, mttf_of, young
+from jaxdist.heartbeat.intervals import daly, expected, goodput, mttf_of, young
 
 
 def test_the_example_of_metas_clusters():

@@ -22,8 +22,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxdist.elastic.status import WAIT, Phase
-from jaxdist.elastic.watch import SLOW_PHASES
+from jaxdist.heartbeat.status import SLOW_PHASES, WAIT, Phase
 
 LEAST_STEPS, LEAST_BEATS = 12, 30
 EXCESS = 0.1

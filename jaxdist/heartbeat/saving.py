@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxdist.elastic import intervals
+from jaxdist.heartbeat import intervals
 from jaxdist.types import JsonObject
 
 RECOVERY = ("stop", "restart", "restore", "first_step")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jaxdist.elastic import intervals
-from jaxdist.elastic.saving import MOST_STEPS, Failures, choose, failures_of, interval
+from jaxdist.heartbeat import intervals
+from jaxdist.heartbeat.saving import MOST_STEPS, Failures, choose, failures_of, interval
 
 PRIOR = Failures(mttf=86_400, recovery=7.0)
 PARTS = ("stop", "restart", "restore", "first_step")

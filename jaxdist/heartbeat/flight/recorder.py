@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from jaxdist.elastic.flight import picture
-from jaxdist.elastic.flight.slow import Flight, Slow, find_slow
-from jaxdist.elastic.journal import Journal
-from jaxdist.elastic.place import Place
-from jaxdist.elastic.status import Status, read_flight
+from jaxdist.heartbeat.flight import picture
+from jaxdist.heartbeat.flight.slow import Flight, Slow, find_slow
+from jaxdist.heartbeat.journal import Journal
+from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.status import Status, read_flight
 from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from jaxdist.checkpoint.identity import Identity
-from jaxdist.elastic.flight.picture import flight_figure
-from jaxdist.elastic.flight.recorder import LOOK_SECONDS, Recorder, flight_record
-from jaxdist.elastic.flight.slow import Flight, find_slow
-from jaxdist.elastic.journal import Journal, read_journal
-from jaxdist.elastic.place import Place
-from jaxdist.elastic.status import RING, Phase, Publisher, Status, read_flight, read_status
+from jaxdist.heartbeat.flight.picture import flight_figure
+from jaxdist.heartbeat.flight.recorder import LOOK_SECONDS, Recorder, flight_record
+from jaxdist.heartbeat.flight.slow import Flight, find_slow
+from jaxdist.heartbeat.journal import Journal, read_journal
+from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.status import RING, Phase, Publisher, Status, read_flight, read_status
 from jaxdist.metrics.account import Kind
 from jaxdist.run.report.goodput import slow_lines
 
@@ -111,7 +111,7 @@ def write(monkeypatch: pytest.MonkeyPatch):
             monkeypatch.context() as patched,
             Publisher(place.status(given.process), given.process) as publisher,
         ):
-            patched.setattr("jaxdist.elastic.status.time.monotonic_ns", lambda: now[0])
+            patched.setattr("jaxdist.heartbeat.status.time.monotonic_ns", lambda: now[0])
             for one in given.phases:
                 now[0] = one.begin
                 if one.name == "wait":
@@ -136,7 +136,7 @@ def test_who_is_slow_at_two_looks_is_told_once(
     place.tell_run(Identity("a1", tmp_path))
     recorder = Recorder(Journal(), said.append, draw=False)
     statuses = [write(place, flight(at, own=20.0 if at == 2 else 2.0)) for at in range(3)]
-    monkeypatch.setattr("jaxdist.elastic.flight.recorder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("jaxdist.heartbeat.flight.recorder.time.monotonic", lambda: now[0])
     for look in range(5):
         now[0] = look * (LOOK_SECONDS + 1)
         recorder.look(place, statuses)

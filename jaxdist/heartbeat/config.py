@@ -1,0 +1,70 @@
+"""The section `elastic` of a configuration: what hosts that come and go must agree on."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+
+from jaxdist.config.document import Document
+from jaxdist.config.schema import LARGEST, Config, Count, validate
+
+
+class MembershipConfig(Config):
+    """How many hosts a generation has, and how long the registry waits for them."""
+
+    min_hosts: Count = 1
+    """A generation with fewer hosts does not start."""
+    max_hosts: Count = LARGEST
+    """Hosts beyond this number wait, and replace those that are lost."""
+    lease_seconds: PositiveFloat = 10.0
+    """A host that sends no heartbeat for this time is considered lost; it should renew its lease
+    several times within it."""
+    settle_seconds: NonNegativeFloat = 5.0
+    """A generation starts, or saves and stops in order to grow, once no host has joined or left for
+    this time."""
+    drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
+    """The largest relative error of any host's clock, fast or slow."""
+    stuck_host_seconds: NonNegativeFloat = 300.0
+    """Time for which a host with a stuck process is excluded, if the other hosts can train without
+    it."""
+
+    @model_validator(mode="after")
+    def _check(self) -> MembershipConfig:
+        if self.min_hosts > self.max_hosts:
+            raise ValueError(
+                f"min_hosts {self.min_hosts} is above max_hosts {self.max_hosts}: lower it"
+            )
+        return self
+
+    @property
+    def held_seconds(self) -> float:
+        """How long a host takes its lease to last, by its own clock."""
+        return self.lease_seconds * (1 - self.drift) / (1 + self.drift)
+
+
+class ElasticConfig(Config):
+    """Settings of elastic runs, whose hosts may join and leave: `jaxdist agent`."""
+
+    lease_seconds: PositiveFloat = 10.0
+    """A host that sends no heartbeat for this time is considered lost."""
+    settle_seconds: NonNegativeFloat = 5.0
+    """A generation starts, or saves and stops in order to grow, once no host has joined or left for
+    this time."""
+    drift: Annotated[float, Field(ge=0, lt=0.5)] = 0.01
+    """The largest relative error of any host's clock, fast or slow."""
+    stuck_host_seconds: NonNegativeFloat = 300.0
+    """Time for which a host with a stuck process is excluded, if the other hosts can train without
+    it; 0 lets it rejoin at once."""
+    batch: Literal["same", "rescale"] = "same"
+    """What to do when the mesh shrinks: `same` keeps the batch, in more microbatches; `rescale`
+    shrinks the batch with the mesh and sets the learning rate by the rule of optim.scale_from."""
+
+    def membership(self, least: int, most: int) -> MembershipConfig:
+        """The same, of so many hosts.
+
+        Raises:
+          ConfigError: more at least than at most.
+        """
+        given = {**self.model_dump(exclude={"batch"}), "min_hosts": least, "max_hosts": most}
+        return validate(Document(given), MembershipConfig)
