@@ -1,13 +1,13 @@
 """Learning rate and warm-up for another batch size, batch-size ramps, runs of several phases.
 
-All of it is plain arithmetic on plain data, and each derived value says how it came about. "Batch
-size" is always the effective one: examples per optimizer step, over all devices, microbatches and
-accumulated steps.
+All of this is plain arithmetic on plain data, and each derived value carries its explanation.
+"Batch size" is always the effective one: examples per optimizer step, over all devices,
+microbatches and accumulated steps.
 
 Sources: Goyal et al., arXiv 1706.02677 (linear); Krizhevsky, arXiv 1404.5997 (square root); You et
-al., arXiv 1904.00962 (square root with linear-epoch warm-up; mixed batch with re-warm-up). These
-rules spare a search, they do not replace it: Nado et al., arXiv 2102.06356, find that tuned
-Nesterov and Adam match LARS and LAMB at their batch sizes.
+al., arXiv 1904.00962 (square root with linear-epoch warm-up; mixed batch with re-warm-up). The
+rules give a starting point and do not replace a search: Nado et al., arXiv 2102.06356, find that
+tuned Nesterov and Adam match LARS and LAMB at their batch sizes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from jaxdist.errors import ConfigError
 from jaxdist.optim.schedules import ScheduleConfig, build_schedule
 
 RULES = {"linear": (1.0, 0.0), "sqrt": (0.5, 0.0), "lamb": (0.5, 1.0)}
-"""Rule to powers of the growth in batch size: of the learning rate, of the warm-up's epochs."""
+"""For each rule, the powers of the growth in batch size that scale learning rate and warm-up
+epochs."""
 
 
 class ScaleFromConfig(Config):
@@ -46,7 +47,7 @@ class ScaleFromConfig(Config):
 
     @property
     def warmup(self) -> str:
-        """The warm-up as it was given, in words; empty for none."""
+        """Describe the warm-up as the config gives it; empty for none."""
         if self.warmup_fraction is not None:
             return f"optim.scale_from.warmup_fraction {self.warmup_fraction:g}"
         if self.warmup_epochs is not None:
@@ -65,7 +66,7 @@ class ScaleFromConfig(Config):
 
 @dataclass(frozen=True)
 class Derived:
-    """A value that was worked out, and how, in one line."""
+    """A derived value, and a line that explains its derivation."""
 
     value: float
     why: str
@@ -73,7 +74,7 @@ class Derived:
 
 @dataclass(frozen=True)
 class Scaled:
-    """What a `ScaleFromConfig` comes to at a batch size."""
+    """The learning rate and warm-up that a `ScaleFromConfig` gives at a batch size."""
 
     learning_rate: Derived
     warmup_steps: Derived
@@ -88,9 +89,9 @@ def scale(
 ) -> Scaled:
     """Learning rate and warm-up steps of a run of `total_steps` at the effective `batch_size`.
 
-    With growth k = batch_size / config.batch_size, the learning rate is times k (linear) or
-    sqrt(k) (sqrt, lamb), and the warm-up takes the same share of the run (linear, sqrt) or k times
-    that share (lamb), which for a fixed number of epochs is the same number of steps.
+    With growth k = batch_size / config.batch_size, the learning rate is multiplied by k (linear) or
+    sqrt(k) (sqrt, lamb). The warm-up takes the same fraction of the run (linear, sqrt) or k times
+    that fraction (lamb), which for a fixed number of epochs is the same number of steps.
 
     Raises:
       ConfigError: the warm-up would fill the run; warmup_epochs without examples_per_epoch; a
@@ -126,7 +127,7 @@ def scale(
 def _reference_warmup(
     config: ScaleFromConfig, batch_size: int, total_steps: int, examples_per_epoch: int | None
 ) -> tuple[float, str]:
-    """Warm-up at the reference batch, as a fraction of the run, and in words."""
+    """Return the warm-up at the reference batch, as a fraction of the run, and its description."""
     if config.warmup_fraction is not None:
         percent = f"{100 * config.warmup_fraction:.4g}%"
         return config.warmup_fraction, f"{percent} of the run at batch {config.batch_size}"
@@ -151,7 +152,7 @@ def _at_least_one(where: str, given: dict[str, int]) -> None:
 
 @dataclass(frozen=True)
 class BatchPhase:
-    """A stretch of a run at one batch size: steps `first_step` to `first_step + steps`."""
+    """A part of a run at one batch size: steps `first_step` to `first_step + steps`."""
 
     first_step: int
     steps: int
@@ -159,7 +160,7 @@ class BatchPhase:
 
     @property
     def description(self) -> str:
-        """For people, who count steps from 1."""
+        """Describe the phase for people, who count steps from 1."""
         first, last = self.first_step + 1, self.first_step + self.steps
         return f"steps {first} to {last}: batch {self.batch_size}"
 
@@ -178,10 +179,11 @@ class BatchRampConfig(Config):
 def ramp_stages(
     config: BatchRampConfig, *, batch_size: int, total_examples: int
 ) -> tuple[BatchPhase, ...]:
-    """The stages of a ramp up to `batch_size`, of which each is one more compilation.
+    """The stages of a ramp up to `batch_size`; each stage costs a compilation.
 
-    A stage ends with the first step that completes its share of the examples; the run with the
-    first that completes all (Brown et al., arXiv 2005.14165; Megatron's `rampup-batch-size`).
+    A stage ends with the first step that completes its share of the examples; the run ends with the
+    first step that completes all examples (Brown et al., arXiv 2005.14165; Megatron's
+    `rampup-batch-size`).
 
     Raises:
       ConfigError: the growth is not a whole number of increments; the ramp outlasts the run.
@@ -234,7 +236,7 @@ class PhaseConfig(Config):
 
 @dataclass(frozen=True)
 class PhasePlan:
-    """Stages of a run in phases, and its learning rate by step over all of them."""
+    """The stages of a run in phases, and its learning rate by step over all of them."""
 
     stages: tuple[BatchPhase, ...]
     schedule: optax.Schedule
@@ -242,10 +244,10 @@ class PhasePlan:
 
 
 def plan_phases(phases: Sequence[PhaseConfig], *, total_examples: int) -> PhasePlan:
-    """Phases one after another, each with a warm-up from zero and a linear decay of its own.
+    """Plan consecutive phases, each with its own warm-up from zero and linear decay.
 
-    This is the mixed-batch recipe of BERT in 76 minutes: 9/10 of the examples, short sequences, at
-    batch 65536, then 1/10, long sequences, at 32768 after warming up again.
+    This is the mixed-batch recipe of "BERT in 76 minutes": 9/10 of the examples, short sequences,
+    at batch 65536, then 1/10, long sequences, at 32768 after a second warm-up.
 
     Raises:
       ConfigError: no phases; fractions that do not sum to 1; a phase without a step.

@@ -1,4 +1,4 @@
-"""From an optimizer's config to an optax transformation."""
+"""The construction of an optax transformation from an optimizer's config."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class ImportedOptimizerConfig(OptimizerConfig):
     null is the trained ones, or the known average of its state (`optax.contrib.schedule_free`)."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
-        """The user's transformation, which sees each layer of a stack as a tensor of its own."""
+        """The user's transformation, which sees each layer of a stack as a separate tensor."""
         made = load_object(self.path)(rate, **self.args)
         if not (hasattr(made, "init") and hasattr(made, "update")):
             raise ConfigError(
@@ -126,17 +126,17 @@ class ImportedOptimizerConfig(OptimizerConfig):
 def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> None:
     """Refuse a transformation whose first update of ones by a gradient of ones is not finite.
 
-    A decay of 1 makes 0 / 0 of a bias correction, and nothing else says so before the run.
+    A decay of 1 makes a bias correction 0 / 0, and no other check would find it before the run.
 
     Raises:
-      ConfigError: it is not finite.
+      ConfigError: the update is not finite.
     """
     one, ones = jnp.ones(()), {"kernel": jnp.ones((2, 2))}
     try:
         with jax.default_device(jax.local_devices(backend="cpu")[0]):
             updates, _ = made.update(ones, made.init(ones), ones, grad_norm=2 * one, value=one)
             finite = all(jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(updates))
-    # A rule may be made for the user's own tree alone, and fail on another in any way.
+    # A rule may be written for the user's own tree only, and may raise anything on another tree.
     except Exception:
         return
     if not finite:
@@ -147,9 +147,10 @@ def _check_finite(made: optax.GradientTransformationExtraArgs, path: str) -> Non
 
 
 def taking_extra(transform: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """A transformation that is given what it names of the step's extra arguments, and no more.
+    """Wrap a transformation so that it receives only the extra arguments that it names.
 
-    Not all that say that they take extra arguments take any (`optax.contrib.sam`).
+    Some transformations declare extra arguments but do not accept all of them
+    (`optax.contrib.sam`).
     """
     transform = optax.with_extra_args_support(transform)
     taken = inspect.signature(transform.update).parameters.values()
@@ -179,12 +180,12 @@ OptimConfig = Annotated[
 
 
 MAX_SKIPPED = 20
-"""Steps in a row that may be skipped before a run is given up, unless the config says."""
+"""Consecutive steps that may be skipped before a run ends, unless the config sets the number."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """Step (0-based) to learning rate, and how it came about, a line for each derived value."""
+    """The learning rate as a function of the step (0-based), and a line for each derived value."""
 
     schedule: optax.Schedule
     explained: tuple[str, ...] = ()
@@ -192,20 +193,20 @@ class Rate:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optax transformation and what the step must know of it.
+    """An optax transformation and what the train step must know about it.
 
     Attributes:
-      transform: see `update` for what it is given.
-      schedule: step to the learning rate that is inside the transformation.
-      explained: how derived values came about, a line each.
-      param_dtype: dtype that the parameters are kept in; None is the model's own.
-      loss_scale: factor on the loss before the gradient is taken; None is none.
-      max_skipped: skipped steps in a row that end a run; None where no step is ever skipped.
-      skips_empty: whether a step whose batch weighs nothing is skipped before the update.
-      clock: what the schedule inside the transformation counts steps by.
-      rule: the transformation without what is wrapped around it.
-      eval_params: the parameters to evaluate, from the transformation's state and those that it
-        trains; None is the latter.
+      transform: the optax transformation; see `update` for its arguments.
+      schedule: the learning rate inside the transformation, as a function of the step.
+      explained: a line for each derived value.
+      param_dtype: dtype of the stored parameters; None is the model's own.
+      loss_scale: factor on the loss before the gradient is taken; None scales nothing.
+      max_skipped: consecutive skipped steps that end a run; None where no step is ever skipped.
+      skips_empty: whether a step whose batch has no weight is skipped before the update.
+      clock: the step count of the schedule inside the transformation.
+      rule: the transformation without its wrappers.
+      eval_params: function of the transformation's state and the trained parameters that returns
+        the parameters to evaluate; None evaluates the trained ones.
     """
 
     transform: optax.GradientTransformationExtraArgs
@@ -231,11 +232,11 @@ class Optimizer:
         """The transformation's updates and next state.
 
         Args:
-          grad_norm: the gradients' global norm, which clipping need not compute again.
-          value: the mean loss of the batch, for rules that follow it (`optax.polyak_sgd`).
+          grad_norm: the gradients' global norm, so that clipping need not compute it again.
+          value: the mean loss of the batch, for rules that use it (`optax.polyak_sgd`).
 
         Raises:
-          ConfigError: the transformation wants more than that.
+          ConfigError: the transformation needs further arguments.
         """
         skipped = next((found.skipped for found in skip_states(state)), None)
         try:
@@ -251,14 +252,14 @@ class Optimizer:
             ) from error
 
     def skipping_empty(self) -> Optimizer:
-        """The same, for a step that skips batches without weight and counts them."""
+        """Return this optimizer for a step that skips, and counts, batches without weight."""
         if self.max_skipped is not None:
             return replace(self, skips_empty=True)
         counted = count_skips(self.transform)
         return replace(self, transform=counted, max_skipped=MAX_SKIPPED, skips_empty=True)
 
     def stored(self, params: Params) -> Params:
-        """The model's parameters in the dtype that they are kept in."""
+        """The model's parameters in the dtype in which they are stored."""
         return params if self.param_dtype is None else optax.tree.cast(params, self.param_dtype)
 
 
@@ -326,10 +327,10 @@ def build_optimizer(
     Args:
       batch_size: see `plan_rate`.
       examples_per_epoch: see `plan_rate`.
-      rate: the learning rate where the config does not say; None is that of `plan_rate`.
+      rate: the learning rate to use; None is that of `plan_rate`.
 
     Raises:
-      ConfigError: what `plan_rate` raises; a loss scale that cannot work.
+      ConfigError: see `plan_rate`; a loss scale that cannot work.
     """
     rate = rate or plan_rate(
         config,
@@ -359,13 +360,13 @@ def build_optimizer(
 def _wrapped(
     inner: optax.GradientTransformation, config: OptimizerConfig
 ) -> optax.GradientTransformationExtraArgs:
-    """An update rule with its precision inside and its safety outside."""
+    """Wrap an update rule: precision inside, safety outside."""
     if config.bf16_moments:
         inner = bf16_moments(inner)
     if config.master_weights is not None:
         inner = master_weights(inner, config.master_weights)
     clipped = clip_to_norm(inner, config.clip_norm)
-    if config.skip_spikes is not None:  # which skips what is not finite as well
+    if config.skip_spikes is not None:  # also skips what is not finite
         return skip_spikes(
             clipped, factor=config.skip_spikes.factor, window=config.skip_spikes.window
         )

@@ -76,9 +76,10 @@ class OptimizerConfig(Config):
 
 
 def decay_mask(params: Params, dims: Mapping[str, Dims]) -> Masks:
-    """True where weights decay: tensors with two or more dims besides "layers".
+    """Return True for the weights that decay: tensors with two or more dims besides "layers".
 
-    So matrices decay, while biases and norm scales do not, stacked for a scan or not.
+    Matrices therefore decay, while biases and norm scales do not, whether stacked for a scan or
+    not.
     """
     flags = [
         sum(dim != "layers" for dim in dims[name]) >= 2 for name, _ in flatten_with_names(params)
@@ -105,7 +106,7 @@ class NamedParams:
         return frozenset(name for name, dims in self.dims.items() if dims[:1] == ("layers",))
 
     def masks(self, rule: Rule, exclude_vectors: bool | None) -> dict[str, Masks]:
-        """`decay_mask` and `adapt_mask`: the matrices, or all where the rule takes vectors too."""
+        """Return `decay_mask` and `adapt_mask`: matrices only, or all if the rule has vectors."""
         decay, adapt = rule.decay_vectors, rule.adapt_vectors
         if exclude_vectors is not None:
             decay = adapt = not exclude_vectors
@@ -115,7 +116,7 @@ class NamedParams:
         }
 
     def layer_dims(self, names: Sequence[str]) -> PyTree:
-        """The tree of `jaxdist.optim.layers.layer_dims`."""
+        """Return the tree of `jaxdist.optim.layers.layer_dims`."""
         return layer_dims(self.params, self.dims, names)
 
 
@@ -133,9 +134,9 @@ class LayerwiseConfig(OptimizerConfig):
     """Look ahead along the momentum."""
 
     def by_layer(self, rule: Rule, tree: NamedParams) -> Kwargs:
-        """What `lamb` and `lars` are given by name: dims, masks, and options of the variant's rule.
+        """Return the arguments of `lamb` and `lars`: dims, masks and options of the variant.
 
-        An option is a setting that is a field of the rule and not null; "off" is no bound.
+        An option is a field of the rule that is set here; "off" means no bound.
         """
         off = {"max_grad_norm": math.inf, "phi": UNBOUNDED, "ratio_bounds": UNBOUNDED}
         values = {name: getattr(self, name, None) for name in rule.__dataclass_fields__}

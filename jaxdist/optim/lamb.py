@@ -1,4 +1,4 @@
-"""LAMB (You et al. 2020, arXiv 1904.00962, algorithm 2), and how others compute it."""
+"""LAMB (You et al. 2020, arXiv 1904.00962, algorithm 2), and variants in other libraries."""
 
 from __future__ import annotations
 
@@ -35,15 +35,16 @@ LambVariant = Literal["paper", "optax", "apex", "deepspeed", "timm"]
 
 @dataclass(frozen=True)
 class LambRule:
-    """What implementations of LAMB differ in.
+    """The differences between implementations of LAMB.
 
     Attributes:
       bias_correction: divide the moments by 1 - b^t.
-      decay_in_ratio: the ratio sees the decayed direction; else decay is added after it.
-      decay_vectors: biases and norm scales decay too, unless a mask says otherwise.
-      adapt_vectors: they are scaled by the ratio too, unless a mask says otherwise.
+      decay_in_ratio: the ratio includes decay in the direction; otherwise decay is added after it.
+      decay_vectors: biases and norm scales decay too, unless a mask excludes them.
+      adapt_vectors: biases and norm scales are scaled by the ratio too, unless a mask excludes
+        them.
       adapt_undecayed: parameters without decay are scaled by the ratio.
-      max_grad_norm: scale gradients down to this global norm first; infinite never does.
+      max_grad_norm: scale gradients down to this global norm first; infinity disables it.
       phi: bounds of ||w|| in the ratio.
       ratio_bounds: bounds of the ratio itself.
       nesterov: look ahead along the first moment (as `optax.scale_by_adam(nesterov=True)`).
@@ -64,14 +65,14 @@ LAMB_RULES: dict[LambVariant, LambRule] = {
     "paper": LambRule(),
     "optax": LambRule(decay_vectors=True, adapt_vectors=True),
     "apex": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
-    # The clamp is that of DeepSpeed's own BERT recipe.
+    # The clamp is from DeepSpeed's own BERT recipe.
     "deepspeed": LambRule(adapt_vectors=True, ratio_bounds=(0.01, 0.3)),
     "timm": LambRule(adapt_vectors=True, adapt_undecayed=False, max_grad_norm=1.0),
 }
 
 
 class LambState(NamedTuple):
-    """Steps taken, and the moments: trees like the parameters, float32 or wider."""
+    """The number of steps, and the moments: trees like the parameters, float32 or wider."""
 
     count: StepCount
     mu: Updates
@@ -100,7 +101,7 @@ def lamb(
     parameter when fused with `optax.apply_updates`; temporaries of an eighth of one tensor.
 
     Args:
-      variant: whose LAMB; each difference is a field of `LambRule`, which `options` override.
+      variant: the implementation to follow; `options` override fields of its `LambRule`.
       layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`.
 
     Raises:
@@ -123,7 +124,7 @@ def lamb(
 def _step(
     now: StepInputs, *, b1: float, b2: float, eps: float, rule: LambRule
 ) -> tuple[Leaves, ...]:
-    """Updates and moments after one step."""
+    """Compute updates and moments after a step."""
     mu, nu = now.moments
     g = clip_global_norm(now.grads, now.leaves, rule.max_grad_norm)
     look = _Look.at(now.count, b1, b2, eps, rule)
@@ -149,7 +150,7 @@ def lamb_rule(variant: LambVariant, **options: object) -> LambRule:
 
 
 class _Tensors(NamedTuple):
-    """One leaf: weights, gradient, moments after this step; and its rate of decay."""
+    """A leaf's weights, gradient, moments after this step, and rate of decay."""
 
     p: jax.Array
     g: jax.Array
@@ -168,12 +169,12 @@ class _Look(NamedTuple):
 
     @classmethod
     def at(cls, count: jax.Array, b1: float, b2: float, eps: float, rule: LambRule) -> _Look:
-        """The scales at step `count`, counted from 1."""
+        """Return the scales at step `count`, counted from 1."""
         step = count.astype(jnp.float32)
 
         def correction(b: float, s: jax.Array) -> jax.Array:
             if not rule.bias_correction:
-                return jnp.minimum(s, 1.0)  # 1, yet not a constant: see `update`
+                return jnp.minimum(s, 1.0)  # 1, but not a constant: see `update`
             # 1 - b^t in float32 would lose four of seven digits at b = 0.999, t = 1.
             return -1 / jnp.expm1(s * (math.log(b) if b else -math.inf))
 
@@ -183,14 +184,15 @@ class _Look(NamedTuple):
         return cls(one, None, two, jnp.float32(eps))
 
     def after(self, squares: Sequence[Squares]) -> _Look:
-        """The same, but not before the last of the sums is there.
+        """Return the same scales, made to depend on the last of the sums.
 
-        One leaf's partial sums live at a time then, instead of those of all leaves.
+        Only a single leaf's partial sums are then live at a time, instead of those of all leaves.
         """
         if not squares:
             return self
         last = squares[-1][-1].ravel()[0]
-        # Never chosen, for a sum of squares is not negative, but the compiler cannot know.
+        # The condition is never true, for a sum of squares is not negative, but XLA cannot know
+        # that.
         return self._replace(eps=jnp.where(last < 0, last, self.eps))
 
     def numerator(self, x: _Tensors, scale: Scalar) -> jax.Array:
@@ -199,14 +201,15 @@ class _Look(NamedTuple):
         return moment if self.g_scale is None else moment + (self.g_scale * scale) * x.g
 
     def direction(self, x: _Tensors, decay: Scalar) -> jax.Array:
-        """What the ratio sees; `decay` None leaves the decay out of it."""
+        """Return the direction whose norm the ratio uses; `decay` None leaves decay out."""
         adam = self.numerator(x, 1.0) / (jnp.sqrt(self.nu_scale * x.nu) + self.eps)
         return adam if decay is None else adam + decay * x.p
 
     def update(self, x: _Tensors, rate: Scalar, ratio: jax.Array, rule: LambRule) -> jax.Array:
-        """-rate ratio (direction), decayed; in the parameter's dtype."""
-        # The quotient is written differently from `direction`: were the two one expression, XLA
-        # would compute it once and keep it, a temporary as large as the tensor.
+        """Return -rate ratio (direction), with decay, in the parameter's dtype."""
+        # The quotient is written differently from `direction`: if both were the same expression,
+        # XLA
+        # would compute it once and keep it, in a temporary as large as the tensor.
         scale, root = rate * ratio, jnp.sqrt(self.nu_scale)
         adam = self.numerator(x, scale / root) / (jnp.sqrt(x.nu) + self.eps / root)
         shrink = (scale if rule.decay_in_ratio else rate) * x.decay
@@ -216,13 +219,14 @@ class _Look(NamedTuple):
 def _ratios(
     tensors: Sequence[_Tensors], now: StepInputs, look: _Look, rule: LambRule
 ) -> list[jax.Array]:
-    """The trust ratio of each leaf, one a layer; 1 where it does not apply."""
+    """Return the trust ratio of each leaf's layers; 1 where it does not apply."""
     squares: list[Squares] = []
     for i in now.adapting:
         x = tensors[i]
         decay = x.decay if x.decay and rule.decay_in_ratio else None
-        # Behind a barrier each leaf has scalars of its own: XLA:CPU would broadcast a shared one
-        # once for all leaves of a shape, into a temporary as large as they are.
+        # The barrier gives each leaf scalars of its own: XLA:CPU would broadcast a shared scalar
+        # once
+        # for all leaves of a shape, into a temporary as large as a leaf.
         own, decay = jax.lax.optimization_barrier(
             (look.after(squares), jax.tree.map(jnp.float32, decay))
         )

@@ -1,4 +1,4 @@
-"""LARS (You et al. 2017, arXiv 1708.03888), and how others compute it."""
+"""LARS (You et al. 2017, arXiv 1708.03888), and variants in other libraries."""
 
 from __future__ import annotations
 
@@ -30,16 +30,17 @@ LarsVariant = Literal["paper", "optax", "apex", "timm"]
 
 @dataclass(frozen=True)
 class LarsRule:
-    """What implementations of LARS differ in.
+    """The differences between implementations of LARS.
 
     Attributes:
       norm_of_sum: divide by ||g + weight_decay w|| rather than ||g|| + weight_decay ||w||.
-      rate_in_momentum: the momentum holds steps, learning rate included; else it is applied after.
-      decay_vectors: biases and norm scales decay too, unless a mask says otherwise.
-      adapt_vectors: they are scaled by the ratio too, unless a mask says otherwise.
+      rate_in_momentum: apply the learning rate before the momentum; otherwise after it.
+      decay_vectors: biases and norm scales decay too, unless a mask excludes them.
+      adapt_vectors: biases and norm scales are scaled by the ratio too, unless a mask excludes
+        them.
       adapt_undecayed: parameters without decay are scaled by the ratio.
       clip_to_rate: the ratio is min(ratio / learning rate, 1) (LARC).
-      decay_zero_grads: a layer whose ratio is undefined decays all the same.
+      decay_zero_grads: a layer whose ratio is undefined still decays.
       nesterov: look ahead along the momentum.
     """
 
@@ -64,7 +65,7 @@ LARS_RULES: dict[LarsVariant, LarsRule] = {
 
 
 class LarsState(NamedTuple):
-    """Steps taken, and the momentum: a tree like the parameters, float32 or wider."""
+    """The number of steps, and the momentum: a tree like the parameters, float32 or wider."""
 
     count: StepCount
     momentum: Updates
@@ -84,7 +85,7 @@ def lars(
     specs: Specs = None,
     **options: object,
 ) -> optax.GradientTransformationExtraArgs:
-    """Momentum whose steps are a fraction of the norm of each layer's weights.
+    """Momentum SGD whose steps are a fraction of the norm of each layer's weights.
 
     ratio = trust_coefficient ||w|| / (||g|| + weight_decay ||w|| + eps)
     v <- momentum v + learning_rate ratio (g + weight_decay w);  w <- w - v
@@ -92,7 +93,7 @@ def lars(
     A layer whose weights or gradients are all zero has ratio 1.
 
     Args:
-      variant: whose LARS; each difference is a field of `LarsRule`, which `options` override.
+      variant: the implementation to follow; `options` override fields of its `LarsRule`.
       layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`; where the
         ratio does not apply, this is plain momentum.
 
@@ -121,7 +122,7 @@ def lars(
 def _step(
     now: StepInputs, *, momentum: float, coefficient: float, eps: float, rule: LarsRule
 ) -> tuple[Leaves, ...]:
-    """Updates and momentum after one step."""
+    """Compute updates and momentum after a step."""
     leaves = zip(now.params, now.grads, *now.moments, now.decay, strict=True)
     tensors = [_Tensors(*x) for x in leaves]
     ratio = partial(_ratio, coefficient=coefficient, eps=eps, rate=now.rate, rule=rule)
@@ -145,7 +146,7 @@ def lars_rule(variant: LarsVariant, **options: object) -> LarsRule:
 
 
 class _Tensors(NamedTuple):
-    """One leaf: weights, gradient, momentum before this step; and its rate of decay."""
+    """A leaf's weights, gradient, momentum before this step, and rate of decay."""
 
     p: jax.Array
     g: jax.Array

@@ -1,8 +1,8 @@
-"""What one layer is, and how shards of it add up to one norm.
+"""The definition of a layer, and the sum of its shards to a norm.
 
-A leaf may hold many layers, stacked for a scan over layers; it may also be one device's shard of
-the whole. Both are facts about the program, known before any number is: they are worked out here
-from logical dims and partition specs, so that the arithmetic elsewhere asks no questions.
+A leaf may hold many layers, stacked for a scan over layers; it may also be a device's shard of the
+whole. Both are known when the program is traced: they are derived here from logical dims and
+partition specs, so that the arithmetic elsewhere needs no case distinctions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Leaf, Params, PyTree, Specs
 
 FOLD = 16
-"""How far a sum is shortened in its first pass: the most that XLA:CPU unrolls and vectorises."""
+"""Factor by which a first pass shortens a sum: the most that XLA:CPU unrolls and vectorises."""
 
 StepCount: TypeAlias = Any
 """An int32 scalar. (A more exact type would clash with the method `count` of named tuples.)"""
@@ -32,11 +32,11 @@ Squares = tuple[jax.Array, ...]
 def layer_dims(
     params: Params, dims: Mapping[str, Dims], names: Sequence[str] = ("layers",)
 ) -> PyTree:
-    """For each parameter its dims, of which those that `names` does not have are None.
+    """For each parameter, return its dims, with None for each dim that is not in `names`.
 
     Args:
       dims: logical dims of each parameter, by '/'-joined name.
-      names: "layers" separates stacked layers; add "heads" or "expert" for one norm each.
+      names: "layers" separates stacked layers; add "heads" or "expert" for a norm of each.
 
     Raises:
       ConfigError: a name that no parameter has ("layers" excepted: not all models stack).
@@ -59,10 +59,10 @@ def layer_dims(
 
 @dataclass(frozen=True)
 class LayeredLeaf:
-    """One leaf of the parameters as the trust ratio sees it.
+    """A leaf of the parameters as the trust ratio sees it.
 
     Attributes:
-      kept: positions of the dims whose every index is a layer of its own.
+      kept: positions of the dims whose every index is a separate layer.
       split: manual mesh axes that split each dim.
     """
 
@@ -78,34 +78,36 @@ class LayeredLeaf:
 
     @property
     def summed_axes(self) -> tuple[str, ...]:
-        """Manual axes over which shards of one layer lie."""
+        """Manual axes over which the shards of a layer are spread."""
         return tuple(axis for i in self.summed for axis in self.split[i])
 
     @property
     def kept_axes(self) -> tuple[str, ...]:
-        """Manual axes that give each device other layers."""
+        """Manual axes along which devices hold different layers."""
         return tuple(axis for i in self.kept for axis in self.split[i])
 
     def squares(self, *tensors: jax.Array) -> Squares:
-        """Sums of squares of this device's part, one a layer; computed in float32."""
+        """Return the sums of squares of this device's part, for each layer; computed in float32."""
         return tuple(jnp.sum(_square(x), self.summed, keepdims=True) for x in tensors)
 
     def squares_in_one_pass(self, *tensors: jax.Array) -> Squares:
-        """The same, for tensors that are worked out from the same others as they are summed."""
+        """Return the sums of `squares`, for tensors computed from shared inputs in one pass."""
         folded = self._folded([_square(x) for x in tensors])
         return tuple(jnp.sum(x, self.summed, keepdims=True) for x in folded)
 
     def _folded(self, tensors: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """The tensors with one summed dim shortened up to `FOLD` times, in one pass over all.
+        """Shorten a summed dim of all tensors up to `FOLD` times, in a single pass.
 
-        Two sums to one number each are two passes; in one pass they are two chains of additions,
-        each waiting for the one before. Here all elements of a row are added side by side.
+        Two full sums would take two passes over the inputs; fused into one pass they are two chains
+        of additions, each waiting for the one before. Here all elements of a row are added side by
+        side.
         """
         rows = [i for i in self.summed if i != self.ndim - 1]
         shape = tensors[0].shape if tensors else ()
         factors = [(_divisor(shape[i]), i) for i in rows]
         factor, dim = max(factors, default=(1, 0))
-        # Along an automatic axis XLA holds shards, and to cut between their ends it would gather.
+        # Along an automatic axis XLA holds shards; a reshape across their borders would gather
+        # them.
         if factor == 1 or any(_automatic(x) for x in tensors):
             return tensors
         split = (*shape[:dim], shape[dim] // factor, factor, *shape[dim + 1 :])
@@ -122,30 +124,30 @@ def _square(x: jax.Array) -> jax.Array:
 
 
 def _divisor(size: int) -> int:
-    """The largest divisor up to `FOLD`."""
+    """Return the largest divisor up to `FOLD`."""
     return max(k for k in range(1, FOLD + 1) if size % k == 0)
 
 
 def _automatic(x: jax.Array) -> bool:
-    """Whether XLA may have split the array along an automatic mesh axis."""
+    """Return whether XLA may have split the array along an automatic mesh axis."""
     mesh = jax.typeof(x).sharding.mesh
     return any(mesh.shape[axis] > 1 for axis in (*mesh.auto_axes, *mesh.explicit_axes))
 
 
 def describe(params: Params, layer_dims: PyTree = None, specs: Specs = None) -> list[LayeredLeaf]:
-    """The leaves of `params` in order.
+    """Describe the leaves of `params`, in order.
 
     Args:
-      layer_dims: a tree like the parameters, of the dims of each: the name of a dim whose every
-        index has a norm of its own, None for one that a norm sums over, as `["layers", None, None]`
-        for a stack of matrices (the function `layer_dims` makes it from all logical dims). None in
-        a parameter's place, or in that of the tree, is one norm a parameter.
-      specs: a tree of partition specs, as given to `jax.shard_map`; outside of it they change
-        nothing. None: no leaf is split.
+      layer_dims: a tree like the parameters, with the dims of each: the name of a dim whose every
+        index has a norm of its own, None for a dim that a norm sums over, as `["layers", None,
+        None]` for a stack of matrices (the function `layer_dims` builds it from all logical dims).
+        None for a parameter, or for the whole tree, gives each parameter a single norm.
+      specs: a tree of partition specs, as passed to `jax.shard_map`; it has no effect outside of
+        `jax.shard_map`. None: no leaf is split.
 
     Raises:
-      ConfigError: a dim that the leaf does not have; an axis that the mesh does not have; a tree of
-        another structure.
+      ConfigError: a dim that the leaf does not have; an axis that the mesh does not have; a tree
+        with another structure.
     """
     named = flatten_with_names(params)
     nothing = [None] * len(named)
@@ -195,21 +197,21 @@ def _split(name: str, x: jax.Array, spec: PartitionSpec) -> tuple[tuple[str, ...
                 f"spec of parameter {name or 'params'} {x.shape}: {spec} names no mesh axis "
                 f"{axis!r}: {did_you_mean(axis, map(str, mesh.axis_names))}"
             )
-    # An auto axis is XLA's: there the arrays are whole, and a sum over them is already the sum.
+    # On an auto axis arrays are global to this program, so a sum over them is already complete.
     split = [tuple(axis for axis in entry if axis in manual) for entry in entries]
     return (*split, *((),) * (x.ndim - len(split)))
 
 
 def whole(leaf: LayeredLeaf) -> LayeredLeaf:
-    """The same leaf with one norm over all of it."""
+    """Return the same leaf with a single norm over all of it."""
     return replace(leaf, kept=())
 
 
 def add_shards(squares: Sequence[Squares], leaves: Sequence[LayeredLeaf]) -> list[Squares]:
-    """The sums of squares over all shards of each layer, in one all-reduce for the whole tree.
+    """Add the sums of squares over all shards of each layer, in one all-reduce for the whole tree.
 
     Cost: one `psum` of at most two float32 for each layer of the split leaves; leaves that are not
-    split take no part. Without split leaves it is the identity.
+    split take no part. Without split leaves the sums are returned unchanged.
     """
     axes = tuple(dict.fromkeys(axis for leaf in leaves for axis in leaf.summed_axes))
     if not axes:
@@ -226,14 +228,14 @@ def add_shards(squares: Sequence[Squares], leaves: Sequence[LayeredLeaf]) -> lis
 
 
 def _mixed(leaf: LayeredLeaf, axes: tuple[str, ...]) -> tuple[str, ...]:
-    """Axes of the fused sum along which this leaf's devices hold different layers."""
+    """Return the axes of the fused sum along which devices hold different layers of this leaf."""
     return tuple(axis for axis in leaf.kept_axes if axis in axes)
 
 
 def _place(stacked: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.Array:
-    """What this device adds to the sum: nothing that another device adds too.
+    """Return this device's term of the sum; terms of different devices never overlap.
 
-    `[tensors, ...]` to `[devices along mixed axes, tensors, ...]`.
+    The shape changes from `[tensors, ...]` to `[devices along mixed axes, tensors, ...]`.
     """
     for axis in axes:
         if axis not in leaf.summed_axes and axis not in leaf.kept_axes:
@@ -247,11 +249,11 @@ def _place(stacked: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.
 
 
 def _take(total: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.Array:
-    """This device's layers out of the sum."""
+    """Extract this device's layers from the sum."""
     mixed = _mixed(leaf, axes)
     return total[jax.lax.axis_index(mixed)] if mixed else total[0]
 
 
 def wide_zeros(param: jax.Array) -> jax.Array:
-    """A moment to begin with: like the parameter, in float32 or wider."""
+    """Return an initial moment: zeros like the parameter, in float32 or wider."""
     return jnp.zeros_like(param, dtype=jnp.promote_types(param.dtype, jnp.float32))

@@ -1,4 +1,4 @@
-"""What LAMB and LARS have in common: which leaves decay and adapt, and everything but the step."""
+"""The common part of LAMB and LARS: which leaves decay and adapt, and all except the step."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Leaves = Sequence[jax.Array]
 
 
 class Rule(Protocol):
-    """What the rules of LAMB and LARS have in common, both dataclasses: see `LambRule`."""
+    """The fields that the rules of LAMB and LARS share; both are dataclasses: see `LambRule`."""
 
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
@@ -57,7 +57,7 @@ def choose_rule(
 
 
 class StepInputs(NamedTuple):
-    """What one step starts from, leaf by leaf; `count` is of the steps with this one."""
+    """The inputs of a step, leaf by leaf; `count` includes this step."""
 
     params: Leaves
     grads: Leaves
@@ -85,17 +85,18 @@ def layerwise(
     adapt_mask: Mask | None,
     specs: Specs,
 ) -> optax.GradientTransformationExtraArgs:
-    """The optimizer of a step that treats each leaf, and each layer in it, by its own norm.
+    """Build the optimizer from a step that treats each leaf, and each layer in it, by its own norm.
 
     Args:
-      step: to the updates and the new moments, leaf by leaf.
+      step: function that returns the updates and the new moments, leaf by leaf.
       state_type: a named tuple: `count`, then moments, which are trees like the parameters.
       layer_dims: for each parameter the names of its dims that count layers, None for the others:
         `{"w1": ["layers", None, None], "head": None}`; see `jaxdist.optim.layers.describe`.
-      specs: see there. Inside `jax.shard_map` all norms are reduced in one all-reduce.
+      specs: see `jaxdist.optim.layers.describe`. Inside `jax.shard_map` all norms are reduced in
+        one all-reduce.
       decay_mask: true where weights decay; None leaves it to the rule, which may exclude tensors
         with fewer than two dims besides the layers.
-      adapt_mask: true where the ratio applies; None the same.
+      adapt_mask: true where the ratio applies; None leaves it to the rule too.
     """
 
     def init(params: Params) -> OptState:
@@ -128,7 +129,7 @@ def decays_and_adapts(
     decay_mask: Mask | None,
     adapt_mask: Mask | None,
 ) -> tuple[list[float], list[bool]]:
-    """For each leaf its rate of decay and whether the ratio applies."""
+    """Return each leaf's rate of decay, and whether the ratio applies to it."""
 
     def chosen(mask: Mask | None, name: str, vectors: bool) -> list[bool]:
         if mask is not None:

@@ -33,7 +33,7 @@ class DynamicLossScaleConfig(Config):
     """Largest scale."""
 
     def build(self) -> DynamicLossScale:
-        """The rule.
+        """Build the rule.
 
         Raises:
           ConfigError: min_scale <= init_scale <= max_scale does not hold.
@@ -52,8 +52,8 @@ def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | 
     """Return the loss scale of a step: its own, or 1 for float16 parameters without one.
 
     With a scale, a backward pass begins with the mean loss of a microbatch, and sums over the
-    microbatches are float32. Gradients of the total loss, which float32 and bfloat16 bear, overflow
-    float16 where a batch has many tokens.
+    microbatches are float32. Gradients of the total loss are safe in float32 and bfloat16, but
+    overflow float16 where a batch has many tokens.
     """
     narrow = any(leaf.dtype == jnp.float16 for leaf in jax.tree.leaves(params))
     one = LossScaleState(jnp.float32(1), jnp.int32(0))
@@ -62,10 +62,10 @@ def scale_for(params: Params, state: LossScaleState | None) -> LossScaleState | 
 
 @dataclass(frozen=True)
 class DynamicLossScale:
-    """A factor on the loss that keeps float16 gradients from vanishing, found by trial.
+    """A factor on the loss that keeps float16 gradients from vanishing, adjusted by trial.
 
-    It grows after `growth_steps` finite steps and backs off at each overflow. Powers of two scale
-    exactly. One step:
+    It grows after `growth_steps` finite steps and shrinks at each overflow. Powers of two scale
+    exactly. A step is:
 
         grads = jax.grad(lambda p: scaling.scale_loss(loss(p), scale_state))(params)
         finite = all_finite(grads)
@@ -99,19 +99,19 @@ class DynamicLossScale:
             raise ConfigError(f"loss scale: growth_steps {self.growth_steps} must be at least 1")
 
     def init(self) -> LossScaleState:
-        """The state before the first step."""
+        """Return the state before the first step."""
         return LossScaleState(jnp.float32(self.init_scale), jnp.int32(0))
 
     def scale_loss(self, loss: jax.Array, state: LossScaleState) -> jax.Array:
-        """The loss times the scale, float32."""
+        """Multiply the loss by the scale, in float32."""
         return loss.astype(jnp.float32) * state.scale
 
     def unscale(self, grads: Grads, state: LossScaleState) -> Grads:
-        """Gradients of the scaled loss to float32 gradients of the loss."""
+        """Convert gradients of the scaled loss to float32 gradients of the loss."""
         return jax.tree.map(lambda g: g.astype(jnp.float32) / state.scale, grads)
 
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        """The state after a step whose gradients were all finite, or not."""
+        """Return the state after a step, given whether its gradients were all finite."""
         good = jnp.where(finite, state.good_steps + 1, 0)
         grow = good >= self.growth_steps
         factor = jnp.where(finite, jnp.where(grow, self.growth, 1.0), self.backoff)

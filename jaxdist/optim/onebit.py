@@ -1,8 +1,8 @@
-"""1-bit Adam, and what optimizers have in common whose momentum is compressed.
+"""1-bit Adam, and the common part of optimizers whose momentum is compressed.
 
-The second moment is frozen before messages lose anything, for what a message lost would spoil it.
-What is sent is no part of these optimizers. They need gradients that stand for the same momentum on
-all devices, as the feedback `CompressedMomentum` gives them: with the same `b1`, and with a codec
+The second moment is frozen before messages become lossy, because the losses would corrupt it.
+Sending is not part of these optimizers. They need gradients that represent the same momentum on all
+devices, as the feedback `CompressedMomentum` returns them: with the same `b1`, and with a codec
 that sends everything in the first `freeze_step` steps (`jaxdist.compression.warm_up`).
 """
 
@@ -26,7 +26,7 @@ from jaxdist.types import OptState, Params, PyTree, Updates
 
 
 class FrozenAdamState(NamedTuple):
-    """Steps taken, and the moments: trees like the parameters, float32 or wider."""
+    """The number of steps, and the moments: trees like the parameters, float32 or wider."""
 
     count: StepCount
     mu: Updates
@@ -42,14 +42,15 @@ def scale_by_frozen_adam(
     bias_correction: bool = True,
     bounded: bool = True,
 ) -> optax.GradientTransformation:
-    """Adam's direction, its second moment frozen after `freeze_step` steps.
+    """Adam's direction, with the second moment frozen after `freeze_step` steps.
 
-    1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1, which corrects no bias). It adds that
-    elements stay whose gradient was zero in all of these steps: see `frozen_direction`.
+    1-bit Adam (Tang et al., arXiv 2102.02888, algorithm 1, which has no bias correction). In
+    addition, elements whose gradient was zero in all of these steps do not move: see
+    `frozen_direction`.
 
     Args:
-      bounded: no element moves further than Adam could move it (`adam_bound`), which the paper
-        leaves open; it changes nothing in the first `freeze_step` steps.
+      bounded: no element moves farther than Adam could move it (`adam_bound`), a bound that the
+        paper does not have; it has no effect in the first `freeze_step` steps.
 
     Raises:
       ConfigError: decays outside of [0, 1), a negative eps, a freeze_step below 1.
@@ -87,30 +88,31 @@ def scale_by_frozen_adam(
 
 
 def first_moment(b1: float, m: jax.Array, g: jax.Array) -> jax.Array:
-    """The mean of gradients after one more."""
+    """Add a gradient to the running mean of gradients."""
     return b1 * m + (1 - b1) * g.astype(m.dtype)
 
 
 def second_moment(b2: float, moves: PyTree, v: jax.Array, g: jax.Array) -> jax.Array:
-    """The mean of squares after one more, where it moves."""
+    """Add a square to the running mean of squares, where it still moves."""
     return jnp.where(moves, b2 * v + (1 - b2) * jnp.square(g.astype(v.dtype)), v)
 
 
 def frozen_direction(m: jax.Array, v: jax.Array, eps: float, most: float) -> jax.Array:
-    """m / (sqrt(v) + eps), at most `most` in size; and zero where v is.
+    """Return m / (sqrt(v) + eps), at most `most` in size, and zero where v is zero.
 
-    There the gradient was zero in all of the warm-up (rows of an embedding that no example had).
-    Messages of one bit have no zero: what they make of its momentum would be divided by eps. Where
-    v is small, a block's scale over its root has no bound but this.
+    Where v is zero, the gradient was zero in all of the warm-up (rows of an embedding that occurred
+    in no example). 1-bit messages cannot represent zero: their error in the momentum would be
+    divided by eps. Where v is small, only this bound limits a block's scale over its root.
     """
     return jnp.where(v > 0, jnp.clip(m / (jnp.sqrt(v) + eps), -most, most), 0.0)
 
 
 def adam_bound(b1: float, b2: float) -> float:
-    """How far Adam moves an element in one step at most, in learning rates.
+    """Return the largest distance that Adam moves an element in a step, in learning rates.
 
-    (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), the Cauchy-Schwarz inequality of the weights of both
-    moments (Kingma and Ba, arXiv 1412.6980, section 2.1, has its cases); infinite from b1^2 = b2.
+    The bound is (1 - b1) / sqrt((1 - b2) (1 - b1^2 / b2)), from the Cauchy-Schwarz inequality for
+    the weights of both moments (Kingma and Ba, arXiv 1412.6980, section 2.1, has special cases); it
+    is infinite if b1^2 >= b2.
 
     >>> round(adam_bound(0.9, 0.999), 2)
     7.27
@@ -121,15 +123,15 @@ def adam_bound(b1: float, b2: float) -> float:
 
 
 def _weight(b: float, count: jax.Array) -> jax.Array:
-    """1 - b^count, of which float32 would lose four of seven digits at b = 0.999."""
+    """Return 1 - b^count without the cancellation of float32 (4 of 7 digits at b = 0.999)."""
     return -jnp.expm1(count.astype(jnp.float32) * (math.log(b) if b else -math.inf))
 
 
 def check_freeze_step(freeze_step: int) -> None:
-    """The second moment must have seen a gradient.
+    """Refuse a freeze_step before the second moment has seen a gradient.
 
     Raises:
-      ConfigError: it has not.
+      ConfigError: freeze_step is below 1.
     """
     if freeze_step < 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""1-bit LAMB: after a warm-up each layer's ratio follows from how far its variance has moved."""
+"""1-bit LAMB: after a warm-up each layer's ratio follows from the change of its variance."""
 
 from __future__ import annotations
 
@@ -49,19 +49,20 @@ from jaxdist.types import OptState, Params, PyTree, Specs, Updates
 
 @dataclass(frozen=True)
 class OnebitLambRule:
-    """The numbers of 1-bit LAMB.
+    """The numeric settings of 1-bit LAMB.
 
     Attributes:
-      freeze_step: steps of plain LAMB.
-      coefficient_decay: of the mean of trust ratios that is kept over them (the paper's beta 3). It
-        begins at zero, and is that of all ratios only after many times 1 / (1 - decay) steps.
-      ratio_bounds: of these ratios.
-      factor_bounds: of what the mean is multiplied by afterwards.
-      factor_change: how far this factor may move in one step, as a share of it.
+      freeze_step: number of steps of plain LAMB.
+      coefficient_decay: decay of the mean of trust ratios over these steps (the paper's beta 3).
+        The mean starts at zero, and is close to that of all ratios only after many times 1 / (1 -
+        decay) steps.
+      ratio_bounds: bounds of these ratios.
+      factor_bounds: bounds of the factor on the mean ratio after the warm-up.
+      factor_change: largest change of this factor in a step, as a fraction of the factor.
       bounded: see `jaxdist.optim.onebit.scale_by_frozen_adam`.
 
     Raises:
-      ConfigError: a freeze_step below 1; bounds, a decay or a share that are none.
+      ConfigError: a freeze_step below 1; invalid bounds, decay or fraction.
     """
 
     freeze_step: int
@@ -79,12 +80,12 @@ class OnebitLambRule:
             raise ConfigError(f"factor_change = {self.factor_change}: must be between 0 and 1")
 
     def ratio(self, norms: Squares, largest: jax.Array, kept: Kept, warm: jax.Array) -> _Ratio:
-        """What the layers' updates are multiplied by, and what is kept of it.
+        """Compute the factor on the layers' updates, and the state to keep.
 
         Args:
-          norms: of weights, update, and the update without decay.
-          largest: quotient of frozen and fresh deviation.
-          warm: whether this step is of the warm-up.
+          norms: norms of weights, update, and the update without decay.
+          largest: largest quotient of frozen and fresh deviation in each layer.
+          warm: whether this step belongs to the warm-up.
         """
         weight, update, direction = norms
         pair = NormPair(weight, update)
@@ -92,7 +93,7 @@ class OnebitLambRule:
         keep = self.coefficient_decay
         mean = keep * kept.coefficient + (1 - keep) * ratio
         coefficient = jnp.where(warm & usable(pair), mean, kept.coefficient)
-        # The variance is about Adam's part of the update alone.
+        # The variance concerns only Adam's part of the update, not the decay.
         share = jnp.minimum(1.0, direction / jnp.maximum(update, jnp.finfo("f4").tiny))
         factor = jnp.clip(largest * share + (1 - share), *self.factor_bounds)
         slower, faster = 1 - self.factor_change, 1 + self.factor_change
@@ -102,28 +103,28 @@ class OnebitLambRule:
 
 
 class Kept(NamedTuple):
-    """Of a parameter's layers, with its rank: see `OnebitLambState`."""
+    """The two running values of a parameter's layers, with its rank: see `OnebitLambState`."""
 
     coefficient: jax.Array
     factor: jax.Array
 
 
 class _Ratio(NamedTuple):
-    """What a leaf's update is multiplied by, and what is kept of it."""
+    """The factor on a leaf's update, and the values to keep."""
 
     scale: jax.Array
     kept: Kept
 
 
 class OnebitLambState(NamedTuple):
-    """Of `onebit_lamb`.
+    """The state of `onebit_lamb`.
 
     Attributes:
       count: steps taken.
       mu, nu: the moments; nu is frozen after the warm-up.
-      fresh: the second moment that goes on.
+      fresh: the second moment that continues to be updated.
       coefficient: mean trust ratio of the warm-up, a number for each layer of each parameter.
-      factor: that it was last multiplied by, alike.
+      factor: the last factor on that mean, with the same shape.
     """
 
     count: StepCount
@@ -149,12 +150,13 @@ def onebit_lamb(
 ) -> optax.GradientTransformationExtraArgs:
     """1-bit LAMB (Li et al., arXiv 2104.06069, algorithm 1; no bias is corrected).
 
-    After `rule.freeze_step` steps of LAMB each layer's ratio is its mean over them, times the
-    largest quotient of frozen and fresh deviation in the layer. Elements stay whose gradient was
-    zero in all of these steps: see `jaxdist.optim.onebit.frozen_direction`.
+    After `rule.freeze_step` steps of LAMB each layer's ratio is its mean over those steps, times
+    the largest quotient of frozen and fresh deviation in the layer. Elements whose gradient was
+    zero in all
+    of these steps do not move: see `jaxdist.optim.onebit.frozen_direction`.
 
     State: three float32 for each element. Inside `jax.shard_map` norms are reduced in one
-    all-reduce, and one number for each layer of the tensors that are split in another.
+    all-reduce, and a number for each layer of the split tensors in another.
 
     Args:
       layer_dims, decay_mask, adapt_mask, specs: see `jaxdist.optim.layerwise.layerwise`.
@@ -205,7 +207,7 @@ def onebit_lamb(
 
 
 class _Tensors(NamedTuple):
-    """Of one leaf: weights, update, the same without decay; frozen over fresh deviation."""
+    """A leaf's weights, update, update without decay; and frozen over fresh deviation."""
 
     p: jax.Array
     update: jax.Array
@@ -237,7 +239,7 @@ def _ratios(
     rule: OnebitLambRule,
     warm: jax.Array,
 ) -> list[_Ratio]:
-    """The ratio of each leaf, and what is kept of it; 1 where none applies."""
+    """Return the ratio of each leaf and the values to keep; 1 where no ratio applies."""
     found = [_Ratio(jnp.float32(1), x) for x in kept]
     on = [i for i, flag in enumerate(adapts) if flag]
     squares = [leaves[i].squares(*tensors[i][:3]) for i in on]
@@ -251,7 +253,7 @@ def _ratios(
 
 
 def _largest(leaf: LayeredLeaf, x: jax.Array) -> jax.Array:
-    """The largest element of each layer, over all shards of it."""
+    """Return the largest element of each layer, over all shards of the layer."""
     found = jnp.max(x, axis=leaf.summed, keepdims=True)
     return jax.lax.pmax(found, leaf.summed_axes) if leaf.summed_axes else found
 

@@ -1,9 +1,8 @@
-"""Which parameter each leaf of an optimizer's state belongs to, and which of its dims the leaf has.
+"""The parameter that each leaf of an optimizer's state belongs to, and its dims that the leaf has.
 
-Moments are shaped like their parameter. Other optimizers keep less of it (Adafactor's means over
-rows and over columns, a norm), several of it in a row (L-BFGS), or something else. Where a leaf
-shall lie on the mesh, and in which form it is stored, follows from the parameter's dims that it
-still has.
+Moments are shaped like their parameter. Other optimizers keep a part of it (Adafactor's means over
+rows and over columns, a norm), several copies (L-BFGS), or something else. The sharding of a leaf,
+and the form in which it is stored, follow from the parameter's dims that the leaf still has.
 """
 
 from __future__ import annotations
@@ -24,8 +23,9 @@ class Owner:
     """The parameter that a leaf belongs to.
 
     Attributes:
-      name: the parameter's, '/'-joined.
-      dims: for each dim of the leaf, which of the parameter's it is; None is another, or unknown.
+      name: name of the parameter, '/'-joined.
+      dims: for each dim of the leaf, its index among the parameter's dims; None if it is another
+        dim or unknown.
     """
 
     name: str
@@ -37,19 +37,19 @@ class Owner:
         return PartitionSpec(*(None if dim is None else entries.get(dim) for dim in self.dims))
 
     def place_of(self, dim: int | None) -> int | None:
-        """Which dim of the leaf is this one of the parameter; None where it has it not."""
+        """Return the leaf's index of a dim of the parameter; None where the leaf lacks it."""
         return self.dims.index(dim) if dim is not None and dim in self.dims else None
 
 
 def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> PyTree:
-    """A tree like an optimizer's state with the `Owner` of each leaf, None where it has none.
+    """Return a tree like an optimizer's state with the `Owner` of each leaf; None where none.
 
-    A leaf belongs to the parameter whose path is part of its own: optax's states hold trees like
-    that of the parameters, with parts missing (`optax.masked`) or something in a leaf's place.
+    A leaf belongs to the parameter whose path is part of its own path: optax's states hold trees
+    like that of the parameters, with parts missing (`optax.masked`) or replaced.
 
     Args:
-      stacked: names of the parameters whose first dim counts layers; the first dim of what an
-        optimizer keeps for one does too (`jaxdist.optim.stacks`).
+      stacked: names of the parameters whose first dim counts layers; the first dim of the state of
+        such a parameter counts layers too (`jaxdist.optim.stacks`).
 
     >>> w = jax.ShapeDtypeStruct((4, 3), "float32")
     >>> mean = jax.ShapeDtypeStruct((3,), "float32")
@@ -63,7 +63,7 @@ def owners(state: OptState, params: Params, stacked: Collection[str] = ()) -> Py
 
 
 def of_params(params: Params) -> PyTree:
-    """`owners` of the parameters themselves: each leaf belongs to itself."""
+    """Return `owners` of the parameters themselves: each leaf belongs to itself."""
     found = [Owner(name, tuple(range(leaf.ndim))) for name, leaf in flatten_with_names(params)]
     return jax.tree.unflatten(jax.tree.structure(params), found)
 
@@ -72,7 +72,7 @@ def _owner(
     path: str, leaf: Leaf, shapes: Mapping[str, tuple[int, ...]], stacked: Collection[str]
 ) -> Owner | None:
     keys = path.split("/")
-    # The longest name, and among its places the last: what stands before is the state's own.
+    # The longest name wins, at its last position: keys before the name belong to the state itself.
     for length in range(len(keys), -1, -1):
         for first in range(len(keys) - length, -1, -1):
             name = "/".join(keys[first : first + length])
@@ -86,10 +86,10 @@ def _owner(
 
 
 def kept_dims(shape: Sequence[int], of: Sequence[int]) -> tuple[int | None, ...]:
-    """Which dims of a parameter of shape `of` a leaf of `shape` has, from their lengths alone.
+    """Match the dims of a leaf of `shape` to those of a parameter of shape `of`, by length only.
 
-    It has all of them behind others, or some of them in their order; a dim that could be this or
-    that one is None.
+    A leaf has all of the parameter's dims after others, or some of them in order; a dim with
+    several possible matches is None.
 
     >>> kept_dims((10, 4, 3), (4, 3)), kept_dims((4, 3), (4, 8, 3)), kept_dims((5, 5), (2, 3))
     ((None, 0, 1), (0, 2), (None, None))

@@ -41,7 +41,7 @@ def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
 
 
 class MomentsState(NamedTuple):
-    """The inner state with bfloat16 moments, and the number of steps (int32), which seeds."""
+    """The inner state with bfloat16 moments, and the number of steps (int32), which is the seed."""
 
     inner: OptState
     step: Scalar
@@ -52,10 +52,10 @@ def bf16_moments(
 ) -> optax.GradientTransformationExtraArgs:
     """`inner`, with its float32 moments kept in bfloat16 between steps, stochastically rounded.
 
-    Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a
-    second moment moves by at most 1/1000 of itself a step towards zero, which rounding to nearest
-    (steps of 1/256) would never let happen. Inside `jax.shard_map` all shards of a tensor draw the
-    same noise, each of them unbiased.
+    Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a second moment
+    decreases by at most 1/1000 of itself in a step, a change that rounding to nearest (steps of
+    1/256) would always undo. Inside `jax.shard_map` all shards of a tensor draw the same noise, and
+    each is unbiased.
 
     Raises:
       ConfigError: `inner` holds master weights, which must stay float32; wrap it the other way.
@@ -84,7 +84,7 @@ def bf16_moments(
 
 
 def _are_moments(state: OptState, like: Params) -> list[bool]:
-    """Which leaves of an inner state are moments; `like` is a tree like the parameters."""
+    """Return which leaves of an inner state are moments; `like` is a tree like the parameters."""
     leaves, structure = jax.tree.flatten(state)
     found = structure.flatten_up_to(owners(state, like))
     return [
@@ -111,7 +111,7 @@ def _widened(state: OptState, like: Params) -> OptState:
 
 
 class MasterState(NamedTuple):
-    """The float32 parameters, and the inner state, which sees them in place of the narrow ones."""
+    """The float32 parameters, and the inner state, which sees them instead of narrow parameters."""
 
     master: Params
     inner: OptState
@@ -126,9 +126,9 @@ def _holds_master(state: OptState) -> bool:
 
 
 def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """float32 rounded to the nearest value of `dtype`, as float32.
+    """Round float32 values to the nearest value of `dtype`, and return them as float32.
 
-    A cast there and back may be compiled away, since XLA allows excess precision.
+    A cast to `dtype` and back may be optimized away, since XLA allows excess precision.
     """
     if dtype == jnp.bfloat16:
         return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7)
@@ -141,11 +141,12 @@ def master_weights(
     """`inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
 
     After `optax.apply_updates` the narrow parameters are the master weights rounded to nearest, to
-    the bit, as long as they were before the step: `init` may be given float32 parameters, whose
-    rounding the model then starts from. (One exception, off by at most 2**-23 of the old value for
-    one step: a parameter that rounding took up to a power of two, and whose update all but cancels
-    it. No float32 update leads from there to every narrow value.) The updates are float32, since
-    their sum with the narrow parameters would otherwise round twice. Gradients may be of any
+    the bit, provided that they were before the step: `init` accepts float32 parameters, and the
+    model then starts from their rounded values. (There is one exception, off by at most 2**-23 of
+    the old
+    value for one step: a parameter that was rounded up to a power of two, and whose update nearly
+    cancels it. From there no float32 update leads to every narrow value.) The updates are float32,
+    since their sum with the narrow parameters would otherwise round twice. Gradients may have any
     floating dtype.
 
     Raises:
@@ -165,7 +166,7 @@ def master_weights(
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> MasterState:
-        # A copy even of float32, since params and state may both be donated.
+        # Copy even float32 parameters, since params and state may both be donated.
         master = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
         return MasterState(master, inner.init(master))
 
@@ -176,7 +177,7 @@ def master_weights(
         wide = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         updates, moved = inner.update(wide, state.inner, state.master, **extra)
         master = optax.apply_updates(state.master, updates)
-        # Exact but for the docstring's exception: narrow values are either near each other or
+        # Exact except in the docstring's case: narrow values are either close to each other or
         # differ by a whole number of the unit in which the master was added up, so that neither
         # the difference nor the sum rounds.
         steps = jax.tree.map(

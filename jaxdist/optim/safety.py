@@ -1,13 +1,13 @@
-"""Steps that survive bad batches: NaN, spikes and batches without weight are skipped; clipping.
+"""Safe steps: bad batches (NaN, spikes, no weight) are skipped; gradients are clipped.
 
 Everything is a pure function or an `optax.GradientTransformationExtraArgs` and runs under jit with
 no transfer to the host. With `precision.py`, outermost first, the wrappers nest as
 
     skip_nonfinite(skip_spikes(master_weights(bf16_moments(optax.adamw(1e-3)))))
 
-Under automatic sharding nothing else is needed. Inside `jax.shard_map`, where a device sees only
-its shards, pass the partition specs of the gradients: all devices then decide alike, at the price
-of one all-reduce of one number.
+Automatic sharding needs nothing else. Inside `jax.shard_map`, where a device sees only its shards,
+pass the partition specs of the gradients: all devices then make the same decision, at the cost of
+an all-reduce of a single number.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ def _wide_square(x: jax.Array) -> jax.Array:
 
 
 def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
-    """Euclidean norm of all leaves together, float32, summed in float32 whatever their dtype.
+    """Compute the Euclidean norm of all leaves together, summed in float32 whatever their dtype.
 
     Args:
-      specs: inside `jax.shard_map`, the leaves' partition specs; one all-reduce of 4 bytes, and a
-        leaf counts once however many devices hold a copy.
+      specs: the leaves' partition specs inside `jax.shard_map`; they cost an all-reduce of 4 bytes,
+        and a leaf counts once however many devices hold a copy.
 
     >>> float(global_norm({"w": jnp.full((4,), 300, jnp.float16)}))
     600.0
@@ -57,10 +57,10 @@ def global_norm(tree: PyTree, specs: Specs = None) -> jax.Array:
 
 
 def global_norm_of_shards(tree: PyTree, shardings: Shardings) -> jax.Array:
-    """`global_norm` under automatic sharding, of leaves that lie as `shardings` say.
+    """Compute `global_norm` under automatic sharding, of leaves placed by `shardings`.
 
-    XLA would send a sum of squares of each leaf; here one number is sent for all of them that
-    their devices hold equal parts of.
+    XLA would send a sum of squares for each leaf; here a single number is sent for all leaves that
+    the devices hold in equal parts.
     """
     leaves, placed = jax.tree.leaves(tree), jax.tree.leaves(shardings)
     split = [i for i, s in enumerate(placed) if _axes(s.spec) and _divides(leaves[i], s)]
@@ -87,7 +87,7 @@ def _divides(leaf: jax.Array, sharding: NamedSharding) -> bool:
 
 
 def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) -> jax.Array:
-    """The sum of all squares; with specs, of all devices' parts inside `jax.shard_map`."""
+    """Add up all squares; with specs, over all devices' shards inside `jax.shard_map`."""
     squares = [jnp.sum(_wide_square(x)) for x in leaves]
     axes = _all_axes(specs)
     if not axes:
@@ -100,10 +100,10 @@ def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) ->
 
 
 def all_finite(tree: PyTree, specs: Specs = None) -> jax.Array:
-    """Whether no element of any leaf is NaN or infinite: a bool scalar.
+    """Return whether no element of any leaf is NaN or infinite, as a bool scalar.
 
     Args:
-      specs: inside `jax.shard_map`, the leaves' partition specs; one all-reduce of 4 bytes.
+      specs: the leaves' partition specs inside `jax.shard_map`; they cost an all-reduce of 4 bytes.
     """
     fine = [jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(tree)]
     ok = jnp.all(jnp.stack(fine)) if fine else jnp.array(True)
@@ -123,10 +123,10 @@ class SkipSpikesConfig(Config):
 def clip_to_norm(
     inner: optax.GradientTransformation, limit: float | None
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` on gradients scaled down to the global norm `limit` when theirs is larger.
+    """Apply `inner` to gradients scaled down to the global norm `limit` if their norm is larger.
 
-    Its update takes the norm as `grad_norm` where the caller knows it already, which saves a read
-    of the gradients. The state is that of `inner`. A limit of None never scales.
+    Pass the norm as `grad_norm` if it is already known, which saves a read of the gradients. The
+    state is that of `inner`. A limit of None never scales.
 
     >>> tx = clip_to_norm(optax.sgd(1.0), 0.5)
     >>> float(tx.update(jnp.float32(2), tx.init(jnp.float32(0)))[0])
@@ -152,28 +152,30 @@ def clip_to_norm(
 
 
 RuleMemory: TypeAlias = Any
-"""What a rule for skipping keeps from step to step: a tree of arrays, or None."""
+"""The memory of a rule for skipping from step to step: a tree of arrays, or None."""
 
 
 class SkipState(NamedTuple):
-    """The inner state, int32 counters, and what the rule remembers."""
+    """The inner state, int32 counters, and the rule's memory."""
 
     inner: OptState
     skipped: jax.Array
     """Steps skipped since the start."""
     consecutive: jax.Array
-    """Steps skipped since the last accepted one."""
+    """Steps skipped since the last accepted step."""
     rule: RuleMemory
 
 
 SkipRule = Callable[[Grads, RuleMemory], tuple[jax.Array, RuleMemory]]
-"""(gradients, memory) to (whether to accept the step, a bool scalar; the next memory)."""
+"""Function from (gradients, memory) to (whether to accept the step, a bool scalar; the next
+memory)."""
 
 
 def _stay(update: jax.ShapeDtypeStruct, grad: jax.Array) -> jax.Array:
-    """The update that changes nothing: x + -0.0 is x to the bit, also for x = -0.0."""
+    """Return the update that changes nothing: x + -0.0 is x to the bit, also for x = -0.0."""
     still = jnp.full(update.shape, -0.0, update.dtype)
-    # Not a choice: both branches of a cond must vary over the same manual axes, as gradients do.
+    # The choice has no effect, but both branches of a cond must vary over the same manual axes, and
+    # the gradients do.
     return jnp.where(grad == 0, still, still)
 
 
@@ -204,13 +206,13 @@ def _skip_unless(
 
 
 def _counted(inner: OptState, state: SkipState, accept: jax.Array, memory: RuleMemory) -> SkipState:
-    """The state after a step that was accepted or not."""
+    """Return the state after a step that was accepted or skipped."""
     more = jnp.int32(~accept)
     return SkipState(inner, state.skipped + more, (state.consecutive + more) * more, memory)
 
 
 def count_skips(inner: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """`inner` with a `SkipState`, for steps that are skipped from outside (`skipped_once`)."""
+    """Give `inner` a `SkipState`, for steps that are skipped from outside (`skipped_once`)."""
     inner = optax.with_extra_args_support(inner)
 
     def init(params: Params) -> SkipState:
@@ -227,9 +229,9 @@ def count_skips(inner: optax.GradientTransformation) -> optax.GradientTransforma
 
 
 def skipped_once(state: OptState) -> OptState:
-    """The state after a step that was skipped, in which nothing but the counters moves.
+    """Return the state after a skipped step, in which only the counters change.
 
-    The `SkipState` may lie inside the state of a transformation around it.
+    The `SkipState` may be nested inside the state of an outer transformation.
 
     >>> tx = count_skips(optax.adam(1e-3))
     >>> state = skipped_once(skipped_once(tx.init(jnp.ones(2))))
@@ -248,11 +250,11 @@ def skipped_once(state: OptState) -> OptState:
 def skip_nonfinite(
     inner: optax.GradientTransformation, *, specs: Specs = None
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, but a step with any NaN or infinity among its gradients moves nothing.
+    """Apply `inner`, but change nothing in a step with any NaN or infinity among its gradients.
 
-    On such a step the updates are zero and the inner state stays to the bit; the state
-    (`SkipState`) counts it. Cost: one more read of the gradients, and updates written out, since
-    nothing fuses across the branch.
+    In such a step the updates are zero and the inner state is unchanged to the bit; the state
+    (`SkipState`) counts it. Cost: a further read of the gradients, and a write of the updates,
+    since nothing fuses across the branch.
 
     >>> tx = skip_nonfinite(optax.sgd(1.0))
     >>> updates, state = tx.update({"w": jnp.array(jnp.nan)}, tx.init({"w": jnp.array(2.0)}))
@@ -263,7 +265,7 @@ def skip_nonfinite(
 
 
 class NormMean(NamedTuple):
-    """Running mean of gradient norms (float32) and how many went into it (int32)."""
+    """The running mean of gradient norms (float32) and the number of norms in it (int32)."""
 
     mean: jax.Array
     count: StepCount
@@ -276,15 +278,15 @@ def skip_spikes(
     window: int = 100,
     specs: Specs = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, but a step whose gradient norm exceeds `factor` times the recent mean moves nothing.
+    """Apply `inner`, but skip a step whose gradient norm exceeds `factor` times the mean.
 
     The mean is plain over the first `window` steps, in which no finite norm is skipped, and
-    exponential with decay 1 - 1 / `window` from there. A skipped norm enters it as `factor` times
-    the mean, so that a lasting change of level is accepted in the end. A norm that is not finite
-    is always skipped and never enters.
+    exponential with decay 1 - 1 / `window` afterwards. A skipped norm enters the mean as `factor`
+    times the mean, so that a lasting change of level is accepted in the end. A norm that is not
+    finite is always skipped and never enters the mean.
 
     Raises:
-      ConfigError: a factor that is not above 1 or not finite, a window under 1.
+      ConfigError: a factor that is not above 1 or not finite; a window under 1.
     """
     if not 1 < factor < float("inf"):
         raise ConfigError(f"skip_spikes: factor {factor} must be finite and above 1, say 4")
@@ -293,7 +295,7 @@ def skip_spikes(
 
     def rule(grads: Grads, seen: NormMean) -> tuple[jax.Array, NormMean]:
         norm = global_norm(grads, specs)
-        # A mean of zero (all gradients were zero so far) is no measure of what is too much.
+        # A mean of zero (all gradients were zero so far) gives no limit.
         known = (seen.count >= window) & (seen.mean > 0)
         limit = jnp.where(known, factor * seen.mean, jnp.inf)
         usable = jnp.isfinite(norm)
@@ -306,7 +308,7 @@ def skip_spikes(
 
 
 def skip_states(state: OptState) -> list[SkipState]:
-    """Every `SkipState` inside an optimizer state, outermost first."""
+    """Return every `SkipState` inside an optimizer state, outermost first."""
     if isinstance(state, SkipState):
         return [state, *skip_states(state.inner)]
     stop = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, SkipState))
@@ -314,10 +316,10 @@ def skip_states(state: OptState) -> list[SkipState]:
 
 
 def check_skips(consecutive: int, skipped: int, *, max_consecutive: int) -> None:
-    """Stop a run that only skips, by counters of a `SkipState` on the host.
+    """End a run that only skips, by the counters of a `SkipState` on the host.
 
     Raises:
-      RunError: more than `max_consecutive` steps in a row were skipped.
+      RunError: more than `max_consecutive` consecutive steps were skipped.
     """
     if consecutive > max_consecutive:
         raise RunError(

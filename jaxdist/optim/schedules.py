@@ -39,13 +39,13 @@ class ScheduleConfig(Config):
 
 
 def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> optax.Schedule:
-    """Step (0-based) to learning rate.
+    """Build the function from step (0-based) to learning rate.
 
     >>> lr = build_schedule(ScheduleConfig(type="linear", warmup_steps=2), peak=1.0, total_steps=4)
     >>> [round(float(lr(step)), 3) for step in range(5)]
     [0.5, 1.0, 1.0, 0.5, 0.0]
 
-    A run that is shorter than its warm-up is its beginning: the same rates, step by step.
+    A run that is shorter than its warm-up takes the same rates, step by step, until it ends.
     """
     warmup, decay_steps = config.warmup_steps, total_steps - config.warmup_steps
     end = peak * config.end_fraction
@@ -65,11 +65,11 @@ def build_schedule(config: ScheduleConfig, *, peak: float, total_steps: int) -> 
 
 
 class StepClock:
-    """The steps that a run has skipped, which a schedule adds to an optimizer's own count.
+    """The number of skipped steps of a run, which a schedule adds to an optimizer's own count.
 
     An optimizer counts its updates. A schedule counts steps, since warm-up, decay, batch sizes and
-    the end of a run are planned in steps. The number is known only while an update is traced, and
-    no optax transformation takes it as an argument.
+    the end of a run are planned in steps. The difference is known only while an update is traced,
+    and no optax transformation accepts it as an argument.
 
     >>> clock = StepClock()
     >>> doubled = clock.by_steps(lambda step: 2 * step)
@@ -83,7 +83,7 @@ class StepClock:
 
     @contextmanager
     def behind(self, skipped: Scalar | None) -> Iterator[None]:
-        """While an update is traced: it comes after so many skipped steps; None is no such step."""
+        """Trace an update that comes after `skipped` skipped steps; None adds nothing."""
         before, self._skipped = self._skipped, skipped
         try:
             yield
@@ -91,11 +91,12 @@ class StepClock:
             self._skipped = before
 
     def by_steps(self, schedule: optax.Schedule) -> optax.Schedule:
-        """A schedule of steps as one of an optimizer's updates."""
+        """Convert a schedule of steps to a schedule of an optimizer's updates."""
 
         def of_updates(count: ArrayLike) -> jax.Array:
-            # Nothing is added where nothing is skipped, so that such programs stay as they are.
-            # A constant one gives a Python number, which must stay one: it has no dtype of its own.
+            # Add nothing where nothing is skipped: the compiled programs stay the same, and a
+            # constant
+            # schedule's Python number must stay one, because it has no dtype of its own.
             return cast(
                 jax.Array, schedule(count if self._skipped is None else count + self._skipped)
             )

@@ -1,4 +1,4 @@
-"""The layer-wise trust ratio: how far a layer may move, as a fraction of its own norm."""
+"""The layer-wise trust ratio: the distance a layer may move, as a fraction of its own norm."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from jaxdist.types import Masks, OptState, Params, PyTree, Specs, Updates
 Bounds = tuple[float, float]
 UNBOUNDED: Bounds = (0.0, math.inf)
 Mask = bool | Masks | Callable[[Params], Masks]
-"""True or False for all, a tree (or prefix) of bools, or a function of the parameters to one."""
+"""True or False for all leaves, a tree (or prefix) of bools, or a function from parameters to a
+tree."""
 
 
 class NormPair(NamedTuple):
-    """l2 norms of a leaf's weights and of their update; float32, one a layer."""
+    """The L2 norms of a leaf's weights and of their update, for each layer, in float32."""
 
     weight: jax.Array
     update: jax.Array
@@ -31,7 +32,7 @@ class NormPair(NamedTuple):
 def layer_norms(
     pairs: Sequence[tuple[jax.Array, jax.Array]], leaves: Sequence[LayeredLeaf]
 ) -> list[NormPair]:
-    """Norms of (weight, update) of each leaf, one a layer, exact over shards.
+    """Compute the norms of weights and update for each leaf and layer, exact over shards.
 
     Cost: one all-reduce for the tree (see `add_shards`), none where no leaf is split.
     """
@@ -41,14 +42,14 @@ def layer_norms(
 def norms_of(
     squares: Sequence[tuple[jax.Array, ...]], leaves: Sequence[LayeredLeaf]
 ) -> list[NormPair]:
-    """Norms from this device's sums of squares."""
+    """Compute norms from this device's sums of squares."""
     return [NormPair(*map(jnp.sqrt, pair)) for pair in add_shards(squares, leaves)]
 
 
 def clip_global_norm(
     grads: Sequence[jax.Array], leaves: Sequence[LayeredLeaf], max_norm: float
 ) -> list[jax.Array]:
-    """The gradients, scaled down to a global norm when theirs is larger; one all-reduce at most."""
+    """Scale the gradients down to a global norm if theirs is larger; at most one all-reduce."""
     if max_norm == math.inf or not grads:
         return list(grads)
     one = [whole(leaf) for leaf in leaves]
@@ -59,7 +60,7 @@ def clip_global_norm(
 
 
 def usable(norms: NormPair) -> jax.Array:
-    """Where a ratio means something: both norms positive and finite in float32."""
+    """Return where a ratio is meaningful: both norms positive and finite in float32."""
     weight, update = norms
     return (weight > 0) & (weight < jnp.inf) & (update > 0) & (update < jnp.inf)
 
@@ -74,8 +75,8 @@ def trust_ratio(
 ) -> jax.Array:
     """coefficient * clip(||w||, phi) / (||u|| + eps), clipped to `ratio_bounds`; float32.
 
-    1 where a norm is zero or not finite. Squares are summed in float32, so that a norm below 1e-19
-    or above 1e19 counts as zero or infinite.
+    The ratio is 1 where a norm is zero or not finite. Squares are summed in float32, so a norm
+    below 1e-19 or above 1e19 counts as zero or infinite.
 
     >>> float(trust_ratio(NormPair(jnp.float32(6), jnp.float32(3))))
     2.0
@@ -97,11 +98,11 @@ def scale_by_layerwise_trust_ratio(
     coefficient: float = 1.0,
     eps: float = 0.0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Graft the trust ratio on any base: each layer's update times ||w|| / ||update||.
+    """Scale each layer's update by ||w|| / ||update||, after any base transformation.
 
     Args:
       layer_dims, specs: see `jaxdist.optim.layers.describe`.
-      mask: true where the ratio applies; elsewhere the update passes as it is.
+      mask: true where the ratio applies; elsewhere the update is unchanged.
 
     Raises:
       ConfigError: no params, bad numbers, dims, axes or masks.
@@ -135,10 +136,10 @@ def scale_by_layerwise_trust_ratio(
 
 
 def need_params(params: Params) -> Params:
-    """The parameters that the ratio is about.
+    """Return the parameters that the ratio needs.
 
     Raises:
-      ConfigError: they were not given.
+      ConfigError: the parameters were not passed.
     """
     if params is None:
         raise ConfigError(
@@ -149,10 +150,10 @@ def need_params(params: Params) -> Params:
 
 
 def flags(mask: Mask, params: Params, name: str) -> list[bool]:
-    """A mask as one bool a leaf.
+    """Expand a mask to a bool for each leaf.
 
     Raises:
-      ConfigError: a mask of another structure, or one that is false everywhere.
+      ConfigError: a mask with another structure, or a mask that is false everywhere.
     """
     if isinstance(mask, bool):
         return [mask] * len(jax.tree.leaves(params))
@@ -171,10 +172,10 @@ def flags(mask: Mask, params: Params, name: str) -> list[bool]:
 
 
 def check_numbers(**values: object) -> None:
-    """Hyper-parameters must be numbers from 0; schedules and traced values are let through.
+    """Refuse hyper-parameters below 0; schedules and traced values are not checked.
 
     Raises:
-      ConfigError: NaN, infinite or negative.
+      ConfigError: a value is NaN, infinite or negative.
     """
     for name, value in values.items():
         if isinstance(value, int | float) and not 0 <= value < math.inf:
@@ -182,10 +183,10 @@ def check_numbers(**values: object) -> None:
 
 
 def check_betas(**values: object) -> None:
-    """Decays of moments must lie in [0, 1).
+    """Refuse decays of moments outside of [0, 1).
 
     Raises:
-      ConfigError: they do not.
+      ConfigError: a decay is outside.
     """
     for name, value in values.items():
         if isinstance(value, int | float) and not 0 <= value < 1:
@@ -193,10 +194,10 @@ def check_betas(**values: object) -> None:
 
 
 def check_bounds(**values: Bounds) -> None:
-    """Bounds are (lower, upper) with 0 <= lower <= upper; an infinite upper bound is none.
+    """Refuse bounds other than (lower, upper) with 0 <= lower <= upper; infinity is no upper bound.
 
     Raises:
-      ConfigError: they are not.
+      ConfigError: the bounds are invalid.
     """
     for name, (low, high) in values.items():
         if not 0 <= low <= high or low == math.inf:

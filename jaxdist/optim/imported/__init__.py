@@ -1,1 +1,1 @@
-"""Imported optimizers: what jaxdist has to find out about them."""
+"""Imported optimizers, and the properties that jaxdist detects in them."""

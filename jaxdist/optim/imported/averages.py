@@ -1,4 +1,4 @@
-"""The parameters to evaluate, where an optimizer trains others: averages, and schedule-free rules.
+"""The parameters to evaluate, where they differ from the trained: averages, schedule-free rules.
 
 Schedule-free optimizers (Defazio et al., arXiv 2405.15682) take gradients between an average and
 the last iterate, and the average is the model. Others keep an average of the parameters (EMA,
@@ -24,7 +24,7 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import OptState, Params, PyTree
 
 EvalParams = Callable[[OptState, Params], Params]
-"""(optimizer's state, trained parameters) to the parameters to evaluate, a tree like them."""
+"""Function from (optimizer's state, trained parameters) to the parameters to evaluate."""
 _SAME = ("copy", "copy_p", "convert_element_type", "optimization_barrier")
 
 
@@ -60,7 +60,7 @@ def _schedule_free(state: OptState) -> Any:
 
 
 def _unwrapped(function: EvalParams, what: str) -> EvalParams:
-    """The function of the state with wrappers; its result in the dtypes of the parameters."""
+    """Wrap the function for a state with wrappers; the result has the dtypes of the parameters."""
 
     def run(state: OptState, params: Params) -> Params:
         own = params
@@ -90,8 +90,8 @@ def _shown(tree: PyTree) -> str:
 def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -> bool:
     """Return whether an optimizer's state begins as a copy of the parameters and then moves.
 
-    Nothing is computed: both traces are read. A copy that stays (the initial parameters, from which
-    `optax.contrib.dog` measures a distance) is no average.
+    Nothing is computed: both traces are compared. A copy that never moves (the initial parameters,
+    from which `optax.contrib.dog` measures a distance) is not an average.
 
     >>> keeps_average(optax.with_extra_args_support(optax.adam(1e-3)), {"w": jnp.ones(3)})
     False
@@ -113,7 +113,7 @@ def keeps_average(rule: optax.GradientTransformationExtraArgs, params: Params) -
 
 
 def _origins(jaxpr: Jaxpr) -> set[Var]:
-    """The variables that are an argument, or a copy of one."""
+    """Return the variables that are an argument, or a copy of an argument."""
     same = set(jaxpr.invars)
     for equation in jaxpr.eqns:
         called = (

@@ -1,1 +1,1 @@
-"""Rules for single tensors, applied to each layer of parameters that are stacked."""
+"""Rules for single tensors, applied to each layer of stacked parameters."""

@@ -1,9 +1,9 @@
-"""An optimizer's rule for single tensors, applied to each layer of parameters that are stacked.
+"""The application of an optimizer's rule for single tensors to each layer of stacked parameters.
 
-What an imported transformation does to a stack of layers is defined by the same network written as
-a list of layers. A rule that depends on a tensor's number of dims, on its norm or on its factors
-then sees one layer, and a rule over all parameters (a global norm) sees all of them. The state is
-kept in stacks, with one leaf for all layers.
+The effect of an imported transformation on a stack of layers is defined by the same network written
+as a list of layers. A rule that depends on a tensor's number of dims, on its norm or on its factors
+then sees a single layer, and a rule over all parameters (a global norm) sees all of them. The state
+is kept in stacks, with one leaf for all layers.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from jaxdist.types import OptState, Params, PyTree, Updates
 def by_layer(
     transform: optax.GradientTransformationExtraArgs, stacked: Collection[str]
 ) -> optax.GradientTransformationExtraArgs:
-    """`transform` as it would treat a list of layers, on parameters of which some are stacks.
+    """Treat stacked parameters with `transform` as if they were lists of layers.
 
-    Its state has the structure that it has for one layer, with a leading dim for the layers in each
-    leaf that belongs to a stack. Cost: none where the rule is proven to treat all elements alike
-    (scaled by a norm over all parameters, if at all); a `jax.vmap` where each layer is updated by
-    itself; else a program as long as that of the list.
+    The state has the structure that it has for a single layer, with a leading dim for the layers in
+    each leaf that belongs to a stack. Cost: none where the rule is proven to treat all elements
+    alike (scaled by a norm over all parameters, if at all); a `jax.vmap` where each layer is
+    updated independently; otherwise a program as long as that of the list.
 
     Args:
       stacked: '/'-joined names of the parameters whose first dim counts layers.
 
     Raises:
-      ConfigError: when it is traced, if it treats one layer otherwise than another by its position.
+      ConfigError: raised while tracing, if the rule treats layers differently by their position.
 
     >>> scaled = by_layer(optax.with_extra_args_support(optax.scale_by_trust_ratio()), ["w"])
     >>> grads, params = {"w": jnp.ones((2, 3))}, {"w": jnp.array([[1.0] * 3, [4.0] * 3])}
@@ -75,7 +75,7 @@ def by_layer(
 
 
 def _listed(params: Params, stacked: Collection[str]) -> Callable[[int | None], PyTree]:
-    """The shapes of parameters with lists of so many layers, or of as many as there are."""
+    """Return the parameters' shapes with lists of `count` layers (None: as many as there are)."""
     names = [name for name, _ in flatten_with_names(params)]
     shapes, structure = jax.tree.flatten(jax.eval_shape(lambda: params))
 

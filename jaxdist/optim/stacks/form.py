@@ -1,4 +1,4 @@
-"""Trees in which a list of layers stands for a stack of them."""
+"""Trees in which a list of layers replaces a stack of layers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.types import PyTree, TreeDef
 
 @jax.tree_util.register_pytree_with_keys_class
 class Layers:
-    """The layers of a stack, in order: what stands in the place of a stacked parameter."""
+    """The layers of a stack, in order: the node that replaces a stacked parameter."""
 
     def __init__(self, layers: Sequence[PyTree]) -> None:
         self.layers = tuple(layers)
@@ -37,12 +37,12 @@ def is_layers(node: object) -> bool:
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of a tree with lists of layers, which is kept as a tree of stacks.
+    """The structure of a tree with lists of layers, which is stored as a tree of stacks.
 
     Attributes:
       outer: the structure with a leaf in the place of each list.
-      inner: for each leaf of `outer`, the structure of one layer; None where it is no list.
-      counts: for each leaf of `outer`, the number of layers; 0 where it is no list.
+      inner: for each leaf of `outer`, the structure of a layer; None where it is not a list.
+      counts: for each leaf of `outer`, the number of layers; 0 where it is not a list.
     """
 
     outer: TreeDef
@@ -51,7 +51,7 @@ class Form:
 
     @staticmethod
     def of(tree: PyTree) -> Form:
-        """The form of a tree.
+        """Return the form of a tree.
 
         Raises:
           ConfigError: the layers of one stack have different structures, shapes or dtypes.
@@ -90,7 +90,7 @@ class Form:
         return self._map(tree, listed)
 
     def join(self, trees: Sequence[PyTree]) -> PyTree:
-        """Put a list of layers in the place of each node that differs by layer, a tree for each."""
+        """Join the trees of all layers: make a list of layers of each node that differs."""
         nodes = [self.outer.flatten_up_to(tree) for tree in trees]
         return self.outer.unflatten(
             [
@@ -100,11 +100,11 @@ class Form:
         )
 
     def pick(self, tree: PyTree, layer: int) -> PyTree:
-        """Put one of its layers in the place of each list: the inverse of `join`."""
+        """Replace each list by its layer number `layer`: the inverse of `join`."""
         return self._map(tree, lambda node, _: node.layers[layer])
 
     def layer_shapes(self, tree: PyTree) -> PyTree:
-        """The shapes of single layers from those of stacks."""
+        """Return the shapes of single layers, given those of stacks."""
 
         def cut(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)

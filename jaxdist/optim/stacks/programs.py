@@ -1,8 +1,8 @@
-"""Three programs for a function of lists of layers, on stacks of them.
+"""Three ways to run a function of lists of layers on stacks of layers.
 
-The function of the stacks as they are is the cheapest, then its `jax.vmap` over layers; both are
-taken only where comparing traces (`jaxdist.optim.stacks.terms`) proves them equal to the function
-of the lists, which is the third.
+Calling the function on the stacks directly is cheapest, then its `jax.vmap` over layers; both are
+used only where a comparison of traces (`jaxdist.optim.stacks.terms`) proves them equal to the third
+way, the function of the lists.
 """
 
 from __future__ import annotations
@@ -18,26 +18,27 @@ from jaxdist.optim.stacks.terms import Term, Terms, Value
 from jaxdist.types import PyTree
 
 Function = Callable[..., PyTree]
-"""A function of trees that may hold lists of layers, to such a tree."""
+"""A function of trees that may hold lists of layers, returning such a tree."""
 Listed = Callable[[int | None], Sequence[PyTree]]
-"""From a number of layers, or None for each stack's own, to the arguments' shapes in lists."""
+"""Function from a number of layers, or None for each stack's own, to the arguments' shapes in
+lists."""
 Call = Callable[..., PyTree]
-"""The same function, from trees of stacks to a tree of stacks."""
+"""The same function, but from trees of stacks to a tree of stacks."""
 COMPARED = 2
-"""Layers of the lists that are traced for a comparison: enough to tell one from another."""
+"""Number of layers traced for a comparison: enough to tell layers apart."""
 
 
 def choose(function: Function, listed: Listed, shapes: Sequence[PyTree]) -> Call:
-    """The cheapest program that is proven to be right.
+    """Choose the cheapest program that is proven to be equal to the function of lists.
 
     Args:
       listed: see `Listed`.
-      shapes: of the arguments, with stacks.
+      shapes: the arguments' shapes, with stacks.
     """
     lists = listed(COMPARED)
     forms = tuple(map(Form.of, lists))
     pairs = zip(forms, lists, shapes, strict=True)
-    # Not where a shape depends on the number of layers (all parameters in one vector).
+    # No comparison where a shape depends on the number of layers (all parameters in one vector).
     if all(_shapes(f.pick(x, 0)) == _shapes(f.layer_shapes(own)) for f, x, own in pairs):
         compared = _Comparison(function, forms, tuple(shapes))
         if compared.plain():
@@ -62,8 +63,8 @@ class _Results:
     """The results of a trace on lists of layers.
 
     Attributes:
-      shapes: of one layer's results, in a tree without lists.
-      terms: for each layer, those of its results.
+      shapes: shapes of one layer's results, in a tree without lists.
+      terms: for each layer, the terms of its results.
     """
 
     form: Form
@@ -73,7 +74,7 @@ class _Results:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A function of lists, traced, against the same function of stacks and of single layers."""
+    """A comparison of a function of lists with the same function of stacks and of layers."""
 
     function: Function
     forms: tuple[Form, ...]
@@ -86,13 +87,13 @@ class _Comparison:
         return [flag for form in self.forms for flag in form.stacked]
 
     def symbols(self, layer: int) -> list[Term]:
-        """For each leaf of the arguments the term of a layer, or of the leaf if it has none."""
+        """For each leaf of the arguments, the term of a layer, or of the leaf if unstacked."""
         return [
             self.terms.symbol((at, layer if flag else None)) for at, flag in enumerate(self.stacked)
         ]
 
     def lists(self, layers: Sequence[PyTree]) -> list[PyTree]:
-        """The arguments as lists, from those of each layer."""
+        """Return the arguments as lists, given those of each layer."""
         given = zip(self.forms, *layers, strict=True)
         return [form.join(trees) for form, *trees in given]
 
@@ -114,11 +115,11 @@ class _Comparison:
 
     @cached_property
     def wanted(self) -> _Results:
-        """The results for a list of layers, which all other programs must equal."""
+        """The results for a list of layers, which every other program must equal."""
         return self.results(range(COMPARED))
 
     def plain(self) -> bool:
-        """Return whether the function of stacks gives stacks of what it gives for a list."""
+        """Return whether the function of stacks equals the stacked function of lists."""
         layers = zip(self.stacked, *map(self.symbols, range(COMPARED)), strict=True)
         leaves = zip(layers, jax.tree.leaves(self.shapes), strict=True)
         given = [
@@ -128,7 +129,9 @@ class _Comparison:
         try:
             traced, shapes = jax.make_jaxpr(self.function, return_shape=True)(*self.shapes)
             found = self.terms.results(traced, given)
-        # The state is of single layers, which a rule by the number of dims may fail on in any way.
+        # The state is that of single layers; a rule that depends on the number of dims may then
+        # raise
+        # anything on stacks.
         except Exception:
             return False
         if jax.tree.structure(shapes) != jax.tree.structure(self.wanted.shapes):
@@ -149,9 +152,10 @@ class _Comparison:
         )
 
     def alike(self) -> bool:
-        """Return whether each layer's results are what the function gives for a list of it alone.
+        """Return whether each layer's results equal those of a list with this layer only.
 
-        Nothing that is of no layer may then depend on one. Stacks of different lengths cannot be
+        Results that belong to no layer must then not depend on any layer. Stacks of different
+        lengths cannot be mapped together.
         mapped together.
         """
         leaves = zip(self.stacked, jax.tree.leaves(self.shapes), strict=True)
@@ -165,7 +169,7 @@ class _Comparison:
         return True
 
     def mapped(self, *given: PyTree) -> PyTree:
-        """The function of lists of one layer, mapped over the layers."""
+        """Map the function of lists with a single layer over the layers."""
         form = self.wanted.form
 
         def one(leaves: list[jax.Array]) -> list[jax.Array]:

@@ -1,8 +1,8 @@
-"""Traced functions as terms, so that two of them can be compared without computing anything.
+"""Traced functions as terms, so that two functions can be compared without running them.
 
 Two traces are equal if every result is built from the same inputs by the same primitives. Sums of
-single numbers are compared without regard to their order, and a sum over a stack of layers is the
-sum over each of them: so the norm over all parameters is one term, stacked or not.
+single numbers are compared regardless of their order, and a sum over a stack of layers is the sum
+of the sums of its layers: the norm over all parameters is therefore the same term, stacked or not.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Var
 
 Term: TypeAlias = int
-"""A number that stands for a term in a `Terms`: equal numbers are equal terms."""
+"""The number of a term in a `Terms`: equal terms have equal numbers."""
 
 _ELEMENTWISE = frozenset((
     "abs", "acos", "acosh", "add", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt",
@@ -26,12 +26,12 @@ _ELEMENTWISE = frozenset((
     "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "stop_gradient",
     "sub", "tan", "tanh", "xor",
 ))  # fmt: skip
-"""Primitives each of whose elements depends on the same element of the arguments alone."""
+"""Primitives whose every result element depends only on the same element of the arguments."""
 _SUMS = {"reduce_sum": "add", "reduce_max": "max", "reduce_min": "min", "reduce_and": "and",
          "reduce_or": "or"}  # fmt: skip
-"""Reductions to one number, and what joins the numbers of parts."""
+"""Reductions to a single number, and the operation that combines the results of parts."""
 _CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
-"""Primitives that run a function once on their own arguments."""
+"""Primitives that run a function exactly once on their own arguments."""
 
 
 class UnknownError(Exception):
@@ -54,21 +54,21 @@ class Value:
 
 
 class Terms:
-    """A set of terms, in which equal ones have equal numbers."""
+    """A set of terms in which equal terms have equal numbers."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, Term] = {}
         self._parts: dict[Term, tuple[str, tuple[Term, ...]]] = {}
 
     def symbol(self, name: Hashable) -> Term:
-        """The term of an input."""
+        """Return the term of an input."""
         return self._number(("input", name))
 
     def results(self, closed: ClosedJaxpr, inputs: Sequence[Value]) -> list[Value]:
-        """The values of a traced function's results.
+        """Return the values of a traced function's results.
 
         Raises:
-          UnknownError: a stack of layers goes into something that may mix its layers.
+          UnknownError: a stack of layers is passed to an operation that may mix its layers.
         """
         jaxpr = closed.jaxpr
         known: dict[Var, Value] = dict(zip(jaxpr.invars, inputs, strict=True))
@@ -86,7 +86,7 @@ class Terms:
         try:
             array = np.asarray(value)
             key = (str(array.dtype), array.shape, array.tobytes())
-        except Exception:  # A traced value has no bytes: it equals nothing but itself.
+        except Exception:  # A traced value has no bytes: it equals only itself.
             return Value((self._number(("const", id(value))),))
         return Value((self._number(key),), uniform=array.ndim == 0)
 
@@ -128,7 +128,7 @@ class Terms:
         return Value(tuple(found), stacked, uniform)
 
     def _conditional(self, equation: JaxprEqn, given: Sequence[Value]) -> list[Value]:
-        """The results of a branch that a single number chooses: terms of each branch's own."""
+        """Return the values of a conditional: terms of each branch's own."""
         branches = [self.results(_closed(b), given[1:]) for b in equation.params["branches"]]
         found: list[Value] = []
         for values in zip(*branches, strict=True):
@@ -146,14 +146,14 @@ class Terms:
         return found
 
     def _reduced(self, join: str, value: Value, shape: tuple[int, ...]) -> Value:
-        """A single number from all elements."""
-        # Of equal elements, which stand for any shape, the number depends on how many there are.
+        """Reduce all elements to a single number."""
+        # Uniform values match any shape, but their sum depends on the number of elements.
         key = ("reduce", join, shape if value.uniform else None)
         parts = [self._number((*key, term)) for term in value.layers]
         return Value((self._sum(join, parts),), uniform=True)
 
     def _sum(self, join: str, terms: Sequence[Term]) -> Term:
-        """A sum of single numbers, in which neither order nor brackets matter."""
+        """Return the term of a sum of single numbers, regardless of order and brackets."""
         parts: list[Term] = []
         for term in terms:
             joined = self._parts.get(term)
@@ -177,7 +177,7 @@ def _body(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def _closed(jaxpr: Any) -> ClosedJaxpr:
-    """Return the jaxpr with its constants; from jax 0.12 on every jaxpr has them."""
+    """Return the jaxpr with its constants; since jax 0.12 every jaxpr has them."""
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
@@ -186,7 +186,7 @@ def _shape(var: Any) -> tuple[int, ...]:
 
 
 def _key(equation: JaxprEqn) -> Hashable:
-    """A primitive's parameters without those that only say where the result lies or its shape."""
+    """Return a primitive's parameters, without those of the result's sharding or shape."""
     shapeless = ("sharding", "out_sharding") if equation.primitive.name in _ELEMENTWISE else ()
     return tuple(
         (name, _plain(value))
