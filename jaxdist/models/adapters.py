@@ -1,7 +1,7 @@
 """Models that are not flax NNX: from linen, from equinox, or from plain functions.
 
-Each adapter gives a function of `nnx.Rngs` that `jaxdist.functional` and `model: {type: import}`
-take. Parameters keep their paths as names, so that `sharding.params` can name their dims.
+Each adapter returns a function of `nnx.Rngs` for `jaxdist.functional` and `model: {type: import}`.
+Parameters keep their paths as names, so that `sharding.params` can name their dims.
 
     def make(rngs, hidden):                       # model: {type: import, path: "mymodels:make"}
         return from_linen(MyModel(hidden), jnp.zeros((1, 8, 8, 1)))(rngs)
@@ -23,17 +23,17 @@ from jaxdist.types import Buffers, Params, PyTree
 
 Make = Callable[[nnx.Rngs], nnx.Module]
 Init = Callable[[jax.Array], Any]
-"""From a key to parameters: a tree of arrays."""
+"""Function from a key to parameters: a tree of arrays."""
 Apply = Callable[..., Any]
-"""(params, *inputs) to outputs, of a batch."""
+"""Function from (params, *inputs) to outputs, for a whole batch."""
 
 
 class Call(NamedTuple):
-    """The arguments of a call that a module needs beside its inputs.
+    """The arguments of a call that a module needs besides its inputs.
 
     Attributes:
-      training: whether random layers draw, and statistics are those of the batch.
-      key: of the random layers.
+      training: whether random layers draw and statistics are those of the batch.
+      key: the key of the random layers.
       statistics_over: mesh axes over which batch norms average their statistics.
     """
 
@@ -43,12 +43,12 @@ class Call(NamedTuple):
 
 
 class Plain(nnx.Module):
-    """Parameters and a pure function of them, as a module.
+    """A module of parameters and a pure function of them.
 
     Args:
       params: nested dicts of arrays.
-      buffers: other state that calls change, in the same form.
-      apply: (params, buffers, inputs, call) to (outputs, new buffers).
+      buffers: other state that calls change, as nested dicts too.
+      apply: function from (params, buffers, inputs, call) to (outputs, new buffers).
     """
 
     def __init__(
@@ -66,12 +66,12 @@ class Plain(nnx.Module):
         self.statistics_over: tuple[str, ...] = ()
 
     def train(self, **attributes: Any) -> None:
-        """As a module of NNX: random layers draw, statistics are those of the batch."""
+        """Enter training mode: random layers draw, and statistics are those of the batch."""
         self.training = True
         super().train(**attributes)
 
     def eval(self, **attributes: Any) -> None:
-        """The opposite of `train`."""
+        """Leave training mode."""
         self.training = False
         super().eval(**attributes)
 
@@ -85,11 +85,12 @@ class Plain(nnx.Module):
 
 
 def from_functions(init: Init, apply: Apply) -> Make:
-    """A model of plain functions.
+    """Make a model of plain functions.
 
     Args:
-      init: from a key to a tree of arrays (nested dicts; of anything else the paths are names).
-      apply: (params, *inputs) to outputs, of a whole batch.
+      init: function from a key to a tree of arrays (nested dicts; of other trees the paths are
+        names).
+      apply: function from (params, *inputs) to outputs, for a whole batch.
     """
 
     def make(rngs: nnx.Rngs) -> nnx.Module:
@@ -107,12 +108,12 @@ def from_functions(init: Init, apply: Apply) -> Make:
 
 
 def from_linen(module: Any, *example: Any) -> Make:
-    """A `flax.linen.Module`; collections beside "params" are buffers.
+    """Make a model of a `flax.linen.Module`; collections other than "params" are buffers.
 
-    A module whose `__call__` takes `train`, `training` or `deterministic` is told which it is.
+    If the module's `__call__` has an argument `train`, `training` or `deterministic`, it is passed.
 
     Args:
-      example: inputs of any number of rows, from which shapes are known.
+      example: inputs with any number of rows, from which shapes are inferred.
     """
     flag = next((n for n in ("train", "training", "deterministic") if n in _arguments(module)), "")
 
@@ -142,12 +143,12 @@ def from_linen(module: Any, *example: Any) -> Make:
 
 
 def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
-    """An `equinox.Module` of one example, mapped over the rows of a batch.
+    """Make a model of an `equinox.Module` for one example, mapped over the rows of a batch.
 
-    Its inexact arrays are the parameters, all else is constant.
+    Its inexact arrays are the parameters; everything else is constant.
 
     Args:
-      build: from a key to the module.
+      build: function from a key to the module.
     """
     import equinox  # an extra
 
@@ -165,7 +166,7 @@ def from_equinox(build: Callable[[jax.Array], Any]) -> Make:
 
 @contextmanager
 def _averaging(axes: tuple[str, ...]) -> Iterator[None]:
-    """Let linen's batch norms average over these axes, unless they name axes of their own."""
+    """Let linen's batch norms average over these axes, unless they have axes of their own."""
     if not axes:
         yield
         return
@@ -174,7 +175,7 @@ def _averaging(axes: tuple[str, ...]) -> Iterator[None]:
         norm = context.module
         if not isinstance(norm, linen.BatchNorm) or norm.axis_name is not None:
             return call(*args, **named)
-        # A module of linen is frozen. This one is a copy that belongs to the call of `apply`.
+        # Linen modules are frozen, but this module is a copy that belongs to the call of `apply`.
         object.__setattr__(norm, "axis_name", axes)
         try:
             return call(*args, **named)

@@ -1,8 +1,8 @@
 """A scan over layers that fetches each layer's parameters while the layer before it computes.
 
-`jax.lax.scan` could do so forward, but its gradient would keep every fetched layer for the
-backward pass. Here both passes are written out: only the layers' inputs are kept, as with full
-remat, and the backward pass fetches again, the layer before while a layer computes.
+`jax.lax.scan` could do this in the forward pass, but its gradient would keep every fetched layer
+for the backward pass. Here both passes are written out: only the layers' inputs are kept, as with
+full remat, and the backward pass fetches again, the previous layer while a layer computes.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from jax import lax
 from jaxdist.types import Grads, Params, PyTree, TreeT
 
 BlockFn = Callable[..., jax.Array]
-"""(a layer's parameters, x, *operands) to a new x."""
+"""Function from (a layer's parameters, x, *operands) to a new x."""
 Fetch = Callable[[PyTree], Params]
-"""From one layer's slice of what is scanned over to its parameters, by a gather; linear."""
+"""Function from a layer's slice of the scanned tree to its parameters, by a gather; linear."""
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def scan_ahead(
     block: BlockFn, fetch: Fetch, layers: PyTree, x: jax.Array, operands: tuple[PyTree, ...]
 ) -> jax.Array:
-    """`block(fetch(layer), x, *operands)` of one layer after another.
+    """Apply `block(fetch(layer), x, *operands)` for each layer in turn.
 
-    Sent: what `fetch` sends, twice a layer (forward and backward). Held: two fetched layers, and
-    each layer's input for the backward pass.
+    Each layer is fetched twice (forward and backward). Two fetched layers, and each layer's input
+    for the backward pass, are held.
 
     Args:
       layers: a pytree of arrays with a leading dim that counts layers.
-      x: keeps its shape and dtype.
+      x: the activations, whose shape and dtype every block keeps.
       operands: a tuple of further arguments, the same for all layers.
     """
     return _forward(block, fetch, layers, x, operands)[0]
@@ -64,7 +64,7 @@ def _backward(
     count = _count(layers)
 
     def pulled(at: jax.Array | int, params: Params, x: jax.Array, found: PyTree) -> PyTree:
-        """The backward pass of layer `at`: `found` with the cotangents of its arguments added."""
+        """Run the backward pass of layer `at`; add its arguments' cotangents to `found`."""
         filled, more, cotangent = found
         of_params, cotangent, *of_operands = _pull(block, (params, x, *operands), cotangent)
         (of_layer,) = _pull(fetch, (_layer(layers, at),), of_params)
@@ -109,7 +109,7 @@ def _differentiable(leaf: jax.Array) -> bool:
 
 
 def _zeros(tree: TreeT) -> TreeT:
-    """Cotangents of zero. Those of integers and random keys have jax's dtype float0."""
+    """Return cotangents of zero; for integers and random keys they have jax's dtype float0."""
     return jax.tree.map(
         lambda leaf: (
             jnp.zeros_like(leaf)

@@ -1,4 +1,4 @@
-"""From a model's config and the shapes of the data to a function that makes the module."""
+"""The construction of a model's module from its config and the shapes of the data."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def make_model(
     hint: Hint,
     device: Any | None = None,
 ) -> Callable[[nnx.Rngs], nnx.Module]:
-    """A function of random streams that makes the module.
+    """Return a function of random streams that makes the module.
 
     Args:
       shapes: shape of one example of the data, by name.
       vocab_size: size of the data's vocabulary, if it has tokens.
       classes: number of the data's classes, if it has labels.
-      hint: how activations lie on the mesh.
-      device: one of those that it will run on; None is not known.
+      hint: the layout of activations on the mesh.
+      device: one of the devices that it will run on; None is unknown.
 
     Raises:
       ConfigError: the model does not fit the data or the devices.
@@ -106,15 +106,15 @@ def make_model(
 
 
 def offloads_of(config: ModelConfig) -> bool:
-    """Whether a model's activations go to the host's memory."""
+    """Return whether a model's activations are offloaded to the host's memory."""
     return isinstance(config, GptConfig) and offloads(config.remat)
 
 
 def notices_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Settings of the model that do nothing with data like this, a sentence each.
+    """Describe the settings of the model that have no effect with these data, a sentence each.
 
     Args:
-      shapes: of one example of the data, by field.
+      shapes: shapes of one example of the data, by field.
     """
     window = config.attention_window if isinstance(config, GptConfig) else None
     length = next(iter(shapes.get("segments", ())), None)
@@ -129,13 +129,13 @@ def notices_of(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> tu
 def choose_loss(
     config: ModelConfig, given: LossConfig | None, shapes: Mapping[str, tuple[int, ...]]
 ) -> LossConfig:
-    """The loss that is minimised: the one given, else the model's own.
+    """Choose the loss to minimise: the given loss, else the model's own.
 
     Args:
-      shapes: of one example of the data, by field.
+      shapes: shapes of one example of the data, by field.
 
     Raises:
-      ConfigError: a loss that does not fit the model or the data; none for a model of the user's.
+      ConfigError: a loss that does not fit the model or the data; a user's model without a loss.
     """
     own = default_loss(config)
     found = given or own
@@ -151,7 +151,7 @@ def choose_loss(
 
 
 def default_loss(config: ModelConfig) -> LossConfig | None:
-    """The loss that goes with a model; None for the user's own model."""
+    """Return the default loss of a model; None for the user's own model."""
     if isinstance(config, GptConfig):
         return NextTokenConfig(type="next_token")
     if isinstance(config, MlpConfig | CnnConfig):

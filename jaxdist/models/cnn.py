@@ -28,7 +28,7 @@ class CnnConfig(Config):
     def build(
         self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint
     ) -> Cnn:
-        """The module for images of `shape` (height, width, channels)."""
+        """Build the module for images of `shape` (height, width, channels)."""
         return Cnn(self, rngs, shape=shape, classes=classes, hint=hint)
 
 
@@ -42,7 +42,7 @@ class Conv(nnx.Module):
         self.bias = param(rngs, nnx.initializers.zeros, (channels_out,), ("channels_out",))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x `[B, height, width, in]` to `[B, height, width, out]`."""
+        """Map x `[B, height, width, in]` to `[B, height, width, out]`."""
         kernel, bias = (p[...].astype(x.dtype) for p in (self.kernel, self.bias))
         out = jax.lax.conv_general_dilated(
             x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -51,14 +51,14 @@ class Conv(nnx.Module):
 
 
 def max_pool(x: jax.Array) -> jax.Array:
-    """2x2 maximum; a last odd row or column is dropped."""
+    """Take the maximum of 2x2 pixels; an odd last row or column is dropped."""
     B, height, width, C = x.shape
     even = x[:, : height // 2 * 2, : width // 2 * 2]
     return even.reshape(B, height // 2, 2, width // 2, 2, C).max(axis=(2, 4))
 
 
 class Cnn(nnx.Module):
-    """Convolutions with pooling, two dense layers; no more pooling once a side has one pixel."""
+    """Convolutions with pooling, two dense layers; pooling ends once a side has one pixel."""
 
     def __init__(
         self,
@@ -83,14 +83,14 @@ class Cnn(nnx.Module):
         self.hint = hint
 
     def __call__(self, image: jax.Array) -> jax.Array:
-        """Images `[B, height, width, channels]` in 0..1 to logits `[B, classes]`."""
+        """Map images `[B, height, width, channels]` in 0..1 to logits `[B, classes]`."""
         x = image
         for part in self.parts():
             x = part(x)
         return x
 
     def parts(self) -> list[Callable[[jax.Array], jax.Array]]:
-        """Each convolution with its pooling, the hidden layer, the output: what stages may hold."""
+        """List the parts for stages: each convolution with its pooling, the dense layers."""
         convolved = (partial(self._convolved, convolution) for convolution in self.convolutions)
         return [*convolved, self._hidden, self.output]
 

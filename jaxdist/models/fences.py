@@ -1,9 +1,9 @@
-"""Fences: what XLA must not fuse across.
+"""Fences: identities that XLA does not fuse across.
 
-XLA:TPU puts element-wise work and reductions into the kernel of the matrix product beside them. In
-a decoder's block that costs more than it saves: by libtpu's own estimates a product that a norm's
-or a gate's work is fused into takes up to 1.4 times as long, more than both by themselves
-(`jaxdist bench tpu`). A fence is an identity whose two sides are computed by different kernels.
+XLA:TPU fuses element-wise work and reductions into the kernel of a neighbouring matrix product. In
+a decoder's block that costs more than it saves: by libtpu's own estimates a product fused with a
+norm or a gate takes up to 1.4 times as long, more than the two separately (`jaxdist bench tpu`). A
+fence is an identity whose two sides are computed by different kernels.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ Pass = Literal["none", "backward", "both"]
 
 
 def fence(x: jax.Array, passes: Pass) -> jax.Array:
-    """x as it is, kept apart from what it is used for.
+    """Return x unchanged, but computed by a different kernel than its uses.
 
     Args:
-      passes: where: only in the backward pass, for the gradient of x, or in both; "none" is no
-        fence.
+      passes: only the backward pass, for the gradient of x, or both; "none" has no fence.
     """
     return x if passes == "none" else _fence(x, passes)
 

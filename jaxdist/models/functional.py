@@ -1,7 +1,7 @@
-"""An NNX module taken apart into pure functions of plain nested dictionaries.
+"""An NNX module as pure functions of plain nested dictionaries.
 
-The step is jitted over plain dictionaries of arrays: they flatten in C++, are what a checkpoint
-holds, and have stable '/'-joined names. The module object exists only while it is traced.
+The step is jitted over plain dictionaries of arrays: jax flattens them in C++, checkpoints store
+them, and they have stable '/'-joined names. The module object exists only while it is traced.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Leaf, PyTree
 
 KeyPath = tuple[Any, ...]
-"""Attributes and positions that lead from a module to one of its variables."""
+"""Attributes and positions that lead from a module to a variable."""
 NestedDict = dict[str, Any]
 """Nested dictionaries with string keys and arrays, or their shapes, as leaves."""
 
 
 def nest(paths: Sequence[KeyPath], values: Sequence[Leaf]) -> NestedDict:
-    """Values at paths as nested dictionaries with string keys."""
+    """Nest values at paths as dictionaries with string keys."""
     tree: NestedDict = {}
     for path, value in zip(paths, values, strict=True):
         node = tree
@@ -37,7 +37,7 @@ def nest(paths: Sequence[KeyPath], values: Sequence[Leaf]) -> NestedDict:
 
 
 def pick(paths: Sequence[KeyPath], tree: NestedDict) -> list[Leaf]:
-    """The inverse of `nest`: the values of `tree` at `paths`, in that order."""
+    """Invert `nest`: return the values of `tree` at `paths`, in that order."""
     values = []
     for path in paths:
         node: PyTree = tree
@@ -53,16 +53,16 @@ def _name(path: KeyPath) -> str:
 
 @dataclass(frozen=True)
 class Functional:
-    """A module as `init` and `bind`, with its parameters' names, shapes and dims known.
+    """A module as functions `init` and `bind`, with the names, shapes and dims of its parameters.
 
     Attributes:
       make: builds the module from random streams.
-      params: tree of `jax.ShapeDtypeStruct`, the trainable parameters.
-      buffers: the same for other state that is kept (batch statistics).
-      dims: '/'-joined parameter name to its logical dims, or None where none are named.
+      params: the trainable parameters, a tree of `jax.ShapeDtypeStruct`.
+      buffers: other state that is kept (batch statistics), in the same form.
+      dims: logical dims of each parameter by '/'-joined name; None where the model names none.
       scanned: names of the parameters that `scan_blocks` reads layer by layer.
-      stacked: names of the parameters whose first dim counts layers, read in any way.
-      in_parts: whether the module has `parts()`, a list of unlike parts.
+      stacked: names of the parameters whose first dim counts layers, however they are read.
+      in_parts: whether the module has `parts()`, a list of dissimilar parts.
     """
 
     make: Callable[[nnx.Rngs], nnx.Module]
@@ -80,7 +80,7 @@ class Functional:
     _rng_shapes: tuple[tuple[int, ...], ...]
 
     def init(self, key: jax.Array) -> tuple[NestedDict, NestedDict]:
-        """Fresh parameters and buffers; jit it with out_shardings to create them in place."""
+        """Create parameters and buffers; jit it with out_shardings to create them in place."""
         with nnx.use_eager_sharding(False):
             module = self.make(nnx.Rngs(key))
         _, params, _, buffers = nnx.split(module, nnx.Param, nnx.RngState, ...)
@@ -94,14 +94,14 @@ class Functional:
         *,
         statistics_over: tuple[str, ...] = (),
     ) -> nnx.Module:
-        """The module with these values; random layers draw from `key` (a zero key when None).
+        """Build the module with these values; random layers draw from `key` (a zero key when None).
 
-        A `Deferred` parameter is gathered here, unless it is one that `scan_blocks` reads: that
-        gathers one layer at a time.
+        A `Deferred` parameter is gathered here, unless `scan_blocks` reads it: that gathers it
+        layer by layer.
 
         Args:
           statistics_over: manual mesh axes over which batch norms average their statistics, unless
-            they name axes of their own.
+            they have axes of their own.
         """
         key = jax.random.key(0) if key is None else key
         values = [
@@ -119,7 +119,7 @@ class Functional:
         return module
 
     def _lengths(self, values: Sequence[Leaf]) -> dict[int, int]:
-        """The model's number of layers to the number in `values` (a pipeline's chunk has fewer)."""
+        """Map the model's layer counts to those of `values` (a pipeline's chunk has fewer)."""
         declared = pick(self._param_paths, self.params)
         return {
             struct.shape[0]: value.shape[0]
@@ -128,7 +128,7 @@ class Functional:
         }
 
     def _random(self, key: jax.Array, lengths: Mapping[int, int]) -> list[jax.Array]:
-        """Fresh random streams; each layer of a stack has its own."""
+        """Create random streams from a key; each layer of a stack has its own."""
         found = []
         given = zip(self._rng_types, self._rng_shapes, strict=True)
         for i, (kind, shape) in enumerate(given):
@@ -141,10 +141,10 @@ class Functional:
         return found
 
     def with_stacks(self, forward: Callable[..., PyTree], *given: PyTree) -> Functional:
-        """The same, with the stacks that `forward(module, *given)` scans over added to `stacked`.
+        """Add the stacks that `forward(module, *given)` scans over to `stacked`.
 
         A module is such a stack if scans cut all of its parameters into the same number of slices.
-        `forward` is only traced, nothing is computed.
+        `forward` is only traced, not run.
         """
 
         def run(params: NestedDict, buffers: NestedDict, given: PyTree) -> None:
@@ -164,31 +164,31 @@ class Functional:
         return replace(self, stacked=self.stacked | found)
 
     def with_dims(self, dims: Mapping[str, Dims]) -> Functional:
-        """The same with these dims; a parameter whose first dim is "layers" is a stack."""
+        """Replace the dims; a parameter whose first dim is "layers" is a stack."""
         return replace(self, dims=dims, stacked=self.stacked | _counting_layers(dims))
 
     def buffers_of(self, module: nnx.Module) -> NestedDict:
-        """The buffers that a forward pass left in `module`."""
+        """Return the buffers that a forward pass left in `module`."""
         state = nnx.split(module, nnx.Param, nnx.RngState, ...)[3]
         return _values(state, self._buffer_paths)
 
 
 def _average(module: nnx.Module, axes: tuple[str, ...]) -> None:
-    """Let the batch norms that this library knows of average their statistics over mesh axes.
+    """Let the known kinds of batch norm average their statistics over mesh axes.
 
-    Others are found by what they compute, and refused (`jaxdist.parallel.rows`).
+    Other kinds are detected by what they compute, and refused (`jaxdist.parallel.rows`).
     """
     for _, node in nnx.iter_modules(module):
         if isinstance(node, nnx.BatchNorm) and node.axis_name is None:
-            # Declared as text alone; what jax takes is a tuple of axes too.
+            # Annotated as a string, but jax accepts a tuple of axes too.
             node.axis_name = axes  # pyright: ignore[reportAttributeAccessIssue]
         elif hasattr(node, "statistics_over"):
-            # A module of another library, which passes them on.
+            # A module of another library, whose adapter passes the axes on.
             setattr(node, "statistics_over", axes)  # noqa: B010
 
 
 def batch_norms(module: nnx.Module) -> list[nnx.BatchNorm]:
-    """The batch norms of flax NNX in a module."""
+    """List the batch norms of flax NNX in a module."""
     return [node for _, node in nnx.iter_modules(module) if isinstance(node, nnx.BatchNorm)]
 
 
@@ -212,7 +212,7 @@ def _values(state: PyTree, paths: Sequence[KeyPath]) -> NestedDict:
 
 
 def functional(make: Callable[[nnx.Rngs], nnx.Module]) -> Functional:
-    """Take a module apart without computing it (shapes only).
+    """Split a module into functions without computing anything (shapes only).
 
     Args:
       make: builds the module from `nnx.Rngs`; called once abstractly here, and again by `init`.

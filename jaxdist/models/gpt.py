@@ -96,18 +96,19 @@ class GptConfig(Config):
 
     @property
     def head_dim(self) -> int:
-        """Width of one head."""
+        """The width of a head."""
         return self.head_size or self.embed // self.heads
 
     @property
     def mlp_width(self) -> int:
-        """Hidden width of the SwiGLU."""
+        """The hidden width of the SwiGLU."""
         return self.mlp or -(-8 * self.embed // 3 // 64) * 64
 
     def masked_flops(self, batch: int, length: int) -> float:
-        """FLOPs of a training step that causal attention computes for nothing, or leaves out.
+        """Count the FLOPs of a training step that causal attention masks, or skips.
 
-        Half of its products: 2 in the forward pass and 4 in the backward, of 2 B L^2 H d each.
+        They are half of its products: 2 in the forward pass and 4 in the backward, of 2 B L^2 H d
+          each.
         """
         return 0.5 * 6 * 2 * batch * length**2 * self.heads * self.head_dim * self.layers
 
@@ -121,15 +122,15 @@ class GptConfig(Config):
         length: int | None = None,
         family: str = "",
     ) -> Gpt:
-        """The module for a vocabulary of `vocab_size` tokens.
+        """Build the module for a vocabulary of `vocab_size` tokens.
 
         Args:
-          platform: of the devices that it will run on, as jax names it; None is not known.
-          length: positions of the sequences that it will see; None is not known.
-          family: short name of the devices, such as v5e; empty is not known.
+          platform: platform of the devices, as jax names it; None is unknown.
+          length: length of the sequences; None is unknown.
+          family: short name of the devices, such as v5e; empty is unknown.
 
         Raises:
-          ConfigError: a kernel of attention that these devices or sequences cannot have.
+          ConfigError: an attention kernel that does not support these devices or sequences.
         """
         ask = self.ask(platform, hint, length, family)
         choose(self.attention, ask)
@@ -143,7 +144,7 @@ class GptConfig(Config):
         length: int | None = None,
         family: str = "",
     ) -> Ask:
-        """What this model asks of a kernel of attention; arguments as for `build`."""
+        """Return this model's request to an attention kernel; arguments as for `build`."""
         return Ask(
             platform,
             self.compute_dtype,
@@ -183,7 +184,7 @@ class Attention(nnx.Module):
         self.on_tpu = attend.ask.platform == "tpu"
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
-        """x `[B, L, D]`, segments the document of each position; None is one document."""
+        """Attend within x `[B, L, D]`; segments give each position's document, None means one."""
         q_BLHd = self.hint(self._project(x_BLD, self.query), "batch", "seq", "heads", "head_dim")
         k_BLKd = self.hint(self._project(x_BLD, self.key), "batch", "seq", "kv_heads", "head_dim")
         v_BLKd = self.hint(self._project(x_BLD, self.value), "batch", "seq", "kv_heads", "head_dim")
@@ -199,9 +200,9 @@ class Attention(nnx.Module):
         return matmul(flat, self.out[...].reshape(-1, self.out.shape[-1]))
 
     def _project(self, x_BLD: jax.Array, kernel: nnx.Param) -> jax.Array:
-        """x `[B, L, D]` to heads."""
+        """Project x `[B, L, D]` to heads."""
         if self.on_tpu:
-            # Rows that stay apart let XLA:TPU lay out heads as the kernel wants them, uncopied.
+            # Unflattened rows let XLA:TPU lay out heads as the kernel needs them, without a copy.
             return jnp.tensordot(x_BLD, kernel[...].astype(x_BLD.dtype), 1)
         return matmul(x_BLD, kernel[...])
 
@@ -220,7 +221,7 @@ class SwiGLU(nnx.Module):
         self.fences: Pass = fences
 
     def __call__(self, x_BLD: jax.Array) -> jax.Array:
-        """x `[B, L, D]` as it lies in the residual stream, to the same shape."""
+        """Map x `[B, L, D]`, laid out as the residual stream, to the same shape and layout."""
         gate_DF, up_DF, down_FD = self.gate[...], self.up[...], self.down[...]
         ring = self.hint.ring
         if ring is None:
@@ -240,7 +241,7 @@ class SwiGLU(nnx.Module):
     def _on_ring(
         self, ring: Ring, x_BlD: jax.Array, gate_DF: jax.Array, up_DF: jax.Array, down_FD: jax.Array
     ) -> jax.Array:
-        """The same for one device's piece of the sequence and its part of F."""
+        """Compute the MLP for a device's piece of the sequence and its part of F."""
         columns = ring.products(ring.gathered(x_BlD), gate_DF, up_DF)
         h_BlF = tuple(self._gated(gate, up) for gate, up in zip(*columns, strict=True))
         (y_BlD,) = ring.products(h_BlF, down_FD, leaving=True)
@@ -260,14 +261,15 @@ class Block(nnx.Module):
         self.after_norms: Pass = "backward" if on_tpu else "none"
 
     def __call__(self, x_BLD: jax.Array, segments_BL: jax.Array | None) -> jax.Array:
-        """x `[B, L, D]` to the same shape."""
+        """Map x `[B, L, D]` to the same shape."""
         x_BLD = named(x_BLD, "block_input")
-        # Scopes stand in the compiled program, and so in `inspect`'s dearest operations.
+        # Scopes appear in the compiled program, and so in `inspect`'s most expensive operations.
         with jax.named_scope("attention"):
             h_BLD = fence(self.attention_norm(x_BLD), self.after_norms)
             h_BLD = self.hint(h_BLD, *WITHIN, was=RESIDUAL)
             y_BLD = self.attention(h_BLD, segments_BL)
-            # Named after the hint: kept as it lies on the mesh, and not reduced over it again.
+            # Named after the hint: it is then saved in its final layout, and not reduced a second
+            # time.
             x_BLD = x_BLD + named(self.hint(y_BLD, *RESIDUAL, was=WITHIN), "attention_out")
         with jax.named_scope("mlp"):
             x_BLD = x_BLD + self.mlp(fence(self.mlp_norm(x_BLD), self.after_norms))
@@ -275,10 +277,10 @@ class Block(nnx.Module):
 
 
 class Gpt(Stacked):
-    """Tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of the token after each position.
+    """A model from tokens int32 `[B, L]` to logits `[B, L, vocab_size]` of each next token.
 
-    Called with segments int32 `[B, L]` besides, the document of each position, it keeps documents
-    apart where `isolate_documents` says so.
+    An optional second input, segments int32 `[B, L]`, is the document of each position; with
+    `isolate_documents` attention does not cross documents.
     """
 
     def __init__(
@@ -296,7 +298,7 @@ class Gpt(Stacked):
             self.output = param(rngs, _filled_up(D, vocab_size), (D, V), ("embed", "vocab"))
 
     def embed(self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None) -> jax.Array:
-        """Tokens `[B, L]` to `[B, L, D]` in the compute dtype; segments change nothing."""
+        """Embed tokens `[B, L]` as `[B, L, D]` in the compute dtype; segments are ignored."""
         del segments_BL
         with jax.named_scope("embed"):
             x_BLD = self.embedding[...][tokens_BL].astype(jnp.dtype(self.config.compute_dtype))
@@ -305,24 +307,25 @@ class Gpt(Stacked):
     def operands(
         self, tokens_BL: jax.Array, segments_BL: jax.Array | None = None
     ) -> tuple[jax.Array | None]:
-        """The document of each position, for attention; None is one for all."""
+        """Return the document of each position, for attention; None is a single document."""
         del tokens_BL
         return (segments_BL if self.config.isolate_documents else None,)
 
     def head(self, x_BLD: jax.Array) -> jax.Array:
-        """Final norm and logits `[B, L, vocab_size]` in the compute dtype."""
+        """Apply the final norm and return logits `[B, L, vocab_size]` in the compute dtype."""
         logits_BLV = self.padded_head(x_BLD)
         if logits_BLV.shape[-1] == self.vocab_size:
             return logits_BLV
-        # A slice of a dim that a mesh splits unevenly is a permute of all devices, for which the
-        # stages of a pipeline on CPU wait forever; a gather waits for those that share the dim.
+        # A slice of a dim that a mesh splits unevenly becomes a permute over all devices, for which
+        # the stages of a pipeline on CPU would wait forever; a gather waits only for devices that
+        # share the dim.
         whole_BLV = self.hint(logits_BLV, *WITHIN[:2], None, was=(*WITHIN[:2], "vocab"))
         return whole_BLV[..., : self.vocab_size]
 
     def padded_head(self, x_BLD: jax.Array) -> jax.Array:
-        """Final norm and logits `[B, L, V]`, where padding of V has a probability of 0.
+        """Apply the final norm; return logits `[B, L, V]` with probability 0 for V's padding.
 
-        Has the softmax of `head` without its slice: a mask moves nothing between devices.
+        The softmax is that of `head`, but without a slice: a mask moves nothing between devices.
         """
         table = self.embedding[...].T if self.config.tied_head else self.output[...]
         with jax.named_scope("head"):
@@ -330,18 +333,18 @@ class Gpt(Stacked):
             logits_BLV = self.hint(matmul(h_BLD, table), "batch", "seq", "vocab")
             if logits_BLV.shape[-1] == self.vocab_size:
                 return logits_BLV
-            # Added and not selected: XLA keeps what does not change in a loop over chunks in
-            # memory, which would be masks as large as the logits. The gradient is 0 even so, by
-            # the softmax. Finite, since a difference of infinities is NaN.
+            # Added instead of selected: XLA would keep a select's loop-invariant mask, as large as
+            # the logits, in memory. The gradient is still 0, by the softmax. Finite, since a
+            # difference of infinities is NaN.
             least = float(jnp.finfo(logits_BLV.dtype).min) / 2
             bias_V = jnp.where(jnp.arange(logits_BLV.shape[-1]) < self.vocab_size, 0.0, least)
             return logits_BLV + bias_V.astype(logits_BLV.dtype).reshape(1, 1, -1)
 
 
 def _filled_up(*drawn: int) -> Initializer:
-    """Draw normal weights of this shape, and fill them up with zeros to the one asked for.
+    """Draw normal weights of shape `drawn`, and pad them with zeros to the requested shape.
 
-    A weight is then the same whatever the padding.
+    The weights are then the same for any padding.
     """
 
     def init(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:

@@ -1,6 +1,6 @@
-"""What a model may say of how its activations lie on a mesh, without knowing the mesh.
+"""The interface by which a model describes the layout of its activations without knowing the mesh.
 
-Dims: B batch, L sequence, l one device's piece of it.
+Dims: B batch, L sequence, l a device's piece of it.
 """
 
 from __future__ import annotations
@@ -13,33 +13,32 @@ import jax
 
 
 class Ring(Protocol):
-    """Devices that pass the pieces of a sequence on, beside the matmuls that need them."""
+    """Devices that pass the pieces of a sequence around, while matmuls use them."""
 
     @property
     def axis(self) -> str:
-        """The mesh axis that they lie on."""
+        """The mesh axis of these devices."""
         ...
 
     def gathered(self, x: jax.Array) -> tuple[jax.Array, ...]:
-        """The pieces of all devices; x `[B, l, ...]` is this device's."""
+        """Gather the pieces of all devices; x `[B, l, ...]` is this device's."""
         ...
 
     def products(
         self, pieces: tuple[jax.Array, ...], *kernels: jax.Array, leaving: bool = False
     ) -> tuple[tuple[jax.Array, ...], ...]:
-        """For each kernel the products of all pieces, which are to be `reduced` if `leaving`."""
+        """Multiply all pieces by each kernel; with `leaving`, the products are to be `reduced`."""
         ...
 
     def reduced(self, pieces: tuple[jax.Array, ...]) -> jax.Array:
-        """This device's piece, summed over all devices."""
+        """Sum the pieces over all devices, and return this device's."""
         ...
 
 
 class Hint(Protocol):
-    """Says how an activation lies on the mesh: takes it with its dims, returns it constrained.
+    """A function that constrains the layout of an activation with the given dims, and returns it.
 
-    `was` gives the dims that x is laid out by so far: if their layout is the same, x is returned
-    as it is.
+    `was` gives the dims of x's current layout: if the layout is the same, x is returned unchanged.
     """
 
     def __call__(
@@ -47,12 +46,12 @@ class Hint(Protocol):
     ) -> jax.Array: ...
 
     def parts(self, dim: str) -> int:
-        """Into how many parts the mesh splits a dim."""
+        """Return the number of parts into which the mesh splits a dim."""
         ...
 
     @property
     def ring(self) -> Ring | None:
-        """What runs the collectives of an MLP beside its matmuls; None leaves them in one piece."""
+        """The ring that runs an MLP's collectives during its matmuls; None runs each as a whole."""
         ...
 
     def on_blocks(
@@ -61,33 +60,34 @@ class Hint(Protocol):
         *dims: tuple[str | None, ...],
         axes: Sequence[str] | None = None,
     ) -> Callable[..., jax.Array]:
-        """`function` of each device's blocks of arrays with these dims, each device by itself.
+        """Map `function` over each device's blocks of arrays with these dims, without collectives.
 
-        For what XLA cannot partition. The result lies as the first array does.
+        This is for operations that XLA cannot partition. The result has the layout of the first
+        array.
 
         Args:
-          axes: the mesh axes whose blocks it sees; None is all.
+          axes: the mesh axes whose blocks the function sees; None is all.
         """
         ...
 
 
 @dataclass(frozen=True)
 class NoHint:
-    """The hint on a single device: x as it is."""
+    """The hint on a single device: x unchanged."""
 
     def __call__(
         self, x: jax.Array, *dims: str | None, was: tuple[str | None, ...] | None = None
     ) -> jax.Array:
-        """x, whatever its dims."""
+        """Return x, whatever its dims."""
         return x
 
     def parts(self, dim: str) -> int:
-        """1."""
+        """Return 1."""
         return 1
 
     @property
     def ring(self) -> None:
-        """None."""
+        """No ring."""
 
     def on_blocks(
         self,
@@ -95,7 +95,7 @@ class NoHint:
         *dims: tuple[str | None, ...],
         axes: Sequence[str] | None = None,
     ) -> Callable[..., jax.Array]:
-        """The function: the one block is the array."""
+        """Return the function: the only block is the array."""
         return function
 
 
@@ -104,7 +104,7 @@ no_hint = NoHint()
 RESIDUAL = ("batch", "residual_seq", "embed")
 """Dims of the residual stream, between blocks; its sequence may be split over a mesh axis.
 
-Sequence parallelism splits it there, where every operation is on single positions.
+Sequence parallelism splits the sequence there, since all operations are on single positions.
 """
 WITHIN = ("batch", "seq", "embed")
 """Dims of activations inside a block, whose attention needs the whole sequence."""

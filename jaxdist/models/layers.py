@@ -29,20 +29,20 @@ _LECUN = nnx.initializers.lecun_normal()
 
 
 class Deferred(ABC):
-    """Stands in a parameter's place, and becomes the parameter where it is used; a pytree.
+    """A placeholder for a parameter that is gathered where it is used; a pytree.
 
-    ZeRO 3 uses it: a device holds a shard, and gathers the parameter when a layer needs it. A
-    gradient with respect to it is again a `Deferred` of the same class.
+    ZeRO 3 uses it: a device holds a shard, and gathers the parameter when a layer needs it. The
+    gradient with respect to a `Deferred` is a `Deferred` of the same class.
     """
 
     @classmethod
     @abstractmethod
     def whole(cls, several: Sequence[Any]) -> list[jax.Array]:
-        """The parameters that these stand for: they are used together, and gathered at once."""
+        """Gather the parameters of several placeholders together, in a single operation."""
 
     @abstractmethod
     def carried(self) -> jax.Array:
-        """If this is a gradient: the array that it holds the parameter's gradient in."""
+        """Return the array that holds the parameter's gradient, if this is a gradient."""
 
     @property
     def ahead(self) -> bool:
@@ -51,7 +51,7 @@ class Deferred(ABC):
 
 
 def whole(tree: PyTree) -> Params:
-    """The tree with each `Deferred` replaced by its parameter; those of one class all at once."""
+    """Replace each `Deferred` by its parameter; those of a class are gathered together."""
     leaves, structure = jax.tree.flatten(tree, is_leaf=_is_deferred)
     for kind in dict.fromkeys(type(leaf) for leaf in leaves if _is_deferred(leaf)):
         mine = [i for i, leaf in enumerate(leaves) if type(leaf) is kind]
@@ -61,7 +61,7 @@ def whole(tree: PyTree) -> Params:
 
 
 def carried(tree: Grads) -> Grads:
-    """The tree of gradients with each `Deferred` replaced by the array that it holds."""
+    """Replace each `Deferred` in a tree of gradients by the array that it holds."""
     return jax.tree.map(
         lambda leaf: leaf.carried() if _is_deferred(leaf) else leaf, tree, is_leaf=_is_deferred
     )
@@ -74,15 +74,15 @@ def _is_deferred(node: object) -> bool:
 def param(
     rngs: nnx.Rngs, init: Initializer, shape: tuple[int, ...], dims: tuple[str | None, ...]
 ) -> nnx.Param:
-    """A float32 parameter that names its dims."""
+    """Create a float32 parameter that names its dims."""
     assert len(shape) == len(dims), (shape, dims)
     return nnx.Param(init(rngs.params(), shape, jnp.float32), dims=dims)
 
 
 def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """`x [..., D] @ kernel [D, ...]` over flattened rows, in x's dtype.
+    """Multiply `x [..., D] @ kernel [D, ...]` over flattened rows, in x's dtype.
 
-    Rows are flattened because the kernel's gradient otherwise contracts over two dims, which XLA
+    Rows are flattened because otherwise the kernel's gradient contracts over two dims, which XLA
     runs at half the speed on CPU.
     """
     rows = x.reshape(-1, x.shape[-1])
@@ -91,14 +91,14 @@ def matmul(x: jax.Array, kernel: jax.Array) -> jax.Array:
 
 
 class RMSNorm(nnx.Module):
-    """x / rms(x) * scale, in float32 (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+    """Root-mean-square norm, x / rms(x) * scale, in float32 (Zhang, Sennrich, arXiv 1910.07467)."""
 
     def __init__(self, size: int, rngs: nnx.Rngs, *, epsilon: float = 1e-6):
         self.scale = param(rngs, nnx.initializers.ones, (size,), ("embed",))
         self.epsilon = epsilon
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x `[..., D]` to the same shape and dtype."""
+        """Normalize x `[..., D]`, keeping its shape and dtype."""
         wide = x.astype(jnp.float32)
         inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
         scale = self.scale[...].reshape((1,) * (x.ndim - 1) + (-1,))
@@ -106,7 +106,7 @@ class RMSNorm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """x @ kernel + bias with named dims."""
+    """A linear layer, x @ kernel + bias, with named dims."""
 
     def __init__(
         self,
@@ -120,13 +120,13 @@ class Linear(nnx.Module):
         self.bias = param(rngs, nnx.initializers.zeros, shape[1:], dims[1:])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x `[..., in]` to `[..., out]`."""
+        """Map x `[..., in]` to `[..., out]`."""
         bias = self.bias[...].astype(x.dtype).reshape((1,) * (x.ndim - 1) + (-1,))
         return matmul(x, self.kernel[...]) + bias
 
 
 def dims_of(variable: nnx.Variable) -> tuple[str | None, ...] | None:
-    """The logical dims of a parameter: our `dims`, or flax's own logical sharding metadata."""
+    """Return a parameter's logical dims: our `dims`, or flax's own logical sharding metadata."""
     metadata = variable.get_metadata()
     for key in ("dims", "out_sharding", "sharding_names", "sharding"):
         found = metadata.get(key)
@@ -136,10 +136,10 @@ def dims_of(variable: nnx.Variable) -> tuple[str | None, ...] | None:
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> nnx.Module:
-    """`count` modules as one whose arrays have a leading dim "layers", for `scan_blocks`.
+    """Stack `count` modules: a module whose arrays have a leading dim "layers", for `scan_blocks`.
 
     Args:
-      make: a module of any kind; the config's sharding.params names the dims that it does not.
+      make: builds a module of any kind; the config's sharding.params names dims it leaves unnamed.
     """
     keys = jax.random.split(rngs.params(), count)
     stacked = jax.vmap(lambda key: nnx.split(make(nnx.Rngs(key)))[1])(keys)
@@ -158,18 +158,18 @@ def scan_blocks(
     remat: Remat | Sequence[Remat] = "none",
     unroll: int = 1,
 ) -> jax.Array:
-    """Run a stack of blocks one after another by one compiled loop body.
+    """Run the blocks of a stack in order, in a single compiled loop body.
 
     Args:
-      stacked: from `stack` or `nnx.vmap`; each block maps `(x, *operands)` to a new x.
+      stacked: made by `stack` or `nnx.vmap`; each block maps `(x, *operands)` to a new x.
       remat: what the backward pass recomputes, and what it keeps: see `jaxdist.models.remat`. A
-        list says it for one block after another and starts again after its last; its blocks make
-        one loop iteration, which holds the activations of all of them.
+        list has an entry for each block and is repeated over the layers; its blocks make up a loop
+        iteration, which holds the activations of all of them.
       unroll: blocks per loop iteration, rounded down to whole lists of `remat`, at most all.
 
     Raises:
-      ConfigError: parameters are to be fetched ahead, and `remat` is not "full"; it keeps a name
-        that the blocks do not give; a block changes its own state.
+      ConfigError: parameters are fetched ahead and `remat` is not "full"; `remat` keeps a name that
+        the blocks do not define; a block changes its own state.
     """
     graph, state = nnx.split(stacked)
     if _fetches_ahead(state):
@@ -184,7 +184,7 @@ def scan_blocks(
     policy, *more = listed(remat)
     if more:
         return _scan_lists(block, (policy, *more), state, x, unroll)
-    # A loop keeps forward and backward apart; where it is unrolled away, CSE would undo remat.
+    # A loop separates forward from backward; where it is unrolled, CSE would undo remat.
     run = recomputed(block, policy, prevent_cse=unroll > 1)
     return jax.lax.scan(lambda x, layer: (run(x, layer), None), x, state, unroll=unroll)[0]
 
@@ -196,7 +196,7 @@ def _first(state: nnx.State) -> Params:
 def _run(
     graph: nnx.GraphDef, layer: Params, x: jax.Array, operands: tuple[PyTree, ...]
 ) -> jax.Array:
-    """Run one block, and check that it left its own state unchanged (random streams excepted)."""
+    """Run a block, and check that it left its own state unchanged (random streams excepted)."""
     block: Any = nnx.merge(graph, layer)
     given = _kept(block)
     y = block(x, *operands)
@@ -215,7 +215,7 @@ def _run(
 
 
 def _kept(block: nnx.Module) -> dict[str, list[jax.Array]]:
-    """The arrays of a block's state by name, without those of random streams."""
+    """Return the arrays of a block's state by name, without those of random streams."""
     flat = nnx.to_flat_state(nnx.state(block, nnx.Not(nnx.RngState)))
     return {"/".join(map(str, path)): jax.tree.leaves(variable) for path, variable in flat}
 
@@ -223,7 +223,7 @@ def _kept(block: nnx.Module) -> dict[str, list[jax.Array]]:
 def _scan_lists(
     block: BlockFn, policies: Sequence[Remat], state: nnx.State, x: jax.Array, unroll: int
 ) -> jax.Array:
-    """A loop over lists of policies, one block each; blocks that do not fill a list come last."""
+    """Loop over lists of policies, an entry per block; blocks that do not fill a list come last."""
     together = len(policies)
     count = jax.tree.leaves(state)[0].shape[0]
     looped = count - count % together
@@ -268,10 +268,11 @@ def _scan_ahead(
 
 
 class Stacked(nnx.Module):
-    """A model that is `embed`, a stack of `blocks`, `head`: the parts that a pipeline separates.
+    """A model of `embed`, a stack of `blocks`, and `head`: the parts that a pipeline separates.
 
-    Yours gives `embed(*inputs)`, `head(x)` and the attribute `blocks`, from `stack` or `nnx.vmap`,
-    each of which maps `(x, *operands)` to a new x. `remat` and `unroll` are as in `scan_blocks`.
+    Your subclass has `embed(*inputs)`, `head(x)` and the attribute `blocks`, made by `stack` or
+    `nnx.vmap`; each block maps `(x, *operands)` to a new x. `remat` and `unroll` are those of
+    `scan_blocks`.
 
     >>> class Model(Stacked):
     ...     def __init__(self, rngs):
@@ -289,21 +290,21 @@ class Stacked(nnx.Module):
     unroll: int = 1
 
     def operands(self, *inputs: PyTree, **named: PyTree) -> tuple[PyTree, ...]:
-        """Further arguments of every block besides x, made of the model's own arguments."""
+        """Return the arguments of every block besides x, computed from the model's inputs."""
         del inputs, named
         return ()
 
     def trunk(self, x: jax.Array, *inputs: PyTree) -> jax.Array:
-        """All blocks one after another, or those of one chunk in a pipeline."""
+        """Run all blocks in order, or those of a chunk in a pipeline."""
         more = self.operands(*inputs)
         return scan_blocks(self.blocks, x, *more, remat=self.remat, unroll=self.unroll)
 
     def hidden(self, *inputs: PyTree) -> jax.Array:
-        """What the head is given: `trunk(embed(*inputs), *inputs)`."""
+        """Return the input of the head: `trunk(embed(*inputs), *inputs)`."""
         model: Any = self
         return self.trunk(model.embed(*inputs), *inputs)
 
     def __call__(self, *inputs: PyTree) -> PyTree:
-        """`head(hidden(*inputs))`."""
+        """Return `head(hidden(*inputs))`."""
         model: Any = self
         return model.head(self.hidden(*inputs))

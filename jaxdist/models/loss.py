@@ -1,7 +1,7 @@
-"""What is minimised and measured, as sums with their weights, so that any split adds up exactly.
+"""Losses and metrics as sums with weights, so that any split of a batch adds up exactly.
 
 A loss returns `{"loss": Mean, ...}`: totals and weights of microbatches, devices and evaluation
-batches are added, and divided once. (Averaging averages is wrong as soon as weights differ.)
+batches are added, and divided once. (An average of averages is wrong whenever weights differ.)
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from jaxdist.types import Kwargs, PyTree, Scalar
 
 Batch = Mapping[str, jax.Array]
 Model: TypeAlias = Any
-"""An NNX module, or a plain function that is called as one."""
+"""An NNX module, or a plain function with the same call."""
 Loss = Callable[[Model, Batch], PyTree]
-"""(module, batch) to named means, `Sums`; "loss" is the one that training minimises.
+"""Function from (module, batch) to named means, `Sums`; training minimises the one named "loss".
 
 A user's own loss may also return the mean of a batch as a scalar, or (scalar, {name: scalar}),
-where nothing cuts the batch: see `check_adds_up`.
+where the batch is not computed in parts: see `check_adds_up`.
 """
 
 
 def weighted(batch: Batch) -> Batch:
-    """The batch with the weight (float32 `[B]`) that a loss may rely on: ones where it has none.
+    """Add a weight (float32 `[B]`) of ones to a batch that has none.
 
     Ones that the compiler sees make the sum of the weights a constant: the mean's gradient then
-    waits for no other device.
+    does not wait for other devices.
     """
     if "weight" in batch:
         return batch
@@ -59,7 +59,7 @@ def as_sums(result: PyTree, batch: Batch) -> Sums:
     """Convert the result of a loss to named sums; a scalar becomes an `OpaqueMean`.
 
     Raises:
-      RunError: the loss returned something else; the message says what.
+      RunError: the loss returned something else, which the message names.
     """
     rows = batch["weight"].sum()
     if isinstance(result, Mapping):
@@ -75,7 +75,7 @@ def as_sums(result: PyTree, batch: Batch) -> Sums:
 
 
 Needs = Mapping[str, tuple[str, ...] | None]
-"""Name of each field of an example that a loss reads, to its dims; None: any number of dims."""
+"""Dims of each field of an example that a loss reads, by name; None: any number of dims."""
 
 
 class NextTokenConfig(Config):
@@ -90,7 +90,7 @@ class NextTokenConfig(Config):
     It must divide the sequence."""
 
     def build(self) -> Loss:
-        """The loss of a module called as `module(tokens, segments)`."""
+        """Build the loss of a module called as `module(tokens, segments)`."""
         return next_token if self.chunks == 1 else partial(next_token_in_chunks, chunks=self.chunks)
 
 
@@ -104,7 +104,7 @@ class ClassificationConfig(Config):
     """Fraction of the target spread over all classes, in training and evaluation."""
 
     def build(self) -> Loss:
-        """The loss of a module called as `module(image)`, image in 0..1."""
+        """Build the loss of a module called as `module(image)`, image in 0..1."""
 
         return partial(classification, label_smoothing=self.label_smoothing)
 
@@ -121,7 +121,7 @@ class ImportedLossConfig(Config):
     """Keyword arguments for the function."""
 
     def build(self) -> Loss:
-        """The user's function with its arguments bound."""
+        """Bind the arguments of the user's function."""
         return partial(load_object(self.path), **self.args)
 
 
@@ -131,15 +131,15 @@ LossConfig = Annotated[
 
 
 def check_fields(config: LossConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse data that lack what a loss reads.
+    """Refuse data that lack a field that the loss reads.
 
     Args:
-      shapes: of one example, by field.
+      shapes: shapes of one example, by field.
 
     Raises:
-      ConfigError: a field that is missing or has another number of dims; the message says which
-        fields the loss reads, which there are, and a loss that fits them; a sequence that does not
-        divide into the loss's chunks.
+      ConfigError: a field that is missing or has another number of dims (the message lists the
+        fields that the loss reads, those in the data, and a loss that fits); a sequence that does
+        not divide into the loss's chunks.
     """
     if _reads(config.needs, shapes):
         if isinstance(config, NextTokenConfig):
@@ -167,11 +167,11 @@ def _reads(needs: Needs, shapes: Mapping[str, tuple[int, ...]]) -> bool:
 
 
 def next_token(module: Model, batch: Batch) -> Sums:
-    """Mean cross-entropy over the tokens of rows with weight.
+    """Compute the mean cross-entropy over the tokens of rows with weight.
 
     Args:
       module: maps tokens `[B, L]` and segments `[B, L]` to logits `[B, L, V]`. If it has
-        `padded_head`, that is taken of its `hidden` instead.
+        `padded_head`, that function of its `hidden` is used instead.
       batch: tokens int32 `[B, L + 1]`, segments int32 `[B, L]`, weight float32 `[B]`.
     """
     inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
@@ -181,15 +181,16 @@ def next_token(module: Model, batch: Batch) -> Sums:
 
 
 def _padded_head(module: Model) -> Callable[[jax.Array], jax.Array] | None:
-    """The head of a model that leaves the padding of its vocabulary in, without probability."""
+    """Return a model's head without the slice of vocabulary padding, if it has such a head."""
     return getattr(module, "padded_head", None)
 
 
 def next_token_in_chunks(module: Model, batch: Batch, *, chunks: int) -> Sums:
-    """As `next_token`, with the logits of one piece of the sequence at a time.
+    """Compute `next_token` with the logits of a single piece of the sequence at a time.
 
     Args:
-      module: gives `hidden(tokens, segments)` `[B, L, D]`, and `head` of it, logits: a `Stacked`.
+      module: has `hidden(tokens, segments)` -> `[B, L, D]`, and `head` from that to logits: a
+        `Stacked`.
 
     Raises:
       ConfigError: the module has no `hidden`, or the sequence does not divide.
@@ -238,7 +239,7 @@ def _nats(logits_BLV: jax.Array, targets_BL: jax.Array, weight_B: jax.Array) -> 
 def classification(
     module: Callable[..., jax.Array], batch: Batch, *, label_smoothing: float
 ) -> Sums:
-    """Mean cross-entropy and accuracy over the rows with weight.
+    """Compute the mean cross-entropy and accuracy over the rows with weight.
 
     Args:
       module: maps images `[B, height, width, channels]` to logits `[B, classes]`.

@@ -1,4 +1,4 @@
-"""Sums with their weights, and scalars that cannot be added up.
+"""Sums with weights, and scalars that cannot be added up.
 
 Everything that a loss measures is a sum with a weight: both are added over rows, microbatches and
 devices, and divided once at the end.
@@ -25,7 +25,7 @@ class Mean(NamedTuple):
 class OpaqueMean(Mean):
     """The mean that a loss returned as a scalar, times the rows of its batch.
 
-    Only the loss knows what it divided by, so it must never be added to the mean of other rows.
+    Only the loss knows its divisor, so the mean must never be added to the mean of other rows.
     """
 
     __slots__ = ()
@@ -41,19 +41,19 @@ AS_MEAN = """return each sum with its weight, which add up over any parts:
     weight = batch["weight"]  # times 0 for what must not count; batch["weight"][:, None] by token
     total = (losses * weight).sum()
     return {"loss": Mean(total, weight.sum())}  # from jaxdist import Mean"""
-"""The lines that replace a scalar; `losses` holds a value for each row or token."""
+"""The lines that replace a scalar; `losses` has a value for each row or token."""
 
 
 def scalars_in(sums: Sums) -> tuple[str, ...]:
-    """The names of the values that the loss returned as scalars."""
+    """Return the names of the values that the loss returned as scalars."""
     return tuple(sorted(name for name, mean in sums.items() if isinstance(mean, OpaqueMean)))
 
 
 def check_adds_up(sums: Sums, cut: str) -> None:
-    """Refuse scalars of a part of a batch, since they do not add up to the mean of the batch.
+    """Refuse scalars for a part of a batch, since they do not add up to the mean of the batch.
 
     Args:
-      cut: what computes the batch in parts, as a phrase that follows "but".
+      cut: the reason why the batch is computed in parts, as a phrase that follows "but".
 
     Raises:
       ConfigError: the loss returned a scalar; the message has the lines that return a sum instead.
@@ -64,7 +64,7 @@ def check_adds_up(sums: Sums, cut: str) -> None:
 
 
 def returned_scalars(names: Sequence[str]) -> str:
-    """A clause that names the values which a loss returned as scalars.
+    """Return a clause that names the values that a loss returned as scalars.
 
     >>> returned_scalars(["loss"])
     "the loss returns a scalar for 'loss'"
@@ -73,9 +73,8 @@ def returned_scalars(names: Sequence[str]) -> str:
 
 
 def divisor(weight: jax.Array) -> jax.Array:
-    """The weight to divide a total by: 1 in place of 0, so that a part without weight gives 0.
+    """Return the divisor of a total: 1 in place of a weight of 0, so that an empty part gives 0.
 
-    Nothing but a total of 0 belongs to a weight of 0; 0 / 0 would spread to all that it is added
-    to.
+    A weight of 0 always has a total of 0, and 0 / 0 would spread NaN to every sum that includes it.
     """
     return jnp.where(weight == 0, 1, weight)

@@ -24,12 +24,12 @@ class MlpConfig(Config):
     def build(
         self, rngs: nnx.Rngs, *, shape: tuple[int, int, int], classes: int, hint: Hint = no_hint
     ) -> Mlp:
-        """The module for images of `shape` (height, width, channels)."""
+        """Build the module for images of `shape` (height, width, channels)."""
         return Mlp(self, rngs, shape=shape, classes=classes, hint=hint)
 
 
 class Mlp(nnx.Module):
-    """Dense layers in pairs for tensor parallelism: one splits its outputs, the next its inputs."""
+    """Dense layers in pairs for tensor parallelism: outputs split, then inputs split."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Mlp(nnx.Module):
         self.names, self.hint = tuple(names[1:]), hint
 
     def __call__(self, image: jax.Array) -> jax.Array:
-        """Images `[B, height, width, channels]` in 0..1 to logits `[B, classes]`."""
+        """Map images `[B, height, width, channels]` in 0..1 to logits `[B, classes]`."""
         x = image.reshape(image.shape[0], -1)
         for layer, name in zip(list(self.layers)[:-1], self.names, strict=True):
             x = self.hint(jax.nn.relu(layer(x)), "batch", name)

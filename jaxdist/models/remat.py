@@ -1,8 +1,8 @@
-"""What the backward pass keeps of a block and what it computes again: `model.remat`.
+"""The activations of a block that the backward pass keeps or recomputes: `model.remat`.
 
-A word says it by kind of operation; a preset or a mapping says it by the names that a block gives
-to some of its activations (`named`). What is not kept is computed again from the block's input,
-which always is.
+A word selects them by kind of operation; a preset or a mapping selects them by the names that a
+block gives to some activations (`named`). All others are recomputed from the block's input, which
+is always kept.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jaxdist.models.ahead import BlockFn
 from jaxdist.types import PyTree
 
 ByKind = Literal["none", "elementwise", "dots", "full"]
-"""Recomputes nothing, cheap operations on single elements (rotations, products, masks), all but
-matmul results, or whole blocks."""
+"""Kind of operations to recompute: none, cheap operations on single elements (rotations, products,
+masks), all but matmuls, or whole blocks."""
 Preset = Literal["minimal", "save_dots_except_mlp", "save_qkv", "save_attention"]
-"""Keeps the activations of `PRESETS`, and recomputes everything else."""
+"""Name of a set of activations to keep (`PRESETS`); everything else is recomputed."""
 Keep = Literal["save", "offload", "recompute"]
-"""In the device's memory, in the host's, or not at all."""
+"""Where to keep an activation: in the device's memory, in the host's, or not at all."""
 ActivationName = Literal[
     "block_input",
     "query",
@@ -38,14 +38,14 @@ ActivationName = Literal[
 ]
 """Activations of a transformer's block, in the order in which they are computed.
 
-block_input: what the block begins with. It is kept on the device unless it is offloaded.
-query, key, value: what attention takes, so query and key after their rotation (as MaxText and
-  AXLearn have them), the latter two with `kv_heads` heads.
-attention: what it gives, before the projection out.
-attention_out: after that projection, as it is added to the residual stream.
+block_input: the input of the block. It is kept on the device unless it is offloaded.
+query, key, value: the inputs of attention, so query and key after their rotation (as in MaxText and
+AXLearn); key and value have `kv_heads` heads.
+attention: the result of attention, before the output projection.
+attention_out: the result of that projection, which is added to the residual stream.
 mlp_gate, mlp_up: the two products of SwiGLU, before the nonlinearity.
 
-The MLP's result has no name: no gradient needs it.
+The MLP's result has no name, because no gradient needs it.
 """
 PRESETS: Mapping[str, tuple[ActivationName, ...]] = {
     "minimal": ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up"),
@@ -53,16 +53,16 @@ PRESETS: Mapping[str, tuple[ActivationName, ...]] = {
     "save_qkv": ("query", "key", "value"),
     "save_attention": ("attention",),
 }
-"""MaxText's `minimal`, `save_dot_except_mlp` and `save_qkv_proj`, and attention's result alone.
+"""MaxText's `minimal`, `save_dot_except_mlp` and `save_qkv_proj`, and the result of attention only.
 
 `minimal` keeps the result of every matmul of parameters, but nothing inside attention.
 """
 
 
 class NamedKeeps(dict[str, Keep]):
-    """A mapping of names that does not change: models hold it, and models are hashed."""
+    """An immutable mapping of names: models hold it, and models are hashed."""
 
-    # A dict has None for it, to say that it has no hash.
+    # A dict sets it to None, which makes it unhashable.
     def __hash__(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         return hash(tuple(sorted(self.items())))
 
@@ -77,17 +77,17 @@ def _checked(keeps: Mapping[str, Keep]) -> NamedKeeps:
 
 
 Keeps = Annotated[dict[ActivationName, Keep], Field(min_length=1), AfterValidator(_checked)]
-"""What happens to each of some activations; those that are not named are recomputed."""
+"""What to do with each of some activations; unnamed activations are recomputed."""
 Remat = ByKind | Preset | Mapping[Any, Keep]
-"""What a block of any kind may be told; the keys of a mapping are names, of its own choice."""
+"""The policy of a block of any kind; the keys of a mapping are names that the block defines."""
 RematConfig = ByKind | Preset | Keeps
-"""The same in a config, whose names are those of a transformer's block."""
+"""The policy in a config, whose names are those of a transformer's block."""
 
 named: Callable[[jax.Array, ActivationName], jax.Array] = checkpoint_name
-"""Gives an activation the name by which a policy keeps it; changes nothing else."""
+"""Function that names an activation for a policy, and changes nothing else."""
 
-# Cheap to recompute: XLA fuses them into the loop that reads their operands. Random bits are drawn
-# again rather than kept; a name is no operation.
+# These are cheap to recompute: XLA fuses them into the loop that reads their operands. Random bits
+# are redrawn rather than kept; naming is not an operation.
 _ELEMENTWISE = {
     "abs", "add", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
     "convert_element_type", "copy", "div", "eq", "floor", "ge", "gt", "integer_pow", "iota",
@@ -107,11 +107,11 @@ _POLICIES: dict[str, Callable[..., bool]] = {
     "full": jax.checkpoint_policies.nothing_saveable,
 }
 HOST_MEMORY = "pinned_host"
-"""jax's name of the host's memory that a device reads and writes by itself."""
+"""The name in jax of the host memory that a device can read and write directly."""
 
 
 def recomputed(block: BlockFn, remat: Remat, *, prevent_cse: bool) -> BlockFn:
-    """The block with a backward pass that keeps what `remat` says."""
+    """Wrap a block so that its backward pass keeps the activations that `remat` selects."""
     if remat == "none":
         return block
     return jax.checkpoint(block, policy=_policy(remat), prevent_cse=prevent_cse)
@@ -123,7 +123,7 @@ def _policy(remat: Remat) -> Callable[..., Any]:
         assert isinstance(remat, str)
         return _POLICIES[remat]
     saved, offloaded = ([n for n, k in keeps.items() if k == kind] for kind in ("save", "offload"))
-    # A name for the input would keep it a second time.
+    # The input is always kept; a name for it would keep a second copy.
     saved = [name for name in saved if name != "block_input"]
     if not offloaded:
         return jax.checkpoint_policies.save_only_these_names(*saved)
@@ -136,7 +136,7 @@ def _policy(remat: Remat) -> Callable[..., Any]:
 
 
 def keeps_of(remat: Remat) -> Mapping[str, Keep] | None:
-    """What happens to each name; None where the policy goes by kind of operation.
+    """Return what happens to each name; None where the policy goes by kind of operation.
 
     >>> keeps_of("save_attention"), keeps_of("dots")
     ({'attention': 'save'}, None)
@@ -147,7 +147,7 @@ def keeps_of(remat: Remat) -> Mapping[str, Keep] | None:
 
 
 def listed(remat: Remat | Sequence[Remat]) -> tuple[Remat, ...]:
-    """The policies of a list, or the one policy of all blocks.
+    """Return the policies of a list, or a single policy for all blocks.
 
     >>> listed("full"), listed(["full", {"query": "save"}])
     (('full',), ('full', {'query': 'save'}))
@@ -156,7 +156,7 @@ def listed(remat: Remat | Sequence[Remat]) -> tuple[Remat, ...]:
 
 
 def shown(remat: Remat | Sequence[Remat]) -> str:
-    """As one writes it in a config, without the brackets of a list.
+    """Format a policy as in a config, without the brackets of a list.
 
     >>> shown(["full", {"query": "save", "key": "offload"}])
     'full, {query: save, key: offload}'
@@ -168,18 +168,18 @@ def shown(remat: Remat | Sequence[Remat]) -> str:
 
 
 def offloads(remat: Remat | Sequence[Remat]) -> bool:
-    """Whether activations go to the host's memory."""
+    """Return whether activations are offloaded to the host's memory."""
     return any("offload" in (keeps_of(one) or {}).values() for one in listed(remat))
 
 
 def check_memory(remat: Remat | Sequence[Remat], memories: Collection[str]) -> None:
-    """Refuse to offload where there is nowhere to.
+    """Refuse to offload on devices without access to host memory.
 
     Args:
-      memories: kinds that a device has, as jax names them.
+      memories: kinds of memory that a device has, as jax names them.
 
     Raises:
-      ConfigError: the host's memory is not among them.
+      ConfigError: the host's memory is not among these kinds.
     """
     if offloads(remat) and HOST_MEMORY not in memories:
         raise ConfigError(
@@ -192,7 +192,7 @@ def check_memory(remat: Remat | Sequence[Remat], memories: Collection[str]) -> N
 def check_names(
     remat: Remat | Sequence[Remat], block: Callable[..., jax.Array], *args: PyTree
 ) -> None:
-    """Refuse names that a block does not give; it is traced where the policy has any.
+    """Refuse names that a block does not define; it is traced if the policy has any.
 
     Raises:
       ConfigError: a name that no activation of the block has.

@@ -14,17 +14,17 @@ MOST_ANGLES = 2**18
 
 
 def rotate(x_BLHd: jax.Array, *, theta: float, by_product: bool = False) -> jax.Array:
-    """Rotate pairs of features, the halves of a head paired; positions 0..L-1.
+    """Rotate pairs of features, from the two halves of a head; positions are 0..L-1.
 
-    Attention sees only differences of positions, so packed documents need no restart.
+    Attention depends only on differences of positions, so packed documents need no restart.
 
     Args:
-      by_product: let the halves change places in a product with a permutation, exact in bfloat16.
-        For TPUs: there halves of a head fill half of a tile each, and are slow to cut and to join.
+      by_product: swap the halves by a product with a permutation, exact in bfloat16. This is for
+        TPUs, where each half of a head fills half a tile, which is slow to cut and to join.
     """
     length, half = x_BLHd.shape[1], x_BLHd.shape[-1] // 2
-    # As an expression, XLA would compute the angles again for each row and head; constants are
-    # only read.
+    # In an expression, XLA would recompute the angles for each row and head; constants are only
+    # read.
     xp = np if length * half <= MOST_ANGLES else jnp
     frequency = theta ** (-xp.arange(half, dtype=jnp.float32) / half)
     angle = xp.arange(length, dtype=jnp.float32)[:, None] * frequency[None, :]
@@ -39,8 +39,8 @@ def rotate(x_BLHd: jax.Array, *, theta: float, by_product: bool = False) -> jax.
 
 
 def _swapped(x_BLHd: jax.Array) -> jax.Array:
-    """Of (first, second) halves: (-second, first)."""
+    """Return (-second, first) for an array of (first, second) halves."""
     half = x_BLHd.shape[-1] // 2
     permutation = np.eye(2 * half, k=half) - np.eye(2 * half, k=-half)
-    # Rows are not flattened: where an axis splits the heads, XLA would gather them for that.
+    # Rows are not flattened: where an axis splits the heads, flattening would make XLA gather them.
     return jnp.tensordot(x_BLHd, jnp.asarray(permutation, x_BLHd.dtype), 1)

@@ -1,4 +1,4 @@
-"""Which arguments of a traced function its loops read layer by layer."""
+"""Detection of the arguments that the loops of a traced function read layer by layer."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 
 from jax.extend.core import Jaxpr, JaxprEqn, Literal, Var
 
-# Primitives whose result is their argument, in another dtype or place.
+# Primitives whose result is their argument, in another dtype or layout.
 _SAME = ("convert_element_type", "copy", "optimization_barrier", "sharding_constraint")
 
 
 def sliced(jaxpr: Jaxpr) -> set[int]:
-    """Positions of the arguments that a scan cuts into slices along their first dim.
+    """Return the positions of the arguments that a scan cuts into slices along their first dim.
 
-    Calls, conditionals and loops are looked into.
+    Calls, conditionals and loops are searched too.
 
     >>> import jax
     >>> add = lambda x, w, b: jax.lax.scan(lambda x, w: (x + w + b, None), x, w)[0]
@@ -32,7 +32,7 @@ def _sliced(jaxpr: Jaxpr, origins: Mapping[Var, int]) -> set[int]:
             pairs = zip(equation.outvars, given, strict=True)
             known.update({var: origin for var, origin in pairs if origin is not None})
         for body in _bodies(equation):
-            # A conditional and a while loop have arguments of their own before the body's.
+            # A conditional and a while loop have further arguments before those of the body.
             own = given[len(given) - len(body.invars) :]
             outside = equation.invars[len(given) - len(body.invars) :]
             found |= _of_body(equation, body, own, outside)
@@ -46,7 +46,7 @@ def _of_body(
     for var, origin, outer in zip(body.invars, given, outside, strict=True):
         if origin is None:
             continue
-        # Versions of jax write a scan down differently, but a slice always has a dim less.
+        # The form of a scan depends on jax's version, but a slice always has one dim fewer.
         if equation.primitive.name == "scan" and _rank(var) < _rank(outer):
             found.add(origin)
         else:
@@ -59,7 +59,7 @@ def _rank(var: Any) -> int:
 
 
 def _bodies(equation: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs that an equation runs on its last arguments."""
+    """Yield the jaxprs that an equation runs on its last arguments."""
     for name, value in equation.params.items():
         if equation.primitive.name == "while" and name != "body_jaxpr":
             continue

@@ -208,8 +208,7 @@ class _Look(NamedTuple):
     def update(self, x: _Tensors, rate: Scalar, ratio: jax.Array, rule: LambRule) -> jax.Array:
         """Return -rate ratio (direction), with decay, in the parameter's dtype."""
         # The quotient is written differently from `direction`: if both were the same expression,
-        # XLA
-        # would compute it once and keep it, in a temporary as large as the tensor.
+        # XLA would compute it once and keep it, in a temporary as large as the tensor.
         scale, root = rate * ratio, jnp.sqrt(self.nu_scale)
         adam = self.numerator(x, scale / root) / (jnp.sqrt(x.nu) + self.eps / root)
         shrink = (scale if rule.decay_in_ratio else rate) * x.decay
@@ -225,8 +224,7 @@ def _ratios(
         x = tensors[i]
         decay = x.decay if x.decay and rule.decay_in_ratio else None
         # The barrier gives each leaf scalars of its own: XLA:CPU would broadcast a shared scalar
-        # once
-        # for all leaves of a shape, into a temporary as large as a leaf.
+        # once for all leaves of a shape, into a temporary as large as a leaf.
         own, decay = jax.lax.optimization_barrier(
             (look.after(squares), jax.tree.map(jnp.float32, decay))
         )

@@ -95,8 +95,7 @@ class StepClock:
 
         def of_updates(count: ArrayLike) -> jax.Array:
             # Add nothing where nothing is skipped: the compiled programs stay the same, and a
-            # constant
-            # schedule's Python number must stay one, because it has no dtype of its own.
+            # constant schedule's Python number must stay one, because it has no dtype of its own.
             return cast(
                 jax.Array, schedule(count if self._skipped is None else count + self._skipped)
             )

@@ -1,1 +1,1 @@
-"""Kernels of causal attention: one contract, an alternative a file, and `choose`."""
+"""Kernels of causal attention: a contract, a file for each kernel, and `choose`."""

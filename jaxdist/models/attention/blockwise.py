@@ -1,9 +1,9 @@
 """Attention block by block in plain jax, on any device, in memory linear in the sequence.
 
-A scan goes over the pairs (block of queries, block of keys) that see each other; pairs that
-causality or the window hides are left out. The forward pass keeps a running maximum and sum of each
-query's softmax (Rabe and Staats 2021, arXiv 2112.05682); the backward pass computes the scores
-again from the logarithm of that sum (Dao 2023, arXiv 2307.08691, algorithm 2).
+A scan runs over the pairs (block of queries, block of keys) in which a query sees a key; pairs
+hidden by causality or the window are left out. The forward pass keeps a running maximum and sum of
+each query's softmax (Rabe and Staats 2021, arXiv 2112.05682); the backward pass recomputes the
+scores from the logarithm of that sum (Dao 2023, arXiv 2307.08691, algorithm 2).
 
 Dims: B batch, L sequence, H heads, K kv_heads, G = H / K, d head_dim; N blocks of S positions each.
 """
@@ -27,12 +27,13 @@ from jaxdist.models.hints import Hint
 MOST = 256
 """Positions of the largest block."""
 HIDDEN = -0.7 * float(np.finfo(np.float32).max)
-"""Score of a key that a query does not see: finite, for a row that sees nothing yet."""
+"""Score of a key that a query does not see: finite, so that a row that sees no key yet is not
+NaN."""
 
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Attention in blocks by plain jax.
+    """Attention in blocks, in plain jax.
 
     Attributes:
       most: positions of the largest block.
@@ -42,7 +43,7 @@ class Blockwise:
     platform: str | None = field(default=None, init=False)
 
     def fits(self, ask: Ask) -> str | None:
-        """Always: it is written in plain jax."""
+        """Return None: plain jax runs everywhere."""
         del ask
         return None
 
@@ -56,12 +57,12 @@ class Blockwise:
         window: int | None,
         hint: Hint,
     ) -> jax.Array:
-        """See the contract. Kept for the backward pass: the operands, the result, a float a row."""
+        """Attend, by the contract; keeps operands, result and a float per row for backward."""
         del hint
         length = q_BLHd.shape[1]
         blocks = -(-length // self.most)
         size = -(-length // (8 * blocks)) * 8
-        # Filled up at the end, where no query of the sequence looks.
+        # Padded at the end, where causality hides the padding from every query of the sequence.
         given = [_filled(x, blocks * size) for x in (q_BLHd, k_BLKd, v_BLKd)]
         if segments_BL is not None:
             segments_BL = _filled(segments_BL, blocks * size)
@@ -75,7 +76,7 @@ def _filled(x: jax.Array, length: int) -> jax.Array:
 
 
 Segments = jax.Array
-"""int32 `[N, B, S]`."""
+"""Document of each position by block, int32 `[N, B, S]`."""
 Grads = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -88,7 +89,7 @@ class Blocks:
     window: int | None
 
     def pairs(self) -> tuple[jax.Array, jax.Array]:
-        """Blocks of queries and of keys that see each other, int32 `[pairs]` each.
+        """Return the blocks of queries and of keys that see each other, int32 `[pairs]` each.
 
         >>> [pair.tolist() for pair in Blocks(3, 4, window=1).pairs()]
         [[0, 1, 1, 2, 2], [0, 0, 1, 1, 2]]
@@ -103,14 +104,14 @@ class Blocks:
     def scores(
         self, q: jax.Array, k: jax.Array, i: jax.Array, j: jax.Array, segments: Segments | None
     ) -> jax.Array:
-        """Of queries `[B, K, G S, d]` of block i with keys `[B, K, S, d]` of block j, float32."""
+        """Score queries `[B, K, G S, d]` of block i with keys `[B, K, S, d]` of j, in float32."""
         scores = _einsum("bkrd,bksd->bkrs", q, k) * q.shape[-1] ** -0.5
         by_position = scores.reshape(*scores.shape[:2], -1, self.size, self.size)
         seen = self._seen(i, j, segments)
         return jnp.where(seen, by_position, HIDDEN).reshape(scores.shape)
 
     def _seen(self, i: jax.Array, j: jax.Array, segments: Segments | None) -> jax.Array:
-        """Which keys of block j each query of block i sees, bool `[B or 1, 1, 1, S, S]`."""
+        """Return which keys of block j each query of block i sees, bool `[B or 1, 1, 1, S, S]`."""
         within = jnp.arange(self.size)
         distance = (i - j) * self.size + within[:, None] - within[None, :]
         seen = distance >= 0
@@ -123,29 +124,29 @@ class Blocks:
         return seen
 
     def cut(self, x_BLHd: jax.Array, kv_heads: int) -> jax.Array:
-        """`[N, B, K, G S, d]`: the queries that share keys are rows of one matrix."""
+        """Cut into `[N, B, K, G S, d]`: queries that share keys are rows of one matrix."""
         B, _, H, d = x_BLHd.shape
         x = x_BLHd.reshape(B, self.count, self.size, kv_heads, H // kv_heads, d)
         return x.transpose(1, 0, 3, 4, 2, 5).reshape(self.count, B, kv_heads, -1, d)
 
     def joined(self, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """The inverse of `cut`, of shape `[B, L, H, d]`."""
+        """Invert `cut`, to the shape `[B, L, H, d]`."""
         B, _, H, d = shape
         x = x.reshape(self.count, B, x.shape[2], H // x.shape[2], self.size, d)
         return x.transpose(1, 0, 4, 2, 3, 5).reshape(shape)
 
     def cut_segments(self, segments_BL: jax.Array | None) -> Segments | None:
-        """Segments by block."""
+        """Cut segments into blocks."""
         if segments_BL is None:
             return None
         return segments_BL.reshape(-1, self.count, self.size).transpose(1, 0, 2)
 
 
 class Rows(NamedTuple):
-    """What is known of each query after some of its keys: float32.
+    """The running softmax of each query over the keys so far, in float32.
 
     Attributes:
-      out: `[N, B, K, G S, d]`, the sum of values by weight.
+      out: `[N, B, K, G S, d]`, the weighted sum of values.
       top: `[N, B, K, G S]`, the largest score.
       total: `[N, B, K, G S]`, the sum of weights.
     """

@@ -1,4 +1,4 @@
-"""Which kernel attends: the one that is named, or the best that fits."""
+"""The choice of an attention kernel: by name, or the best that fits."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ KERNELS: Mapping[str, Kernel] = {
 }
 
 SPLASH_FROM, BLOCKWISE_FROM = 1024, 2048
-"""Positions from which auto takes the kernel: scores of shorter sequences are small beside a block
-of a model, and programs without loops or kernels of their own compile sooner."""
+"""Lengths from which auto takes the kernel: shorter sequences have scores that are small compared
+with a model's block, and programs without loops or custom kernels compile faster."""
 
 
 def choose(name: KernelName, ask: Ask) -> str:
-    """The name of the kernel: the one that is named, or for auto the best of those that fit.
+    """Choose a kernel: the named kernel, or for auto the best of those that fit.
 
-    Auto is cuDNN's or splash where they run, blockwise for other long sequences, else plain. On
-    devices that are not known, plain stands for kernels of one platform.
+    Auto is cuDNN's kernel or splash where they run, blockwise for other long sequences, else plain.
+    On unknown devices, plain replaces kernels that are written for one platform.
 
     Raises:
-      ConfigError: the kernel that is named cannot do what is asked.
+      ConfigError: the named kernel cannot do what is asked.
     """
     if name == "auto":
         return _best(ask)
@@ -48,7 +48,7 @@ def choose(name: KernelName, ask: Ask) -> str:
 
 
 def refusal(name: KernelName, ask: Ask) -> str | None:
-    """Why the kernel cannot do what is asked, and which can; None if it can."""
+    """Explain why the kernel cannot do what is asked, and which kernel can; None if it can."""
     reason = None if name == "auto" else KERNELS[name].fits(ask)
     if reason is None:
         return None
@@ -70,11 +70,11 @@ def _runs(name: str, ask: Ask) -> bool:
 
 @dataclass(frozen=True)
 class Attend:
-    """Attention by the kernel that `choose` takes for each shape that it is called with.
+    """Attention by the kernel that `choose` returns for each shape of a call.
 
     Attributes:
-      ask: what is asked wherever it is called; length and segments are those of the call.
-      hint: how activations lie on the mesh.
+      ask: the request common to all calls; each call adds its length and whether it has segments.
+      hint: the layout of activations on the mesh.
     """
 
     name: KernelName
@@ -88,10 +88,10 @@ class Attend:
         v_BLKd: jax.Array,
         segments_BL: jax.Array | None,
     ) -> jax.Array:
-        """See `Kernel`.
+        """Attend, as `Kernel` does.
 
         Raises:
-          ConfigError: the kernel that is named cannot do this.
+          ConfigError: the named kernel cannot do this.
         """
         ask = replace(self.ask, length=q_BLHd.shape[1], segments=segments_BL is not None)
         kernel = KERNELS[choose(self.name, ask)]

@@ -1,4 +1,4 @@
-"""What a kernel of attention is given, says and returns.
+"""The contract of attention kernels: arguments, results, and refusals.
 
 Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
 """
@@ -13,26 +13,27 @@ import jax
 from jaxdist.models.hints import Hint
 
 KEPT = "attention"
-"""Name (`jax.ad_checkpoint.checkpoint_name`) of what fused kernels keep for the backward pass.
+"""Name (`jax.ad_checkpoint.checkpoint_name`) of the values that fused kernels keep for backward.
 
-A remat policy that saves this name does not run the kernel again.
+A remat policy that saves this name does not run the kernel a second time.
 """
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Attention that a kernel may or may not have.
+    """A request for attention, which a kernel may or may not support.
 
     Attributes:
-      platform: of the devices, as jax names it: cpu, gpu or tpu; None is not known.
-      dtype: of the operands: float32 or bfloat16.
-      heads: query heads, of all devices together.
-      kv_heads: key and value heads, each shared by heads / kv_heads query heads.
-      window: how many positions before itself a query sees; None is all.
-      segments: whether a query sees its own document alone.
-      length: positions of a sequence; None is not known yet.
-      head_parts, kv_head_parts, seq_parts: over how many devices each of these dims is split.
-      family: short name of the devices, such as v5e; empty is not known.
+      platform: platform of the devices, as jax names it: cpu, gpu or tpu; None is unknown.
+      dtype: dtype of the operands: float32 or bfloat16.
+      heads: number of query heads, over all devices.
+      kv_heads: number of key and value heads, each shared by heads / kv_heads query heads.
+      window: number of positions before itself that a query sees; None is all.
+      segments: whether a query sees only its own document.
+      length: length of a sequence; None is not known yet.
+      head_parts, kv_head_parts, seq_parts: number of devices over which each of these dims is
+        split.
+      family: short name of the devices, such as v5e; empty is unknown.
     """
 
     platform: str | None
@@ -52,17 +53,17 @@ class Ask:
 class Kernel(Protocol):
     """Causal grouped-query attention: softmax(q k^T / sqrt(d)) v.
 
-    Position i sees position j where 0 <= i - j <= window and both are of one segment. All kernels
-    give the same numbers, but for rounding.
+    Position i sees position j where 0 <= i - j <= window and both are in the same segment. All
+    kernels compute the same numbers, up to rounding.
     """
 
     @property
     def platform(self) -> str | None:
-        """Of the devices that it is written for; None is all."""
+        """Platform that the kernel is written for; None is all platforms."""
         ...
 
     def fits(self, ask: Ask) -> str | None:
-        """Why it cannot do what is asked, a clause without subject; None if it can."""
+        """Explain why the kernel cannot do it, in a clause without subject; None if it can."""
         ...
 
     def __call__(
@@ -75,12 +76,13 @@ class Kernel(Protocol):
         window: int | None,
         hint: Hint,
     ) -> jax.Array:
-        """The attended values `[B, L, H, d]`, in q's dtype.
+        """Compute the attended values `[B, L, H, d]`, in q's dtype.
 
         Args:
-          q_BLHd, k_BLKd, v_BLKd: of one floating dtype; head h reads keys h // (H / K).
-          segments_BL: int32, the document of each position; None is one document.
+          q_BLHd, k_BLKd, v_BLKd: queries, keys, values of one dtype; head h reads keys h // (H /
+            K).
+          segments_BL: document of each position, int32; None is one document.
           window: see `Ask`.
-          hint: how q, k and v lie on the mesh.
+          hint: the layout of q, k and v on the mesh.
         """
         ...

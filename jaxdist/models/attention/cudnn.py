@@ -1,4 +1,4 @@
-"""NVIDIA's fused attention. Segments are a mask of L x L, one for all heads: all it takes."""
+"""NVIDIA's fused attention. Segments become an L x L mask for all heads, its only form."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.models.attention.plain import of_jax
 from jaxdist.models.hints import Hint
 
 MOST_FEATURES = 128
-"""Of a head, on every GPU that has the kernel."""
+"""Largest size of a head on every GPU that has the kernel."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Cudnn:
     platform: str | None = field(default="gpu", init=False)
 
     def fits(self, ask: Ask) -> str | None:
-        """Other devices than GPUs, other dtypes, head sizes that cuDNN lacks."""
+        """Refuse devices other than GPUs, other dtypes, and head sizes that cuDNN lacks."""
         if ask.platform not in (None, self.platform):
             return f"runs on GPUs, and the mesh is of {ask.platform} devices"
         if ask.dtype != "bfloat16":
@@ -42,6 +42,6 @@ class Cudnn:
         window: int | None,
         hint: Hint,
     ) -> jax.Array:
-        """See the contract."""
+        """Attend, by the contract."""
         del hint
         return of_jax("cudnn", q_BLHd, k_BLKd, v_BLKd, segments_BL, window)

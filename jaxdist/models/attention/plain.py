@@ -19,7 +19,7 @@ class Plain:
     platform: str | None = field(default=None, init=False)
 
     def fits(self, ask: Ask) -> str | None:
-        """Always."""
+        """Return None: it runs everywhere."""
         del ask
         return None
 
@@ -33,7 +33,7 @@ class Plain:
         window: int | None,
         hint: Hint,
     ) -> jax.Array:
-        """See the contract."""
+        """Attend, by the contract."""
         del hint
         return of_jax("xla", q_BLHd, k_BLKd, v_BLKd, segments_BL, window)
 
@@ -46,7 +46,7 @@ def of_jax(
     segments_BL: jax.Array | None,
     window: int | None,
 ) -> jax.Array:
-    """`jax.nn.dot_product_attention` with the arguments of the contract."""
+    """Call `jax.nn.dot_product_attention` with the arguments of the contract."""
     mask_B1LL = None
     if segments_BL is not None:
         mask_B1LL = (segments_BL[:, :, None] == segments_BL[:, None, :])[:, None]

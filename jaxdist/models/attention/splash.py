@@ -1,7 +1,7 @@
 """The TPU's fused attention, a Pallas kernel of jax: memory linear in the sequence.
 
-XLA cannot partition such a kernel: it runs on each device's rows and heads by itself. It states no
-cost, so that a ledger of the compiled program counts none of its FLOPs.
+XLA cannot partition such a kernel: it runs on each device's rows and heads separately. It declares
+no cost, so a ledger of the compiled program counts none of its FLOPs.
 
 Dims: B batch, L sequence, H heads, K kv_heads, d head_dim.
 """
@@ -27,7 +27,7 @@ class Splash:
     """`jax.experimental.pallas.ops.tpu.splash_attention`.
 
     Attributes:
-      family: of the chips, "v5e" for example: by it blocks are as large as pays.
+      family: family of the chips, for example "v5e", which sets the size of blocks.
       interpret: run on any device, slowly, for tests.
     """
 
@@ -36,7 +36,7 @@ class Splash:
     platform: str | None = field(default="tpu", init=False)
 
     def fits(self, ask: Ask) -> str | None:
-        """Other devices than TPUs, sequences without blocks, heads apart from their keys."""
+        """Refuse devices other than TPUs, indivisible sequences, heads split from their keys."""
         if ask.platform not in (None, self.platform) and not self.interpret:
             return f"runs on TPUs, and the mesh is of {ask.platform} devices"
         if ask.length is not None and ask.length % LANES:
@@ -61,7 +61,7 @@ class Splash:
         window: int | None,
         hint: Hint,
     ) -> jax.Array:
-        """See the contract."""
+        """Attend, by the contract."""
         q_BLHd = (q_BLHd * q_BLHd.shape[-1] ** -0.5).astype(q_BLHd.dtype)
         given: list[jax.Array] = [q_BLHd, k_BLKd, v_BLKd]
         dims: list[tuple[str, ...]] = [QUERIES, KEYS, KEYS]
@@ -84,8 +84,8 @@ class Splash:
     def _kernel(
         self, length: int, heads: int, window: int | None, *, narrow: bool
     ) -> Callable[..., Any]:
-        """(q `[H, L, d]`, k and v `[K, L, d]`, segments) to `[H, L, d]`; q is scaled already."""
-        # It takes a third of a second, and most runs go without.
+        """Return the kernel: scaled q `[H, L, d]`, k and v `[K, L, d]`, segments to `[H, L, d]`."""
+        # Imported here, because the import takes a third of a second and most runs do not need it.
         from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
         shape = (length, length)

@@ -130,8 +130,7 @@ class _Comparison:
             traced, shapes = jax.make_jaxpr(self.function, return_shape=True)(*self.shapes)
             found = self.terms.results(traced, given)
         # The state is that of single layers; a rule that depends on the number of dims may then
-        # raise
-        # anything on stacks.
+        # raise anything on stacks.
         except Exception:
             return False
         if jax.tree.structure(shapes) != jax.tree.structure(self.wanted.shapes):
