@@ -8,6 +8,7 @@ from pathlib import Path
 import jaxdist
 
 ROOT = Path(jaxdist.__file__).parent
+MODULE = re.compile(r"jaxdist(\.[a-z_]+)+")
 LAYERS = (
     ("errors", "types", "trees", "runtime", "config"),
     ("mesh", "hlo"),
@@ -18,7 +19,9 @@ LAYERS = (
     ("checkpoint", "metrics"),
     ("heartbeat",),
     ("train",),
+    ("param_server.training",),
     ("experiment",),
+    ("param_server.processes",),
     ("run",),
     ("elastic",),
     ("inspect", "parity", "commands", "doctor", "study"),
@@ -36,25 +39,40 @@ WITH_BENCHMARKS = [*FILES, *sorted(BENCHMARKS.rglob("*.py"))]
 
 
 def part_of(module: str) -> str | None:
-    """`jaxdist.models.gpt` to "models"; None for jaxdist itself and for others' modules."""
+    """`jaxdist.models.gpt` to "models", and a module of a sub-room that has a layer of its own to
+    that sub-room; None for jaxdist itself and for others' modules."""
     names = module.split(".")
-    return names[1] if names[0] == "jaxdist" and len(names) > 1 else None
+    if names[0] != "jaxdist" or len(names) == 1:
+        return None
+    inner = ".".join(names[1:3])
+    return inner if inner in LAYER_OF else names[1]
 
 
-def imported_parts(file: Path) -> set[str]:
+def imported_modules(file: Path) -> set[str]:
+    """The modules that a file imports, or names in a string to start them with `python -m`.
+
+    The command line may be started from anywhere, as a user starts it.
+    """
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {part_of(alias.name) for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "jaxdist":
-            found |= {alias.name for alias in node.names if alias.name in LAYER_OF}
+            found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found.add(part_of(node.module or ""))
-    return {part for part in found if part}
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            started = MODULE.fullmatch(node.value) and part_of(node.value) != "cli"
+            found |= {node.value} if started else set()
+    return found
+
+
+def imported_parts(file: Path) -> set[str]:
+    parts = {part_of(module) for module in imported_modules(file)}
+    return {part for part in parts if part in LAYER_OF}
 
 
 def own_part(file: Path) -> str:
-    return file.relative_to(ROOT).parts[0].removesuffix(".py")
+    path = file.relative_to(ROOT).with_suffix("")
+    return part_of(".".join(("jaxdist", *path.parts))) or ""
 
 
 def test_imports_go_down():

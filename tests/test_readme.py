@@ -28,6 +28,7 @@ def test_the_picture_shows_the_layers():
 
 
 def part_exists(part):
+    """A room, not a sub-room with a layer of its own."""
     return (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").is_file()
 
 

@@ -15,22 +15,22 @@ from rich.table import Table
 
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.commands.evaluate import open_run
-from jaxdist.commands.processes.setup import sharded_run
 from jaxdist.config import read
 from jaxdist.config.files import parse_json, read_regular, why_unread
 from jaxdist.config.importing import foreign_code
 from jaxdist.data.loader import DeviceBatch
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.experiment import Experiment
-from jaxdist.experiment.servers import part_of
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.order import read_order
+from jaxdist.param_server.processes.parts import part_of
+from jaxdist.param_server.processes.setup import sharded_run
 from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.training.files import directory_of, read_shard
+from jaxdist.param_server.training.replay import BatchesOf, Replay
+from jaxdist.param_server.training.state import Sharded, ShardState
+from jaxdist.param_server.training.worker import Computation, computation
 from jaxdist.run.directory import RunDirectory
-from jaxdist.train.servers.files import directory_of, read_shard
-from jaxdist.train.servers.replay import BatchesOf, Replay
-from jaxdist.train.servers.state import Sharded, ShardState
-from jaxdist.train.servers.worker import Computation, computation
 from jaxdist.trees import flatten_with_names
 
 
@@ -62,7 +62,7 @@ def replay(run: Path, console: Console) -> bool:
         raise RunError(f"{run} is no run with strategy.type parameter_server: it has no order/")
     for text in foreign_code(read(RunDirectory(run).config).values):
         console.print(f"code   {text}", soft_wrap=True, markup=False)
-    experiment, sharded = sharded_run(run)
+    experiment, sharded = sharded_run(RunDirectory(run).config)
     workers = sharded.cluster.workers
     life = life_of(run, len(sharded.layouts))
     start = _start(run, experiment, sharded, life, console)

@@ -32,8 +32,7 @@ from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.runtime.notices import PreemptionConfig
 from jaxdist.sharding import ShardingConfig
 from jaxdist.train.plan import TrainConfig
-from jaxdist.train.strategy.build import StrategyConfig
-from jaxdist.train.strategy.synchronous import Synchronous
+from jaxdist.train.strategy.config import StrategyConfig, Synchronous
 
 At = Callable[..., AbstractContextManager[None]]
 """A context manager's factory: errors raised inside it are reported at the given setting."""

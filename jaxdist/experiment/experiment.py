@@ -28,8 +28,8 @@ from jaxdist.train.plan import (
 )
 from jaxdist.train.rescale import Sizes, check_rescaled
 from jaxdist.train.step import Program
+from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.contract import TrainStage
-from jaxdist.train.strategy.parameter_server import ParameterServer
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from jaxdist.data import Dataset
 from jaxdist.data.loader import WEIGHT
 from jaxdist.experiment.compression import explain_messages, with_compression
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
+from jaxdist.experiment.strategies import check_strategy
 from jaxdist.models.build import choose_loss, make_model, notices_of, offloads_of
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
@@ -36,8 +37,8 @@ from jaxdist.train.assemble import assemble
 from jaxdist.train.evaluate import why_in_parts
 from jaxdist.train.plan import Plan
 from jaxdist.train.step import Program
+from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.contract import RunSettings
-from jaxdist.train.strategy.parameter_server import ParameterServer
 from jaxdist.trees import flatten_with_names
 
 Own = Callable[..., AbstractContextManager[bool]]
@@ -178,7 +179,7 @@ def _checked(
         dims=dims,
         buffers=[name for name, _ in flatten_with_names(model.buffers)],
     )
-    return config.strategy.check(given)
+    return check_strategy(config.strategy, given)
 
 
 def _what_is_trained(

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 import jax
 
 from jaxdist.experiment import Experiment
-from jaxdist.experiment.servers import part_of, sharded_of
 from jaxdist.parallel.jitted import Compiled
-from jaxdist.train.servers.state import Sharded
+from jaxdist.param_server.processes.parts import part_of, sharded_of
+from jaxdist.param_server.training.state import Sharded
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.train.strategy.parameter_server import ParameterServer
+from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.types import JsonObject
 
 

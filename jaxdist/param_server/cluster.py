@@ -8,6 +8,7 @@ from jaxdist.compression import Codec, ErrorFeedback, Feedback, NoFeedback
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import CompressionError, ConfigError, blamed
+from jaxdist.optim.build import OptimConfig
 from jaxdist.param_server.aggregation import AggregationConfig, Direct
 from jaxdist.param_server.consistency.arrival import SSP, OnArrival
 from jaxdist.param_server.consistency.build import ConsistencyConfig
@@ -16,9 +17,12 @@ from jaxdist.param_server.consistency.decoupled import Decoupled
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.build import PlacementConfig
+from jaxdist.param_server.placement.contract import Placement
+from jaxdist.param_server.placement.ranges import elementwise, tensors_of
 from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.param_server.scenario import SimulationConfig, shares_by_speed
 from jaxdist.param_server.wire.config import ProcessesConfig
+from jaxdist.types import Params
 
 Shares = tuple[Count, ...]
 
@@ -94,6 +98,19 @@ class Cluster(Config):
     def updates_per_step(self) -> int:
         """Updates by the optimizer in one step of all: one, or one of each client."""
         return self.clients if isinstance(self.consistency, OnArrival) else 1
+
+    def placed(self, params: Params, optim: OptimConfig) -> Placement:
+        """Return which server holds what.
+
+        Args:
+          params: all parameters, or their shapes.
+
+        Raises:
+          ConfigError: more servers than ranges; a placement that does not go with so many.
+        """
+        with blamed("servers"):
+            tensors = tensors_of(params, divisible=elementwise(optim))
+            return self.placement.place(tensors, range(self.servers))
 
     @property
     def feedback(self) -> Feedback:

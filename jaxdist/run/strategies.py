@@ -14,14 +14,15 @@ import jax
 
 from jaxdist.errors import ConfigError, RunError, blamed
 from jaxdist.metrics.account import Kind
+from jaxdist.param_server import processes
 from jaxdist.param_server.wire.ports import check_ports
+from jaxdist.run.directory import RunDirectory
 from jaxdist.run.memory import told_if_too_large
 from jaxdist.run.suspect import SuspectStateError
 from jaxdist.train.loop import run_loop
 from jaxdist.train.state import TrainState
-from jaxdist.train.strategy.build import StrategyConfig
+from jaxdist.train.strategy.config import ParameterServer, StrategyConfig
 from jaxdist.train.strategy.contract import Job, Prepared
-from jaxdist.train.strategy.parameter_server import ParameterServer
 
 
 def run_strategy(strategy: StrategyConfig, job: Job) -> TrainState:
@@ -89,8 +90,8 @@ def served(strategy: ParameterServer, job: Job) -> TrainState:
     """
     _check_installed()
     # They import gRPC, an extra.
-    from jaxdist.train.servers.state import Sharded
-    from jaxdist.train.servers.supervisor import supervise
+    from jaxdist.param_server.training.state import Sharded
+    from jaxdist.param_server.training.supervisor import supervise
 
     if jax.process_count() > 1:
         raise ConfigError(
@@ -103,9 +104,12 @@ def served(strategy: ParameterServer, job: Job) -> TrainState:
         check_ports(*given, aggregators=len(strategy.racks))
     with job.prepared() as prepared:
         assert prepared.optim is not None
+        assert prepared.directory is not None
         program = prepared.stages[0].program
         placement = strategy.placed(program.model.params, prepared.optim)
-        return supervise(Sharded(strategy, program, prepared.optim, placement), prepared)
+        sharded = Sharded(strategy, program, prepared.optim, placement)
+        config = RunDirectory(prepared.directory).config
+        return supervise(sharded, prepared, module=processes.__name__, config=config)
 
 
 def _check_installed() -> None:

@@ -13,7 +13,8 @@ import optax
 
 from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
 from jaxdist.param_server.contract import RuleState
-from jaxdist.train.strategy.separable import elementwise, server_transform
+from jaxdist.param_server.placement.ranges import elementwise
+from jaxdist.param_server.training.separable import server_transform
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, Params, PyTree
 

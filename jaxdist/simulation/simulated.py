@@ -7,11 +7,12 @@ import json
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, ExperimentConfig
 from jaxdist.param_server.contract import vectors
+from jaxdist.param_server.training.checks import peak
 from jaxdist.simulation.engine.report import Report
 from jaxdist.simulation.engine.run import simulate
 from jaxdist.simulation.rule import ServerRule
 from jaxdist.simulation.workers import ModelProblem
-from jaxdist.train.strategy.parameter_server import ParameterServer, peak
+from jaxdist.train.strategy.config import ParameterServer
 
 POINTS = 20
 """Of a curve, where eval.every is not given."""

@@ -24,11 +24,11 @@ from jaxdist.param_server.live.reception import Reception
 from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import Shard
 from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.training.state import Sharded, ShardState
+from jaxdist.param_server.training.worker import Clocked, Measured, Worker, share_of
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.local import LocalWire
-from jaxdist.train.servers.state import Sharded, ShardState
-from jaxdist.train.servers.worker import Clocked, Measured, Worker, share_of
-from jaxdist.train.strategy.parameter_server import ParameterServer
+from jaxdist.train.strategy.config import ParameterServer
 
 DIGITS = {
     "model": {"type": "mlp", "hidden": [16]},

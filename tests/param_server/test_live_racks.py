@@ -20,11 +20,11 @@ from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.layout import joined
 from jaxdist.param_server.placement.balanced import Balanced
+from jaxdist.param_server.training.replay import Replay
+from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.wire import ports
 from jaxdist.simulation.engine.problem import Computed, Sgd
 from jaxdist.simulation.engine.run import simulate
-from jaxdist.train.servers.replay import Replay
-from jaxdist.train.servers.state import Sharded
 
 WHOLE = Asynchronous(gradient_weight="whole")
 STEPS = 6

@@ -15,9 +15,9 @@ from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.codes import Encoder
 from jaxdist.param_server.live.order import read_order
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.train.servers.files import read_shard, write_shard
-from jaxdist.train.servers.replay import Replay
-from jaxdist.train.servers.worker import computation
+from jaxdist.param_server.training.files import read_shard, write_shard
+from jaxdist.param_server.training.replay import Replay
+from jaxdist.param_server.training.worker import computation
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Found
 from jaxdist.trees import flatten_with_names

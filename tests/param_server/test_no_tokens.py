@@ -20,8 +20,8 @@ from jaxdist.param_server.live.order import Taken, is_recorded, read_order, step
 from jaxdist.param_server.protocol import server
 from jaxdist.param_server.protocol.messages import Pull, Push, Stamp
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.train.servers.replay import Replay
-from jaxdist.train.servers.worker import GradientOnly, LocalSteps, computation
+from jaxdist.param_server.training.replay import Replay
+from jaxdist.param_server.training.worker import GradientOnly, LocalSteps, computation
 
 CLOCKS = 4
 

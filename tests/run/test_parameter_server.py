@@ -30,7 +30,7 @@ def of_steps(run: Path) -> list[dict[str, object]]:
 def pid_of(run: Path, role: str, number: int, parent: int) -> int:
     """The process of a child, by its place among those that its supervisor has started."""
     deadline = time.monotonic() + 60
-    wanted = f"jaxdist.commands.processes\0{role}"
+    wanted = f"jaxdist.param_server.processes\0{role}"
     while time.monotonic() < deadline:
         found = []
         for pid in map(int, Path(f"/proc/{parent}/task/{parent}/children").read_text().split()):

@@ -22,8 +22,8 @@ from jaxdist.run.hooks.loop import LoopHook, Moment, RunHooks
 from jaxdist.run.job import RunJob
 from jaxdist.run.strategies import run_strategy, through_stages
 from jaxdist.run.termination import Termination
+from jaxdist.train.strategy.config import Synchronous
 from jaxdist.train.strategy.contract import Job
-from jaxdist.train.strategy.synchronous import Synchronous
 
 LOOKAHEAD = {"type": "lookahead", "steps": 3, "momentum": 0.9}
 

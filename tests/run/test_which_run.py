@@ -8,8 +8,8 @@ import jax
 import pytest
 
 from jaxdist.checkpoint.identity import Identity, write_identity
-from jaxdist.commands.processes.setup import run_of
 from jaxdist.errors import RunError
+from jaxdist.param_server.processes.setup import run_of
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.fit import _check_everywhere
 from jaxdist.run.job import RunJob

@@ -15,10 +15,10 @@ from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.optim.build import ImportedOptimizerConfig, OptimConfig
+from jaxdist.param_server.training.separable import check_separable
 from jaxdist.run.strategies import run_strategy
 from jaxdist.simulation.rule import ServerRule
-from jaxdist.train.strategy.parameter_server import ParameterServer
-from jaxdist.train.strategy.separable import check_separable
+from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.trees import flatten_with_names
 
 SGD = {"type": "sgd", "learning_rate": 0.1, "momentum": 0.0}

@@ -3,7 +3,7 @@
 import pytest
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.train.servers.ledger import Ledger
+from jaxdist.param_server.training.ledger import Ledger
 
 LATE = {"seconds": 1.0, "waited_seconds": 0.5, "received_bytes": 0, "sent_bytes": 0}
 

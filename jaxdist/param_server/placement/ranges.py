@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from jaxdist.errors import ConfigError
+from jaxdist.optim.build import AdamWConfig, OptimConfig, SgdConfig
 from jaxdist.trees import flatten_with_names, leaf_bytes
 from jaxdist.types import Params
 
@@ -48,6 +49,12 @@ class Range:
     def key(self) -> str:
         """Its name among all ranges: `kernel[0:128]`."""
         return f"{self.name}[{self.start}:{self.stop}]"
+
+
+def elementwise(optim: OptimConfig) -> bool:
+    """Return whether an optimizer updates each element by itself, so that servers may share a
+    tensor."""
+    return isinstance(optim, AdamWConfig | SgdConfig)
 
 
 def tensors_of(params: Params, *, divisible: bool = True) -> tuple[Tensor, ...]:

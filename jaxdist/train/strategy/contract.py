@@ -1,8 +1,8 @@
 """The contract of a strategy, and what it is given to run.
 
 A strategy decides what the processes of a run do: which of them take steps, on which devices, and
-what happens between steps. A new one is a new config beside this file, a name in `build.py`, and
-what runs it in `jaxdist.run.strategies`.
+what happens between steps. A new one is a new config in `config.py`, what checks it in
+`jaxdist.experiment.strategies`, and what runs it in `jaxdist.run.strategies`.
 """
 
 from __future__ import annotations
@@ -124,13 +124,5 @@ class Strategy(Protocol):
 
         Raises:
           ConfigError: it does not go with this optimizer.
-        """
-        ...
-
-    def check(self, given: RunSettings) -> tuple[str, ...]:
-        """Settings that do nothing, or not what one may expect, a sentence each.
-
-        Raises:
-          ConfigError: what does not go together, with the path of the setting in the whole config.
         """
         ...

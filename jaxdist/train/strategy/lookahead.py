@@ -65,21 +65,23 @@ class Lookahead(Config):
         sgd = optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
         return SlowWeights(self.steps, sgd)
 
-    def check(self, given: RunSettings) -> tuple[str, ...]:
-        total_steps = given.total_steps
-        left = total_steps % self.steps
-        if not left:
-            return ()
-        if left == total_steps:
-            return (
-                f"strategy.type lookahead has no effect: the run ends after {total_steps} steps, "
-                f"before the first {self.steps} (strategy.steps) are over",
-            )
+
+def check(strategy: Lookahead, given: RunSettings) -> tuple[str, ...]:
+    """Return the notices about a run whose length is no multiple of `strategy.steps`."""
+    total_steps = given.total_steps
+    left = total_steps % strategy.steps
+    if not left:
+        return ()
+    if left == total_steps:
         return (
-            f"strategy.steps {self.steps}: the run ends {left} steps after the slow weights moved "
-            "for the last time, and evaluation sees the slow weights, without these steps; train "
-            "for a multiple to end with the slow weights",
+            f"strategy.type lookahead has no effect: the run ends after {total_steps} steps, "
+            f"before the first {strategy.steps} (strategy.steps) are over",
         )
+    return (
+        f"strategy.steps {strategy.steps}: the run ends {left} steps after the slow weights moved "
+        "for the last time, and evaluation sees the slow weights, without these steps; train "
+        "for a multiple to end with the slow weights",
+    )
 
 
 class Slow(NamedTuple):

@@ -11,10 +11,10 @@ import pytest
 
 from jaxdist.errors import STOPPED, StoppedError
 from jaxdist.param_server.cluster import Cluster
+from jaxdist.param_server.training import supervisor
+from jaxdist.param_server.training.children import Event
+from jaxdist.param_server.training.supervisor import Supervisor
 from jaxdist.run.hooks.loop import RunHooks, Stop
-from jaxdist.train.servers import supervisor
-from jaxdist.train.servers.children import Event
-from jaxdist.train.servers.supervisor import Supervisor
 
 REPORT = {"seconds": 0.5, "waited_seconds": 0.0, "received_bytes": 0, "sent_bytes": 0}
 
@@ -46,7 +46,9 @@ def supervised(tmp_path, signal: str | None, steps: int = 100) -> Supervisor:
     cluster = Cluster(workers=2)
     program = SimpleNamespace(metrics=("loss", "grad_norm"))
     sharded = SimpleNamespace(cluster=cluster, program=program, rate_of=lambda step: 0.1)
-    found = Supervisor(sharded, prepared, tmp_path / "token")
+    found = Supervisor(
+        sharded, prepared, tmp_path / "token", module="none", config=tmp_path / "config.yaml"
+    )
     found.fleet.servers = [FakeChild("server", 0)]
     found.team.workers = {at: FakeChild("worker", at) for at in range(2)}
     found.team.slots = {0: 0, 1: 1}

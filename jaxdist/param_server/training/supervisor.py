@@ -18,13 +18,13 @@ from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.errors import CheckpointError, RunError, StoppedError
 from jaxdist.metrics.account import Kind
+from jaxdist.param_server.training.children import Child, Event, Role, Team, end_together
+from jaxdist.param_server.training.files import clear, prune, read_shard, write_shard
+from jaxdist.param_server.training.fleet import Fleet
+from jaxdist.param_server.training.ledger import Ledger
+from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.wire.security import make_token, read_tls, read_token
 from jaxdist.runtime.environment import plan_environment
-from jaxdist.train.servers.children import Child, Event, Role, Team, end_together
-from jaxdist.train.servers.files import clear, prune, read_shard, write_shard
-from jaxdist.train.servers.fleet import Fleet
-from jaxdist.train.servers.ledger import Ledger
-from jaxdist.train.servers.state import Sharded
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import JsonObject
@@ -43,14 +43,19 @@ class Supervisor:
     """Starts, watches and ends the processes of a run, and does what is due between its steps.
 
     Args:
-      prepared: the run; its directory is where processes find their config.
-      token: the file.
+      prepared: the run.
+      token: the file of the token that its processes share.
+      module: the Python module that a process runs, with its role as the argument.
+      config: the file that processes build the run from.
     """
 
-    def __init__(self, sharded: Sharded, prepared: Prepared, token: Path) -> None:
+    def __init__(
+        self, sharded: Sharded, prepared: Prepared, token: Path, *, module: str, config: Path
+    ) -> None:
         assert prepared.directory is not None
         self.sharded, self.cluster, self.prepared = sharded, sharded.cluster, prepared
         self.directory, self.token = prepared.directory, token
+        self.module, self.config = module, config
         self.id = given_identity(self.directory).id
         self.events: SimpleQueue[Event] = SimpleQueue()
         self.fleet = Fleet(self.cluster, self._child, self._next)
@@ -107,6 +112,7 @@ class Supervisor:
     def _setup(self) -> JsonObject:
         return {
             "run": {"id": self.id, "path": str(self.directory)},
+            "config": str(self.config),
             "token": str(self.token),
             "clock": self.first,
             "stop": self.stop,
@@ -122,6 +128,7 @@ class Supervisor:
             role,
             number,
             {**self._setup(), "number": number, **more},
+            module=self.module,
             environ=environ,
             log=self.directory / LOGS / f"{role}_{number}.log",
             events=self.events,
@@ -297,8 +304,11 @@ def _how(code: int) -> str:
     return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
-def supervise(sharded: Sharded, prepared: Prepared) -> TrainState:
-    """Do a run with processes; the last state.
+def supervise(sharded: Sharded, prepared: Prepared, *, module: str, config: Path) -> TrainState:
+    """Do a run with processes, and return the last state.
+
+    Args:
+      module, config: see `Supervisor`.
 
     Raises:
       RunError: a server or an aggregator died, a worker died again and again, or nothing happened
@@ -311,7 +321,7 @@ def supervise(sharded: Sharded, prepared: Prepared) -> TrainState:
         read_tls(processes.tls)
     with _token(processes.token) as token:
         read_token(token)
-        return Supervisor(sharded, prepared, token).run()
+        return Supervisor(sharded, prepared, token, module=module, config=config).run()
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from jaxdist.param_server.live.codes import Codes
 from jaxdist.param_server.live.layout import Layout, joined, layouts
 from jaxdist.param_server.live.shard import shapes, split
 from jaxdist.param_server.placement.contract import Placement
+from jaxdist.param_server.training.separable import server_transform
 from jaxdist.param_server.wire.contract import Spec
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
-from jaxdist.train.strategy.separable import server_transform
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import OptState, Params, PyTree, Updates
 

@@ -20,7 +20,7 @@ from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.elastic import Elastic
 from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.layout import joined
-from jaxdist.train.servers.state import Sharded
+from jaxdist.param_server.training.state import Sharded
 from jaxdist.train.state import TrainState
 from jaxdist.train.step import Program
 from jaxdist.trees import flatten_with_names

@@ -23,7 +23,7 @@ from jaxdist.checkpoint.structure import describe
 from jaxdist.config.files import read_json
 from jaxdist.errors import CheckpointError
 from jaxdist.param_server.live.layout import Layout
-from jaxdist.train.servers.state import Sharded, ShardState
+from jaxdist.param_server.training.state import Sharded, ShardState
 from jaxdist.types import PyTree
 
 FOLDER = "shards"

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from jaxdist.checkpoint.identity import Identity, check_identity
 from jaxdist.experiment import Experiment, build, load
-from jaxdist.experiment.servers import sharded_of
+from jaxdist.param_server.processes.parts import sharded_of
+from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.wire.config import is_loopback
 from jaxdist.param_server.wire.contract import Service
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
 from jaxdist.param_server.wire.security import read_tls, read_token
-from jaxdist.run.directory import RunDirectory
-from jaxdist.train.servers.state import Sharded
 from jaxdist.types import JsonObject
 
 
@@ -30,9 +29,19 @@ def run_of(setup: JsonObject) -> Path:
     return run.path
 
 
-def sharded_run(run: Path) -> tuple[Experiment, Sharded]:
-    """The experiment of a run directory, and how it lies on servers."""
-    document, config = load(RunDirectory(run).config)
+def experiment_of(setup: JsonObject) -> tuple[Experiment, Sharded]:
+    """Return the experiment of a setup's run, and how its state lies on servers.
+
+    Raises:
+      RunError: another run lies at its path by now.
+    """
+    run_of(setup)
+    return sharded_run(Path(setup["config"]))
+
+
+def sharded_run(path: Path) -> tuple[Experiment, Sharded]:
+    """Return the experiment of a run's config, and how its state lies on servers."""
+    document, config = load(path)
     experiment = build(config, document)
     return experiment, sharded_of(experiment)
 

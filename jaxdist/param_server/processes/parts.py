@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from jaxdist.data.loader import Loader
 from jaxdist.experiment.experiment import Experiment
-from jaxdist.train.servers.state import Sharded
-from jaxdist.train.servers.worker import share_of
+from jaxdist.param_server.training.state import Sharded
+from jaxdist.param_server.training.worker import share_of
 from jaxdist.train.step import Program
-from jaxdist.train.strategy.parameter_server import ParameterServer
+from jaxdist.train.strategy.config import ParameterServer
 
 
 def sharded_of(experiment: Experiment) -> Sharded:

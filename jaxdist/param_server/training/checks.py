@@ -1,14 +1,9 @@
-"""Workers push gradients to servers, which hold the parameters and update them.
-
-Dean et al., "Large scale distributed deep networks" (NIPS 2012); Li et al., "Scaling distributed
-machine learning with the parameter server" (OSDI 2014).
-"""
+"""Whether a config and parameter servers go together."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -26,94 +21,80 @@ from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.notices import notices
 from jaxdist.param_server.contract import vectors
-from jaxdist.param_server.placement.contract import Placement
-from jaxdist.param_server.placement.ranges import tensors_of
+from jaxdist.param_server.training.separable import check_separable, server_transform
 from jaxdist.sharding import Layout
 from jaxdist.train.plan import TrainConfig, check_batch
 from jaxdist.train.strategy.contract import RunSettings
-from jaxdist.train.strategy.separable import check_separable, elementwise, server_transform
 from jaxdist.trees import flatten_with_names
-from jaxdist.types import Params
 
 
-class ParameterServer(Cluster):
-    """Workers push gradients to servers, which hold the parameters and update them."""
+def check(cluster: Cluster, given: RunSettings) -> tuple[str, ...]:
+    """Return the settings that do nothing with parameter servers, a sentence each.
 
-    type: Literal["parameter_server"] = "parameter_server"
-    """Selects this strategy."""
+    Raises:
+      ConfigError: what does not go together, with the path of the setting in the whole config.
+    """
+    _check_parallel(given.parallel, given.layout)
+    _check_train(given.train)
+    _check_optimizer(given.optim)
+    if given.optimizer.eval_params is not None:
+        raise ConfigError(
+            "this optimizer has other parameters evaluated than it trains, and what workers "
+            "of strategy.type parameter_server evaluate are the trained ones: take another "
+            "optimizer, or strategy.type: synchronous",
+            setting=("optim",),
+        )
+    if given.buffers:
+        raise ConfigError(
+            f"the model keeps {given.buffers[0]} besides its parameters, which workers would "
+            "each change for themselves: take a model without running statistics (layer norms "
+            "in the place of batch norms), or strategy.type: synchronous",
+            setting=("model",),
+        )
+    with blamed("strategy"):
+        _check_batch(cluster, given)
+        cluster.check_cluster(learning_rate=peak(given.optimizer, given.total_steps))
+        cluster.placed(given.params, given.optim)
+        _check_messages(cluster, given)
+    _check_separable(given)
+    return tuple(_notices(cluster, given))
 
-    def outer(self, optimizer: Optimizer) -> None:
-        return None
 
-    def check(self, given: RunSettings) -> tuple[str, ...]:
-        _check_parallel(given.parallel, given.layout)
-        _check_train(given.train)
-        _check_optimizer(given.optim)
-        if given.optimizer.eval_params is not None:
+def _check_batch(cluster: Cluster, given: RunSettings) -> None:
+    train, size = given.train, given.train.batch_size
+    for share in sorted(set(cluster.shares(size))):
+        try:
+            check_batch(share, train.microbatches_of(share), given.layout)
+        except ValueError as error:
             raise ConfigError(
-                "this optimizer has other parameters evaluated than it trains, and what workers "
-                "of strategy.type parameter_server evaluate are the trained ones: take another "
-                "optimizer, or strategy.type: synchronous",
-                setting=("optim",),
-            )
-        if given.buffers:
-            raise ConfigError(
-                f"the model keeps {given.buffers[0]} besides its parameters, which workers would "
-                "each change for themselves: take a model without running statistics (layer norms "
-                "in the place of batch norms), or strategy.type: synchronous",
-                setting=("model",),
-            )
-        with blamed("strategy"):
-            self._check_batch(given)
-            self.check_cluster(learning_rate=peak(given.optimizer, given.total_steps))
-            self.placed(given.params, given.optim)
-            self._check_messages(given)
-        _check_separable(given)
-        return tuple(self._notices(given))
+                f"a worker's share of {share} examples: {error}", setting=("workers",)
+            ) from error
 
-    def placed(self, params: Params, optim: OptimConfig) -> Placement:
-        """Which server holds what.
 
-        Raises:
-          ConfigError: more servers than ranges; a placement that does not go with so many.
-        """
-        with blamed("servers"):
-            tensors = tensors_of(params, divisible=elementwise(optim))
-            return self.placement.place(tensors, range(self.servers))
+def _check_messages(cluster: Cluster, given: RunSettings) -> None:
+    if cluster.codec is None:
+        return
+    whole = vectors(given.dims)
+    for name, leaf in flatten_with_names(given.params):
+        if name in whole:
+            continue
+        try:
+            cluster.codec.check(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), name)
+        except CompressionError as error:
+            raise ConfigError(str(error), setting=("codec",)) from error
 
-    def _check_batch(self, given: RunSettings) -> None:
-        train, size = given.train, given.train.batch_size
-        for share in sorted(set(self.shares(size))):
-            try:
-                check_batch(share, train.microbatches_of(share), given.layout)
-            except ValueError as error:
-                raise ConfigError(
-                    f"a worker's share of {share} examples: {error}", setting=("workers",)
-                ) from error
 
-    def _check_messages(self, given: RunSettings) -> None:
-        if self.codec is None:
-            return
-        whole = vectors(given.dims)
-        for name, leaf in flatten_with_names(given.params):
-            if name in whole:
-                continue
-            try:
-                self.codec.check(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), name)
-            except CompressionError as error:
-                raise ConfigError(str(error), setting=("codec",)) from error
-
-    def _notices(self, given: RunSettings) -> Iterator[str]:
-        yield from notices(self.consistency, given.optim, self.clients)
-        left = given.total_steps % self.local_steps
-        if left:
-            more = self.clocks(given.total_steps) * self.local_steps
-            yield (
-                f"strategy.consistency: workers push after every {self.local_steps} steps, so that "
-                f"they take {more} rather than {given.total_steps} (train.steps)"
-            )
-        if self.codec is None and not self.error_feedback:
-            yield "strategy.error_feedback has no effect without strategy.codec"
+def _notices(cluster: Cluster, given: RunSettings) -> Iterator[str]:
+    yield from notices(cluster.consistency, given.optim, cluster.clients)
+    left = given.total_steps % cluster.local_steps
+    if left:
+        more = cluster.clocks(given.total_steps) * cluster.local_steps
+        yield (
+            f"strategy.consistency: workers push after every {cluster.local_steps} steps, so that "
+            f"they take {more} rather than {given.total_steps} (train.steps)"
+        )
+    if cluster.codec is None and not cluster.error_feedback:
+        yield "strategy.error_feedback has no effect without strategy.codec"
 
 
 def peak(optimizer: Optimizer, total_steps: int) -> float:

@@ -14,22 +14,22 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-from jaxdist.commands.processes.aggregator import AggregatorProcess
-from jaxdist.commands.processes.setup import listening, run_of, sharded_run, wires_to
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import JaxdistError, RunError
-from jaxdist.experiment.servers import part_of
 from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.order import OrderLog
 from jaxdist.param_server.live.server import Reached, Server
 from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.processes.aggregator import AggregatorProcess
+from jaxdist.param_server.processes.parts import part_of
+from jaxdist.param_server.processes.setup import experiment_of, listening, run_of, wires_to
 from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.training.children import Parent
+from jaxdist.param_server.training.files import read_shard, write_shard
+from jaxdist.param_server.training.state import ShardState
+from jaxdist.param_server.training.worker import Clocked, Measured, Worker
 from jaxdist.runtime import compilation_cache
-from jaxdist.train.servers.children import Parent
-from jaxdist.train.servers.files import read_shard, write_shard
-from jaxdist.train.servers.state import ShardState
-from jaxdist.train.servers.worker import Clocked, Measured, Worker
 from jaxdist.types import JsonObject
 
 STATS_SECONDS = 1.0
@@ -42,7 +42,7 @@ class ServerProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.run, self.number, self.parent = run_of(setup), setup["number"], parent
-        _, sharded = sharded_run(self.run)
+        _, sharded = experiment_of(setup)
         cluster = sharded.cluster
         self.layout = next(one for one in sharded.layouts if one.server == self.number)
         start = read_shard(self.run, sharded, self.layout, setup["clock"])
@@ -129,7 +129,7 @@ class WorkerProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.setup, self.parent = setup, parent
-        experiment, sharded = sharded_run(run_of(setup))
+        experiment, sharded = experiment_of(setup)
         cluster, slot = sharded.cluster, setup["slot"]
         rack = cluster.rack_of(slot)
         loader, program = part_of(experiment, sharded, slot)

@@ -19,7 +19,6 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.runtime.standard_input import lines
 from jaxdist.types import JsonObject
 
-MODULE = "jaxdist.commands.processes"
 END_SECONDS = 10.0
 """For so long a process that was told to end may take."""
 LAST_LINES = 15
@@ -45,6 +44,7 @@ class Child:
     Args:
       number: a server's, a rack's, or a client's.
       setup: its first line.
+      module: the Python module that it runs, with its role as the argument.
       log: where its standard error goes.
       events: where all that it says goes.
     """
@@ -55,6 +55,7 @@ class Child:
         number: int,
         setup: JsonObject,
         *,
+        module: str,
         environ: Mapping[str, str],
         log: Path,
         events: SimpleQueue[Event],
@@ -64,7 +65,7 @@ class Child:
         with log.open("ab") as errors:
             # A session of its own: the terminal's signals are the supervisor's to answer.
             self.process = subprocess.Popen(
-                python_module(MODULE, role),
+                python_module(module, role),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,

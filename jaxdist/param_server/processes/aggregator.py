@@ -7,9 +7,9 @@ from collections import Counter
 from functools import partial
 from itertools import count
 
-from jaxdist.commands.processes.setup import listening, run_of, sharded_run, wires_to
 from jaxdist.param_server.live.aggregator import Aggregator
-from jaxdist.train.servers.children import Parent
+from jaxdist.param_server.processes.setup import experiment_of, listening, wires_to
+from jaxdist.param_server.training.children import Parent
 from jaxdist.types import JsonObject
 
 STATS_SECONDS = 1.0
@@ -24,7 +24,7 @@ class AggregatorProcess:
 
     def __init__(self, setup: JsonObject, parent: Parent) -> None:
         self.number, self.parent = setup["number"], parent
-        _, sharded = sharded_run(run_of(setup))
+        _, sharded = experiment_of(setup)
         cluster = sharded.cluster
         codes = sharded.codes or (None,) * cluster.servers
         given = zip(sharded.layouts, wires_to(sharded, setup), codes, strict=True)

@@ -16,8 +16,8 @@ from jaxdist.param_server.live.order import Taken, step
 from jaxdist.param_server.live.shard import Shard
 from jaxdist.param_server.protocol.messages import Answer, Apply, Effect, Publish, Push
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.train.servers.state import Sharded, ShardState
-from jaxdist.train.servers.worker import Computation, Flats
+from jaxdist.param_server.training.state import Sharded, ShardState
+from jaxdist.param_server.training.worker import Computation, Flats
 
 Key = tuple[int, int]
 """A client and a clock of it: one change, a part of which went to each server."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.train.servers.children import Child, Event, Role, end_together
+from jaxdist.param_server.training.children import Child, Event, Role, end_together
 from jaxdist.types import JsonObject
 
 

@@ -9,16 +9,10 @@ import jax.numpy as jnp
 import optax
 
 from jaxdist.errors import ConfigError
-from jaxdist.optim.build import AdamWConfig, OptimConfig, Rate, SgdConfig, build_optimizer
+from jaxdist.optim.build import OptimConfig, Rate, build_optimizer
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Dims, OptState, Params, Scalar, Updates
-
-
-def elementwise(optim: OptimConfig) -> bool:
-    """Return whether an optimizer updates each element by itself, so that servers may share a
-    tensor."""
-    return isinstance(optim, AdamWConfig | SgdConfig)
 
 
 def server_transform(

@@ -1,0 +1,44 @@
+"""The strategies that a config can name, by `type:`; each is data alone.
+
+`jaxdist.experiment.strategies` checks one against the rest of the config, and
+`jaxdist.run.strategies` runs it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxdist.config.schema import Config
+from jaxdist.optim.build import Optimizer
+from jaxdist.param_server.cluster import Cluster
+from jaxdist.train.strategy.lookahead import Lookahead
+
+
+class Synchronous(Config):
+    """All processes take every step together, and only steps change parameters."""
+
+    type: Literal["synchronous"] = "synchronous"
+    """Selects this strategy."""
+
+    def outer(self, optimizer: Optimizer) -> None:
+        return None
+
+
+class ParameterServer(Cluster):
+    """Workers push gradients to servers, which hold the parameters and update them.
+
+    Dean et al., "Large scale distributed deep networks" (NIPS 2012); Li et al., "Scaling
+    distributed machine learning with the parameter server" (OSDI 2014).
+    """
+
+    type: Literal["parameter_server"] = "parameter_server"
+    """Selects this strategy."""
+
+    def outer(self, optimizer: Optimizer) -> None:
+        return None
+
+
+StrategyConfig = Annotated[Synchronous | Lookahead | ParameterServer, Field(discriminator="type")]
+"""Each is a `jaxdist.train.strategy.contract.Strategy`."""
