@@ -72,6 +72,7 @@ def _options(
 
 
 app.command()(preparation.init)
+app.command()(preparation.eject)
 app.command()(runs.train)
 app.command()(agents.agent)
 app.command("eval")(runs.evaluate)

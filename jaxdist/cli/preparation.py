@@ -36,6 +36,26 @@ def init(
     write(name, to, console=shared.console())
 
 
+def eject(
+    config: shared.ConfigFile,
+    overrides: shared.Overrides = None,
+    *,
+    out: Annotated[Path | None, typer.Option(help="The file to write; none prints it.")] = None,
+    devices: shared.Devices = None,
+) -> None:
+    """Write CONFIG's training as one readable file of plain JAX, without jaxdist.
+
+    Model, loss, optimizer, shardings and communication of this config alone, in
+    at most 300 lines, to read and to change. It trains to the same losses.
+    """
+    extra = shared.prepare(config, overrides, devices)
+    from jaxdist.commands.eject.eject import eject as write
+
+    text = write(config, extra, out=out)
+    if out is None:
+        typer.echo(text, nl=False)
+
+
 def schema() -> None:
     """Print the JSON schema of a configuration, for editors."""
     from jaxdist.runtime import environment

@@ -25,6 +25,7 @@ READ = {
     "drill config": ["drill", "@", "--failures", "1"],
     "eval run": ["eval", "@"],
     "generate run": ["generate", "@", "--prompt", "a"],
+    "eject config": ["eject", "@"],
     "replay run": ["replay", "@"],
     "report run": ["report", "@"],
     "parity config": ["parity", "@"],
@@ -49,6 +50,7 @@ READ = {
 """By command and parameter, which `named` checks; @ is the path."""
 SCHEDULE = ["pipeline", "show", "1f1b", "--stages", "2", "--microbatches", "2"]
 WRITTEN = {
+    "eject out": ["eject", "digits.yaml", "--out", "@"],
     "init to": ["init", "gpt/quickstart", "--to", "@"],
     "data tokenize out": ["data", "tokenize", "@", "text.txt", "--vocab-size", "300"],
     "pipeline show svg": [*SCHEDULE, "--svg", "@"],
@@ -72,6 +74,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (found / "text.txt").write_text("some text to learn from\n" * 100)
     (found / "loop").symlink_to("loop")
     shutil.copy(ROOT / "configs/gpt/quickstart.yaml", found / CONFIG)
+    shutil.copy(ROOT / "configs/mlp/digits.yaml", found)
     return found
 
 

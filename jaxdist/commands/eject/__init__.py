@@ -1,0 +1,1 @@
+"""A config as one file of plain JAX, without jaxdist."""

@@ -1,0 +1,180 @@
+"""One file out of pieces: each is a module of this package, taken as text.
+
+A line that ends with `#: NAME` is for configs with that flag alone, `#: not NAME` for the others; a
+compound statement goes or stays as a whole. A constant is given the config's value. Imports of
+jaxdist, by which a piece is a module that can be checked, are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import PartitionSpec
+
+FOLDER = Path(__file__).parent
+WIDTH = 100
+_MARK = re.compile(r"  #: (not )?(\w+)(?: # (.*))?$")
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A module as an ejected file takes it.
+
+    Attributes:
+      title: of its section.
+      imports: what it imports, a statement for each name.
+      constants: its constants with the config's values, a statement each.
+      body: everything else.
+    """
+
+    title: str
+    imports: tuple[str, ...]
+    constants: tuple[str, ...]
+    body: str
+
+
+def assemble(
+    docstring: str,
+    names: Iterable[str],
+    flags: Collection[str],
+    values: Mapping[str, Any],
+) -> str:
+    """The text of a file.
+
+    Args:
+      names: of the pieces, `optimizers/adamw`, in order.
+      flags: what marked lines ask for.
+      values: of constants, by name; one that no piece has is left out.
+    """
+    pieces = [piece(name, flags, values) for name in names]
+    constants = dict.fromkeys(line for piece in pieces for line in piece.constants)
+    defined: dict[str, str] = {}
+    for line in constants:
+        defined.setdefault(line.split(" = ")[0], line)
+    sections: dict[str, list[str]] = {}
+    for one in pieces:
+        if one.body:
+            sections.setdefault(one.title, []).append(one.body)
+    body = "\n\n\n".join(
+        f"# {title}\n\n\n" + "\n\n\n".join(bodies) for title, bodies in sections.items()
+    )
+    code = "\n".join(defined.values()) + "\n\n\n" + body + "\n"
+    imports = sorted_imports({line for one in pieces for line in one.imports}, code)
+    return f'"""{docstring}"""\n\n{imports}\n\n{code}'
+
+
+def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> Piece:
+    """The piece of a module, with the lines that these flags ask for."""
+    text = chosen((FOLDER / f"{name}.py").read_text(), flags)
+    lines, tree = text.splitlines(), ast.parse(text)
+    imports: list[str] = []
+    constants: list[str] = []
+    first = len(lines) + 1
+    for node in tree.body[1:]:
+        assert node.end_lineno is not None
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            imports += _imported(node)
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            constant = node.targets[0].id
+            comment = re.search(r"  # .*$", lines[node.end_lineno - 1])
+            constants.append(_constant(constant, values[constant], comment))
+        else:
+            first = node.lineno
+            break
+    title = ast.get_docstring(tree) or ""
+    return Piece(title, tuple(imports), tuple(constants), "\n".join(lines[first - 1 :]).strip())
+
+
+def chosen(text: str, flags: Collection[str]) -> str:
+    """The text without the lines and statements that are for other configs, and without marks.
+
+    >>> print(chosen("a = 1  #: fast\\nif b:  #: not fast\\n    c = 2\\n", {"fast"}))
+    a = 1
+    """
+    ends = {
+        node.lineno: node.end_lineno or node.lineno
+        for node in reversed([*ast.walk(ast.parse(text))])
+        if isinstance(node, ast.stmt)
+    }
+    kept: list[str] = []
+    after = 0
+    for number, line in enumerate(text.splitlines(), 1):
+        mark = _MARK.search(line)
+        if number <= after:
+            continue
+        if mark and (mark[2] in flags) == bool(mark[1]):
+            after = ends.get(number, number)
+            continue
+        comment = f"  # {mark[3]}" if mark and mark[3] else ""
+        kept.append(line[: mark.start()] + comment if mark else line)
+    # Inside a function, blank lines on both sides of what has gone become one.
+    return re.sub(r"\n\n\n+(?= )", "\n\n", "\n".join(kept))
+
+
+def _constant(name: str, value: Any, comment: re.Match[str] | None) -> str:
+    shown, told = f"{name} = {literal(value)}", comment[0] if comment else ""
+    if "\n" in shown or len(shown + told) > WIDTH:
+        return f"{told.strip()}\n{shown}".strip()
+    return shown + told
+
+
+def literal(value: Any, indent: int = 0) -> str:
+    """A value as it is written: a mapping or list that is too long takes a line for each entry."""
+    if isinstance(value, PartitionSpec):
+        return f"P({', '.join(map(literal, value))})"
+    if isinstance(value, dict):
+        entries, brackets = [f"{literal(k)}: " for k in value], "{}"
+        values: list[Any] = [*value.values()]
+    elif isinstance(value, list | tuple):
+        entries, values, brackets = [""] * len(value), [*value], "[]"
+        brackets = "[]" if isinstance(value, list) else "()"
+    else:
+        return f'"{value}"' if isinstance(value, str) else re.sub(r"e-0(?=\d)", "e-", repr(value))
+    flat = ", ".join(e + literal(v) for e, v in zip(entries, values, strict=True))
+    comma = "," if isinstance(value, tuple) and len(value) == 1 else ""
+    one_line = f"{brackets[0]}{flat}{comma}{brackets[1]}"
+    if len(one_line) + indent <= WIDTH - 20 and "\n" not in one_line:
+        return one_line
+    inner = " " * (indent + 4)
+    rows = [f"{inner}{e}{literal(v, indent + 4)}," for e, v in zip(entries, values, strict=True)]
+    return "\n".join([brackets[0], *rows, " " * indent + brackets[1]])
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [f"import {ast.unparse(alias)}" for alias in node.names]
+    if (node.module or "").startswith("jaxdist.commands.eject"):
+        return []
+    return [f"from {node.module} import {ast.unparse(alias)}" for alias in node.names]
+
+
+def sorted_imports(lines: Collection[str], code: str) -> str:
+    """The import statements that code uses: of Python, of others, of jaxdist, each sorted."""
+    used = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    groups: list[list[tuple[bool, str, str]]] = [[], [], []]
+    for line in lines:
+        words = line.split()
+        module, bound = words[1], words[-1].split(".")[0]
+        if bound in used:
+            top = module.split(".")[0]
+            group = 0 if top in sys.stdlib_module_names else 2 if top == "jaxdist" else 1
+            groups[group].append((words[0] == "from", module, line))
+    return "\n\n".join("\n".join(_merged(sorted(group))) for group in groups if group)
+
+
+def _merged(group: list[tuple[bool, str, str]]) -> list[str]:
+    """Names that one module gives stand on one line, those with another name alone."""
+    merged: dict[str, str] = {}
+    for is_from, module, line in group:
+        key = f"{module}" if is_from and " as " not in line else line
+        if key in merged:
+            merged[key] += f", {line.split(' import ')[1]}"
+        else:
+            merged[key] = line
+    return [*merged.values()]

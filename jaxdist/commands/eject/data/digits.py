@@ -1,0 +1,31 @@
+"""Data: scikit-learn's handwritten digits."""
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+
+
+def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Image uint8 [N, 8, 8, 1] and label int32 [N], to train on and held out."""
+    # The file is read without importing scikit-learn, which would take longer than training.
+    package = importlib.util.find_spec("sklearn")
+    assert package is not None, "pip install scikit-learn"
+    file = Path(str(package.origin)).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(file, delimiter=",")
+    table = table[np.random.RandomState(0).permutation(len(table))]
+    image = np.round(table[:, :-1].reshape(-1, 8, 8, 1) * (255 / 16)).astype(np.uint8)
+    label = table[:, -1].astype(np.int32)
+    cut = len(label) - len(label) // 5
+    train = {"image": image[:cut], "label": label[:cut]}
+    return train, {"image": image[cut:], "label": label[cut:]}
+
+
+def count(data: dict[str, np.ndarray]) -> int:
+    """How many examples there are."""
+    return len(data["label"])
+
+
+def take(data: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
+    """The examples with these numbers."""
+    return {name: values[rows] for name, values in data.items()}

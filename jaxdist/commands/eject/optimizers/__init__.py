@@ -1,0 +1,1 @@
+"""Pieces of an ejected file: the optimizer's update, and the learning rate."""

@@ -1,0 +1,23 @@
+"""Optimizer: the learning rate."""
+
+import jax
+import jax.numpy as jnp
+
+LEARNING_RATE = 1e-3  # at its peak
+STEPS = 100
+WARMUP_STEPS = 10  #: warmup
+END_FRACTION = 0.1  #: decays # of the peak, at the last step
+POWER = 1.0  #: poly
+
+
+def learning_rate(step: jax.Array) -> jax.Array:
+    """The learning rate of a step, the first of which is 0."""
+    done = jnp.clip((step - WARMUP_STEPS) / (STEPS - WARMUP_STEPS), 0, 1)  #: ramped
+    done = jnp.clip(step / STEPS, 0, 1)  #: unramped
+    left = (1 + jnp.cos(jnp.pi * done)) / 2  #: cosine
+    left = (1 - done) ** POWER  #: poly
+    decayed = LEARNING_RATE * (END_FRACTION + (1 - END_FRACTION) * left)  #: decays
+    decayed = LEARNING_RATE  #: not decays
+    warming = LEARNING_RATE * (step + 1) / WARMUP_STEPS  #: warmup
+    return jnp.where(step < WARMUP_STEPS, warming, decayed)  #: warmup
+    return decayed  #: not warmup

@@ -1,0 +1,102 @@
+"""`jaxdist eject`: the file trains to the losses of the config, and reads as written by hand."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from jaxdist.commands.eject.eject import eject
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import build, load
+
+ROOT = Path(__file__).parents[2]
+DIGITS = ROOT / "configs/mlp/digits.yaml"
+STEPS = 4
+MOST_LINES = 300
+SETTINGS = [
+    "optim.weight_decay=0.1",
+    "optim.clip_norm=0.5",
+    "optim.schedule={type: cosine, warmup_steps: 2, end_fraction: 0.1}",
+    "loss={type: classification, label_smoothing: 0.1}",
+    "train.epochs=1",
+]
+
+
+def losses_of(path: Path, overrides: list[str]) -> list[float]:
+    """Of the first steps, as jaxdist trains."""
+    document, config = load(path, overrides)
+    made = build(config, document)
+    program = made.program
+    state, losses = program.init(), []
+    with made.loader.batches() as batches:
+        for batch in itertools.islice(batches, STEPS):
+            state, values = program.train(state, batch)
+            losses.append(float(values[0]))
+    return losses
+
+
+def check(path: Path, overrides: list[str], tmp_path: Path) -> str:
+    """The file's losses are the config's, and its form is what ruff asks of a file written here."""
+    file = tmp_path / "ejected.py"
+    text = eject(path, overrides, out=file)
+    assert "jaxdist" not in text.split('"""', 2)[2]
+    assert len(text.splitlines()) <= MOST_LINES
+    if shutil.which("ruff"):
+        for asked in (("check",), ("format", "--diff")):
+            command = ["ruff", *asked, "--config", str(ROOT / "pyproject.toml"), str(file)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stdout
+    names: dict = {"__name__": "ejected"}
+    with jax.numpy_rank_promotion("allow"):
+        exec(compile(text, str(file), "exec"), names)
+        found = names["main"](STEPS)
+    np.testing.assert_allclose(found, losses_of(path, overrides), rtol=1e-6)
+    return text
+
+
+def test_data_parallel(tmp_path: Path) -> None:
+    check(DIGITS, [], tmp_path)
+
+
+@pytest.mark.full
+def test_settings_of_the_optimizer_and_of_the_loss(tmp_path: Path) -> None:
+    check(DIGITS, SETTINGS, tmp_path)
+
+
+def test_nothing_stands_there_for_other_configs() -> None:
+    text = eject(DIGITS)
+    assert "#:" not in text
+    assert not [
+        word for word in ("CLIP_NORM", "WARMUP", "SMOOTHING", "def decayed") if word in text
+    ]
+
+
+def test_what_it_cannot_write_is_refused_at_once() -> None:
+    given = ["parallel.compression={type: topk, fraction: 0.1}", "optim.skip_nonfinite=true"]
+    with pytest.raises(ConfigError) as refused:
+        eject(DIGITS, ["parallel.reduce.type=ring", *given])
+    for line in ("parallel.compression.type: topk", "optim.skip_nonfinite: True"):
+        assert f"\n  {line}" in str(refused.value)
+    for alone in (
+        "parallel.reduce={type: tree}",
+        "strategy={type: lookahead}",
+        "elastic.batch=rescale",
+    ):
+        with pytest.raises(ConfigError, match=alone.split("=")[0]):
+            eject(DIGITS, [alone])
+
+
+def test_a_file_that_is_there_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("mine")
+    with pytest.raises(ConfigError, match="is there already"):
+        eject(DIGITS, out=file)
+    with pytest.raises(ConfigError, match="cannot be written"):
+        eject(DIGITS, out=tmp_path / "no" / "mine.py")
+    assert file.read_text() == "mine"
