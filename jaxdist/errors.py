@@ -1,7 +1,7 @@
-"""What goes wrong in front of a user: one base class, one message each, no traceback.
+"""The errors that a user sees: a common base class, a message each, and no traceback.
 
-Everything a user can cause is a `JaxdistError` (a `ValueError`), so that the command line can print
-the message and exit with `exit_code`. Everything else is a bug of ours and shows its traceback.
+Everything that a user can cause is a `JaxdistError` (a `ValueError`), so that the command line can
+print the message and exit with `exit_code`. Everything else is a bug, and shows its traceback.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 STOPPED = 75
-"""Exit code of a run that was told to stop before its last step, and has saved: --resume goes on.
-EX_TEMPFAIL of sysexits.h, so that a scheduler tells it from one that is done."""
+"""Exit code of a run that was stopped before its last step and has saved; --resume continues it. It
+is EX_TEMPFAIL of sysexits.h, so that a scheduler can distinguish it from success."""
 
 
 class JaxdistError(ValueError):
-    """A mistake that the user can mend; the message says what, where, the values, what to do."""
+    """A mistake that the user can fix; the message says what, where, the values, what to do."""
 
     exit_code = 2
 
@@ -25,7 +25,7 @@ class ConfigError(JaxdistError):
     """One or more problems of a configuration, all reported at once.
 
     Attributes:
-      setting: path of the one to blame, from the section that is built; empty is the section.
+      setting: path of the setting at fault, from the section that is built; empty is the section.
     """
 
     def __init__(self, message: str, *, setting: tuple[str, ...] = ()) -> None:
@@ -35,7 +35,7 @@ class ConfigError(JaxdistError):
 
 @contextmanager
 def blamed(*path: str) -> Iterator[None]:
-    """What is wrong inside is reported as a setting below this path.
+    """Report errors inside the block at a setting below this path.
 
     >>> with blamed("strategy"):
     ...     raise ConfigError("no", setting=("workers",))
@@ -49,7 +49,7 @@ def blamed(*path: str) -> Iterator[None]:
 
 
 class MeshError(JaxdistError):
-    """A mesh that cannot be built from the devices at hand."""
+    """A mesh that cannot be built from the available devices."""
 
 
 class ShardingError(JaxdistError):
@@ -57,11 +57,11 @@ class ShardingError(JaxdistError):
 
 
 class CollectiveError(JaxdistError):
-    """A collective that means nothing here: its axis, dtype, shape or device."""
+    """An invalid collective: its axis, dtype, shape or device does not fit."""
 
 
 class CompressionError(JaxdistError):
-    """An array, codec or feedback that do not go together."""
+    """An array, codec and feedback that do not fit together."""
 
 
 class LedgerError(JaxdistError):
@@ -73,25 +73,25 @@ class DataError(JaxdistError):
 
 
 class CheckpointError(JaxdistError):
-    """A checkpoint that cannot be written, found, trusted or fitted."""
+    """A checkpoint that cannot be written, found, verified or loaded."""
 
     exit_code = 3
 
 
 class RunError(JaxdistError):
-    """A run that cannot start or go on: directory, processes, numbers."""
+    """A run that cannot start or continue: directory, processes, numbers."""
 
     exit_code = 3
 
 
 class StoppedError(RunError):
-    """A run that was told to stop and did not get to a new checkpoint: the newest one stands."""
+    """A run that was stopped without a new checkpoint: the previous checkpoint is the newest."""
 
     exit_code = STOPPED
 
 
 def closest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that looks most like `word`, or None when nothing comes near.
+    """Return the choice most similar to `word`, or None when nothing is close.
 
     >>> closest("tensr", ["data", "tensor", "stage"])
     'tensor'
@@ -101,7 +101,7 @@ def closest(word: str, choices: Iterable[str]) -> str | None:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """A hint to end a message with: the closest match, else the whole list.
+    """Return a hint to end a message with: the closest match, else the whole list.
 
     >>> did_you_mean("tensr", ["data", "tensor"])
     "did you mean 'tensor'? (allowed: data, tensor)"

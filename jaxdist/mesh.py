@@ -1,8 +1,8 @@
 """The device mesh: an ordered mapping of axis to size, and the devices arranged to fit it.
 
-The first axis varies slowest: the last one connects the nearest devices. An axis that is split over
-two networks becomes two mesh axes, `data_dcn` (between slices or hosts) and `data_ici` (inside), so
-that both auto sharding and manual collectives can name either or both.
+The first axis varies slowest: the last axis connects the nearest devices. An axis that is split
+over two networks becomes two mesh axes, `data_dcn` (between slices or hosts) and `data_ici`
+(inside), so that both auto sharding and manual collectives can name either or both.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxdist.errors import MeshError
 
 
 class MeshAxis(StrEnum):
-    """The axes a mesh can have; a *dim* is a tensor's, an *axis* is a mesh's."""
+    """The axes that a mesh can have; a *dim* is a tensor's, an *axis* is a mesh's."""
 
     DATA = "data"
     STAGE = "stage"
@@ -35,7 +35,7 @@ class MeshAxis(StrEnum):
 
 AXES = tuple(axis.value for axis in MeshAxis)
 Device = Any
-"""A `jax.Device`, which type checkers do not take for a type."""
+"""A `jax.Device`, which type checkers do not accept as a type."""
 DCN, ICI = "_dcn", "_ici"
 
 
@@ -96,12 +96,12 @@ class MeshConfig(Config):
         return values
 
     def sizes(self) -> dict[str, int | Split]:
-        """Axis to size as written, in the order written; `{data: -1}` when none was."""
+        """Return the size of each axis in the order of the config; `{data: -1}` if it is empty."""
         return {axis: getattr(self, axis) for axis in self._order} or {MeshAxis.DATA.value: -1}
 
 
 def describe(sizes: Mapping[str, int | Split]) -> str:
-    """A mesh as one would write it.
+    """Format a mesh as in a config.
 
     >>> describe({"data": 4, "tensor": 2})
     '{data: 4, tensor: 2}'
@@ -120,7 +120,7 @@ def _count(size: int | Split) -> int:
 
 
 def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) -> list[str]:
-    """Meshes over the same axes that use exactly `device_count` devices, nearest to `sizes` first.
+    """Propose meshes over the same axes for `device_count` devices, those nearest to `sizes` first.
 
     >>> propose({"data": 3, "tensor": 2}, 8)
     ['{data: 4, tensor: 2}', '{data: 2, tensor: 4}', '{data: 8, tensor: 1}']
@@ -142,7 +142,7 @@ def propose(sizes: Mapping[str, int | Split], device_count: int, most: int = 3) 
 
 
 def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Split]:
-    """Concrete sizes for `device_count` devices, in order.
+    """Resolve the sizes for `device_count` devices, in order.
 
     Raises:
       MeshError: the mesh needs another number of devices; the message proposes meshes that fit.
@@ -165,11 +165,11 @@ def resolve_sizes(config: MeshConfig, device_count: int) -> dict[str, int | Spli
 
 
 def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> Mesh:
-    """Arrange `devices` (default: all) as the mesh that `config` names, all axes auto.
+    """Arrange `devices` (default: all) as the mesh of `config`, all axes auto.
 
     Raises:
       MeshError: the sizes do not fit the devices, a `dcn` size does not fit the hosts or slices, or
-        an axis does not lie on whole dims of a torus.
+        an axis does not fill whole dims of a torus.
     """
     devices = list(jax.devices() if devices is None else devices)
     sizes = resolve_sizes(config, len(devices))
@@ -184,7 +184,7 @@ def build_mesh(config: MeshConfig, devices: Sequence[Device] | None = None) -> M
     types = (AxisType.Auto,) * len(names)
     try:
         return _arranged(devices, dcn, ici, tuple(names), types)
-    except NotImplementedError as error:  # jax's word for an axis on part of a dim
+    except NotImplementedError as error:  # jax's error for an axis on part of a dim
         dims = _torus(devices)
         raise MeshError(
             f"mesh {describe(sizes)} does not lie on whole dims of a torus of "
@@ -207,7 +207,7 @@ def _arranged(
 
 
 def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
-    """Sizes of the dims that TPU devices lie on, without those of one; two on a chip are a dim."""
+    """Return the sizes of the TPU devices' torus, without dims of 1; a chip's cores are a dim."""
     places = np.array([(*device.coords, device.core_on_chip) for device in devices])
     sizes = places.max(axis=0) - places.min(axis=0) + 1
     return tuple(int(size) for size in sizes if size > 1)
@@ -216,7 +216,7 @@ def _torus(devices: Sequence[Device]) -> tuple[int, ...]:
 def _on_whole_dims(
     sizes: Mapping[str, int | Split], dims: Sequence[int], most: int = 3
 ) -> list[str]:
-    """Meshes over the same axes that lie on whole dims inside a slice, nearest to `sizes` first."""
+    """Return meshes over the same axes on whole dims inside a slice, nearest to `sizes` first."""
     axes = list(sizes)
     owners = itertools.product(range(len(axes)), repeat=len(dims))
     found = {
@@ -241,7 +241,7 @@ def _on_whole_dims(
 
 
 def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndarray:
-    """Devices with the slow network's sizes outside, the fast network's inside."""
+    """Arrange devices with the slow network's sizes outside, the fast network's inside."""
     granules = {getattr(d, "slice_index", d.process_index) for d in devices}
     if len(granules) > 1:
         try:
@@ -253,14 +253,14 @@ def _two_level(devices: list[Device], dcn: list[int], ici: list[int]) -> np.ndar
                 f"the dcn sizes multiply to {math.prod(dcn)}, but the devices lie on "
                 f"{len(granules)} hosts or slices: {error}"
             ) from error
-    # One host (fake devices, tests): consecutive devices play a fast network each.
+    # A single host (fake devices, tests): consecutive devices represent a fast network each.
     blocks = np.asarray(devices).reshape(*dcn, *ici)
     order = [i + offset for i in range(len(dcn)) for offset in (0, len(dcn))]
     return blocks.transpose(order).reshape([d * i for d, i in zip(dcn, ici, strict=True)])
 
 
 def axis_names(mesh: Mesh, axis: str) -> tuple[str, ...]:
-    """The mesh's own names for `axis`: none if absent, two if it is split over two networks."""
+    """Return the mesh's names for `axis`: none if absent, two if it is split over two networks."""
     present = mesh.axis_names
     if axis in present:
         return (axis,)
@@ -268,7 +268,7 @@ def axis_names(mesh: Mesh, axis: str) -> tuple[str, ...]:
 
 
 def entry_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """The mesh axes that one entry of a partition spec names.
+    """Return the mesh axes in an entry of a partition spec.
 
     >>> entry_names("data"), entry_names(("data_dcn", "data_ici")), entry_names(None)
     (('data',), ('data_dcn', 'data_ici'), ())
@@ -277,5 +277,5 @@ def entry_names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
 
 
 def axis_size(mesh: Mesh, axis: str) -> int:
-    """Number of devices along `axis`; 1 when the mesh does not have it."""
+    """Return the number of devices along `axis`; 1 when the mesh does not have it."""
     return math.prod(mesh.shape[name] for name in axis_names(mesh, axis))

@@ -12,7 +12,7 @@ from jaxdist.types import Leaf, PyTree
 
 
 def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
-    """The leaves with their paths, in jax's own order; None and empty containers have no leaf.
+    """Flatten a tree to leaves and their paths, in jax's order; empty containers have no leaf.
 
     A name joins dict keys, dataclass fields, namedtuple fields and positions with '/'. A bare leaf
     is named ''.
@@ -25,7 +25,7 @@ def flatten_with_names(tree: PyTree) -> list[tuple[str, Leaf]]:
 
 
 def pattern_of(name: str) -> str:
-    """The name with a `*` in the place of each position in a list: the same for leaves alike.
+    """Replace each list position in a name by `*`, so that similar leaves get the same name.
 
     >>> pattern_of("blocks/3/attention/kernel")
     'blocks/*/attention/kernel'
@@ -34,9 +34,9 @@ def pattern_of(name: str) -> str:
 
 
 def leaf_bytes(leaf: Leaf) -> int:
-    """Bytes of one array or `jax.ShapeDtypeStruct` over all devices, each element counted once.
+    """Return the bytes of an array or `jax.ShapeDtypeStruct` over all devices, without replicas.
 
-    A Python scalar counts as the array jax makes of it; a random key as the words that hold it.
+    A Python scalar counts as the array that jax makes of it; a random key as its words.
     """
     shape = jnp.shape(leaf)
     dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.result_type(leaf)
@@ -44,7 +44,7 @@ def leaf_bytes(leaf: Leaf) -> int:
 
 
 def tree_bytes(tree: PyTree) -> int:
-    """Bytes of all leaves together (replicas and padding not counted).
+    """Return the bytes of all leaves together (replicas and padding not counted).
 
     >>> tree_bytes({"w": jax.ShapeDtypeStruct((2, 3), "bfloat16"), "n": None})
     12
@@ -53,7 +53,7 @@ def tree_bytes(tree: PyTree) -> int:
 
 
 def tree_size(tree: PyTree) -> int:
-    """The number of elements of all leaves together: the parameter count of a model.
+    """Return the number of elements of all leaves together: the parameter count of a model.
 
     >>> tree_size({"w": jax.ShapeDtypeStruct((2, 3), "float32"), "b": 1.0})
     7

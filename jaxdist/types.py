@@ -1,7 +1,7 @@
-"""What trees and documents hold, as types.
+"""Types of trees and documents.
 
-jax has no static type of a pytree, and Python none of a JSON value: most of these aliases are `Any`
-to a type checker, and tell the reader what is meant. This module imports nothing of jax or jaxdist.
+jax has no static type of a pytree, and Python has none of a JSON value: most of these aliases are
+`Any` to a type checker, and only inform the reader. This module imports neither jax nor jaxdist.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, TypeVar
 PyTree: TypeAlias = Any
 """Nested containers that jax knows (dicts, lists, dataclasses, NNX states), or one bare leaf."""
 Leaf: TypeAlias = Any
-"""One leaf of a tree: an array, a `jax.ShapeDtypeStruct` in its place, or a Python scalar."""
+"""A leaf of a tree: an array, a `jax.ShapeDtypeStruct`, or a Python scalar."""
 Params: TypeAlias = Any
 """The trained arrays of a model, or their shapes: usually nested dicts with string keys."""
 Buffers: TypeAlias = Any
@@ -19,7 +19,8 @@ Buffers: TypeAlias = Any
 Grads: TypeAlias = Any
 """Gradients: the structure of `Params`."""
 Updates: TypeAlias = Any
-"""What an optimizer adds to the parameters, or makes of gradients: the structure of `Params`."""
+"""An optimizer's additions to the parameters, or transformed gradients: the structure of
+`Params`."""
 OptState: TypeAlias = Any
 """The state of an optax transformation."""
 Specs: TypeAlias = Any
@@ -29,18 +30,18 @@ Shardings: TypeAlias = Any
 Masks: TypeAlias = Any
 """A bool for each leaf of a tree."""
 Scalar: TypeAlias = Any
-"""A number: a Python one, or an array of shape ()."""
+"""A number: a Python number, or an array of shape ()."""
 Kwargs: TypeAlias = dict[str, Any]
 """Keyword arguments of a function that is not known here."""
 JsonObject: TypeAlias = dict[str, Any]
 """An object of a JSON or YAML document."""
 TreeDef: TypeAlias = Any
-"""A `jax.tree_util.PyTreeDef`, which type checkers do not know: the structure of a tree."""
+"""A `jax.tree_util.PyTreeDef`, the structure of a tree, which type checkers do not know."""
 Dims: TypeAlias = tuple[str | None, ...]
-"""The logical dims of an array, one name for each of its dims; None: without a name."""
+"""The logical dims of an array, a name for each of its dims; None: without a name."""
 Json: TypeAlias = Any
 """A value of a JSON or YAML document: null, bool, number, string, list or object."""
 Annotation: TypeAlias = Any
-"""A type as it stands in an annotation: a class, a union, `Annotated[...]`."""
+"""The type in an annotation: a class, a union, `Annotated[...]`."""
 TreeT = TypeVar("TreeT")
-"""A tree that comes back with the structure that it was given with."""
+"""The type of a tree that a function returns with the structure of its argument."""

@@ -13,19 +13,19 @@ from jax import lax
 from jaxdist.errors import CollectiveError, did_you_mean
 
 Axis = str | tuple[str, ...]
-"""One axis, or several, slowest first: the devices are then counted over all of them."""
+"""An axis, or several, slowest first: the devices are then counted over all of them."""
 
 Pairs = Sequence[tuple[int, int]]
-"""(sender, receiver), each by its rank along the axis."""
+"""Pairs (sender, receiver), each a rank along the axis."""
 
 
 def axis_size(axis: Axis) -> int:
-    """Number of devices along `axis`, inside shard_map."""
+    """Return the number of devices along `axis`, inside shard_map."""
     return math.prod(cast(int, lax.axis_size(name)) for name in names(axis))
 
 
 def names(axis: Axis) -> tuple[str, ...]:
-    """The axis as a tuple.
+    """Return the axis as a tuple.
 
     >>> names("data")
     ('data',)
@@ -34,19 +34,19 @@ def names(axis: Axis) -> tuple[str, ...]:
 
 
 def rank(axis: Axis) -> jax.Array:
-    """This device's index along `axis`, an int32 scalar."""
+    """Return this device's index along `axis`, an int32 scalar."""
     return lax.axis_index(axis)
 
 
 def neighbour(axis: Axis, offset: int) -> jax.Array:
-    """The index of the device that many places further along the ring of `axis`."""
+    """Return the index of the device `offset` places further along the ring of `axis`."""
     size = axis_size(axis)
-    # Both are positive: `%` would add the sign's rules to each compiled kernel.
+    # Both operands are positive: `%` would add code for signs to each compiled kernel.
     return lax.rem(rank(axis) + offset % size, size)
 
 
 def permute(x: jax.Array, axis: Axis, pairs: Pairs) -> jax.Array:
-    """Send `x` along (sender, receiver) pairs of ranks; who receives nothing gets zeros."""
+    """Send `x` along (sender, receiver) pairs of ranks; a device without sender gets zeros."""
     if isinstance(axis, str):
         return lax.ppermute(x, axis, pairs)
     # lax.ppermute counts the devices of a tuple in the mesh's order, lax.axis_index in the tuple's.
@@ -65,21 +65,21 @@ def shift(x: jax.Array, axis: Axis, hops: int) -> jax.Array:
 
 
 def varying(x: jax.Array, axis: Axis) -> jax.Array:
-    """`x`, typed as different on the devices of `axis`; the values stay."""
+    """Type `x` as varying over the devices of `axis`; its values do not change."""
     for name in names(axis):
         try:
             x = lax.pcast(x, (name,), to="varying")
         except ValueError:
-            # It is varying already (jax has no public question for that), or under vmap's axis.
+            # It is varying already (jax has no public test for that), or under vmap's axis.
             continue
     return x
 
 
 def checked(axis: object, operation: str) -> Axis:
-    """`axis` in one spelling (a one-name tuple becomes the name).
+    """Normalize `axis` (a tuple with one name becomes the name).
 
     Raises:
-      CollectiveError: there is no name, a name is not a string or comes twice, or the axis is not
+      CollectiveError: there is no name, a name is not a string or occurs twice, or the axis is not
         bound here.
     """
     where = f"{operation} over {axis!r}"

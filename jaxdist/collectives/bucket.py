@@ -1,9 +1,9 @@
 """Tensor fusion: one collective for many small tensors (Sergeev and Del Balso, 1802.05799, 3.3).
 
-A collective of a few kilobytes is all latency. Leaves are packed into flat buckets, one collective
-runs on each, and the leaves are cut out again. A bucket can leave as soon as its last leaf is
-there, so leaves come in the reverse order of their use: the gradient of the last layer is first.
-What `split.py` sends, the shards of one layer, is packed by the same plan.
+For a collective of a few kilobytes latency is the whole cost. Leaves are packed into flat buckets,
+a collective runs on each bucket, and the leaves are cut out again. A bucket can be sent once its
+last leaf is computed, so leaves come in the reverse order of their use: the gradient of the last
+layer is first. The shards of a layer, which `split.py` sends, are packed by the same plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jaxdist.trees import leaf_bytes
 from jaxdist.types import Leaf, TreeT
 
 BUCKET_BYTES = 32 * 2**20
-"""Of `bucket_bytes: auto`: latency no longer counts there on any link that we know."""
+"""Size of a bucket for `bucket_bytes: auto`: there, latency is negligible on all known links."""
 
 
 def reduce_tree(
@@ -39,16 +39,17 @@ def reduce_tree(
     Args:
       tree: arrays or scalars of this device, inside `jax.shard_map`.
       axis, op: as for `all_reduce`.
-      algorithm: how, and how large a bucket is. "auto" is 32 MiB; with `Xla`, which merges its own
-        collectives, and where `Auto` chooses it, each leaf goes by itself, unless `sends_apart`.
-      order: positions of the leaves (as `jax.tree.leaves` has them), the first to be ready first;
-        None is from the last to the first.
+      algorithm: the algorithm, and the size of a bucket. "auto" is 32 MiB; with `Xla`, which merges
+        its own collectives, and where `Auto` chooses it, each leaf is sent separately, unless
+        `sends_apart`.
+      order: positions of the leaves (in the order of `jax.tree.leaves`), the first to be ready
+        first; None is from the last to the first.
 
     Returns:
       A tree like `tree`.
 
     Raises:
-      CollectiveError: as `all_reduce`, or an order that is no permutation of the leaves.
+      CollectiveError: as `all_reduce`, or an order that is not a permutation of the leaves.
     """
     axis = checked(axis, "reduce_tree")
     leaves, structure = jax.tree.flatten(tree)
@@ -66,7 +67,7 @@ def reduce_tree(
 
 
 def fusion_bytes(algorithm: Algorithm) -> int | None:
-    """The size of a bucket, "auto" resolved; None where nothing is fused.
+    """Return the size of a bucket, with "auto" resolved; None where nothing is fused.
 
     >>> fusion_bytes(Xla()), fusion_bytes(Xla(bucket_bytes=1024))
     (None, 1024)
@@ -77,10 +78,10 @@ def fusion_bytes(algorithm: Algorithm) -> int | None:
 
 
 def sends_apart() -> bool:
-    """Whether XLA sends the arrays of one collective one by one, each with its own latency.
+    """Return whether XLA sends the arrays of a collective separately, each with its own latency.
 
-    It does over gloo, between processes on CPUs: a message of a few bytes takes as long as one of
-    a megabyte.
+    It does over gloo, between processes on CPUs: a message of a few bytes takes as long as a
+    message of a megabyte.
     """
     return here_kind() == "cpu" and jax.process_count() > 1
 
@@ -88,17 +89,17 @@ def sends_apart() -> bool:
 def plan_buckets(
     leaves: Sequence[Leaf], bucket_bytes: int | None, order: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Positions of the leaves of each bucket, buckets in the order in which they are complete.
+    """Return the positions of the leaves of each bucket, in the order of the buckets' completion.
 
-    A bucket holds leaves of one dtype, in order, up to `bucket_bytes`; a leaf that is larger has
-    one of its own. With None each leaf has its own.
+    A bucket holds leaves of one dtype, in order, up to `bucket_bytes`; a larger leaf has a bucket
+    of its own. With None each leaf has its own.
 
     >>> leaves = [np.zeros(2, "float32"), np.zeros(9, "float32"), np.zeros(3, "int8")]
     >>> plan_buckets([*leaves, *leaves], bucket_bytes=16)
     [[4], [1], [5, 2], [3, 0]]
 
     Raises:
-      CollectiveError: `order` is no permutation of the leaves.
+      CollectiveError: `order` is not a permutation of the leaves.
     """
     positions = _positions(len(leaves), order)
     if bucket_bytes is None:
@@ -116,20 +117,20 @@ def plan_buckets(
             bucket, used_bytes = [index], 0
         else:
             bucket = [*bucket, index]
-        # Put back last: of the buckets left over, the one that grew last is complete last.
+        # Put back last: of the remaining buckets, the bucket that grew last is complete last.
         if bucket:
             filling[dtype] = bucket, used_bytes + size_bytes
     return full + [bucket for bucket, _ in filling.values()]
 
 
 def pack(leaves: Sequence[jax.Array]) -> jax.Array:
-    """Leaves of one dtype, end to end; one leaf is only reshaped."""
+    """Concatenate leaves of one dtype; a single leaf is only reshaped."""
     flat = [leaf.reshape(-1) for leaf in leaves]
     return flat[0] if len(flat) == 1 else jnp.concatenate(flat)
 
 
 def unpack(flat: jax.Array, like: Sequence[Leaf]) -> list[jax.Array]:
-    """The inverse of `pack`: parts of `flat` in the shapes of `like`."""
+    """Invert `pack`: cut `flat` into parts with the shapes of `like`."""
     ends = np.cumsum([leaf.size for leaf in like])
     return [
         flat[end - leaf.size : end].reshape(leaf.shape)
@@ -138,7 +139,7 @@ def unpack(flat: jax.Array, like: Sequence[Leaf]) -> list[jax.Array]:
 
 
 def fuses(algorithm: Algorithm, kind: Operation, axis: Axis, payload_bytes: int) -> bool:
-    """Whether a planned bucket becomes one array; XLA's own collectives need none."""
+    """Return whether a planned bucket becomes one array; XLA's own collectives need no array."""
     if isinstance(algorithm, Auto) and algorithm.bucket_bytes == "auto" and not sends_apart():
         return not isinstance(algorithm.choose_here(kind, payload_bytes, axis), Xla)
     return True

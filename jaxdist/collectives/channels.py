@@ -1,10 +1,10 @@
-"""A channel for each collective, where XLA tells collectives apart by it.
+"""A separate channel for each collective, where XLA distinguishes collectives by channel.
 
-XLA:CPU may run a collective while a loop with collectives before it still runs, where neither needs
-the other's results. It tells them apart by their channel, but jax gives all collectives under
-`jax.shard_map` the same one: then devices that have come to different collectives meet, and the
-process ends ("rendezvous ... Id can't be larger than the number of participating threads"; seen on
-jax 0.10 and 0.12). What XLA places by itself has channels of its own.
+XLA:CPU may run a collective while a loop with earlier collectives still runs, where neither needs
+the other's results. It distinguishes them by their channel, but jax gives all collectives under
+`jax.shard_map` the same channel: then devices that have reached different collectives meet, and the
+process ends ("rendezvous ... Id can't be larger than the number of participating threads"; seen
+with jax 0.10 and 0.12). Collectives that XLA places itself have channels of their own.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _TYPE = re.compile(r"type = (\d+)")
 
 @dataclass(frozen=True)
 class SeparateChannels:
-    """A jitted function, compiled with a channel for each of its collectives.
+    """A jitted function, compiled with a separate channel for each of its collectives.
 
     It is called, lowered and traced like the jitted function.
 
     Attributes:
-      jitted: what `jax.jit` returns, without static arguments.
+      jitted: the result of `jax.jit`, without static arguments.
     """
 
     jitted: jax.stages.Wrapped
@@ -41,8 +41,8 @@ class SeparateChannels:
     def __call__(self, *args: PyTree) -> PyTree:
         leaves, structure = jax.tree.flatten(args)
         if any(isinstance(leaf, Tracer) for leaf in leaves):
-            # The plain function, which no stub has: jax refuses a jit with compiler options inside
-            # another jit.
+            # The plain function, which no stub declares: jax refuses a jit with compiler options
+            # inside another jit.
             return self.jitted.__wrapped__(*args)  # pyright: ignore[reportAttributeAccessIssue]
         kinds = [(jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves]
         key = (structure, *kinds)
@@ -51,22 +51,22 @@ class SeparateChannels:
         return self._compiled[key](*args)
 
     def _cache_size(self) -> int:
-        """How many programs were compiled; jitted functions have a method of this name too."""
+        """Return the number of compiled programs, like jitted functions' method of this name."""
         return len(self._compiled)
 
     def trace(self, *args: PyTree) -> jax.stages.Traced:
-        """As `jax.jit(...).trace`."""
+        """Trace, like `jax.jit(...).trace`."""
         return self.jitted.trace(*args)
 
     def lower(self, *args: PyTree) -> jax.stages.Lowered:
-        """As `jax.jit(...).lower`; `compile` of what it returns has the channels."""
+        """Lower, like `jax.jit(...).lower`; compiling the result uses the channels."""
         lowered = self.jitted.lower(*args)
         separate(lowered)
         return lowered
 
 
 def separate(lowered: jax.stages.Lowered) -> None:
-    """Number the channels of a program that is not compiled yet, in place."""
+    """Number the channels of a program before it is compiled, in place."""
     numbers = itertools.count(1)
     module: Any = lowered.compiler_ir("stablehlo")
 

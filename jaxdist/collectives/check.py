@@ -1,4 +1,4 @@
-"""What a collective refuses: dtypes, shapes, dims and roots that mean nothing to it."""
+"""Checks of the arguments of collectives: dtypes, shapes, dims and roots."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ COMBINE: dict[str, Combine] = {"sum": lax.add, "mean": lax.add, "max": lax.max, 
 
 
 def array(x: object, operation: str) -> jax.Array:
-    """`x` as one array of numbers or truth values.
+    """Convert `x` to an array of numbers or truth values.
 
     Raises:
-      CollectiveError: a tree, text, random keys.
+      CollectiveError: `x` is a tree, text or random keys.
     """
     try:
         found = jnp.asarray(x)
@@ -38,10 +38,10 @@ def array(x: object, operation: str) -> jax.Array:
 
 
 def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
-    """How `op` combines two arrays.
+    """Return the function by which `op` combines two arrays.
 
     Raises:
-      CollectiveError: an unknown op, or one that the dtype does not have.
+      CollectiveError: an unknown op, or an op that the dtype does not support.
     """
     if op not in COMBINE:
         raise CollectiveError(f"{operation} with op={op!r}: {did_you_mean(op, COMBINE)}")
@@ -60,7 +60,7 @@ def combine_of(op: str, x: jax.Array, operation: str) -> Combine:
 
 
 def check_algorithm(algorithm: object, operation: str) -> None:
-    """Raises CollectiveError unless `algorithm` is an instance of `Algorithm`."""
+    """Raise CollectiveError unless `algorithm` is an instance of `Algorithm`."""
     if not isinstance(algorithm, Algorithm):
         raise CollectiveError(
             f"{operation} with algorithm={algorithm!r}: give an instance such as Ring() or Xla()"
@@ -68,7 +68,7 @@ def check_algorithm(algorithm: object, operation: str) -> None:
 
 
 def root_of(root: object, axis: Axis, size: int, operation: str) -> int:
-    """The root as an index.
+    """Return the root as an index.
 
     Raises:
       CollectiveError: the root is traced, or is not the index of a device of the axis.
@@ -83,7 +83,7 @@ def root_of(root: object, axis: Axis, size: int, operation: str) -> int:
 
 
 def dim_of(dim: object, x: jax.Array, name: str, operation: str) -> int:
-    """A dim of `x`, counted from the front.
+    """Return a dim of `x` as an index from the front.
 
     Raises:
       CollectiveError: `x` has no such dim.
@@ -98,10 +98,10 @@ def dim_of(dim: object, x: jax.Array, name: str, operation: str) -> int:
 
 
 def gathered_size(size: object, total: int, axis: Axis, operation: str) -> int:
-    """The size to cut a gathered dim of `total` to.
+    """Return the size to which a gathered dim of `total` is cut.
 
     Raises:
-      CollectiveError: the size is larger than what was gathered.
+      CollectiveError: the size is larger than the gathered dim.
     """
     index = total if size is None else _index(size, f"{operation} over {axis!r}: size")
     if not 0 <= index <= total:
@@ -112,7 +112,7 @@ def gathered_size(size: object, total: int, axis: Axis, operation: str) -> int:
 
 
 def check_counts(count: int, values: Sequence[object], name: str, operation: str) -> None:
-    """Raises CollectiveError unless there is one value for each of `count` tensors."""
+    """Raise CollectiveError unless there is a value for each of `count` tensors."""
     if len(values) != count:
         raise CollectiveError(
             f"{operation}: {len(values)} {name} for {count} tensors; give one each"
@@ -120,7 +120,7 @@ def check_counts(count: int, values: Sequence[object], name: str, operation: str
 
 
 def check_divides(x: jax.Array, dim: int, axis: Axis, size: int, operation: str) -> None:
-    """Raises CollectiveError unless the axis divides the dim."""
+    """Raise CollectiveError unless the axis divides the dim."""
     if x.shape[dim] % size:
         padded = -(-x.shape[dim] // size) * size
         raise CollectiveError(

@@ -1,8 +1,8 @@
-"""What every algorithm is: a frozen configuration with six methods on flat arrays, and their cost.
+"""The contract of algorithms: a frozen config with six methods on flat arrays, and their cost.
 
-The methods run inside `jax.shard_map` and see one device's data. N is the size of the axis (of the
-axes together, flattened, when `axis` is a tuple), `rank` the device's index along it; `combine` is
-`lax.add`, `lax.max` or `lax.min`. The law, which `reference.py` states on plain lists:
+The methods run inside `jax.shard_map` and see a single device's data. N is the size of the axis
+(the product of the sizes, when `axis` is a tuple), `rank` the device's index along it; `combine` is
+`lax.add`, `lax.max` or `lax.min`. `reference.py` states the law on plain lists:
 
     all_reduce(flat[n])        -> [n]      the combination of all devices' arrays, on all of them
     reduce_scatter([N, c])     -> [c]      row `rank` of the combination
@@ -11,9 +11,9 @@ axes together, flattened, when `axis` is a tuple), `rank` the device's index alo
     reduce(flat[n], root)      -> [n]      the combination on `root`, anything elsewhere
     all_to_all([N, c])         -> [N, c]   row i is row `rank` of device i
 
-N and n are at least 2 and 1. Results of all_reduce, all_gather and broadcast have the same bits on
-all devices: each element is combined once, in one order, and then copied. What is checked, padded,
-cast and differentiated is the same for all algorithms and lives in `operations.py`.
+N is at least 2, n at least 1. Results of all_reduce, all_gather and broadcast have the same bits on
+all devices: each element is combined once, in a single order, and then copied. Checks, padding,
+casts and derivatives are common to all algorithms, in `operations.py`.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ KINDS: tuple[Operation, ...] = (
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one call costs; exact where the payload divides evenly among the devices.
+    """The cost of a call; exact where the payload divides evenly among the devices.
 
     The time on links of latency a and bandwidth b is about `steps * a + serial_bytes / b`.
     """
 
     steps: int
-    """Messages that must wait for one another: the longest chain."""
+    """Messages that must wait for each other: the longest chain."""
     sent_bytes: float
     """Bytes that the busiest device sends, over all of its links."""
     serial_bytes: float
-    """Bytes along the longest chain: what the busiest link carries while others wait for it."""
+    """Bytes along the longest chain: the load of the busiest link while others wait for it."""
     messages: int
-    """Collectives in the compiled program; those that do not wait for one another fly at once."""
+    """Collectives in the compiled program; those that do not wait for each other run at once."""
 
     def __add__(self, other: Traffic) -> Traffic:
-        """One call after the other."""
+        """Add the costs of consecutive calls."""
         return Traffic(
             self.steps + other.steps,
             self.sent_bytes + other.sent_bytes,
@@ -72,52 +72,54 @@ class Traffic:
 
 NOTHING = Traffic(0, 0.0, 0.0, 0)
 Size = int | tuple[int, ...]
-"""Devices on one axis, or on each of several, slowest first."""
+"""Number of devices on an axis, or on each of several axes, slowest first."""
 
 
 class Algorithm(Config):
-    """One way to run the collectives; an instance is both the choice in a config and the code."""
+    """An algorithm for the collectives; an instance is both the choice in a config and the code."""
 
     accumulate: Literal["float32"] | None = None
-    """Carry and sum bfloat16 and float16 inputs in this dtype, at twice the bytes; null: as is."""
+    """Carry and sum bfloat16 and float16 inputs in this dtype, at twice the bytes; null: in their
+    own."""
     bucket_bytes: Count | Literal["auto"] | None = "auto"
-    """Fuse the leaves of a tree into buckets of this size; auto: where it pays; null: never."""
+    """Fuse the leaves of a tree into buckets of this size; auto: where it is faster; null:
+    never."""
 
     native: ClassVar[bool] = False
-    """Whether JAX differentiates this algorithm by itself and types its results as replicated."""
+    """Whether JAX itself differentiates this algorithm and types its results as replicated."""
 
     @abstractmethod
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-        """[n] -> [n]."""
+        """Combine all devices' arrays, [n] -> [n]."""
 
     @abstractmethod
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-        """[N, c] -> [c]."""
+        """Combine, and keep this device's row, [N, c] -> [c]."""
 
     @abstractmethod
     def all_gather(self, block: jax.Array, axis: Axis) -> jax.Array:
-        """[c] -> [N, c]."""
+        """Gather all devices' blocks, [c] -> [N, c]."""
 
     @abstractmethod
     def broadcast(self, flat: jax.Array, axis: Axis, root: int) -> jax.Array:
-        """[n] -> [n]."""
+        """Copy the root's array to all devices, [n] -> [n]."""
 
     @abstractmethod
     def reduce(self, flat: jax.Array, axis: Axis, root: int, combine: Combine) -> jax.Array:
-        """[n] -> [n]."""
+        """Combine on the root, [n] -> [n]."""
 
     @abstractmethod
     def all_to_all(self, blocks: jax.Array, axis: Axis) -> jax.Array:
-        """[N, c] -> [N, c]."""
+        """Exchange rows between all devices, [N, c] -> [N, c]."""
 
     def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
-        """The formula of one call on `size` devices.
+        """Return the cost of a call on `size` devices by formula.
 
         Args:
           kind: the operation.
-          payload_bytes: of the whole tensor on one device: the input, for all_gather the result,
-            in the dtype that is carried (`accumulate`).
-          size: devices on the axis, or on each axis of a tuple, slowest first.
+          payload_bytes: bytes of the whole tensor on one device: the input, or for all_gather the
+            result, in the dtype that is sent (`accumulate`).
+          size: number of devices on the axis, or on each axis of a tuple, slowest first.
         """
         count = math.prod(size) if isinstance(size, tuple) else size
         assert kind in KINDS, kind
@@ -125,11 +127,11 @@ class Algorithm(Config):
 
     @abstractmethod
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
-        """`traffic` for at least two devices on one axis."""
+        """Compute `traffic` for at least two devices on a single axis."""
 
 
 def split(flat: jax.Array, count: int) -> jax.Array:
-    """[n] -> [count, ceil(n / count)], padded with zeros."""
+    """Split [n] -> [count, ceil(n / count)], padded with zeros."""
     width = -(-flat.size // count)
     padding = width * count - flat.size
     return (jnp.pad(flat, (0, padding)) if padding else flat).reshape(count, width)

@@ -1,8 +1,8 @@
-"""How long a collective should take: the alpha-beta model, link by link, without a device.
+"""Predicted time of a collective: the alpha-beta model, link by link, without a device.
 
 A call of `steps` dependent messages takes `steps` latencies and the time of its bytes on the
 busiest link (Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations
-in MPICH", 2005). It knows nothing of computation beside it, nor of other traffic on the links.
+in MPICH", 2005). Concurrent computation and other traffic on the links are ignored.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxdist.runtime.hardware import Link
 
 @dataclass(frozen=True)
 class Level:
-    """One axis of the mesh: how many devices are on it, and the link that joins them."""
+    """An axis of the mesh: its number of devices, and the link that joins them."""
 
     size: int
     link: Link
@@ -30,16 +30,16 @@ class Level:
 def predict_seconds(
     algorithm: Algorithm, kind: Operation, payload_bytes: float, levels: Sequence[Level]
 ) -> float:
-    """Seconds of one call.
+    """Predict the seconds of a call.
 
     Args:
-      algorithm: any but `Auto`, which only chooses among the others.
+      algorithm: any algorithm except `Auto`, which only chooses among the others.
       kind: the operation.
-      payload_bytes: of the whole tensor on one device, as `Algorithm.traffic` counts it.
-      levels: of each axis that the call names, slowest first.
+      payload_bytes: bytes of the whole tensor on one device, as in `Algorithm.traffic`.
+      levels: size and link of each axis of the call, slowest first.
 
-    An algorithm that knows no levels treats all devices alike, so all of its steps and bytes are
-    taken at the slowest link; a hierarchical one is taken phase by phase.
+    An algorithm without levels treats all devices alike, so all of its steps and bytes are charged
+    to the slowest link; a hierarchical algorithm is charged phase by phase.
 
     >>> link = Link(latency_seconds=1e-5, bytes_per_second=1e9)
     >>> f"{predict_seconds(Ring(), 'all_reduce', 8e6, [Level(8, link)]):.6f}"
@@ -58,9 +58,9 @@ def predict_seconds(
 
 
 def _xla_seconds(kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> float:
-    """XLA does not tell which algorithm it runs: the fastest of ours is taken in its place.
+    """Predict XLA's collective as the fastest of ours, since XLA does not reveal its algorithm.
 
-    In memory it reads its peers' arrays where they lie: one rendezvous, each byte once.
+    In shared memory it reads its peers' arrays in place: one rendezvous, each byte once.
     """
     if slowest(levels).topology == "memory" and math.prod(level.size for level in levels) > 1:
         return _seconds(Xla(), Traffic(1, payload_bytes, payload_bytes, 1), levels)
@@ -69,9 +69,9 @@ def _xla_seconds(kind: Operation, payload_bytes: float, levels: Sequence[Level])
 
 
 def slowest(levels: Sequence[Level]) -> Link:
-    """The link that bounds a call over all levels: the narrowest one, with the latest's latency.
+    """Return the link that bounds a call over all levels: least bandwidth, largest latency.
 
-    An axis of one device has no link; without any other it does not matter which.
+    Axes with one device have no link; if there are no others, the choice does not matter.
     """
     links = [level.link for level in levels if level.size > 1] or [level.link for level in levels]
     narrowest = min(links, key=lambda link: link.bytes_per_second)
@@ -88,8 +88,8 @@ def _seconds(algorithm: Algorithm, traffic: Traffic, levels: Sequence[Level]) ->
 
 
 def _mean_hops(size: int) -> float:
-    """Links between sender and receiver of the logarithmic algorithms on a ring, over all steps.
+    """Return the mean number of links, over the steps of a logarithmic algorithm on a ring.
 
-    They send to devices 1, 2, 4, ... further on, through all that lie in between.
+    They send to devices 1, 2, 4, ... further on, through all devices in between.
     """
     return (size - 1) / math.ceil(math.log2(size)) if size > 1 else 1.0

@@ -1,6 +1,6 @@
 """The transpose of each collective, run by the same algorithm.
 
-Each function takes and gives flat arrays as the algorithm's method of that name does.
+Each function takes and returns flat arrays, like the algorithm's method of that name.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ Function = Callable[[jax.Array], jax.Array]
 
 
 def all_reduce(algorithm: Algorithm, axis: Axis, x: jax.Array) -> jax.Array:
-    """The sum; its own transpose."""
+    """Sum over all devices; its own transpose."""
     forward = partial(algorithm.all_reduce, axis=axis, combine=lax.add)
     return _linear(algorithm, axis, forward, partial(all_reduce, algorithm, axis))(x)
 
 
 def reduce_scatter(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
-    """The sum; transpose of `all_gather`."""
+    """Sum, and keep a block; the transpose of `all_gather`."""
     forward = partial(algorithm.reduce_scatter, axis=axis, combine=lax.add)
     return _linear(algorithm, axis, forward, partial(all_gather, algorithm, axis))(blocks)
 
 
 def all_gather(algorithm: Algorithm, axis: Axis, block: jax.Array) -> jax.Array:
-    """Transpose of `reduce_scatter`."""
+    """Gather the blocks; the transpose of `reduce_scatter`."""
     forward = partial(algorithm.all_gather, axis=axis)
     return _linear(algorithm, axis, forward, partial(reduce_scatter, algorithm, axis))(block)
 
 
 def broadcast(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
-    """Transpose of `reduce`."""
+    """Copy the root's array; the transpose of `reduce`."""
     forward = partial(algorithm.broadcast, axis=axis, root=root)
     return _linear(algorithm, axis, forward, partial(reduce, algorithm, axis, root))(x)
 
 
 def reduce(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Array:
-    """The sum on `root`, zeros elsewhere; transpose of `broadcast`."""
+    """Sum on `root`, with zeros elsewhere; the transpose of `broadcast`."""
 
     def forward(x: jax.Array) -> jax.Array:
         return on_root(algorithm.reduce(x, axis, root, lax.add), axis, root)
@@ -52,21 +52,21 @@ def reduce(algorithm: Algorithm, axis: Axis, root: int, x: jax.Array) -> jax.Arr
 
 
 def all_to_all(algorithm: Algorithm, axis: Axis, blocks: jax.Array) -> jax.Array:
-    """Its own transpose and inverse: row i of device j <-> row j of device i."""
+    """Exchange row i of device j with row j of device i; its own transpose and inverse."""
     forward = partial(algorithm.all_to_all, axis=axis)
     return _linear(algorithm, axis, forward, partial(all_to_all, algorithm, axis))(blocks)
 
 
 def on_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
-    """`x` on `root`, zeros elsewhere."""
+    """Return `x` on `root`, and zeros elsewhere."""
     return jnp.where(rank(axis) == root, x, jnp.zeros_like(x))
 
 
 def extremum(operation: str, forward: Function) -> Function:
-    """`forward`, a max or min: it has no derivative.
+    """Make a max or min refuse differentiation.
 
     Raises:
-      CollectiveError: when it is differentiated.
+      CollectiveError: raised when it is differentiated.
     """
 
     def refuse(x: jax.Array) -> tuple[jax.Array, None]:

@@ -1,9 +1,9 @@
-"""The collectives as one calls them, inside `jax.shard_map`: any shape, dtype and algorithm.
+"""The user-facing collectives, inside `jax.shard_map`: any shape, dtype and algorithm.
 
-What each one means is in `reference.py`; what it costs, in the algorithm's docstring and `traffic`.
-All take an axis name or a tuple of names (slowest first, counted over all of them), and sizes need
-not divide by the axis. What is wrong raises a CollectiveError at trace time. Arrays that differ in
-shape or dtype between devices cannot be written down: shard_map traces one program for all of them.
+`reference.py` defines their meaning; the algorithm's docstring and `traffic` give their cost. All
+take an axis name or a tuple of names (slowest first, counted over all of them), and sizes need not
+divide by the axis. Invalid arguments raise a CollectiveError at trace time. Shapes and dtypes
+cannot differ between devices: shard_map traces one program for all of them.
 
 Reverse-mode differentiation runs the transpose by the same algorithm: all_reduce <-> all_reduce,
 reduce_scatter <-> all_gather, broadcast <-> reduce, all_to_all <-> its inverse. (`Xla` is
@@ -12,7 +12,7 @@ differentiated by JAX itself, in forward mode as well.) max and min have no deri
 With `check_vma=True` JAX cannot know that a hand-written all_reduce gives the same value
 everywhere, and types it as varying: give it a sharded out_spec, set `check_vma=False`, or use
 `Xla`. A gradient taken *inside* shard_map through a varying result is the gradient of the sum of
-all devices' losses, as it is through `lax.psum` with `check_vma=False`.
+all devices' losses, as through `lax.psum` with `check_vma=False`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def all_reduce(
       x: this device's array, of any shape.
       axis: mesh axis, or a tuple of them.
       op: "mean" is for floating-point and complex numbers, "max" and "min" for all but complex.
-      algorithm: how; it decides the order of summation.
+      algorithm: the algorithm, which determines the order of summation.
 
     Returns:
       An array like `x`, with the same bits on all devices.
@@ -70,10 +70,10 @@ def reduce_scatter(
 
     Args:
       x, axis, op, algorithm: as for `all_reduce`.
-      dim: of n elements; device i gets elements i*c to (i+1)*c of them, c = ceil(n/N).
+      dim: a dim of n elements; device i gets its elements i*c to (i+1)*c, c = ceil(n/N).
 
     Returns:
-      The block, with c elements in `dim`; the last blocks are padded with zeros.
+      This device's block, with c elements in `dim`; the last blocks are padded with zeros.
     """
     x, axis, size, algorithm = _arguments("reduce_scatter", x, axis, algorithm)
     combine = check.combine_of(op, x, "reduce_scatter")
@@ -100,7 +100,7 @@ def all_gather(
 
     Args:
       x, axis, algorithm: as for `all_reduce`; any dtype.
-      dim: of c elements.
+      dim: the dim of c elements along which to concatenate.
       size: cut the result's N*c elements to this many, the inverse of reduce_scatter's padding.
     """
     x, axis, count, algorithm = _arguments("all_gather", x, axis, algorithm)
@@ -118,7 +118,7 @@ def all_gather(
 
 
 def broadcast(x: jax.Array, axis: Axis, *, root: int = 0, algorithm: Algorithm = XLA) -> jax.Array:
-    """Every device gets the array of device `root`."""
+    """Copy the array of device `root` to every device."""
     x, axis, size, algorithm = _arguments("broadcast", x, axis, algorithm)
     root = check.root_of(root, axis, size, "broadcast")
     run = partial(differentiate.broadcast, algorithm, axis, root)
@@ -158,12 +158,12 @@ def all_to_all(
     concat_dim: int = 0,
     algorithm: Algorithm = XLA,
 ) -> jax.Array:
-    """Split along one dim, send part i to device i, concatenate what arrives along another dim.
+    """Split along a dim, send part i to device i, concatenate the received parts along another dim.
 
     Args:
       x, axis, algorithm: as for `all_reduce`; any dtype.
-      split_dim: its size divides by N.
-      concat_dim: grows by N, in the order of the axis.
+      split_dim: the dim to split, whose size divides by N.
+      concat_dim: the dim to concatenate along, in the order of the axis; it grows by N.
     """
     x, axis, size, algorithm = _arguments("all_to_all", x, axis, algorithm)
     split_dim = check.dim_of(split_dim, x, "split_dim", "all_to_all")
@@ -180,7 +180,7 @@ def all_to_all(
 
 
 def into_blocks(x: jax.Array, dim: int, size: int) -> jax.Array:
-    """`[size, width, ...]`: the blocks of `x` along `dim`, which comes first; zeros at the end."""
+    """Return the blocks of `x` along `dim` as `[size, width, ...]`, zero-padded at the end."""
     rows = jnp.moveaxis(x, dim, 0)
     width = -(-rows.shape[0] // size)
     padding = [(0, width * size - rows.shape[0])] + [(0, 0)] * (x.ndim - 1)
@@ -190,7 +190,7 @@ def into_blocks(x: jax.Array, dim: int, size: int) -> jax.Array:
 def _arguments(
     operation: str, x: jax.Array, axis: Axis, algorithm: Algorithm
 ) -> tuple[jax.Array, Axis, int, Algorithm]:
-    """What all operations check first; the array comes back typed as varying."""
+    """Check the arguments that all operations share; the array is returned typed as varying."""
     axis = checked(axis, operation)
     check.check_algorithm(algorithm, operation)
     x = varying(check.array(x, operation), axis)
@@ -198,9 +198,10 @@ def _arguments(
 
 
 def _settled(x: jax.Array) -> jax.Array:
-    """`x` behind a barrier, so that it is computed once.
+    """Put `x` behind a barrier, so that it is computed only once.
 
-    XLA may otherwise compute what a device keeps apart from what it sends, with other rounding.
+    Otherwise XLA may compute the value that a device keeps separately from the value that it sends,
+    with different rounding.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -212,7 +213,7 @@ def _reduced(
     run: Callable[[jax.Array], jax.Array],
     x: jax.Array,
 ) -> jax.Array:
-    """`run`, carried in the dtype asked for, and divided for a mean."""
+    """Call `run` in the requested dtype, and divide for a mean."""
     half = x.dtype in (jnp.bfloat16, jnp.float16) and op in ("sum", "mean")
     carried = x.astype(algorithm.accumulate) if half and algorithm.accumulate else x
     result = run(carried)
@@ -223,7 +224,7 @@ def _reduced(
 def _elementwise(
     algorithm: Algorithm, run: Callable[[jax.Array], jax.Array], x: jax.Array
 ) -> jax.Array:
-    """`run` on the flat array; XLA keeps the shape, and with it the sharding over auto axes."""
+    """Call `run` on the flat array; XLA keeps the shape, and so the sharding over auto axes."""
     if algorithm.native:
         return run(x)
     return run(x.reshape(-1)).reshape(x.shape) if x.size else x
@@ -235,7 +236,7 @@ def _blockwise(
     blocks: jax.Array,
     shape: tuple[int, ...],
 ) -> jax.Array:
-    """`run` on [N, c], the result in `shape`."""
+    """Call `run` on [N, c], and return the result in `shape`."""
     if algorithm.native:
         return run(blocks).reshape(shape)
     flat = blocks.reshape(blocks.shape[0], -1)

@@ -1,11 +1,11 @@
-"""What the collectives mean: plain functions on the list of all devices' arrays.
+"""The definition of the collectives: plain functions on the list of all devices' arrays.
 
-`blocks[i]` is the array of device i; element i of the result is what device i then holds. There
-are no devices here and no algorithm: this is what `operations.py` is tested against.
+`blocks[i]` is the array of device i; element i of the result is what device i then holds. There are
+no devices and no algorithms here: `operations.py` is tested against these functions.
 
-What is only moved (all_gather, broadcast, all_to_all) arrives to the bit, as what it was sent, bool
-and -0.0 too. A NaN on any device is NaN in a sum, a max and a min. The sign of a sum that is 0, and
-which of 0.0 and -0.0 is the max or min of both, is left to the algorithm.
+Operations that only move data (all_gather, broadcast, all_to_all) preserve the bits, also of bools
+and -0.0. A NaN on any device gives NaN in a sum, a max and a min. The sign of a zero sum, and which
+of 0.0 and -0.0 is the max or min of both, are left to the algorithm.
 
 >>> all_reduce([np.array([1, 2]), np.array([3, 4])])
 [array([4, 6]), array([4, 6])]
@@ -31,18 +31,18 @@ COMBINE = {"sum": np.add, "mean": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def combined(blocks: Blocks, op: str = "sum") -> np.ndarray:
-    """All blocks combined element by element, in the dtype that they have."""
+    """Combine all blocks element by element, in their own dtype."""
     total = COMBINE[op].reduce(np.stack(blocks), axis=0, dtype=blocks[0].dtype)
     return total / total.dtype.type(len(blocks)) if op == "mean" else total
 
 
 def all_reduce(blocks: Blocks, op: str = "sum") -> Blocks:
-    """Everyone gets the combination."""
+    """Give the combination to every device."""
     return [combined(blocks, op) for _ in blocks]
 
 
 def reduce_scatter(blocks: Blocks, op: str = "sum", dim: int = 0) -> Blocks:
-    """Device i gets part i of the combination: ceil(n / N) elements, zeros behind the end."""
+    """Give part i of the combination to device i: ceil(n / N) elements, padded with zeros."""
     total = np.moveaxis(combined(blocks, op), dim, 0)
     width = -(-len(total) // len(blocks))
     padded = np.zeros((width * len(blocks), *total.shape[1:]), total.dtype)
@@ -51,24 +51,24 @@ def reduce_scatter(blocks: Blocks, op: str = "sum", dim: int = 0) -> Blocks:
 
 
 def all_gather(blocks: Blocks, dim: int = 0, size: int | None = None) -> Blocks:
-    """Everyone gets all blocks, one after the other, cut to `size`."""
+    """Give all blocks, concatenated and cut to `size`, to every device."""
     whole = np.concatenate(blocks, axis=dim)
     return [whole.take(range(whole.shape[dim])[:size], axis=dim) for _ in blocks]
 
 
 def broadcast(blocks: Blocks, root: int = 0) -> Blocks:
-    """Everyone gets the block of `root`."""
+    """Give the block of `root` to every device."""
     return [blocks[root] for _ in blocks]
 
 
 def reduce(blocks: Blocks, root: int = 0, op: str = "sum") -> Blocks:
-    """`root` gets the combination, the others zeros."""
+    """Give the combination to `root`, and zeros to the others."""
     total = combined(blocks, op)
     return [total if i == root else np.zeros_like(total) for i in range(len(blocks))]
 
 
 def all_to_all(blocks: Blocks, split_dim: int = 0, concat_dim: int = 0) -> Blocks:
-    """Part i of everyone goes to device i."""
+    """Give part i of every device to device i."""
     parts = [np.split(block, len(blocks), axis=split_dim) for block in blocks]
     return [
         np.concatenate([part[i] for part in parts], axis=concat_dim) for i in range(len(blocks))

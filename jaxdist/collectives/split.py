@@ -1,7 +1,7 @@
-"""Tensor fusion for tensors that are split: several gathered, or summed into shards, at once.
+"""Tensor fusion for sharded tensors: gather or reduce-scatter several tensors at once.
 
-Shards of one dtype lie end to end in a bucket, whatever dim of each is split, so that a layer of
-many small tensors is one message in place of many.
+Shards of one dtype are concatenated in a bucket, whatever dim of each is split, so that a layer of
+many small tensors is one message instead of many.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def gather_leaves(
     lengths: Sequence[int | None] | None = None,
     algorithm: Algorithm,
 ) -> list[jax.Array]:
-    """`all_gather` of every shard, packed into buckets of `algorithm.bucket_bytes` whole.
+    """Run `all_gather` on every shard, packed into buckets of `algorithm.bucket_bytes` (whole).
 
     Args:
-      shards: of this device, inside `jax.shard_map`.
-      dims: which dim of each is split.
+      shards: the shards of this device, inside `jax.shard_map`.
+      dims: the split dim of each shard.
       axis, algorithm: as for `reduce_tree`.
-      lengths: `size` of `all_gather` for each.
+      lengths: the `size` argument of `all_gather` for each shard.
 
     Returns:
       The whole tensors.
 
     Raises:
-      CollectiveError: as `all_gather`, or not a dim (and a length) for each shard.
+      CollectiveError: as `all_gather`, or a number of dims (or lengths) other than that of shards.
     """
     axis = checked(axis, "gather_leaves")
     count = axis_size(axis)
@@ -71,18 +71,18 @@ def gather_leaves(
 def scatter_leaves(
     tensors: Sequence[jax.Array], dims: Sequence[int], axis: Axis, *, algorithm: Algorithm
 ) -> list[jax.Array]:
-    """`reduce_scatter` of every tensor, packed into buckets of `algorithm.bucket_bytes`.
+    """Run `reduce_scatter` on every tensor, packed into buckets of `algorithm.bucket_bytes`.
 
     Args:
-      tensors: of this device, inside `jax.shard_map`.
-      dims: along which dim of each the sum is split.
+      tensors: the tensors of this device, inside `jax.shard_map`.
+      dims: the dim of each tensor along which its sum is split.
       axis, algorithm: as for `reduce_tree`.
 
     Returns:
       This device's shards of the sums.
 
     Raises:
-      CollectiveError: as `reduce_scatter`, or not a dim for each tensor.
+      CollectiveError: as `reduce_scatter`, or a number of dims other than that of tensors.
     """
     axis = checked(axis, "scatter_leaves")
     size = axis_size(axis)
@@ -132,13 +132,13 @@ def join_shards(
     dims: Sequence[int],
     lengths: Sequence[int],
 ) -> list[jax.Array]:
-    """Whole tensors of shards that lie end to end.
+    """Join whole tensors from concatenated shards.
 
     Args:
-      blocks: [N, total], the shards of one device in each row, the split dim of each in front.
-      shapes: of the shards as they lie there.
-      dims: which dim of each tensor is split.
-      lengths: of that dim; what shards hold beyond it is dropped.
+      blocks: [N, total], with a device's shards in each row, the split dim of each in front.
+      shapes: shapes of the shards in a row.
+      dims: the split dim of each tensor.
+      lengths: the length of that dim; elements of the shards beyond it are dropped.
     """
     like = [jax.ShapeDtypeStruct((math.prod(shape),), blocks.dtype) for shape in shapes]
     parts = jax.vmap(partial(unpack, like=like))(blocks)

@@ -1,1 +1,1 @@
-"""What a computation costs, counted in what jax traces."""
+"""The cost of a computation, counted in its jaxpr."""

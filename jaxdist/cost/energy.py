@@ -1,12 +1,12 @@
-"""Energy and carbon: power of chips, and what joules are in kWh and in grams of CO2 equivalent.
+"""Energy and carbon: the power of chips, and joules as kWh and grams of CO2 equivalent.
 
-A chip draws `idle + (most - idle) u` watts, where u is the share of the time that it is at work: a
-straight line between two published points, an estimate and never a measurement. What is drawn
-beside the chips (hosts, network, cooling) is the site's power usage effectiveness (PUE).
+A chip draws `idle + (most - idle) u` watts, where u is the fraction of the time that it is busy: a
+straight line between two published points, an estimate and not a measurement. Power drawn outside
+the chips (hosts, network, cooling) is covered by the site's power usage effectiveness (PUE).
 
 Sources. TPU v4: Jouppi et al. 2023 (arXiv 2304.01433, table 4: idle 90 W, most 192 W, at MLPerf's
-work 170 W on average). GPUs: the board power of the SXM data sheets. Google has published no power
-of v5e, v5p, v6e and tpu7x: none is made up here, the config must give it (`energy.watts`).
+busy 170 W on average). GPUs: the board power of the SXM data sheets. Google has published no power
+figures for v5e, v5p, v6e and tpu7x: none is assumed here, the config must set it (`energy.watts`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ JOULES_PER_KWH = 3.6e6
 
 @dataclass(frozen=True)
 class Power:
-    """What one device draws.
+    """The power of a device.
 
     Attributes:
-      most: watts at work all the time.
-      idle: watts at no work; None where no figure is known, and then `most` counts all the time.
-      source: where the figures are from.
+      most: watts when always busy.
+      idle: watts when idle; None where it is unknown, and then `most` counts all the time.
+      source: source of the figures.
     """
 
     most: float
@@ -33,7 +33,7 @@ class Power:
     source: str
 
     def watts(self, utilisation: float) -> float:
-        """While it is at work for so much of the time, 0 to 1.
+        """Return the watts at a utilisation of 0 to 1.
 
         >>> Power(200.0, 100.0, "").watts(0.5), Power(700.0, None, "").watts(0.5)
         (150.0, 700.0)
@@ -50,15 +50,16 @@ POWERS: Mapping[str, Power] = MappingProxyType(
         "h200": Power(700.0, None, "data sheet, board power"),
     }
 )
-"""By the short name of `jaxdist.runtime.hardware.DEVICES`; those not here are not published."""
+"""Power by the short names in `jaxdist.runtime.hardware.DEVICES`; missing figures are
+unpublished."""
 
 
 @dataclass(frozen=True)
 class Site:
-    """Where the energy is drawn.
+    """The place where the energy is drawn.
 
     Attributes:
-      pue: what the site draws over what its machines draw, at least 1.
+      pue: power of the site divided by that of its machines, at least 1.
       grid: grams of CO2 equivalent for each kWh.
     """
 
@@ -66,7 +67,7 @@ class Site:
     grid: float
 
     def kwh(self, joules: float) -> float:
-        """What the site draws while its machines draw so much.
+        """Return the energy of the site while its machines draw `joules`.
 
         >>> Site(pue=1.5, grid=400.0).kwh(7.2e6)
         3.0
@@ -74,7 +75,7 @@ class Site:
         return joules / JOULES_PER_KWH * self.pue
 
     def grams(self, joules: float) -> float:
-        """Of CO2 equivalent.
+        """Return the grams of CO2 equivalent.
 
         >>> Site(pue=1.5, grid=400.0).grams(7.2e6)
         1200.0

@@ -1,4 +1,4 @@
-"""FLOPs of what jax traces: the only place that counts them before XLA compiles."""
+"""FLOPs of a jaxpr: the only place that counts them before XLA compiles."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> float:
     """FLOPs of all `dot_general` and `conv_general_dilated` in a jaxpr, 2 per multiply-add.
 
-    A scan counts times its length, a `cond` as its dearest branch.
+    A scan counts times its length, a `cond` as its most expensive branch.
 
     Args:
-      elementwise: whether each element that another operation gives counts as 1.
+      elementwise: whether each result element of another operation counts as 1.
 
     >>> import jax
     >>> jaxpr_flops(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4))] * 2))
@@ -29,7 +29,7 @@ def jaxpr_flops(jaxpr: Jaxpr | ClosedJaxpr, *, elementwise: bool = False) -> flo
 def product_bytes(jaxpr: Jaxpr | ClosedJaxpr) -> float:
     """Bytes of all factors and results of matrix products and convolutions, each array once.
 
-    A scan counts times its length, a `cond` as its dearest branch.
+    A scan counts times its length, a `cond` as its most expensive branch.
 
     >>> import jax
     >>> product_bytes(jax.make_jaxpr(lambda a, b: a @ b)(*[np.ones((4, 4), np.float32)] * 2))
@@ -68,7 +68,7 @@ def _flops(equation: JaxprEqn, elementwise: bool) -> float:
 
 
 def _inner(params: Mapping[str, object]) -> Iterator[Jaxpr | ClosedJaxpr]:
-    """The jaxprs among the parameters of an equation."""
+    """Yield the jaxprs among the parameters of an equation."""
     for value in params.values():
         for part in value if isinstance(value, tuple | list) else (value,):
             if hasattr(part, "eqns"):
@@ -76,7 +76,7 @@ def _inner(params: Mapping[str, object]) -> Iterator[Jaxpr | ClosedJaxpr]:
 
 
 def _shape(var: Any) -> tuple[int, ...]:
-    """The shape of a variable or literal of a jaxpr, which holds numbers."""
+    """Return the shape of a variable or literal of a jaxpr."""
     return var.aval.shape
 
 

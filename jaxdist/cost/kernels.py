@@ -1,13 +1,13 @@
-"""Kernels that the TPU compiler gives no estimate for: what they compute, and how fast.
+"""Work and speed of kernels for which the TPU compiler gives no estimate.
 
-XLA knows nothing of a Pallas kernel. What is known of one is its schedule: libtpu prints, for each
-core, the bundles (VLIW instructions, one a cycle) of the kernel's loop over blocks. A turn of it
-takes no fewer cycles than it has bundles, nor than its products take in the matrix units.
-`python -m benchmarks.tpu.splash` compiles the kernels alone and prints those cycles; from them
-come the efficiencies below. Waits for memory are left out: a turn's operands are fetched during
-the turn before it.
+XLA knows nothing about a Pallas kernel except its schedule: libtpu prints, for each core, the
+bundles (VLIW instructions, one per cycle) of the kernel's loop over blocks. An iteration takes at
+least as many cycles as it has bundles, and as its products take in the matrix units. `python -m
+benchmarks.tpu.splash` compiles the kernels alone and prints those cycles, from which the
+efficiencies below are derived. Waits for memory are left out: the operands of an iteration are
+fetched during the previous iteration.
 
-All other kernels are taken at `OTHERS`, an assumption and the same for every program.
+All other kernels are assumed to run at `OTHERS`, the same for every program.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from dataclasses import dataclass
 from jaxdist.hlo.estimates import Effort
 
 OTHERS = 0.5
-"""Share of the peak at which the stated FLOPs of an unknown kernel are taken."""
+"""Fraction of the peak at which the stated FLOPs of an unknown kernel are assumed to run."""
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel of splash attention.
+    """A kernel of splash attention.
 
     Attributes:
       products: matrix products of a block of queries with a block of keys.
-      side: which of the block sizes in its metadata is that of the queries.
-      efficiency: for each family, block size to the share of the peak on the blocks computed.
+      side: the block size in its metadata that is that of the queries.
+      efficiency: for each family, block size to the fraction of the peak on the computed blocks.
     """
 
     products: int
@@ -75,31 +75,31 @@ SPLASH = {
         },
     ),
 }
-"""jax's own splash attention, heads of 128, by libtpu 0.0.52. Heads of 128 fill half of a matrix
-unit of 256 x 256 (v6e, tpu7x)."""
+"""jax's own splash attention, for heads of 128, by libtpu 0.0.52. Heads of 128 fill half of a
+matrix unit of 256 x 256 (v6e, tpu7x)."""
 HEAD = 128
 LANES = 128
-"""Lanes of a TPU's vector unit; the length of a block is a multiple of them."""
+"""Lanes of a TPU's vector unit; the length of a block is a multiple of this."""
 LARGEST = {"v6e": 2048, "tpu7x": 2048}
-"""Length of the largest block of a kernel on families where it is not `LARGEST_ELSEWHERE`.
-Blocks of 2,048 need more vector memory than libtpu gives a kernel by itself on v5e and v5p, and
-more than v4 has (libtpu 0.0.52)."""
+"""Length of a kernel's largest block on families where it is not `LARGEST_ELSEWHERE`. Blocks of
+2,048 need more vector memory than libtpu gives a kernel by default on v5e and v5p, and more than v4
+has (libtpu 0.0.52)."""
 LARGEST_ELSEWHERE = 1024
 
 
 def splash_block(
     kernel: str, family: str, length: int, *, window: int | None = None, narrow: bool = True
 ) -> int:
-    """Return the positions of a block by which a kernel of splash attention is fastest.
+    """Return the length of block at which a kernel of splash attention is fastest.
 
-    Larger blocks fill the matrix units better, and compute more that the mask throws away. Of
-    lengths that no block of the table divides it is the largest multiple of `LANES` that does.
+    Larger blocks fill the matrix units better, but compute more values that the mask discards. If
+    no block of the table divides the length, it is the largest multiple of `LANES` that does.
 
     Args:
       kernel: a key of `SPLASH`.
-      family: of the chip; one that was not compiled is taken as v5p.
-      window: how many positions before itself a query sees; None is all.
-      narrow: whether numbers are of two bytes; wider ones have blocks of 1,024 at most.
+      family: family of the chip; a family that was not compiled is treated as v5p.
+      window: number of positions before itself that a query sees; None is all.
+      narrow: whether numbers have two bytes; wider numbers have blocks of at most 1,024.
 
     >>> splash_block("dq", "v5p", 4096), splash_block("dq", "v6e", 4096)
     (512, 1024)
@@ -115,7 +115,7 @@ def splash_block(
 
 
 def computed_share(length: int, block: int, window: int | None = None) -> float:
-    """Return the share of all products of attention that lie in blocks with anything unmasked.
+    """Return the fraction of attention's products in blocks with any unmasked element.
 
     >>> computed_share(4096, 1024), computed_share(4096, 1024, window=1023)
     (0.625, 0.4375)
@@ -126,12 +126,12 @@ def computed_share(length: int, block: int, window: int | None = None) -> float:
 
 
 def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
-    """FLOPs of one call, the share of the peak that it runs at, and what is assumed, in words.
+    """Return the FLOPs of a call, its fraction of the peak, and a description of the assumption.
 
-    A causal mask is taken: of n x n blocks, n (n + 1) / 2 are computed.
+    The mask is assumed to be causal: of n x n blocks, n (n + 1) / 2 are computed.
 
     Args:
-      family: of the chip, "v5e" for example.
+      family: family of the chip, for example "v5e".
     """
     found = _SPLASH.match(effort.kernel)
     if found is None:
@@ -139,7 +139,7 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
     kernel = SPLASH[found[1]]
     block = effort.blocks.get(kernel.side, 512)
     query = max(effort.operands, key=lambda shape: shape.elements)
-    # A fused backward kernel gives the queries' gradient besides.
+    # A fused backward kernel also computes the queries' gradient.
     fused = found[1] == "dkv" and any(r.dims[-3:] == query.dims[-3:] for r in effort.results)
     products = kernel.products + int(fused)
     share_computed = computed_share(query.dims[-2], block)
@@ -150,14 +150,14 @@ def kernel_work(effort: Effort, family: str) -> tuple[float, float, str]:
 
 
 def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:
-    """Return the share of the peak of one kernel of splash attention on the blocks it computes.
+    """Return the fraction of the peak of a splash attention kernel on the blocks that it computes.
 
-    The nearest block size that was compiled is taken. Narrower heads fill as much less of the
-    matrix units.
+    The nearest compiled block size is used. Narrower heads fill proportionally less of the matrix
+    units.
 
     Args:
       kernel: a key of `SPLASH`.
-      family: of the chip; one that was not compiled is taken as v5p.
+      family: family of the chip; a family that was not compiled is treated as v5p.
     """
     by_block = _rates(kernel, family)
     nearest = min(by_block, key=lambda size: abs(size - block))
@@ -165,6 +165,6 @@ def splash_share(kernel: str, family: str, block: int, head_dim: int) -> float:
 
 
 def _rates(kernel: str, family: str) -> Mapping[int, float]:
-    """Return block size to the share of the peak."""
+    """Return the fraction of the peak by block size."""
     by_family = SPLASH[kernel].efficiency
     return by_family.get(family, by_family["v5p"])

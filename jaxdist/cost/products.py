@@ -1,8 +1,8 @@
-"""The share of the peak that a matrix product reaches on each TPU family.
+"""The fraction of the peak that a matrix product reaches on each TPU family.
 
-The shares stand in `products.json`, which `python -m benchmarks.tpu.products` writes from
-compiled single products: with the vector memory that `parallel.xla.preset: default` gives them
-("scoped"), and with what libtpu gives them by itself ("own limit").
+The fractions are in `products.json`, which `python -m benchmarks.tpu.products` writes from single
+compiled products: with the vector memory that `parallel.xla.preset: default` gives them ("scoped"),
+and with libtpu's default ("own limit").
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 
 TABLE = Path(__file__).with_name("products.json")
 Shares = Mapping[tuple[int, int], float]
-"""(contracted, columns) to the share of the peak."""
+"""Fraction of the peak by (contracted, columns)."""
 
 
 OWN_LIMIT, SCOPED = "own limit", "scoped"
-"""Tables of a family; it has no second one where the preset leaves libtpu its own limit."""
+"""Tables of a family; there is only the first where the preset keeps libtpu's default."""
 
 
 @cache
 def shares(family: str, *, scoped: bool = True) -> Shares | None:
-    """Return the rows of one family; None for a device that the table does not have."""
+    """Return the rows of a family; None for a device that the table does not have."""
     tables = json.loads(TABLE.read_text()).get(family)
     if tables is None:
         return None
@@ -37,10 +37,10 @@ def shares(family: str, *, scoped: bool = True) -> Shares | None:
 def product_share(
     family: str, contracted: int, columns: int, *, scoped: bool = True
 ) -> float | None:
-    """Return the share of the peak of a product with many rows, between the rows of the table.
+    """Return the fraction of the peak of a product with many rows, interpolated in the table.
 
-    Lengths outside the table are taken at its edge. The share is linear in the logarithms of both
-    lengths.
+    Lengths outside the table are clamped to its edge. The fraction is linear in the logarithms of
+    both lengths.
 
     Args:
       scoped: whether it has the vector memory of the preset `default`.
@@ -59,7 +59,7 @@ def product_share(
 
 
 def _between(lengths: list[int], length: int) -> tuple[int, int, float]:
-    """Return the neighbours of a length, and where it lies between their logarithms."""
+    """Return the neighbours of a length, and its relative position between their logarithms."""
     length = min(max(length, lengths[0]), lengths[-1])
     index = max(1, bisect.bisect_left(lengths, length))
     low, high = lengths[index - 1], lengths[index]

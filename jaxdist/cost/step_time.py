@@ -1,8 +1,8 @@
-"""How long a step takes on a TPU, read from the compiled program.
+"""The time of a step on a TPU, read from the compiled program.
 
-Compute is what the compiler itself estimates, collectives are bytes over links, and the schedule
-decides what of them the device waits for. What has no estimate is timed at an assumed rate and
-listed. There is no such prediction for a CPU or a GPU: their compilers write no estimates.
+Compute is the compiler's own estimate, collectives are bytes over links, and the schedule
+determines how long the device waits for them. Work without an estimate is timed at an assumed rate
+and listed. There is no such prediction for a CPU or a GPU: their compilers write no estimates.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from jaxdist.types import JsonObject
 
 @dataclasses.dataclass(frozen=True)
 class StepTime:
-    """The predicted time of one run of a program on each device, and where it goes.
+    """The predicted time of a run of a program on each device, with its parts.
 
     Attributes:
-      seconds: of the whole; where branches decide, with the dearest ones.
-      seconds_low: with the cheapest branches.
-      compute_seconds: what the device computes, kernels of an assumed rate with it.
-      assumed_seconds: of these, those of an assumed rate.
+      seconds: total; where branches decide, with the most expensive branches.
+      seconds_low: total with the cheapest branches.
+      compute_seconds: time in which the device computes, including kernels of an assumed rate.
+      assumed_seconds: the part of these at an assumed rate.
       copy_seconds: waits for copies between memories.
       exposed_seconds: waits for collectives, by the mesh axes that they span.
       overlapped_seconds: collectives that run while the device computes, by axes.
-      entries: every instruction that takes time, the dearest first.
-      unknown_loops: loops of unknown length, of which one turn counts: the step takes longer.
-      bubble_seconds: of a pipeline, what the mean stage waits for the longest one, in all ticks;
-        what stages do (`compute_seconds` and the others) is their mean.
-      schedule: of the ticks that this is the time of; empty where there are none.
-      unmatched: why the ticks of a pipeline's schedule were not found in the program, so that the
-        dearest branches stand in every tick; empty where they were, or where there is no pipeline.
+      entries: every instruction that takes time, the most expensive first.
+      unknown_loops: loops of unknown length, counted as a single iteration: the step takes longer.
+      bubble_seconds: time that a pipeline's mean stage waits for the longest stage, over all ticks;
+        the other times (`compute_seconds` etc.) are means over stages.
+      schedule: the schedule whose ticks are timed; empty where there are none.
+      unmatched: why the ticks of a pipeline's schedule were not found in the program, so that every
+        tick takes its most expensive branches; empty where they were, or without a pipeline.
     """
 
     seconds: float
@@ -61,11 +61,11 @@ class StepTime:
 
     @property
     def communication_seconds(self) -> float:
-        """All waits for collectives."""
+        """The sum of all waits for collectives."""
         return math.fsum(self.exposed_seconds.values())
 
     def to_json(self) -> JsonObject:
-        """Totals and the entries that an assumption stands behind, as plain data."""
+        """Return the totals, and the entries that rest on an assumption, as plain data."""
         found = dataclasses.asdict(self)
         found["entries"] = [dataclasses.asdict(e) for e in self.entries if e.basis == "assumed"]
         return found
@@ -79,23 +79,23 @@ class TpuRates:
     torus: Torus
 
     def cycles(self, count: int) -> float:
-        """Seconds of so many cycles."""
+        """Return the seconds of `count` cycles."""
         assert self.device.clock_hz
         return count / self.device.clock_hz
 
     def transfer(self, collective: Collective) -> tuple[float, frozenset[Resource]]:
-        """Seconds of a collective alone on its links, and these links."""
+        """Return the seconds of a collective alone on its links, and these links."""
         found = self.torus.transfer(collective)
         return found.seconds, frozenset(found.links)
 
     def copy(self, size_bytes: int, *, host: bool) -> float:
-        """Seconds of a copy at the bandwidth of the memory, or of the link to the host."""
+        """Return the seconds of a copy at the bandwidth of memory, or of the link to the host."""
         host_rate = self.device.host_bytes_per_second
         rate = host_rate if host and host_rate else self.device.memory_bytes_per_second
         return size_bytes / rate
 
     def work(self, effort: Effort) -> tuple[float, str]:
-        """Seconds of FLOPs or of bytes, whichever take longer."""
+        """Return the seconds of FLOPs or of bytes, whichever take longer."""
         flops, share, assumption = kernel_work(effort, self.device.name)
         compute = flops / (self.device.flops_per_second["bfloat16"] * share)
         memory = effort.bytes / self.device.memory_bytes_per_second
@@ -105,7 +105,7 @@ class TpuRates:
 
 
 def can_predict(devices: Sequence[Any]) -> bool:
-    """Whether the compiler of these devices writes estimates, and their clock is known."""
+    """Return whether these devices' compiler writes estimates, and their clock is known."""
     known = find_device(devices[0].device_kind)
     return known is not None and known.clock_hz is not None
 

@@ -1,16 +1,16 @@
-"""How long a collective takes on the torus of a TPU slice, from its bytes and the links it uses.
+"""The time of a collective on the torus of a TPU slice, from its bytes and its links.
 
 Chips are joined to their neighbours along two or three dims. A collective over a box of chips uses
 the links of each dim in which the box is longer than one, all at once: both directions where the
-dim is a ring, one where it is a line (on a line, all that an end receives comes through one link).
-An all-gather of V bytes then takes V (n-1)/n over the sum of these links, a reduce-scatter as
-long, an all-reduce twice that, an all-to-all a quarter of the all-gather (Austin et al., "How to
-Scale Your Model", chapter "Sharded matrices"). To that come the hops that the first byte travels.
+dim is a ring, one where it is a line (on a line, an end receives everything through one link). An
+all-gather of V bytes then takes V (n-1)/n over the sum of these links, a reduce-scatter as long, an
+all-reduce twice that, an all-to-all a quarter of the all-gather (Austin et al., "How to Scale Your
+Model", chapter "Sharded matrices"). The hops of the first byte are added.
 
-What is not a box (a group whose chips lie scattered) is taken at one link of one dim.
+A group that is not a box (scattered chips) is assumed to use a single link of a single dim.
 
-Two devices of one chip are one more dim, without links of the torus. A collective that spans it
-sends each byte into the chip once; of one that does not, two run at once and share the links.
+The two devices of a chip form a further dim, without links of the torus. A collective that spans it
+sends each byte into the chip once; if it does not, two run at once and share the links.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ Coordinates = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective on the links.
+    """A collective's time and links.
 
     Attributes:
-      seconds: alone on its links.
-      links: those that it keeps busy: d and -d are the two directions along dim d of the torus,
-        counted from 1; 0 is the network between slices.
+      seconds: time if the collective is alone on its links.
+      links: the busy links: d and -d are the two directions along dim d of the torus, counted from
+        1; 0 is the network between slices.
     """
 
     seconds: float
@@ -45,15 +45,15 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Torus:
-    """Chips of one slice, or of several that a slower network joins.
+    """The chips of a slice, or of several slices joined by a slower network.
 
     Attributes:
-      places: for each position in the program's device assignment, the chip's coordinates, the
+      places: for each position in the program's device assignment, the chip's coordinates, with the
         slice in front.
-      rings: for each dim of the torus, whether its ends are joined; may go on after the last.
-      fast: between neighbours.
-      slow: between slices.
-      cores: devices of a chip; where there are several, the last of the places tells them apart.
+      rings: for each dim of the torus, whether its ends are joined; may be longer than the dims.
+      fast: the link between neighbours.
+      slow: the link between slices.
+      cores: devices of a chip; where there are several, the last coordinate distinguishes them.
     """
 
     places: np.ndarray
@@ -63,7 +63,7 @@ class Torus:
     cores: int = 1
 
     def transfer(self, collective: Collective) -> Transfer:
-        """One execution of a collective, with nothing else on its links."""
+        """Time an execution of a collective with no other traffic on its links."""
         if not collective.sent_bytes:
             return Transfer(0.0, frozenset())
         if collective.kind == "collective-permute":
@@ -85,7 +85,7 @@ class Torus:
         return Transfer(rounds * hops * self.fast.latency_seconds + wire, both_ways(dims))
 
     def _permute(self, collective: Collective) -> Transfer:
-        """A message between two chips; those that travel several hops share the links between."""
+        """Time messages between two chips; messages of several hops share the links between."""
         ends = self.places[np.array(collective.groups)]
         way = ends[:, 1] - ends[:, 0]
         if way[:, 0].any():
@@ -105,17 +105,17 @@ class Torus:
 
     @property
     def _inside(self) -> frozenset[int]:
-        """The dim inside a chip, where there is one."""
+        """The dim inside a chip, where it exists."""
         return frozenset({self.places.shape[1] - 1} if self.cores > 1 else ())
 
     def _link_rate(self, dims: frozenset[int]) -> float:
-        """Bytes per second of one link that a device has for a collective over these dims."""
+        """Return a device's bytes per second on a link, for a collective over these dims."""
         if dims and dims <= self._inside:
             return CHIPLET_LINKS * self.fast.bytes_per_second
         return self.fast.bytes_per_second / (1 if dims & self._inside else self.cores)
 
     def _extents(self, groups: Sequence[Sequence[int]]) -> list[int]:
-        """How many different coordinates a group has in each dim, at most over the groups."""
+        """Count the different coordinates of a group in each dim, as a maximum over the groups."""
         if len({len(group) for group in groups}) > 1:
             return [max(sizes) for sizes in zip(*(self._extents([g]) for g in groups), strict=True)]
         places = np.sort(self.places[np.array(groups)], axis=1)  # [group, member, dim]
@@ -130,7 +130,7 @@ class Torus:
 
 
 def both_ways(dims: Iterable[int]) -> frozenset[int]:
-    """The links of both directions along dims.
+    """Return the links of both directions along dims.
 
     >>> sorted(both_ways({1, 3}))
     [-3, -1, 1, 3]
@@ -139,12 +139,12 @@ def both_ways(dims: Iterable[int]) -> frozenset[int]:
 
 
 def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Torus:
-    """The torus that TPU devices lie on.
+    """Return the torus that TPU devices form.
 
     Args:
       devices: in the order of the program's device assignment, with jax's `coords`.
-      family: "v5e", "v5p", ...: which lengths close to a ring.
-      fast, slow: between neighbours, and between slices.
+      family: "v5e", "v5p", ..., which determines the lengths that close to a ring.
+      fast, slow: the links between neighbours, and between slices.
     """
     places = np.array([(getattr(d, "slice_index", 0) or 0, *d.coords) for d in devices])
     sizes = tuple(int(size) for size in places.max(axis=0)[1:] + 1)
@@ -152,6 +152,6 @@ def torus_of(devices: Sequence[Any], family: str, fast: Link, slow: Link) -> Tor
     cores = int(on_chip.max()) + 1
     if cores > 1:
         places = np.column_stack([places, on_chip])
-    # A dim that a family of two does not have has length 1, and no ring.
+    # A family with two dims has length 1 in the third, and no ring there.
     joined = rings(family, sizes[: FAMILIES[family].dims]) + (False,) * 3
     return Torus(places, joined, fast, slow, cores)

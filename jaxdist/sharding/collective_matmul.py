@@ -1,14 +1,15 @@
-"""Matmuls over a tensor axis whose collectives run beside them, piece by piece.
+"""Matmuls over a tensor axis that overlap with their collectives, piece by piece.
 
 Where the sequence of the residual stream is split over the axis, an MLP begins with an all-gather
 of its input and ends with a reduce-scatter of its result. Here each device's piece of the sequence
-goes round the ring instead: a device multiplies what it has while the next pieces travel, and
-partial sums are added up on their way back (Wang et al., "Overlap Communication with Dependent
+travels around the ring instead: a device multiplies the pieces that it has while the next arrive,
+and partial sums are added up on their way back (Wang et al., "Overlap Communication with Dependent
 Computation via Decomposition", ASPLOS 2023).
 
-Devices work on pieces in the order in which they arrive, each in another one, and never put them
-in order: an MLP does not care, and nothing is copied. The gradient of a kernel is a matmul over
-several pieces: one of each piece XLA would reduce over the data axis.
+Devices work on pieces in the order of their arrival, which differs between devices, and never
+reorder them: an MLP does not depend on the order, and nothing is copied. The gradient of a kernel
+is a single matmul over several pieces: XLA would reduce a gradient of each piece over the data
+axis.
 
 Dims: B batch, L sequence, D embed, F mlp, n devices on the ring, l = L/n.
 """
@@ -27,11 +28,11 @@ Pieces = tuple[jax.Array, ...]
 """A sequence in pieces `[B, l, ...]`, nearest first: see `distances`."""
 
 MOST_READ = 4
-"""Pieces that XLA:TPU reads within one matmul; it copies more than these together first."""
+"""Pieces that XLA:TPU reads within a matmul; it would first copy a larger number together."""
 
 
 def distances(count: int) -> list[int]:
-    """How many places each piece comes from, nearest first; negative ones go round the other way.
+    """Return how many places each piece travels, nearest first; negative is the other direction.
 
     >>> distances(5), distances(4)
     ([0, 1, -1, 2, -2], [0, 1, -1, 2])
@@ -41,12 +42,12 @@ def distances(count: int) -> list[int]:
 
 @dataclass(frozen=True)
 class Ring:
-    """The devices of a mesh axis, manual where the methods are called, one after another."""
+    """The devices of a mesh axis, in order; the axis is manual where the methods are called."""
 
     axis: str
 
     def gathered(self, x: jax.Array) -> Pieces:
-        """The pieces of all devices; `x [B, l, ...]` is this device's."""
+        """Gather the pieces of all devices; `x [B, l, ...]` is this device's."""
         count = jax.lax.axis_size(self.axis)
         found = {0: x}
         for distance in distances(count)[1:]:
@@ -57,15 +58,16 @@ class Ring:
     def products(
         self, pieces: Pieces, *kernels: jax.Array, leaving: bool = False
     ) -> tuple[Pieces, ...]:
-        """For each kernel `[D, F]` the products of all pieces `[B, l, D]`, in their dtype.
+        """Multiply all pieces `[B, l, D]` by each kernel `[D, F]`, in their dtype.
 
         Args:
-          leaving: the products go back to their devices, where else the pieces come from there.
+          leaving: whether the products return to their devices; otherwise the pieces come from
+            there.
         """
         return _products(leaving, pieces, kernels)
 
     def reduced(self, pieces: Pieces) -> jax.Array:
-        """This device's piece `[B, l, ...]`, summed over the ring."""
+        """Sum the pieces over the ring, and return this device's `[B, l, ...]`."""
         order = distances(len(pieces))
         totals = dict(zip(order, pieces, strict=True))
         for distance in reversed(order[1:]):
@@ -100,7 +102,7 @@ def _backward(leaving: bool, kept: Any, cotangents: Sequence[Pieces]) -> Any:
 
     columns = list(zip(*cotangents, strict=True))
     if not leaving:
-        # Pieces that are gathered anew travel before these matmuls, not between them and the next.
+        # Pieces of another gather travel before these matmuls, not between them and the next.
         pieces, columns[-1] = jax.lax.optimization_barrier((pieces, columns[-1]))
     passed = _one_by_one(back, columns, farthest_first=not leaving)
     return tuple(passed), tuple(_kernel_gradient(pieces, grads) for grads in cotangents)
@@ -108,7 +110,7 @@ def _backward(leaving: bool, kept: Any, cotangents: Sequence[Pieces]) -> Any:
 
 def _kernel_gradient(pieces: Pieces, grads: Pieces) -> jax.Array:
     rows = (0, 1, 2)
-    # On a dim of their own: along one that the data axis splits they would change devices.
+    # In a new dim: along a dim that the data axis splits, concatenated pieces would change devices.
     total, *more = (
         jnp.tensordot(jnp.stack(pieces[part]), jnp.stack(grads[part]), (rows, rows))
         for part in (slice(i, i + MOST_READ) for i in range(0, len(pieces), MOST_READ))
@@ -122,9 +124,9 @@ _products.defvjp(_forward, _backward)
 def _one_by_one(
     function: Callable[[Any], Any], pieces: Sequence[Any], *, farthest_first: bool
 ) -> list[Any]:
-    """A function of each piece, one after another.
+    """Apply a function to each piece, one after another.
 
-    XLA is held to the order: left alone it waits for all pieces before it multiplies the first.
+    A barrier forces the order on XLA, which otherwise waits for all pieces before the first matmul.
     """
     results = list(pieces)
     places = sorted(range(len(pieces)), reverse=farthest_first)

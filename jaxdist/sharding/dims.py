@@ -1,4 +1,4 @@
-"""The dims of each parameter, from the model and from the patterns of a config, strictly."""
+"""The dims of each parameter, from the model and from the patterns of a config."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ STACKED = "layers"
 """The first dim of stacked layers."""
 
 MOST_NAMES = 4
-"""Of parameters in a message where none is near to what was meant."""
+"""Parameter names in a message where none is close to the given name."""
 
 ACTIVATION_DIMS = frozenset({"batch", "seq", "residual_seq"})
-"""Dims that no parameter has.
+"""Dims that parameters never have.
 
 Between layers the sequence is `residual_seq`, inside them `seq`: `residual_seq: tensor` is sequence
-parallelism (Korthikanti et al. 2022, arXiv 2205.05198), norms and residuals split as well.
+parallelism (Korthikanti et al. 2022, arXiv 2205.05198), in which norms and residuals are split too.
 """
 
 
@@ -33,18 +33,18 @@ def resolve_dims(
     stacked: frozenset[str] = frozenset(),
     layout: Layout | None = None,
 ) -> dict[str, Dims]:
-    """Every parameter's dims: the model's own, else those of the config's first fitting pattern.
+    """Resolve each parameter's dims: the model's own, else those of the config's first match.
 
-    A parameter with neither is whole where no axis of the mesh splits parameters.
+    A parameter with neither is not split if no axis of the mesh splits parameters.
 
     Args:
-      shapes: of each parameter, by name.
-      dims: what the model names of each; None is nothing.
-      stacked: names of the parameters whose first dim counts layers; dims of one layer do for them.
-      layout: that the parameters will lie on; None is one whose axes split parameters.
+      shapes: shape of each parameter, by name.
+      dims: dims of each parameter from the model; None where it names none.
+      stacked: names of the parameters whose first dim counts layers; a single layer's dims suffice.
+      layout: the layout of the parameters; None assumes axes that split parameters.
 
     Raises:
-      ShardingError: parameters without dims, patterns that do nothing, rules for dims that no
+      ShardingError: parameters without dims, patterns without effect, rules for dims that no
         parameter has: all of them in one message.
     """
     resolved: dict[str, Dims] = {}
@@ -84,7 +84,7 @@ def _first(name: str, params: Mapping[str, Any]) -> PyTree:
 
 
 def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool) -> Dims | None:
-    """A parameter's dims from what the model and a pattern name; None where neither does."""
+    """Return a parameter's dims from the model and a pattern; None where neither names any."""
     if own is not None:
         return (STACKED, *own) if stacked and len(own) == len(shape) - 1 else own
     if pattern is None:
@@ -99,7 +99,7 @@ def _given(own: Dims | None, pattern: Any, shape: tuple[int, ...], stacked: bool
 
 
 def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -> list[str]:
-    """What is wrong with the patterns that give no parameter its dims."""
+    """Describe the problems of patterns that give no parameter its dims."""
     matched = {
         pattern: {name for name in dims if fnmatch.fnmatchcase(name, pattern)} for pattern in params
     }
@@ -128,7 +128,7 @@ def _idle_patterns(params: Mapping[str, Any], dims: Mapping[str, Dims | None]) -
 
 
 def _near(pattern: str, names: Iterable[str]) -> str:
-    """The parameter that a pattern may mean, or what some are called."""
+    """Return the parameter that a pattern may mean, or the names of some parameters."""
     known = [*dict.fromkeys(map(pattern_of, names))]
     more, match = len(known) - MOST_NAMES, closest(pattern, known)
     if more <= 0:
@@ -139,13 +139,14 @@ def _near(pattern: str, names: Iterable[str]) -> str:
 
 
 def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> str:
-    """What to tell of parameters without dims: one line for those alike, as YAML to paste."""
+    """Describe parameters without dims: a line for each group of a shape, as YAML to paste."""
     groups: dict[tuple[str, int], list[str]] = {}
     for name, shape in shapes.items():
         groups.setdefault((pattern_of(name), len(shape)), []).append(name)
     lines: dict[str, str] = {}
     for (pattern, rank), names in sorted(groups.items(), key=lambda group: -len(group[1])):
-        # Of one pattern for several ranks the most frequent keeps it; the others stand before it.
+        # If a pattern fits several ranks, the most frequent rank keeps it; others are listed before
+        # it.
         for key, members in _keys(pattern, names, taken=pattern in lines).items():
             free = ["null"] * rank
             if names[0] in stacked:
@@ -154,7 +155,7 @@ def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> 
             sizes = found[0] if len(found) == 1 else f"{found[0]} and other sizes"
             count = "" if len(members) == 1 else f", {len(members)} parameters"
             lines[key] = f'    "{key}": [{", ".join(free)}]  # {sizes}{count}'
-    # A `*` reaches over `/`, so that the longer come first, and names before patterns.
+    # A `*` also matches `/`, so longer patterns come first, and names before patterns.
     ordered = sorted(lines, key=lambda key: (-key.count("/"), key.count("*")))
     many = "1 parameter names" if len(shapes) == 1 else f"{len(shapes)} parameters name"
     return "\n".join(
@@ -170,7 +171,7 @@ def _unnamed(shapes: Mapping[str, tuple[int, ...]], stacked: frozenset[str]) -> 
 
 
 def _keys(pattern: str, names: Sequence[str], *, taken: bool) -> dict[str, list[str]]:
-    """Patterns for these names, with the names that each stands for."""
+    """Return patterns for these names, with the names that each pattern matches."""
     if taken or len(names) == 1:
         return {glob.escape(name): [name] for name in names}
     return {pattern: [*names]}

@@ -1,4 +1,4 @@
-"""A mesh and the rules onto it: from logical dims to mesh axes."""
+"""A mesh and its rules: the mapping from logical dims to mesh axes."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ DEFAULT_RULES: Mapping[str, str | None] = {
     "window": None,
     "classes": None,
 }
-"""Mesh axis of each logical dim, or None; `sharding.rules` of a config stand over these."""
+"""Mesh axis of each logical dim, or None; `sharding.rules` of a config override these."""
 
 ELLIPSIS = "..."
-"""In a pattern's dims, as many that are never split as a parameter has besides the others."""
+"""In a pattern's dims, a placeholder for all unnamed dims, which are never split."""
 
 
 class ShardingConfig(Config):
@@ -77,9 +77,9 @@ class ShardingConfig(Config):
 
 @dataclass(frozen=True)
 class Layout:
-    """A mesh and the rules onto it; hashable, so that a jitted model may hold one.
+    """A mesh and its rules; hashable, so that a jitted model may hold a layout.
 
-    Called as `layout(x, *dims)` inside a jitted function, it constrains an activation.
+    The call `layout(x, *dims)` inside a jitted function constrains an activation.
     """
 
     mesh: Mesh
@@ -87,7 +87,7 @@ class Layout:
     collective_matmul: bool = False
 
     def axis_of(self, dim: str | None) -> str | None:
-        """The mesh axis that splits `dim`, or None.
+        """Return the mesh axis that splits `dim`, or None.
 
         Raises:
           ShardingError: no rule names the dim.
@@ -104,7 +104,7 @@ class Layout:
         )
 
     def spec(self, dims: Sequence[str | None]) -> PartitionSpec:
-        """The partition spec of a tensor with these dims; absent and size-1 axes split nothing."""
+        """Return a tensor's partition spec, given its dims; absent and size-1 axes do not split."""
         entries: list[Any] = []
         for dim in dims:
             axis = self.axis_of(dim)
@@ -113,7 +113,7 @@ class Layout:
         return PartitionSpec(*entries)
 
     def sharding(self, dims: Sequence[str | None]) -> NamedSharding:
-        """The sharding of a tensor with these dims."""
+        """Return the sharding of a tensor with these dims."""
         return NamedSharding(self.mesh, self.spec(dims))
 
     @property
@@ -123,11 +123,11 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """Into how many parts the batch is split."""
+        """The number of parts into which the batch is split."""
         return self.parts("batch")
 
     def parts(self, dim: str) -> int:
-        """Into how many parts the mesh splits a dim."""
+        """Return the number of parts into which the mesh splits a dim."""
         axis = self.axis_of(dim)
         return axis_size(self.mesh, axis) if axis else 1
 
@@ -140,13 +140,14 @@ class Layout:
     def __call__(self, x: jax.Array, *dims: str | None, was: Dims | None = None) -> jax.Array:
         """Constrain an activation's layout; for use under jit.
 
-        With `was` both ends of a move are constrained, for the backward pass goes the other way;
-        nothing is where they lie alike. An axis splits the first dim that it is mapped to: the
-        batch before what parameters split.
-        Inside `jax.shard_map` an axis that is manual there is left out: x is one device's part.
+        With `was` both ends of a move are constrained, because the backward pass moves back; if
+        both layouts are equal, nothing is constrained. An axis splits the first dim that is mapped
+        to it: the batch before the dims of parameters. Inside `jax.shard_map` a manual axis is left
+        out: x is a single device's part.
 
         Raises:
-          ShardingError: not as many dims as x has; one other than the batch does not divide.
+          ShardingError: a number of dims other than x has; a dim other than the batch does not
+            divide.
         """
         if len(dims) != x.ndim:
             shown = f"activation {x.shape} has {x.ndim} dims"
@@ -165,7 +166,7 @@ class Layout:
     def _entries(
         self, x: jax.Array, dims: Dims, manual: Iterable[str]
     ) -> list[tuple[str, ...] | None]:
-        """For each dim of an activation the axes, none of them manual, that split it."""
+        """Return, for each dim of an activation, the automatic axes that split it."""
         taken = set(manual)
         entries: list[tuple[str, ...] | None] = []
         for dim, length, entry in zip(dims, x.shape, self.spec(dims), strict=True):
@@ -174,7 +175,7 @@ class Layout:
             taken.update(free)
             entries.append(free or None)
             parts = self._size(free)
-            # A lone row may be padded to a batch, but a padded dim is work and bytes for nothing.
+            # A single row may be padded to a batch, but padding another dim wastes work and bytes.
             if dim != "batch" and length % parts:
                 shown = f"activation {dims} {x.shape}"
                 raise ShardingError(_indivisible(shown, dim, length, self.axis_of(dim), parts))
@@ -189,14 +190,15 @@ class Layout:
         *dims: Dims,
         axes: Sequence[str] | None = None,
     ) -> Callable[..., jax.Array]:
-        """`function` of each device's blocks of arrays with these dims; for use under jit.
+        """Map `function` over each device's blocks of arrays with these dims, under jit.
 
-        It runs in a `jax.shard_map` over all axes that are not manual already, those that split no
-        dim too: of an automatic axis XLA would have to partition the function. The result lies as
-        the first array does. Rows that do not divide over their axis are whole on each device.
+        It runs in a `jax.shard_map` over all axes that are not manual already, including those that
+        split
+        no dim: over an automatic axis XLA would have to partition the function. The result has the
+          layout of the first array. Rows that do not divide over their axis are replicated.
 
         Args:
-          axes: only these are manual, and XLA partitions over the others; None is all.
+          axes: the axes to make manual, while XLA partitions over the others; None is all.
         """
 
         def run(*arrays: jax.Array) -> jax.Array:
@@ -223,10 +225,10 @@ class Layout:
         return PartitionSpec(*(e if n % self._size(e) == 0 else None for n, e in sizes))
 
     def problem(self, name: str, shape: Sequence[int], dims: Dims, count: int = 1) -> str | None:
-        """Why a tensor of this shape cannot be laid out with these dims; None when it can.
+        """Explain why a tensor of this shape cannot be laid out with these dims; None when it can.
 
         Args:
-          count: how many such tensors there are.
+          count: number of such tensors.
         """
         shown = f"parameter {name} {tuple(shape)}" + (f", {count} of them" if count > 1 else "")
         if len(dims) != len(shape):
@@ -260,10 +262,10 @@ def _indivisible(shown: str, dim: str | None, length: int, axis: str | None, par
 
 
 def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
-    """The default rules with the config's on top, on a mesh.
+    """Combine the default rules with the config's, on a mesh.
 
     Raises:
-      ShardingError: collective matmuls without an axis that they can go round.
+      ShardingError: collective matmuls without an axis for their ring.
     """
     rules = {**DEFAULT_RULES, **config.rules}
     axis = rules["residual_seq"]
@@ -283,11 +285,11 @@ def make_layout(config: ShardingConfig, mesh: Mesh) -> Layout:
 
 
 def param_shardings(layout: Layout, params: Params, dims: Mapping[str, Dims]) -> PyTree:
-    """A tree of shardings for a tree of parameters (arrays or shapes).
+    """Return a tree of shardings for a tree of parameters (arrays or shapes).
 
     Raises:
-      ShardingError: each parameter that cannot be laid out, or all of them alike, with path, shape,
-        numbers and remedy.
+      ShardingError: parameters that cannot be laid out, grouped where they are alike, with path,
+        shape, numbers and remedy.
     """
     named = flatten_with_names(params)
     alike: dict[tuple[str, tuple[int, ...], Dims], list[str]] = {}

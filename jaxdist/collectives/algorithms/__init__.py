@@ -1,2 +1,1 @@
-"""The algorithms of collectives, each one a `contract.Algorithm`, and which of them a config
-names."""
+"""The algorithms of collectives, each a `contract.Algorithm`, and the union for configs."""

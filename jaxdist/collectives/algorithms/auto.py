@@ -1,4 +1,4 @@
-"""The algorithm that `cost.py` predicts to be the fastest, for each call by itself."""
+"""An algorithm that uses, for each call, the algorithm that `cost.py` predicts to be fastest."""
 
 from __future__ import annotations
 
@@ -31,33 +31,34 @@ FLAT: tuple[Algorithm, ...] = (
     DoubleTree(),
     Halving(),
 )
-"""The alternatives on any axis; of two that are predicted to be equal, the earlier one."""
+"""The alternatives on any axis; of two with equal predictions, the earlier is chosen."""
 HIERARCHICAL: tuple[Algorithm, ...] = tuple(
     Hierarchical(inside=inside, across=across)
     for inside in (Ring(directions=2), Halving())
     for across in (Ring(directions=2), Halving())
 )
-"""The alternatives that are added on several axes."""
+"""The additional alternatives on several axes."""
 
 
 class LinkConfig(Config):
-    """A link of your own network, where the figures of `hardware.py` do not fit it."""
+    """A link of your own network, in place of the figures in `hardware.py`."""
 
     latency_seconds: NonNegativeFloat
-    """From the start of a message to its first byte at the neighbour."""
+    """Seconds from the start of a message to its first byte at the neighbour."""
     bytes_per_second: PositiveFloat
-    """One way, through one port."""
+    """Bytes per second in one direction, through one port."""
     topology: Topology = "switch"
-    """A switch joins all devices; a torus joins neighbours, and sends both ways at once."""
+    """A switch joins all devices; a torus joins neighbours, and sends in both directions at
+    once."""
 
     def link(self) -> Link:
-        """As `cost.py` takes it."""
+        """Convert it to the form that `cost.py` uses."""
         return Link(self.latency_seconds, self.bytes_per_second, self.topology)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One alternative of a call and its predicted time."""
+    """An alternative for a call, and its predicted time."""
 
     algorithm: Algorithm
     seconds: float
@@ -66,21 +67,21 @@ class Candidate:
 class Auto(Algorithm):
     """The fastest alternative by the alpha-beta model, chosen when the program is traced.
 
-    What it chooses depends on the operation, the bytes, the sizes of the axes and their links, and
-    on nothing measured, so that all processes choose alike. `explain` says why. The order of
-    summation is that of the algorithm chosen.
+    The choice depends on the operation, the bytes, the sizes of the axes and their links, and on
+    nothing measured, so that all processes make the same choice. `explain` gives the reasons. The
+    order of summation is that of the chosen algorithm.
     """
 
     type: Literal["auto"] = "auto"
     """Selects this algorithm."""
     device: str | None = None
-    """Figures of this device (v5e, h100, ...); null: the one that the program is compiled for."""
+    """Device whose figures to use (v5e, h100, ...); null: the device compiled for."""
     fast: LinkConfig | None = None
-    """The link of fast axes; null: the device's."""
+    """The link of fast axes; null: the device's own."""
     slow: LinkConfig | None = None
-    """The link of slow axes; null: the device's."""
+    """The link of slow axes; null: the device's own."""
     slow_axes: tuple[str, ...] | None = None
-    """Axes between slices or hosts; null: those whose name ends in `_dcn`."""
+    """Axes between slices or hosts; null: the axes whose name ends in `_dcn`."""
     xla: bool = True
     """Whether the compiler's own collectives are among the alternatives."""
 
@@ -104,13 +105,13 @@ class Auto(Algorithm):
         return self._chosen("all_to_all", blocks, axis).all_to_all(blocks, axis)
 
     def choose(self, kind: Operation, payload_bytes: float, levels: Sequence[Level]) -> Algorithm:
-        """The alternative with the least predicted time; of equal ones the first."""
+        """Return the alternative with the least predicted time; of equals, the first."""
         return min(self.candidates(kind, payload_bytes, levels), key=_seconds).algorithm
 
     def candidates(
         self, kind: Operation, payload_bytes: float, levels: Sequence[Level]
     ) -> list[Candidate]:
-        """Every alternative with its prediction, in the order in which equals are preferred."""
+        """Return every alternative with its prediction; of equals, the earlier is preferred."""
         several = sum(level.size > 1 for level in levels) > 1
         return [
             Candidate(algorithm, predict_seconds(algorithm, kind, payload_bytes, levels))
@@ -119,29 +120,29 @@ class Auto(Algorithm):
         ]
 
     def choose_here(self, kind: Operation, payload_bytes: float, axis: Axis) -> Algorithm:
-        """`choose` inside shard_map, on the axes and the device of its mesh."""
+        """Call `choose` inside shard_map, with the axes and the device of its mesh."""
         sizes = {name: axis_size(name) for name in names(axis)}
         return self.choose(kind, payload_bytes, self.levels(sizes, here_kind()))
 
     def levels(self, sizes: Mapping[str, int], kind: str) -> tuple[Level, ...]:
-        """Size and link of each axis.
+        """Return the size and link of each axis.
 
         Args:
           sizes: axis name to size, slowest first.
-          kind: the device, a short name or a `device_kind`; `device` goes before it.
+          kind: the device, as a short name or a `device_kind`; `device` overrides it.
 
         Raises:
-          CollectiveError: a link that is needed is neither configured nor known for the device.
+          CollectiveError: a link is neither configured nor known for the device.
         """
         return tuple(Level(size, self._link(name, kind)) for name, size in sizes.items())
 
     def explain(
         self, kind: Operation, payload_bytes: float, sizes: Mapping[str, int], on: str
     ) -> str:
-        """The alternatives of one call as a table, the fastest first, and what they are judged by.
+        """Format the alternatives of a call as a table, the fastest first, with the figures used.
 
         Args:
-          kind, payload_bytes: of the call.
+          kind, payload_bytes: operation and bytes of the call.
           sizes: axis name to size, slowest first.
           on: the device, as for `levels`.
 
@@ -183,9 +184,9 @@ class Auto(Algorithm):
         return self.traffic(kind, payload_bytes, (size,))
 
     def traffic(self, kind: Operation, payload_bytes: float, size: Size) -> Traffic:
-        """Of the alternative chosen where the last axis is fast and the axes before it are slow.
+        """Predict the chosen alternative's traffic, if the last axis is fast and the others slow.
 
-        Without `device` the links are those of the first device that jax has.
+        Without `device` the links are those of jax's first device.
         """
         *slow, fast = size if isinstance(size, tuple) else (size,)
         sizes = {f"{index}{DCN}": count for index, count in enumerate(slow)} | {"fast": fast}
@@ -198,16 +199,16 @@ def _seconds(candidate: Candidate) -> float:
 
 
 def here_kind() -> str:
-    """The kind of device that the program being traced is for."""
+    """Return the kind of device that the program being traced is for."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
 def described_levels(what: str, sizes: Mapping[str, int], levels: Sequence[Level]) -> list[str]:
-    """The lines that a table of alternatives begins with: what is sent, and over which links.
+    """Return the heading of a table of alternatives: the message, and the links that carry it.
 
     Args:
-      sizes, levels: of the axes, in the same order.
+      sizes, levels: sizes and links of the axes, in the same order.
     """
     shown = ", ".join(f"{name}: {size}" for name, size in sizes.items())
     lines = [f"{what} on {{{shown}}}"]
@@ -221,7 +222,7 @@ def described_levels(what: str, sizes: Mapping[str, int], levels: Sequence[Level
 
 
 def label(algorithm: Config) -> str:
-    """The algorithm, or another section, as a config writes it, without what is at its default.
+    """Format an algorithm, or another section, as in a config, without its default values.
 
     >>> label(Ring(directions=2)), label(Xla())
     ('{type: ring, directions: 2}', '{type: xla}')
@@ -257,7 +258,7 @@ def _row(
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns to the right, the last one to the left."""
+    """Align columns to the right, except the last, which is aligned to the left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=True))][:-1])

@@ -1,4 +1,4 @@
-"""Binomial trees: what a device has collected moves 1, 2, 4, ... places towards the root.
+"""Binomial trees, in which partial results move 1, 2, 4, ... places towards the root.
 
 A tree is given by its places: `places[v]` is the device at place v, `places[0]` the root. Place v
 receives from v+1, v+2, v+4, ... below its lowest set bit, and then sends to v without that bit.
@@ -17,11 +17,11 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic
 
 Places = tuple[int, ...]
 SendPairs = list[tuple[int, int]]
-"""The (sender, receiver) pairs of one step."""
+"""The (sender, receiver) pairs of a step."""
 
 
 def rooted(root: int, size: int) -> Places:
-    """The tree that counts up from its root.
+    """Return the tree that counts up from its root.
 
     >>> rooted(2, 5)
     (2, 3, 4, 0, 1)
@@ -30,7 +30,7 @@ def rooted(root: int, size: int) -> Places:
 
 
 def steps_up(places: Places) -> list[SendPairs]:
-    """Towards the root; a broadcast runs them backwards.
+    """Return the steps towards the root; a broadcast runs them backwards.
 
     >>> steps_up(rooted(0, 5))
     [[(1, 0), (3, 2)], [(2, 0)], [(4, 0)]]
@@ -43,7 +43,7 @@ def steps_up(places: Places) -> list[SendPairs]:
 
 
 def steps_down(places: Places) -> list[SendPairs]:
-    """Away from the root.
+    """Return the steps away from the root.
 
     >>> steps_down(rooted(0, 4))
     [[(0, 2)], [(0, 1), (2, 3)]]
@@ -52,7 +52,7 @@ def steps_down(places: Places) -> list[SendPairs]:
 
 
 def reduce(flat: jax.Array, axis: Axis, places: Places, combine: Combine) -> jax.Array:
-    """[n] -> [n]; right on the root."""
+    """Reduce [n] -> [n]; the result is valid on the root."""
     for step in steps_up(places):
         arrived = permute(flat, axis, step)
         flat = jnp.where(_receives(step, axis, places), combine(flat, arrived), flat)
@@ -60,7 +60,7 @@ def reduce(flat: jax.Array, axis: Axis, places: Places, combine: Combine) -> jax
 
 
 def broadcast(flat: jax.Array, axis: Axis, places: Places) -> jax.Array:
-    """[n] -> [n]; from the root."""
+    """Broadcast [n] -> [n] from the root."""
     for step in steps_down(places):
         arrived = permute(flat, axis, step)
         flat = jnp.where(_receives(step, axis, places), arrived, flat)
@@ -68,7 +68,7 @@ def broadcast(flat: jax.Array, axis: Axis, places: Places) -> jax.Array:
 
 
 def traffic(kind: Operation, payload_bytes: float, trees: Sequence[Places]) -> Traffic:
-    """Of all_reduce, broadcast and reduce over trees at once, each with its part of the payload."""
+    """Count the traffic over simultaneous trees, each with its part of the payload."""
     ups = [step for places in trees for step in steps_up(places)]
     downs = [step for places in trees for step in steps_down(places)]
     run = {"reduce": ups, "broadcast": downs, "all_reduce": ups + downs}[kind]

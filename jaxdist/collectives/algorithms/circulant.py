@@ -2,11 +2,12 @@
 
 Each round of the reduce-scatter halves the number of blocks that a device still has to reduce,
 rounded up, by sending the others to the device that many places further. For a power of two this is
-the classical recursive halving. Where the classical way folds surplus devices in first and out
-last, at S bytes each, this one rounds up: as many steps, and never a byte more than (N-1)/N S.
+the classical recursive halving. Where the classical algorithm first folds surplus devices in, and
+finally out again, with S bytes each, this algorithm rounds up: it takes as many steps, and never
+sends more than (N-1)/N S bytes.
 
 Träff, "Optimal, non-pipelined reduce-scatter and allreduce algorithms", 2024 (arXiv 2410.14234).
-The all-gather, its mirror image, and the all-to-all are those of Bruck et al., 1997.
+The all-gather, its mirror image, and the all-to-all are by Bruck et al., 1997.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 class Circulant(Algorithm):
-    """The operations without a root, and those with one along a binomial tree."""
+    """The operations without a root; those with a root run along a binomial tree."""
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         return reduce_scatter(blocks, axis, combine)
@@ -41,7 +42,7 @@ class Circulant(Algorithm):
 
 
 def rounds(size: int) -> list[tuple[int, int]]:
-    """Blocks that are left before and after each round.
+    """Return the numbers of blocks before and after each round.
 
     >>> rounds(8), rounds(6)
     ([(8, 4), (4, 2), (2, 1)], [(6, 3), (3, 2), (2, 1)])
@@ -54,7 +55,7 @@ def rounds(size: int) -> list[tuple[int, int]]:
 
 
 def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
-    """[N, c] -> [c]; row i counts from this device's own block."""
+    """Reduce-scatter [N, c] -> [c]; rows are counted from this device's own block."""
     rows = [row[0] for row in _from_here(blocks, axis)]
     for more, fewer in rounds(axis_size(axis)):
         sent = jnp.concatenate(rows[fewer:more])
@@ -65,7 +66,7 @@ def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array
 
 
 def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
-    """[c] -> [N * c]; overwrites all of `into`, an array of that shape."""
+    """All-gather [c] -> [N * c]; overwrites all of `into`, an array of that shape."""
     rows = [block]
     for more, fewer in reversed(rounds(axis_size(axis))):
         sent = jnp.concatenate(rows[: more - fewer])
@@ -77,7 +78,7 @@ def all_gather(block: jax.Array, axis: Axis, into: jax.Array) -> jax.Array:
 
 
 def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """[N, c] -> [N, c]; a block travels the powers of two that its distance is made of."""
+    """All-to-all [N, c] -> [N, c]; a block travels by the powers of two in its distance."""
     size = axis_size(axis)
     rows = _from_here(blocks, axis)
     for hops in powers(size):
@@ -92,7 +93,7 @@ def all_to_all(blocks: jax.Array, axis: Axis) -> jax.Array:
 
 
 def powers(size: int) -> list[int]:
-    """The powers of two below `size`.
+    """Return the powers of two below `size`.
 
     >>> powers(6)
     [1, 2, 4]
@@ -101,7 +102,7 @@ def powers(size: int) -> list[int]:
 
 
 def traffic(kind: Operation, payload_bytes: float, size: int) -> Traffic:
-    """Of all_reduce, reduce_scatter, all_gather and all_to_all."""
+    """Count the traffic of all_reduce, reduce_scatter, all_gather and all_to_all."""
     messages = len(rounds(size))
     if kind == "all_to_all":
         moved = sum(i.bit_count() for i in range(size)) * payload_bytes / size
@@ -113,7 +114,7 @@ def traffic(kind: Operation, payload_bytes: float, size: int) -> Traffic:
 
 
 def _reduce_steps(size: int) -> int:
-    """The longest chain: one less than the rounds where a round sends nothing that just arrived.
+    """Return the longest chain: shorter than the rounds if a round sends nothing just received.
 
     >>> [_reduce_steps(size) for size in (2, 3, 4, 5, 6, 7, 8)]
     [1, 1, 2, 2, 2, 3, 3]
@@ -142,5 +143,5 @@ def _exchange_steps(size: int) -> int:
 
 
 def _from_here(blocks: jax.Array, axis: Axis) -> list[jax.Array]:
-    """Rows of [1, c]: this device's own, the next device's, ..."""
+    """Return rows [1, c]: this device's own, the next device's, ..."""
     return [lax.dynamic_index_in_dim(blocks, neighbour(axis, i)) for i in range(axis_size(axis))]

@@ -18,14 +18,14 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic
 
 
 class DoubleTree(circulant.Circulant):
-    """Two binomial trees at once: the inner devices of one are leaves of the other.
+    """Two simultaneous binomial trees: the inner devices of each are leaves of the other.
 
     All-reduce: 2 L steps of S/2 bytes in each tree, L = ceil(log2 N): half the bytes of `Tree` in
-    as many steps; no device sends more than (L+2)/2 S. The trees are not pipelined. What has no
-    root is that of `Halving`.
+    as many steps; no device sends more than (L+2)/2 S. The trees are not pipelined. Operations
+    without a root are those of `Halving`.
 
     Order of summation: as in `Tree`, the first half of the elements from device 0 on, the second
-    from device N-1 on (N-1, 0, 1, ...).
+    half from device N-1 on (N-1, 0, 1, ...).
     """
 
     type: Literal["double_tree"] = "double_tree"
@@ -66,11 +66,11 @@ def _halves(
 
 
 def _two_roots(size: int) -> list[Places]:
-    """Odd places, the leaves, are odd devices in the one and even devices in the other."""
+    """Return trees whose leaves, at odd places, are the odd and the even devices respectively."""
     return [binomial.rooted(0, size), binomial.rooted(size - 1, size)]
 
 
 def _one_root(root: int, size: int) -> list[Places]:
-    """The same root; all others move on by one place."""
+    """Return two trees with the same root; the second moves all other devices by a place."""
     first = binomial.rooted(root, size)
     return [first, (first[0], *first[2:], first[1])]

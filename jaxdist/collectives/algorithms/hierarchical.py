@@ -1,4 +1,4 @@
-"""Two networks: most bytes stay inside the fast one, 1/g of them cross the slow one."""
+"""Two networks: most bytes stay inside the fast network, and 1/g of them cross the slow network."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ Network = Literal["inside", "across"]
 
 
 class Hierarchical(Algorithm):
-    """Over a tuple of axes: `inside` runs on the last one, the fast; `across` on all before it.
+    """Two levels of axes: `inside` runs on the last axis, the fast; `across` on all axes before it.
 
     With g devices inside and S bytes on each: an all-reduce is a reduce-scatter of S inside, an
     all-reduce of S/g across, an all-gather of S inside. The slow network carries S/g; steps and
-    bytes are the sums of the levels' (`phases`).
+    bytes are the sums over both levels (`phases`).
 
     Order of summation: that of `inside` over the fast axis, then that of `across` over the sums.
     """
@@ -42,9 +42,9 @@ class Hierarchical(Algorithm):
     type: Literal["hierarchical"] = "hierarchical"
     """Selects this algorithm."""
     inside: Flat = Ring()
-    """Within the fast network, the last axis of the tuple."""
+    """Algorithm within the fast network, the last axis of the tuple."""
     across: Flat = Ring()
-    """Between fast networks, the other axes."""
+    """Algorithm between fast networks, on the other axes."""
 
     @field_validator("inside", "across")
     @classmethod
@@ -97,14 +97,14 @@ class Hierarchical(Algorithm):
     def phases(
         self, kind: Operation, payload_bytes: float, size: Size
     ) -> tuple[tuple[Network, Traffic], ...]:
-        """What runs one after the other, each on the network of its level.
+        """Return the phases of a call in order, each on the network of its level.
 
         Args:
           kind, payload_bytes: as for `traffic`.
           size: devices on each axis, slowest first; the last one is inside.
 
         Raises:
-          CollectiveError: `size` is of one axis.
+          CollectiveError: `size` has a single axis.
 
         >>> [level for level, _ in Hierarchical().phases("all_reduce", 1024, (2, 4))]
         ['inside', 'across', 'inside']
@@ -151,7 +151,7 @@ class Hierarchical(Algorithm):
         raise AssertionError("traffic sums the phases")
 
     def _levels(self, axis: Axis) -> tuple[Axis, str, Algorithm, Algorithm]:
-        """The slow axis, the fast one, and what runs on each."""
+        """Return the slow axis, the fast axis, and the algorithm for each."""
         *outer, fast = names(axis)
         if not outer:
             raise CollectiveError(
@@ -168,5 +168,5 @@ class Hierarchical(Algorithm):
 
 
 def _transposed(blocks: jax.Array, rows: int, columns: int) -> jax.Array:
-    """[rows * columns, c] -> [columns * rows, c]."""
+    """Transpose [rows * columns, c] -> [columns * rows, c]."""
     return blocks.reshape(rows, columns, -1).swapaxes(0, 1).reshape(rows * columns, -1)

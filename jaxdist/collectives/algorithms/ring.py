@@ -1,4 +1,4 @@
-"""Rings: each device talks to its neighbours only; the bytes are the fewest there can be.
+"""Rings: each device talks only to its neighbours, and the bytes are minimal.
 
 Patarasu and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
 """
@@ -18,31 +18,33 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic,
 
 
 class Ring(Algorithm):
-    """Neighbour steps, for any number of devices N; S bytes on each.
+    """Steps between neighbours, for any number of devices N, with S bytes on each.
 
     One direction: reduce-scatter and all-gather take N-1 steps and (N-1)/N S bytes each, an
-    all-reduce 2 (N-1) steps and 2 (N-1)/N S bytes. Two: a block is summed from both sides of its
-    device at once, and spread to both sides at once: the same bytes in ceil((N-1)/2) steps each,
-    half of them on each link. Broadcast and reduce pass the whole array along, chunk after chunk.
-    An all-to-all sends each block straight to its device, N-1 messages that do not wait for one
-    another.
+    all-reduce 2 (N-1) steps and 2 (N-1)/N S bytes. Two directions: a block is summed from both
+    sides of its device
+    at once, and spread to both sides at once: the same bytes in ceil((N-1)/2) steps each, half of
+    them on each link. Broadcast and reduce pass the whole array along, chunk after chunk. An
+    all-to-all sends each block straight to its device, N-1 messages that do not wait for each
+    other.
 
-    Order of summation of the block of device d, one direction: x[d+1] + x[d+2] + ... + x[d], from
-    left to right, indices modulo N. Two, with r = floor(N/2) and l = floor((N-1)/2):
+    Order of summation for the block of device d, in one direction: x[d+1] + x[d+2] + ... + x[d],
+    from left to right, indices modulo N. In two directions, with r = floor(N/2) and l =
+    floor((N-1)/2):
     (x[d-r] + ... + x[d-1] + x[d]) + (x[d+l] + ... + x[d+1]).
     """
 
     type: Literal["ring"] = "ring"
     """Selects this algorithm."""
     directions: Annotated[int, Field(ge=1, le=2)] = 1
-    """1: everything travels one way round; 2: both ways at once, in half of the steps."""
+    """1: everything travels in one direction; 2: in both directions at once, in half the steps."""
     chunks: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Pieces of a block with messages of their own: one is reduced while the next one flies."""
+    """Pieces of a block in separate messages: a piece is reduced while the next is sent."""
 
     def all_reduce(self, flat: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
         blocks = split(flat, axis_size(axis))
         pieces = self._reduce_pieces(blocks, axis, combine)
-        # The input is not needed any more: where nobody else does, the result takes its memory.
+        # The input is not used again: where nothing else uses it, the result takes its memory.
         return self._gather_pieces(pieces, axis, blocks.reshape(-1))[: flat.size]
 
     def reduce_scatter(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -54,7 +56,7 @@ class Ring(Algorithm):
         return self._gather_pieces(self._pieces(block), axis, into).reshape(size, -1)
 
     def _reduce_pieces(self, blocks: jax.Array, axis: Axis, combine: Combine) -> list[jax.Array]:
-        """[N, c] -> pieces of [c]: the partial sums of a block travel towards its device."""
+        """Reduce [N, c] -> pieces of [c]: the partial sums of a block travel towards its device."""
         return [self._reduce_piece(piece, axis, combine) for piece in self._pieces(blocks)]
 
     def _reduce_piece(self, blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array:
@@ -70,7 +72,7 @@ class Ring(Algorithm):
         return total
 
     def _gather_pieces(self, pieces: list[jax.Array], axis: Axis, into: jax.Array) -> jax.Array:
-        """Pieces of [c] -> [N * c]: passed on from device to device; overwrites all of `into`."""
+        """Gather pieces of [c] -> [N * c], from device to device; overwrites all of `into`."""
         size = axis_size(axis)
         width = into.size // size
         start = 0
@@ -109,7 +111,7 @@ class Ring(Algorithm):
                 for hop in range(hops, 0, -1):
                     start = (root - way * hop) % size
                     arrived = permute(partial, axis, [(start, (start + way) % size)])
-                    # Right on the one device that received, which is the next one to send.
+                    # Valid only on the device that received, which is the next to send.
                     partial = combine(arrived, piece if hop > 1 else total)
                 total = partial
             return total
@@ -125,14 +127,14 @@ class Ring(Algorithm):
         return received
 
     def _ways(self, size: int) -> list[tuple[int, int]]:
-        """Direction and number of hops of each chain; together they reach all other devices."""
+        """Return direction and number of hops of each chain; together they reach all devices."""
         if self.directions == 1:
             return [(1, size - 1)]
         ways = [(1, size // 2), (-1, (size - 1) // 2)]
         return [(way, hops) for way, hops in ways if hops]
 
     def _pieces(self, x: jax.Array) -> list[jax.Array]:
-        """The chunks along the last dim; never an empty one."""
+        """Cut into chunks along the last dim, none of them empty."""
         width = x.shape[-1]
         count = min(self.chunks, width)
         bounds = [width * i // count for i in range(count + 1)]

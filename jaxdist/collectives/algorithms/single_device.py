@@ -1,4 +1,4 @@
-"""One device on the axis: there is nobody to send to."""
+"""An axis with one device, which has no other device to send to."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ class SingleDevice(Algorithm):
 
 
 def unless_single_device(algorithm: Algorithm, axis: Axis) -> Algorithm:
-    """`algorithm`; `SingleDevice` in its place where the axis has one device.
+    """Return `algorithm`, or `SingleDevice` where the axis has one device.
 
-    So all others may count on two devices or more. A native one stays, since jax types its result
-    as replicated.
+    The other algorithms may therefore assume two or more devices. A native algorithm is kept, since
+    jax types its result as replicated.
     """
     single = axis_size(axis) == 1 and not algorithm.native
     return SingleDevice() if single else algorithm

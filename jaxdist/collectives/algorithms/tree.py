@@ -1,4 +1,4 @@
-"""A tree: the fewest steps, for arrays so small that latency is all they cost."""
+"""A tree: the fewest steps, for arrays so small that latency is their whole cost."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from jaxdist.collectives.contract import Combine, Operation, Traffic
 class Tree(circulant.Circulant):
     """Reduce to one device and broadcast along a binomial tree, L = ceil(log2 N) steps each.
 
-    All-reduce: 2 L steps of S bytes; the root sends L S bytes, as it has L children. What has no
-    root (reduce-scatter, all-gather, all-to-all) is that of `Halving`, with L steps as well.
+    All-reduce: 2 L steps of S bytes; the root sends L S bytes, as it has L children. Operations
+    without a root (reduce-scatter, all-gather, all-to-all) are those of `Halving`, with L steps as
+    well.
 
-    Order of summation: balanced from device 0 on, ((x[0] + x[1]) + (x[2] + x[3])) + ...; of a
+    Order of summation: balanced from device 0 on, ((x[0] + x[1]) + (x[2] + x[3])) + ...; for a
     reduce, from the root on.
     """
 

@@ -16,10 +16,10 @@ from jaxdist.collectives.contract import Algorithm, Combine, Operation, Traffic
 
 
 def _ordered(extremum: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> jax.Array:
-    """`pmax` or `pmin` in which a NaN on any device prevails.
+    """Compute `pmax` or `pmin` such that a NaN on any device prevails.
 
-    Some of XLA's backends drop NaN. So floats travel as integers that have the same order, in which
-    NaN lies beyond the infinities.
+    Some of XLA's backends drop NaN. Floats are therefore sent as integers in the same order, in
+    which NaN is beyond the infinities.
     """
     if x.dtype == jnp.bool_:
         return extremum(x.astype(jnp.uint8), axis).astype(x.dtype)
@@ -32,13 +32,13 @@ def _ordered(extremum: Callable[..., jax.Array], x: jax.Array, axis: Axis) -> ja
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """A float's bits as an integer of four bytes or eight, which all backends reduce."""
+    """Return a float's bits as an integer of four or eight bytes, which all backends reduce."""
     wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     return lax.bitcast_convert_type(wide, jnp.dtype(f"int{8 * wide.dtype.itemsize}"))
 
 
 def _float(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """The inverse of `_bits`."""
+    """Invert `_bits`."""
     return lax.bitcast_convert_type(bits, jnp.dtype(f"float{8 * bits.dtype.itemsize}")).astype(
         dtype
     )
@@ -50,7 +50,7 @@ def _of_root(x: jax.Array, axis: Axis, root: int) -> jax.Array:
 
 @partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _broadcast_float(x: jax.Array, axis: Axis, root: int) -> jax.Array:
-    """By its bits, since -0.0 plus the others' 0.0 is 0.0."""
+    """Broadcast the bits, since -0.0 plus the other devices' 0.0 would be 0.0."""
     return _float(_of_root(_bits(x), axis, root), x.dtype)
 
 
@@ -63,7 +63,7 @@ def _broadcast_tangent(
 
 
 def _flipped(bits: jax.Array) -> jax.Array:
-    """The bits of floats as integers in the order of the floats, and the inverse.
+    """Map the bits of floats to integers in the order of the floats, and back.
 
     Negative floats have all bits but the sign flipped.
     """
@@ -77,9 +77,9 @@ REDUCTIONS: dict[Combine, Callable[..., jax.Array]] = {
 }
 
 LANES = 128
-"""Elements in a row of a TPU's vector registers."""
+"""Elements in a row of a TPU's vector register."""
 SUBLANES = 8
-"""Rows of one: what has fewer in its last dim but one lies there in padding."""
+"""Rows of a vector register: an array with fewer rows is padded to this number."""
 
 
 class Xla(Algorithm):
@@ -101,7 +101,7 @@ class Xla(Algorithm):
         if combine is lax.add:
             width = math.prod(blocks.shape[1:])
             tiled = blocks.ndim > 2 and blocks.shape[-2] >= SUBLANES
-            # XLA:TPU refuses the form in rows for an odd number of devices greater than one.
+            # XLA:TPU refuses the form in rows for an odd number of devices greater than 1.
             if tiled or width < LANES or len(blocks) % 2:
                 return lax.psum_scatter(blocks, axis)
             return _scatter_rows(blocks.reshape(-1, width), axis).reshape(blocks.shape[1:])
@@ -126,10 +126,10 @@ class Xla(Algorithm):
         return lax.all_to_all(blocks, axis, 0, 0)
 
     def _traffic(self, kind: Operation, payload_bytes: float, size: int) -> Traffic:
-        """A one-way ring's: the bytes are optimal, the steps are XLA's affair.
+        """Count as a one-way ring: the bytes are optimal, and the steps are XLA's choice.
 
-        Broadcast and reduce are all-reduces; so is a reduce-scatter of max and min. In broadcast,
-        max and min floats of two bytes and less travel as four.
+        Broadcast and reduce are all-reduces, and so is a reduce-scatter of max and min. In
+        broadcast, max and min, floats of up to two bytes are sent as four.
         """
         once = kind in ("reduce_scatter", "all_gather", "all_to_all")
         steps = (1 if once else 2) * (size - 1)
@@ -138,7 +138,7 @@ class Xla(Algorithm):
 
 
 def _scatter_rows(blocks: jax.Array, axis: Axis) -> jax.Array:
-    """[N, c] -> [c], on rows of a register's width.
+    """Reduce-scatter [N, c] -> [c], on rows as wide as a register.
 
     XLA:TPU turns other shapes into all-reduces, which send twice the bytes.
     """
