@@ -68,7 +68,14 @@ def append(
         file.write(_line(step, values, split, time.time()))
 
 
-class MetricsWriter:
+class Records:
+    """Where the records of a run go: by itself nowhere, as in each process but the first."""
+
+    def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:
+        """See `MetricsWriter.write`."""
+
+
+class MetricsWriter(Records):
     """Appends records to `metrics.jsonl` and TensorBoard events under `directory`.
 
     Each line is flushed as it is written: a killed process loses at most the line it was writing.

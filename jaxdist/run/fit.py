@@ -21,6 +21,7 @@ from jaxdist.experiment import load
 from jaxdist.heartbeat.place import place_of
 from jaxdist.run.agent_link import leaving, watched
 from jaxdist.run.directory import RunDirectory, Taken, identity_of, take
+from jaxdist.run.files import RunFiles
 from jaxdist.run.job import ModelFlops, RunJob
 from jaxdist.run.strategies import run_strategy
 from jaxdist.run.termination import Termination
@@ -80,26 +81,26 @@ def run(
         _taken(taking) as (directory, goes_on),
         Termination(say, leaving(place)) as termination,
         heard(config.run.preemption.build(say), termination.notice),
-        watched(place, identity_of(directory)) as watcher,
+        watched(place, identity_of(directory)) as agent,
     ):
+        files = RunFiles(directory, config, agent, say)
         job = RunJob(
             document,
             config,
-            directory,
+            files,
             termination,
-            goes_on,
             console,
+            goes_on,
+            begun,
             profiled,
             model_flops,
-            begun=begun,
-            watcher=watcher,
         )
         state = run_strategy(config.strategy, job)
         job.finish(int(state.step))
         by = job.stopped_by(int(state.step))
-        if by is None and watcher is not None:
-            watcher.place.done.touch()
-        if by is not None and stopped is not None:
+        if by is None:
+            agent.done()
+        elif stopped is not None:
             stopped(by)
     return directory
 

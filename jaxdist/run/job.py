@@ -1,4 +1,4 @@
-"""A run of the command line as a strategy sees it: built, restored, and with its files open."""
+"""A run that a strategy drives: built, restored, and with its files open while it takes steps."""
 
 from __future__ import annotations
 
@@ -11,40 +11,54 @@ from functools import partial
 import jax
 from rich.console import Console
 
-from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.layout import steps_present
-from jaxdist.checkpoint.local import claim
-from jaxdist.checkpoint.snapshots import Snapshots, whole_steps
-from jaxdist.checkpoint.store import CheckpointStore
-from jaxdist.config import Document, read, resolved_yaml
-from jaxdist.errors import ConfigError, RunError
+from jaxdist.config import Document
+from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, TrainStage, build
-from jaxdist.heartbeat.fence import RunFence
 from jaxdist.mesh import Device
 from jaxdist.metrics import goodput
 from jaxdist.metrics.account import Account, Kind
-from jaxdist.metrics.curve import plot_loss
 from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.progress import Progress
-from jaxdist.metrics.writer import MetricsWriter, append, read_metrics
-from jaxdist.run.agent_link import Watcher, continued, restored
-from jaxdist.run.checkpoints import restore
-from jaxdist.run.directory import RunDirectory, identity_of, prepare
-from jaxdist.run.hooks.assemble import hooks_of, watching
-from jaxdist.run.hooks.loop import Cadence
-from jaxdist.run.loading.begin import begin_with, check_begin
-from jaxdist.run.loading.misordered import check_order
-from jaxdist.run.memory import check_state_fits, check_step_fits
-from jaxdist.run.report.changes import changes
+from jaxdist.metrics.writer import Records, read_metrics
+from jaxdist.run.files import RunFiles
+from jaxdist.run.hooks.assemble import HookParts, hooks_of
+from jaxdist.run.hooks.loop import RunHooks
+from jaxdist.run.loading.begin import check_begin
+from jaxdist.run.loading.resume import beginning
+from jaxdist.run.memory import check_step_fits
 from jaxdist.run.report.describe import ModelFlops, describe, efficiency_of, tally_of
+from jaxdist.run.report.end import tell_end
 from jaxdist.run.report.goodput import print_goodput
-from jaxdist.run.report.results import print_results
 from jaxdist.run.termination import Termination
+from jaxdist.run.tiers import open_tiers
 from jaxdist.run.watch.profile import Profile, ProfiledSteps
 from jaxdist.run.watch.told import Goodput
-from jaxdist.train.state import TrainState
+from jaxdist.train.rescale import KEY, extended
 from jaxdist.train.strategy.contract import Prepared
 from jaxdist.types import Json, JsonObject
+
+
+@dataclass
+class Life:
+    """A run from where it was prepared to where its files were closed.
+
+    Attributes:
+      account: where this life's time goes.
+      energy: what counts it; why nothing does, where it is text.
+      kept: saved beside each state.
+      heldout: means of the last evaluation.
+      timed: writes down where time and energy went; process 0 alone does.
+      seconds: how long it has run, without what prepared it.
+    """
+
+    experiment: Experiment
+    account: Account
+    energy: Tally | str
+    kept: JsonObject = field(default_factory=dict)
+    heldout: Mapping[str, float] = field(default_factory=dict)
+    timed: Goodput | None = None
+    seconds: float = 0.0
 
 
 @dataclass
@@ -53,299 +67,177 @@ class RunJob:
 
     Attributes:
       resume: whether it goes on from the newest checkpoint.
-      profiled: the steps to trace.
-      model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
-      seconds: how long it has run, without what prepared it.
       begun: what `time.perf_counter_ns` had where its time began to count; None is from the
         first preparation on.
-      watcher: the agent that has started this process, if there is one.
-      account: of this process's time since it was last prepared, or before that since `begun`.
-      unmetered: why energy is not measured, where it is not.
-      experiment: as it was built last.
-      heldout: means of the last evaluation.
-      kept: beside each state that is saved.
+      profiled: the steps to trace, in its first life.
+      model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
+      lives: one for each time that it was prepared.
     """
 
     document: Document
     config: ExperimentConfig
-    directory: RunDirectory
+    files: RunFiles
     termination: Termination
-    resume: bool
     console: Console
+    resume: bool
+    begun: int | None = None
     profiled: ProfiledSteps | None = None
     model_flops: ModelFlops | None = None
-    seconds: float = 0.0
-    begun: int | None = None
-    watcher: Watcher | None = None
-    account: Account = field(default_factory=Account)
-    timed: Goodput | None = None
-    unmetered: str | None = None
-    experiment: Experiment | None = None
-    heldout: Mapping[str, float] = field(default_factory=dict)
-    kept: JsonObject = field(default_factory=dict)
+    lives: list[Life] = field(default_factory=list)
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
-        """See `jaxdist.train.strategy.contract.Job.prepared`."""
-        self.account = account = self._new_account()
-        self.experiment = experiment = build(self.config, self.document, devices=devices)
-        self._check(experiment)
-        tally = tally_of(experiment, self.document, account)
-        self._begin_directory()
-        describe(experiment, self.directory, tally, self.console)
-        self.unmetered = tally if isinstance(tally, str) else None
-        tally = tally if isinstance(tally, Tally) else None
+        """Build the run on these devices, or on all; within the context its files are open.
+
+        It may be entered again when it was left, on other devices too: the run then goes on from
+        the newest checkpoint, and from its beginning where there is none.
+
+        Raises:
+          JaxdistError: it cannot be built there; no checkpoint can be trusted.
+        """
+        resume = self.resume or bool(self.lives)
+        account = self._new_account(resume=resume)
+        experiment = build(self.config, self.document, devices=devices)
+        self._check(experiment, account)
+        life = Life(experiment, account, tally_of(experiment, self.document, account))
+        self.files.begin()
+        describe(experiment, self.files.directory, life.energy, self.console)
+        say = partial(self.console.print, soft_wrap=True)
         with ExitStack() as stack:
-            store = stack.enter_context(self._store())
-            memory = self._memory(stack)
-            local = self._local(stack)
-            state, metadata = self._begin(experiment, store, memory, local)
+            tiers = open_tiers(self.files, say, stack)
+            given = experiment, self.files.directory, tiers, say
+            state, metadata = beginning(*given, resume=resume)
             start = int(state.step)
-            if local is not None:
-                local.forget(start if self.resume else -1)
+            tiers.forget(start if resume else -1)
             if self.config.elastic.batch == "rescale":
-                self.experiment = experiment = continued(self, start, metadata, devices)
-            traced = self.profiled and self.profiled.after(start, experiment.total_steps)
-            writer, progress = self._open(experiment, start, stack)
-            hooks, measured = hooks_of(self, experiment, store, writer, progress, metadata)
-            more = [*watching(self, experiment, (memory, local), measured, writer, progress)]
-            if writer is not None:
-                more.append(self._timed(experiment, writer, start, tally, stack))
-            if traced is not None:
-                # The last hook, so that a trace begins after what else a boundary holds.
-                more.append(self._profile(traced, progress, stack))
-            hooks.hooks = [*hooks.hooks, *more]
-
-            def enter(stage: TrainStage) -> None:
-                progress.units_per_step = stage.batch_size * experiment.units_per_example
-                if tally is not None:
-                    tally.units_per_step = progress.units_per_step
-
-            def record(step: int, values: Mapping[str, float]) -> None:
-                if writer is not None:
-                    writer.write(step, values, split="servers")
-
+                self._rescale(life, start, metadata, devices)
+            experiment = life.experiment
+            writer, progress = self._open(experiment, start, stack, resume=resume)
+            parts = HookParts(
+                experiment, self.files, tiers, account, self.termination, writer, progress,
+                life.kept,
+            )  # fmt: skip
+            loop_hooks, measured = hooks_of(parts, metadata.get("best"))
+            hooks = RunHooks([*loop_hooks, *self._watching(life, parts, start, stack, resume)])
             begun = time.perf_counter()
             yield Prepared(
                 state,
                 experiment.stages,
                 hooks,
-                enter,
+                partial(_enter, life, progress),
                 optim=self.config.optim,
-                directory=self.directory.path,
+                directory=self.files.directory.path,
                 note=progress.note,
-                record=record,
+                record=partial(writer.write, split="servers"),
                 account=account,
             )
             account.switch(Kind.IDLE)
             with account.within(Kind.CHECKPOINT_BLOCKED):
-                store.wait()
-            self.seconds += time.perf_counter() - begun
-        # Whoever enters again goes on, and traces no more.
-        self.resume, self.profiled = True, None
-        self.heldout = measured.heldout if measured is not None else {}
+                tiers.store.wait()
+            life.seconds = time.perf_counter() - begun
+        life.heldout = measured.heldout if measured is not None else {}
+        self.lives.append(life)
 
-    def _check(self, experiment: Experiment) -> None:
+    def finish(self, step: int) -> None:
+        """Tell how the run ended, after `step`, draw its curve, and tell where its time went."""
+        life = self.lives[-1]
+        self.files.agent.admit()
+        seconds = sum(life.seconds for life in self.lives)
+        tell_end(
+            life.experiment, self.files.directory, life.heldout, self.console,
+            step=step, seconds=seconds, stopped_by=self.stopped_by(step),
+        )  # fmt: skip
+        if life.timed is not None:
+            values = goodput.values_of(life.account, life.timed.life)
+            self.files.append(step, values, split=goodput.SPLIT)
+            print_goodput(read_metrics(self.files.directory.path), self.console)
+            if isinstance(life.energy, str):
+                self.files.say(f"energy none: {life.energy}")
+
+    def stopped_by(self, step: int) -> str | None:
+        """What ended the run after `step`; None where that was its last."""
+        last = self.lives[-1].experiment.total_steps
+        return self.termination.signal if step < last else None
+
+    def _check(self, experiment: Experiment, account: Account) -> None:
         """What would end the run later ends it before its directory is begun."""
-        with self.account.within(Kind.COMPILE):
+        with account.within(Kind.COMPILE):
             check_step_fits(experiment.program)
-        if self.resume:
+        if self.resume or self.lives:
             return
         if self.profiled is not None:
             self.profiled.after(0, experiment.total_steps)
         if self.config.checkpoint.begin_with is not None:
             check_begin(experiment.program, self.config.checkpoint.begin_with)
 
-    def _profile(self, traced: tuple[int, int], progress: Progress, stack: ExitStack) -> Profile:
-        folder = self.directory.profile if jax.process_index() == 0 else None
-        profile = Profile(*traced, folder, progress.note)
-        stack.callback(profile.close)
-        return profile
-
-    def finish(self, step: int) -> None:
-        """Tell how the run ended, after `step`, draw its curve, and tell where its time went."""
-        self._admit()
-        self._tell_end(step)
-        if self.timed is not None:
-            values = goodput.values_of(self.account, self.timed.life)
-            append(self.directory.path, step, values, split=goodput.SPLIT)
-            print_goodput(read_metrics(self.directory.path), self.console)
-            if self.unmetered is not None:
-                self.console.print(f"energy none: {self.unmetered}", soft_wrap=True, markup=False)
-
-    def stopped_by(self, step: int) -> str | None:
-        """What ended the run after `step`; None where that was its last."""
-        assert self.experiment is not None, "a strategy prepares its job"
-        return self.termination.signal if step < self.experiment.total_steps else None
-
-    def _tell_end(self, step: int) -> None:
-        experiment, console = self.experiment, self.console
-        assert experiment is not None, "a strategy prepares its job"
-        by = self.stopped_by(step)
-        if by is not None:
-            console.print(
-                f"{by}: stopped after step {step} of {experiment.total_steps} "
-                f"and saved a checkpoint; {self._going_on()}",
-                soft_wrap=True,
-            )
-            return
-        if jax.process_index() != 0:
-            return
-        baselines = experiment.baselines()
-        plot_loss(
-            read_metrics(self.directory.path),
-            self.directory.curve,
-            baselines,
-            title=self.directory.path.name,
-            loss_unit=experiment.loss_unit,
-        )
-        console.print(
-            f"done   step {step} in {self.seconds:.0f} s; curve in {self.directory.curve}"
-        )
-        if self.heldout:
-            unit = experiment.loss_unit
-            print_results(self.heldout, baselines, loss_unit=unit, console=console)
-
-    def _going_on(self) -> str:
-        if self.config.checkpoint.parts is not None:
-            return (
-                "of a part of the state, which another run can begin with (checkpoint.begin_with)"
-            )
-        identity = self.directory.identity
-        numbered = identity is not None and identity.asked not in (None, self.directory.path.name)
-        # Beside others of its name --resume alone would not know which run is meant.
-        which = f" run.directory={self.directory.path}" if numbered else ""
-        return f"continue with the same command and --resume{which}"
-
-    def _begin_directory(self) -> None:
-        """Begin a new directory; of one that is resumed only say what differs from its config."""
-        resolved = resolved_yaml(self.config)
-        if self.directory.occupied:
-            try:
-                lines = changes(read(self.directory.config).values, resolved)
-            except ConfigError as error:
-                # The state is whole without it, and the config of this command replaces it.
-                lines = [f"unknown, for {self.directory.config} is damaged: {error}"]
-            for line in lines:
-                text = f"changed since this run began: {line}"
-                self.console.print(text, soft_wrap=True, markup=False)
-        elif jax.process_index() == 0:
-            prepare(self.directory, resolved)
-
-    def _store(self) -> CheckpointStore:
-        config = self.config.checkpoint
-        return CheckpointStore(
-            self.directory.checkpoints,
-            keep=config.keep,
-            keep_best=config.keep_best,
-            chunk_bytes=config.chunk_bytes,
-            on_event=lambda text: self.console.print(
-                f"[bold red]checkpoint:[/] {text}", soft_wrap=True
-            ),
-            fence=self._fence,
-        )
-
-    @property
-    def _fence(self) -> RunFence | None:
-        return None if self.watcher is None else self.watcher.fence
-
-    def _admit(self) -> None:
-        """Raises where a later generation has begun."""
-        if self._fence is not None:
-            self._fence.check()
-
-    def _memory(self, stack: ExitStack) -> Snapshots | None:
-        """Snapshots in memory, where an agent keeps them."""
-        if self.watcher is None or self.config.checkpoint.memory_every is None:
-            return None
-        say = partial(self.console.print, soft_wrap=True)
-        return stack.enter_context(self.watcher.snapshots(say))
-
-    def _local(self, stack: ExitStack) -> Snapshots | None:
-        """Snapshots on this machine's disk."""
-        config = self.config.checkpoint.local
-        if config is None:
-            return None
-        folder = claim(config.directory, identity_of(self.directory))
-        given = (folder, jax.process_index(), jax.process_count())
-        say = partial(self.console.print, soft_wrap=True)
-        return stack.enter_context(Snapshots(*given, say, lasts=True))
-
-    def _begin(
+    def _rescale(
         self,
-        experiment: Experiment,
-        store: CheckpointStore,
-        memory: Snapshots | None,
-        local: Snapshots | None,
-    ) -> tuple[TrainState, Mapping[str, Json]]:
-        """A fresh state, or that of the newest whole checkpoint, and what was kept beside it."""
-        program = experiment.program
-        check_state_fits(program.state_shapes)
-        tiers = {} if memory is None else {"in memory": memory.folder}
-        tiers |= {} if local is None else {"on this machine's disk": local.folder}
-        if self.resume and tiers:
-            say = partial(self.console.print, soft_wrap=True)
-            found = restored(tiers, store, program.state_shapes, say)
-            if found is not None:
-                state, metadata, where = found
-                say(f"resume from step {state.step} of {experiment.total_steps}, kept {where}")
-                return state, metadata
-        if self.resume and broadcast_json(bool(steps_present(store.directory))):
-            say = partial(self.console.print, soft_wrap=True)
-            saved = restore(store, program, say=say)
-            check_order(self.directory, saved.step)
-            say(f"resume from step {saved.step} of {experiment.total_steps}")
-            return saved.state, saved.metadata
-        if self.resume:
-            self.console.print("resume: there is no checkpoint yet, so this run begins at step 0")
-        begin = self.config.checkpoint.begin_with
-        if begin is None:
-            return program.init(), {}
-        say = partial(self.console.print, soft_wrap=True)
-        state, step = begin_with(program, begin, say=say)
-        say(f"begin  with {', '.join(begin.parts)} of step {step} of {begin.run}")
-        return state, {}
+        life: Life,
+        start: int,
+        metadata: Mapping[str, Json],
+        devices: Sequence[Device] | None,
+    ) -> None:
+        """Build the run anew from a step on: where in the data it stands, and how fast it learns.
+
+        Args:
+          metadata: what was kept beside the state.
+        """
+        train = self.config.train
+        sizes = extended(metadata.get(KEY), start, train.batch_size, train.full_batch_size)
+        life.kept = {KEY: [[*one] for one in sizes]}
+        life.experiment = build(self.config, self.document, devices=devices, sizes=sizes)
+        for line in life.experiment.explained if len(sizes) > 1 else ():
+            self.console.print(line, soft_wrap=True)
 
     def _open(
-        self, experiment: Experiment, start: int, stack: ExitStack
-    ) -> tuple[MetricsWriter | None, Progress]:
-        """The file of metrics, on process 0, and the lines of progress."""
-        primary, writer = jax.process_index() == 0, None
+        self, experiment: Experiment, start: int, stack: ExitStack, *, resume: bool
+    ) -> tuple[Records, Progress]:
+        """The records of metrics, which process 0 writes, and the lines of progress."""
+        primary = jax.process_index() == 0
+        writer = Records()
         if primary:
-            # Not earlier: a resume that is refused leaves the run's own config as it was.
-            prepare(self.directory, resolved_yaml(self.config))
-            resumed = start if self.resume else None
-            given = {"resume_step": resumed, "admit": self._admit}
-            writer = stack.enter_context(MetricsWriter(self.directory.path, **given))
+            writer = stack.enter_context(self.files.metrics(start if resume else None))
         unit = "tokens" if experiment.unit == "tokens" else "examples"
         given = (experiment.total_steps, start, unit, experiment.units_per_step, self.console)
         efficiency = efficiency_of(experiment, self.model_flops)
         progress = Progress(*given, enabled=primary, efficiency=efficiency)
         return writer, stack.enter_context(progress)
 
-    def _new_account(self) -> Account:
+    def _new_account(self, *, resume: bool) -> Account:
         """From the process's start on where this is the first, else from now on."""
-        restores = self.resume and bool(
-            steps_present(self.directory.checkpoints)
-            or (self.watcher is not None and whole_steps(self.watcher.place.snapshots))
+        agent = self.files.agent
+        restores = resume and bool(
+            steps_present(self.files.directory.checkpoints)
+            or agent.holds_snapshots
             or self.config.checkpoint.local is not None
         )
-        begun, self.begun = self.begun, None
-        tell = None if self.watcher is None else self.watcher.publisher.phase
-        return Account(Kind.RECOVERY if restores else Kind.START, begun=begun, tell=tell)
+        begun = None if self.lives else self.begun
+        kind = Kind.RECOVERY if restores else Kind.START
+        return Account(kind, begun=begun, tell=agent.phase)
+
+    def _watching(
+        self, life: Life, parts: HookParts, start: int, stack: ExitStack, resume: bool
+    ) -> Iterator[Goodput | Profile]:
+        """What writes down where time goes, and what traces steps."""
+        if jax.process_index() == 0:
+            yield self._timed(life, parts, start, stack, resume=resume)
+        if self.profiled is not None and not self.lives:
+            # The last hook, so that a trace begins after what else a boundary holds.
+            traced = self.profiled.after(start, life.experiment.total_steps)
+            folder = self.files.directory.profile if jax.process_index() == 0 else None
+            profile = Profile(*traced, folder, parts.progress.note)
+            stack.callback(profile.close)
+            yield profile
 
     def _timed(
-        self,
-        experiment: Experiment,
-        writer: MetricsWriter,
-        start: int,
-        tally: Tally | None,
-        stack: ExitStack,
+        self, life: Life, parts: HookParts, start: int, stack: ExitStack, *, resume: bool
     ) -> Goodput:
         """Writes where time and energy go, from now on until the files are closed."""
-        cadence = Cadence(self.config.train.log_every, experiment.total_steps)
-        life = goodput.next_life(read_metrics(self.directory.path)) if self.resume else 1
-        self.timed = timed = Goodput(cadence, self.account, life, writer, start, tally)
+        cadence = parts.every(self.config.train.log_every)
+        records = read_metrics(self.files.directory.path) if resume else ()
+        tally = life.energy if isinstance(life.energy, Tally) else None
+        given = cadence, life.account, goodput.next_life(records), parts.writer, start
+        life.timed = timed = Goodput(*given, tally)
         timed.write()
 
         def last() -> None:
@@ -354,3 +246,10 @@ class RunJob:
 
         stack.callback(last)
         return timed
+
+
+def _enter(life: Life, progress: Progress, stage: TrainStage) -> None:
+    """Count by the batch size of a stage that begins."""
+    progress.units_per_step = stage.batch_size * life.experiment.units_per_example
+    if isinstance(life.energy, Tally):
+        life.energy.units_per_step = progress.units_per_step

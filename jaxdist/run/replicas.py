@@ -11,7 +11,7 @@ import numpy as np
 from jaxdist.checkpoint.agree import any_process, gather_json
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.metrics.account import Account, Kind
-from jaxdist.metrics.writer import REPLICAS, MetricsWriter
+from jaxdist.metrics.writer import REPLICAS, Records
 from jaxdist.parallel.digest import Difference, Replicas
 from jaxdist.run.hooks.loop import Cadence, LoopHook, Moment
 from jaxdist.run.suspect import SuspectStateError
@@ -35,7 +35,7 @@ class CompareReplicas(LoopHook):
     cadence: Cadence
     replicas: Replicas
     store: CheckpointStore
-    writer: MetricsWriter | None = None
+    writer: Records = field(default_factory=Records)
     account: Account = field(default_factory=Account)
 
     def __post_init__(self) -> None:
@@ -59,8 +59,7 @@ class CompareReplicas(LoopHook):
         what = told(found, hosts)
         self.store.wait()
         saved = self.store.steps()
-        if self.writer is not None:
-            self.writer.write(step, numbers(found), split=REPLICAS)
+        self.writer.write(step, numbers(found), split=REPLICAS)
         last = (
             f"from checkpoint {saved[-1]}" if saved else "from its beginning, as nothing is saved"
         )

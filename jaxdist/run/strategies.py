@@ -17,15 +17,16 @@ from jaxdist.metrics.account import Kind
 from jaxdist.param_server import processes
 from jaxdist.param_server.wire.ports import check_ports
 from jaxdist.run.directory import RunDirectory
+from jaxdist.run.job import RunJob
 from jaxdist.run.memory import told_if_too_large
 from jaxdist.run.suspect import SuspectStateError
 from jaxdist.train.loop import run_loop
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.config import ParameterServer, StrategyConfig
-from jaxdist.train.strategy.contract import Job, Prepared
+from jaxdist.train.strategy.contract import Prepared
 
 
-def run_strategy(strategy: StrategyConfig, job: Job) -> TrainState:
+def run_strategy(strategy: StrategyConfig, job: RunJob) -> TrainState:
     """Do what this process has to do for a job; return the last state that it knows.
 
     Raises:
@@ -34,7 +35,7 @@ def run_strategy(strategy: StrategyConfig, job: Job) -> TrainState:
     return RUNNERS[strategy.type](strategy, job)
 
 
-def all_steps(strategy: StrategyConfig, job: Job) -> TrainState:
+def all_steps(strategy: StrategyConfig, job: RunJob) -> TrainState:
     """Take every step of a run; where its state is suspect, from the newest checkpoint again.
 
     Recomputing is enough: what is wrong once on a device is rarely so a second time (arXiv
@@ -81,7 +82,7 @@ def through_stages(prepared: Prepared) -> TrainState:
     return state
 
 
-def served(strategy: ParameterServer, job: Job) -> TrainState:
+def served(strategy: ParameterServer, job: RunJob) -> TrainState:
     """Start servers and workers, and take steps with them until the run ends.
 
     Raises:
@@ -121,7 +122,7 @@ def _check_installed() -> None:
         )
 
 
-RUNNERS: Mapping[str, Callable[[Any, Job], TrainState]] = {
+RUNNERS: Mapping[str, Callable[[Any, RunJob], TrainState]] = {
     "synchronous": all_steps,
     "lookahead": all_steps,
     "parameter_server": served,

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxdist.errors import RunError
+from jaxdist.metrics.writer import Records
 from jaxdist.run.hooks.loop import Between, Cadence, Evaluate, Guard, Log, RunHooks, Save, Stop
 from jaxdist.run.termination import Termination
 from jaxdist.train.step import SKIP_METRICS
@@ -25,13 +26,13 @@ def hooks(
     log_every: int = 1,
     update: Callable[..., None] = never,
 ) -> RunHooks:
-    progress: Any = SimpleNamespace(update=update, evaluation=never)
+    progress: Any = SimpleNamespace(update=update, evaluation=never, measured=lambda seconds: [])
     store: Any = SimpleNamespace(wait=lambda: None, steps=lambda: saved, save=never)
     names = NAMES if max_skipped is None else (*NAMES, *SKIP_METRICS)
     guard = Guard(names, store, max_skipped)
     always = Cadence(1, 9)
-    log = Log(Cadence(log_every, 9), guard, progress, None)
-    measured = Evaluate(always, never, progress, None)
+    log = Log(Cadence(log_every, 9), guard, progress, Records())
+    measured = Evaluate(always, never, progress, Records())
     return RunHooks([guard, log, Stop(Termination()), measured, Save(always, never, measured)])
 
 
@@ -75,7 +76,7 @@ def evaluated(losses: list[float], best: float | None = None) -> tuple[Evaluate,
     kept. And what was saved: steps with the best loss kept beside each."""
     left, saved = iter(losses), []
     quiet: Any = SimpleNamespace(evaluation=lambda *_: None)
-    measured = Evaluate(Cadence(1, 99), lambda _: {"loss": next(left)}, quiet, None, best)
+    measured = Evaluate(Cadence(1, 99), lambda _: {"loss": next(left)}, quiet, Records(), best)
     kept = Save(Cadence(99, 99), lambda state, best, _: saved.append((state, best)), measured)
     found = RunHooks([measured, kept])
     for step in range(1, len(losses) + 1):
@@ -98,7 +99,7 @@ def test_what_happens_between_steps_is_what_is_evaluated_saved_and_gone_on_with(
         seen.append(state)
         return {"loss": float(state)}
 
-    measured = Evaluate(Cadence(1, 9), run, quiet, None)
+    measured = Evaluate(Cadence(1, 9), run, quiet, Records())
     kept = Save(Cadence(2, 9), lambda state, *_: saved.append(state), measured)
     outer: Any = Second()
     found = RunHooks([Between(outer, lambda state: state / 2), measured, kept])

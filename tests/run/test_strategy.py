@@ -17,13 +17,14 @@ from runs import DIGITS, Jaxdist, assert_same_run, metrics, steps
 
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig
+from jaxdist.run.agent_link import NoAgent
 from jaxdist.run.directory import RunDirectory
+from jaxdist.run.files import RunFiles
 from jaxdist.run.hooks.loop import LoopHook, Moment, RunHooks
 from jaxdist.run.job import RunJob
 from jaxdist.run.strategies import run_strategy, through_stages
 from jaxdist.run.termination import Termination
 from jaxdist.train.strategy.config import Synchronous
-from jaxdist.train.strategy.contract import Job
 
 LOOKAHEAD = {"type": "lookahead", "steps": 3, "momentum": 0.9}
 
@@ -70,7 +71,7 @@ class Moves:
     def __init__(self) -> None:
         self.meshes: list[Any] = []
 
-    def run(self, job: Job) -> Any:
+    def run(self, job: RunJob) -> Any:
         with job.prepared() as prepared:
             self.meshes.append(prepared.stages[0].program.layout.mesh.size)
             hooks = RunHooks([Until(3), *prepared.hooks.hooks])
@@ -82,7 +83,7 @@ class Moves:
             return through_stages(prepared)
 
 
-def done(run: Callable[[Job], Any], folder: Path) -> tuple[Any, str]:
+def done(run: Callable[[RunJob], Any], folder: Path) -> tuple[Any, str]:
     """The last state of a job that `run` does, and what was said."""
     config = validate(
         Document({**DIGITS, "train": {"steps": 6, "batch_size": 64}}), ExperimentConfig
@@ -91,8 +92,9 @@ def done(run: Callable[[Job], Any], folder: Path) -> tuple[Any, str]:
     console = Console(file=out, width=200)
     folder.mkdir()
     with Termination() as termination:
-        given = (Document(config.model_dump(mode="json")), config, RunDirectory(folder))
-        job = RunJob(*given, termination, False, console)
+        files = RunFiles(RunDirectory(folder), config, NoAgent(), console.print)
+        document = Document(config.model_dump(mode="json"))
+        job = RunJob(document, config, files, termination, console, resume=False)
         state = run(job)
         job.finish(int(state.step))
     assert steps(folder)[-1] == 6

@@ -12,7 +12,7 @@ from jaxdist.errors import RunError
 from jaxdist.param_server.processes.setup import run_of
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.fit import _check_everywhere
-from jaxdist.run.job import RunJob
+from jaxdist.run.report.end import going_on
 
 
 def test_a_server_or_worker_refuses_the_directory_of_another_run(tmp_path):
@@ -43,6 +43,5 @@ def test_the_other_processes_refuse_it_too(tmp_path, monkeypatch):
 )
 def test_a_run_that_stops_says_how_it_is_resumed_beside_others(name, words):
     directory = RunDirectory(Path("runs") / name, Identity("a1", asked="gpt"))
-    whole = SimpleNamespace(checkpoint=SimpleNamespace(parts=None))
-    job: Any = SimpleNamespace(config=whole, directory=directory)
-    assert RunJob._going_on(job) == f"continue with the same command and {words}"
+    whole: Any = SimpleNamespace(checkpoint=SimpleNamespace(parts=None))
+    assert going_on(whole, directory) == f"continue with the same command and {words}"

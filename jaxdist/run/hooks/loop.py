@@ -17,7 +17,7 @@ import numpy as np
 
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.metrics.progress import Progress
-from jaxdist.metrics.writer import MetricsWriter
+from jaxdist.metrics.writer import Records
 from jaxdist.optim.safety import check_skips
 from jaxdist.run.suspect import SuspectStateError
 from jaxdist.run.termination import Termination
@@ -142,16 +142,15 @@ class Log(LoopHook):
     cadence: Cadence
     guard: Guard
     progress: Progress
-    writer: MetricsWriter | None
+    writer: Records
 
     def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
         if not (self.cadence.due(step) or step == 1):
             return
         found = self.guard.checked(step, values)
         self.progress.update(step, loss=found["loss"], step_seconds=step_seconds)
-        if self.writer is not None:
-            more = dict(self.progress.measured(step_seconds))
-            self.writer.write(step, {**found, "step_seconds": step_seconds, **more})
+        more = dict(self.progress.measured(step_seconds))
+        self.writer.write(step, {**found, "step_seconds": step_seconds, **more})
 
 
 @dataclass
@@ -205,7 +204,7 @@ class Evaluate(LoopHook):
     cadence: Cadence
     run: Callable[[TrainState], dict[str, float]]
     progress: Progress
-    writer: MetricsWriter | None
+    writer: Records
     best: float | None = None
     heldout: dict[str, float] = field(default_factory=dict)
 
@@ -219,8 +218,7 @@ class Evaluate(LoopHook):
         moment.best = _improves(self.heldout["loss"], self.best)
         self.best = self.heldout["loss"] if moment.best else self.best
         self.progress.evaluation(moment.step, self.heldout)
-        if self.writer is not None:
-            self.writer.write(moment.step, self.heldout, split="heldout")
+        self.writer.write(moment.step, self.heldout, split="heldout")
 
 
 @dataclass

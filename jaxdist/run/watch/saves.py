@@ -17,7 +17,7 @@ from jaxdist.heartbeat.journal import read_journal
 from jaxdist.heartbeat.saving import MOST_STEPS, Failures, Interval, choose, failures_of
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.goodput import INTERVALS
-from jaxdist.metrics.writer import MetricsWriter
+from jaxdist.metrics.writer import Records
 from jaxdist.run.hooks.loop import Cadence
 
 FIRST_STEPS = 10
@@ -43,7 +43,7 @@ class Chooser:
         such a save is for.
       mttf: mean seconds between two failures until one was seen.
       say: tells the user a line.
-      writer: of metrics; None writes nothing down.
+      writer: of metrics.
       start: the step that this process goes on from.
     """
 
@@ -53,7 +53,7 @@ class Chooser:
     run: Path | None
     mttf: float
     say: Callable[[str], None]
-    writer: MetricsWriter | None
+    writer: Records
     start: int
     _costs: list[float] = field(default_factory=list)
     _mark: tuple[int, float] | None = None
@@ -89,18 +89,17 @@ class Chooser:
         if told is None or max(told, chosen.steps) > CHANGED * min(told, chosen.steps):
             self._told = chosen.steps
             self.say(f"saves  {chosen.words(self.what)}")
-        if self.writer is not None:
-            values = {
-                "steps": chosen.steps,
-                "work_seconds": chosen.work,
-                "cost_seconds": chosen.cost,
-                "mttf_seconds": chosen.failures.mttf,
-                "recovery_seconds": chosen.failures.recovery,
-                "failures": chosen.failures.seen,
-                "predicted": chosen.predicted,
-            }
-            named = {f"{self.kind}_{name}": value for name, value in values.items()}
-            self.writer.write(step, named, split=INTERVALS)
+        values = {
+            "steps": chosen.steps,
+            "work_seconds": chosen.work,
+            "cost_seconds": chosen.cost,
+            "mttf_seconds": chosen.failures.mttf,
+            "recovery_seconds": chosen.failures.recovery,
+            "failures": chosen.failures.seen,
+            "predicted": chosen.predicted,
+        }
+        named = {f"{self.kind}_{name}": value for name, value in values.items()}
+        self.writer.write(step, named, split=INTERVALS)
 
 
 class Chosen(Cadence):

@@ -12,7 +12,7 @@ from jaxdist.metrics import goodput
 from jaxdist.metrics.account import Account
 from jaxdist.metrics.energy.tally import SPLIT as ENERGY
 from jaxdist.metrics.energy.tally import Tally
-from jaxdist.metrics.writer import MetricsWriter
+from jaxdist.metrics.writer import Records
 from jaxdist.run.hooks.loop import Cadence, LoopHook, Moment
 
 
@@ -47,7 +47,7 @@ class Goodput(LoopHook):
     cadence: Cadence
     account: Account
     life: int
-    writer: MetricsWriter
+    writer: Records
     step: int
     tally: Tally | None = None
     seconds_between: float = 10.0

@@ -8,13 +8,11 @@ what happens between steps. A new one is a new config in `config.py`, what check
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from jaxdist.data.loader import Loader
-from jaxdist.mesh import Device
 from jaxdist.metrics.account import Account
 from jaxdist.optim.build import OptimConfig, Optimizer
 from jaxdist.parallel.plan import ParallelConfig
@@ -99,21 +97,6 @@ class RunSettings:
     params: Params
     dims: Mapping[str, Dims]
     buffers: Sequence[str]
-
-
-class Job(Protocol):
-    """A run that is to be done."""
-
-    def prepared(self, devices: Sequence[Device] | None = None) -> AbstractContextManager[Prepared]:
-        """Build the run on these devices, or on all; within the context its files are open.
-
-        It may be entered again when it was left, on other devices too: the run then goes on from
-        the newest checkpoint, and from its beginning where there is none.
-
-        Raises:
-          JaxdistError: it cannot be built there; no checkpoint can be trusted.
-        """
-        ...
 
 
 class Strategy(Protocol):

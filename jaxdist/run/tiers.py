@@ -1,0 +1,107 @@
+"""Everywhere a run keeps its state: checkpoints, and snapshots that are quicker to make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import jax
+from rich.markup import escape
+
+from jaxdist.checkpoint.agree import any_process, broadcast_json
+from jaxdist.checkpoint.layout import steps_present
+from jaxdist.checkpoint.local import claim
+from jaxdist.checkpoint.snapshots import Snapshots, load, whole_steps
+from jaxdist.checkpoint.store import CheckpointStore
+from jaxdist.errors import CheckpointError
+from jaxdist.run.directory import identity_of
+from jaxdist.run.files import RunFiles
+from jaxdist.train.state import TrainState
+from jaxdist.types import Json
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Snapshots in one place.
+
+    Attributes:
+      where: the place, for a person.
+      every: steps between two of them, or auto.
+      lasts: whether they outlive a restart of the machine.
+    """
+
+    where: str
+    snapshots: Snapshots
+    every: int | str
+    lasts: bool = False
+
+
+@dataclass(frozen=True)
+class Tiers:
+    """Checkpoints and the tiers of snapshots before them, the quickest first."""
+
+    store: CheckpointStore
+    snapshots: Sequence[Tier] = ()
+
+    def newest(
+        self, shapes: TrainState, say: Say
+    ) -> tuple[TrainState, Mapping[str, Json], str] | None:
+        """The newest snapshot that is whole, where it is newer than each checkpoint; and its place.
+
+        All processes decide alike: what one cannot load none takes.
+
+        Args:
+          say: told what is passed over.
+        """
+        if not self.snapshots:
+            return None
+        saved = max(steps_present(self.store.directory), default=-1)
+        found = [
+            (step, -at)
+            for at, tier in enumerate(self.snapshots)
+            for step in whole_steps(tier.snapshots.folder)
+            if step > saved
+        ]
+        for step, at in broadcast_json(sorted(found, reverse=True)):
+            tier, loaded = self.snapshots[-at], None
+            try:
+                loaded = load(tier.snapshots.folder, step, shapes)
+            except CheckpointError as error:
+                say(f"[bold red]passed over {tier.where}:[/] {escape(str(error))}")
+            if not any_process(loaded is None):
+                assert loaded is not None
+                return *loaded, tier.where
+        return None
+
+    def forget(self, step: int) -> None:
+        """Take away what lasting tiers have of later steps; -1 is all that they have."""
+        for tier in self.snapshots:
+            if tier.lasts:
+                tier.snapshots.forget(step)
+
+
+def open_tiers(files: RunFiles, say: Say, stack: ExitStack) -> Tiers:
+    """Open checkpoints and the tiers of snapshots that a config asks for, until the stack ends.
+
+    Args:
+      say: prints a line with rich's markup.
+    """
+    config, tiers = files.config.checkpoint, []
+    store = stack.enter_context(files.store(lambda text: say(f"[bold red]checkpoint:[/] {text}")))
+    memory = files.agent.memory
+    if memory is not None and config.memory_every is not None:
+        tiers.append(Tier("in memory", _snapshots(memory, say, stack), config.memory_every))
+    if config.local is not None:
+        folder = claim(config.local.directory, identity_of(files.directory))
+        snapshots = _snapshots(folder, say, stack, lasts=True)
+        tiers.append(Tier("on this machine's disk", snapshots, config.local.every, lasts=True))
+    return Tiers(store, tiers)
+
+
+def _snapshots(folder: Path, say: Say, stack: ExitStack, *, lasts: bool = False) -> Snapshots:
+    given = (folder, jax.process_index(), jax.process_count(), say)
+    return stack.enter_context(Snapshots(*given, lasts=lasts))
