@@ -2,13 +2,15 @@
 
 import ast
 import re
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
 
 import jaxdist
 
 ROOT = Path(jaxdist.__file__).parent
-MODULE = re.compile(r"jaxdist(\.[a-z_]+)+")
 LAYERS = (
     ("errors", "types", "trees", "runtime", "config"),
     ("mesh", "hlo"),
@@ -36,6 +38,12 @@ BENCHMARKS = ROOT.parent / "benchmarks"
 """In a checkout, not in the wheel."""
 FILES = sorted(ROOT.rglob("*.py"))
 WITH_BENCHMARKS = [*FILES, *sorted(BENCHMARKS.rglob("*.py"))]
+MODULES = {
+    ".".join(file.relative_to(ROOT.parent).with_suffix("").parts).removesuffix(".__init__"): file
+    for file in FILES
+}
+_NAMED = re.compile(r"(jaxdist(?:\.\w+)+)(?::[\w.]+)?")
+_STARTED = re.compile(r"-m (jaxdist(?:\.\w+)*)")
 
 
 def part_of(module: str) -> str | None:
@@ -48,25 +56,72 @@ def part_of(module: str) -> str | None:
     return inner if inner in LAYER_OF else names[1]
 
 
-def imported_modules(file: Path) -> set[str]:
-    """The modules that a file imports, or names in a string to start them with `python -m`.
+@cache
+def used_modules(source: str) -> frozenset[str]:
+    """Return what a source imports of jaxdist, at its head or inside a function, and the modules
+    that its strings name: it starts them, or imports them by name. Docstrings do not count.
 
-    The command line may be started from anywhere, as a user starts it.
+    Where a name is imported from a module, both `module` and `module.name` are returned, since the
+    name may be a module too.
     """
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    tree = ast.parse(source)
+    used = set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            used |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            started = MODULE.fullmatch(node.value) and part_of(node.value) != "cli"
-            found |= {node.value} if started else set()
-    return found
+            used.add(node.module or "")
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+    used |= started_modules(tree)
+    return frozenset(one for one in used if one.split(".")[0] == "jaxdist")
 
 
-def imported_parts(file: Path) -> set[str]:
-    parts = {part_of(module) for module in imported_modules(file)}
+def started_modules(tree: ast.AST) -> set[str]:
+    """Modules that strings name: `"jaxdist.x"`, `"jaxdist.x:name"`, `"-m", "jaxdist"`."""
+    docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    started = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.List | ast.Tuple | ast.Call):
+            words = node.args if isinstance(node, ast.Call) else node.elts
+            texts = [one.value if isinstance(one, ast.Constant) else None for one in words]
+            if ("-m", "jaxdist") in pairwise(texts):
+                started.add("jaxdist.__main__")
+        if not isinstance(node, ast.Constant) or id(node) in docstrings:
+            continue
+        text = node.value
+        if isinstance(text, str):
+            named = _NAMED.fullmatch(text)
+            started |= {named[1]} if named else set()
+            run = _STARTED.findall(text)
+            started |= {one if "." in one else f"{one}.__main__" for one in run}
+    return started
+
+
+def test_module_names_in_strings_are_read():
+    source = '''
+"""Not jaxdist.audit, a docstring."""
+"jaxdist.audit"
+MODULE = "jaxdist.cli.standby"
+program = ["python", "-P", "-m", "jaxdist", "train"]
+run("python -m jaxdist.study CONFIG")
+path = "jaxdist.parity.tower:Tower"
+said = "see jaxdist.hlo.ledger for more"
+def later():
+    from jaxdist.run import fit
+'''
+    assert used_modules(source) == {
+        "jaxdist.cli.standby",
+        "jaxdist.__main__",
+        "jaxdist.study",
+        "jaxdist.parity.tower",
+        "jaxdist.run",
+        "jaxdist.run.fit",
+    }
+
+
+def used_parts(file: Path) -> set[str]:
+    """The rooms and sub-rooms with a layer that a file uses."""
+    parts = {part_of(module) for module in used_modules(file.read_text())}
     return {part for part in parts if part in LAYER_OF}
 
 
@@ -76,16 +131,79 @@ def own_part(file: Path) -> str:
 
 
 def test_imports_go_down():
+    """Modules that are started, and named in strings, are used as those that are imported are."""
     wrong = []
     for file in FILES:
         own = own_part(file)
         if own == "__init__":
             continue
         assert own in LAYER_OF, f"{own} has no layer: give it one in this test and in the README"
-        for part in imported_parts(file) - {own}:
-            if LAYER_OF[part] >= LAYER_OF[own] and LAYER_OF[own] != 0:
-                wrong.append(f"{file} (layer {LAYER_OF[own]}) imports {part} ({LAYER_OF[part]})")
+        for part in used_parts(file) - {own}:
+            sideways = LAYER_OF[part] == LAYER_OF[own] != 0
+            if LAYER_OF[part] > LAYER_OF[own] or sideways:
+                wrong.append(f"{file} (layer {LAYER_OF[own]}) uses {part} ({LAYER_OF[part]})")
     assert not wrong, "\n".join(wrong)
+
+
+def folder_edges(sources: Mapping[str, str]) -> dict[str, dict[str, set[str]]]:
+    """By folder, which of its entries (folders, files) use which others; by dotted names.
+
+    Args:
+      sources: text by module.
+    """
+    edges: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for module, text in sources.items():
+        own = module.split(".")
+        for used in used_modules(text) & sources.keys():
+            other = used.split(".")
+            for depth, (ours, theirs) in enumerate(zip(own, other, strict=False)):
+                if ours != theirs:
+                    edges[".".join(own[:depth])][ours].add(theirs)
+                    break
+    return edges
+
+
+def reached(uses: Mapping[str, set[str]], start: str) -> set[str]:
+    """All entries that one uses, directly or through others."""
+    found: set[str] = set()
+    left = [start]
+    while left:
+        fresh = uses.get(left.pop(), set()) - found
+        found |= fresh
+        left += fresh
+    return found
+
+
+def circles(sources: Mapping[str, str]) -> set[tuple[str, ...]]:
+    """Groups of sub-folders of one folder that use each other, also by way of files beside them."""
+    found = set()
+    for folder, uses in folder_edges(sources).items():
+        if folder == "jaxdist":  # the layers
+            continue
+        reach = {entry: reached(uses, entry) for entry in uses}
+        for entry in uses:
+            circle = {other for other in reach[entry] if entry in reach.get(other, ())}
+            folders = sorted(
+                one for one in circle if any(m.startswith(f"{folder}.{one}.") for m in sources)
+            )
+            if len(folders) > 1:
+                found.add((folder, *folders))
+    return found
+
+
+def test_circles_of_sub_folders_are_seen():
+    sources = {
+        "jaxdist.x.a.one": "def later():\n    from jaxdist.x import between",
+        "jaxdist.x.between": "from jaxdist.x.b.two import f",
+        "jaxdist.x.b.two": "MODULE = 'jaxdist.x.a.one'",
+        "jaxdist.x.b.three": "from jaxdist.x.b.two import f",
+    }
+    assert circles(sources) == {("jaxdist.x", "a", "b")}
+
+
+def test_sub_folders_have_an_order_too():
+    """Imports inside of functions count, and those for types alone, and names in strings."""
+    assert not circles({module: file.read_text() for module, file in MODULES.items()})
 
 
 def test_only_the_command_imports_benchmarks():
@@ -99,7 +217,7 @@ def test_only_the_command_imports_the_simulation():
     importing = [
         file
         for file in FILES
-        if "simulation" in imported_parts(file) and own_part(file) != "simulation"
+        if "simulation" in used_parts(file) and own_part(file) != "simulation"
     ]
     assert importing == [ROOT / "cli" / "measurement.py"]
 

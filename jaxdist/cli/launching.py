@@ -43,6 +43,7 @@ def job(
     ] = False,
 ) -> None:
     """Train as CONFIG says, on a cluster: the same `jaxdist train --resume` in every process."""
+    from jaxdist import cli
     from jaxdist.config import read, validate
     from jaxdist.experiment import ExperimentConfig
     from jaxdist.launch.build import engine
@@ -54,7 +55,7 @@ def job(
     if os.path.exists(config) or on not in ("gke", "tpu-vm"):  # those have it where they run
         validate(read(config, extra), ExperimentConfig)
     called = name or config.stem.replace("_", "-")
-    what = Job(str(config), extra, called, nodes, processes, Path.cwd())
+    what = Job(str(config), extra, called, cli.__name__, nodes, processes, Path.cwd())
     if dry_run:
         one.check(what)
         typer.echo(one.render(what).at(LAUNCHES.absolute() / called).text())

@@ -43,6 +43,8 @@ class Job:
       config: the file, as the processes find it from `folder`.
       overrides: settings that replace its own.
       name: for people, and for the engine's lists.
+      module: of the command `jaxdist`, for an engine whose nodes run it by an interpreter of their
+        own. It stands above this room in the layers, so that the command passes its name down.
       nodes: how many machines, or hosts of one slice of TPUs.
       processes: on each of them.
       folder: where it runs; all nodes see it.
@@ -51,6 +53,7 @@ class Job:
     config: str
     overrides: tuple[str, ...]
     name: str
+    module: str
     nodes: int = 1
     processes: int = 1
     folder: Path = Path()

@@ -35,7 +35,7 @@ class Ray(Engine):
 
     def render(self, job: Job) -> Rendered:
         # Actors run where Ray does, with the interpreter that it was started with.
-        program = ("-P", "-m", "jaxdist.cli")
+        program = ("-P", "-m", job.module)
         given = {
             **self.model_dump(exclude={"type"}),
             "name": job.name,

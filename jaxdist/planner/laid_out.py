@@ -1,8 +1,9 @@
 """The memory of a step as XLA lays it out, seconds into the compilation.
 
 XLA:TPU decides where each buffer lies before it generates code, which takes nine tenths of the time
-of a compilation and changes no size. So `jaxdist inspect` is begun in a process of its own, what it
-dumps is read as soon as it is there, and the process is ended.
+of a compilation and changes no size. So this module starts itself in another process, as
+`python -m jaxdist.planner.laid_out CONFIG OVERRIDE... TOPOLOGY RESULT`, reads what that dumps as
+soon as it is there, and ends it.
 """
 
 from __future__ import annotations
@@ -11,13 +12,14 @@ import json
 import os
 import re
 import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from jaxdist.errors import JaxdistError, RunError
-from jaxdist.runtime.environment import python_module
+from jaxdist.runtime import environment
 
 REPORT = "*/*after_optimizations-buffer-assignment.txt"
 NEXT = "*/*after_optimizations_after_buffer_assignment.txt"
@@ -34,15 +36,15 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
       limit_bytes: of a device: what takes more is waited for, since the compiler refuses it.
 
     Raises:
-      RunError: the compiler refuses it; in the words of `inspect`.
+      RunError: the compiler refuses it.
       JaxdistError: anything else goes wrong, such as libtpu that is not installed.
     """
     with TemporaryDirectory() as name:
         folder, result = Path(name), Path(name) / "result.json"
-        command = ["inspect", str(path), *overrides, "--topology", topology, "--json", str(result)]
+        command = [str(path), *overrides, topology, str(result)]
         with (folder / "said").open("wb") as said:
             child = subprocess.Popen(
-                python_module("jaxdist.cli", *command),
+                environment.python_module("jaxdist.planner.laid_out", *command),
                 env={**os.environ, "TMPDIR": name},
                 stdout=subprocess.DEVNULL,
                 stderr=said,
@@ -59,10 +61,8 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
         if child.returncode:
             words = (folder / "said").read_text(errors="replace").strip()
             raised = RunError if child.returncode == RunError.exit_code else JaxdistError
-            raise raised(words.removeprefix("error: ") or f"exit code {child.returncode}")
-        held = json.loads(result.read_text())["memory"]
-        kept = held["argument_bytes"] + held["output_bytes"] - held["alias_bytes"]
-        return kept + held["temp_bytes"]
+            raise raised(words or f"exit code {child.returncode}")
+        return json.loads(result.read_text())
 
 
 def reported_bytes(folder: Path) -> int | None:
@@ -92,3 +92,24 @@ def allocated_bytes(text: str) -> int:
     return sum(
         int(size) for size, what in found if "thread-local" not in what and "color" not in what
     )
+
+
+def main(path: str, *rest: str) -> None:
+    """Compile a config's train step whole, and write its bytes on each device to a file."""
+    *overrides, topology, result = rest
+    environment.prepare(fake_devices=1)  # jax reads it once, when it is imported
+    from jaxdist.inspect.program import inspect_step, open_subject
+    from jaxdist.runtime.topology import topology_devices
+
+    try:
+        subject = open_subject(Path(path), overrides, topology_devices(topology))
+        held = inspect_step(subject).ledger.memory
+    except JaxdistError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+    kept = held.argument_bytes + held.output_bytes - held.alias_bytes + held.temp_bytes
+    Path(result).write_text(json.dumps(kept))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -21,8 +21,8 @@ from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import Records, read_metrics
+from jaxdist.run.assemble import HookParts, hooks_of
 from jaxdist.run.files import RunFiles
-from jaxdist.run.hooks.assemble import HookParts, hooks_of
 from jaxdist.run.hooks.loop import RunHooks
 from jaxdist.run.loading.begin import check_begin
 from jaxdist.run.loading.resume import beginning

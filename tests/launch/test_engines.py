@@ -15,7 +15,8 @@ from jaxdist.errors import STOPPED, ConfigError
 from jaxdist.launch.build import ENGINES, engine
 from jaxdist.launch.contract import Job, seconds_of
 
-JOB = Job("my config.yaml", ("train.steps=9",), "digits", nodes=2, folder=Path("/shared/work"))
+FOLDER = Path("/shared/work")
+JOB = Job("my config.yaml", ("train.steps=9",), "digits", "jaxdist.cli", nodes=2, folder=FOLDER)
 TRAIN = ["jaxdist", "train", "my config.yaml", "train.steps=9", "--resume"]
 NEEDED = {
     "local": [],

@@ -18,16 +18,16 @@ from jaxdist.models.functional import Functional
 from jaxdist.models.layers import carried, whole
 from jaxdist.models.loss import Batch, Loss, Sums, weighted
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
+from jaxdist.parallel.pipeline.called import inputs_of
 from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, StageSpecs, Visit
-from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.parallel.pipeline.model.chunks import Cut
 from jaxdist.parallel.pipeline.model.packed import Packed, pack_model
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, lowered, minimised
 from jaxdist.parallel.pipeline.model.stack import StageStack
-from jaxdist.parallel.pipeline.model.stand_in import Output
 from jaxdist.parallel.pipeline.planning.estimate import shapes_of
 from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
 from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
+from jaxdist.parallel.pipeline.stand_in import Output
 from jaxdist.sharding import Dims, Layout
 from jaxdist.types import Buffers, Params, PyTree
 

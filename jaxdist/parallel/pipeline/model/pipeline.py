@@ -20,15 +20,15 @@ from jaxdist.models.mean import check_adds_up, divisor
 from jaxdist.parallel.compute import over_weight
 from jaxdist.parallel.contract import Gradients, Held, Surroundings
 from jaxdist.parallel.microbatch import split_rows
+from jaxdist.parallel.pipeline.called import inputs_of
 from jaxdist.parallel.pipeline.executor.execute import evaluate, run
 from jaxdist.parallel.pipeline.executor.lower import lower
 from jaxdist.parallel.pipeline.executor.model_fns import Found, ModelFns, StageSpecs, Visit
 from jaxdist.parallel.pipeline.executor.ticks import Ticks
-from jaxdist.parallel.pipeline.model.called import inputs_of
 from jaxdist.parallel.pipeline.model.chunks import Cut, from_stages, on_stages, to_stages
 from jaxdist.parallel.pipeline.model.stack import StageStack, is_in_order
-from jaxdist.parallel.pipeline.model.stand_in import HeadOnly
 from jaxdist.parallel.pipeline.planning.plan import AXIS, ChunkPlan, PipelineConfig
+from jaxdist.parallel.pipeline.stand_in import HeadOnly
 from jaxdist.pipeline_schedules.derived import eager, forward_only
 from jaxdist.pipeline_schedules.schedule import Schedule
 from jaxdist.sharding import Dims, Layout

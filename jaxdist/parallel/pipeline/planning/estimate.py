@@ -11,9 +11,9 @@ from jaxdist.cost.flops import jaxpr_flops
 from jaxdist.errors import ConfigError
 from jaxdist.models.functional import Functional
 from jaxdist.models.loss import Loss, Model, weighted
-from jaxdist.parallel.pipeline.model.called import inputs_of
-from jaxdist.parallel.pipeline.model.stand_in import HeadOnly, Output
+from jaxdist.parallel.pipeline.called import inputs_of
 from jaxdist.parallel.pipeline.planning.partition import LayerCosts
+from jaxdist.parallel.pipeline.stand_in import HeadOnly, Output
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Leaf, Params, PyTree
 

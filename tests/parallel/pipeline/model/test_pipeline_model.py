@@ -13,7 +13,7 @@ from jaxdist.errors import ConfigError, ShardingError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import ledger
 from jaxdist.models.loss import Mean, next_token
-from jaxdist.parallel.pipeline.model.called import inputs_of
+from jaxdist.parallel.pipeline.called import inputs_of
 from jaxdist.trees import tree_bytes
 
 GPT = {"type": "gpt", "layers": 4, "embed": 64, "heads": 4, "vocab_multiple": 8}

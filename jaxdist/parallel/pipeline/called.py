@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.loss import Batch, Loss
-from jaxdist.parallel.pipeline.model.stand_in import StandIn
+from jaxdist.parallel.pipeline.stand_in import StandIn
 from jaxdist.types import PyTree
 
 

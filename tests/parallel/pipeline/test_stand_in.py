@@ -13,8 +13,8 @@ from pipeline_configs import experiment
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.loss import NextTokenConfig
-from jaxdist.parallel.pipeline.model.called import inputs_of
-from jaxdist.parallel.pipeline.model.stand_in import HeadOnly, Output
+from jaxdist.parallel.pipeline.called import inputs_of
+from jaxdist.parallel.pipeline.stand_in import HeadOnly, Output
 
 X = jnp.arange(2.0)
 STAND_INS = [HeadOnly(lambda x: x + 1, X), Output(X)]
