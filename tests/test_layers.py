@@ -17,6 +17,7 @@ LAYERS = (
     ("cost", "pipeline_schedules"),
     ("sharding", "collectives", "models", "data"),
     ("compression", "optim"),
+    ("validity",),
     ("parallel", "param_server"),
     ("checkpoint", "metrics"),
     ("heartbeat",),

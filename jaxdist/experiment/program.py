@@ -30,8 +30,6 @@ from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stag
 from jaxdist.parallel.plan import facts_of, plan_exchange
 from jaxdist.parallel.rows import check_rows
 from jaxdist.parallel.strict.check import check_update
-from jaxdist.parallel.validity.optimizer import notices_of as notices_of_optimizer
-from jaxdist.parallel.validity.table import check
 from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
 from jaxdist.train.assemble import assemble
 from jaxdist.train.evaluate import why_in_parts
@@ -40,6 +38,8 @@ from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.contract import RunSettings
 from jaxdist.trees import flatten_with_names
+from jaxdist.validity.optimizer import notices_of as notices_of_optimizer
+from jaxdist.validity.table import check
 
 Own = Callable[..., AbstractContextManager[bool]]
 """`own_code` of a config: whether the sections that are named have code of the user's."""

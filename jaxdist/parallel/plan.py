@@ -28,13 +28,13 @@ from jaxdist.parallel.pipeline.planning.plan import AXIS, PipelineConfig
 from jaxdist.parallel.strict.check import check_devices
 from jaxdist.parallel.strict.config import StrictConfig
 from jaxdist.parallel.strict.tree import Order
-from jaxdist.parallel.validity.features import Facts
-from jaxdist.parallel.validity.notices import notices
-from jaxdist.parallel.validity.table import check
 from jaxdist.parallel.zero import Zero, ZeroConfig, plan_zero
 from jaxdist.sharding import Dims, Layout
 from jaxdist.trees import flatten_with_names
 from jaxdist.types import Leaf, Params, Shardings
+from jaxdist.validity.features import Facts
+from jaxdist.validity.notices import notices
+from jaxdist.validity.table import check
 
 
 class ParallelConfig(Config):

@@ -16,13 +16,13 @@ from jaxdist.compression.config import Compression, CompressionConfig
 from jaxdist.mesh import DCN, ICI, MeshConfig, Split
 from jaxdist.models.remat import ByKind
 from jaxdist.parallel.pipeline.executor.ticks import Activations
-from jaxdist.parallel.validity.features import Facts
-from jaxdist.parallel.validity.table import violations
 from jaxdist.parallel.zero import STAGES, Stage, ZeroConfig
 from jaxdist.pipeline_schedules.build import PipelineScheduleConfig
 from jaxdist.pipeline_schedules.csv_form import Csv
 from jaxdist.pipeline_schedules.schedule import loop
 from jaxdist.types import Json, JsonObject
+from jaxdist.validity.features import Facts
+from jaxdist.validity.table import violations
 
 DEVICES = 8
 MESHES: Mapping[str, Mapping[str, Json]] = {

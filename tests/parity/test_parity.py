@@ -21,7 +21,6 @@ from jaxdist.cli import app
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.parallel.plan import ParallelConfig
-from jaxdist.parallel.validity.table import violations
 from jaxdist.parity import cells as parity_cells
 from jaxdist.parity import compare as command
 from jaxdist.parity import run as parity_run
@@ -41,6 +40,7 @@ from jaxdist.parity.cells import (
 from jaxdist.parity.report import from_json, line, markdown, to_json
 from jaxdist.parity.run import BUILT_IN, ParityResult, compare, open_subject
 from jaxdist.parity.trace import Differences, differences, limit_of
+from jaxdist.validity.table import violations
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -16,7 +16,6 @@ from random import Random
 from jaxdist.errors import ConfigError
 from jaxdist.parallel.pipeline.model.pipeline import lowered
 from jaxdist.parallel.pipeline.planning.plan import PipelineConfig
-from jaxdist.parallel.validity.table import violations
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.parity.cells import ACTIVATIONS, REDUCTIONS, REMATS, SCHEDULES, SCOPES, facts
 from jaxdist.parity.draw.model import (
@@ -31,6 +30,7 @@ from jaxdist.parity.draw.model import (
 from jaxdist.parity.draw.settings import with_settings
 from jaxdist.parity.trace import STEPS
 from jaxdist.types import Json
+from jaxdist.validity.table import violations
 
 DEVICES = 8
 STAGES = 4

@@ -7,13 +7,13 @@ from functools import lru_cache
 from typing import Protocol
 
 from jaxdist.collectives.algorithms.xla import Xla
-from jaxdist.parallel.validity.features import Facts
-from jaxdist.parallel.validity.table import violations
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.planner.memory import Memory
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.target import Places, Target
 from jaxdist.planner.time import Seconds
+from jaxdist.validity.features import Facts
+from jaxdist.validity.table import violations
 
 MOST_MICROBATCHES = 128
 

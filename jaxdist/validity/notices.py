@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Protocol
 
-from jaxdist.parallel.validity.features import (
+from jaxdist.validity.features import (
     Facts,
     shown_compression,
     shown_mesh,
     shown_reduce,
     shown_stage,
 )
-from jaxdist.parallel.zero import Zero
 
 
-def notices(facts: Facts, plan: Zero | None) -> list[str]:
+class SplitDims(Protocol):
+    """What ZeRO splits: the dim of each parameter, and the shapes of those that stay whole."""
+
+    @property
+    def dims(self) -> Mapping[str, int | None]: ...
+    @property
+    def uneven(self) -> Mapping[str, tuple[int, ...]]: ...
+
+
+def notices(facts: Facts, plan: SplitDims | None) -> list[str]:
     """Settings that combine but do nothing, with the reason; a sentence each.
 
     Args:
@@ -24,7 +33,7 @@ def notices(facts: Facts, plan: Zero | None) -> list[str]:
     return [*_of_stage(facts, plan), *_of_reduction(facts), *rest]
 
 
-def _of_stage(facts: Facts, plan: Zero | None) -> Iterator[str]:
+def _of_stage(facts: Facts, plan: SplitDims | None) -> Iterator[str]:
     zero, parts, axes = facts.zero, facts.parts(facts.state_axes), ", ".join(facts.state_axes)
     if zero.stage and parts == 1:
         yield (

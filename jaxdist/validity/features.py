@@ -5,13 +5,46 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from jaxdist.collectives.algorithms.xla import Xla
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.compression import NoFeedback
+from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.compression.config import Compression
 from jaxdist.mesh import ICI, describe
-from jaxdist.parallel.zero import ZeroConfig
+
+
+class ZeroSettings(Protocol):
+    """The settings of `parallel.zero`, as `jaxdist.parallel.zero.ZeroConfig` has them."""
+
+    @property
+    def stage(self) -> int: ...
+    @property
+    def scope(self) -> str: ...
+    @property
+    def whole_below(self) -> int: ...
+    @property
+    def gather_dtype(self) -> str | None: ...
+    @property
+    def prefetch(self) -> bool: ...
+    @property
+    def gather_codec(self) -> CodecConfig | None: ...
+    @property
+    def secondary(self) -> bool: ...
+
+
+@dataclass(frozen=True)
+class ZeroOff:
+    """Settings that split nothing."""
+
+    stage: int = 0
+    scope: str = "all"
+    whole_below: int = 0
+    gather_dtype: str | None = None
+    prefetch: bool = False
+    gather_codec: CodecConfig | None = None
+    secondary: bool = False
 
 
 @dataclass(frozen=True)
@@ -39,7 +72,7 @@ class Facts:
     mesh: Mapping[str, int]
     batch_axes: tuple[str, ...]
     reduce: Algorithm | None = None
-    zero: ZeroConfig = field(default_factory=ZeroConfig)
+    zero: ZeroSettings = ZeroOff()
     split: Mapping[str, str] = field(default_factory=dict)
     empty_axes: tuple[str, ...] = ()
     reduce_dtype: str | None = None

@@ -2,7 +2,7 @@
 
 A row is refused where each of its groups has a feature that is active, so the table is at once what
 a config is checked against and the matrix in the docs. Printed by
-`python -m jaxdist.parallel.validity`.
+`python -m jaxdist.validity`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from jaxdist.errors import ConfigError
 from jaxdist.models.mean import AS_MEAN, OPAQUE
-from jaxdist.parallel.validity.features import FEATURES, FLAT, Facts
+from jaxdist.validity.features import FEATURES, FLAT, Facts
 
 COMPRESSION = tuple(name for name in FEATURES if name.startswith("compression over"))
 SCOPES = ("parallel.zero.scope: all", "parallel.zero.scope: ici")

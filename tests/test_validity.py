@@ -22,13 +22,13 @@ from jaxdist.compression.config import CompressQuantize, CompressSign
 from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_exchange
-from jaxdist.parallel.validity.features import FEATURES, Facts
-from jaxdist.parallel.validity.page import footnotes, markdown
-from jaxdist.parallel.validity.table import ROWS
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.sharding import ShardingConfig, make_layout
+from jaxdist.validity.features import FEATURES, Facts
+from jaxdist.validity.page import footnotes, markdown
+from jaxdist.validity.table import ROWS
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 TYPES = ("xla", "ring", "hierarchical")
 """Of each that the table tells apart."""
 SPLIT = {"data_dcn": 2, "data_ici": 4}

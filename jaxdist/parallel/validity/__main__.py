@@ -1,5 +1,0 @@
-"""Prints the page."""
-
-from jaxdist.parallel.validity.page import markdown
-
-print(markdown(), end="")

@@ -1,0 +1,5 @@
+"""Prints the page."""
+
+from jaxdist.validity.page import markdown
+
+print(markdown(), end="")
