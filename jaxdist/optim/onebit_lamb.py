@@ -152,8 +152,7 @@ def onebit_lamb(
 
     After `rule.freeze_step` steps of LAMB each layer's ratio is its mean over those steps, times
     the largest quotient of frozen and fresh deviation in the layer. Elements whose gradient was
-    zero in all
-    of these steps do not move: see `jaxdist.optim.onebit.frozen_direction`.
+    zero in all of these steps do not move: see `jaxdist.optim.onebit.frozen_direction`.
 
     State: three float32 for each element. Inside `jax.shard_map` norms are reduced in one
     all-reduce, and a number for each layer of the split tensors in another.

@@ -143,11 +143,10 @@ def master_weights(
     After `optax.apply_updates` the narrow parameters are the master weights rounded to nearest, to
     the bit, provided that they were before the step: `init` accepts float32 parameters, and the
     model then starts from their rounded values. (There is one exception, off by at most 2**-23 of
-    the old
-    value for one step: a parameter that was rounded up to a power of two, and whose update nearly
-    cancels it. From there no float32 update leads to every narrow value.) The updates are float32,
-    since their sum with the narrow parameters would otherwise round twice. Gradients may have any
-    floating dtype.
+    the old value for one step: a parameter that was rounded up to a power of two, and whose update
+    nearly cancels it. From there no float32 update leads to every narrow value.) The updates are
+    float32, since their sum with the narrow parameters would otherwise round twice. Gradients may
+    have any floating dtype.
 
     Raises:
       ConfigError: a dtype other than bfloat16 and float16; params that are missing or not `dtype`.

@@ -193,9 +193,8 @@ class Layout:
         """Map `function` over each device's blocks of arrays with these dims, under jit.
 
         It runs in a `jax.shard_map` over all axes that are not manual already, including those that
-        split
-        no dim: over an automatic axis XLA would have to partition the function. The result has the
-          layout of the first array. Rows that do not divide over their axis are replicated.
+        split no dim: over an automatic axis XLA would have to partition the function. The result
+        has the layout of the first array. Rows that do not divide over their axis are replicated.
 
         Args:
           axes: the axes to make manual, while XLA partitions over the others; None is all.

@@ -22,11 +22,10 @@ class Ring(Algorithm):
 
     One direction: reduce-scatter and all-gather take N-1 steps and (N-1)/N S bytes each, an
     all-reduce 2 (N-1) steps and 2 (N-1)/N S bytes. Two directions: a block is summed from both
-    sides of its device
-    at once, and spread to both sides at once: the same bytes in ceil((N-1)/2) steps each, half of
-    them on each link. Broadcast and reduce pass the whole array along, chunk after chunk. An
-    all-to-all sends each block straight to its device, N-1 messages that do not wait for each
-    other.
+    sides of its device at once, and spread to both sides at once: the same bytes in ceil((N-1)/2)
+    steps each, half of them on each link. Broadcast and reduce pass the whole array along, chunk
+    after chunk. An all-to-all sends each block straight to its device, N-1 messages that do not
+    wait for each other.
 
     Order of summation for the block of device d, in one direction: x[d+1] + x[d+2] + ... + x[d],
     from left to right, indices modulo N. In two directions, with r = floor(N/2) and l =

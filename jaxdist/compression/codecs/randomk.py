@@ -18,9 +18,8 @@ class RandomK(Linear):
 
     All devices draw the same positions from the round's key, so that no position is sent and
     messages can be summed (Stich et al., arXiv 1809.07599, section 2, drawn by strata). With
-    `scaled`,
-      each element is sent c times as large: the estimate is then unbiased, its variance is c - 1
-      times the element's square, and it takes no error feedback.
+    `scaled`, each element is sent c times as large: the estimate is then unbiased, its variance is
+    c - 1 times the element's square, and it takes no error feedback.
 
     Cost: 4 bytes for each element sent.
     """

@@ -22,9 +22,8 @@ class CompressedMomentum(Residual):
     residual of what it sent before; m is the last momentum, the same on all devices. The sum m' is
     returned as the gradient (m' - b1 m) / (1 - b1), which is the devices' sum where nothing is
     lost; an optimizer with the same b1 recovers m' from it. Where something is lost, that gradient
-    is
-      several times as large: use it only with optimizers that need the gradient for its momentum
-      alone.
+    is several times as large: use it only with optimizers that need the gradient for its momentum
+    alone.
 
     Memory: as classic, plus 4 bytes for each element of m.
     """

@@ -16,5 +16,4 @@ class StrictConfig(Config):
     """Selects this guarantee."""
     shards: Annotated[int, Field(ge=1, le=4096)] = 8
     """Number of pieces, by index, that each batch is cut into on any number of devices. It is part
-    of
-    the computation: another number gives other bits. A power of two sends the fewest bytes."""
+    of the computation: another number gives other bits. A power of two sends the fewest bytes."""
