@@ -1,4 +1,4 @@
-"""The codec that `cost.py` predicts to be the fastest on the links at hand."""
+"""The choice of the codec that `cost.py` predicts to be fastest on the given links."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ from jaxdist.trees import tree_size
 from jaxdist.types import Grads
 
 CANDIDATES: tuple[CodecConfig, ...] = (Whole(), Cast(), Quantize(), Quantize(bits=4))
-"""Codecs that train as well as none with classic feedback and any optimizer; those of fewer bytes
-want a feedback and an optimizer that fit them. Of equal times the earlier one."""
+"""Codecs that train as well as no compression, with classic feedback and any optimizer. Smaller
+codecs need a matching feedback and optimizer. Of candidates with equal times, the earlier is
+chosen."""
 
 
 class AutoCodec(Config):
@@ -63,13 +64,13 @@ class AutoCodec(Config):
 
     @property
     def links(self) -> Auto:
-        """The same links for the algorithm of collectives."""
+        """The same links in the form that the choice of collectives uses."""
         return Auto(device=self.device, fast=self.fast, slow=self.slow, slow_axes=self.slow_axes)
 
 
 @dataclass(frozen=True)
 class CodecCandidate:
-    """One codec and what is predicted for it; None where it cannot encode a leaf."""
+    """A codec and its prediction; the prediction is None where the codec cannot encode a leaf."""
 
     codec: Codec
     prediction: Prediction | None
@@ -77,12 +78,12 @@ class CodecCandidate:
 
     @property
     def seconds(self) -> float:
-        """Never where it is refused."""
+        """The predicted seconds; infinite where the codec is refused."""
         return float("inf") if self.prediction is None else self.prediction.seconds
 
 
 def with_whole_vectors(codec: CodecConfig) -> Choice:
-    """The codec for matrices; vectors (norms, biases) stay whole."""
+    """Return a choice of the codec for matrices, with vectors (norms, biases) sent whole."""
     return PerParameter(otherwise=codec)
 
 
@@ -96,20 +97,20 @@ def resolve(
     algorithm: Algorithm = XLA,
     choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
 ) -> CodecConfig:
-    """The codec that `choice` stands for.
+    """Resolve `choice` to a codec.
 
     Args:
-      leaves: one device's gradients, or their shapes.
-      sizes: of the axes that gradients are summed over, name to size, slowest first.
-      device_kind: of the devices, a short name or a `jax.Device.device_kind`; `choice.device` goes
-        before it.
-      inside: messages cross all axes but the last one, which is summed exactly.
-      algorithm: of the collectives.
-      choice_of: what becomes of the parameters with a codec.
+      leaves: gradients of a single device, or their shapes.
+      sizes: sizes of the axes that gradients are summed over, by name, slowest first.
+      device_kind: kind of the devices, a short name or a `jax.Device.device_kind`; `choice.device`
+        overrides it.
+      inside: whether messages cross all axes but the last, over which the sum is exact.
+      algorithm: algorithm of the collectives.
+      choice_of: function from a codec to the choice for all parameters.
 
     Raises:
-      CollectiveError: a link that is needed is neither configured nor known for the device.
-      CompressionError: no candidate can encode all leaves, with the reason of each.
+      CollectiveError: a link is neither configured nor known for the device.
+      CompressionError: no candidate can encode all leaves; the message gives each reason.
     """
     found = candidates(
         choice, leaves, sizes, device_kind,
@@ -132,9 +133,9 @@ def candidates(
     algorithm: Algorithm = XLA,
     choice_of: Callable[[CodecConfig], Choice] = with_whole_vectors,
 ) -> list[CodecCandidate]:
-    """Every candidate with its prediction, in the order in which equals are preferred.
+    """Return every candidate with its prediction; of equals, the earlier is preferred.
 
-    Args, and what it raises, as for `resolve`.
+    Arguments and errors are those of `resolve`.
     """
     levels = choice.links.levels(sizes, device_kind)
     speed = coding_bytes_per_second(choice.device or device_kind)
@@ -164,9 +165,9 @@ def explain(
     *,
     inside: bool = False,
 ) -> str:
-    """The candidates as a table, the fastest first, and what they are judged by.
+    """Format the candidates as a table, the fastest first, with the figures used.
 
-    Args: as for `resolve`.
+    Arguments are those of `resolve`.
 
     >>> import jax
     >>> link = LinkConfig(latency_seconds=1e-3, bytes_per_second=1e7)

@@ -1,4 +1,4 @@
-"""Which codec when, and for which parameter."""
+"""The choice of codecs by step and by parameter."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from jaxdist.errors import CompressionError, did_you_mean
 from jaxdist.types import Leaf
 
 DENSITIES = (0.25, 0.0625, 0.015625, 0.004)
-"""Of Deep Gradient Compression's warm-up: 75%, 93.75%, 98.4375% and 99.6% are left out."""
+"""Densities of Deep Gradient Compression's warm-up: 75%, 93.75%, 98.4375%, 99.6% are left out."""
 
 
 class Stage(Config):
@@ -51,7 +51,7 @@ class Stages(Config):
 
 
 def warm_up(codec: CodecConfig, steps: int) -> Codec | Stages:
-    """`codec` after some steps that send everything.
+    """Precede `codec` by steps that send everything.
 
     >>> [stage.start for stage in warm_up(TopK(), 100).stages]
     [0, 100]
@@ -62,11 +62,11 @@ def warm_up(codec: CodecConfig, steps: int) -> Codec | Stages:
 
 
 def sparsity_warm_up(codec: TopK, steps: int) -> Codec | Stages:
-    """Ever fewer elements over the first steps, as Deep Gradient Compression has it (section 3.3).
+    """Send ever fewer elements over the first steps, as in Deep Gradient Compression (section 3.3).
 
     Args:
-      codec: what follows.
-      steps: of the warm-up, in equal parts of 25%, 6.25%, 1.5625% and 0.4% of the elements.
+      codec: the codec after the warm-up.
+      steps: steps of the warm-up, in equal parts of 25%, 6.25%, 1.5625% and 0.4% of the elements.
     """
     denser = [density for density in DENSITIES if density > codec.fraction]
     if steps < len(denser) or not denser:
@@ -104,7 +104,7 @@ class PerParameter(Config):
     """Parameters of less than two dims that no rule fits."""
 
     def choice(self, name: str, leaf: Leaf) -> Codec | Stages:
-        """What one parameter is sent with."""
+        """Return the choice for a single parameter."""
         for rule in self.rules:
             if fnmatchcase(name, rule.pattern):
                 return rule.codec
@@ -113,7 +113,7 @@ class PerParameter(Config):
         return self.otherwise
 
     def check(self, names: Sequence[str]) -> None:
-        """Raises CompressionError for a rule that fits no parameter."""
+        """Raise CompressionError for a rule that matches no parameter."""
         for rule in self.rules:
             if not any(fnmatchcase(name, rule.pattern) for name in names):
                 raise CompressionError(
@@ -122,16 +122,16 @@ class PerParameter(Config):
 
 
 Choice: TypeAlias = Codec | Stages | PerParameter
-"""What gradients are sent with."""
+"""A codec, stages of codecs, or a choice for each parameter."""
 
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters that one choice is for.
+    """Parameters that share a choice.
 
     Attributes:
-      starts, codecs: the stages of the choice; one of them if it has none.
-      buckets: positions of the leaves that are packed together.
+      starts, codecs: the stages of the choice; a choice without stages has a single entry.
+      buckets: positions of the leaves that are packed together, for each bucket.
     """
 
     starts: tuple[int, ...]
@@ -144,23 +144,23 @@ class Group:
 
     @property
     def positions(self) -> list[int]:
-        """Of all its leaves."""
+        """The positions of all leaves of the group."""
         return [index for bucket in self.buckets for index in bucket]
 
     @property
     def in_shards(self) -> bool:
-        """Whether each device sums, and encodes again, a shard of each bucket."""
+        """Whether each device sums a shard of each bucket and encodes the sum again."""
         return any(codec.exchange == "scatter" for codec in self.codecs)
 
 
 def plan_groups(
     named: Sequence[tuple[str, Leaf]], choice: Choice, feedback: Feedback, bucket_bytes: int
 ) -> list[Group]:
-    """Leaves by choice, packed into buckets of one dtype, from the last to the first.
+    """Group leaves by choice, packed into buckets of one dtype, from the last to the first.
 
     Raises:
-      CompressionError: a codec that cannot encode a leaf, stages or feedback that do not go
-        together, a rule that fits nothing.
+      CompressionError: a codec that cannot encode a leaf; incompatible stages or feedback; a rule
+        that matches nothing.
     """
     if isinstance(choice, PerParameter):
         choice.check([name for name, _ in named])

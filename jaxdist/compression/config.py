@@ -1,4 +1,4 @@
-"""Compression in a config: a codec by `type:`, and what goes with it."""
+"""Compression in a config: a codec by `type:`, and the settings around it."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class Compression(Config):
 
     @property
     def codecs(self) -> tuple[CodecConfig, ...]:
-        """What may be chosen."""
+        """The codecs that may be chosen."""
         return (self.codec,)
 
     @property
     def codec(self) -> CodecConfig:
-        """The codec alone."""
+        """The codec, without the settings around it."""
         (kind,) = (base for base in type(self).__bases__ if issubclass(base, Codec))
         own = {name: getattr(self, name) for name in kind.model_fields}
         codec: PyTree = kind.model_construct(**own)
@@ -74,7 +74,7 @@ class Compression(Config):
 
     @property
     def feedback(self) -> Feedback:
-        """What senders keep of what messages left out."""
+        """The feedback: the memory of the senders for what messages leave out."""
         if isinstance(self.error_feedback, bool):
             return CLASSIC if self.error_feedback else NoFeedback()
         return self.error_feedback
@@ -82,11 +82,12 @@ class Compression(Config):
     def choice(
         self, shapes: Mapping[str, tuple[int, ...]], scanned: frozenset[str]
     ) -> PerParameter:
-        """The codec of each parameter.
+        """Return the codec of each parameter.
 
         Args:
-          shapes: of the parameters by name.
-          scanned: those whose first dim counts layers, each of which is encoded as one tensor.
+          shapes: shapes of the parameters, by name.
+          scanned: names of those whose first dim counts layers; each layer is encoded as one
+            tensor.
         """
         own: list[Rule] = []
         for name in sorted(scanned & shapes.keys()):
@@ -148,14 +149,14 @@ class CompressAuto(Compression, AutoCodec):
         device_kind: str,
         algorithm: Algorithm,
     ) -> Compression:
-        """The same with the candidate that is predicted to be the fastest.
+        """Return this configuration with the candidate that is predicted to be fastest.
 
         Args:
           blocks: shapes of one device's gradients.
           scanned: names of those whose first dim counts layers.
-          sizes: of the axes that gradients are summed over, name to size, slowest first.
-          device_kind: of the devices.
-          algorithm: of the collectives.
+          sizes: sizes of the axes that gradients are summed over, by name, slowest first.
+          device_kind: kind of the devices.
+          algorithm: algorithm of the collectives.
 
         Raises:
           CollectiveError, CompressionError: as `jaxdist.compression.auto.resolve`.
@@ -169,7 +170,7 @@ class CompressAuto(Compression, AutoCodec):
         return self.with_codec(codec)
 
     def with_codec(self, codec: CodecConfig) -> Compression:
-        """The same with a codec in place of the choice."""
+        """Return this configuration with a codec in place of the choice."""
         (kind,) = (k for k in KINDS if issubclass(k, type(codec)))
         values: PyTree = {name: getattr(self, name) for name in Compression.model_fields}
         values |= {name: getattr(codec, name) for name in type(codec).model_fields}

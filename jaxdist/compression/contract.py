@@ -1,4 +1,4 @@
-"""What every codec is: a frozen configuration that turns an array into a message, and back.
+"""The contract of codecs: a frozen config that turns an array into a message, and back.
 
 The law, for an array `x` of `like.shape` in any floating dtype:
 
@@ -6,14 +6,15 @@ The law, for an array `x` of `like.shape` in any floating dtype:
     encode(x, state, round) -> message, state    a tree of unsigned integers, of static shapes
     decode(message, like, round) -> estimate     float32, near x
 
-What travels is packed unsigned integers, since some backends widen small floats on every
-collective. Encoding and decoding run under `jax.jit`, `jax.vmap` and inside `jax.shard_map`; an
-estimate has the same bits wherever its message is decoded. `round` is what all holders know without
-being told.
+Messages are packed unsigned integers, since some backends widen small floats in every collective.
+Encoding and decoding run under `jax.jit`, `jax.vmap` and inside `jax.shard_map`; an estimate has
+the same bits wherever its message is decoded. `round` is common knowledge of all holders of a
+message.
 
-How messages of several devices become one is the codec's `exchange`: "scatter" decodes and sums
-shards and encodes the sum again, "gather" gives every message to every device, and "sum" adds what
-a `Linear` codec sends, for which the sum of messages is the message of the sum.
+The codec's `exchange` is the way in which messages of several devices are combined: "scatter"
+decodes and sums shards and encodes the sum again, "gather" sends every message to every device, and
+"sum" adds the messages of a `Linear` codec, for which the sum of messages is the message of the
+sum.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from jaxdist.types import Leaf, PyTree
 Message: TypeAlias = Any
 """A tree of unsigned integer arrays."""
 CodecState: TypeAlias = Any
-"""What a codec keeps from round to round: a tree of arrays."""
+"""A codec's memory from round to round: a tree of arrays."""
 Exchange = Literal["scatter", "gather", "sum"]
 
 
 class Round(NamedTuple):
-    """What every holder of a message knows without being told.
+    """The data that every holder of a message knows without communication.
 
     Attributes:
-      step: rounds before this one, an int32 scalar.
+      step: number of earlier rounds, an int32 scalar.
       key: a random key, the same on all devices.
-      rank: of the device that encodes, an int32 scalar; no decoder reads it.
+      rank: rank of the encoding device, an int32 scalar; decoders do not read it.
     """
 
     step: jax.Array
@@ -53,22 +54,22 @@ class Round(NamedTuple):
 
     @property
     def own_key(self) -> jax.Array:
-        """A key that no other device has in this round."""
+        """Return a key that no other device has in this round."""
         return jax.random.fold_in(self.key, self.rank)
 
     def part(self, index: jax.Array | int) -> Round:
-        """The round of one of several messages that a device sends in it."""
+        """Return the round of one of several messages that a device sends."""
         return self._replace(key=jax.random.fold_in(self.key, index))
 
 
 def first_round(seed: int = 0, step: int | jax.Array = 0, rank: int | jax.Array = 0) -> Round:
-    """The round of a step, for a holder of this rank.
+    """Return the round of a step, for a device of this rank.
 
     >>> int(first_round(step=3).step)
     3
     """
     count = jnp.asarray(step, jnp.int32)
-    # Apart from keys that a step of training folds its own count into.
+    # The constant separates these keys from those into which a training step folds its own count.
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0x636F6465), count)
     return Round(count, key, jnp.asarray(rank, jnp.int32))
 
@@ -89,7 +90,7 @@ class Codec(Config):
     def exact(self) -> bool:
         """Whether `x - decode(encode(x))` is a float32 for every float32 x.
 
-        So it is for every estimate that is zero, or between half of x and twice x (Sterbenz).
+        It is, if every estimate is zero or between half of x and twice x (Sterbenz).
         """
         return True
 
@@ -100,20 +101,20 @@ class Codec(Config):
 
     @property
     def contractive(self) -> bool:
-        """Whether the estimate is nearer to x than zero is, which error feedback needs."""
+        """Whether the estimate is nearer to x than zero is, as error feedback needs."""
         return not self.unbiased
 
     @property
     def lossless(self) -> bool:
-        """Whether the estimate is x."""
+        """Whether the estimate is equal to x."""
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:
-        """Raises CompressionError for an array that this codec cannot encode.
+        """Raise CompressionError for an array that this codec cannot encode.
 
         Args:
           like: the array, or its shape and dtype.
-          name: of the parameter, for the message.
+          name: name of the parameter, for the message.
         """
         if not jnp.issubdtype(like.dtype, jnp.floating):
             raise CompressionError(
@@ -126,7 +127,7 @@ class Codec(Config):
             )
 
     def init(self, like: Leaf) -> CodecState:
-        """The state before the first round, the same on all devices."""
+        """Return the state before the first round, which is the same on all devices."""
         return ()
 
     @abstractmethod
@@ -138,11 +139,11 @@ class Codec(Config):
     def decode(self, message: Message, like: Leaf, round: Round) -> jax.Array: ...
 
     def add(self, total: jax.Array, message: Message, like: Leaf, round: Round) -> jax.Array:
-        """`total` plus the estimate."""
+        """Add the estimate to `total`."""
         return total + self.decode(message, like, round)
 
     def wire_bytes(self, like: Leaf) -> int:
-        """Bytes of the message of one array, static.
+        """Return the bytes of an array's message, which are static.
 
         Raises:
           CompressionError: as `check`.
@@ -157,12 +158,12 @@ class Codec(Config):
 
 
 class Factored(NamedTuple):
-    """What a `Linear` codec found in one round.
+    """The results of a `Linear` codec's rounds.
 
     Attributes:
       own: the factors of this device's array.
       total: the factors of the sum over devices.
-      state: the next one.
+      state: the next state.
     """
 
     own: tuple[jax.Array, ...]
@@ -188,7 +189,7 @@ class Linear(Codec):
 
     @abstractmethod
     def expand(self, factors: tuple[jax.Array, ...], like: Leaf, round: Round) -> jax.Array:
-        """The estimate that factors stand for, float32 of `like.shape`."""
+        """Return the estimate from factors, float32 of `like.shape`."""
         ...
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
@@ -203,10 +204,10 @@ def in_lockstep(
     generators: Sequence[Factors],
     total: Callable[[list[jax.Array]], list[jax.Array]],
 ) -> list[Factored]:
-    """Run the factors of several tensors, the sums of one round together.
+    """Run the generators of several tensors, with the sums of each round together.
 
     Args:
-      total: from what this device adds to what all devices have added.
+      total: function from this device's terms to the sums over all devices.
     """
     found: dict[int, Factored] = {}
     sent: dict[int, jax.Array | None] = dict.fromkeys(range(len(generators)))
@@ -214,7 +215,7 @@ def in_lockstep(
         parts: dict[int, jax.Array] = {}
         for index, received in sent.items():
             try:
-                # None starts a generator, whatever it is sent later.
+                # None starts a generator, whatever type it receives later.
                 parts[index] = generators[index].send(received)  # pyright: ignore[reportArgumentType]
             except StopIteration as stop:
                 found[index] = stop.value
@@ -227,16 +228,16 @@ class Selector(Protocol):
     """A codec that sends some elements of an array, which another codec may encode in turn."""
 
     def select(self, x: jax.Array, round: Round) -> tuple[Message, jax.Array]:
-        """Where the elements stand, as far as the round does not tell; and the elements."""
+        """Return the elements, and their positions as far as the round does not determine them."""
         ...
 
     def place(self, where: Message, values: jax.Array, like: Leaf, round: Round) -> jax.Array:
-        """The elements at their places among zeros, float32."""
+        """Place the elements among zeros, float32."""
         ...
 
 
 def described(codec: Codec, like: Leaf, name: str = "") -> str:
-    """What a message begins with: `sign of parameter layers/kernel int32[3,4]`."""
+    """Describe an array for an error message: `sign of parameter layers/kernel int32[3,4]`."""
     parameter = f" parameter {name}" if name else ""
     kind: PyTree = getattr(codec, "type", type(codec).__name__)
     return f"{kind} of{parameter} {like.dtype}{list(like.shape)}"

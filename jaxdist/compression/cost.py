@@ -1,7 +1,7 @@
-"""How long a compressed all-reduce should take: its collectives by `collectives.cost`, and coding.
+"""Predicted time of a compressed all-reduce: its collectives by `collectives.cost`, and coding.
 
-What travels is static, so bytes are exact. Coding is taken for passes over memory, of which a
-device makes so many bytes a second; nothing overlaps.
+Message sizes are static, so bytes are exact. Coding is charged as passes over memory, at a number
+of bytes per second for each device; nothing overlaps.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from jaxdist.types import Grads, Leaf, PyTree
 
 FLOAT_BYTES = 4
 FLAG_BYTES = 4
-"""Whether all that is encoded is finite."""
+"""Bytes of the flag whether everything encoded is finite."""
 CPU_CODING_BYTES_PER_SECOND = 1.4e10
-"""Of passes over memory on one core: so that what follows gives 2.4 to 7 ns a gradient, which one
-core of an EPYC took for reductions of 1.6 and 6.3 million (the bench's "coding alone")."""
+"""Bytes per second in passes over memory on a CPU core. With it the figures below give 2.4 to 7 ns
+per gradient, as measured on a core of an EPYC for 1.6 and 6.3 million gradients ("coding
+alone")."""
 WHOLE_PASSES = 8.0
-"""Over each gradient: it is scaled, packed, checked and unpacked, with reads and writes."""
+"""Passes over each gradient: it is scaled, packed, checked and unpacked, with reads and writes."""
 MESSAGE_PASSES = 6.0
-"""Beside these over what is encoded: the residual is read and written, the gradient encoded, its
-estimate made, estimates added up, the sum encoded again."""
+"""Additional passes over encoded gradients: the residual is read and written, the gradient encoded,
+its estimate computed, estimates added up, the sum encoded again."""
 MORE_PASSES = {"sign": 4.0, "topk": 5.0, "lowrank": 4.0, "randomk": 3.0, "adaptive": 60.0}
-"""Beside these, of some codecs, as one core's time tells: sign has a second residual and packs
-bits, topk searches a threshold, lowrank multiplies, adaptive sorts and packs planes."""
+"""Additional passes of some codecs, from times on a single core: sign has a second residual and
+packs bits, topk searches a threshold, lowrank multiplies, adaptive sorts and packs planes."""
 NIBBLE_PASSES = 14.0
-"""The same of quantize to 4 bits, two of which share a byte."""
+"""Additional passes of quantize to 4 bits, in which two codes share a byte."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One collective, over all levels, or inside the last one, or across the others.
+    """A collective: over all levels, inside the last level, or across the others.
 
     Attributes:
-      payload_bytes: as `Algorithm.traffic` counts it.
+      payload_bytes: bytes of the payload, as in `Algorithm.traffic`.
     """
 
     kind: Operation
@@ -60,12 +61,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What one reduction costs each device.
+    """The cost of a reduction for each device.
 
     Attributes:
-      wire_seconds: of its collectives, one after the other.
-      coding_seconds: of its passes over memory.
-      sent_bytes: over all links, of the busiest device.
+      wire_seconds: time of its collectives, in sequence.
+      coding_seconds: time of its passes over memory.
+      sent_bytes: bytes sent by the busiest device, over all links.
     """
 
     wire_seconds: float
@@ -74,15 +75,15 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Of both, one after the other."""
+        """The time of both in sequence."""
         return self.wire_seconds + self.coding_seconds
 
 
 def coding_bytes_per_second(kind: str) -> float:
-    """Bytes of memory that a device passes over in a second while it encodes and decodes.
+    """Return the bytes of memory per second that a device processes while it encodes and decodes.
 
-    A GPU's and a TPU's is the bandwidth of its memory (`runtime.hardware`); a CPU core's is
-    measured, since there it is arithmetic that takes the time.
+    For a GPU or TPU this is the bandwidth of its memory (`runtime.hardware`); for a CPU core it is
+    measured, since the time there is that of arithmetic.
 
     >>> coding_bytes_per_second("v5e")
     810000000000.0
@@ -109,13 +110,13 @@ def predict(
     algorithm: Algorithm = XLA,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> Prediction:
-    """Seconds and bytes of one compressed all-reduce, once its stages are over.
+    """Predict seconds and bytes of a compressed all-reduce, in its last stage.
 
     Args:
       grads: one device's gradients, or their shapes.
       choice, algorithm, bucket_bytes: as for `compressed_all_reduce`.
-      levels: of each axis that the gradients are summed over, slowest first.
-      bytes_per_second: of coding, see `coding_bytes_per_second`.
+      levels: size and link of each axis that the gradients are summed over, slowest first.
+      bytes_per_second: speed of coding, see `coding_bytes_per_second`.
       inside: sum exactly over the last level first, and send messages of shards over the others.
 
     Raises:
@@ -141,10 +142,10 @@ def calls(
     inside: bool = False,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> list[Call]:
-    """The collectives of one compressed all-reduce, in order.
+    """List the collectives of a compressed all-reduce, in order.
 
     Args:
-      sizes: of the axes, slowest first.
+      sizes: sizes of the axes, slowest first.
       grads, choice, inside, bucket_bytes: as for `predict`.
     """
     if not inside:
@@ -160,9 +161,9 @@ def calls(
 
 
 def cut(grads: Grads, count: int) -> Grads:
-    """Shapes of one device's shards, each leaf along its first dim that `count` divides.
+    """Return the shapes of a device's shards: each leaf is cut along a dim that `count` divides.
 
-    Leaves without such a dim stay whole.
+    It is the first such dim; leaves without such a dim stay whole.
 
     >>> cut({"w": jnp.zeros((3, 8)), "b": jnp.zeros(3)}, 4)["w"].shape
     (3, 2)
@@ -180,7 +181,7 @@ def cut(grads: Grads, count: int) -> Grads:
 
 
 def coding_bytes(grads: Grads, choice: Choice, bucket_bytes: int = BUCKET_BYTES) -> float:
-    """Bytes of memory that a device passes over in one reduction, beside its collectives."""
+    """Count the bytes of memory that a device processes in a reduction, besides its collectives."""
     named = flatten_with_names(grads)
     total = WHOLE_PASSES * FLOAT_BYTES * tree_size(grads)
     for group in plan_groups(named, choice, NoFeedback(), bucket_bytes):
@@ -197,7 +198,7 @@ def _more_passes(codec: Codec) -> float:
 
 
 def _bytes_alike(grads: Grads, shards: Grads) -> float:
-    """Of the leaves that are not cut."""
+    """Count the bytes of the leaves that are not cut."""
     pairs = zip(jax.tree.leaves(grads), jax.tree.leaves(shards), strict=True)
     return sum(leaf_bytes(leaf) for leaf, shard in pairs if leaf.shape == shard.shape)
 
@@ -234,7 +235,7 @@ def _group_calls(
 
 
 def round_bytes(codec: Linear, likes: Sequence[Leaf]) -> list[int]:
-    """Bytes of each sum of a linear codec, of several tensors together."""
+    """Count the bytes of each sum of a linear codec, for several tensors together."""
     found: list[int] = []
 
     def run(xs: Sequence[jax.Array]) -> PyTree:
@@ -250,7 +251,7 @@ def round_bytes(codec: Linear, likes: Sequence[Leaf]) -> list[int]:
 
 
 def _like(leaves: Sequence[Leaf], group: Group) -> jax.ShapeDtypeStruct:
-    """The bucket that these leaves make."""
+    """Return the shape of the bucket of these leaves."""
     flat = all(codec.flat for codec in group.codecs)
     shape = (sum(math.prod(leaf.shape) for leaf in leaves),) if flat else leaves[0].shape
     return jax.ShapeDtypeStruct(tuple(shape), jnp.float32)

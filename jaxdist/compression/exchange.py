@@ -1,4 +1,4 @@
-"""The three ways in which messages of all devices become one result, for one bucket."""
+"""The three ways to combine the messages of all devices, for a single bucket."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from jaxdist.compression.sender import encode_once
 from jaxdist.trees import leaf_bytes
 
 UNROLL = 8
-"""Messages that are decoded and added in one pass."""
+"""Messages that are decoded and added in a single pass."""
 PIECE_BYTES = 2**19
-"""Of what a device gives to one all-to-all over gloo: larger ones disturb one another, and many
-small ones each cost a latency."""
+"""Largest piece that a device sends in an all-to-all over gloo. Larger pieces contend with each
+other, and many small pieces each cost a latency."""
 
 
 @dataclass(frozen=True)
 class Party:
-    """Who takes part in an exchange, and how.
+    """The participants of an exchange, and its settings.
 
     Attributes:
-      axis: of the devices.
-      algorithm: of the collectives.
-      round: this device's.
+      axis: axis of the devices.
+      algorithm: algorithm of the collectives.
+      round: this device's round.
     """
 
     axis: Axis
@@ -43,23 +43,23 @@ class Party:
     round: Round
 
     def part(self, index: int) -> Party:
-        """The same for one of several messages of a round."""
+        """Return the settings for one of several messages of a round."""
         return replace(self, round=self.round.part(index))
 
     def without_feedback(self) -> Party:
-        """The same for what loses nothing."""
+        """Return the settings for a lossless codec."""
         return replace(self, feedback=NoFeedback())
 
 
 class BucketState(NamedTuple):
-    """What a device keeps of one bucket.
+    """A device's state of a bucket.
 
     Attributes:
-      up: memory of what it sends, like the bucket.
-      up_view: of what all sent; where shards are summed, of its shard.
-      down: memory of what it sends of its shard's sum.
-      down_view: of what all sent of these, like the bucket.
-      common: what all devices keep alike of the results.
+      up: memory of the messages that it sends, shaped like the bucket.
+      up_view: view of all devices' messages; where shards are summed, only of its shard.
+      down: memory of the messages with its shard's sum.
+      down_view: view of all devices' messages with sums, shaped like the bucket.
+      common: state of the results, the same on all devices.
     """
 
     up: Memory = ()
@@ -78,7 +78,7 @@ class BucketState(NamedTuple):
         *,
         in_shards: bool,
     ) -> BucketState:
-        """Before the first round, for a bucket of this shape."""
+        """Return the state before the first round, for a bucket of this shape."""
         up, common = feedback.init(like, codecs), feedback.common(like)
         if not in_shards:
             return cls(up, feedback.view(like), common=common)
@@ -89,26 +89,27 @@ class BucketState(NamedTuple):
 
 
 Exchanged: TypeAlias = tuple[jax.Array, CodecState, BucketState]
-"""The result, like the bucket; the codec's next state; the bucket's."""
+"""The result, like the bucket; the codec's next state; the bucket's next state."""
 
 
 def scatter(
     codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: Party
 ) -> Exchanged:
-    """Each device sums one shard, and encodes the sum again."""
+    """Sum a shard on each device, and encode the sum again."""
     feedback, back, round = party.feedback, party.feedback.back, party.round
     count, mine = axis_size(party.axis), rank(party.axis)
     x, up = feedback.correct(feedback.carried(gradient, state.common, count), state.up)
     shards = split(x, count)
     numbers = jnp.arange(count, dtype=jnp.int32)
 
-    # Up and down draw alike what all share (randomk's positions), and apart what is each one's own.
+    # Both directions share the common draws (randomk's positions); each has its own for a device.
     down_round = round._replace(rank=count + mine)
 
     def real(shard: jax.Array) -> jax.Array:
-        """A shard's sum with zeros where shards reach beyond the bucket.
+        """Set a shard's sum to zero where the shard reaches beyond the bucket.
 
-        Sign has no zero: its estimates of them would be errors that grow, and scale their block.
+        Sign cannot represent zero: errors of its estimates would grow, and distort their block's
+        scale.
         """
         if shards.size == x.size:
             return shard
@@ -123,7 +124,7 @@ def scatter(
     messages = jax.vmap(encode, in_axes=(0, 0, None))(shards, numbers, round)
     up = feedback.settle(x, _joined(jax.vmap(decode)(messages, numbers), x.size), up)
 
-    # messages: N of this device's shards -> N of this device's shard, one from each device.
+    # messages: N of this device's shards -> N of this device's shard, from each device.
     arrived = _each(messages, lambda m: _exchanged(m, party), 1)
     total = real(_summed(codec, arrived, shards[0], round.part(mine)))
     value, up_view = feedback.receive(total, state.up_view)
@@ -141,7 +142,7 @@ def scatter(
 def gather(
     codec: Codec, gradient: jax.Array, held: CodecState, state: BucketState, party: Party
 ) -> Exchanged:
-    """Every device decodes all messages."""
+    """Decode all messages on every device."""
     own = party.feedback.carried(gradient, state.common, axis_size(party.axis))
     x, up = party.feedback.correct(own, state.up)
     message, held = encode_once(codec, x, held, party.round)
@@ -159,7 +160,7 @@ def sum_up(
     states: Sequence[BucketState],
     party: Party,
 ) -> list[Exchanged]:
-    """All buckets at once: those of one round of a linear codec are reduced together."""
+    """Sum all buckets at once: the sums in a round of a linear codec are reduced together."""
     assert isinstance(codec, Linear), codec
     feedback = party.feedback
     rounds = [party.round.part(i) for i in range(len(gradients))]
@@ -186,7 +187,7 @@ def sum_up(
 
 
 def _summed(codec: Codec, messages: Message, like: jax.Array, round: Round) -> jax.Array:
-    """The estimates of stacked messages, added up in order: several in each pass over the sum."""
+    """Add up the estimates of stacked messages in order, several in each pass over the sum."""
 
     def add(total: jax.Array, message: Message) -> tuple[jax.Array, None]:
         return codec.add(total, message, like, round), None
@@ -195,15 +196,15 @@ def _summed(codec: Codec, messages: Message, like: jax.Array, round: Round) -> j
 
 
 def _gathered(message: Message, party: Party) -> Message:
-    """Every device's message, stacked in the order of the axis."""
+    """Gather every device's message, stacked in the order of the axis."""
     return _each(message, lambda m: all_gather(m[None], party.axis, algorithm=party.algorithm))
 
 
 def _exchanged(x: jax.Array, party: Party) -> jax.Array:
-    """[N, ...]: N of this device's rows -> N of this device's row, one from each device.
+    """Exchange [N, ...]: N of this device's rows -> N of this device's row, from each device.
 
-    Over gloo in pieces: where large messages of several devices meet at one, the connections of
-    others rest, and up to half of a slow link is left unused.
+    Over gloo it runs in pieces: where large messages of several devices meet at one device, the
+    connections of others are idle, and up to half of a slow link is unused.
     """
     pieces = -(-leaf_bytes(x) // PIECE_BYTES) if sends_apart() else 1
     if pieces == 1:
@@ -215,11 +216,11 @@ def _exchanged(x: jax.Array, party: Party) -> jax.Array:
 
 
 def _each(message: Message, send: Callable[[jax.Array], jax.Array], lead: int = 0) -> Message:
-    """Every array of a message; as bytes of one, where each collective has a latency of its own.
+    """Send every array of a message, joined as bytes where each collective has its own latency.
 
     Args:
-      send: from [..., b] to [N, ..., b].
-      lead: leading dims, which count messages.
+      send: function from [..., b] to [N, ..., b].
+      lead: number of leading dims, which count messages.
     """
     arrays, structure = jax.tree.flatten(message)
     if len(arrays) == 1 or not sends_apart():
@@ -235,12 +236,12 @@ def _each(message: Message, send: Callable[[jax.Array], jax.Array], lead: int = 
 
 
 def _to_bytes(x: jax.Array, lead: int) -> jax.Array:
-    """[*lead, ...] to uint8 [*lead, b]."""
+    """Convert [*lead, ...] to uint8 [*lead, b]."""
     return jax.lax.bitcast_convert_type(x, jnp.uint8).reshape(*x.shape[:lead], -1)
 
 
 def _from_bytes(part: jax.Array, dtype: jnp.dtype, shape: tuple[int, ...]) -> jax.Array:
-    """uint8 [N, b] to [N, *shape]."""
+    """Convert uint8 [N, b] to [N, *shape]."""
     width = (dtype.itemsize,) if dtype.itemsize > 1 else ()
     return jax.lax.bitcast_convert_type(part.reshape(len(part), *shape, *width), dtype)
 

@@ -1,12 +1,12 @@
-"""Compressed all-reduce: messages in place of gradients, with error feedback on every sender.
+"""Compressed all-reduce: messages instead of gradients, with error feedback on every sender.
 
 N devices, a bucket of n elements on each, c = ceil(n / N). By the codec's `exchange`:
 
     scatter   encode N shards, all-to-all, decode, sum in float32 [c], encode again, all-gather
     gather    encode, all-gather, decode all N messages and add them up in order
-    sum       all-reduce what a linear codec sends, in as many rounds as it has
+    sum       all-reduce the messages of a linear codec, in as many rounds as it has
 
-Every device decodes the same words in the same order, so that results have the same bits.
+Every device decodes the same words in the same order, so results have the same bits.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ EXCHANGES = {"scatter": scatter, "gather": gather}
 
 
 class GroupState(NamedTuple):
-    """Of one choice of codec: its stages' states, a list for each stage; and each bucket's."""
+    """The states of a choice of codec: a list of its stages' states, and each bucket's state."""
 
     codecs: tuple[tuple[CodecState, ...], ...]
     buckets: tuple[BucketState, ...]
 
 
 class CompressionState(NamedTuple):
-    """What devices keep between reductions; every leaf has a leading dim over the devices.
+    """The devices' state between reductions; every leaf has a leading dim over the devices.
 
     Inside `jax.shard_map` a device sees [1, ...]: in_specs and out_specs are `P(axis)`.
 
     Attributes:
-      step: reductions so far, int32.
-      skipped: of them those that found a NaN or an infinity, int32.
-      groups: one for each choice of codec.
+      step: number of reductions so far, int32.
+      skipped: number of those with a NaN or an infinity, int32.
+      groups: the state of each choice of codec.
     """
 
     step: jax.Array
@@ -64,8 +64,8 @@ class Reduced(NamedTuple):
 
     Attributes:
       grads: the sum or mean, a tree like the gradients; all NaN where not `finite`.
-      state: the next one; where not `finite` the old one, with one more step, and one skipped.
-      finite: whether all devices' gradients and the result are, the same bool scalar on all.
+      state: the next state; where not `finite` the old state, with one more step and skip.
+      finite: whether all devices' gradients and the result are finite, the same bool on all.
     """
 
     grads: Grads
@@ -81,15 +81,15 @@ def init_state(
     feedback: Feedback = CLASSIC,
     bucket_bytes: int = BUCKET_BYTES,
 ) -> CompressionState:
-    """The state before the first reduction, of all devices.
+    """Return the state before the first reduction, for all devices.
 
     Args:
       grads: one device's gradients, or their shapes.
-      devices: N, on the axis of the reduction.
+      devices: number N of devices on the axis of the reduction.
       codec, feedback, bucket_bytes: as for `compressed_all_reduce`.
 
     Returns:
-      Arrays [N, ...]; run it under `jax.jit` with `out_shardings` to make them where they lie.
+      Arrays [N, ...]; run it under `jax.jit` with `out_shardings` to create them in place.
 
     Raises:
       CompressionError: as `compressed_all_reduce`.
@@ -139,22 +139,23 @@ def compressed_all_reduce(
 ) -> Reduced:
     """All-reduce gradients as messages of a codec, inside `jax.shard_map`.
 
-    The same bits on all devices. Use `check_vma=False`, as for hand-written collectives.
+    The result has the same bits on all devices. Use `check_vma=False`, as for hand-written
+    collectives.
 
     Args:
-      grads: this device's, a tree of floating-point arrays.
-      state: of `init_state`, with the same arguments; [1, ...] on each device.
+      grads: this device's gradients, a tree of floating-point arrays.
+      state: the state of `init_state`, with the same arguments; [1, ...] on each device.
       axis: mesh axis, or a tuple of them, slowest first.
-      codec: a codec, stages of them, or a choice for each parameter.
-      feedback: what senders keep of what messages left out.
+      codec: a codec, stages of codecs, or a choice for each parameter.
+      feedback: the senders' memory for what messages leave out.
       op: with "mean", residuals and limits are in units of the mean.
-      algorithm: of the collectives that carry the messages.
-      bucket_bytes: leaves are packed into flat buckets of this size, those of one choice together.
-      seed: of all random choices, the same on all devices.
+      algorithm: algorithm of the collectives that carry the messages.
+      bucket_bytes: size of the flat buckets into which leaves with the same choice are packed.
+      seed: seed of all random choices, the same on all devices.
 
     Raises:
-      CompressionError: a codec that cannot encode a leaf; feedback or stages that do not go
-        together; a rule that fits nothing; a state of other arguments.
+      CompressionError: a codec that cannot encode a leaf; incompatible feedback or stages; a rule
+        that matches nothing; a state made with other arguments.
       CollectiveError: outside of `jax.shard_map`, or an unknown axis.
     """
     axis = checked(axis, "compressed_all_reduce")
@@ -165,7 +166,7 @@ def compressed_all_reduce(
     leaves = [jnp.asarray(leaf) for _, leaf in named]
     _check_state(own, groups, leaves, size, feedback)
     party = Party(axis, algorithm, feedback, first_round(seed, own.step, rank(axis)))
-    # An optimizer leaves out the same rounds: its steps and those of stages stay in step.
+    # Skipped rounds do not count, as in the optimizer: its steps and the stages' stay equal.
     taken = own.step - own.skipped
     sent = [x / size for x in leaves] if op == "mean" else leaves
     ready = feedback.prepare(sent, size)
@@ -175,7 +176,7 @@ def compressed_all_reduce(
         after.append(next_held)
         for position, result in found.items():
             results[position] = result.astype(leaves[position].dtype)
-    # A sum of what is sent as it is tells by itself.
+    # A sum of unencoded leaves shows by itself whether they are finite.
     encoded = [leaves[i] for group in groups if not group.lossless for i in group.positions]
     finite = _all_finite(encoded, results, axis)
     moved = own._replace(groups=choose(finite, tuple(after), own.groups))
@@ -186,7 +187,7 @@ def compressed_all_reduce(
 
 
 def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis: Axis) -> jax.Array:
-    """Alike on all devices: one sum of one number, and the results, which are alike already."""
+    """Return whether all leaves are finite, by a sum of one number; the same on all devices."""
     fine = jnp.bool_(True)
     if leaves:
         bad = sum((jnp.int32(~all_finite(x)) for x in leaves), start=jnp.int32(0))
@@ -199,10 +200,10 @@ def _all_finite(leaves: Sequence[jax.Array], results: Sequence[jax.Array], axis:
 def _reduce_group(
     group: Group, leaves: Sequence[jax.Array], state: GroupState, party: Party, taken: jax.Array
 ) -> tuple[dict[int, jax.Array], GroupState]:
-    """The sums of a group's leaves by their position, and its next state.
+    """Return the sums of a group's leaves by position, and the group's next state.
 
     Args:
-      taken: rounds before this one that were not skipped.
+      taken: number of earlier rounds that were not skipped.
     """
     members = [[leaves[i].astype(jnp.float32) for i in bucket] for bucket in group.buckets]
     xs = [pack(member) if _flat(group) else member[0] for member in members]
@@ -222,7 +223,7 @@ def _reduce_group(
 def _run(
     group: Group, stage: int, party: Party, xs: list[jax.Array], state: GroupState
 ) -> tuple[list[jax.Array], GroupState]:
-    """One stage's codec on all buckets of a group."""
+    """Run a stage's codec on all buckets of a group."""
     codec, states = group.codecs[stage], state.codecs[stage]
     if group.lossless:
         party = party.without_feedback()

@@ -1,8 +1,8 @@
 """The state of a compressed all-reduce for another number of devices.
 
-Residuals are errors of a sum, so their sum over senders stays, in equal parts; so do EF21's
-estimates, whose sum is the holders' view. What devices keep of their shards of a sum lies end to
-end and is cut anew. What all devices have alike, new ones have too.
+Residuals are errors of a sum, so their sum over senders is preserved, in equal parts; the same
+holds for EF21's estimates, whose sum is the holders' view. State of shards of a sum is concatenated
+and cut for the new number. State that is equal on all devices is copied to new devices.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jaxdist.types import Leaf, PyTree
 def reshard(
     saved: CompressionState, state: CompressionState, sizes: Sequence[int], axes: Sequence[int]
 ) -> CompressionState:
-    """A state for the mesh at hand, from one that a mesh with other sizes of some axes had.
+    """Convert a state from a mesh with other sizes of some axes to the current mesh.
 
     Args:
       saved: arrays [devices of that mesh, ...].
-      state: shapes of the one that is wanted, [devices, ...].
-      sizes: of the axes of the mesh at hand, slowest first.
-      axes: indices of those that messages cross; the others had the same size.
+      state: shapes of the requested state, [devices, ...].
+      sizes: sizes of the current mesh's axes, slowest first.
+      axes: indices of the axes that messages cross; the others had the same size.
 
     Raises:
-      CompressionError: devices hold other blocks, so that what one left out is nobody's.
+      CompressionError: devices hold other blocks, so that their residuals fit no device.
     """
     rows = _Rows.of(jax.tree.leaves(saved)[0].shape[0], sizes, axes)
     groups = [
@@ -50,7 +50,7 @@ def reshard(
 
 @dataclass(frozen=True)
 class _Rows:
-    """Devices of two meshes: `before` slower ones, those of the messages, `after` faster ones."""
+    """Devices of two meshes: `before` slower, those of the messages, `after` faster."""
 
     before: int
     old: int
@@ -82,11 +82,11 @@ class _Rows:
         )
 
     def alike(self, old: jax.Array, new: Leaf) -> jax.Array:
-        """What each device has like all others."""
+        """Copy state that is equal on all devices."""
         return self._moved(old, new, lambda rows: jnp.broadcast_to(rows[:1], self._to(rows)))
 
     def shared(self, old: jax.Array, new: Leaf) -> jax.Array:
-        """The same sum over devices, in equal parts."""
+        """Keep the sum over devices, in equal parts."""
 
         def share(rows: jax.Array) -> jax.Array:
             return jnp.broadcast_to(rows.sum(0, keepdims=True) / self.new, self._to(rows))
@@ -94,7 +94,7 @@ class _Rows:
         return self._moved(old, new, share)
 
     def _cut(self, old: jax.Array, new: Leaf, size: int) -> jax.Array:
-        """The same elements end to end, cut into shards for other devices."""
+        """Concatenate the elements, and cut them into shards for the new devices."""
 
         def cut(rows: jax.Array) -> jax.Array:
             filled = self.new * new.shape[1]

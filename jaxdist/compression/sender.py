@@ -19,12 +19,12 @@ T = TypeVar("T")
 
 
 class SenderState(NamedTuple):
-    """What a sender keeps.
+    """The state of a sender.
 
     Attributes:
       codec: the codec's state.
-      memory: the feedback's.
-      skipped: rounds that held a NaN or an infinity, an int32 scalar.
+      memory: the feedback's memory.
+      skipped: number of rounds that held a NaN or an infinity, an int32 scalar.
     """
 
     codec: CodecState
@@ -33,12 +33,12 @@ class SenderState(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What a sender made of a gradient.
+    """The results of encoding a gradient.
 
     Attributes:
-      message: for the holders; means nothing where not `finite`.
-      decoded: what they make of it, float32.
-      state: the next one; the old one, with one more round skipped, where not `finite`.
+      message: the message for the holders; undefined where not `finite`.
+      decoded: the value that they decode from it, float32.
+      state: the next state; where not `finite` the old state, with one more skipped round.
       finite: whether gradient and message hold no NaN and no infinity, a bool scalar.
     """
 
@@ -59,7 +59,7 @@ class Sender:
     ([2.0, -2.0], [1.0, 1.0])
 
     Raises:
-      CompressionError: feedback that does not go with the codec.
+      CompressionError: feedback that does not fit the codec.
     """
 
     codec: Codec
@@ -74,7 +74,7 @@ class Sender:
             )
 
     def init(self, like: Leaf) -> SenderState:
-        """The state before the first round.
+        """Return the state before the first round.
 
         Raises:
           CompressionError: the codec cannot encode such an array.
@@ -84,7 +84,7 @@ class Sender:
         return SenderState(self.codec.init(like), memory, jnp.int32(0))
 
     def encode(self, gradient: jax.Array, state: SenderState, round: Round) -> Sent:
-        """The message of one round."""
+        """Encode the message of a round."""
         self.codec.check(gradient)
         (ready,) = self.feedback.prepare([gradient], 1)
         x, memory = self.feedback.correct(ready, state.memory)
@@ -99,7 +99,7 @@ class Sender:
     def receive(
         self, message: Message, view: View, like: Leaf, round: Round
     ) -> tuple[jax.Array, View]:
-        """What stands for the gradient, float32, and the holder's next view.
+        """Return the value that replaces the gradient, float32, and the holder's next view.
 
         Args:
           view: `feedback.view(like)` before the first round.
@@ -110,26 +110,26 @@ class Sender:
 def encode_once(
     codec: Codec, x: jax.Array, state: CodecState, round: Round
 ) -> tuple[Message, CodecState]:
-    """`codec.encode`, whose message XLA does not compute a second time, rounded in other places.
+    """Call `codec.encode`, and keep XLA from recomputing the message with different rounding.
 
-    The residual would then belong to another message than the one that is sent.
+    The residual would then belong to another message than the message sent.
     """
     message, state = codec.encode(x, state, round)
     message = jax.lax.optimization_barrier(message)
     if here_kind() != "cpu":
         return message, state
-    # XLA:CPU drops barriers before it fuses; what a branch gives it cannot compute elsewhere.
+    # XLA:CPU drops barriers before it fuses; a branch's result cannot be recomputed elsewhere.
     nothing: Message = jax.tree.map(jnp.zeros_like, message)
     return jax.lax.cond(round.step >= 0, lambda: message, lambda: nothing), state
 
 
 def all_finite(x: jax.Array) -> jax.Array:
-    """Whether an array holds no NaN and no infinity, a bool scalar."""
+    """Return whether an array holds no NaN and no infinity, as a bool scalar."""
     return jnp.all(jnp.isfinite(x))
 
 
 def choose(condition: jax.Array, yes: T, no: T) -> T:
-    """One of two trees of arrays, by a bool scalar."""
+    """Choose between two trees of arrays, by a bool scalar."""
 
     def pick(a: jax.Array, b: jax.Array) -> jax.Array:
         return jnp.where(condition, a, b)

@@ -1,4 +1,4 @@
-"""Bits as they travel: floats as words, blocks with scales of two bytes, planes of bits."""
+"""Bits in messages: floats as words, blocks with scales of two bytes, planes of bits."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 LEAST_SCALE = 2.0**-126
-"""The smallest normal float32: many devices take less for zero."""
+"""The smallest normal float32: many devices flush smaller numbers to zero."""
 BITS = 8
-"""In a byte."""
+"""Bits in a byte."""
 
 
 def to_words(x: jax.Array) -> jax.Array:
-    """Floats as unsigned integers of their width.
+    """Convert floats to unsigned integers of the same width.
 
     >>> to_words(jnp.float32(1)).dtype
     dtype('uint32')
@@ -23,19 +23,19 @@ def to_words(x: jax.Array) -> jax.Array:
 
 
 def from_words(words: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The inverse of `to_words`."""
+    """Invert `to_words`."""
     return lax.bitcast_convert_type(words, dtype)
 
 
 def in_blocks(x: jax.Array, block: int) -> jax.Array:
-    """Any shape to float32 [ceil(n / block), block], zeros at the end."""
+    """Convert any shape to float32 [ceil(n / block), block], with zeros at the end."""
     flat = x.reshape(-1).astype(jnp.float32)
     padding = -flat.size % block
     return (jnp.pad(flat, (0, padding)) if padding else flat).reshape(-1, block)
 
 
 def out_of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """The inverse of `in_blocks`, for blocks of any form."""
+    """Invert `in_blocks`, for blocks of any form."""
     size = 1
     for length in shape:
         size *= length
@@ -43,17 +43,17 @@ def out_of_blocks(blocks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def block_sizes(size: int, block: int) -> jax.Array:
-    """float32 [blocks]: the elements of each block that are no padding."""
+    """Return the number of elements of each block, without padding, as float32 [blocks]."""
     starts = jnp.arange(-(-size // block), dtype=jnp.float32) * block
     return jnp.minimum(size - starts, block)
 
 
 def coarse(scale: jax.Array, *, up: bool) -> jax.Array:
-    """Scales of eight significant bits, float32, so that products with small codes are exact.
+    """Round scales to eight significant bits, float32, so that products with small codes are exact.
 
     Args:
-      scale: not negative.
-      up: round up, else to nearest.
+      scale: a number that is not negative.
+      up: round up; otherwise to nearest.
     """
     if up:
         bits = (to_words(scale) + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
@@ -64,17 +64,17 @@ def coarse(scale: jax.Array, *, up: bool) -> jax.Array:
 
 
 def scale_words(scale: jax.Array) -> jax.Array:
-    """`coarse` scales as uint16."""
+    """Convert `coarse` scales to uint16."""
     return to_words(scale.astype(jnp.bfloat16))
 
 
 def scales_of(words: jax.Array) -> jax.Array:
-    """The inverse of `scale_words`, float32."""
+    """Invert `scale_words`, as float32."""
     return from_words(words, jnp.bfloat16).astype(jnp.float32)
 
 
 def power_of_two(limit: jax.Array) -> jax.Array:
-    """The largest power of two that is not above `limit`, float32; within normal numbers.
+    """Return the largest power of two that is not above `limit`, float32; within normal numbers.
 
     >>> power_of_two(jnp.float32(5.0)).item()
     4.0
@@ -84,9 +84,9 @@ def power_of_two(limit: jax.Array) -> jax.Array:
 
 
 def pack_rows(rows: jax.Array, bits: int) -> jax.Array:
-    """Codes of `bits` bits, uint32 [..., 8 / bits, c], to bytes [..., c]; row 0 is the lowest.
+    """Pack codes of `bits` bits, uint32 [..., 8 / bits, c], to bytes [..., c]; row 0 is the lowest.
 
-    Rows, not neighbours, share a byte: then whole vectors are shifted and joined.
+    Rows, not neighbours, share a byte, so that whole vectors are shifted and joined.
     """
     packed = rows[..., 0, :]
     for row in range(1, BITS // bits):
@@ -95,7 +95,7 @@ def pack_rows(rows: jax.Array, bits: int) -> jax.Array:
 
 
 def unpack_rows(packed: jax.Array, bits: int) -> jax.Array:
-    """The inverse of `pack_rows`, uint8."""
+    """Invert `pack_rows`, as uint8."""
     shifts = jnp.arange(BITS // bits, dtype=jnp.uint8) * jnp.uint8(bits)
     shape = (1,) * (packed.ndim - 1) + (BITS // bits, 1)
     return (packed[..., None, :] >> shifts.reshape(shape)) & jnp.uint8(2**bits - 1)

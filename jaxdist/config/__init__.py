@@ -1,4 +1,4 @@
-"""Configuration: YAML with includes and overrides becomes one validated, frozen, typed tree."""
+"""Configuration: YAML with includes and overrides becomes a validated, frozen, typed tree."""
 
 from jaxdist.config.document import Document, KeyPath, Origin, dotted
 from jaxdist.config.explain import Problem

@@ -1,4 +1,4 @@
-"""What a field accepts, in words, read from its annotation; and how annotations nest."""
+"""Descriptions of the values that a field accepts, from its annotation; nesting of annotations."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _WORDS: dict[Annotation, str] = {
 
 
 def split(annotation: Annotation) -> tuple[Annotation, tuple[object, ...]]:
-    """The bare type and its metadata, with every `Annotated` and type alias removed.
+    """Return the bare type and its metadata, with every `Annotated` and type alias removed.
 
     >>> split(Annotated[int, "a", "b"])
     (<class 'int'>, ('a', 'b'))
@@ -52,14 +52,14 @@ def split(annotation: Annotation) -> tuple[Annotation, tuple[object, ...]]:
 
 
 def field_type(field: FieldInfo) -> Annotation:
-    """A field's annotation with its metadata joined on again."""
+    """Return a field's annotation together with its metadata."""
     if field.metadata:
         return Annotated[(field.annotation, *field.metadata)]
     return field.annotation
 
 
 def fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The fields of a model by the key that stands in YAML."""
+    """Return the fields of a model by their key in YAML."""
     return {info.alias or name: info for name, info in model.model_fields.items()}
 
 
@@ -80,7 +80,7 @@ def is_sequence(bare: Annotation) -> bool:
 
 
 def arms(annotation: Annotation) -> list[Annotation]:
-    """The alternatives of a union, nested unions flattened; a list of one for other types."""
+    """Return the alternatives of a union, nested unions flattened; other types are alone."""
     bare, metadata = split(annotation)
     if get_origin(bare) in (Union, types.UnionType):
         return [arm for child in get_args(bare) for arm in arms(child)]
@@ -88,7 +88,7 @@ def arms(annotation: Annotation) -> list[Annotation]:
 
 
 def tags(annotation: Annotation) -> dict[Json, Annotation]:
-    """The models of a tagged union by the value of their `type:`; empty when it is not one."""
+    """Return the models of a tagged union by the value of `type:`; empty for other annotations."""
     found: dict[Json, Annotation] = {}
     for arm in arms(annotation):
         model, _ = split(arm)
@@ -102,7 +102,7 @@ def tags(annotation: Annotation) -> dict[Json, Annotation]:
 
 
 def child_type(annotation: Annotation, key: Any) -> Annotation | None:
-    """The annotation of what stands under `key`, or None where none is declared."""
+    """Return the annotation of the value under `key`, or None where none is declared."""
     bare, _ = split(annotation)
     if is_model(bare):
         info = fields(bare).get(key)
@@ -118,7 +118,7 @@ def child_type(annotation: Annotation, key: Any) -> Annotation | None:
 
 
 def choices(annotation: Annotation) -> list[Annotation]:
-    """The literal values that `annotation` lists, through unions and enums."""
+    """List the literal values of `annotation`, through unions and enums."""
     found: list[Json] = []
     for arm in arms(annotation):
         bare, _ = split(arm)
@@ -130,7 +130,7 @@ def choices(annotation: Annotation) -> list[Annotation]:
 
 
 def describe(annotation: Annotation) -> str:
-    """What `annotation` accepts, in words.
+    """Describe the values that `annotation` accepts.
 
     >>> describe(Annotated[int, annotated_types.Ge(1)] | None)
     'a whole number of at least 1, or null'
@@ -180,7 +180,7 @@ def _describe_one(annotation: Annotation, shared: tuple[object, ...]) -> str:
 
 
 def _bounds(metadata: tuple[object, ...], *, counted: bool) -> str:
-    """Bounds in words; `counted` things are measured by their number of entries."""
+    """Describe bounds; `counted` values are measured by their number of entries."""
     found: list[str] = []
     for item in _flat(metadata):
         for name, words in (

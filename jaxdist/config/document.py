@@ -1,4 +1,4 @@
-"""A loaded configuration as plain values, and where each of them was written."""
+"""A loaded configuration as plain values, with the origin of each value."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PLAIN_KEY = re.compile(r"[\w-]+")
 
 
 def dotted(path: KeyPath) -> str:
-    """The spelling of a path that people read; keys that would mislead are quoted.
+    """Format a path for people; keys that would be ambiguous are quoted.
 
     >>> dotted(("data", "files", 0)), dotted(("a.b",)), dotted(())
     ('data.files.0', "'a.b'", '(top level)')
@@ -29,21 +29,21 @@ def dotted(path: KeyPath) -> str:
 
 
 def keys_of(value: Json) -> Collection[Key]:
-    """The keys of a mapping, the indices of a list, nothing for a scalar."""
+    """Return the keys of a mapping, the indices of a list, nothing for a scalar."""
     if isinstance(value, dict):
         return value.keys()
     return range(len(value)) if isinstance(value, list) else ()
 
 
 def shown(value: Json) -> str:
-    """A value as a message shows it: its repr, cut at SHOWN_CHARS characters."""
+    """Format a value for a message: its repr, cut at SHOWN_CHARS characters."""
     text = repr(value)
     return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 1]}…"
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a value was written: a file and its line (from 1), or the text of an override.
+    """The origin of a value: a file and its line (from 1), or the text of an override.
 
     >>> str(Origin("configs/gpt/base.yaml", 12)), str(Origin("override 'optim.lr=1'"))
     ('configs/gpt/base.yaml:12', "override 'optim.lr=1'")
@@ -63,13 +63,13 @@ class Origin:
 
 @dataclass(frozen=True)
 class Node:
-    """One value with its origin; `value` is a scalar, a dict of Nodes or a list of Nodes."""
+    """A value with its origin; `value` is a scalar, a dict of Nodes or a list of Nodes."""
 
     value: Json
     origin: Origin
 
     def plain(self) -> Json:
-        """The value without origins."""
+        """Return the value without origins."""
         if isinstance(self.value, dict):
             return {key: child.plain() for key, child in self.value.items()}
         if isinstance(self.value, list):
@@ -77,7 +77,7 @@ class Node:
         return self.value
 
     def origins(self, path: KeyPath = ()) -> dict[KeyPath, Origin]:
-        """The origin of this value and of everything below it, by path."""
+        """Return the origins of this value and of everything below it, by path."""
         found = {path: self.origin}
         children = self.value.items() if isinstance(self.value, dict) else ()
         if isinstance(self.value, list):
@@ -89,13 +89,13 @@ class Node:
 
 @dataclass(frozen=True)
 class Document:
-    """A configuration before validation: what `read` makes and `validate` takes.
+    """A configuration before validation: the result of `read` and the argument of `validate`.
 
     Attributes:
       values: nested dicts (text keys), lists, text, numbers, booleans and None.
-      origins: where each path of `values` was written; paths may be missing.
-      path: the file that was read; None for values that a program gave.
-      files: that file and all that it includes, also where nothing of one is left in `values`.
+      origins: the origin of each path of `values`; paths may be missing.
+      path: the file that was read; None for values from a program.
+      files: that file and all that it includes, even if none of a file's values are in `values`.
     """
 
     values: JsonObject
@@ -104,7 +104,7 @@ class Document:
     files: tuple[Path, ...] = ()
 
     def origin(self, path: KeyPath) -> Origin:
-        """The origin of `path`, or of its nearest known ancestor.
+        """Return the origin of `path`, or of its nearest known ancestor.
 
         >>> document = Document({"a": {"b": 1}}, {("a",): Origin("x.yaml", 3)}, Path("x.yaml"))
         >>> str(document.origin(("a", "b"))), str(document.origin(("c",)))
@@ -118,7 +118,7 @@ class Document:
         return Origin("a config from Python" if self.path is None else str(self.path))
 
     def get(self, path: KeyPath) -> tuple[KeyPath, Json]:
-        """The longest prefix of `path` that is set, and the value there."""
+        """Return the longest prefix of `path` that is set, and its value."""
         value: Json = self.values
         for depth, key in enumerate(path):
             if key not in keys_of(value):

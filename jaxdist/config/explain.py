@@ -1,7 +1,7 @@
-"""Why values do not fit a schema, in the user's words: pydantic finds, this file explains.
+"""Explanations of validation errors in the user's terms: pydantic detects, this file explains.
 
-A union is explained once, by the one alternative that the value was meant for: the `type:` it
-names, or the one whose shape it has.
+A union is explained once, by the single alternative that the value was intended for: that of its
+`type:`, or that with its shape.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ _STRICT = ConfigDict(strict=True, allow_inf_nan=False)
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong at one path; the message says what is allowed, without path or value."""
+    """A problem at a path; the message says what is allowed, without path or value."""
 
     path: KeyPath
     message: str
     unknown: bool = False
-    """Return whether the path is no key of the schema."""
+    """Whether the path is not a key of the schema."""
 
 
 def explain(schema: Annotation, values: Json, path: KeyPath = ()) -> list[Problem]:
-    """Every problem of `values` (plain, as from JSON) under `schema`; empty when it validates.
+    """List every problem of `values` (plain, as from JSON) under `schema`; empty when valid.
 
     Args:
-      schema: a model class or any annotation that pydantic takes.
-      path: where `values` stands; the problems' paths begin with it.
+      schema: a model class or any annotation that pydantic accepts.
+      path: the path of `values`; the problems' paths begin with it.
     """
     found: dict[tuple[KeyPath, str], Problem] = {}
     unions: set[KeyPath] = set()
@@ -62,11 +62,12 @@ def explain(schema: Annotation, values: Json, path: KeyPath = ()) -> list[Proble
 
 
 def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
-    # Through JSON, since strict JSON allows what YAML writes: text for a path, a list for a tuple.
+    # Through JSON, since strict JSON mode accepts YAML's forms: text for a path, a list for a
+    # tuple.
     text = json.dumps(values)
     try:
         adapter = TypeAdapter(schema, config=_STRICT)
-    except PydanticUserError:  # a model brings its own configuration
+    except PydanticUserError:  # a model has its own pydantic configuration
         adapter = TypeAdapter(schema)
     try:
         adapter.validate_json(text)
@@ -77,8 +78,11 @@ def _failures(schema: Annotation, values: Json) -> list[ErrorDetails]:
 
 
 def _follows(detail: ErrorDetails, found: Sequence[ErrorDetails]) -> bool:
-    """Whether it only says again what another one says: a list is too short when wrong items are
-    left out, and what an unknown key holds is wrong whatever it is."""
+    """Return whether an error only follows from another.
+
+    A list is too short once invalid items are left out, and values below an unknown key are all
+    invalid.
+    """
     place = detail["loc"]
     if detail["type"] == "too_short":
         return any(_is_within(other["loc"], place) for other in found if other is not detail)
@@ -106,7 +110,7 @@ def _explain(
     if kind not in _KNOWN_TYPES and (not keys or len(arms(schema)) == 1):
         return [Problem(path, _own_message(detail))]
     if len(arms(schema)) > 1:
-        if path in unions:  # one explanation serves all errors of its alternatives
+        if path in unions:  # a single explanation serves all errors of its alternatives
             return []
         unions.add(path)
         return _explain_union(schema, value, path)

@@ -1,6 +1,6 @@
-"""Files that anybody may have put there: only a regular one is read.
+"""Safe reading of files from unknown sources: only regular files are read.
 
-To open a pipe may wait for ever, a device may have no end, and `json.loads` on ten thousand
+Opening a pipe may wait for ever, a device may have no end, and `json.loads` on ten thousand
 brackets raises RecursionError, which no caller expects.
 """
 
@@ -24,10 +24,10 @@ _KINDS = {
 
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
-    """What a path names that is no regular file, in words; None for a regular file.
+    """Describe what a path names if it is not a regular file; None for a regular file.
 
     Raises:
-      OSError: there is nothing, or it cannot be looked at.
+      OSError: the path does not exist or cannot be examined.
     """
     if "\0" in os.fspath(path):
         raise OSError(errno.EINVAL, "a file name holds no null character", os.fspath(path))
@@ -36,7 +36,7 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def why_unread(error: Exception) -> str:
-    """Why a file could not be read: without the number of the error, and the path again.
+    """Explain why a file could not be read, without the error number and the path.
 
     >>> why_unread(OSError(2, "No such file or directory", "x.csv"))
     'No such file or directory'
@@ -47,10 +47,10 @@ def why_unread(error: Exception) -> str:
 
 
 def read_regular(path: str | os.PathLike[str]) -> bytes:
-    """The content of a regular file.
+    """Read a regular file.
 
     Raises:
-      OSError: it is missing, of another kind, or cannot be read; `strerror` says which.
+      OSError: it is missing, of another kind, or unreadable; `strerror` says which.
     """
     kind = kind_of(path)
     if kind is not None:
@@ -59,14 +59,14 @@ def read_regular(path: str | os.PathLike[str]) -> bytes:
 
 
 def parse_json(text: str | bytes) -> Json:
-    """Return the value of a JSON text.
+    """Parse a JSON text.
 
     >>> parse_json("[" * 100_000)
     Traceback (most recent call last):
     ValueError: it is nested too deeply
 
     Raises:
-      ValueError: it is no JSON, or is nested too deeply.
+      ValueError: the text is not JSON, or is nested too deeply.
     """
     try:
         return json.loads(text)
@@ -75,7 +75,7 @@ def parse_json(text: str | bytes) -> Json:
 
 
 def read_json(path: str | os.PathLike[str]) -> Json:
-    """Return the value of a regular file with JSON.
+    """Read and parse a regular file with JSON.
 
     Raises:
       OSError: see `read_regular`.

@@ -1,4 +1,4 @@
-"""Objects of the user's own, named by import path: `mypkg.model:build`."""
+"""The user's own objects, named by import path: `mypkg.model:build`."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from jaxdist.types import Json
 _NOT_THE_USERS = (
     str(Path(__file__).parents[1]),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
-    # An environment may borrow another's packages.
+    # A virtual environment may include another environment's packages.
     *(path for path in sys.path if path.endswith(("site-packages", "dist-packages"))),
     "<",
 )
 
 
 def load_object(path: str) -> Any:
-    """The object that `module:name` names; the current directory is searched first.
+    """Import the object named by `module:name`; the current directory is searched first.
 
-    `name` may be dotted, to reach into a class or a namespace.
+    `name` may be dotted, to name an attribute of a class or a namespace.
 
     >>> load_object("math:gcd")(12, 18)
     6
@@ -55,7 +55,7 @@ def load_object(path: str) -> Any:
 
 
 def call_object(path: str, found: Any, args: Mapping[str, Json]) -> Any:
-    """`found(**args)`, where an error raised inside is shown with its file and line.
+    """Call `found(**args)`, and report an error raised inside with its file and line.
 
     Raises:
       ConfigError: `found` is not callable, refuses the arguments, or raises.
@@ -74,7 +74,7 @@ def _short(value: Any) -> str:
 
 @contextmanager
 def user_code(what: str) -> Iterator[None]:
-    """Where the user's code runs: what it raises becomes a ConfigError that starts with `what`."""
+    """Convert errors of the user's code inside the block to a ConfigError about `what`."""
     try:
         yield
     except JaxdistError:
@@ -84,9 +84,9 @@ def user_code(what: str) -> Iterator[None]:
 
 
 def describe_exception(error: BaseException) -> str:
-    """`IndexError: message (file.py:12)`: the type, the message and where it was raised.
+    """Describe an exception: its type, message and position, `IndexError: message (file.py:12)`.
 
-    The place is the innermost in the user's own code, if that is to be found.
+    The position is the innermost in the user's own code, if there is any.
     """
     place = ""
     if isinstance(error, SyntaxError) and error.filename:
@@ -96,7 +96,7 @@ def describe_exception(error: BaseException) -> str:
             (f for f in reversed(frames) if not f.filename.startswith(_NOT_THE_USERS)), frames[-1]
         )
         place = f" ({frame.filename}:{frame.lineno})"
-    # The messages of jax go on for paragraphs.
+    # Later paragraphs of jax's messages are left out.
     message = error.msg if isinstance(error, SyntaxError) else str(error).split("\n\n")[0]
     return f"{type(error).__name__}: {message}{place}"
 

@@ -1,11 +1,11 @@
-"""A YAML file, its `include:`s and the overrides become one Document.
+"""The merging of a YAML file, its `include:`s and the overrides to a Document.
 
-`include: base.yaml`, or a list of files, stands at the top level; paths are relative to the file
-that includes. Later includes win over earlier ones, and the including file wins over all. Where
-both sides hold a mapping they are merged key by key (the base's order first, new keys behind);
-every other value is replaced. A mapping is replaced, not merged, when
+`include: base.yaml`, or a list of files, is a top-level key; paths are relative to the including
+file. Later includes override earlier includes, and the including file overrides all. Where both
+sides hold a mapping, they are merged key by key (the base's order first, then new keys); every
+other value is replaced. A mapping is replaced, not merged, when
 
-- both sides have a `type:` and the types differ: the keys of another choice make no sense; or
+- both sides have a `type:` and the types differ: the keys of another type would be meaningless; or
 - the file lists it under `replace:`, as in `replace: [mesh]`, dotted for deeper ones.
 """
 
@@ -25,11 +25,11 @@ MAX_FILES = 64
 
 
 def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Document:
-    """The merged values of a YAML file, each with its origin; nothing is validated yet.
+    """Read the merged values of a YAML file, each with its origin; nothing is validated yet.
 
     Args:
-      path: a YAML 1.2 file of UTF-8 text, with its includes at most MAX_BYTES; None has the
-        overrides alone.
+      path: a YAML 1.2 file of UTF-8 text, with its includes at most MAX_BYTES; None reads only the
+        overrides.
       overrides: `section.key=value` texts, applied in order after all includes.
 
     Raises:
@@ -45,7 +45,7 @@ def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
 
 
 def merge(base: Node, child: Node, replaced: frozenset[KeyPath], path: KeyPath = ()) -> Node:
-    """`child` laid over `base`, by the rules at the top of this file."""
+    """Merge `child` over `base`, by the rules at the top of this file."""
     if not (isinstance(base.value, dict) and isinstance(child.value, dict)) or path in replaced:
         return child
     types = [side.value["type"].plain() for side in (base, child) if "type" in side.value]
@@ -135,7 +135,7 @@ def _read_bytes(file: Path, place: str, most: int) -> bytes:
         raise ConfigError(
             f"{place}{name}: cannot be read: {error.strerror}; name a YAML file"
         ) from None
-    # Before it is parsed, which takes seconds for a megabyte.
+    # Checked before parsing, which takes seconds for a megabyte.
     if len(data) > most:
         also = "" if most == MAX_BYTES else ", together with the files before it"
         raise ConfigError(f"{place}{name} is larger than {MAX_BYTES} bytes{also}: not a config")

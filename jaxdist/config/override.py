@@ -1,4 +1,4 @@
-"""`section.key=value` on the command line replaces one value of the tree."""
+"""Overrides from the command line: `section.key=value` replaces a value of the tree."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from jaxdist.errors import ConfigError
 
 
 def apply_override(root: Node, text: str, origin: Origin | None = None) -> Node:
-    """The tree with the value at the override's path replaced (never merged).
+    """Replace the value at the override's path (without merging).
 
     The value is YAML: `model.layers=12`, `eval=null`, `mesh={data: 4, tensor: 2}`. An item of a
-    list goes by its index: `data.files.0=a.txt`. Missing sections on the way are made; nothing
-    after `=` means null. `origin` is where the text was written, if not as an override.
+    list is addressed by its index: `data.files.0=a.txt`. Missing sections on the path are created;
+    an empty value means null. `origin` is the origin of the text, if it is not an override.
 
     Raises:
       ConfigError: no `=`, an empty key, a path through a scalar or past the end of a list, or a

@@ -1,6 +1,6 @@
-"""YAML 1.2 text becomes a tree of Nodes: data only, every value with its line, within limits.
+"""Parsing of YAML 1.2 to a tree of Nodes: data only, every value with its line, within limits.
 
-Read from ruamel's events, not through its constructors: no tag is ever acted on, aliases are
+It reads ruamel's events, and does not use its constructors: tags are never acted on, aliases are
 counted before they are followed, and each key keeps its line.
 """
 
@@ -32,7 +32,7 @@ MAX_DEPTH = 32
 MAX_VALUES = 10_000
 MAX_DIGITS = 80
 MOST_PROBLEMS = 50
-"""Lines of one message."""
+"""The most lines in a message."""
 
 Locate = Callable[[int], Origin]
 
@@ -40,11 +40,11 @@ _SCALARS = YAML(typ="safe", pure=True)  # never parses, so that no %YAML line ca
 
 
 def parse(text: str, locate: Locate) -> Node:
-    """The one document in `text`; empty text is null.
+    """Parse the only document in `text`; empty text is null.
 
     Args:
       text: YAML 1.2 (so `1e-3` is a number and `on` is text); plain `2024-01-31` stays text.
-      locate: the origin of a line, counted from 1.
+      locate: function from a line, counted from 1, to its origin.
 
     Raises:
       ConfigError: broken YAML, duplicate or non-text keys, tags, directives, a second document,
@@ -53,7 +53,7 @@ def parse(text: str, locate: Locate) -> Node:
     >>> parse("{lr: 1e-3, on: [true, 0x10]}", lambda line: Origin("x.yaml", line)).plain()
     {'lr': 0.001, 'on': [True, 16]}
     """
-    if len(text) > MAX_BYTES:  # the other limits act while it is read, at 0.1 MB a second
+    if len(text) > MAX_BYTES:  # the other limits apply while reading, at 0.1 MB per second
         raise ConfigError(f"{locate(1)}: longer than {MAX_BYTES} characters")
     builder = _Builder(text, locate)
     try:
@@ -68,7 +68,7 @@ def parse(text: str, locate: Locate) -> Node:
 
 
 def plain_scalar(text: str) -> Json:
-    """What `text` means when it stands in YAML without quotes.
+    """Return the value of `text` as an unquoted YAML scalar.
 
     >>> [plain_scalar(text) for text in ("on", "1e-3", "1_000", "~", "2024-01-31")]
     ['on', 0.001, 1000, None, '2024-01-31']
@@ -169,7 +169,7 @@ class _Builder:
             key_node = self._node(event, depth + 1)
             value = self._node(next(self.events), depth + 1)
             key, origin = key_node.value, self._origin(event)
-            # A key that is text is a scalar event, which alone is `implicit`.
+            # A text key is a scalar event, the only kind of event with `implicit`.
             if key == "<<" and event.implicit[0]:  # pyright: ignore[reportAttributeAccessIssue]
                 self._problem(event, "'<<' is not part of YAML 1.2; use `include:` at the top")
             elif not isinstance(key, str):

@@ -1,4 +1,4 @@
-"""Find the section of a schema that a misplaced key belongs to."""
+"""The search for the section to which a misplaced key belongs."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ MOST = 3
 
 
 def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -> Sequence[Problem]:
-    """The problems, with the settings of other sections that an unknown key may be meant for.
+    """Add the settings of other sections that an unknown key may be intended for.
 
     Args:
-      schema: of the whole tree, of which `values` are; the alternatives that they name count.
+      schema: schema of the whole tree `values`, with the alternatives that the values choose.
     """
     if not any(map(_is_lost, problems)):
         return problems
@@ -31,7 +31,7 @@ def with_places(problems: Sequence[Problem], schema: Annotation, values: Json) -
 
 
 def _is_lost(problem: Problem) -> bool:
-    """Return whether a key is unknown, and its own section has none that is like it."""
+    """Return whether a key is unknown and its own section has no similar key."""
     return problem.unknown and "did you mean" not in problem.message
 
 
@@ -56,7 +56,7 @@ def _with_place(problem: Problem, by_key: Mapping[str, Sequence[KeyPath]]) -> Pr
 
 
 def _settings(schema: Annotation, value: Json, path: KeyPath) -> Iterator[KeyPath]:
-    """The paths of all settings, through the alternatives that the values choose."""
+    """Yield the paths of all settings, through the alternatives that the values choose."""
     chosen = value.get(TAG) if isinstance(value, dict) else None
     tagged = tags(schema)
     for arm in arms(schema):

@@ -20,8 +20,8 @@ from jaxdist.errors import ConfigError
 class Config(BaseModel):
     """A frozen section of the configuration: unknown keys are refused, types are not coerced.
 
-    Each field carries a sentence (its description) and, unless it is required, a default. A choice
-    between sections is a union tagged by a literal field `type`.
+    Each field has a description and, unless it is required, a default. A choice between sections is
+    a union tagged by a literal field `type`.
     """
 
     model_config = ConfigDict(
@@ -34,15 +34,15 @@ class Config(BaseModel):
 
 
 LARGEST = 2**31 - 1
-"""Counts and sizes are 32-bit integers in compiled programs."""
+"""The largest count or size: they are 32-bit integers in compiled programs."""
 Count = Annotated[int, Field(ge=1, le=LARGEST)]
-"""A whole number of things, at least one."""
+"""An integer of at least 1."""
 
 MOST_NAME_BYTES, MOST_PATH_BYTES = 255, 4095
 
 
 def _usable(path: Path) -> Path:
-    """Refuse what no file system takes."""
+    """Refuse a path that no file system accepts."""
     text = str(path)
     if "\0" in text:
         raise ValueError("a path holds no null character")
@@ -56,19 +56,19 @@ def _usable(path: Path) -> Path:
 
 
 FilePath = Annotated[Path, AfterValidator(_usable)]
-"""A path that a file system can have."""
+"""A path that is valid on a file system."""
 
 Schema = TypeVar("Schema", bound=BaseModel)
 
 
 def validate(document: Document, schema_class: type[Schema]) -> Schema:
-    """The document as an instance of `schema_class`.
+    """Validate the document as an instance of `schema_class`.
 
-    A whole number is taken for a float, text for a path, a list for a tuple; nothing else is
+    An integer is accepted for a float, text for a path, a list for a tuple; nothing else is
     converted.
 
     Raises:
-      ConfigError: one line for each problem of the whole tree.
+      ConfigError: a line for each problem of the whole tree.
 
     >>> class Optim(Config):
     ...     lr: float
@@ -86,7 +86,7 @@ def validate(document: Document, schema_class: type[Schema]) -> Schema:
 
 
 def problems_error(document: Document, problems: Iterable[Problem]) -> ConfigError:
-    """One error with a line for each problem: dotted path, value, origin, message.
+    """Return an error with a line for each problem: dotted path, value, origin, message.
 
     >>> document = Document({"batch": 7})
     >>> print(problems_error(document, [Problem(("batch",), "does not divide by 2 devices")]))

@@ -1,4 +1,4 @@
-"""The configurations that come with jaxdist, wherever it is installed."""
+"""The configurations that are installed with jaxdist."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FOLDER = Path(__file__).parents[1] / "configs"
 
 
 def shipped() -> dict[str, Path]:
-    """Their files by name.
+    """Return their files by name.
 
     >>> shipped()["gpt/quickstart"].name
     'quickstart.yaml'
@@ -18,7 +18,7 @@ def shipped() -> dict[str, Path]:
 
 
 def name_of(path: Path) -> str:
-    """What a file would be called if it were one of them.
+    """Return the name of a file, in the form of a shipped configuration's name.
 
     >>> name_of(Path("configs/gpt/quickstart.yaml"))
     'gpt/quickstart'

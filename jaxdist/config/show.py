@@ -1,4 +1,4 @@
-"""The resolved configuration for people, for the run directory, and for editors."""
+"""The resolved configuration as text for people, for the run directory, and for editors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DEFAULT = Origin("default")
 
 @dataclass(frozen=True)
 class ResolvedValue:
-    """One value of the resolved tree (a scalar, a list of scalars, or something empty)."""
+    """A value of the resolved tree (a scalar, a list of scalars, or an empty container)."""
 
     path: KeyPath
     value: Json
@@ -31,7 +31,7 @@ class ResolvedValue:
 
 
 def provenance(document: Document, instance: BaseModel) -> list[ResolvedValue]:
-    """The validated tree as flat rows, in field order; what the user left out is `DEFAULT`.
+    """Flatten the validated tree to rows, in field order; omitted values have the origin `DEFAULT`.
 
     >>> class Optim(BaseModel):
     ...     lr: float = 0.1
@@ -46,10 +46,10 @@ def provenance(document: Document, instance: BaseModel) -> list[ResolvedValue]:
 
 
 def render(rows: Iterable[ResolvedValue], width: int = 80) -> str:
-    """Aligned lines `path  value  origin`, none wider than `width` terminal cells.
+    """Format aligned lines `path  value  origin`, none wider than `width` terminal cells.
 
-    What does not fit is cut with an ellipsis at its end; a file's path is cut at its start, since
-    its line number matters most.
+    Longer lines are cut with an ellipsis at the end; a file's path is cut at its start, since its
+    line number matters most.
     """
     rows = list(rows)
     cells = [(dotted(row.path), _value_text(row.value), str(row.origin)) for row in rows]
@@ -70,7 +70,7 @@ def render(rows: Iterable[ResolvedValue], width: int = 80) -> str:
 
 
 def resolved_yaml(instance: BaseModel) -> str:
-    """YAML of the whole tree, defaults included; it loads back to an equal instance.
+    """Format the whole tree as YAML, including defaults; it loads back to an equal instance.
 
     >>> class Optim(BaseModel):
     ...     lr: float = 1e-5
@@ -83,7 +83,7 @@ def resolved_yaml(instance: BaseModel) -> str:
 
 
 def plain_yaml(values: Json) -> str:
-    """YAML of plain values, which loads back to equal ones.
+    """Format plain values as YAML, which loads back to equal values.
 
     >>> print(plain_yaml({"mesh": {"data": 2}, "hidden": [3, 5]}), end="")
     mesh:
@@ -96,7 +96,7 @@ def plain_yaml(values: Json) -> str:
     yaml.Representer = _Representer
     yaml.default_flow_style = False
     yaml.allow_unicode = True
-    yaml.width = sys.maxsize  # a folded text would be hard to read and to edit
+    yaml.width = sys.maxsize  # folded text would be hard to read and to edit
     yaml.sort_base_mapping_type_on_output = False  # pyright: ignore[reportAttributeAccessIssue] (untyped in ruamel)
     stream = io.StringIO()
     yaml.dump(values, stream)
@@ -104,10 +104,10 @@ def plain_yaml(values: Json) -> str:
 
 
 def json_schema(schema_class: type[BaseModel]) -> str:
-    """JSON schema (draft 2020-12) of a configuration file, as text for an editor.
+    """Return the JSON schema (draft 2020-12) of a configuration file, for editors.
 
-    Keys, types and bounds are checked; presence is not, since what one file leaves out may come
-    from its `include:`s. Loading checks presence, on the merged tree.
+    Keys, types and bounds are checked, but not presence, since a value missing from a file may come
+    from an `include:`. Loading checks presence, in the merged tree.
     """
     schema = _for_partial_files(schema_class.model_json_schema())
     texts = {"type": "array", "items": {"type": "string"}}
@@ -127,7 +127,7 @@ def json_schema(schema_class: type[BaseModel]) -> str:
 
 
 class _Representer(SafeRepresenter):
-    """Escapes what is not printable: ruamel would fold some of it (U+0085) into line breaks."""
+    """A representer that escapes unprintable text: ruamel folds some (U+0085) into line breaks."""
 
     def represent_str(self, data: str) -> ScalarNode:
         style = None if data.isprintable() else '"'
@@ -154,7 +154,7 @@ def _rows(document: Document, value: Json, path: KeyPath) -> Iterator[ResolvedVa
 
 def _origin(document: Document, path: KeyPath) -> Origin:
     known, value = document.get(path)
-    # A scalar above the path was expanded by a validator: its author wrote what lies below.
+    # A scalar above the path was expanded by a validator: the user wrote only the scalar.
     written = known == path or (known and not isinstance(value, dict | list))
     return document.origin(path) if written else DEFAULT
 

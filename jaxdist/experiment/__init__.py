@@ -1,6 +1,6 @@
-"""A configuration as a whole: reading it, its cross-checks, and what it builds.
+"""A complete configuration: reading it, its cross-checks, and the experiment that it builds.
 
-Only this room sees the whole tree; nothing below it ever receives more than its own section.
+Only this package sees the whole tree; nothing below it receives more than its own section.
 """
 
 from jaxdist.experiment.config import EvalConfig, ExperimentConfig, RunConfig, load

@@ -1,4 +1,4 @@
-"""Whether an optimizer and compressed gradients go together."""
+"""Checks that an optimizer and compressed gradients fit together."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from jaxdist.parallel.exchange.compressed import Compressed
 
 
 def with_compression(optim: OptimConfig, compression: Compression | None) -> OptimConfig:
-    """The optimizer's settings, as compressed gradients need them.
+    """Adapt the optimizer's settings to compressed gradients.
 
     Raises:
-      ConfigError: they do not go together, with what to set in parallel.compression.
+      ConfigError: they do not fit together; the message says what to set in parallel.compression.
     """
     if compression is None:
         return optim
@@ -27,12 +27,12 @@ def with_compression(optim: OptimConfig, compression: Compression | None) -> Opt
         _check_linear(optim, feedback.b1)
     if isinstance(optim, OnebitConfig):
         _check_onebit(optim, compression)
-    # What is not finite must not enter a residual: such steps are left out, and counted.
+    # Values that are not finite must not enter a residual: such steps are skipped, and counted.
     return optim if optim.skips else optim.model_copy(update={"skip_nonfinite": True})
 
 
 def explain_messages(compression: Compression | None, exchange: Exchange) -> tuple[str, ...]:
-    """What `auto` chose, a line; nothing where the config says it."""
+    """Describe the choice of `auto` in a line; empty where the config names the codec."""
     if not isinstance(compression, CompressAuto) or not isinstance(exchange, Compressed):
         return ()
     codec = exchange.messages.choice.otherwise
@@ -52,7 +52,7 @@ def _check_no_momentum(optim: OptimConfig) -> None:
 
 
 def _check_linear(optim: OptimConfig, b1: float) -> None:
-    """What is lost of a momentum comes back later: as a sum it is exact, as a square it is not."""
+    """Refuse an optimizer that is not linear in the gradient: only sums recover lost parts."""
     own = optim.b1 if isinstance(optim, OnebitConfig) else getattr(optim, "momentum", None)
     if not isinstance(optim, OnebitConfig | SgdConfig):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""All that a configuration names, built and checked; nothing is computed yet."""
+"""The objects that a configuration names, built and checked; nothing is computed yet."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Experiment:
     Attributes:
       program: the step and the evaluation at train.batch_size, and the state of every stage.
       loader: training batches of train.batch_size.
-      stages: what a run goes through; for most runs one, with `program` and `loader`.
-      explained: how derived values came about, a line each.
-      notices: settings that do nothing here, a sentence each.
+      stages: the stages of a run; most runs have a single stage, with `program` and `loader`.
+      explained: a line for each derived value.
+      notices: settings that have no effect here, a sentence each.
     """
 
     config: ExperimentConfig
@@ -57,29 +57,29 @@ class Experiment:
 
     @property
     def unit(self) -> str:
-        """What the rate counts: "tokens" or "examples"."""
+        """The unit of the rate: "tokens" or "examples"."""
         return "tokens" if "tokens" in self.program.batch else "examples"
 
     @property
     def loss_unit(self) -> str | None:
-        """The unit of the loss; None for a loss of the user's, which names none."""
+        """The unit of the loss; None for a user's loss, which has none."""
         loss = self.config.loss
         return None if loss is not None and loss.type == "import" else f"nats per {self.unit[:-1]}"
 
     def baselines(self) -> dict[str, float]:
-        """Held-out losses of simpler models, where they are in the unit of this loss."""
+        """Held-out losses of simpler models, where they have the unit of this loss."""
         if self.heldout is None or self.loss_unit is None:
             return {}
         return dict(self.dataset.baselines())
 
     @property
     def units_per_step(self) -> int:
-        """Tokens trained on, or examples, in one step at train.batch_size."""
+        """The number of tokens, or examples, in a step at train.batch_size."""
         return self.config.train.batch_size * self.units_per_example
 
     @property
     def units_per_example(self) -> int:
-        """Tokens of an example, or 1."""
+        """The number of tokens in an example, or 1."""
         return self.program.batch["tokens"].shape[1] - 1 if self.unit == "tokens" else 1
 
 
@@ -90,13 +90,13 @@ def build(
     devices: Sequence[Device] | None = None,
     sizes: Sizes = (),
 ) -> Experiment:
-    """Build everything that a config names, on all devices or on those given.
+    """Build everything that a config names, on all devices or on the given devices.
 
     Args:
-      sizes: batch sizes of a run that goes on, see `jaxdist.train.plan.plan_stages`.
+      sizes: batch sizes of a resumed run, see `jaxdist.train.plan.plan_stages`.
 
     Raises:
-      ConfigError: a part that cannot be built, or parts that do not go together.
+      ConfigError: a part that cannot be built, or parts that do not fit together.
     """
     at = partial(at_setting, document or Document(config.model_dump(mode="json")))
     with at("mesh"):
@@ -152,7 +152,7 @@ def build(
 
 
 def _explain_placement(config: ExperimentConfig, program: Program) -> Sequence[str]:
-    """How parameters were shared out among servers, where there are several."""
+    """Describe the placement of parameters on servers, where there are several."""
     strategy = config.strategy
     if not isinstance(strategy, ParameterServer) or strategy.servers == 1:
         return ()
@@ -167,7 +167,7 @@ def _stages(
     program: Program,
     loader: Loader,
 ) -> tuple[TrainStage, ...]:
-    """A program and a loader for each stage; those of one batch size share the program."""
+    """Build a program and a loader for each stage; equal batch sizes share the program."""
     train = config.train
     programs = {train.batch_size: program}
     stages = []

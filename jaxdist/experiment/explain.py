@@ -1,4 +1,4 @@
-"""What a configuration leads to, told before anything is built."""
+"""The values that a configuration derives, explained before anything is built."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jaxdist.train.plan import explain, needs_examples, plan_learning_rate, plan
 
 
 def explain_config(config: ExperimentConfig, document: Document | None = None) -> tuple[str, ...]:
-    """What the run of a config derives, a line each; nothing where all is as the config says.
+    """List the values that a run derives, a line each; empty if it derives none.
 
-    The data is read for its size where that is quick.
+    The data are read for their size where that is fast.
 
     Raises:
-      ConfigError: values that do not go together.
+      ConfigError: values that do not fit together.
     """
     at = partial(at_setting, document or Document(config.model_dump(mode="json")))
     return (*_explain_steps(config, at), *_explain_pipeline(config, at))
@@ -63,7 +63,7 @@ def _explain_pipeline(config: ExperimentConfig, at: At) -> tuple[str, ...]:
 
 
 def _at_hand(data: DataConfig) -> Dataset | None:
-    """The data where no download, large file or user's code stands before."""
+    """Build the data if this needs no download, large file or user's code."""
     quick = data.type == "synthetic" or getattr(data, "source", "") in ("digits", "python-stdlib")
     try:
         return data.build() if quick else None

@@ -1,4 +1,4 @@
-"""The program of a configuration: model, loss, optimizer and plan, each in its place."""
+"""The program of a configuration: model, loss, optimizer and plan."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from jaxdist.validity.optimizer import notices_of as notices_of_optimizer
 from jaxdist.validity.table import check
 
 Own = Callable[..., AbstractContextManager[bool]]
-"""`own_code` of a config: whether the sections that are named have code of the user's."""
+"""Type of `own_code` for a config: it returns whether any of the named sections has user code."""
 
 
 def make_program(
@@ -54,14 +54,14 @@ def make_program(
     rate: Rate,
     at: At,
 ) -> tuple[Program, tuple[str, ...], tuple[str, ...]]:
-    """The program, how what was chosen for it came about, and settings that do nothing.
+    """Build the program, explanations of its choices, and notices of settings without effect.
 
     Args:
       batch: shapes, dtypes and shardings of a global batch.
-      at: reports what goes wrong at the setting to blame.
+      at: reports errors at the setting that causes them.
 
     Raises:
-      ConfigError: a part that cannot be built, or parts that do not go together.
+      ConfigError: a part that cannot be built, or parts that do not fit together.
     """
     own = partial(own_code, model=config.model, loss=config.loss, optim=config.optim)
     model, dims, loss = _what_is_trained(config, layout, dataset, batch, at, own)
@@ -75,7 +75,8 @@ def make_program(
         offloads = offloads_of(config.model)
         exchange, notices = plan_exchange(*given, offloads=offloads, seed=config.seed)
     with at("parallel"), own("loss", "model") as imported:
-        # Built-in models are known to keep rows apart, so that only the user's cost a trace.
+        # Built-in models are known to keep rows independent, so only the user's models cost a
+        # trace.
         if imported:
             local = config.parallel.batch_norm == "local"
             objective, pieces = Objective(model, loss), config.train.microbatches
@@ -103,7 +104,7 @@ def make_program(
         of_strategy = _checked(config, layout, model, dims, plan, optimizer)
     with at("parallel", "pipeline"), own("loss", "model"):
         pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
-    # Servers update parameters themselves, and a push without weight adds nothing there.
+    # Servers update parameters themselves, and a push without weight has no effect there.
     served = isinstance(config.strategy, ParameterServer)
     skips_empty = (masks or WEIGHT in batch) and not served
     with at("loss"):
@@ -136,10 +137,11 @@ def _check_scalars(
     sums: Sums,
     batch: Mapping[str, jax.ShapeDtypeStruct],
 ) -> None:
-    """Refuse a loss that returns a scalar where a batch, or the held-out split, is cut.
+    """Refuse a loss that returns a scalar where a batch, or the held-out split, is cut into parts.
 
     Raises:
-      ConfigError: what cuts it, and the lines that return a sum with its weight instead.
+      ConfigError: the reason for the parts, and the lines that return a sum with its weight
+        instead.
     """
     scalars = scalars_in(sums)
     if not scalars:
@@ -167,7 +169,7 @@ def _checked(
     plan: Plan,
     optimizer: Optimizer,
 ) -> tuple[str, ...]:
-    """What the strategy has to say of the rest of the config."""
+    """Return the strategy's notices about the rest of the config."""
     given = RunSettings(
         total_steps=plan.total_steps,
         train=config.train,
@@ -190,13 +192,13 @@ def _what_is_trained(
     at: At,
     own: Own,
 ) -> tuple[Functional, Mapping[str, Dims], Loss]:
-    """The model with its stacks, the dims of each of its parameters, and the loss."""
+    """Return the model with its stacks, the dims of each of its parameters, and the loss."""
     with at("model"):
         model = model_of(config, dataset, batch, layout)
     with at("loss"):
         loss = loss_of(config, batch)
     with at("loss"), own("loss", "model") as imported:
-        # Built-in models mark their stacks; a model of unlike parts is traced part by part.
+        # Built-in models mark their stacks; a model of dissimilar parts is traced part by part.
         if imported and not model.in_parts:
             rows = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in batch.items()}
             model = model.with_stacks(lambda module, rows: loss(module, weighted(rows)), rows)
@@ -212,14 +214,14 @@ def model_of(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     layout: Layout | None = None,
 ) -> Functional:
-    """The model, for data like this.
+    """Build the model for data of these shapes.
 
     Args:
       batch: shapes of a batch.
-      layout: that its activations are constrained to; None leaves them free.
+      layout: the layout of its activations; None does not constrain them.
 
     Raises:
-      ConfigError: it does not fit the data or the devices.
+      ConfigError: the model does not fit the data or the devices.
     """
     make = make_model(
         config.model,
@@ -227,23 +229,23 @@ def model_of(
         vocab_size=dataset.vocab_size,
         classes=dataset.classes,
         hint=no_hint if layout is None else layout,
-        # Not this process's own: programs are compiled for devices that are not there.
+        # Not this process's own devices: programs may be compiled for devices that are not present.
         device=None if layout is None else layout.mesh.local_devices[0],
     )
     return functional(make)
 
 
 def loss_of(config: ExperimentConfig, batch: Mapping[str, jax.ShapeDtypeStruct]) -> Loss:
-    """What is minimised: the config's choice, or the model's own.
+    """Return the loss to minimise: the config's choice, or the model's own.
 
     Raises:
-      ConfigError: it does not fit the model or the data.
+      ConfigError: the loss does not fit the model or the data.
     """
     return choose_loss(config.model, config.loss, _shapes(batch)).build()
 
 
 def _shapes(batch: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, tuple[int, ...]]:
-    """Of one example, by field."""
+    """Return the shapes of an example, by field."""
     return {name: struct.shape[1:] for name, struct in batch.items()}
 
 
@@ -254,7 +256,7 @@ def chunks_of(
     batch: Mapping[str, jax.ShapeDtypeStruct],
     stages: int,
 ) -> ChunkPlan | None:
-    """The chunks of a pipeline of so many stages; None where there is one stage.
+    """Plan the chunks of a pipeline of `stages` stages; None for a single stage.
 
     Raises:
       ConfigError: the model or the schedule does not fit the stages.
@@ -279,11 +281,11 @@ def _pipeline(
 
 
 def _trace(program: Program, at: At, own: Own) -> None:
-    """Trace what may fail, so that the config's author hears of it before anything is compiled."""
+    """Trace the parts that may fail, so that errors are reported before anything is compiled."""
     if program.exchange.explicit:
         with at("parallel", "reduce"):
             jax.eval_shape(program.train, program.state_shapes, program.batch)
-    # Built-in parts are known to trace, so that only the user's cost a second tracing.
+    # Built-in parts are known to trace, so only the user's code costs a second tracing.
     with at("optim"), own("optim") as imported:
         if imported:
             own_state, number = program.own_shapes, jax.ShapeDtypeStruct((), jnp.float32)

@@ -12,10 +12,10 @@ from jaxdist.train.strategy.contract import RunSettings
 
 
 def check_strategy(strategy: StrategyConfig, given: RunSettings) -> tuple[str, ...]:
-    """Return the settings that do nothing, or not what one may expect, a sentence each.
+    """List the settings without effect, or with an unexpected effect, a sentence each.
 
     Raises:
-      ConfigError: what does not go together, with the path of the setting in the whole config.
+      ConfigError: settings that do not fit together, with their paths in the whole config.
     """
     return CHECKS[strategy.type](strategy, given)
 
@@ -25,4 +25,4 @@ CHECKS: Mapping[str, Callable[[Any, RunSettings], tuple[str, ...]]] = {
     "lookahead": lookahead.check,
     "parameter_server": servers.check,
 }
-"""`strategy.type` to what checks it."""
+"""The function that checks a strategy, by `strategy.type`."""

@@ -1,1 +1,1 @@
-"""Ways to write an array in few bytes, each one a `jaxdist.compression.contract.Codec`."""
+"""The codecs, which write an array in few bytes: each a `jaxdist.compression.contract.Codec`."""

@@ -1,4 +1,4 @@
-"""More bits where there is more to say, within a fixed number of bytes."""
+"""Adaptive quantization: more bits for blocks with more energy, within a fixed number of bytes."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Adaptive(Codec):
         return bits
 
     def planes(self, blocks: int) -> int:
-        """Planes of one bit that the message of so many blocks has."""
+        """Return the number of one-bit planes in the message of `blocks` blocks."""
         return max(2, int(self.bits * blocks))
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
@@ -61,7 +61,7 @@ class Adaptive(Codec):
         levels = _levels(bits)
         most = jnp.max(jnp.abs(blocks), axis=1)
         scale = coarse(jnp.where(bits > 0, most / jnp.maximum(levels, 1.0), 0.0), up=True)
-        # A block without bits has a scale of 0, and codes of 0; what is not finite spreads anyway.
+        # A block without bits has scale 0 and codes 0; a value that is not finite still spreads.
         scale = jnp.where(jnp.isfinite(most), scale, most)
         codes = jnp.round(blocks * inverse(scale)[:, None]) + levels[:, None]
         rows = codes.astype(jnp.uint32).reshape(count, BITS, -1)
@@ -89,28 +89,29 @@ class Adaptive(Codec):
 
 
 def allocate(energy: jax.Array, planes: int) -> jax.Array:
-    """Bits of each block, int32 [blocks]: 0 or 2 to 8, `planes` in all at most.
+    """Allocate bits to each block, int32 [blocks]: 0 or 2 to 8, at most `planes` in all.
 
     Args:
-      energy: sums of squares, float32 [blocks].
+      energy: sum of squares of each block, float32 [blocks].
     """
-    # The first two bits come together (one alone has no zero between its levels), the next ones
-    # singly: what each plane takes off, of an error E 4^-b.
+    # The first two bits are allocated together (a single bit has no zero between its levels), the
+    # next bits singly: each gain is what a plane removes from an error E 4^-b.
     gains = [(1 - 4.0**-2) / 2] * 2 + [4.0**-bit - 4.0 ** -(bit + 1) for bit in range(2, BITS)]
     taken = energy[None] * jnp.asarray(gains, jnp.float32)[:, None]
-    # A stable sort by levels first: among equal gains no block gets its next bit before its last.
+    # A stable sort, levels first: among equal gains no block gets a later bit before an earlier
+    # bit.
     order = jnp.argsort(-taken.reshape(-1), stable=True)[:planes]
     bits = jnp.zeros_like(energy, jnp.int32).at[order % len(energy)].add(1)
     return jnp.where(bits == 1, 0, bits)
 
 
 def _levels(bits: jax.Array) -> jax.Array:
-    """The largest whole number of so many bits, float32; 0 for none."""
+    """Return the largest integer of `bits` bits, float32; 0 for no bits."""
     return jnp.where(bits > 0, (1 << jnp.maximum(bits - 1, 0)) - 1, 0).astype(jnp.float32)
 
 
 def _slots(bits: jax.Array, planes: int) -> tuple[jax.Array, jax.Array]:
-    """The block and the bit that each plane of the message holds, int32 [planes] each."""
+    """Return the block and the bit of each plane of the message, int32 [planes] each."""
     ends = jnp.cumsum(bits)
     slots = jnp.arange(planes, dtype=bits.dtype)
     block = jnp.minimum(jnp.searchsorted(ends, slots, side="right"), len(bits) - 1)

@@ -1,4 +1,4 @@
-"""Fewer bits of each float."""
+"""Smaller floats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One codec after another."""
+"""A chain of two codecs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Chain(Codec):
     then: Then
     """How they are written: cast, quantize, adaptive or sign."""
 
-    @property  # of a class variable: here it depends on the first codec
+    @property  # a class variable in `Codec`, but here it depends on the first codec
     def exchange(self) -> Exchange:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Codes cannot be added, as randomk's own values are."""
+        """The exchange of the messages; codes cannot be added, unlike randomk's own values."""
         return "gather" if self.first.exchange == "gather" else "scatter"
 
     @property

@@ -1,4 +1,4 @@
-"""Settings that several codecs have, with what they may be."""
+"""Settings that several codecs share, with their validation."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jaxdist.compression.wire import BITS
 
 
 def checked_block(block: int) -> int:
-    """A number of elements that fill whole bytes.
+    """Check that a number of elements fills whole bytes.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the elements do not fill whole bytes.
     """
     if block % BITS or not 8 <= block <= 2**20:
         raise ValueError(f"a block of {block} elements: a multiple of 8 from 8 to 1048576, say 256")
@@ -21,10 +21,10 @@ def checked_block(block: int) -> int:
 
 
 def checked_fraction(fraction: float) -> float:
-    """A fraction of the elements.
+    """Check a fraction of the elements.
 
     Raises:
-      ValueError: it is none.
+      ValueError: the number is not above 0 and at most 1.
     """
     if not 0 < fraction <= 1:
         raise ValueError(
@@ -35,6 +35,6 @@ def checked_fraction(fraction: float) -> float:
 
 
 Block = Annotated[int, AfterValidator(checked_block)]
-"""Elements that share a scale."""
+"""Number of elements that share a scale."""
 Fraction = Annotated[float, AfterValidator(checked_fraction)]
-"""Of the elements that are sent."""
+"""Fraction of the elements to send."""

@@ -1,4 +1,4 @@
-"""A matrix as the product of two thin ones."""
+"""A matrix as the product of two thin matrices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxdist.errors import CompressionError
 from jaxdist.types import Leaf
 
 DEPENDENT = 1e-6
-"""Of a column's length: what is left beside others is rounding below this."""
+"""Fraction of a column's length below which a remainder after projection is rounding error."""
 
 
 class LowRank(Linear):
@@ -49,7 +49,7 @@ class LowRank(Linear):
 
     @property
     def exact(self) -> bool:
-        """A small element may have a large estimate."""
+        """Whether residuals are exact: no, since a small element may have a large estimate."""
         return False
 
     def check(self, like: Leaf, name: str = "") -> None:
@@ -76,7 +76,8 @@ class LowRank(Linear):
         p = orthogonal((yield product(m, state["q"])))
         own = product(jnp.swapaxes(m, 1, 2), p)
         total = yield own
-        # A column of zeros would stay one for ever: the old one is kept until there is a gradient.
+        # A column of zeros would stay zero for ever: the old column is kept until there is a
+        # gradient.
         alive = jnp.any(total != 0, axis=1, keepdims=True)
         return Factored((p, own), (p, total), {"q": jnp.where(alive, total, state["q"])})
 
@@ -91,15 +92,15 @@ class LowRank(Linear):
 
 
 def product(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The matrix product in full float32 on every device."""
+    """Multiply matrices in full float32 on every device."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def orthogonal(columns: jax.Array) -> jax.Array:
-    """[..., m, r] with columns of length one at right angles, by the modified Gram-Schmidt process.
+    """Orthonormalize the columns of [..., m, r] by the modified Gram-Schmidt process.
 
-    What is left of each is made orthogonal twice. A column that is a combination of those before
-    it, up to rounding, becomes zero.
+    Each remainder is orthogonalized twice. A column that is a combination of earlier columns, up to
+    rounding, becomes zero.
     """
     done: list[jax.Array] = []
     for index in range(columns.shape[-1]):
@@ -113,7 +114,7 @@ def orthogonal(columns: jax.Array) -> jax.Array:
 
 
 def _of_length_one(column: jax.Array) -> jax.Array:
-    """Scaled by the largest element first, whose square might be no float32."""
+    """Normalize a column, scaling by its largest element first, whose square might overflow."""
     largest = jnp.max(jnp.abs(column), axis=-1, keepdims=True)
     scaled = column / jnp.where(largest > 0, largest, 1.0)
     square = jnp.sum(scaled * scaled, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""Whole numbers of a few bits, with a scale for each block."""
+"""Integers of a few bits, with a scale for each block."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxdist.compression.wire import (
 from jaxdist.types import Leaf
 
 MAGIC = 1.5 * 2.0**23
-"""Added to a float32 of less than 2^22, it leaves the nearest whole number in the low bits."""
+"""Added to a float32 below 2^22, it leaves the nearest integer in the low bits."""
 
 
 class Quantize(Codec):
@@ -58,7 +58,7 @@ class Quantize(Codec):
 
     @property
     def exact(self) -> bool:
-        """Chance may take a small element up to a whole number."""
+        """Whether residuals are exact: not if rounding may take a small element up to 1."""
         return not self.unbiased
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:
@@ -69,13 +69,13 @@ class Quantize(Codec):
         if self.unbiased:
             chance = jax.random.uniform(round.own_key, blocks.shape, jnp.float32)
             whole = jnp.floor(whole + chance)
-            # The sum may round up to the next whole number beyond the last.
+            # The sum may round up to an integer beyond the last level.
             whole = jnp.clip(whole, -levels, levels)
         else:
-            # Not left to the sum below: fused into it, it is rounded once, elsewhere twice, and XLA
-            # may compute the codes anew for the residual.
+            # Rounded explicitly, not by the sum below: fused into the sum, it would be rounded
+            # once, and elsewhere twice, and XLA may recompute the codes for the residual.
             whole = jnp.round(whole)
-        # The low bits of the sum are the code, as two's complement; no conversion is slower.
+        # The low bits of the sum are the code in two's complement, faster than any conversion.
         codes = jax.lax.bitcast_convert_type(whole + MAGIC, jnp.uint32)
         rows = (codes & (2**self.bits - 1)).reshape(len(blocks), BITS // self.bits, -1)
         return {"codes": pack_rows(rows, self.bits), "scales": scale_words(scale)}, state
@@ -89,5 +89,5 @@ class Quantize(Codec):
 
 
 def inverse(scale: jax.Array) -> jax.Array:
-    """1 / scale, and 0 for a block of zeros."""
+    """Return 1 / scale, and 0 for a block of zeros."""
     return jnp.where(scale > 0, 1.0 / jnp.where(scale > 0, scale, 1.0), scale)

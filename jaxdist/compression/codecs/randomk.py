@@ -1,4 +1,4 @@
-"""Elements drawn by chance, the same ones on all devices."""
+"""Elements drawn at random, the same on all devices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RandomK(Linear):
 
     @property
     def neighbours(self) -> int:
-        """c: of so many elements one is sent."""
+        """The number c of neighbours of which a single element is sent."""
         return max(1, round(1 / self.fraction))
 
     def select(self, x: jax.Array, round: Round) -> tuple[Message, jax.Array]:

@@ -1,4 +1,4 @@
-"""One bit for each element."""
+"""A single bit for each element."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Sign(Codec):
 
     @property
     def exact(self) -> bool:
-        """A small element lies far below the mean: their difference needs more bits than 24."""
+        """Whether residuals are exact: no; elements far below the mean need more bits than 24."""
         return False
 
     def encode(self, x: jax.Array, state: CodecState, round: Round) -> tuple[Message, CodecState]:

@@ -15,9 +15,9 @@ from jaxdist.compression.wire import from_words, to_words
 from jaxdist.types import Leaf
 
 HITS, LEAST_SAMPLE = 128, 4096
-"""Elements of a sample above the threshold, and the smallest sample: the count errs by 9%."""
+"""Sampled elements above the threshold, and the smallest sample: the count has an error of 9%."""
 WORD, LANES = 32, 128
-"""Bits of a word, and words that are packed side by side."""
+"""Bits of a word, and number of words that are packed side by side."""
 
 
 class TopK(Codec):
@@ -41,7 +41,7 @@ class TopK(Codec):
     exchange: ClassVar[Exchange] = "gather"
 
     def count(self, size: int) -> int:
-        """k, of an array of this many elements."""
+        """Return k for an array of `size` elements."""
         return max(1, round(self.fraction * size))
 
     def select(self, x: jax.Array, round: Round) -> tuple[Message, jax.Array]:
@@ -69,16 +69,17 @@ class TopK(Codec):
         return self._onto(total, message["positions"], values)
 
     def _onto(self, total: jax.Array, where: jax.Array, values: jax.Array) -> jax.Array:
-        # Added, not put: slots that hold nothing name position 0.
+        # Added, not set: empty slots name position 0.
         flat = total.reshape(-1).at[where.astype(jnp.int32)].add(values)
         return flat.reshape(total.shape)
 
 
 def above_threshold(flat: jax.Array, count: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions of `count` elements above a sampled threshold, int32, and which of them are there.
+    """Return the positions of `count` elements above a sampled threshold, and which are filled.
 
-    No sort and no pass over all elements but two: one packs a bit for each, one bit of a word for
-    each of 32 rows; slots then find their bit by a search among the words' counts.
+    Without a sort, and with only two passes over all elements: a pass packs a bit for each element,
+    each bit of a word from another of 32 rows; slots then find their bit by a search among the
+    words' counts.
     """
     sample_key, start_key = jax.random.split(key)
     large = jnp.abs(flat) >= _threshold(flat, count, sample_key)
@@ -107,7 +108,7 @@ def _threshold(flat: jax.Array, count: int, key: jax.Array) -> jax.Array:
 
 
 def _packed(flags: jax.Array) -> jax.Array:
-    """A bit for each flag, uint32: word w has rows of `LANES` flags below one another."""
+    """Pack a bit for each flag, uint32: bit r of a word comes from row r of its `LANES` flags."""
     padding = -flags.size % (WORD * LANES)
     rows = jnp.pad(flags, (0, padding)).reshape(-1, WORD, LANES)
     words = rows[:, 0].astype(jnp.uint32)
@@ -117,7 +118,7 @@ def _packed(flags: jax.Array) -> jax.Array:
 
 
 def _bit_at(words: jax.Array, ordinal: jax.Array) -> jax.Array:
-    """The place of the set bit with this number, counted from the lowest, int32."""
+    """Return the place of the set bit with number `ordinal`, counted from the lowest, int32."""
     place = jnp.zeros_like(ordinal)
     for width in (16, 8, 4, 2, 1):
         low = (words >> place.astype(jnp.uint32)) & jnp.uint32(2**width - 1)

@@ -1,4 +1,4 @@
-"""No compression: the codec of what stays whole, and of the first steps of a run."""
+"""No compression: the codec of parameters sent whole, and of a run's first steps."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a sender keeps of what its messages left out, each a `...feedback.contract.Feedback`."""
+"""The kinds of feedback, each a `jaxdist.compression.feedback.contract.Feedback`."""

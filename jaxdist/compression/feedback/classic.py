@@ -1,4 +1,4 @@
-"""What a message leaves out is added to the next gradient."""
+"""Classic error feedback: what a message leaves out is added to the next gradient."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Residual(Feedback):
         residual = x - decoded
         if "rounding" not in memory:
             return {"residual": residual}
-        # Two-sum of x and -decoded: residual + rounding is their difference without error.
+        # Two-sum of x and -decoded: residual + rounding is their exact difference.
         part = residual - x
         rounding = (x - (residual - part)) - (decoded + part)
         return {"residual": residual, "rounding": rounding}
@@ -57,4 +57,4 @@ class ErrorFeedback(Residual):
 
 
 CLASSIC = ErrorFeedback()
-"""The feedback that is meant where none is named."""
+"""The default feedback."""

@@ -1,4 +1,4 @@
-"""Clipping before messages: what a device sends, not what all of them made of it."""
+"""Clipping before messages: of a device's own gradients, not of the sum over devices."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 
 
 def clip_own(gradients: Sequence[jax.Array], limit: float | None, devices: int) -> list[jax.Array]:
-    """A device's gradients, float32, scaled down to the norm limit / sqrt(devices) at most.
+    """Scale a device's gradients, float32, down to the norm limit / sqrt(devices) at most.
 
-    The sum of so many independent gradients has the norm `limit` then (Deep Gradient Compression,
+    The sum of `devices` independent gradients then has the norm `limit` (Deep Gradient Compression,
     Lin et al., arXiv 1712.01887, section 3). A limit of None never scales.
     """
     wide = [gradient.astype(jnp.float32) for gradient in gradients]

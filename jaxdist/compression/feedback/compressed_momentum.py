@@ -1,4 +1,4 @@
-"""Momentum is sent in place of the gradient: the wire of 1-bit Adam and 1-bit LAMB."""
+"""Momentum in place of gradients: the communication of 1-bit Adam and 1-bit LAMB."""
 
 from __future__ import annotations
 

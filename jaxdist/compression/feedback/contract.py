@@ -1,10 +1,10 @@
-"""What error feedback is: a memory of the sender, and a view of the holders of its messages.
+"""The contract of error feedback: a memory of the sender, and a view of its messages' holders.
 
-In each round the sender encodes `x`, which `correct` makes of its gradient and its memory, decodes
-its own message, and `settle`s. A holder makes of what it decoded, and of its view, the value that
-stands for the gradient (`receive`). Where what is sent is not the gradient itself, all devices keep
-something of the results in common: `carried` makes of it and of a gradient what is sent, and
-`conclude` makes of a result what stands for the gradient.
+In each round the sender encodes `x`, which `correct` computes from its gradient and its memory,
+decodes its own message, and calls `settle`. A holder computes the value that replaces the gradient
+from the decoded message and its view (`receive`). Where messages do not carry the gradient itself,
+all devices keep common state of the results: `carried` computes the value to send from that state
+and a gradient, and `conclude` computes the value that replaces the gradient from a result.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from jaxdist.errors import CompressionError
 from jaxdist.types import Leaf
 
 Memory: TypeAlias = Any
-"""What a sender keeps: a tree of float32 arrays like what it sends."""
+"""A sender's memory: a tree of float32 arrays shaped like its messages' content."""
 View: TypeAlias = Any
-"""What holders keep of a sender's messages, or of the sum of several senders'."""
+"""Holders' state of a sender's messages, or of the sum of several senders' messages."""
 
 
 class Feedback(Config):
     """A way to send later what a message left out; an instance is both the choice and the code."""
 
     def check(self, codec: Codec) -> None:
-        """Raises CompressionError for a codec that this feedback makes no better."""
+        """Raise CompressionError for a codec that this feedback does not improve."""
         if codec.lossless or (codec.contractive and not codec.unbiased):
             return
         why = "is unbiased: it has no error to feed back, and its variance would add up"
@@ -44,30 +44,30 @@ class Feedback(Config):
 
     @property
     def back(self) -> Feedback:
-        """The feedback of who encodes the sum again."""
+        """Return the feedback of the device that encodes the sum again."""
         return self
 
     def prepare(self, gradients: Sequence[jax.Array], devices: int) -> list[jax.Array]:
-        """All gradients of a device at once, before they are corrected one by one."""
+        """Prepare all gradients of a device together, before they are corrected one by one."""
         return list(gradients)
 
     @abstractmethod
     def init(self, like: Leaf, codecs: Sequence[Codec]) -> Memory: ...
 
     def view(self, like: Leaf) -> View:
-        """The holders' view before the first round."""
+        """Return the holders' view before the first round."""
         return ()
 
     def common(self, like: Leaf) -> View:
-        """What all devices keep alike of the results, before the first round."""
+        """Return the common state of the results, before the first round."""
         return ()
 
     def carried(self, gradient: jax.Array, common: View, devices: int) -> jax.Array:
-        """A device's part of what is sent, of so many devices."""
+        """Return a device's part of the value to send, of `devices` devices."""
         return gradient
 
     def conclude(self, value: jax.Array, common: View) -> tuple[jax.Array, View]:
-        """What stands for the sum of gradients, and what all keep of it."""
+        """Return the value that replaces the sum of gradients, and the next common state."""
         return value, common
 
     @abstractmethod
@@ -77,5 +77,5 @@ class Feedback(Config):
     def settle(self, x: jax.Array, decoded: jax.Array, memory: Memory) -> Memory: ...
 
     def receive(self, decoded: jax.Array, view: View) -> tuple[jax.Array, View]:
-        """What stands for the gradient, and the next view."""
+        """Return the value that replaces the gradient, and the next view."""
         return decoded, view

@@ -1,4 +1,4 @@
-"""Both sides keep an estimate of the gradient; what travels is its change."""
+"""EF21: both sides keep an estimate of the gradient, and messages carry its change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""No feedback: for unbiased codecs, and to see what feedback is worth."""
+"""No feedback: for unbiased codecs, and to measure the effect of feedback."""
 
 from __future__ import annotations
 
