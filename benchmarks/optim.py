@@ -106,8 +106,7 @@ def _in_plain_process(repeats: int) -> list[Figure]:
       RunError: it fails.
     """
     plain = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
-    what = "timing in a process of its own"
-    return child.call(timed, Figure, repeats, what=what, environ=plain)
+    return child.call(timed, repeats, what="timing in a process of its own", environ=plain)
 
 
 class OptimizerStep:

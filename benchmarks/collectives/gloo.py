@@ -7,13 +7,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 
 from jaxdist.errors import RunError
 
 PEER = Path(__file__).with_name("peer.py")
-MISSING = "torch is not installed: pip install 'jaxdist[bench]'"
 
 
 class Gloo:
@@ -42,11 +40,6 @@ class Gloo:
                 f"the processes of torch.distributed over gloo ended with exit code {code}: run "
                 f"`python {PEER} 2 STORE`, STORE a new file's name, to see why"
             )
-
-
-def has_torch() -> bool:
-    """Whether the peer can run here."""
-    return find_spec("torch") is not None
 
 
 @contextmanager

@@ -1,42 +1,29 @@
 """All-reduce on slow links: real time between hosts of a lab, against the wire and the cost model.
 
-One process a host, one CPU device a process, gloo between them. `bench` builds the lab and judges;
-this module as a program is what each host runs.
+`bench` builds the lab and judges; `host` is what each host runs.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import os
 import statistics
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from pydantic import TypeAdapter
 
 from benchmarks.collectives.program import compile_local, split
 from benchmarks.core import lab
 from benchmarks.core.harness import REPEATS, WARMUP, Sample
+from benchmarks.core.hosts import Timed, Turn, clocked, in_rounds, on_hosts
 from benchmarks.core.report import Figure, Report
 from jaxdist.collectives import Algorithm, Hierarchical, Ring, Xla, all_reduce
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.errors import RunError
 from jaxdist.mesh import MeshConfig, Split, axis_names, build_mesh
-from jaxdist.runtime.connection import connected
-from jaxdist.runtime.environment import plan_environment, python_module
 from jaxdist.runtime.hardware import DEVICES, Link
-from jaxdist.runtime.processes import find_processes
-from jaxdist.types import Json
 
 PAYLOAD_BYTES = 4 * 2**20
 WIRE_GOAL = "<= 1.15"
@@ -45,21 +32,6 @@ GAIN_GOAL = ">= 0.85"
 NESTED = Hierarchical(inside=Ring(), across=Xla())
 MESSAGE_SECONDS = DEVICES["cpu"].slow.latency_seconds
 """What a message costs beside its bytes: gloo, and the wake-up of its receiver."""
-_FOUND = "measured: "
-_ALGORITHMS = TypeAdapter[Algorithm](ReduceConfig)
-
-
-@dataclass(frozen=True)
-class Measured:
-    """One algorithm in one lab.
-
-    Attributes:
-      seconds: of each call, from when all hosts are ready to when the last one has its result.
-      sent_bytes: what the busiest host sent per call, with the headers of its packets.
-    """
-
-    seconds: tuple[float, ...]
-    sent_bytes: float
 
 
 def bench() -> Report:
@@ -72,12 +44,9 @@ def bench() -> Report:
     """
     flat, pairs = lab.Lab(sites=2), lab.Lab(sites=2, hosts_per_site=2)
     reason = lab.unavailable(pairs)
-    figures = (
-        [Figure("slow-link lab", math.nan, math.nan, unit="", note=f"skipped: {reason}")]
-        if reason
-        else [*wire_figures(flat), *two_level_figures(pairs)]
-    )
-    return Report("collectives --lab", figures)
+    if reason:
+        return Report("collectives --lab", [Figure.skipped("slow-link lab", reason)])
+    return Report("collectives --lab", [*wire_figures(flat), *two_level_figures(pairs)])
 
 
 def wire_figures(hosts: lab.Lab, payload_bytes: int = PAYLOAD_BYTES) -> list[Figure]:
@@ -167,37 +136,18 @@ def measure(
     *,
     warmup: int = WARMUP,
     repeats: int = REPEATS,
-) -> list[Measured]:
+) -> list[Timed]:
     """Time an all-reduce of float32 by each algorithm, interleaved, over all hosts of the lab.
+
+    Seconds are from when all hosts are ready to when the last one has its result.
 
     Raises:
       RunError: this machine cannot hold the lab, a host fails, or a result is wrong.
     """
-    task = {
-        "sites": hosts.sites,
-        "hosts_per_site": hosts.hosts_per_site,
-        "algorithms": [algorithm.model_dump() for algorithm in algorithms],
-        "payload_bytes": payload_bytes,
-        "warmup": warmup,
-        "repeats": repeats,
-    }
-    command = python_module("benchmarks.collectives.lab", json.dumps(task))
-    printed = lab.run(hosts, command, environ=one_device(os.environ))
-    (found,) = (line for line in printed.splitlines() if line.startswith(_FOUND))
-    measured = json.loads(found.removeprefix(_FOUND))
-    return [Measured(tuple(one["seconds"]), one["sent_bytes"]) for one in measured]
+    return on_hosts(hosts, host, hosts, algorithms, payload_bytes, warmup, repeats)
 
 
-def one_device(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a host: without this process's fake devices."""
-    ours = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")
-    kept = {name: value for name, value in environ.items() if name not in ours}
-    return {**kept, **plan_environment(kept, fake_devices=1)}
-
-
-def _timed(
-    name: str, measured: Measured, reference: float, goal: str = "", note: str = ""
-) -> Figure:
+def _timed(name: str, measured: Timed, reference: float, goal: str = "", note: str = "") -> Figure:
     sample = Sample(measured.seconds)
     return Figure(name, sample.median, reference, goal, "s", note, sample.iqr)
 
@@ -213,20 +163,19 @@ def _shown(hosts: lab.Lab, payload_bytes: int) -> str:
 # What each host runs.
 
 
-def host(task: Mapping[str, Json]) -> list[Measured]:
-    """Time the task's algorithms among all processes; the same on each of them."""
-    sizes = Split(dcn=task["sites"], ici=task["hosts_per_site"])
-    mesh = build_mesh(MeshConfig(data=sizes))
+def host(
+    hosts: lab.Lab, algorithms: list[ReduceConfig], payload_bytes: int, warmup: int, repeats: int
+) -> list[Timed]:
+    """Time the algorithms among all processes; the same on each of them."""
+    mesh = build_mesh(MeshConfig(data=Split(dcn=hosts.sites, ici=hosts.hosts_per_site)))
     axes = axis_names(mesh, "data")
-    x, total = _numbers(mesh, task["payload_bytes"] // 4)
-    calls = []
-    for chosen in task["algorithms"]:
-        algorithm = _ALGORITHMS.validate_python(chosen)
-        reduce = partial(all_reduce, axis=axes, algorithm=algorithm)
-        call = compile_local(reduce, mesh, x)
+    x, total = _numbers(mesh, payload_bytes // 4)
+    turns: dict[str, Turn] = {}
+    for number, algorithm in enumerate(algorithms):
+        call = compile_local(partial(all_reduce, axis=axes, algorithm=algorithm), mesh, x)
         check_sum(np.asarray(call(x).addressable_shards[0].data), total, algorithm)
-        calls.append(partial(call, x))
-    return _interleave(calls, warmup=task["warmup"], repeats=task["repeats"])
+        turns[str(number)] = clocked(lambda call=call: jax.block_until_ready(call(x)))
+    return in_rounds(turns, warmup=warmup, repeats=repeats)
 
 
 def check_sum(found: np.ndarray, expected: np.ndarray, algorithm: Algorithm) -> None:
@@ -252,58 +201,3 @@ def _numbers(mesh: Mesh, size: int) -> tuple[jax.Array, np.ndarray]:
     count = mesh.size
     x = jax.make_array_from_process_local_data(split(mesh), mine, (count * size,))
     return x, base * count + count * (count - 1) / 2
-
-
-def _interleave(
-    calls: Sequence[Callable[[], jax.Array]], *, warmup: int, repeats: int
-) -> list[Measured]:
-    """Each call once a round, the first one changing; the slowest host's time counts."""
-    seconds = np.zeros((len(calls), warmup + repeats))
-    sent = np.zeros_like(seconds)
-    for round_ in range(warmup + repeats):
-        for turn in range(len(calls)):
-            index = (round_ + turn) % len(calls)
-            multihost_utils.sync_global_devices("ready")
-            sent_before, start = _sent_bytes(), time.perf_counter()
-            jax.block_until_ready(calls[index]())
-            seconds[index, round_] = time.perf_counter() - start
-            multihost_utils.sync_global_devices("done")
-            sent[index, round_] = _sent_bytes() - sent_before
-    everywhere = multihost_utils.process_allgather(np.stack([seconds, sent]).astype(np.float32))
-    slowest, busiest = np.asarray(everywhere)[..., warmup:].max(axis=0)
-    return [
-        Measured(tuple(map(float, times)), float(np.median(counts)))
-        for times, counts in zip(slowest, busiest, strict=True)
-    ]
-
-
-def _sent_bytes() -> int:
-    return device_sent_bytes(Path("/proc/self/net/dev").read_text(encoding="ascii"), "eth0")
-
-
-def device_sent_bytes(table: str, device: str) -> int:
-    """Bytes sent through `device` by the kernel's table of /proc/net/dev: the ninth number.
-
-    >>> device_sent_bytes("face |bytes ...\\n eth0: 11 2 0 0 0 0 0 0 77 3 0 0 0 0 0 0\\n", "eth0")
-    77
-    """
-    rows = dict(line.strip().split(":", 1) for line in table.splitlines() if ":" in line)
-    return int(rows[device].split()[8])
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Join the other hosts, run the task, and print what was measured (the first host does)."""
-
-    def report(error: BaseException) -> int:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-
-    with connected(find_processes(os.environ), report):
-        measured = host(json.loads(arguments[0]))
-        if jax.process_index() == 0:
-            # In one piece, on a line of its own: gloo prints too, on all hosts.
-            sys.stdout.write(f"\n{_FOUND}{json.dumps([asdict(one) for one in measured])}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

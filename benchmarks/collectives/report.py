@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
 from contextlib import nullcontext
-from importlib.util import find_spec
 
 import jax
 
@@ -16,7 +14,7 @@ from benchmarks.collectives import time as collectives_time
 from benchmarks.collectives import traffic as collectives_traffic
 from benchmarks.collectives.traffic import TrafficRow
 from benchmarks.core.harness import REPEATS
-from benchmarks.core.report import Figure, Report
+from benchmarks.core.report import Figure, Report, lacking
 
 FUSION_REPEATS = 5
 """Thousands of permutes take seconds; their ratio is far from its goal."""
@@ -36,8 +34,8 @@ def bench(
         return collectives_lab.bench()
     devices = jax.devices()
     figures, rows = traffic_figures()
-    has_torch = collectives_gloo.has_torch()
-    with collectives_gloo.gloo(len(devices)) if has_torch else nullcontext() as gloo:
+    no_torch = lacking("torch")
+    with nullcontext() if no_torch else collectives_gloo.gloo(len(devices)) as gloo:
         figures += collectives_time.large_figures(
             devices, gloo, repeats, collectives_time.LARGE_BYTES
         )
@@ -47,8 +45,8 @@ def bench(
             sizes=collectives_time.SIZES,
             algorithms=collectives_time.ALGORITHMS,
         )
-    if not has_torch:
-        figures.append(skipped("ring over gloo", collectives_gloo.MISSING))
+    if no_torch:
+        figures.append(Figure.skipped("ring over gloo", no_torch))
     for count in collectives_time.TENSOR_COUNTS:
         figures += collectives_time.fusion_figures(devices, count, min(repeats, FUSION_REPEATS))
     if plot is not None:
@@ -62,13 +60,7 @@ def traffic_figures() -> tuple[list[Figure], list[TrafficRow]]:
     """Compiled programs beside the formulas: for the CPU, and for a TPU where libtpu is here."""
     rows = collectives_traffic.measure("cpu")
     figures = collectives_traffic.figures("cpu", rows)
-    if find_spec("libtpu") is None:
-        missing = "libtpu is not installed: pip install 'jaxdist[tpu]'"
-        return [*figures, skipped("bytes sent, tpu", missing)], rows
+    if reason := lacking("libtpu"):
+        return [*figures, Figure.skipped("bytes sent, tpu", reason)], rows
     found = collectives_traffic.measure("tpu")
     return figures + collectives_traffic.figures("tpu", found), rows + found
-
-
-def skipped(name: str, reason: str) -> Figure:
-    """A figure that cannot be measured here."""
-    return Figure(name, math.nan, math.nan, unit="", note=f"skipped: {reason}")

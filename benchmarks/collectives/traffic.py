@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from benchmarks.collectives.program import compile_local, make_mesh, split
 from benchmarks.core import child
-from benchmarks.core.report import Figure, Listing
+from benchmarks.core.report import Figure, Listing, Sheet, apart
 from jaxdist.collectives import operations
 from jaxdist.collectives.algorithms.auto import FLAT, HIERARCHICAL, label
 from jaxdist.collectives.algorithms.xla import Xla
@@ -45,7 +45,6 @@ XLA:TPU has no reduce-scatter over an odd number of devices, and may let chains 
 """
 TWO_LEVELS = ((2, 2), (2, 4), (4, 2), (3, 2), (8, 8))
 ELEMENTS_PER_DEVICE = 4096
-TIMEOUT_SECONDS = 280.0
 
 
 @dataclass(frozen=True)
@@ -63,73 +62,49 @@ class TrafficRow:
     formula_steps: int
 
 
-def measure(platform: str) -> list[TrafficRow]:
-    """The rows of "cpu" or "tpu", compiled in a process of its own.
-
-    Raises:
-      RunError: it fails or takes too long.
-    """
-    return child.call(
-        platform_rows,
-        TrafficRow,
-        platform,
-        what=f"compiling the programs for {platform}",
-        environ=child.compiling_on(max(CPU_SIZES) if platform == "cpu" else None),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-
-
 def figures(platform: str, found: Sequence[TrafficRow]) -> list[Figure]:
     """Bytes and steps of the row that is farthest from its formula, either way."""
     stepped = [row for row in found if row.steps is not None]
-    by_bytes = max(found, key=lambda row: _off(row.sent_bytes, row.formula_bytes))
-    by_steps = max(stepped, key=lambda row: _off(row.steps or 0, row.formula_steps))
-    note = "{} programs for {}; the farthest from its formula: {}"
+
+    def note(rows: Sequence[TrafficRow], last: str = "") -> Callable[[TrafficRow], str]:
+        words = f"{len(rows)} programs for {platform}; the farthest from its formula: "
+        return lambda row: f"{words}{_name(row)}{last}"
+
     return [
-        Figure(
-            f"bytes sent, {platform}",
-            by_bytes.sent_bytes,
-            by_bytes.formula_bytes,
-            "<= 1.000",
-            "bytes",
-            note.format(len(found), platform, _name(by_bytes)),
-            paired_ratio=_off(by_bytes.sent_bytes, by_bytes.formula_bytes),
+        Figure.worst(
+            f"bytes sent, {platform}", found, lambda row: (row.sent_bytes, row.formula_bytes),
+            "<= 1.000", "bytes", note(found), either=True,
         ),
-        Figure(
-            f"steps, {platform}",
-            by_steps.steps or 0,
-            by_steps.formula_steps,
-            "<= 1.000",
-            "",
-            note.format(len(stepped), platform, _name(by_steps)) + "; XLA keeps its own to itself",
-            paired_ratio=_off(by_steps.steps or 0, by_steps.formula_steps),
+        Figure.worst(
+            f"steps, {platform}", stepped, lambda row: (row.steps or 0, row.formula_steps),
+            "<= 1.000", "", note(stepped, "; XLA keeps its own to itself"), either=True,
         ),
-    ]
+    ]  # fmt: skip
 
 
 def listing(found: Sequence[TrafficRow]) -> Listing:
-    """For each algorithm: how many programs, and how far the worst of them is off."""
+    """How many programs each algorithm has, and how far the worst of them is off."""
     groups: dict[tuple[str, str], list[TrafficRow]] = {}
     for row in found:
         groups.setdefault((row.platform, row.algorithm), []).append(row)
-    return Listing(
-        "compiled programs over the formula, the worst of each algorithm",
-        dict.fromkeys(("platform", "algorithm", "programs", "bytes", "steps"), ""),
-        [(*key, len(rows), *_worst(rows)) for key, rows in groups.items()],
-    )
+    return by_algorithm(list(groups.values()))
 
 
-def _worst(found: Sequence[TrafficRow]) -> tuple[str, str | None]:
-    in_bytes = max(_off(row.sent_bytes, row.formula_bytes) for row in found)
-    in_steps = [_off(row.steps, row.formula_steps) for row in found if row.steps is not None]
-    return f"{in_bytes:.3f}", f"{max(in_steps):.3f}" if in_steps else None
+def _worst_steps(rows: Sequence[TrafficRow]) -> str | None:
+    offs = [apart(row.steps, row.formula_steps) for row in rows if row.steps is not None]
+    return f"{max(offs):.3f}" if offs else None
 
 
-def _off(measured: float, formula: float) -> float:
-    """The ratio, or its inverse where that is larger: 1 only for equals."""
-    if measured == formula:
-        return 1.0
-    return max(measured / formula, formula / measured) if measured and formula else math.inf
+by_algorithm = Sheet[Sequence[TrafficRow]](
+    "compiled programs over the formula, the worst of each algorithm",
+    {
+        "platform": lambda rows: rows[0].platform,
+        "algorithm": lambda rows: rows[0].algorithm,
+        "programs": len,
+        "bytes": lambda rows: f"{max(apart(r.sent_bytes, r.formula_bytes) for r in rows):.3f}",
+        "steps": _worst_steps,
+    },
+)
 
 
 def _name(row: TrafficRow) -> str:
@@ -231,3 +206,11 @@ def platform_rows(platform: str) -> Iterator[TrafficRow]:
     else:
         for topology, counts in TPU_SIZES.items():
             yield from rows(platform, topology_devices(topology), counts)
+
+
+measure = child.apart(
+    platform_rows,
+    "compiling the programs for {}",
+    devices=lambda platform: max(CPU_SIZES) if platform == "cpu" else None,
+)
+"""The rows of "cpu" or "tpu"."""

@@ -1,29 +1,20 @@
-"""What each host of the lab runs: every contender's steps in turn, torch's between ours.
-
-`python -m benchmarks.compression.host TASK`; the first host prints what was measured.
-"""
+"""What each host of the lab runs: every contender's steps in turn, torch's between ours."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from pydantic import TypeAdapter
 
-from benchmarks.collectives.lab import device_sent_bytes
 from benchmarks.collectives.program import compile_local, make_mesh, split
 from benchmarks.compression.step import (
     LEARNING_RATE,
@@ -32,21 +23,18 @@ from benchmarks.compression.step import (
     Training,
     first_params,
 )
+from benchmarks.core.hosts import Timed, Turn, clocked, in_rounds
+from benchmarks.core.lab import Lab
 from jaxdist.compression import PerParameter, Quantize, compressed_all_reduce, init_state
 from jaxdist.errors import RunError
 from jaxdist.mesh import MeshConfig, Split, axis_names, build_mesh
-from jaxdist.runtime.connection import connected
-from jaxdist.runtime.processes import find_processes
 from jaxdist.types import PyTree
 
 PEER = Path(__file__).with_name("peer")
-FOUND = "measured: "
 ONE_NUMBER = "one number"
 """The contender whose step is an all-reduce of four bytes."""
 CODING, CODED = "coding alone", PerParameter(otherwise=Quantize())
 """The contender whose step is a reduction among one device: all but what travels."""
-Turn = Callable[[int], tuple[float, float]]
-"""Takes so many steps; seconds of all of them, and the last loss, both of this host."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,7 @@ class Task:
     """What all hosts do.
 
     Attributes:
-      sites, hosts_per_site: of the lab.
+      hosts: the lab.
       contenders: ours.
       peers: torch's kinds, empty without `torch`.
       torch: a Python that has torch; None leaves it out.
@@ -63,8 +51,7 @@ class Task:
       warmup, repeats: rounds that are not counted, and those that are.
     """
 
-    sites: int
-    hosts_per_site: int
+    hosts: Lab
     contenders: tuple[Contender, ...]
     peers: tuple[str, ...]
     torch: str | None
@@ -74,32 +61,24 @@ class Task:
     repeats: int
 
 
-@dataclass(frozen=True)
-class Timed:
-    """One contender in one lab.
-
-    Attributes:
-      seconds: of a step, by round, of the slowest host.
-      sent_bytes: of a step: what the busiest host sent, with the headers of its packets.
-      loss: before the last step, the mean of all hosts'.
-    """
-
-    name: str
-    seconds: tuple[float, ...]
-    sent_bytes: float
-    loss: float
-
-
 def measure(task: Task) -> list[Timed]:
-    """Time all contenders, interleaved; the same on each host."""
-    mesh = build_mesh(MeshConfig(data=Split(dcn=task.sites, ici=task.hosts_per_site)))
+    """Time all contenders, interleaved; the same on each host.
+
+    Raises:
+      RunError: a loss is not finite.
+    """
+    mesh = build_mesh(MeshConfig(data=Split(dcn=task.hosts.sites, ici=task.hosts.hosts_per_site)))
     names = axis_names(mesh, "data")
     axes = (names[0], names[-1])
-    turns = {c.name: ours(Training(c, mesh, axes, task.rows)) for c in task.contenders}
-    turns[ONE_NUMBER] = ours(sums_of_one_number(mesh))
-    turns[CODING] = ours(coding_alone())
+    own = {c.name: Training(c, mesh, axes, task.rows) for c in task.contenders}
+    own |= {ONE_NUMBER: sums_of_one_number(mesh), CODING: coding_alone()}
+    turns = {name: clocked(partial(steps, task.steps)) for name, steps in own.items()}
     with peers(task) as theirs:
-        return rounds({**turns, **theirs}, task)
+        given = {"warmup": task.warmup, "repeats": task.repeats, "steps": task.steps}
+        found = in_rounds({**turns, **theirs}, **given)
+    if bad := [one.name for one in found if not math.isfinite(one.loss)]:
+        raise RunError(f"the loss of {', '.join(bad)} is not finite")
+    return found
 
 
 def sums_of_one_number(mesh: Mesh) -> Callable[[int], float]:
@@ -141,17 +120,6 @@ def coding_alone() -> Callable[[int], float]:
     return turn
 
 
-def ours(training: Callable[[int], float]) -> Turn:
-    """A turn of one of our contenders."""
-
-    def turn(steps: int) -> tuple[float, float]:
-        start = time.perf_counter()
-        loss = training(steps)
-        return time.perf_counter() - start, loss
-
-    return turn
-
-
 @contextmanager
 def peers(task: Task) -> Iterator[dict[str, Turn]]:
     """Torch's contenders on this host, in one process beside this one; at rest between turns.
@@ -179,8 +147,8 @@ def peers(task: Task) -> Iterator[dict[str, Turn]]:
         raise RunError(f"torch's process ended with exit code {process.wait()}; see above")
 
     def turn(kind: str) -> Turn:
-        def take(steps: int) -> tuple[float, float]:
-            print(kind, steps, file=stdin, flush=True)
+        def take() -> tuple[float, float]:
+            print(kind, task.steps, file=stdin, flush=True)
             found = answer()
             return found["seconds"], found["loss"]
 
@@ -192,52 +160,3 @@ def peers(task: Task) -> Iterator[dict[str, Turn]]:
     finally:
         process.kill()
         process.wait()
-
-
-def rounds(turns: Mapping[str, Turn], task: Task) -> list[Timed]:
-    """Each contender once a round, the first one changing."""
-    names, count = list(turns), task.warmup + task.repeats
-    found = np.zeros((3, len(names), count), np.float64)
-    for index in range(count):
-        for place in range(len(names)):
-            which = (index + place) % len(names)
-            multihost_utils.sync_global_devices("ready")
-            before = sent_bytes()
-            seconds, loss = turns[names[which]](task.steps)
-            sent = sent_bytes() - before
-            multihost_utils.sync_global_devices("done")
-            found[:, which, index] = seconds / task.steps, sent / task.steps, loss
-    everywhere = np.asarray(multihost_utils.process_allgather(found.astype(np.float32)))
-    everywhere = everywhere.reshape(-1, *found.shape)[..., task.warmup :]
-    slowest, busiest = everywhere[:, 0].max(0), everywhere[:, 1].max(0)
-    last = everywhere[:, 2, :, -1].mean(0)
-    return [
-        Timed(name, tuple(map(float, slowest[i])), float(np.median(busiest[i])), float(last[i]))
-        for i, name in enumerate(names)
-    ]
-
-
-def sent_bytes() -> int:
-    """Of this host so far."""
-    return device_sent_bytes(Path("/proc/self/net/dev").read_text(encoding="ascii"), "eth0")
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Join the other hosts, run the task, and print what was measured (the first host does)."""
-
-    def report(error: BaseException) -> int:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-
-    task = TypeAdapter(Task).validate_json(arguments[0])
-    with connected(find_processes(os.environ), report):
-        found = measure(task)
-        if bad := [one.name for one in found if not math.isfinite(one.loss)]:
-            raise RunError(f"the loss of {', '.join(bad)} is not finite")
-        if jax.process_index() == 0:
-            # In one piece, on a line of its own: gloo prints too, on all hosts.
-            sys.stdout.write(f"\n{FOUND}{json.dumps([asdict(one) for one in found])}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

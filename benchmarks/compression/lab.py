@@ -1,37 +1,31 @@
 """Steps of training on slow links, real time: each codec beside its prediction, and torch's DDP.
 
-One process a host, one CPU device a process, gloo between them; see `host.py` for what they run.
+See `host.py` for what the hosts run.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax
-from pydantic import TypeAdapter
 
-from benchmarks.collectives.lab import one_device
-from benchmarks.compression.host import CODED, CODING, FOUND, ONE_NUMBER, Task, Timed
+from benchmarks.compression import host
+from benchmarks.compression.host import CODED, CODING, ONE_NUMBER, Task
 from benchmarks.compression.step import ROWS, Contender, first_params
-from benchmarks.core import lab
 from benchmarks.core.harness import Sample
+from benchmarks.core.hosts import Timed, on_hosts
 from benchmarks.core.lab import Lab, LabLink
 from jaxdist.collectives.cost import Level
 from jaxdist.collectives.cost import predict_seconds as collective_seconds
 from jaxdist.collectives.operations import XLA
 from jaxdist.compression.cost import coding_bytes, predict
 from jaxdist.errors import RunError
-from jaxdist.runtime.environment import plan_tunables, python_module
 from jaxdist.runtime.hardware import Link
 
 STEPS, WARMUP, REPEATS = 2, 2, 9
-TIMEOUT_SECONDS = 900.0
 NOTHING = "nothing sent"
 CODECS: Mapping[str, dict[str, str]] = {
     "float32": {"type": "whole"},
@@ -98,25 +92,11 @@ def measure(
       RunError: this machine cannot hold the lab, or a host fails.
     """
     peers = ("plain", "fp16", "powersgd") if torch else ()
-    task = Task(
-        hosts.sites, hosts.hosts_per_site, tuple(contenders), peers, torch, ROWS, steps, warmup,
-        repeats,
-    )  # fmt: skip
-    command = python_module("benchmarks.compression.host", json.dumps(asdict(task)))
-    printed = lab.run(hosts, command, environ=host_environ(), timeout_seconds=TIMEOUT_SECONDS)
-    (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
-    read = TypeAdapter(list[Timed]).validate_json(line.removeprefix(FOUND))
-    timed = {one.name: one for one in read}
+    task = Task(hosts, tuple(contenders), peers, torch, ROWS, steps, warmup, repeats)
+    timed = {one.name: one for one in on_hosts(hosts, host.measure, task)}
     check_losses(timed)
     seconds, sent = predictions(hosts, contenders, timed)
     return Found(hosts, timed, seconds, sent)
-
-
-def host_environ() -> dict[str, str]:
-    """Of all hosts: one device, and malloc as `jaxdist` starts itself with, torch's too."""
-    environ = one_device(os.environ)
-    tunables = plan_tunables(environ, platform.libc_ver()[0])
-    return environ if tunables is None else {**environ, "GLIBC_TUNABLES": tunables}
 
 
 def check_losses(timed: Mapping[str, Timed]) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from importlib.util import find_spec
 
 from benchmarks.compression.lab import (
     CODECS,
@@ -20,9 +18,9 @@ from benchmarks.compression.lab import (
     measure,
 )
 from benchmarks.core import lab
-from benchmarks.core.harness import paired_ratio
+from benchmarks.core.hosts import Timed
 from benchmarks.core.lab import Lab
-from benchmarks.core.report import Figure, Listing, Report
+from benchmarks.core.report import Figure, Listing, Report, Sheet, lacking
 from jaxdist.collectives.algorithms.auto import LinkConfig, label
 from jaxdist.compression import Cast, LowRank, Quantize, Sign, Whole
 from jaxdist.compression.auto import AutoCodec, resolve
@@ -49,8 +47,8 @@ def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
     slow, fast = (Lab(sites=4, across=link) for link in (SLOW, FAST))
     pairs = Lab(sites=2, hosts_per_site=2, across=SLOW, inside=FAST)
     if reason := lab.unavailable(slow):
-        return Report("compression --lab", [_skipped("slow-link lab", reason)])
-    torch = torch or (sys.executable if find_spec("torch") else None)
+        return Report("compression --lab", [Figure.skipped("slow-link lab", reason)])
+    torch = torch or (None if lacking("torch") else sys.executable)
     found = [measure(hosts, FLAT, torch, repeats) for hosts in (slow, fast)]
     between = measure(pairs, PAIRED, None, repeats)
     figures = [*gain_figures(found[0], found[1]), *pair_figures(between)]
@@ -63,17 +61,13 @@ def bench(torch: str | None = None, repeats: int = REPEATS) -> Report:
 def gain_figures(slow: Found, fast: Found) -> list[Figure]:
     """How many times faster sign is than float32, on both links."""
     return [
-        Figure(
+        Figure.compare(
             f"float32 over sign, {one.where}",
-            one.sample("float32").median,
-            one.sample("sign").median,
+            one.sample("float32"),
+            one.sample("sign"),
             goal,
-            "s",
             "the whole step; 1.57 million parameters, 8 rows a host; slower than float32 are: "
             + (", ".join(slower(one)) or "none"),
-            one.sample("float32").iqr,
-            one.sample("sign").iqr,
-            paired_ratio(one.sample("float32"), one.sample("sign")),
         )
         for one, goal in ((slow, GAIN_GOAL), (fast, ""))
     ]
@@ -100,7 +94,7 @@ def pair_figures(found: Found) -> list[Figure]:
 def peer_figures(found: Found, torch: str | None) -> list[Figure]:
     """Ours over torch's that sends as much."""
     if torch is None:
-        return [_skipped(f"over torch, {found.where}", MISSING)]
+        return [Figure.skipped(f"over torch, {found.where}", MISSING)]
     return [
         Figure.compare(
             f"{ours} over torch {theirs}, {found.where}",
@@ -151,26 +145,16 @@ def auto_figure(found: Found) -> Figure:
 def listing(found: Found) -> Listing:
     """Every contender's step."""
     whole = found.sample("float32").median
-    rows = []
-    for name, timed in found.timed.items():
-        sample = found.sample(name)
-        rows.append(
-            (
-                name,
-                sample.median,
-                sample.iqr,
-                found.predicted.get(name),
-                timed.sent_bytes,
-                found.sent.get(name),
-                sample.median / whole,
-            )
-        )
-    columns = {
-        "": "", "step": "s", "iqr": "s", "predicted": "s", "sent": "B", "by formula": "B",
-        "over float32": "x",
-    }  # fmt: skip
-    return Listing(f"steps of training, {found.where}", columns, rows)
-
-
-def _skipped(name: str, reason: str) -> Figure:
-    return Figure(name, math.nan, math.nan, unit="", note=f"skipped: {reason}")
+    sheet = Sheet[Timed](
+        f"steps of training, {found.where}",
+        {
+            "": "name",
+            "step": (lambda one: found.sample(one.name).median, "s"),
+            "iqr": (lambda one: found.sample(one.name).iqr, "s"),
+            "predicted": (lambda one: found.predicted.get(one.name), "s"),
+            "sent": ("sent_bytes", "B"),
+            "by formula": (lambda one: found.sent.get(one.name), "B"),
+            "over float32": (lambda one: found.sample(one.name).median / whole, "x"),
+        },
+    )
+    return sheet(list(found.timed.values()))

@@ -50,8 +50,7 @@ def figures() -> list[Figure]:
     try:
         places[TOPOLOGY] = topology_devices(TOPOLOGY)
     except JaxdistError as error:
-        skipped = f"skipped: {error}"
-        return [*_on("CPU", places["CPU"]), Figure(TOPOLOGY, math.nan, math.nan, note=skipped)]
+        return [*_on("CPU", places["CPU"]), Figure.skipped(TOPOLOGY, str(error))]
     return [figure for where, devices in places.items() for figure in _on(where, devices)]
 
 

@@ -1,7 +1,7 @@
 """Functions that run in a process of their own, with devices and settings of its own.
 
-`python -m benchmarks.core.child MODULE:FUNCTION [JSON...]` calls a function with the arguments,
-and prints the dataclasses that it gives as JSON.
+`python -m benchmarks.core.child MODULE:FUNCTION [JSON...]` calls a function and prints the
+dataclasses that it returns as JSON. Arguments and records are read by the function's annotations.
 """
 
 from __future__ import annotations
@@ -13,33 +13,53 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_args, get_type_hints
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, validate_call
+from pydantic_core import to_jsonable_python
 
 from jaxdist.errors import RunError
 from jaxdist.runtime.environment import plan_environment, python_module
-from jaxdist.types import Json
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 QUICK_FLAG = "--xla_backend_optimization_level=0"
 """LLVM's effort, which decides neither memory nor collectives nor FLOPs: half the time on CPU."""
+TIMEOUT_SECONDS = 1800.0
+"""The longest that one process may take."""
+
+
+def apart(
+    function: Callable[P, Iterable[T]],
+    what: str,
+    *,
+    devices: int | Callable[P, int | None] | None = None,
+    compiles: bool = True,
+) -> Callable[P, list[T]]:
+    """Return a function that calls `function` in a process of its own.
+
+    Args:
+      function: at the top of a module; its annotations name a dataclass that it yields.
+      what: what it does, for the message; `{}` stands for its arguments.
+      devices: CPU devices of the process, or how they follow from the arguments; None where it
+        compiles for other devices alone.
+      compiles: whether the process only compiles, so that LLVM need not try hard.
+    """
+
+    def measure(*args: P.args, **options: P.kwargs) -> list[T]:
+        assert not options, "arguments are given by position"
+        count = devices(*args, **options) if callable(devices) else devices
+        environ = compiling_on(count) if compiles else with_devices(count or 1)
+        return call(function, *args, what=what.format(*args), environ=environ)
+
+    return measure
 
 
 def call(
-    function: Callable[..., Iterable[T]],
-    record_type: type[T],
-    *args: Json,
-    what: str,
-    environ: Mapping[str, str],
-    timeout_seconds: float | None = None,
+    function: Callable[..., Iterable[T]], *args: object, what: str, environ: Mapping[str, str]
 ) -> list[T]:
-    """What `function(*args)` gives in a new process.
-
-    Args:
-      function: at the top of a module; gives dataclasses of `record_type`.
-      what: it does, for the message.
+    """Return what `function(*args)` yields in a new process; see `apart`.
 
     Raises:
       RunError: it fails or takes too long.
@@ -48,33 +68,45 @@ def call(
     by_hand = f"run `{' '.join(run)}` by hand"
     try:
         done = subprocess.run(
-            run, env=environ, capture_output=True, text=True, timeout=timeout_seconds
+            run, env=environ, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
         )
     except subprocess.TimeoutExpired:
-        raise RunError(f"{what} is not done after {timeout_seconds:g} s: {by_hand}") from None
+        raise RunError(f"{what} is not done after {TIMEOUT_SECONDS:g} s: {by_hand}") from None
     if done.returncode:
         last = done.stderr.strip().rpartition("\n")[2]
         raise RunError(f"{what} ended with exit code {done.returncode}: {last}; {by_hand}")
-    read = TypeAdapter(record_type).validate_python
-    return [read(record) for record in json.loads(done.stdout.splitlines()[-1])]
+    return read(function, done.stdout.splitlines()[-1])
 
 
-def command(function: Callable[..., Any], *args: Json) -> list[str]:
-    """The program that `call` runs."""
+def read(function: Callable[..., Iterable[T]], line: str) -> list[T]:
+    """Read the records of `function` from the line that `answer` made of them."""
+    reader = TypeAdapter[T](get_args(get_type_hints(function)["return"])[0])
+    return [reader.validate_python(record) for record in json.loads(line)]
+
+
+def answer(name: str, *args: str) -> str:
+    """Call the function `MODULE:FUNCTION` with JSON and return its records as a line of JSON."""
+    module, _, function = name.partition(":")
+    found = validate_call(getattr(importlib.import_module(module), function))
+    return json.dumps([asdict(record) for record in found(*map(json.loads, args))])
+
+
+def command(function: Callable[..., Any], *args: object, by: str = __name__) -> list[str]:
+    """Return the command that calls `function` by the module `by`."""
     name = f"{function.__module__}:{function.__name__}"
-    return python_module("benchmarks.core.child", name, *map(json.dumps, args))
+    return python_module(by, name, *(json.dumps(to_jsonable_python(arg)) for arg in args))
 
 
 def with_devices(fake_devices: int) -> dict[str, str]:
-    """The environment of a program that runs on so many CPU devices."""
+    """Return the environment of a program that runs on so many CPU devices."""
     return {**os.environ, **plan_environment(dict(os.environ), fake_devices=fake_devices)}
 
 
 def compiling_on(fake_devices: int | None) -> dict[str, str]:
-    """The environment of a program that compiles and runs nothing.
+    """Return the environment of a program that compiles and runs nothing.
 
     Args:
-      fake_devices: how many CPU devices it has; None for one that only compiles for others.
+      fake_devices: its CPU devices; None for one that only compiles for others.
     """
     environ = with_devices(fake_devices or 1)
     if fake_devices is not None:
@@ -83,10 +115,8 @@ def compiling_on(fake_devices: int | None) -> dict[str, str]:
 
 
 def main(name: str, *args: str) -> None:
-    """Print what a function gives."""
-    module, _, function = name.partition(":")
-    found = getattr(importlib.import_module(module), function)(*map(json.loads, args))
-    print(json.dumps([asdict(record) for record in found]))
+    """Print what a function returns."""
+    print(answer(name, *args))
 
 
 if __name__ == "__main__":

@@ -36,6 +36,17 @@ class Sample:
     def median(self) -> float:
         return statistics.median(self.seconds)
 
+    def __truediv__(self, other: Sample | float) -> Sample:
+        """Each value over a number, or over that of the same index.
+
+        >>> Sample((4.0, 9.0)) / 2 / Sample((1.0, 3.0))
+        Sample(seconds=(2.0, 1.5))
+        """
+        if isinstance(other, Sample):
+            pairs = zip(self.seconds, other.seconds, strict=True)
+            return Sample(tuple(a / b if b else math.nan for a, b in pairs))
+        return Sample(tuple(value / other for value in self.seconds))
+
     @property
     def iqr(self) -> float:
         """Interquartile range: how far the middle half is spread, seconds."""
@@ -153,8 +164,7 @@ def paired_ratio(ours: Sample, reference: Sample) -> float:
     >>> paired_ratio(Sample((2.0, 4.0, 60.0)), Sample((1.0, 2.0, 20.0)))
     2.0
     """
-    pairs = zip(ours.seconds, reference.seconds, strict=True)
-    return statistics.median(a / b if b else math.nan for a, b in pairs)
+    return (ours / reference).median
 
 
 def _in_turn(index: int, ours: Callable[[], T], reference: Callable[[], T]) -> tuple[T, T]:

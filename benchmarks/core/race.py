@@ -12,12 +12,12 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
-from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
-from benchmarks.core.harness import Sample
+from benchmarks.core.harness import Sample, paired_ratio
+from benchmarks.core.report import Figure, lacking
 from benchmarks.core.team import Command, one_round, started
 from jaxdist.errors import RunError
 from jaxdist.runtime.environment import python_module
@@ -33,8 +33,8 @@ RaceEntry = tuple[str, list[Command]]
 
 def missing() -> str | None:
     """What a race lacks here; None when it can be run."""
-    if find_spec("torch") is None:
-        return "torch is not installed: pip install 'jaxdist[bench]'"
+    if reason := lacking("torch"):
+        return reason
     if not hasattr(os, "sched_getaffinity"):
         return "this system cannot keep a process on a core; run it on Linux"
     cores = len(os.sched_getaffinity(0))
@@ -69,6 +69,12 @@ def measure(
             check_losses({team.name: team.take_steps(WARMUP)[1] for team in teams})
             rounds = [one_round(teams, steps, index) for index in range(repeats)]
     return {team.name: Sample(tuple(r[team.name] for r in rounds)) for team in teams}
+
+
+def speed(name: str, ours: Sample, torch: Sample, goal: str = "") -> Figure:
+    """Steps a second over torch's."""
+    pair = (1 / ours.median, 1 / torch.median)
+    return Figure(name, *pair, goal, "steps/s", paired_ratio=paired_ratio(torch, ours))
 
 
 def must_agree(bench: str, name: str, loss: float, other: str, expected: float) -> None:

@@ -7,8 +7,10 @@ import operator
 import os
 import platform
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Generic, TypeVar
 
 from rich.console import Console
 from rich.table import Table
@@ -19,6 +21,10 @@ from jaxdist.metrics.report import PACKAGES, write_json
 from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
+T = TypeVar("T")
+Value = str | Callable[[T], Json]
+"""What a record has in a column: the name of its attribute, or a function of it."""
+_EXTRAS = {"torch": "bench", "libtpu": "tpu"}
 _COMPARISONS = {"<=": operator.le, ">=": operator.ge}
 _GOAL = re.compile(r"(<=|>=)\s*(\d+(?:\.\d+)?)")
 
@@ -30,6 +36,23 @@ def holds(goal: str, ratio: float) -> bool | None:
         return None
     sign, limit = found.groups()
     return bool(_COMPARISONS[sign](ratio, float(limit)))
+
+
+def lacking(package: str) -> str:
+    """Return why a package cannot be used here; empty where it is installed."""
+    if find_spec(package) is not None:
+        return ""
+    return f"{package} is not installed: pip install 'jaxdist[{_EXTRAS[package]}]'"
+
+
+def apart(one: float, other: float) -> float:
+    """Return the larger over the smaller of two: 1 for equals, infinite beside 0.
+
+    >>> apart(2.0, 4.0), apart(0.0, 0.0), apart(0.0, 1.0)
+    (2.0, 1.0, inf)
+    """
+    low, high = sorted((one, other))
+    return 1.0 if low == high else high / low if low > 0 else math.inf
 
 
 @dataclass(frozen=True)
@@ -72,20 +95,52 @@ class Figure:
 
     @classmethod
     def compare(
-        cls, name: str, ours: Sample, reference: Sample, goal: str = "", note: str = ""
+        cls,
+        name: str,
+        ours: Sample,
+        reference: Sample,
+        goal: str = "",
+        note: str = "",
+        unit: str = "s",
     ) -> Figure:
         """The figure of two samples of `interleave` or `alternate_processes`."""
-        return cls(
-            name,
-            ours.median,
-            reference.median,
-            goal,
-            "s",
-            note,
-            ours.iqr,
-            reference.iqr,
-            paired_ratio(ours, reference),
-        )
+        medians, spreads = (ours.median, reference.median), (ours.iqr, reference.iqr)
+        return cls(name, *medians, goal, unit, note, *spreads, paired_ratio(ours, reference))
+
+    @classmethod
+    def skipped(cls, name: str, reason: str) -> Figure:
+        """A figure that cannot be measured here, and why."""
+        return cls(name, math.nan, math.nan, unit="", note=f"skipped: {reason}")
+
+    @classmethod
+    def worst(
+        cls,
+        name: str,
+        cases: Collection[T],
+        pair: Callable[[T], tuple[float, float]],
+        goal: str,
+        unit: str,
+        note: Callable[[T], str],
+        *,
+        either: bool = False,
+    ) -> Figure:
+        """The figure of the case whose ratio is the largest.
+
+        Args:
+          pair: gives a case's figure and its reference.
+          note: gives the note from the case that was chosen.
+          either: whether a ratio below 1 is as far off as its inverse.
+        """
+
+        def off(case: T) -> float:
+            ours, reference = pair(case)
+            if either:
+                return apart(ours, reference)
+            return ours / reference if reference else math.inf
+
+        case = max(cases, key=off)
+        paired = off(case) if either else None
+        return cls(name, *pair(case), goal, unit, note(case), paired_ratio=paired)
 
     @property
     def ratio(self) -> float:
@@ -145,6 +200,33 @@ class Listing:
             cells = zip(row, self.columns.values(), strict=True)
             table.add_row(*(_cell(value, unit) for value, unit in cells))
         return table
+
+
+@dataclass(frozen=True)
+class Sheet(Generic[T]):
+    """The listing of one kind of record: called with records, it gives their `Listing`.
+
+    Attributes:
+      title: what the rows are, or how that follows from the records.
+      columns: name to what a record has there: the name of its attribute, or a function; as a
+        pair with the unit where there is one.
+
+    >>> sheet = Sheet("sizes", {"real": ("real", "bytes"), "twice": lambda one: 2 * one.real})
+    >>> sheet([3.0]).rows
+    [(3.0, 6.0)]
+    """
+
+    title: str | Callable[[Sequence[T]], str]
+    columns: Mapping[str, Value[T] | tuple[Value[T], str]]
+
+    def __call__(self, records: Sequence[T]) -> Listing:
+        title = self.title if isinstance(self.title, str) else self.title(records)
+        units: dict[str, str] = {}
+        values: list[Callable[[T], Json]] = []
+        for name, column in self.columns.items():
+            value, units[name] = column if isinstance(column, tuple) else (column, "")
+            values.append(operator.attrgetter(value) if isinstance(value, str) else value)
+        return Listing(title, units, [tuple(value(one) for value in values) for one in records])
 
 
 def _cell(value: Json, unit: str) -> str:

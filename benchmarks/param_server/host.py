@@ -1,17 +1,12 @@
 """What each host of the lab runs: the first a server, the others a worker each, for all cases.
 
-`python -m benchmarks.param_server.host TASK`; the first host prints what was measured. With
-"ring" in TASK all hosts are workers, and sum their gradients by an all-reduce.
+With "ring" in the task all hosts are workers, and sum their gradients by an all-reduce.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +15,6 @@ import jax
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from pydantic import TypeAdapter
 
 from benchmarks.collectives.program import compile_local, split
 from benchmarks.core.lab import Lab
@@ -38,11 +32,8 @@ from jaxdist.param_server.placement.ranges import tensors_of
 from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
-from jaxdist.runtime.connection import connected
-from jaxdist.runtime.processes import find_processes
 
 FIRST_PORT = 9920
-FOUND = "measured: "
 RING = "ring"
 LATE_SECONDS = 60.0
 """A worker that waits so long gives up."""
@@ -167,25 +158,24 @@ def _ring_steps(task: Task, case: Case) -> int:
     return max(8, int(task.seconds / (4 * max(case.step_seconds))))
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Play all cases; the first host prints the times."""
-    task = TypeAdapter(Task).validate_json(arguments[0])
-    host, lab = int(os.environ["JAX_PROCESS_ID"]), Lab(sites=task.hosts)
-    found: dict[str, list[float]] = {}
-    if task.cases[0].consistency["type"] == RING:
-        with connected(find_processes(os.environ), lambda error: 1):
-            found = {case.name: ring(task, case) for case in task.cases}
-    else:
-        for place, case in enumerate(task.cases):
-            port, address = FIRST_PORT + place, lab.address(0)
-            if host == 0:
-                found[case.name] = serve(task, case, address, port)
-            else:
-                work(task, case, host - 1, f"{address}:{port}")
-    if host == 0:
-        # In one piece, on a line of its own: gloo prints too, on all hosts.
-        sys.stdout.write(f"\n{FOUND}{json.dumps(found)}\n")
+@dataclass(frozen=True)
+class Updates:
+    """Seconds at which each update of a case was made, since the first."""
+
+    case: str
+    times: tuple[float, ...]
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def play(task: Task) -> list[Updates]:
+    """Play all cases; the first host knows the times."""
+    host, lab = jax.process_index(), Lab(sites=task.hosts)
+    found: list[Updates] = []
+    for place, case in enumerate(task.cases):
+        port, address = FIRST_PORT + place, lab.address(0)
+        if case.consistency["type"] == RING:
+            found.append(Updates(case.name, tuple(ring(task, case))))
+        elif host == 0:
+            found.append(Updates(case.name, tuple(serve(task, case, address, port))))
+        else:
+            work(task, case, host - 1, f"{address}:{port}")
+    return found

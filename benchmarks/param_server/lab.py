@@ -6,24 +6,21 @@ that comes before: a server, or an all-reduce? Two points of the answer are run 
 
 from __future__ import annotations
 
-import json
-import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
 import numpy as np
 
-from benchmarks.collectives.lab import MESSAGE_SECONDS, one_device
+from benchmarks.collectives.lab import MESSAGE_SECONDS
 from benchmarks.core import lab
+from benchmarks.core.hosts import on_hosts
 from benchmarks.core.lab import Lab, LabLink
-from benchmarks.core.report import Figure
-from benchmarks.param_server.host import FOUND, RING, Case, Task
+from benchmarks.core.report import Figure, apart
+from benchmarks.param_server import host
+from benchmarks.param_server.host import RING, Case, Task
 from jaxdist.collectives.cost import Level, predict_seconds
 from jaxdist.collectives.operations import XLA
 from jaxdist.param_server.scenario import Link, SimulationConfig
 from jaxdist.runtime import hardware
-from jaxdist.runtime.environment import python_module
 from jaxdist.simulation.engine.pace import WARMUP
 from jaxdist.simulation.engine.pace import step_seconds as simulated_step_seconds
 
@@ -43,7 +40,6 @@ SPEEDS: Mapping[str, tuple[float, ...]] = {"equal": EQUAL, "one 2x slow": STRAGG
 LINKS = (LabLink(100e6), LabLink(1e9))
 RUN_SECONDS: Mapping[float, float] = {100e6: 16.0, 1e9: 8.0}
 GOAL = "<= 1.2"
-TIMEOUT_SECONDS = 600.0
 
 
 def figures() -> list[Figure]:
@@ -54,7 +50,7 @@ def figures() -> list[Figure]:
     """
     reason = lab.unavailable(Lab(sites=1 + WORKERS))
     if reason:
-        return [Figure("slow-link lab", math.nan, math.nan, unit="", note=f"skipped: {reason}")]
+        return [Figure.skipped("slow-link lab", reason)]
     return [figure for link in LINKS for figure in _on(link)]
 
 
@@ -103,12 +99,11 @@ def _against_simulator(cases: Sequence[Case], link: LabLink, floats: int) -> lis
 
 def _beside(name: str, real: float, predicted: float, what: str) -> Figure:
     """Off by the larger over the smaller, so that one goal holds for both sides."""
-    off = max(real / predicted, predicted / real)
     note = (
         f"a step of {WORKERS} workers, {STEP_SECONDS:g} s of sleep for a gradient, {what}; the "
         "ratio is the larger over the smaller"
     )
-    return Figure(name, real, predicted, GOAL, "s", note, paired_ratio=off)
+    return Figure(name, real, predicted, GOAL, "s", note, paired_ratio=apart(real, predicted))
 
 
 def measured(
@@ -120,11 +115,7 @@ def measured(
       RunError: this machine cannot hold the lab, or a host fails.
     """
     task = Task(hosts.size, tuple(cases), floats, seconds)
-    command = python_module("benchmarks.param_server.host", json.dumps(asdict(task)))
-    environ = one_device(os.environ)
-    printed = lab.run(hosts, command, environ=environ, timeout_seconds=TIMEOUT_SECONDS)
-    (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
-    return json.loads(line.removeprefix(FOUND))
+    return {one.case: list(one.times) for one in on_hosts(hosts, host.play, task)}
 
 
 def step_seconds(times: Sequence[float], updates: int) -> float:

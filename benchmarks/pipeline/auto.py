@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from benchmarks.core.report import Figure, Listing
+from benchmarks.core.report import Figure, Sheet
 from jaxdist.pipeline_schedules.costs import Costs
 from jaxdist.pipeline_schedules.simulate import simulate
 from jaxdist.pipeline_schedules.zero_bubble.auto import zb_auto
@@ -79,51 +79,36 @@ def _auto(
 def figures(autos: Sequence[AutoSchedule]) -> list[Figure]:
     """The worst bubble over the goal, the worst over the paper's, and the most memory."""
     plain = [one for one in autos if one.paper_percent is None]
-    worst = max(plain, key=lambda one: one.bubble_percent)
-    bubble = Figure(
-        "zb_auto, bubble in 2x 1F1B's memory",
-        worst.bubble_percent,
-        BUBBLE_PERCENT,
-        GOAL,
-        "%",
-        f"against the most it should be; the worst of {len(plain)} is {worst.stages} stages, "
-        f"{worst.microbatches} microbatches, {worst.name}",
-    )
-    fullest = max(autos, key=lambda one: one.peak / one.memory)
-    memory = Figure("zb_auto, peak over its limit", fullest.peak, fullest.memory, GOAL, "x 1F1B")
-    return [bubble, _paper_figure(autos), memory]
+    papers = [one for one in autos if one.paper_percent is not None]
+    return [
+        Figure.worst(
+            "zb_auto, bubble in 2x 1F1B's memory", plain,
+            lambda one: (one.bubble_percent, BUBBLE_PERCENT), GOAL, "%",
+            lambda one: f"against the most it should be; the worst of {len(plain)} is "
+            f"{one.stages} stages, {one.microbatches} microbatches, {one.name}",
+        ),
+        Figure.worst(
+            "zb_auto, bubble over the paper's", papers,
+            lambda one: (one.bubble_percent, (one.paper_percent or 0.0) + ROUNDING), GOAL, "%",
+            lambda one: "to which half of its last digit is added; the worst of "
+            f"{len(papers)} is {one.name}, {one.memory:g}x memory",
+        ),
+        Figure.worst(
+            "zb_auto, peak over its limit", autos, lambda one: (one.peak, one.memory), GOAL,
+            "x 1F1B", lambda one: "",
+        ),
+    ]  # fmt: skip
 
 
-def _paper_figure(autos: Sequence[AutoSchedule]) -> Figure:
-    cases = [(one, one.paper_percent + ROUNDING) for one in autos if one.paper_percent is not None]
-    worst, paper = max(cases, key=lambda case: case[0].bubble_percent / case[1])
-    return Figure(
-        "zb_auto, bubble over the paper's",
-        worst.bubble_percent,
-        paper,
-        GOAL,
-        "%",
-        f"to which half of its last digit is added; the worst of {len(cases)} is {worst.name}, "
-        f"{worst.memory:g}x memory",
-    )
-
-
-def listing(autos: Sequence[AutoSchedule]) -> Listing:
-    """Every automatic schedule."""
-    units = dict.fromkeys(("times", "stages", "microbatches", "limit", "peak"), "")
-    return Listing(
-        "zb_auto, no search: memory in units of 1F1B's, bubbles in percent",
-        {**units, "bubble": "", "paper": ""},
-        [
-            (
-                one.name,
-                one.stages,
-                one.microbatches,
-                one.memory,
-                one.peak,
-                one.bubble_percent,
-                one.paper_percent,
-            )
-            for one in autos
-        ],
-    )
+listing = Sheet[AutoSchedule](
+    "zb_auto, no search: memory in units of 1F1B's, bubbles in percent",
+    {
+        "times": "name",
+        "stages": "stages",
+        "microbatches": "microbatches",
+        "limit": "memory",
+        "peak": "peak",
+        "bubble": "bubble_percent",
+        "paper": "paper_percent",
+    },
+)

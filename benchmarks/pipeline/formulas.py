@@ -7,11 +7,10 @@ the formula to the last bit.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from benchmarks.core.report import Figure, Listing
+from benchmarks.core.report import Figure, Sheet, apart
 from jaxdist.pipeline_schedules.costs import Costs
 from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
 from jaxdist.pipeline_schedules.gpipe import gpipe
@@ -140,16 +139,14 @@ def hold(name: str, law: Law, grid: Sequence[tuple[int, int]]) -> FormulaCheck:
         if not law.serves(p, m):
             continue
         found, where = simulate(law.build(p, m), Costs(*law.times)), f"p={p}, m={m}"
-        bubbles.append(_apart(found.bubble, law.bubble(p, law.times), where))
+        bubbles.append(_held(found.bubble, law.bubble(p, law.times), where))
         if law.peak:
-            peaks.append(_apart(found.peak, law.peak(p, m), where))
+            peaks.append(_held(found.peak, law.peak(p, m), where))
     return FormulaCheck(name, len(bubbles), _worst(bubbles), _worst(peaks) if peaks else None)
 
 
-def _apart(found: float, formula: float, where: str) -> Worst:
-    low, high = sorted((found, formula))
-    apart = 1.0 if low == high else high / low if low > 0 else math.inf
-    return Worst(apart, found, formula, where)
+def _held(found: float, formula: float, where: str) -> Worst:
+    return Worst(apart(found, formula), found, formula, where)
 
 
 def _worst(found: Sequence[Worst]) -> Worst:
@@ -173,14 +170,13 @@ def figures(held: Sequence[FormulaCheck]) -> list[Figure]:
     return found
 
 
-def listing(held: Sequence[FormulaCheck]) -> Listing:
-    """Every schedule at its worst."""
-    rows = []
-    for one in held:
-        peak = None if one.peak is None else f"{one.peak.apart:.3f}"
-        rows.append((one.name, one.sizes, f"{one.bubble.apart:.3f}", peak, one.bubble.where))
-    return Listing(
-        "simulated over the formula, at the worst size",
-        {"schedule": "", "sizes": "", "bubble": "", "peak": "", "worst at": ""},
-        rows,
-    )
+listing = Sheet[FormulaCheck](
+    "simulated over the formula, at the worst size",
+    {
+        "schedule": "name",
+        "sizes": "sizes",
+        "bubble": lambda one: f"{one.bubble.apart:.3f}",
+        "peak": lambda one: one.peak and f"{one.peak.apart:.3f}",
+        "worst at": "bubble.where",
+    },
+)

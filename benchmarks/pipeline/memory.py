@@ -11,7 +11,7 @@ from itertools import groupby, product
 from typing import get_args
 
 from benchmarks.core import child
-from benchmarks.core.report import Figure, Listing
+from benchmarks.core.report import Figure, Listing, Sheet
 from benchmarks.pipeline.program import (
     ModelSize,
     arguments,
@@ -39,7 +39,6 @@ BUILDS: dict[str, Callable[[int, int], Schedule]] = {
     "1f1b, ahead": lambda p, m: eager(one_f_one_b(p, m)),
     "gpipe": gpipe,
 }
-TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -87,25 +86,14 @@ def cell(name: str, activations: Activations, stages: int, microbatches: int) ->
     return MemoryCell(name, activations, stages, microbatches, memory(made.step).temp_bytes)
 
 
-def measure() -> list[MemoryCell]:
-    """Every cell, compiled in a process with a device for each stage.
-
-    Raises:
-      RunError: it fails or takes too long.
-    """
-    return child.call(
-        cells,
-        MemoryCell,
-        what="compiling pipelines for their memory",
-        environ=child.compiling_on(STAGES),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-
-
 def cells() -> Iterator[MemoryCell]:
     """Each schedule and policy, by growing number of microbatches."""
     for name, activations, rounds in product(BUILDS, get_args(Activations), ROUNDS):
         yield cell(name, activations, STAGES, rounds * STAGES)
+
+
+measure = child.apart(cells, "compiling pipelines for their memory", devices=STAGES)
+"""Every cell, compiled in a process with a device for each stage."""
 
 
 def growths(cells: Iterable[MemoryCell]) -> list[Growth]:
@@ -124,31 +112,29 @@ def figures(cells: Sequence[MemoryCell]) -> list[Figure]:
 
 def _figure(name: str, growth: Growth, goal: str) -> Figure:
     full, last = growth.full, growth.last
+    pair = (last.temp_bytes, full.temp_bytes)
     return Figure(
-        f"{name}'s memory as microbatches grow",
-        last.temp_bytes,
-        full.temp_bytes,
-        goal,
-        "B",
+        f"{name}'s memory as microbatches grow", *pair, goal, "B",
         f"temporaries of one device at {last.microbatches} over {full.microbatches} microbatches, "
         f"{last.stages} stages, from the compiler; the worst is {last.name}, {last.activations}",
-    )
+    )  # fmt: skip
 
 
 def listing(cells: Sequence[MemoryCell]) -> Listing:
     """Every schedule and policy, a column for each number of microbatches."""
     found = growths(cells)
     counts = [one.microbatches for one in found[0].cells]
-    rows = [
-        (
-            growth.last.name,
-            growth.last.activations,
-            *(f"{one.temp_bytes / 2**20:.2f}" for one in growth.cells),
-            f"{growth.ratio:.3f}",
-        )
-        for growth in found
-    ]
     few, many = found[0].full.microbatches, counts[-1]
-    names = ("schedule", "activations", *(f"m={count}" for count in counts), f"{many} over {few}")
-    title = f"temporaries of one of {cells[0].stages} stages in MiB, from the compiler"
-    return Listing(title, dict.fromkeys(names, ""), rows)
+    sheet = Sheet[Growth](
+        f"temporaries of one of {cells[0].stages} stages in MiB, from the compiler",
+        {
+            "schedule": "last.name",
+            "activations": "last.activations",
+            **{
+                f"m={count}": lambda growth, at=at: f"{growth.cells[at].temp_bytes / 2**20:.2f}"
+                for at, count in enumerate(counts)
+            },
+            f"{many} over {few}": lambda growth: f"{growth.ratio:.3f}",
+        },
+    )
+    return sheet(found)

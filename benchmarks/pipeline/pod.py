@@ -11,14 +11,12 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
 import jax
 
 from benchmarks.core import child
-from benchmarks.core.report import Figure, Listing
-from benchmarks.zero.report import NO_LIBTPU
+from benchmarks.core.report import Figure, Listing, lacking
 from jaxdist.experiment import build, load
 from jaxdist.hlo import compile_with_text, ledger, memory, refused_bytes
 from jaxdist.mesh import Device
@@ -31,7 +29,6 @@ TOPOLOGY = "v5p:8x8x8"
 GOAL = "<= 1"
 COMPILE_SECONDS = 300.0
 """What compiling may take."""
-TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -57,20 +54,8 @@ class Pod:
 
 
 def measure() -> list[Pod]:
-    """The pod, compiled in a process of its own; nothing where there is no libtpu.
-
-    Raises:
-      RunError: it fails or takes too long.
-    """
-    if find_spec("libtpu") is None:
-        return []
-    return child.call(
-        pods,
-        Pod,
-        what="compiling the pod's step",
-        environ=child.compiling_on(None),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
+    """The pod, compiled in a process of its own; nothing where there is no libtpu."""
+    return [] if lacking("libtpu") else child.apart(pods, "compiling the pod's step")()
 
 
 def pods(topology: str = TOPOLOGY, *overrides: str) -> list[Pod]:
@@ -106,7 +91,7 @@ def compile_pod(devices: Sequence[Device], overrides: Sequence[str] = ()) -> Pod
 def figures(found: Sequence[Pod]) -> list[Figure]:
     """Memory beside a device's, and seconds of compiling; NaN where there is no libtpu."""
     if not found:
-        return [Figure("pod program", math.nan, math.nan, unit="", note=NO_LIBTPU)]
+        return [Figure.skipped("pod program", lacking("libtpu"))]
     (pod,) = found
     name = f"{pod.params / 1e9:.1f}B as {_described(pod.mesh)}"
     note = "all that the step takes on a chip; the reference is what the chip has"

@@ -9,15 +9,14 @@ communication, and the executor itself.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.core import race
-from benchmarks.core.harness import Sample, paired_ratio
+from benchmarks.core.harness import Sample
 from benchmarks.core.race import SIZES, RaceEntry
-from benchmarks.core.report import Figure, Listing, Report
+from benchmarks.core.report import Figure, Listing, Report, Sheet
 from jaxdist.types import JsonObject
 
 TORCH = Path(__file__).with_name("peer")
@@ -91,47 +90,39 @@ def ours_config(kind: str) -> JsonObject:
 
 def efficiency(samples: Mapping[str, Sample], side: str, kind: str) -> Sample:
     """Half the time of one process over that of the pipeline, round by round."""
-    pairs = zip(samples[f"{side} alone"].seconds, samples[f"{side} {kind}"].seconds, strict=True)
-    return Sample(tuple(alone / STAGES / pipelined for alone, pipelined in pairs))
+    return samples[f"{side} alone"] / STAGES / samples[f"{side} {kind}"]
 
 
 def figures(samples: Mapping[str, Sample]) -> list[Figure]:
     """Efficiency of each schedule over torch's, and steps a second beside torch's."""
     if not samples:
-        note = f"skipped: {race.missing()}"
-        return [Figure("pipeline efficiency over torch's", math.nan, math.nan, unit="", note=note)]
+        return [Figure.skipped("pipeline efficiency over torch's", race.missing() or "")]
     found = []
     for kind, name in TORCH_NAMES.items():
         ours, torch = (efficiency(samples, side, kind) for side in SIDES)
         note = f"{STAGES} processes of one core over gloo, {MICROBATCHES} microbatches"
-        values = (ours.median, torch.median, GOAL, "", note, ours.iqr, torch.iqr)
-        ratio = paired_ratio(ours, torch)
-        found.append(Figure(f"pipeline efficiency, over torch {name}", *values, ratio))
+        title = f"pipeline efficiency, over torch {name}"
         mine, theirs = samples[f"ours {kind}"], samples[f"torch {kind}"]
-        speed = (1 / mine.median, 1 / theirs.median, "", "steps/s")
-        ratio = paired_ratio(theirs, mine)
-        found.append(Figure(f"speed, over torch {name}", *speed, paired_ratio=ratio))
+        found += [
+            Figure.compare(title, ours, torch, GOAL, note, unit=""),
+            race.speed(f"speed, over torch {name}", mine, theirs),
+        ]
     return found
 
 
 def listing(samples: Mapping[str, Sample]) -> Listing:
     """What a step takes, and half of one alone."""
-    rows = [
-        (
-            f"{side}, {name}",
-            samples[f"{side} {kind}"].median,
-            samples[f"{side} alone"].median / STAGES,
-            f"{efficiency(samples, side, kind).median:.3f}",
-            f"{ideal(kind):.3f}",
-        )
-        for kind, name in TORCH_NAMES.items()
-        for side in SIDES
-    ]
-    return Listing(
+    sheet = Sheet[tuple[str, str]](
         f"a step in {STAGES} stages, {MICROBATCHES} microbatches; ideal has the bubble alone",
-        {"": "", "step": "s", "half of one alone": "s", "efficiency": "", "ideal": ""},
-        rows,
+        {
+            "": lambda one: f"{one[0]}, {TORCH_NAMES[one[1]]}",
+            "step": (lambda one: samples[" ".join(one)].median, "s"),
+            "half of one alone": (lambda one: samples[f"{one[0]} alone"].median / STAGES, "s"),
+            "efficiency": lambda one: f"{efficiency(samples, *one).median:.3f}",
+            "ideal": lambda one: f"{ideal(one[1]):.3f}",
+        },
     )
+    return sheet([(side, kind) for kind in TORCH_NAMES for side in SIDES])
 
 
 def ideal(kind: str) -> float:

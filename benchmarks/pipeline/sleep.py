@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from benchmarks.core import child
-from benchmarks.core.report import Figure, Listing
+from benchmarks.core.report import Figure, Sheet
 from benchmarks.pipeline.program import (
     ModelSize,
     PlacedStep,
@@ -50,8 +50,6 @@ BUILDS: dict[str, Callable[[int, int], Schedule]] = {
     "interleaved": lambda p, m: interleaved(p, m, 2),
     "zb_h1": zb_h1,
 }
-TIMEOUT_SECONDS = 300.0
-"""For all schedules on one number of stages."""
 
 
 @dataclass(frozen=True)
@@ -71,12 +69,6 @@ class Slept:
     wall_seconds: float
     lock_step_seconds: float
     time_line_seconds: float
-
-    @property
-    def apart(self) -> float:
-        """The larger of wall and lock-step time over the smaller one: 1 where they are equal."""
-        ratio = self.wall_seconds / self.lock_step_seconds
-        return max(ratio, 1 / ratio)
 
 
 def sleeping(ticks: Ticks, unit_seconds: float) -> PlacedStep:
@@ -120,17 +112,9 @@ def measure(stages: Sequence[int] = STAGES) -> list[Slept]:
     Raises:
       RunError: one fails or takes too long, as it would if devices waited for one another.
     """
-    found = []
-    for count in stages:
-        found += child.call(
-            play_all,
-            Slept,
-            count,
-            what=f"a pipeline of {count} stages that sleep",
-            environ=child.with_devices(count),
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
-    return found
+    what = "a pipeline of {} stages that sleep"
+    each = child.apart(play_all, what, devices=lambda stages: stages, compiles=False)
+    return [one for count in stages for one in each(count)]
 
 
 def play_all(stages: int) -> Iterator[Slept]:
@@ -143,33 +127,36 @@ def figures(slept: Sequence[Slept]) -> list[Figure]:
     found = []
     for stages in sorted({one.stages for one in slept}):
         cases = [one for one in slept if one.stages == stages]
-        worst = max(cases, key=lambda one: one.apart)
         note = (
             f"the executor's ticks on {stages} devices that sleep their tasks, fastest of "
             f"{REPEATS}, against the sum over ticks of the busiest stage; the worst of "
-            f"{len(cases)} schedules is {worst.name}"
+            f"{len(cases)} schedules is "
         )
-        both = (worst.wall_seconds, worst.lock_step_seconds)
-        title = f"wall time over lock step, {stages} stages"
-        found.append(Figure(title, *both, GOAL, "s", note, paired_ratio=worst.apart))
+        found.append(
+            Figure.worst(
+                f"wall time over lock step, {stages} stages",
+                cases,
+                lambda one: (one.wall_seconds, one.lock_step_seconds),
+                GOAL,
+                "s",
+                lambda one, note=note: note + one.name,
+                either=True,
+            )
+        )
     return found
 
 
-def listing(slept: Sequence[Slept]) -> Listing:
-    """Every schedule, beside its time line without ticks."""
-    units = {"schedule": "", "p": "", "m": "", "ticks": "", "wall": "s", "lock step": "s"}
-    rows = [
-        (
-            one.name,
-            one.stages,
-            one.microbatches,
-            one.ticks,
-            one.wall_seconds,
-            one.lock_step_seconds,
-            f"{one.wall_seconds / one.lock_step_seconds:.3f}",
-            one.time_line_seconds,
-        )
-        for one in slept
-    ]
-    title = "the executor on devices that sleep their tasks"
-    return Listing(title, {**units, "ratio": "", "time line": "s"}, rows)
+listing = Sheet[Slept](
+    "the executor on devices that sleep their tasks",
+    {
+        "schedule": "name",
+        "p": "stages",
+        "m": "microbatches",
+        "ticks": "ticks",
+        "wall": ("wall_seconds", "s"),
+        "lock step": ("lock_step_seconds", "s"),
+        "ratio": lambda one: f"{one.wall_seconds / one.lock_step_seconds:.3f}",
+        "time line": ("time_line_seconds", "s"),
+    },
+)
+"""Every schedule, beside its time line without ticks."""

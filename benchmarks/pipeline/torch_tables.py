@@ -9,14 +9,12 @@ from __future__ import annotations
 import csv
 import importlib
 import io
-import math
 from collections.abc import Callable, Iterable, Sequence
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
-from benchmarks.core.report import Figure, Listing
+from benchmarks.core.report import Figure, Sheet, lacking
 from jaxdist.pipeline_schedules.costs import Costs
 from jaxdist.pipeline_schedules.csv_form import parse_csv
 from jaxdist.pipeline_schedules.dual_pipe_v import dual_pipe_v
@@ -30,7 +28,6 @@ from jaxdist.pipeline_schedules.zero_bubble.v import zb_v
 
 GOAL = "<= 1"
 MODULE = "torch.distributed.pipelining.schedules"
-MISSING = "skipped: torch is not installed: pip install 'jaxdist[bench]'"
 SIZES = tuple((p, rounds * p) for p in (2, 3, 4, 8) for rounds in (2, 4))
 COSTS = {"ticks": Costs(full=1.0), "halves": Costs()}
 """A whole backward task as one tick, as torch's simulator counts; or as two."""
@@ -77,7 +74,7 @@ class Versus(NamedTuple):
 
 def measure(sizes: Iterable[tuple[int, int]] = SIZES) -> list[Versus]:
     """Every schedule that both have, at its worst; nothing where torch is not installed."""
-    if find_spec("torch") is None:
+    if lacking("torch"):
         return []
     grid = list(sizes)
     return [_worst(name, peer, grid) for name, peer in PEERS.items()]
@@ -131,24 +128,27 @@ def _stand_in(index: int, stages: int, chunks: int) -> SimpleNamespace:
 
 def figures(found: Sequence[Versus]) -> list[Figure]:
     """The schedule whose makespan is longest beside torch's; NaN where there is no torch."""
+    name = "makespan over torch's"
     if not found:
-        return [Figure("makespan over torch's", math.nan, math.nan, unit="", note=MISSING)]
-    worst = max(found, key=lambda one: one.ratio)
-    note = (
-        f"both simulated with the same times; the worst of {len(found)} schedules at "
-        f"{worst.sizes} sizes is {worst.name}, {worst.where}"
-    )
-    return [Figure("makespan over torch's", worst.ours, worst.torch, GOAL, "units", note)]
+        return [Figure.skipped(name, lacking("torch"))]
+
+    def note(worst: Versus) -> str:
+        return (
+            f"both simulated with the same times; the worst of {len(found)} schedules at "
+            f"{worst.sizes} sizes is {worst.name}, {worst.where}"
+        )
+
+    return [Figure.worst(name, found, lambda one: (one.ours, one.torch), GOAL, "units", note)]
 
 
-def listing(found: Sequence[Versus]) -> Listing:
-    """Every schedule that both have."""
-    rows = [
-        (one.name, one.torch_name.removeprefix("Schedule"), one.ours, one.torch, f"{one.ratio:.3f}")
-        for one in found
-    ]
-    return Listing(
-        "makespan beside torch's, at the worst size",
-        dict.fromkeys(("ours", "torch's", "makespan", "of torch's", "ratio"), ""),
-        rows,
-    )
+listing = Sheet[Versus](
+    "makespan beside torch's, at the worst size",
+    {
+        "ours": "name",
+        "torch's": lambda one: one.torch_name.removeprefix("Schedule"),
+        "makespan": "ours",
+        "of torch's": "torch",
+        "ratio": lambda one: f"{one.ratio:.3f}",
+    },
+)
+"""Every schedule that both have."""

@@ -17,7 +17,7 @@ from jax import lax
 
 from benchmarks.core import child
 from benchmarks.core.harness import Sample, interleave
-from benchmarks.core.report import Figure, Listing
+from benchmarks.core.report import Figure, Sheet
 from benchmarks.pipeline.program import (
     AXIS,
     PASSES,
@@ -47,7 +47,6 @@ COUNTED = ModelSize(rows=2, features=4, layers=1)
 PAIRS = 21
 """Steps of each form that are timed: four devices on fewer cores are easily disturbed."""
 WORK_GOAL, TIME_GOAL = "<= 1.05", "<= 0.667"
-TIMEOUT_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -172,21 +171,6 @@ def same(ours: Found, scan: Found) -> None:
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * np.abs(b).max())
 
 
-def measure() -> list[WorkCell]:
-    """Every cell, in a process with a device for each stage.
-
-    Raises:
-      RunError: it fails or takes too long.
-    """
-    return child.call(
-        cells,
-        WorkCell,
-        what="the executor beside the usual scan",
-        environ=child.with_devices(STAGES),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-
-
 def cells() -> Iterator[WorkCell]:
     """Each way to treat activations at each number of microbatches; the first of each is timed."""
     for activations in get_args(Activations):
@@ -194,31 +178,31 @@ def cells() -> Iterator[WorkCell]:
             yield cell(STAGES, rounds * STAGES, activations, timed=rounds == 1)
 
 
+measure = child.apart(cells, "the executor beside the usual scan", devices=STAGES, compiles=False)
+"""Every cell, in a process with a device for each stage."""
+
+
 def figures(cells: Sequence[WorkCell]) -> list[Figure]:
     """The most work over the model's, by program and by count, and the time beside the scan's."""
-    return [_flops(cells), _passes(cells), *(_time(one) for one in cells if one.seconds)]
 
+    def at(one: WorkCell) -> str:
+        return f"the worst of {len(cells)} is {one.microbatches} microbatches, {one.activations}"
 
-def _flops(cells: Sequence[WorkCell]) -> Figure:
-    worst = max(cells, key=lambda one: one.flops / one.model_flops)
-    note = (
-        f"the busiest of {worst.stages} stages, from the compiled program; the worst of "
-        f"{len(cells)} is {worst.microbatches} microbatches, {worst.activations}, where the usual "
-        f"scan has {worst.scan_flops / worst.model_flops:.3f}"
-    )
-    pair = (worst.flops, worst.model_flops)
-    return Figure("executed FLOPs over the model's", *pair, WORK_GOAL, "", note)
-
-
-def _passes(cells: Sequence[WorkCell]) -> Figure:
-    worst = max(cells, key=lambda one: one.passes / one.model_passes)
-    note = (
-        f"forward, and of both gradients, counted on all {worst.stages} stages while they ran; the "
-        f"worst of {len(cells)} is {worst.microbatches} microbatches, {worst.activations}, where "
-        f"the usual scan runs {worst.scan_passes}"
-    )
-    pair = (worst.passes, worst.model_passes)
-    return Figure("executed passes over the model's", *pair, WORK_GOAL, "", note)
+    return [
+        Figure.worst(
+            "executed FLOPs over the model's", cells, lambda one: (one.flops, one.model_flops),
+            WORK_GOAL, "",
+            lambda one: f"the busiest of {one.stages} stages, from the compiled program; "
+            f"{at(one)}, where the usual scan has {one.scan_flops / one.model_flops:.3f}",
+        ),
+        Figure.worst(
+            "executed passes over the model's", cells, lambda one: (one.passes, one.model_passes),
+            WORK_GOAL, "",
+            lambda one: f"forward, and of both gradients, counted on all {one.stages} stages while "
+            f"they ran; {at(one)}, where the usual scan runs {one.scan_passes}",
+        ),
+        *(_time(one) for one in cells if one.seconds),
+    ]  # fmt: skip
 
 
 def _time(one: WorkCell) -> Figure:
@@ -232,18 +216,16 @@ def _time(one: WorkCell) -> Figure:
     return Figure.compare(title, *samples, TIME_GOAL, note)
 
 
-def listing(cells: Sequence[WorkCell]) -> Listing:
-    """Every cell: work over the model's."""
-    columns = ("activations", "m", "FLOPs", "passes", "scan's FLOPs", "its passes", "(m+p-1)/m")
-    rows = []
-    for one in cells:
-        ratios = (
-            one.flops / one.model_flops,
-            one.passes / one.model_passes,
-            one.scan_flops / one.model_flops,
-            one.scan_passes / one.model_passes,
-            (one.microbatches + one.stages - 1) / one.microbatches,
-        )
-        rows.append((one.activations, one.microbatches, *(f"{ratio:.3f}" for ratio in ratios)))
-    title = "executed over model work: the executor with 1F1B, and the usual scan"
-    return Listing(title, dict.fromkeys(columns, ""), rows)
+listing = Sheet[WorkCell](
+    "executed over model work: the executor with 1F1B, and the usual scan",
+    {
+        "activations": "activations",
+        "m": "microbatches",
+        "FLOPs": lambda one: f"{one.flops / one.model_flops:.3f}",
+        "passes": lambda one: f"{one.passes / one.model_passes:.3f}",
+        "scan's FLOPs": lambda one: f"{one.scan_flops / one.model_flops:.3f}",
+        "its passes": lambda one: f"{one.scan_passes / one.model_passes:.3f}",
+        "(m+p-1)/m": lambda one: f"{(one.microbatches + one.stages - 1) / one.microbatches:.3f}",
+    },
+)
+"""Every cell: work over the model's."""

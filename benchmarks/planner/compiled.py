@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from importlib.metadata import version
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 from benchmarks.core import child
 from benchmarks.planner.cases import Drawn, drawn
-from benchmarks.tpu.program import CONFIG, TIMEOUT_SECONDS
+from benchmarks.tpu.program import CONFIG
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import RunError
 from jaxdist.planner.confirm import Confirmed, confirm, lay_out
@@ -41,10 +39,7 @@ def kept_or_laid_out(settings: list[str], plan: Plan, topology: str) -> Confirme
     Args:
       settings: over `bench/tpu/llama.yaml`, without the plan's.
     """
-    path = _kept(settings, plan, topology, "laid_out")
-    if path.exists():
-        return Confirmed(**json.loads(path.read_text()))
-    return _keep(path, lay_out(CONFIG, settings, plan, parse_target(topology)))
+    return _kept("laid_out", lay_out_one, settings, plan, topology)
 
 
 def kept_or_compiled(settings: list[str], plan: Plan, topology: str) -> Confirmed:
@@ -53,38 +48,38 @@ def kept_or_compiled(settings: list[str], plan: Plan, topology: str) -> Confirme
     Args:
       settings: over `bench/tpu/llama.yaml`, without the plan's.
     """
-    path = _kept(settings, plan, topology, "compiled")
-    if path.exists():
-        return Confirmed(**json.loads(path.read_text()))
+    apart = child.apart(compile_one, f"compiling {plan.words()} for {topology}")
     try:
-        (found,) = child.call(
-            compile_one,
-            Confirmed,
-            settings,
-            asdict(plan),
-            topology,
-            what=f"compiling {plan.words()} for {topology}",
-            environ=child.compiling_on(None),
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
+        return _kept("compiled", apart, settings, plan, topology)
     except RunError as error:
         return Confirmed(refusal=str(error))
-    return _keep(path, found)
 
 
-def _keep(path: Path, found: Confirmed) -> Confirmed:
+def lay_out_one(settings: list[str], plan: Plan, topology: str) -> list[Confirmed]:
+    """Lay the program of a plan out in memory."""
+    return [lay_out(CONFIG, settings, plan, parse_target(topology))]
+
+
+def compile_one(settings: list[str], plan: Plan, topology: str) -> list[Confirmed]:
+    """What the program of a plan says."""
+    return [confirm(CONFIG, settings, plan, parse_target(topology))]
+
+
+def _kept(
+    what: str,
+    ask: Callable[[list[str], Plan, str], list[Confirmed]],
+    settings: list[str],
+    plan: Plan,
+    topology: str,
+) -> Confirmed:
+    """Return what was kept of a question, or ask it and keep that; each compiler has its own."""
+    versions = [version(name) for name in ("jax", "libtpu")]
+    text = json.dumps([what, settings, plan.settings(), topology, versions], sort_keys=True)
+    name = sha256(text.encode()).hexdigest()[:16]
+    path = cache_directory() / "bench_plan" / f"{name}.json"
+    if path.exists():
+        return Confirmed(**json.loads(path.read_text()))
+    (found,) = ask(settings, plan, topology)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(asdict(found)))
     return found
-
-
-def compile_one(settings: list[str], plan: dict[str, Any], topology: str) -> list[Confirmed]:
-    """What the program of a plan says."""
-    return [confirm(CONFIG, settings, Plan(**plan), parse_target(topology))]
-
-
-def _kept(settings: list[str], plan: Plan, topology: str, what: str) -> Path:
-    """Where the result is kept; another compiler's is another file."""
-    versions = [version(name) for name in ("jax", "libtpu")]
-    text = json.dumps([what, settings, plan.settings(), topology, versions], sort_keys=True)
-    return cache_directory() / "bench_plan" / f"{sha256(text.encode()).hexdigest()[:16]}.json"

@@ -1,6 +1,6 @@
 """Plans on slow links, real time: six plans of one model on four hosts, beside their predictions.
 
-One process a host, one CPU device a process, gloo between them. A prediction plays the plan's own
+A prediction plays the plan's own
 compiled program through (`jaxdist.hlo.timeline`, as for TPUs), with the speeds of the lab: links
 as `tc` shapes them, or slower where an all-reduce of 4 MiB finds that the machine's cores carry
 less; the latency of a message by an all-reduce of one number; and the work of a host by one step
@@ -10,28 +10,22 @@ with the steps that are predicted, and nothing is taken from those.
 
 from __future__ import annotations
 
-import json
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
-from pydantic import TypeAdapter
-
-from benchmarks.compression.lab import host_environ
 from benchmarks.core import lab
+from benchmarks.core.hosts import on_hosts
 from benchmarks.core.lab import Lab, LabLink
-from benchmarks.core.report import Figure, Listing, Report
-from benchmarks.planner.lab_host import FOUND, Found, Task
+from benchmarks.core.report import Figure, Listing, Report, Sheet
+from benchmarks.planner import lab_host
+from benchmarks.planner.lab_host import Found, Task, Timed
 from benchmarks.planner.lab_rates import SIZES
 from benchmarks.planner.ranking import kendall_tau
 from jaxdist.planner.plan import Plan
-from jaxdist.runtime.environment import python_module
 
 SPEEDS = (LabLink(100e6), LabLink(1e9))
 HOSTS = 4
 WARMUP, REPEATS = 1, 9
-TIMEOUT_SECONDS = 1800.0
 NEAR = 0.25
 VALUES: Mapping[str, object] = {
     "model": {"type": "gpt", "layers": 4, "embed": 256, "heads": 4, "mlp": 1024},
@@ -64,10 +58,7 @@ def bench(speeds: Sequence[LabLink] = SPEEDS) -> Report:
     labs = [Lab(sites=HOSTS, across=speed) for speed in speeds]
     reason = lab.unavailable(labs[0])
     if reason:
-        note = f"skipped: {reason}"
-        return Report(
-            "plan --lab", [Figure("slow-link lab", math.nan, math.nan, unit="", note=note)]
-        )
+        return Report("plan --lab", [Figure.skipped("slow-link lab", reason)])
     figures, listings = [], []
     for hosts in labs:
         found = measure(hosts)
@@ -85,10 +76,8 @@ def measure(
       RunError: this machine cannot hold the lab, or a host fails.
     """
     task = Task(dict(VALUES), tuple(plans), warmup, repeats)
-    command = python_module("benchmarks.planner.lab_host", json.dumps(asdict(task)))
-    printed = lab.run(hosts, command, environ=host_environ(), timeout_seconds=TIMEOUT_SECONDS)
-    (line,) = (line for line in printed.splitlines() if line.startswith(FOUND))
-    return TypeAdapter(Found).validate_json(line.removeprefix(FOUND))
+    (found,) = on_hosts(hosts, lab_host.measure, task)
+    return found
 
 
 def _where(hosts: Lab) -> str:
@@ -116,12 +105,17 @@ def figures_of(hosts: Lab, found: Found) -> list[Figure]:
 
 def listing(hosts: Lab, found: Found) -> Listing:
     """Each plan's step, measured and predicted."""
-    rows = []
-    for one in found.timed:
-        real = statistics.median(one.seconds)
-        rows.append((one.words, real, one.predicted, one.waits, one.predicted / real))
-    columns = {"plan": "", "measured": "s", "predicted": "s", "network": "s", "ratio": ""}
-    return Listing(f"Plans on {_where(hosts)}", columns, rows)
+    sheet = Sheet[Timed](
+        f"Plans on {_where(hosts)}",
+        {
+            "plan": "words",
+            "measured": (lambda one: statistics.median(one.seconds), "s"),
+            "predicted": ("predicted", "s"),
+            "network": ("waits", "s"),
+            "ratio": lambda one: one.predicted / statistics.median(one.seconds),
+        },
+    )
+    return sheet(found.timed)
 
 
 def _size(size_bytes: int) -> str:

@@ -1,24 +1,18 @@
-"""What each host of the lab runs: the steps of every plan in turn, and their predictions.
-
-`python -m benchmarks.planner.lab_host TASK`; the first host prints what was found.
-"""
+"""What each host of the lab runs: the steps of every plan in turn, and their predictions."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import os
-import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from orbax.checkpoint.multihost import get_barrier_sync_fn
-from pydantic import TypeAdapter
 
+from benchmarks.core.hosts import clocked, in_rounds
 from benchmarks.planner.lab_rates import Curve, Rates, curves_of, probe, sizes_of, sorts_of
 from jaxdist.config import Document, validate
 from jaxdist.experiment import ExperimentConfig, build
@@ -33,11 +27,8 @@ from jaxdist.inspect.program import ticks_of
 from jaxdist.mesh import Device
 from jaxdist.planner.plan import Plan
 from jaxdist.planner.write import planned
-from jaxdist.runtime.connection import connected
-from jaxdist.runtime.processes import find_processes
 from jaxdist.train.step import Program
 
-FOUND = "found: "
 PATIENCE_SECONDS = 900.0
 """The longest wait for a host that compiles."""
 
@@ -154,7 +145,7 @@ def step_of(values: Mapping[str, object], plan: Plan, devices: Sequence[Device])
     return Step(program, compiled, module, MeshLayout(dict(mesh.shape), order), ticks_of(program))
 
 
-def measure(task: Task) -> Found:
+def measure(task: Task) -> list[Found]:
     """Time all plans, interleaved, and predict them; the same on each host."""
     steps = [step_of(task.values, plan, jax.devices()) for plan in task.plans]
     alone = _alone(task)
@@ -163,15 +154,16 @@ def measure(task: Task) -> Found:
     turns = [step.turn() for step in steps]
     probes = [probe(sort, size) for sort in sorts for size in sizes_of(sort)]
     _meet("begun")
-    seconds = _rounds([*turns, alone.turn(), *probes], task)
-    work, *sent = (float(np.median(own)) for own in seconds[len(turns) :])
+    own = {str(at): clocked(turn) for at, turn in enumerate([*turns, alone.turn(), *probes])}
+    found = in_rounds(own, warmup=task.warmup, repeats=task.repeats)
+    work, *sent = (float(np.median(one.seconds)) for one in found[len(turns) :])
     rates = Rates(curves_of(sorts, sent))
     rates = dataclasses.replace(rates, slower=work / alone.predicted(rates)[0])
     timed = []
-    for plan, step, own in zip(task.plans, steps, seconds, strict=False):
+    for plan, step, one in zip(task.plans, steps, found, strict=False):
         predicted, waits = step.predicted(rates, max(1.0, jax.process_count() / _cores()))
-        timed.append(Timed(plan.words(), tuple(map(float, own)), predicted, waits))
-    return Found(tuple(rates.curves.values()), work, tuple(timed))
+        timed.append(Timed(plan.words(), one.seconds, predicted, waits))
+    return [Found(tuple(rates.curves.values()), work, tuple(timed))]
 
 
 def _meet(where: str) -> None:
@@ -189,38 +181,3 @@ def _alone(task: Task) -> Step:
     values = json.loads(json.dumps(task.values))
     values["train"]["batch_size"] //= jax.process_count()
     return step_of(values, Plan(zero=0), jax.local_devices())
-
-
-def _rounds(turns: Sequence[Callable[[], None]], task: Task) -> np.ndarray:
-    """Seconds by turn and round, of the slowest host; each turn once a round."""
-    count = task.warmup + task.repeats
-    found = np.zeros((len(turns), count), np.float64)
-    for index in range(count):
-        for place in range(len(turns)):
-            which = (index + place) % len(turns)
-            multihost_utils.sync_global_devices("ready")
-            begun = time.perf_counter()
-            turns[which]()
-            found[which, index] = time.perf_counter() - begun
-            multihost_utils.sync_global_devices("done")
-    everywhere = np.asarray(multihost_utils.process_allgather(found.astype(np.float32)))
-    return everywhere.reshape(-1, *found.shape)[..., task.warmup :].max(0)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Join the other hosts, run the task, and print what was found (the first host does)."""
-
-    def report(error: BaseException) -> int:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 1
-
-    task = TypeAdapter(Task).validate_json(arguments[0])
-    with connected(find_processes(os.environ), report):
-        found = measure(task)
-        if jax.process_index() == 0:
-            # In one piece, on a line of its own: gloo prints too, on all hosts.
-            sys.stdout.write(f"\n{FOUND}{json.dumps(asdict(found))}\n")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

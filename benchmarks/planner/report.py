@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 
-from benchmarks.core.report import Figure, Listing, Report
+from benchmarks.core.report import Figure, Report, Sheet, lacking
 from benchmarks.planner import lab as plan_lab
 from benchmarks.planner import maxtext as beside
 from benchmarks.planner.cases import PUBLISHED, Published, decoder, llama_70b
@@ -24,7 +22,6 @@ from benchmarks.planner.ranking import (
     laid_out,
     ranked,
 )
-from benchmarks.zero.report import NO_LIBTPU
 from jaxdist.planner.search import Judged, best, judge, search
 from jaxdist.planner.target import Places, meshes, parse_target
 
@@ -48,12 +45,11 @@ def bench(programs: int = PROGRAMS, maxtext: Path | None = None, lab: bool = Fal
     figures = [*published_figures(), *search_figures(), against_figure(against)]
     if maxtext is not None:
         figures += beside.figures(maxtext)
-    listings = [published_listing(), against_listing(against)]
+    listings = [published_listing(PUBLISHED), against_listing(against)]
     if not programs:
         return Report("plan", figures, listings)
-    if find_spec("libtpu") is None:
-        figures.append(Figure("programs", math.nan, math.nan, unit="", note=NO_LIBTPU))
-        return Report("plan", figures, listings)
+    if reason := lacking("libtpu"):
+        return Report("plan", [*figures, Figure.skipped("programs", reason)], listings)
     found = compiled(programs)
     figures += [*memory_figures(found), fits_figure(laid_out(TOP_FIVE, 5))]
     six = ranked(RANKED)
@@ -109,17 +105,23 @@ def search_figures() -> list[Figure]:
     return [Figure(name, spent, 60.0, "<= 1", "s", "nothing is compiled")]
 
 
-def published_listing() -> Listing:
-    """Where the published plans' time goes by the formulas."""
-    rows = []
-    for row in PUBLISHED:
-        seconds = judged(row).seconds
-        waits = seconds.data + seconds.slow + seconds.tensor + seconds.bubble
-        rows.append(
-            (row.name, row.topology, row.plan.words(), seconds.total, waits / seconds.total)
-        )
-    columns = {"model": "", "chips": "", "plan": "", "step": "s", "waits": ""}
-    return Listing("Published plans, by formula", columns, rows)
+def _waits(row: Published) -> float:
+    """The share of a step's seconds in which nothing is computed."""
+    seconds = judged(row).seconds
+    return (seconds.data + seconds.slow + seconds.tensor + seconds.bubble) / seconds.total
+
+
+published_listing = Sheet[Published](
+    "Published plans, by formula",
+    {
+        "model": "name",
+        "chips": "topology",
+        "plan": lambda row: row.plan.words(),
+        "step": (lambda row: judged(row).seconds.total, "s"),
+        "waits": _waits,
+    },
+)
+"""Where the published plans' time goes by the formulas."""
 
 
 @dataclass(frozen=True)
@@ -170,14 +172,17 @@ def against_figure(rows: Sequence[Against]) -> Figure:
     return Figure("published plans found or beaten", good, len(rows), ">= 1", "", note)
 
 
-def against_listing(rows: Sequence[Against]) -> Listing:
-    """For each published plan, what ours is and why."""
-    columns = {"model": "", "chips": "", "published": "", "ours": "", "why": ""}
-    cells = [
-        (one.row.name, one.row.topology, one.row.plan.words(), one.ours.plan.words(), one.why())
-        for one in rows
-    ]
-    return Listing("Published plans beside ours", columns, cells)
+against_listing = Sheet[Against](
+    "Published plans beside ours",
+    {
+        "model": "row.name",
+        "chips": "row.topology",
+        "published": lambda one: one.row.plan.words(),
+        "ours": lambda one: one.ours.plan.words(),
+        "why": lambda one: one.why(),
+    },
+)
+"""What ours is for each published plan, and why."""
 
 
 def error_of(one: Program) -> float:
@@ -208,16 +213,18 @@ def fits_figure(top: Sequence[Ranked]) -> Figure:
     return Figure("best plans that the compiler takes", taken, len(top), ">= 1", "", note)
 
 
-def memory_listing(found: Sequence[Program]) -> Listing:
-    """Every program's memory by formula and compiled."""
-    rows = [
-        (one.drawn.model, one.drawn.topology, one.drawn.plan.words(),
-         error_of(one) * one.compiled.peak_bytes / 1e9, one.compiled.peak_bytes / 1e9,
-         error_of(one))
-        for one in found
-    ]  # fmt: skip
-    columns = {"model": "", "chips": "", "plan": "", "formula": "GB", "compiled": "GB", "ratio": ""}
-    return Listing("Memory of drawn plans", columns, rows)
+memory_listing = Sheet[Program](
+    "Memory of drawn plans",
+    {
+        "model": "drawn.model",
+        "chips": "drawn.topology",
+        "plan": lambda one: one.drawn.plan.words(),
+        "formula": (lambda one: error_of(one) * one.compiled.peak_bytes / 1e9, "GB"),
+        "compiled": (lambda one: one.compiled.peak_bytes / 1e9, "GB"),
+        "ratio": error_of,
+    },
+)
+"""The memory of every program, by formula and compiled."""
 
 
 def ranking_figure(six: Sequence[Ranked]) -> Figure:
@@ -230,15 +237,14 @@ def ranking_figure(six: Sequence[Ranked]) -> Figure:
     return Figure("ranking", tau, 0.8, ">= 1", "", note)
 
 
-def ranking_listing(six: Sequence[Ranked]) -> Listing:
-    """The six best plans by formula and compiled."""
-    rows = [
-        (one.judged.plan.words(), one.judged.seconds.total, one.compiled.seconds,
-         one.judged.memory.total / 1e9, one.compiled.peak_bytes / 1e9,
-         "refused" if one.compiled.refusal else "")
-        for one in six
-    ]  # fmt: skip
-    columns = {
-        "plan": "", "formula": "s", "compiled": "s", "formula ": "GB", "compiled ": "GB", "": ""
-    }  # fmt: skip
-    return Listing(f"The best plans of {RANKED.name}", columns, rows)
+ranking_listing = Sheet[Ranked](
+    f"The best plans of {RANKED.name}",
+    {
+        "plan": lambda one: one.judged.plan.words(),
+        "formula": ("judged.seconds.total", "s"),
+        "compiled": ("compiled.seconds", "s"),
+        "formula ": (lambda one: one.judged.memory.total / 1e9, "GB"),
+        "compiled ": (lambda one: one.compiled.peak_bytes / 1e9, "GB"),
+        "": lambda one: "refused" if one.compiled.refusal else "",
+    },
+)

@@ -38,7 +38,6 @@ TOPOLOGIES = {
 ROWS = 8192
 LENGTHS = (1024, 4096, 8192, 28672)
 """The contracted dim and the columns of each product."""
-TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -76,14 +75,7 @@ def main(families: Sequence[str]) -> None:
     """Measure the families and write them into the table; the others keep their rows."""
     table = json.loads(TABLE.read_text()) if TABLE.exists() else {}
     for family in families or TOPOLOGIES:
-        rows = child.call(
-            compiled_products,
-            Product,
-            family,
-            what=f"compiling products for {family}",
-            environ=child.compiling_on(None),
-            timeout_seconds=TIMEOUT_SECONDS,
-        )
+        rows = child.apart(compiled_products, "compiling products for {}")(family)
         found = table[family] = {}
         for row in rows:
             found.setdefault(row.table, []).append([row.contracted, row.columns, row.share])

@@ -14,7 +14,6 @@ from jaxdist.inspect.times import dearest, parts_of
 from jaxdist.runtime.topology import topology_devices
 
 CONFIG = Path(__file__).with_name("llama.yaml")
-TIMEOUT_SECONDS = 1800.0
 
 
 @dataclass(frozen=True)
@@ -47,21 +46,9 @@ class Step:
 
 
 def measure(case: Case) -> Step:
-    """Compile a case in a process of its own.
-
-    Raises:
-      RunError: it fails or takes too long.
-    """
-    (found,) = child.call(
-        predicted,
-        Step,
-        case.topology,
-        list(case.settings),
-        what=f"compiling {case.name} for {case.topology}",
-        environ=child.compiling_on(None),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-    return found
+    """Compile a case in a process of its own."""
+    compile_one = child.apart(predicted, f"compiling {case.name} for {case.topology}")
+    return compile_one(case.topology, case.settings)[0]
 
 
 def predicted(topology: str, settings: Sequence[str]) -> list[Step]:

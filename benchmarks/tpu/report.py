@@ -5,19 +5,16 @@ Nothing runs on a TPU: libtpu compiles, its estimates are added up (`jaxdist.cos
 
 from __future__ import annotations
 
-import math
 import statistics
 import sys
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
 
-from benchmarks.core.report import Figure, Listing, Report
+from benchmarks.core.report import Figure, Listing, Report, Sheet, lacking
 from benchmarks.tpu import kernels
 from benchmarks.tpu.cases import CASES, Case
 from benchmarks.tpu.program import Step, measure
-from benchmarks.zero.report import NO_LIBTPU
 from jaxdist.errors import RunError
+from jaxdist.runtime.environment import versions
 
 ESTIMATE_SECONDS = 5.0
 """What the prediction of a program of 80 layers may take."""
@@ -29,19 +26,20 @@ PREDICTED = "predicted s"
 
 def bench() -> Report:
     """Compile every case, one after another: minutes each."""
-    if find_spec("libtpu") is None:
-        return Report("tpu", [Figure("programs", math.nan, math.nan, unit="", note=NO_LIBTPU)])
+    if reason := lacking("libtpu"):
+        return Report("tpu", [Figure.skipped("programs", reason)])
     figures = kernels.figures(kernels.measure())
     found: list[tuple[Case, Step]] = []
     for case in CASES:
         try:
             step = measure(case)
         except RunError as error:
-            figures.append(Figure(label(case), math.nan, math.nan, unit="", note=str(error)))
+            figures.append(Figure.skipped(label(case), str(error)))
             continue
         found.append((case, step))
         print(f"{label(case)}: {step.seconds:.3g} s", file=sys.stderr)
-    return Report("tpu", [*figures, *step_figures(found)], [listing(found), parts(found)])
+    fit = [one for one in found if one[1].fits]
+    return Report("tpu", [*figures, *step_figures(found)], [listing(fit), parts(fit)])
 
 
 def label(case: Case) -> str:
@@ -55,8 +53,8 @@ def step_figures(found: Sequence[tuple[Case, Step]]) -> list[Figure]:
     errors: list[float] = []
     for case, step in found:
         if not step.fits:
-            note = f"refused by the compiler: {step.refusal}"
-            figures.append(Figure(label(case), math.nan, math.nan, unit="", note=note))
+            reason = f"refused by the compiler: {step.refusal}"
+            figures.append(Figure.skipped(label(case), reason))
             continue
         name = label(case)
         if case.most_seconds:
@@ -84,19 +82,19 @@ def step_figures(found: Sequence[tuple[Case, Step]]) -> list[Figure]:
     return figures
 
 
-def listing(found: Sequence[tuple[Case, Step]]) -> Listing:
-    """Every step: chips, mesh, seconds, MFU by both definitions, memory."""
-    columns = {"step": "", "chips": "", "mesh": "", "predicted": "s", "MFU causal": "",
-               "MFU whole": "", "peak": "GB"}  # fmt: skip
-    return Listing(
-        f"Predicted steps (libtpu {_libtpu()})",
-        columns,
-        [
-            (case.name, case.topology, step.mesh, step.seconds, step.mfu_causal, step.mfu,
-             step.peak_bytes / 1e9)
-            for case, step in found if step.fits
-        ],
-    )  # fmt: skip
+listing = Sheet[tuple[Case, Step]](
+    lambda found: f"Predicted steps (libtpu {versions(['libtpu'])['libtpu']})",
+    {
+        "step": lambda one: one[0].name,
+        "chips": lambda one: one[0].topology,
+        "mesh": lambda one: one[1].mesh,
+        "predicted": (lambda one: one[1].seconds, "s"),
+        "MFU causal": lambda one: one[1].mfu_causal,
+        "MFU whole": lambda one: one[1].mfu,
+        "peak": (lambda one: one[1].peak_bytes / 1e9, "GB"),
+    },
+)
+"""Every step: chips, mesh, seconds, MFU by both definitions, memory."""
 
 
 def parts(found: Sequence[tuple[Case, Step]]) -> Listing:
@@ -104,14 +102,6 @@ def parts(found: Sequence[tuple[Case, Step]]) -> Listing:
     rows = [
         (label(case), name, seconds, seconds / step.seconds)
         for case, step in found
-        if step.fits
         for name, seconds in step.parts.items()
     ]
     return Listing("Where the step goes", {"step": "", "part": "", "": "s", "share": ""}, rows)
-
-
-def _libtpu() -> str:
-    try:
-        return version("libtpu")
-    except PackageNotFoundError:
-        return "unknown"

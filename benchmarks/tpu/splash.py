@@ -142,13 +142,7 @@ def measure(family: str, block: int) -> list[Turn]:
         flags = f"--xla_jf_dump_to={directory} --xla_jf_dump_llo_text=true"
         environ = child.compiling_on(None) | {"LIBTPU_INIT_ARGS": flags}
         child.call(
-            compile_kernels,
-            Turn,
-            family,
-            block,
-            what="compiling splash attention",
-            environ=environ,
-            timeout_seconds=300,
+            compile_kernels, family, block, what="compiling splash attention", environ=environ
         )
         return [
             turn(family, found[1], block, (Path(directory) / name).read_text(errors="replace"))

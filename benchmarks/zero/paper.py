@@ -23,7 +23,6 @@ from jaxdist.trees import tree_size
 from jaxdist.types import JsonObject
 
 TOPOLOGY = "v5p:4x4x4"
-TIMEOUT_SECONDS = 1800.0
 WINDOW = 128
 """Tokens on a device. The paper counts states alone, so activations are kept small."""
 MODEL: JsonObject = {
@@ -53,21 +52,6 @@ class PaperRow:
     @property
     def refused(self) -> bool:
         return self.memory_bytes is not None
-
-
-def measure() -> list[PaperRow]:
-    """The rows, compiled in a process of its own.
-
-    Raises:
-      RunError: it fails or takes too long.
-    """
-    return child.call(
-        rows,
-        PaperRow,
-        what="compiling the paper's steps",
-        environ=child.compiling_on(None),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
 
 
 def row(stage: int, form: Form, devices: Sequence[Device], model: JsonObject) -> PaperRow:
@@ -102,3 +86,6 @@ def rows() -> Iterator[PaperRow]:
     """Every stage in the explicit form."""
     devices = topology_devices(TOPOLOGY)
     return (row(stage, "explicit", devices, MODEL) for stage in STAGES)
+
+
+measure = child.apart(rows, "compiling the paper's steps")

@@ -25,7 +25,6 @@ REDUCE: Mapping[Form, Any] = {"explicit": {"type": "xla"}, "auto": None}
 STAGES = (0, 1, 2, 3)
 CPU_COUNTS = (8, 64)
 TOPOLOGY = "v5e:2x4"
-TIMEOUT_SECONDS = 1200.0
 
 StateBytes = tuple[float, float, float]
 """Bytes of a parameter, of its gradient and of its optimizer state."""
@@ -172,22 +171,6 @@ def row(
     )
 
 
-def measure(platform: str) -> list[ZeroRow]:
-    """The rows of "cpu" or "tpu", compiled in a process of its own.
-
-    Raises:
-      RunError: it fails or takes too long.
-    """
-    return child.call(
-        platform_rows,
-        ZeroRow,
-        platform,
-        what=f"compiling steps for {platform}",
-        environ=child.compiling_on(max(CPU_COUNTS) if platform == "cpu" else None),
-        timeout_seconds=TIMEOUT_SECONDS,
-    )
-
-
 def platform_rows(platform: str) -> Iterator[ZeroRow]:
     """Those of "cpu" or "tpu"."""
     if platform == "tpu":
@@ -209,3 +192,11 @@ def tpu_rows(devices: Sequence[Device]) -> Iterator[ZeroRow]:
     """Every stage in the explicit form."""
     for stage in STAGES:
         yield row("tpu", devices, stage, "explicit")
+
+
+measure = child.apart(
+    platform_rows,
+    "compiling steps for {}",
+    devices=lambda platform: max(CPU_COUNTS) if platform == "cpu" else None,
+)
+"""The rows of "cpu" or "tpu"."""

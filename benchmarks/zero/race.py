@@ -8,13 +8,12 @@ it by itself.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from benchmarks.core import race
-from benchmarks.core.harness import Sample, paired_ratio
+from benchmarks.core.harness import Sample
 from benchmarks.core.race import SIZES, WORLD, RaceEntry
 from benchmarks.core.report import Figure, Listing, Report
 from benchmarks.core.team import Command
@@ -47,18 +46,13 @@ def bench(repeats: int = REPEATS) -> Report:
       RunError: a contender ends early, or the losses do not agree.
     """
     if reason := race.missing():
-        nothing = Figure("torch", math.nan, math.nan, unit="", note=f"skipped: {reason}")
-        return Report("zero_race", [nothing])
+        return Report("zero_race", [Figure.skipped("torch", reason)])
     samples = measure(repeats)
     return Report("zero_race", figures(samples), [listing(samples)])
 
 
 def measure(repeats: int = REPEATS) -> dict[str, Sample]:
-    """Seconds a step of each contender, in turn.
-
-    Raises:
-      RunError: a contender ends early, or the losses do not agree.
-    """
+    """Seconds a step of each contender, in turn; see `race.measure`."""
     rows = WORLD * BATCH
     return race.measure(contenders, rows, WINDOW, check_losses, steps=STEPS, repeats=repeats)
 
@@ -101,27 +95,15 @@ def figures(samples: Mapping[str, Sample]) -> list[Figure]:
     found = []
     for kind, ours, torch in PAIRS:
         mine, theirs = samples[f"ours {kind}"], samples[f"torch {kind}"]
-        efficiency = [
-            Sample(tuple(a / b for a, b in zip(samples[alone].seconds, two.seconds, strict=True)))
-            for alone, two in ((f"ours {ALONE[kind]}", mine), ("torch alone", theirs))
-        ]
+        efficiency = (samples[f"ours {ALONE[kind]}"] / mine, samples["torch alone"] / theirs)
         note = f"{WORLD} processes of one core over gloo, the time of one alone over that of both"
         versus = f"{ours} over torch {torch}"
-        found.append(
-            Figure(
-                f"parallel efficiency, {versus}",
-                efficiency[0].median,
-                efficiency[1].median,
-                EFFICIENCY_GOAL,
-                "",
-                note,
-                efficiency[0].iqr,
-                efficiency[1].iqr,
-                paired_ratio(*efficiency),
-            )
-        )
-        speed = (1 / mine.median, 1 / theirs.median, SPEED_GOAL, "steps/s")
-        found.append(Figure(f"speed, {versus}", *speed, paired_ratio=paired_ratio(theirs, mine)))
+        found += [
+            Figure.compare(
+                f"parallel efficiency, {versus}", *efficiency, EFFICIENCY_GOAL, note, unit=""
+            ),
+            race.speed(f"speed, {versus}", mine, theirs, SPEED_GOAL),
+        ]
     return found
 
 

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import os
 from collections.abc import Callable, Sequence
-from importlib.util import find_spec
 
-from benchmarks.core.report import Figure, Listing, Report
+from benchmarks.core.report import Figure, Report, Sheet, lacking
 from benchmarks.zero import paper as zero_paper
 from benchmarks.zero import plot as zero_plot
 from benchmarks.zero import program as zero_program
@@ -28,7 +25,6 @@ BYTES_NOTE = (
     "bytes a parameter that further layers add, less their inputs kept by full remat: "
     "a layer's activations, one gathered layer, logits and embedding cancel"
 )
-NO_LIBTPU = "skipped: libtpu is not installed: pip install 'jaxdist[tpu]'"
 
 
 def bench(plot: str | os.PathLike[str] | None = None) -> Report:
@@ -41,8 +37,8 @@ def bench(plot: str | os.PathLike[str] | None = None) -> Report:
     figures = [*state_figures(rows), *auto_figures(rows), *sent_figures(rows)]
     figures += flops_figures(rows)
     paper: list[PaperRow] = []
-    if find_spec("libtpu") is None:
-        figures.append(Figure("tpu programs", math.nan, math.nan, unit="", note=NO_LIBTPU))
+    if reason := lacking("libtpu"):
+        figures.append(Figure.skipped("tpu programs", reason))
     else:
         tpu = zero_program.measure("tpu")
         paper = zero_paper.measure()
@@ -116,8 +112,8 @@ def _worst(
 ) -> Figure:
     """The explicit program with the largest ratio; `pair` gives its figure and its reference."""
     explicit = [row for row in rows if row.form == "explicit"]
-    worst = max(explicit, key=lambda row: operator.truediv(*pair(row)))
-    return Figure(name, *pair(worst), goal, unit, note.format(len(explicit), worst.stage))
+    said = lambda row: note.format(len(explicit), row.stage)  # noqa: E731
+    return Figure.worst(name, explicit, pair, goal, unit, said)
 
 
 def paper_figures(rows: Sequence[PaperRow]) -> list[Figure]:
@@ -141,51 +137,35 @@ def _bound(row: ZeroRow) -> float:
     return bound_bytes(4 * row.params, row.stage, row.devices)
 
 
-def listing(rows: Sequence[ZeroRow]) -> Listing:
-    """Every program; auto is XLA's own from sharding constraints."""
-    columns = ("stage", "form", "remat")
-    measured = ("held", "formula", "peak", "sent", "FLOPs")
-    return Listing(
-        "compiled steps: bytes a parameter held, by formula and in the whole peak; bytes sent "
-        "over the bound; FLOPs over the model's",
-        dict.fromkeys(("on", *columns, *measured), ""),
-        [
-            (
-                f"{row.platform} {row.devices}",
-                *(getattr(row, name) for name in columns),
-                *_measured(row),
-            )
-            for row in rows
-        ],
-    )
+listing = Sheet[ZeroRow](
+    "compiled steps: bytes a parameter held, by formula and in the whole peak; bytes sent "
+    "over the bound; FLOPs over the model's",
+    {
+        "on": lambda row: f"{row.platform} {row.devices}",
+        "stage": "stage",
+        "form": "form",
+        "remat": "remat",
+        "held": lambda row: row.bytes_per_param and f"{row.bytes_per_param:.2f}",
+        "formula": lambda row: f"{formula_bytes(FLOAT32, row.stage, row.devices):.2f}",
+        "peak": lambda row: f"{row.peak_bytes / row.params:.2f}",
+        "sent": lambda row: f"{row.sent_bytes / _bound(row):.3f}",
+        "FLOPs": lambda row: f"{row.flops / row.ideal_flops:.3f}",
+    },
+)
+"""Every program; the form auto is XLA's own from sharding constraints."""
 
-
-def _measured(row: ZeroRow) -> tuple[str | None, ...]:
-    show: Callable[[float], str] = "{:.2f}".format
-    return (
-        None if row.bytes_per_param is None else show(row.bytes_per_param),
-        show(formula_bytes(FLOAT32, row.stage, row.devices)),
-        show(row.peak_bytes / row.params),
-        f"{row.sent_bytes / _bound(row):.3f}",
-        f"{row.flops / row.ideal_flops:.3f}",
-    )
-
-
-def paper_listing(rows: Sequence[PaperRow]) -> Listing:
-    """The paper's figure 1; beside its state, a step takes what the release makes of it."""
-    compiler = f"libtpu {versions(['libtpu'])['libtpu']}"
-    return Listing(
-        f"{rows[0].params / 1e9:.2f} billion parameters on 64 chips of v5p, {compiler}",
-        {"stage": "", "form": "", "formula": "GB", "peak": "GB", "ratio": "", "compiler": ""},
-        [
-            (
-                row.stage,
-                row.form,
-                row.formula_bytes / 1e9,
-                row.peak_bytes / 1e9,
-                f"{row.peak_bytes / row.formula_bytes:.3f}",
-                "refused: out of memory" if row.refused else "compiled",
-            )
-            for row in rows
-        ],
-    )
+paper_listing = Sheet[PaperRow](
+    lambda rows: (
+        f"{rows[0].params / 1e9:.2f} billion parameters on 64 chips of v5p, "
+        f"libtpu {versions(['libtpu'])['libtpu']}"
+    ),
+    {
+        "stage": "stage",
+        "form": "form",
+        "formula": (lambda row: row.formula_bytes / 1e9, "GB"),
+        "peak": (lambda row: row.peak_bytes / 1e9, "GB"),
+        "ratio": lambda row: f"{row.peak_bytes / row.formula_bytes:.3f}",
+        "compiler": lambda row: "refused: out of memory" if row.refused else "compiled",
+    },
+)
+"""The paper's figure 1; beside its state, a step takes what the release makes of it."""

@@ -2,10 +2,10 @@
 
 import pytest
 
-from benchmarks.collectives import gloo as collectives_gloo
 from benchmarks.core import race
+from benchmarks.core.report import lacking
 
-needs_torch = pytest.mark.skipif(not collectives_gloo.has_torch(), reason=collectives_gloo.MISSING)
+needs_torch = pytest.mark.skipif(bool(lacking("torch")), reason=lacking("torch"))
 needs_cores = pytest.mark.skipif(
     race.missing() is not None and "core" in str(race.missing()),
     reason="fewer than two cores, or a system that cannot keep a process on one",

@@ -20,6 +20,7 @@ from benchmarks.collectives import traffic as collectives_traffic
 from benchmarks.collectives.plot import plot_time_over_size
 from benchmarks.collectives.traffic import TrafficRow, busiest_sent_bytes, longest_chain, row
 from benchmarks.core import child
+from benchmarks.core import report as core_report
 from benchmarks.core.report import Listing, Report
 from jaxdist.collectives import Halving, Hierarchical, Ring, Tree, Xla
 from jaxdist.errors import RunError
@@ -133,7 +134,7 @@ def test_rows_come_back_from_a_process_of_their_own(monkeypatch):
     [("raise SystemExit('no room')", "exit code 1: no room"), ("input()", "after 0.5 s: run")],
 )
 def test_a_process_that_fails_is_said(monkeypatch, program, said):
-    monkeypatch.setattr(collectives_traffic, "TIMEOUT_SECONDS", 0.5 if "after" in said else 60)
+    monkeypatch.setattr(child, "TIMEOUT_SECONDS", 0.5 if "after" in said else 60)
     program = program.replace("input()", "import time; time.sleep(60)")
     monkeypatch.setattr(child, "command", lambda *_: [sys.executable, "-c", program])
     with pytest.raises(RunError, match=rf"the programs for cpu .*{said}"):
@@ -257,8 +258,7 @@ def test_the_report_in_one_piece(monkeypatch, tmp_path):
     monkeypatch.setattr(collectives_time, "RINGS", (Ring(),))
     monkeypatch.setattr(collectives_time, "ALGORITHMS", (Xla(), Ring()))
     monkeypatch.setattr(collectives_traffic, "measure", lambda _: [ROW])
-    monkeypatch.setattr(collectives_gloo, "has_torch", lambda: False)
-    monkeypatch.setattr(bench, "find_spec", lambda _: None)
+    monkeypatch.setattr(core_report, "find_spec", lambda _: None)
     report = bench.bench(repeats=1, plot=tmp_path)
     names = [figure.name for figure in report.figures]
     assert names == [

@@ -17,11 +17,9 @@ def labs(sites: int) -> list[Lab]:
     return [Lab(sites, across=LabLink(1e6, 0.5)), Lab(1)]
 
 
-def called(sites, timeout_seconds=60.0):
+def called(sites):
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *PATHS])}
-    return child.call(
-        labs, Lab, sites, what="labs", environ=environ, timeout_seconds=timeout_seconds
-    )
+    return child.call(labs, sites, what="labs", environ=environ)
 
 
 PATHS = [path for path in [os.environ.get("PYTHONPATH")] if path]
@@ -36,9 +34,10 @@ def test_a_process_that_fails_is_heard():
         called(9)
 
 
-def test_a_process_that_takes_too_long_is_ended():
+def test_a_process_that_takes_too_long_is_ended(monkeypatch):
+    monkeypatch.setattr(child, "TIMEOUT_SECONDS", 0.01)
     with pytest.raises(RunError, match=r"labs is not done after 0.01 s: run `"):
-        called(2, 0.01)
+        called(2)
 
 
 def test_a_function_is_named_by_its_module():

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 import benchmarks as benches
+from benchmarks.core import report
 from benchmarks.pipeline import auto as pipeline_auto
 from benchmarks.pipeline import formulas as pipeline_formulas
 from benchmarks.pipeline import memory as pipeline_memory
@@ -108,7 +109,7 @@ def test_zb_auto_beside_the_goal_and_the_paper():
 
 
 def test_without_torch_a_figure_says_why(monkeypatch):
-    monkeypatch.setattr(pipeline_torch, "find_spec", lambda name: None)
+    monkeypatch.setattr(report, "find_spec", lambda name: None)
     found = pipeline_torch.measure()
     assert found == []
     [figure] = pipeline_torch.figures(found)

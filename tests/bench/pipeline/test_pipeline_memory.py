@@ -92,7 +92,7 @@ def test_cells_come_from_a_process_with_a_device_for_each_stage(monkeypatch):
 
 
 def test_it_always_ends(monkeypatch):
-    monkeypatch.setattr(pipeline_memory, "TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(child, "TIMEOUT_SECONDS", 0.01)
     with pytest.raises(RunError, match=r"compiling pipelines for their memory is not done after"):
         pipeline_memory.measure()
 

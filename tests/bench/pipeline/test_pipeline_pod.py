@@ -8,7 +8,7 @@ import subprocess
 import jax
 import pytest
 
-from benchmarks.core import child
+from benchmarks.core import child, report
 from benchmarks.pipeline import pod as pipeline_pod
 from benchmarks.pipeline.pod import Pod
 from jaxdist.experiment import build, load
@@ -53,7 +53,7 @@ def test_bytes_are_listed_by_axis():
 
 
 def test_without_libtpu_it_says_so(monkeypatch):
-    monkeypatch.setattr(pipeline_pod, "find_spec", lambda _: None)
+    monkeypatch.setattr(report, "find_spec", lambda _: None)
     (figure,) = pipeline_pod.figures(pipeline_pod.measure())
     assert math.isnan(figure.ours)
     assert figure.note == "skipped: libtpu is not installed: pip install 'jaxdist[tpu]'"
@@ -72,7 +72,7 @@ def test_the_child_prints_what_the_parent_reads(monkeypatch, capsys):
     child.main(name, '"v5p:2x2x2"', '"model.layers=2"')
     assert compiled == [(["v5p:2x2x2"], ("model.layers=2",))]
     printed = capsys.readouterr().out
-    monkeypatch.setattr(pipeline_pod, "find_spec", lambda _: True)
+    monkeypatch.setattr(report, "find_spec", lambda _: True)
     done = subprocess.CompletedProcess([], 0, printed, "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: done)
     assert pipeline_pod.measure() == [POD]

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 from bench_needs import needs_cores, needs_torch
 
-from benchmarks.core import race, team
+from benchmarks.core import report as report_module
+from benchmarks.core import team
 from benchmarks.core.harness import Sample
 from benchmarks.pipeline import race as pipeline_race
 from benchmarks.zero import ours as zero_ours
@@ -60,14 +61,14 @@ def test_losses_that_do_not_agree_end_the_race():
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    monkeypatch.setattr(race, "find_spec", lambda _: None)
+    monkeypatch.setattr(report_module, "find_spec", lambda _: None)
     report = pipeline_race.bench()
     assert math.isnan(report.figures[0].ours)
     assert report.figures[0].note == (
         "skipped: torch is not installed: pip install 'jaxdist[bench]'"
     )
     assert not report.listings
-    monkeypatch.setattr(race, "find_spec", lambda _: True)
+    monkeypatch.setattr(report_module, "find_spec", lambda _: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert "it needs 2 cores" in pipeline_race.bench().figures[0].note
 

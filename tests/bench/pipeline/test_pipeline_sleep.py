@@ -10,6 +10,7 @@ from collections import Counter
 import pytest
 from rich.console import Console
 
+from benchmarks.core import child
 from benchmarks.pipeline import sleep as pipeline_sleep
 from benchmarks.pipeline.sleep import BUILDS, UNITS, Slept, play, sleeping
 from jaxdist.errors import RunError
@@ -83,14 +84,14 @@ def test_each_number_of_stages_has_a_process(monkeypatch):
                 count,
             ],
             count,
-            pipeline_sleep.TIMEOUT_SECONDS,
+            child.TIMEOUT_SECONDS,
         )
         for count in ("4", "8")
     ]
 
 
 def test_it_always_ends(monkeypatch):
-    monkeypatch.setattr(pipeline_sleep, "TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(child, "TIMEOUT_SECONDS", 0.01)
     with pytest.raises(RunError, match=r"a pipeline of 4 stages that sleep is not done after 0.01"):
         pipeline_sleep.measure((4,))
 

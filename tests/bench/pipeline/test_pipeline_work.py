@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from benchmarks.core import child
 from benchmarks.pipeline import work as pipeline_work
 from benchmarks.pipeline.program import ModelSize, arguments, parts, stage_mesh
 from benchmarks.pipeline.work import WorkCell, executed_flops, programs, same
@@ -155,11 +156,11 @@ def test_cells_come_from_a_process_with_a_device_for_each_stage(monkeypatch):
         "benchmarks.core.child",
         "benchmarks.pipeline.work:cells",
     ]
-    assert seen["timeout"] == pipeline_work.TIMEOUT_SECONDS
+    assert seen["timeout"] == child.TIMEOUT_SECONDS
 
 
 def test_it_always_ends(monkeypatch):
-    monkeypatch.setattr(pipeline_work, "TIMEOUT_SECONDS", 0.01)
+    monkeypatch.setattr(child, "TIMEOUT_SECONDS", 0.01)
     with pytest.raises(RunError, match=r"the executor beside the usual scan is not done after 0.0"):
         pipeline_work.measure()
 

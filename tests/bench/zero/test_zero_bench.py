@@ -13,6 +13,7 @@ import pytest
 
 import benchmarks as benches
 from benchmarks.core import child
+from benchmarks.core import report as report_module
 from benchmarks.core.report import Figure, Report
 from benchmarks.zero import paper as zero_paper
 from benchmarks.zero import plot as zero_plot
@@ -218,7 +219,7 @@ def test_the_report_in_one_piece(monkeypatch, tmp_path, here):
         lambda platform: [dataclasses.replace(row, platform=platform) for row in rows],
     )
     monkeypatch.setattr(zero_paper, "measure", lambda: PAPER)
-    monkeypatch.setattr(zero, "find_spec", lambda _: here or None)
+    monkeypatch.setattr(report_module, "find_spec", lambda _: here or None)
     race = Figure("torch", 1.0, 1.0, unit="")
     monkeypatch.setattr(zero_race, "bench", lambda: Report("zero_race", [race]))
     report = benches.run("zero", tmp_path / "zero.json")

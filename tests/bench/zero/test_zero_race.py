@@ -17,6 +17,7 @@ import pytest
 from bench_needs import needs_cores, needs_torch
 
 from benchmarks.core import race, team
+from benchmarks.core import report as report_module
 from benchmarks.core.harness import Sample
 from benchmarks.zero import ours as zero_ours
 from benchmarks.zero import race as zero_race
@@ -82,11 +83,11 @@ def test_everybody_goes_first_in_turn():
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    monkeypatch.setattr(race, "find_spec", lambda _: None)
+    monkeypatch.setattr(report_module, "find_spec", lambda _: None)
     (figure,) = zero_race.bench().figures
     assert math.isnan(figure.ours)
     assert figure.note == "skipped: torch is not installed: pip install 'jaxdist[bench]'"
-    monkeypatch.setattr(race, "find_spec", lambda _: True)
+    monkeypatch.setattr(report_module, "find_spec", lambda _: True)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0}, raising=False)
     assert race.missing() == "it needs 2 cores and this process has 1"
     monkeypatch.delattr(os, "sched_getaffinity")
