@@ -231,11 +231,77 @@ def replay(run: shared.Run, *, devices: shared.Devices = None) -> None:
         raise typer.Exit(1)
 
 
-def report(run: shared.Run, json_file: shared.JsonFile = None) -> None:
-    """Tell where the time of a run went: every second of it, over all its restarts."""
-    from jaxdist.run.report.goodput import report as tell
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    *,
+    json_file: shared.JsonFile = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Write one page instead: curves, time, memory, bytes, schedule, energy."),
+    ] = None,
+    live: Annotated[
+        bool, typer.Option("--live", help="--html: write it again until the runs have ended.")
+    ] = False,
+    every: Annotated[
+        float, typer.Option(min=1, help="--live: seconds from one page to the next.")
+    ] = 15,
+    compiled: Annotated[
+        bool,
+        typer.Option(
+            "--compile/--no-compile",
+            help="--html: compile each run's step for its memory and its bytes per mesh axis.",
+        ),
+    ] = True,
+) -> None:
+    """Print where the time of a run went: every second of it, over all its restarts."""
+    from jaxdist.errors import ConfigError
 
-    tell(run, json_file, console=shared.console())
+    if html is None:
+        from jaxdist.run.report.goodput import report as tell
+
+        if live or (json_file is not None and len(runs) > 1):
+            wrong = "--live writes a page again" if live else "--json is about one run"
+            raise ConfigError(f"{wrong}: give {'--html FILE' if live else 'one run directory'}")
+        for run in runs:
+            tell(run, json_file, console=shared.console())
+        return
+    shared.alone("--html", **{"--json": json_file is not None})
+    counts = [count for run in runs if (count := shared.devices_of(run)) is not None]
+    if compiled and counts:
+        from jaxdist.runtime import environment
+
+        environment.prepare(fake_devices=max(counts))
+    from jaxdist.run.report.page.write import report_page
+
+    report_page(
+        runs,
+        html,
+        compile_step=_inspected if compiled else None,
+        live_seconds=every if live else None,
+        say=partial(shared.console().print, soft_wrap=True, markup=False),
+    )
+
+
+def _inspected(config: Path) -> JsonObject:
+    """Compile the step of a run's config for fake CPU devices.
+
+    Raises:
+      JaxdistError: it imports the user's code, which a report runs for nobody; its mesh does not
+        say how many devices there were; or it cannot be compiled here.
+    """
+    from jaxdist.config import read
+    from jaxdist.config.importing import foreign_code
+    from jaxdist.errors import ConfigError
+    from jaxdist.inspect.program import inspect_step, open_subject
+    from jaxdist.inspect.report import inspection_json
+
+    count, code = shared.devices_of(config.parent), foreign_code(read(config).values)
+    if code:
+        raise ConfigError(f"the step is not compiled here, for its config {code[0]}")
+    if count is None:
+        raise ConfigError("the mesh of its config leaves an axis open (-1): add --devices N below")
+    found = inspect_step(open_subject(config, [f"mesh.fake_devices={count}"], None))
+    return inspection_json(found)
 
 
 def generate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import traceback
@@ -122,6 +123,22 @@ def _fake_devices(path: Path, overrides: list[str]) -> int:
     mesh = read(path, overrides).values.get("mesh")
     count = mesh.get("fake_devices") if isinstance(mesh, dict) else None
     return max(count, 0) if isinstance(count, int) else 0
+
+
+def devices_of(run: Path) -> int | None:
+    """The number of devices that a run's mesh has; None where its config does not say it."""
+    from jaxdist.config import read
+    from jaxdist.errors import JaxdistError
+
+    try:
+        mesh = read(run / "config.yaml").values.get("mesh")
+    except JaxdistError:
+        return None  # told where the run is read
+    axes = dict(mesh) if isinstance(mesh, dict) else {}
+    fake = axes.pop("fake_devices", None)
+    sizes = [size.values() if isinstance(size, dict) else [size] for size in axes.values()]
+    count = math.prod(part for both in sizes for part in both) if sizes else -1
+    return count if count > 0 else fake
 
 
 def report(error: BaseException) -> int:

@@ -99,16 +99,18 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
     return (sums[end] - sums[first]) / (end - first)
 
 
-def thin(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """At most `MAX_POINTS` points: the lowest and the highest of each run of neighbours.
+def thin(
+    steps: np.ndarray, values: np.ndarray, most: int = MAX_POINTS
+) -> tuple[np.ndarray, np.ndarray]:
+    """At most `most` points: the lowest and the highest of each run of neighbours.
 
     >>> steps, values = thin(np.arange(10_000), np.eye(1, 10_000, 777)[0])
     >>> len(steps) <= MAX_POINTS, steps[values.argmax()].item()
     (True, 777)
     """
-    if len(steps) <= MAX_POINTS:
+    if len(steps) <= most:
         return steps, values
-    groups = np.array_split(np.arange(len(steps)), MAX_POINTS // 2)
+    groups = np.array_split(np.arange(len(steps)), most // 2)
     ends = [{int(g[values[g].argmin()]), int(g[values[g].argmax()])} for g in groups]
     kept = np.array(sorted(index for pair in ends for index in pair))
     return steps[kept], values[kept]

@@ -7,11 +7,16 @@ from ruamel.yaml import YAML
 from jaxdist.types import Json, JsonObject
 
 
-def _flat(value: Json, path: str = "") -> JsonObject:
+def flat(value: Json, path: str = "") -> JsonObject:
+    """Return dotted path to value, for each value in nested mappings.
+
+    >>> flat({"a": {"b": 1, "c": []}})
+    {'a.b': 1, 'a.c': []}
+    """
     if isinstance(value, dict) and value:
         found: JsonObject = {}
         for key, child in value.items():
-            found |= _flat(child, f"{path}.{key}" if path else str(key))
+            found |= flat(child, f"{path}.{key}" if path else str(key))
         return found
     return {path: value}
 
@@ -26,7 +31,7 @@ def changes(before: JsonObject, after: str) -> list[str]:
     >>> changes({"a": {"b": 1, "c": 2}}, "a: {b: 1, c: 3}")
     ['a.c: 2 -> 3']
     """
-    old, new = _flat(before), _flat(YAML(typ="safe").load(after) or {})
+    old, new = flat(before), flat(YAML(typ="safe").load(after) or {})
     return [
         f"{path}: {old.get(path)} -> {new.get(path)}"
         for path in {**old, **new}

@@ -1,0 +1,1 @@
+"""A run, or several beside one another, as one self-contained HTML page."""

@@ -1,0 +1,95 @@
+"""The curves of a run, read from metrics of any length and thinned for a page."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jaxdist.metrics.curve import smooth, thin
+from jaxdist.metrics.energy.tally import SPLIT as ENERGY
+from jaxdist.metrics.goodput import INTERVALS
+from jaxdist.metrics.goodput import SPLIT as GOODPUT
+from jaxdist.types import Json, JsonObject
+
+_NOT_CURVES = (GOODPUT, ENERGY, INTERVALS)
+"""The splits whose records say where time and energy went."""
+_KEYS = frozenset(("step", "split", "time"))
+_DIGITS = 7
+"""Digits of a point of a curve: as many as float32 holds."""
+
+
+@dataclass
+class Curve:
+    """One metric of one split: its steps and values, and the last record as it was written."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    values: array[float] = field(default_factory=lambda: array("d"))
+
+    def as_json(self, most: int, *, smoothed: bool) -> JsonObject:
+        """Return at most `most` points, and where `smoothed` as many of a moving mean."""
+        steps = np.frombuffer(self.steps, np.int64)
+        values = np.frombuffer(self.values, np.float64)
+        finite = np.isfinite(values)
+        found: JsonObject = {"broken": int((~finite).sum()), "records": len(steps)}
+        found["first"], found["last"] = (
+            [int(steps[at]), values[at] if finite[at] else str(values[at])] for at in (0, -1)
+        )
+        steps, values = steps[finite], values[finite]
+        found["points"] = _points(*thin(steps, values, most))
+        if smoothed and len(steps) > 60:
+            every = -(-len(steps) // most)
+            mean = smooth(values, len(steps) // 60)
+            found["smooth"] = _points(steps[::every], mean[::every])
+        return found
+
+
+@dataclass
+class Records:
+    """The records of a run: numbers as columns, the few of time and energy as they are.
+
+    Attributes:
+      curves: (split, metric) to its curve.
+      others: the records of time, of energy and of how often the run saves.
+      last_time: seconds since 1970 of the last record; None where there is none.
+    """
+
+    curves: dict[tuple[str, str], Curve] = field(default_factory=lambda: defaultdict(Curve))
+    others: list[JsonObject] = field(default_factory=list)
+    last_step: int = 0
+    last_time: float | None = None
+
+
+def collect(records: Iterable[Mapping[str, Json]]) -> Records:
+    """Sort records into curves and others, without keeping a whole long file in memory."""
+    found = Records()
+    for record in records:
+        split, step = record["split"], record["step"]
+        found.last_step = max(found.last_step, step)
+        if split in _NOT_CURVES:
+            found.others.append(dict(record))
+            continue
+        for name, value in record.items():
+            if name not in _KEYS and isinstance(value, int | float):
+                curve = found.curves[split, name]
+                curve.steps.append(step)
+                curve.values.append(value)
+        found.last_time = record.get("time", found.last_time)
+    return found
+
+
+def _points(steps: np.ndarray, values: np.ndarray) -> list[Json]:
+    return [steps.tolist(), [_rounded(value) for value in values.tolist()]]
+
+
+def _rounded(value: float) -> float:
+    """
+    >>> _rounded(0.123456789), _rounded(3.0)
+    (0.1234568, 3)
+    """
+    short = float(f"{value:.{_DIGITS}g}")
+    return int(short) if short.is_integer() and math.fabs(short) < 1e15 else short

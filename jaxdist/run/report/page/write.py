@@ -1,0 +1,155 @@
+"""`jaxdist report --html`: one page of runs that needs no network, once or while they go on."""
+
+from __future__ import annotations
+
+import html
+import json
+import time
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+
+from jaxdist.errors import RunError
+from jaxdist.run.lock import BEAT_SECONDS, FILE_NAME, PATIENCE_SECONDS
+from jaxdist.run.report.page.data import Compile, curves, differences, program_data, run_data
+from jaxdist.types import JsonObject
+
+MOST_BYTES = 1_000_000
+"""A page may be mailed, and opens at once."""
+_POINTS = 24_000
+"""Of all curves together: about half of the page."""
+_FEWEST_POINTS = 500
+
+
+def render(runs: Sequence[JsonObject], *, reload_seconds: float | None, now: float) -> str:
+    """Return the page of runs, as `run_data` returns them, with their curves.
+
+    Args:
+      reload_seconds: how often the page loads itself again; None is never.
+      now: when it is written, in seconds since 1970.
+    """
+    title = " and ".join(run["path"] for run in runs)
+    data = {
+        "runs": list(runs),
+        "differences": differences(runs),
+        "written": now,
+        "reload_seconds": reload_seconds,
+    }
+    template = files("jaxdist.run.report.page").joinpath("page.html").read_text("utf-8")
+    # The title first: the data may hold what looks like a mark.
+    return template.replace("{{TITLE}}", html.escape(title)).replace("{{DATA}}", _embedded(data))
+
+
+def _embedded(data: JsonObject) -> str:
+    """Return JSON that cannot end the element that it stands in, whatever a config holds.
+
+    >>> _embedded({"name": "</script><b>"})
+    '{"name":"\\\\u003c/script\\\\u003e\\\\u003cb\\\\u003e"}'
+    """
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII alone
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def write_page(
+    runs: Sequence[Path],
+    file: Path,
+    compiled: Sequence[JsonObject],
+    *,
+    reload_seconds: float | None = None,
+) -> int:
+    """Write a page of at most `MOST_BYTES` in one rename, and return its size in bytes.
+
+    Args:
+      compiled: what `program_data` returned for each run.
+
+    Raises:
+      RunError: a run cannot be read, the page would be larger, or it cannot be written.
+    """
+    found = [run_data(run, compiled=known) for run, known in zip(runs, compiled, strict=True)]
+    points = _POINTS
+    while True:
+        each = points // len(runs)
+        data = [{**known, "curves": curves(records, each)} for known, records in found]
+        page = render(data, reload_seconds=reload_seconds, now=time.time()).encode()
+        if len(page) <= MOST_BYTES:
+            break
+        points //= 2
+        if points < _FEWEST_POINTS:
+            raise RunError(
+                f"a page of {len(runs)} runs has {len(page):,} bytes, and more than "
+                f"{MOST_BYTES:,} are too many for one page: give fewer runs"
+            )
+    temporary = file.with_name(file.name + ".tmp")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(page)
+        temporary.replace(file)
+    except OSError as error:
+        raise RunError(
+            f"cannot write the page to {file}: {error.strerror}; choose another file"
+        ) from error
+    return len(page)
+
+
+def report_page(
+    runs: Sequence[Path],
+    file: Path,
+    *,
+    compile_step: Compile | None = None,
+    live_seconds: float | None = None,
+    say: Callable[[str], None],
+    sleep: Callable[[float], None] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
+) -> None:
+    """Write a page of runs, and with `live_seconds` again until none of them goes on.
+
+    The page of a run that goes on loads itself again; the last one does not.
+
+    Args:
+      compile_step: from a config to an inspection, asked once for each run.
+      live_seconds: seconds from one page to the next, at least; None writes one page.
+
+    Raises:
+      RunError: as `write_page` raises it.
+    """
+    nothing: list[JsonObject] = [program_data(run, None) for run in runs]
+    pulses = [_Pulse(run, clock) for run in runs]
+    reload_seconds = live_seconds
+    if live_seconds is not None and compile_step is not None:
+        # Whoever watches sees the curves while the steps are compiled.
+        write_page(runs, file, nothing, reload_seconds=reload_seconds)
+    compiled = [program_data(run, compile_step) for run in runs]
+    while True:
+        begun = clock()
+        beats = [pulse.beats() for pulse in pulses]  # each is asked each time
+        going = live_seconds is not None and any(beats)
+        reload_seconds = live_seconds if going else None
+        size = write_page(runs, file, compiled, reload_seconds=reload_seconds)
+        if not going:
+            break
+        assert live_seconds is not None
+        # A long file of metrics takes seconds to read: a tenth of one core at most.
+        sleep(max(live_seconds, 9 * (clock() - begun)))
+    say(f"page   {file}, {size:,} bytes")
+
+
+class _Pulse:
+    """Whether a run goes on: its lock is there, and its holder touches it.
+
+    Clocks of two machines are never compared: only whether the time of the file changes.
+    """
+
+    def __init__(self, run: Path, clock: Callable[[], float]) -> None:
+        self._lock, self._clock = run / FILE_NAME, clock
+        self._seen: float | None = None
+        self._changed = clock()
+
+    def beats(self) -> bool:
+        """Return whether the run goes on, as far as can be told without waiting."""
+        try:
+            touched = self._lock.stat().st_mtime
+        except OSError:
+            return False
+        if touched != self._seen:
+            self._seen, self._changed = touched, self._clock()
+        return self._clock() - self._changed < PATIENCE_SECONDS + BEAT_SECONDS
