@@ -102,7 +102,7 @@ def test_module_names_in_strings_are_read():
     source = '''
 """Not jaxdist.audit, a docstring."""
 "jaxdist.audit"
-MODULE = "jaxdist.cli.standby"
+MODULE = "jaxdist.cli.fork_server"
 program = ["python", "-P", "-m", "jaxdist", "train"]
 run("python -m jaxdist.study CONFIG")
 path = "jaxdist.parity.tower:Tower"
@@ -111,7 +111,7 @@ def later():
     from jaxdist.run import fit
 '''
     assert used_modules(source) == {
-        "jaxdist.cli.standby",
+        "jaxdist.cli.fork_server",
         "jaxdist.__main__",
         "jaxdist.study",
         "jaxdist.parity.tower",

@@ -17,7 +17,7 @@ from benchmarks.core.report import Figure
 from jaxdist.checkpoint.snapshots import KEEP, Snapshots
 from jaxdist.config.shipped import shipped
 from jaxdist.experiment import Experiment, build, load
-from jaxdist.heartbeat.place import MEMORY
+from jaxdist.heartbeat.run_folder import MEMORY
 from jaxdist.heartbeat.status import Publisher
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.models.loss import Batch

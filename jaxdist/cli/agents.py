@@ -51,7 +51,7 @@ def agent(
 ) -> None:
     """Train as CONFIG says on all hosts that run this command, as they come and go."""
     extra = shared.prepare(config, overrides, devices)
-    from jaxdist.cli import standby
+    from jaxdist.cli import fork_server
     from jaxdist.elastic.hosts.start import agent_of
 
     say = partial(shared.console().print, soft_wrap=True, markup=False)
@@ -68,7 +68,7 @@ def agent(
         restarts=restarts,
         seconds=join_timeout,
         say=say,
-        standby=standby.__name__,
+        fork_module=fork_server.__name__,
     )
     code = found.run()
     if code:

@@ -94,12 +94,12 @@ def train(
 def _train_elastic(
     config: Path, extra: list[str], count: int, restarts: int, *, resume: bool
 ) -> None:
-    from jaxdist.cli import standby
+    from jaxdist.cli import fork_server
     from jaxdist.elastic.agent import Agent, Plan
 
     args = {"config": str(config), "extra": extra, "resume": resume}
     say = partial(shared.console().print, soft_wrap=True, markup=False)
-    code = Agent(Plan(args, count, restarts), say, standby=standby.__name__).run()
+    code = Agent(Plan(args, count, restarts), say, fork_module=fork_server.__name__).run()
     if code:
         raise typer.Exit(code)
 
@@ -120,7 +120,7 @@ def drill(
     one predicted; ends with exit code 3 where it is less than nine tenths.
     """
     extra = shared.prepare(config, overrides, devices)
-    from jaxdist.cli import standby
+    from jaxdist.cli import fork_server
     from jaxdist.commands.drill import drill as run
 
     run(
@@ -131,7 +131,7 @@ def drill(
         seed=seed,
         json_file=json_file,
         say=partial(shared.console().print, soft_wrap=True, markup=False),
-        standby=standby.__name__,
+        fork_module=fork_server.__name__,
     )
 
 

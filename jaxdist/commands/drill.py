@@ -25,14 +25,14 @@ def drill(
     seed: int = 0,
     json_file: Path | None = None,
     say: Callable[[str], None],
-    standby: str,
+    fork_module: str,
 ) -> Drilled:
     """Train as the config says, elastically, with failures at seeded steps.
 
     Args:
       failures: so many processes are killed, or stopped, one at a time.
       say: tells the user a line.
-      standby: see `jaxdist.elastic.agent.Agent`.
+      fork_module: see `jaxdist.elastic.agent.Agent`.
 
     Raises:
       ConfigError: the config has no number of steps.
@@ -55,7 +55,7 @@ def drill(
         return strikers[0]
 
     args = {"config": str(path), "extra": list(overrides), "resume": False}
-    code = Agent(Plan(args, processes), say, standby=standby, record=record).run()
+    code = Agent(Plan(args, processes), say, fork_module=fork_module, record=record).run()
     (striker,) = strikers
     if code:
         raise RunError(f"the run was told to stop (exit code {code}); a drill goes to its end")
@@ -69,7 +69,7 @@ def drill(
     assert found is not None, "a run that has taken steps has written down its time"
     recoveries = recoveries_of(strikes, striker.struck, read_journal(striker.run), found)
     every = every_of(records, saves.get("memory_every", 10), saves.get("every", 500))
-    silent = Plan(args, processes).patience.silent_seconds
+    silent = Plan(args, processes).stuck_timeouts.silent_seconds
     drilled = judge(recoveries, found, every, silent)
     for line in drilled.lines():
         say(line)

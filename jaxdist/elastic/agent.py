@@ -14,14 +14,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from jaxdist.elastic.assignment import Assignment, Hosts, SingleHost
 from jaxdist.elastic.members import Member
-from jaxdist.elastic.part import Alone, Hosts, Part
-from jaxdist.elastic.team import Lost, Team
-from jaxdist.elastic.watch import Patience
+from jaxdist.elastic.team import Failure, Team
+from jaxdist.elastic.watch import StuckTimeouts
 from jaxdist.errors import STOPPED, ConfigError, JaxdistError, RunError
 from jaxdist.heartbeat.flight.recorder import Recorder
 from jaxdist.heartbeat.journal import Journal
-from jaxdist.heartbeat.place import Place, new_folder
+from jaxdist.heartbeat.run_folder import RunFolder, new_folder
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.runtime.notices import Notice, heard
 from jaxdist.types import Json
@@ -45,7 +45,7 @@ class Plan:
     args: Mapping[str, Json]
     processes: int
     restarts: int = 3
-    patience: Patience = field(default_factory=Patience)
+    stuck_timeouts: StuckTimeouts = field(default_factory=StuckTimeouts)
     notices: Sequence[Notice] = ()
 
 
@@ -54,7 +54,7 @@ class Agent:
 
     Args:
       say: tells the user a line.
-      standby: the module whose process forks those of the run, see `jaxdist.runtime.forks`. It
+      fork_module: the module whose process forks those of the run, see `jaxdist.runtime.forks`. It
         stands above this room in the layers, so that a command passes its name down.
       hosts: who takes part; None is this machine alone.
       record: makes what hears of all generations, of the journal and `say`.
@@ -65,13 +65,13 @@ class Agent:
         plan: Plan,
         say: Callable[[str], None],
         *,
-        standby: str,
+        fork_module: str,
         hosts: Hosts | None = None,
         record: Callable[[Journal, Callable[[str], None]], Recorder] = Recorder,
     ) -> None:
         self.plan, self.say = plan, say
-        self.hosts = hosts or Alone(plan.processes, resume=bool(plan.args.get("resume")))
-        self.newest, self.standby = -1, standby
+        self.hosts = hosts or SingleHost(plan.processes, resume=bool(plan.args.get("resume")))
+        self.newest, self.fork_module = -1, fork_module
         self._told: str | None = None
         self._started = 0
         self._journal = Journal()
@@ -85,7 +85,7 @@ class Agent:
           RunError: generation after generation was lost, or there are too few hosts.
         """
         with new_folder() as folder, self._signals(), heard(self.plan.notices, self._tell):
-            server = ForkServer(self.standby, Place(folder, 0).log(0))
+            server = ForkServer(self.fork_module, RunFolder(folder, 0).log(0))
             server.start()  # it imports while hosts meet
             try:
                 return self._generations(folder, server)
@@ -95,90 +95,92 @@ class Agent:
                 self.hosts.close()
 
     def _generations(self, folder: Path, server: ForkServer) -> int:
-        in_vain, lost_at = 0, None
+        restarts_without_progress, lost_at = 0, None
         while True:
-            part = self.hosts.begin(folder, lambda: self._told is not None)
-            if part is None:
+            assignment = self.hosts.begin(folder, lambda: self._told is not None)
+            if assignment is None:
                 return 0 if self._told is None else STOPPED
-            place, before = Place(folder, part.generation, part.fence), self.newest
-            team = self._team(place, part, server)
+            run_folder = RunFolder(folder, assignment.generation, assignment.fence)
+            before = self.newest
+            team = self._team(run_folder, assignment, server)
             try:
                 found = team.watch(lost_at)
                 lost_at, self.newest = time.monotonic(), team.newest
                 if found is not None and found.process is not None:
-                    lost = part.first + found.process
-                    self._recorder.lost(place, lost, found.how, part.processes)
+                    lost = assignment.first + found.process
+                    self._recorder.lost(run_folder, lost, found.how, assignment.processes)
             finally:
                 team.kill()
             if found is None:
-                told = self._told is not None or place.noticed() is not None
-                code = exit_of(told=told, team=team, over=self.hosts.over(part))
+                told = self._told is not None or run_folder.noticed() is not None
+                code = exit_of(told=told, team=team, over=self.hosts.over(assignment))
                 if code is not None:
                     return code
-                found = Lost(None, self.hosts.why(part))
-            self._tell_lost(place, part, found)
+                found = Failure(None, self.hosts.why(assignment))
+            self._tell_lost(run_folder, assignment, found)
             if found.process is not None:
-                in_vain = 0 if self.newest > before else in_vain + 1
-                self._check(part, found, in_vain)
+                stalled = self.newest <= before
+                restarts_without_progress = restarts_without_progress + 1 if stalled else 0
+                self._check(assignment, found, restarts_without_progress)
             if found.process is None:
-                self.hosts.release(part)
+                self.hosts.release(assignment)
             else:
                 stuck = found.code is None
-                self.hosts.release(part, _named(part, found), stuck=stuck)
+                self.hosts.release(assignment, _named(assignment, found), stuck=stuck)
 
-    def _tell_lost(self, place: Place, part: Part, found: Lost) -> None:
+    def _tell_lost(self, run_folder: RunFolder, assignment: Assignment, found: Failure) -> None:
         at = f"at step {max(self.newest, 0)}"
         if found.process is None:
-            self._journal.add(place, "ended", how=found.how, step=self.newest)
-            self.say(f"generation {part.generation} ended, {at}: {found.how}")
+            self._journal.add(run_folder, "ended", how=found.how, step=self.newest)
+            self.say(f"generation {assignment.generation} ended, {at}: {found.how}")
             return
-        process = part.first + found.process
+        process = assignment.first + found.process
         if self._told is not None:
             raise RunError(f"process {process} {found.how}: {found.words}")
         told = {"process": process, "how": found.how, "step": self.newest, "words": found.words}
         named = self.hosts.named()
-        self._journal.add(place, "lost", **told, **named)
+        self._journal.add(run_folder, "lost", **told, **named)
         if found.code == CONFIG_ERROR:
             return  # the error is told, and nothing begins
         on = f" on {named['host']}" if named else ""
-        words = f"process {process} of {part.total}{on} {found.how}"
-        self.say(f"{words}, {at}: generation {part.generation + 1} begins")
+        words = f"process {process} of {assignment.total}{on} {found.how}"
+        self.say(f"{words}, {at}: generation {assignment.generation + 1} begins")
 
-    def _check(self, part: Part, lost: Lost, in_vain: int) -> None:
+    def _check(self, assignment: Assignment, lost: Failure, restarts_without_progress: int) -> None:
         error: JaxdistError | None = None
         if lost.code == CONFIG_ERROR:
             error = ConfigError(lost.words.removeprefix("error: "))
-        elif in_vain >= self.plan.restarts:
+        elif restarts_without_progress >= self.plan.restarts:
             error = RunError(
-                f"{in_vain} generations in a row came to no new step; the last: "
-                f"{_named(part, lost)}. {lost.words}"
+                f"{restarts_without_progress} generations in a row came to no new step; the last: "
+                f"{_named(assignment, lost)}. {lost.words}"
             )
         if error is not None:
             self.hosts.fail(error.exit_code, str(error))
             raise error
 
-    def _team(self, place: Place, part: Part, server: ForkServer) -> Team:
+    def _team(self, run_folder: RunFolder, assignment: Assignment, server: ForkServer) -> Team:
         """The processes of a generation."""
-        args = {**self.plan.args, "resume": part.resume}
-        args["run"] = None if part.run is None else part.run.plain
-        if part.extra:
-            args["extra"] = [*args.get("extra", []), *part.extra]
+        args = {**self.plan.args, "resume": assignment.resume}
+        args["run"] = None if assignment.run is None else assignment.run.plain
+        if assignment.extra:
+            args["extra"] = [*args.get("extra", []), *assignment.extra]
         members = []
-        for index in range(part.count):
+        for index in range(assignment.count):
             self._started += 1
-            log = place.log(self._started)
-            environ = {**place.environ(), **part.environ(index)}
-            members.append(Member(server, log, part.first + index, args, environ))
+            log = run_folder.log(self._started)
+            environ = {**run_folder.environ(), **assignment.environ(index)}
+            members.append(Member(server, log, assignment.first + index, args, environ))
         return Team(
-            place,
-            part,
+            run_folder,
+            assignment,
             members,
-            self.plan.patience,
+            self.plan.stuck_timeouts,
             self.hosts,
             self._journal,
             self._recorder,
             self.newest,
-            lambda: self._told or place.noticed(),
+            lambda: self._told or run_folder.noticed(),
         )
 
     def _tell(self, by: str) -> None:
@@ -218,6 +220,6 @@ def exit_of(*, told: bool, team: Team, over: bool) -> int | None:
     return STOPPED if team.stopped or (told and not team.members) else 0
 
 
-def _named(part: Part, lost: Lost) -> str:
+def _named(assignment: Assignment, lost: Failure) -> str:
     assert lost.process is not None
-    return f"process {part.first + lost.process} {lost.how}"
+    return f"process {assignment.first + lost.process} {lost.how}"

@@ -18,7 +18,7 @@ from pathlib import Path
 from jaxdist.heartbeat import intervals
 from jaxdist.heartbeat.flight.recorder import Recorder
 from jaxdist.heartbeat.journal import Journal
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.saving import RECOVERY
 from jaxdist.heartbeat.status import Status
 from jaxdist.metrics.account import Kind
@@ -84,19 +84,19 @@ class Striker(Recorder):
         super().begun()
         self._ready = True
 
-    def lost(self, place: Place, process: int, how: str, processes: range) -> None:
+    def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
         """See `Recorder`."""
-        super().lost(place, process, how, processes)
+        super().lost(run_folder, process, how, processes)
         self._ready = False
 
-    def look(self, place: Place, statuses: Sequence[Status]) -> None:
+    def look(self, run_folder: RunFolder, statuses: Sequence[Status]) -> None:
         """See `Recorder`."""
-        super().look(place, statuses)
+        super().look(run_folder, statuses)
         if not (self._ready and self.left):
             return
         if self.run is None:
             with suppress(OSError):
-                self.run = place.run_directory()
+                self.run = run_folder.run_directory()
         strike = self.left[0]
         of = {one.process: one for one in statuses}
         if strike.process in of and max(one.step for one in statuses) >= strike.step:

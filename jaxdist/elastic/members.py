@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from signal import Signals
 
-from jaxdist.heartbeat.place import held
+from jaxdist.heartbeat.run_folder import held
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.types import Json
 

@@ -60,7 +60,7 @@ class Renew:
     sent: float
     stopped: int
     leaves: bool = False
-    aside: bool = False
+    quarantined: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,15 +100,15 @@ class Host:
     generation: Generation | None = None
     until: float = -math.inf
     pauses: bool = False
-    aside_until: float = -math.inf
+    quarantined_until: float = -math.inf
 
     def renew(self, now: float, *, leaves: bool = False) -> Renew:
         """What it says to the registry, several times in each lease; who leaves stops first."""
-        return Renew(self.name, now, self.stopped, leaves, now < self.aside_until)
+        return Renew(self.name, now, self.stopped, leaves, now < self.quarantined_until)
 
     def was_stuck(self, config: MembershipConfig, now: float) -> Host:
         """It asks to be left out for a while."""
-        return replace(self, aside_until=now + config.stuck_host_seconds)
+        return replace(self, quarantined_until=now + config.stuck_host_seconds)
 
     def at_work(self, now: float) -> Generation | None:
         """The generation that it works in, if its lease holds."""
@@ -119,7 +119,7 @@ class Host:
         stopped = max(self.stopped, token - 1)
         if self.generation is None or self.generation.number > stopped:
             return replace(self, stopped=stopped)
-        return Host(self.name, stopped, aside_until=self.aside_until)
+        return Host(self.name, stopped, quarantined_until=self.quarantined_until)
 
     def hear(self, config: MembershipConfig, message: Grant | Stop) -> Host:
         """What it knows after a message."""
@@ -132,7 +132,7 @@ class Host:
             pauses = self.pauses or message.pauses
             return replace(self, until=max(self.until, until), pauses=pauses)
         stopped = max(self.stopped, given.number - 1)
-        return Host(self.name, stopped, given, until, message.pauses, self.aside_until)
+        return Host(self.name, stopped, given, until, message.pauses, self.quarantined_until)
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Registry:
     holders: Mapping[str, float] = field(default_factory=dict)
     since: float = -math.inf
     pauses: bool = False
-    aside: frozenset[str] = frozenset()
+    quarantined: frozenset[str] = frozenset()
 
     def restarted(self, config: MembershipConfig, now: float) -> Registry:
         """What was read back from disk, with a clock that may be another one.
@@ -199,19 +199,20 @@ class Registry:
             holders.pop(message.host, None)
             # A member that cannot take part any more is as good as lost.
             granted = granted and message.host not in self.generation.members
-        aside = self.aside - {message.host} | ({message.host} if message.aside else set())
-        back = message.host in self.aside - aside
+        asks = {message.host} if message.quarantined else set()
+        quarantined = self.quarantined - {message.host} | asks
+        back = message.host in self.quarantined - quarantined
         since = now if came != message.leaves or back else self.since
-        given = {"holders": holders, "granted": granted, "since": since, "aside": aside}
-        return replace(self, alive=alive, **given)
+        given = {"holders": holders, "granted": granted, "since": since}
+        return replace(self, alive=alive, quarantined=quarantined, **given)
 
     def passed(self, config: MembershipConfig, now: float, fits: Fits = all_fit) -> Registry:
         """What time alone changes: hosts are lost, a generation ends, the next begins."""
         alive = {host: until for host, until in self.alive.items() if until > now}
         since = self.since if len(alive) == len(self.alive) else now
         holders = {host: until for host, until in self.holders.items() if until > now}
-        aside = self.aside & alive.keys()
-        known = replace(self, alive=alive, holders=holders, since=since, aside=aside)
+        quarantined = self.quarantined & alive.keys()
+        known = replace(self, alive=alive, holders=holders, since=since, quarantined=quarantined)
         if known.granted and not known.alive.keys() >= set(known.generation.members):
             known = replace(known, granted=False)
         if known.granted and known._grows(config, now, fits):
@@ -243,4 +244,4 @@ class Registry:
         return now - self.since >= config.settle_seconds
 
     def _able(self, config: MembershipConfig, fits: Fits) -> tuple[str, ...]:
-        return able(self.alive, self.aside, config.min_hosts, config.max_hosts, fits)
+        return able(self.alive, self.quarantined, config.min_hosts, config.max_hosts, fits)

@@ -18,7 +18,7 @@ def all_fit(hosts: Sequence[str]) -> bool:
 
 def able(
     alive: Iterable[str],
-    aside: Collection[str],
+    quarantined: Collection[str],
     least: int,
     most: int,
     fits: Fits = all_fit,
@@ -35,7 +35,7 @@ def able(
       fits: whether some can work together, such as in a mesh; asked only where it decides.
     """
     everyone = tuple(alive)
-    ready = tuple(host for host in everyone if host not in aside)
+    ready = tuple(host for host in everyone if host not in quarantined)
     if len(ready) == len(everyone):
         return everyone
     return ready if len(ready) >= least and fits(ready[:most]) else everyone

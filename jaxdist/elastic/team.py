@@ -7,13 +7,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from jaxdist.elastic.assignment import Assignment, Hosts
 from jaxdist.elastic.members import Member, how_ended
-from jaxdist.elastic.part import Hosts, Part
-from jaxdist.elastic.watch import Patience, Stuck, find_stuck, first_lost
+from jaxdist.elastic.watch import Stuck, StuckTimeouts, find_stuck, first_lost
 from jaxdist.errors import STOPPED
 from jaxdist.heartbeat.flight.recorder import Recorder
 from jaxdist.heartbeat.journal import Journal
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import Status, read_status
 from jaxdist.metrics.account import Kind
 
@@ -25,7 +25,7 @@ STACK_SECONDS, STACK_LINES = 0.5, 200
 
 
 @dataclass(frozen=True)
-class Lost:
+class Failure:
     """Why a generation cannot go on.
 
     Attributes:
@@ -90,10 +90,10 @@ class Team:
       stopped: whether a process has saved and stopped before the run's end, as it was told.
     """
 
-    place: Place
-    part: Part
+    run_folder: RunFolder
+    assignment: Assignment
     members: Sequence[Member]
-    patience: Patience
+    stuck_timeouts: StuckTimeouts
     hosts: Hosts
     journal: Journal
     recorder: Recorder
@@ -109,7 +109,7 @@ class Team:
         for member in self.members:
             member.kill()
 
-    def watch(self, lost_at: float | None) -> Lost | None:
+    def watch(self, lost_at: float | None) -> Failure | None:
         """Until it has ended well (None), or cannot go on.
 
         Args:
@@ -122,7 +122,7 @@ class Team:
             self._leave()
             self._note_copies()
 
-    def _watch(self, lost_at: float | None) -> Lost | None:
+    def _watch(self, lost_at: float | None) -> Failure | None:
         marks, first = Marks(time.monotonic()), max(self.newest + 1, 1)
         over, told, look_at = None, False, 0.0
         while True:
@@ -131,9 +131,9 @@ class Team:
             looks = not told or now >= look_at
             if looks:
                 self._pass_on(grows=told)
-            ended = self.hosts.ends(self.part)
+            ended = self.hosts.ends(self.assignment)
             if ended is not None:
-                return Lost(None, ended)
+                return Failure(None, ended)
             codes = [self._ended(member) for member in self.members]
             lost = first_lost(codes)
             if lost is not None:
@@ -144,7 +144,7 @@ class Team:
                 over = over or time.monotonic() + END_SECONDS
             if over is not None and time.monotonic() > over:
                 late = next(at for at, code in enumerate(codes) if code is None)
-                return Lost(late, f"did not end within {END_SECONDS:g} s of the others")
+                return Failure(late, f"did not end within {END_SECONDS:g} s of the others")
             if not looks:
                 continue
             look_at = now + LOOK_SECONDS
@@ -153,20 +153,23 @@ class Team:
             if marks.stepped is not None and not told:
                 told = True
                 pids = [one.pid for one in statuses]
-                self.journal.add(self.place, "begun", pids=pids, **marks.seconds(lost_at))
+                self.journal.add(self.run_folder, "begun", pids=pids, **marks.seconds(lost_at))
                 self.recorder.begun()
             self._note_copies()
-            self.recorder.look(self.place, statuses)
-            self.hosts.tell(self.part, statuses, now)
+            self.recorder.look(self.run_folder, statuses)
+            self.hosts.tell(self.assignment, statuses, now)
             stuck = find_stuck(
-                statuses, now, self.patience, lambda: self.hosts.elsewhere(self.part)
+                statuses,
+                now,
+                self.stuck_timeouts,
+                lambda: self.hosts.remote_progress(self.assignment),
             )
             if stuck is not None:
                 return self._stuck(stuck, statuses)
 
-    def _lost(self, at: int, code: int | None) -> Lost:
+    def _lost(self, at: int, code: int | None) -> Failure:
         assert code is not None
-        return Lost(at, f"ended ({how_ended(code)})", self.members[at].last_words(), code)
+        return Failure(at, f"ended ({how_ended(code)})", self.members[at].last_words(), code)
 
     def _ended(self, member: Member) -> int | None:
         """Its exit code; one that was told to stop, and has saved, has ended well."""
@@ -181,7 +184,7 @@ class Team:
           grows: whether to stop so that others can come; not before there are new steps to save.
         """
         self._leave()
-        pauses = grows and bool(self.members) and self.hosts.pauses(self.part)
+        pauses = grows and bool(self.members) and self.hosts.pauses(self.assignment)
         if not self._passed and (self._left or pauses):
             self._passed = True
             for member in self.members:
@@ -198,12 +201,12 @@ class Team:
         why, before = self.hosts.uncopied(), self._uncopied
         if (why is None) != (before is None):
             event = "copied" if why is None else "uncopied"
-            self.journal.add(self.place, event, why=why or before, **self.hosts.named())
+            self.journal.add(self.run_folder, event, why=why or before, **self.hosts.named())
         self._uncopied = why
 
     def _statuses(self, codes: Sequence[int | None]) -> list[Status]:
         found = (
-            read_status(self.place.status(self.part.first + index))
+            read_status(self.run_folder.status(self.assignment.first + index))
             for index, code in enumerate(codes)
             if code is None
         )
@@ -211,7 +214,7 @@ class Team:
         self.newest = max([self.newest, *(one.step for one in statuses)])
         return statuses
 
-    def _stuck(self, stuck: Stuck, statuses: Sequence[Status]) -> Lost:
+    def _stuck(self, stuck: Stuck, statuses: Sequence[Status]) -> Failure:
         """Ask all for their stacks, and write down what each was at."""
         for member in self.members:
             member.signal(signal.SIGUSR2)
@@ -229,5 +232,5 @@ class Team:
             for one in statuses
         ]
         told = {"process": stuck.process, **self.hosts.named(), "processes": at, "stacks": stacks}
-        self.journal.add(self.place, "stuck", **told)
-        return Lost(stuck.process - self.part.first, stuck.why)
+        self.journal.add(self.run_folder, "stuck", **told)
+        return Failure(stuck.process - self.assignment.first, stuck.why)

@@ -10,7 +10,7 @@ from jaxdist.metrics.account import Kind
 
 
 @dataclass(frozen=True)
-class Patience:
+class StuckTimeouts:
     """How long a process may do nothing.
 
     Attributes:
@@ -37,7 +37,7 @@ class Stuck:
 def find_stuck(
     found: Sequence[Status],
     now: float,
-    patience: Patience,
+    timeouts: StuckTimeouts,
     others: Callable[[], Sequence[Status] | None] = tuple,
 ) -> Stuck | None:
     """The process of this machine that all others wait for, where they have waited for too long.
@@ -51,16 +51,16 @@ def find_stuck(
       others: processes of other machines, by this one's clock; None where one of them is not known
         yet. Asked only where those of this machine have waited for too long.
     """
-    silent = [one for one in found if now - one.alive > patience.silent_seconds]
+    silent = [one for one in found if now - one.alive > timeouts.silent_seconds]
     if silent:
         first = min(silent, key=lambda one: one.alive)
         return Stuck(first.process, f"has not been heard for {now - first.alive:.0f} s")
-    if not _still(found, now, patience):
+    if not _still(found, now, timeouts):
         return None
-    elsewhere = others()
-    if elsewhere is None or not _still(elsewhere, now, patience):
+    remote = others()
+    if remote is None or not _still(remote, now, timeouts):
         return None
-    everyone = [*found, *elsewhere]
+    everyone = [*found, *remote]
     if not any(one.phase not in SLOW_PHASES for one in everyone):
         return None
     behind = min(
@@ -74,8 +74,8 @@ def find_stuck(
     )
 
 
-def _still(found: Sequence[Status], now: float, patience: Patience) -> bool:
-    return all(now - one.since > patience.step_seconds for one in found)
+def _still(found: Sequence[Status], now: float, timeouts: StuckTimeouts) -> bool:
+    return all(now - one.since > timeouts.step_seconds for one in found)
 
 
 def first_lost(codes: Sequence[int | None]) -> int | None:

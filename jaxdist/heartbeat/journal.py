@@ -9,7 +9,7 @@ from pathlib import Path
 
 from jaxdist.config.files import parse_json, read_regular
 from jaxdist.errors import RunError
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.types import Json, JsonObject
 
 FILE_NAME = "elastic.jsonl"
@@ -21,12 +21,12 @@ class Journal:
     def __init__(self) -> None:
         self._kept: list[JsonObject] = []
 
-    def add(self, place: Place, event: str, **what: Json) -> None:
+    def add(self, run_folder: RunFolder, event: str, **what: Json) -> None:
         """One line: an event of a generation."""
-        line = {"time": time.time(), "generation": place.generation, "event": event, **what}
+        line = {"time": time.time(), "generation": run_folder.generation, "event": event, **what}
         self._kept.append(line)
         with suppress(OSError):  # no process has told the directory, or the disk is full
-            path = place.run_directory() / FILE_NAME
+            path = run_folder.run_directory() / FILE_NAME
             with path.open("a", encoding="utf-8") as file:
                 for one in self._kept:
                     file.write(json.dumps(one) + "\n")

@@ -11,7 +11,7 @@ import jax
 from jaxdist.checkpoint.identity import Identity
 from jaxdist.checkpoint.snapshots import whole_steps
 from jaxdist.heartbeat.fence import RunFence
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import Publisher
 from jaxdist.metrics.account import Kind
 from jaxdist.run.hooks.loop import LoopHook
@@ -60,9 +60,9 @@ class Agent(NoAgent):
 
     sees_failures = True
 
-    def __init__(self, place: Place, publisher: Publisher, fence: RunFence | None) -> None:
-        self._place, self._publisher = place, publisher
-        self.fence, self.memory, self.phase = fence, place.snapshots, publisher.phase
+    def __init__(self, run_folder: RunFolder, publisher: Publisher, fence: RunFence | None) -> None:
+        self._run_folder, self._publisher = run_folder, publisher
+        self.fence, self.memory, self.phase = fence, run_folder.snapshots, publisher.phase
 
     def hooks(self) -> Sequence[LoopHook]:
         """See `NoAgent`."""
@@ -70,32 +70,32 @@ class Agent(NoAgent):
 
     def done(self) -> None:
         """See `NoAgent`."""
-        self._place.done.touch()
+        self._run_folder.done.touch()
 
 
 @contextmanager
-def watched(place: Place | None, run: Identity) -> Iterator[NoAgent]:
+def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
     """Tell the agent of this process, if there is one, which run this is and how it gets on."""
-    if place is None:
+    if run_folder is None:
         yield NoAgent()
         return
     index = jax.process_index()
     if index == 0:
-        place.tell_run(run)
+        run_folder.tell_run(run)
     assert run.path is not None
-    fence = None if place.fence is None else RunFence(run.path, place.generation)
+    fence = None if run_folder.fence is None else RunFence(run.path, run_folder.generation)
     if fence is not None and index == 0:
         fence.raise_()  # before anything of the run is read
-    with Publisher(place.status(index), index) as publisher:
-        yield Agent(place, publisher, fence)
+    with Publisher(run_folder.status(index), index) as publisher:
+        yield Agent(run_folder, publisher, fence)
 
 
-def leaving(place: Place | None) -> Callable[[str], None]:
+def leaving(run_folder: RunFolder | None) -> Callable[[str], None]:
     """Tells the agent of this process, if there is one, that its machine is to stop, and why."""
 
     def tell(name: str) -> None:
-        if place is not None:
+        if run_folder is not None:
             with suppress(OSError):  # the agent is gone, and its folder
-                place.notice.write_text(name, encoding="utf-8")
+                run_folder.notice.write_text(name, encoding="utf-8")
 
     return tell

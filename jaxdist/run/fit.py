@@ -18,7 +18,7 @@ from jaxdist.checkpoint.identity import Identity, base_of, check_identity, read_
 from jaxdist.data.cache import cache_directory
 from jaxdist.errors import RunError
 from jaxdist.experiment import load
-from jaxdist.heartbeat.place import place_of
+from jaxdist.heartbeat.run_folder import run_folder_of
 from jaxdist.run.agent_link import leaving, watched
 from jaxdist.run.directory import RunDirectory, Taken, identity_of, take
 from jaxdist.run.files import RunFiles
@@ -67,7 +67,7 @@ def run(
         console = Console(file=console.file, force_terminal=False, highlight=False, emoji=False)
     say = partial(console.print, soft_wrap=True, markup=False)
     compilation_cache.enable(cache_directory() / "compiled")
-    place = place_of(os.environ)
+    run_folder = run_folder_of(os.environ)
     taking = partial(
         take,
         base_of(config.run.directory, path),
@@ -79,9 +79,9 @@ def run(
     )
     with (
         _taken(taking) as (directory, goes_on),
-        Termination(say, leaving(place)) as termination,
+        Termination(say, leaving(run_folder)) as termination,
         heard(config.run.preemption.build(say), termination.notice),
-        watched(place, identity_of(directory)) as agent,
+        watched(run_folder, identity_of(directory)) as agent,
     ):
         files = RunFiles(directory, config, agent, say)
         job = RunJob(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from jaxdist.errors import RunError
-from jaxdist.heartbeat.place import place_of
+from jaxdist.heartbeat.run_folder import run_folder_of
 
 FILE_NAME = "run.lock"
 BEAT_SECONDS = 10.0
@@ -44,10 +44,10 @@ class HeldError(RunError):
 
 def this_process() -> dict[str, Any]:
     """What a lock says of its holder."""
-    place = place_of(os.environ)
+    run_folder = run_folder_of(os.environ)
     fenced = {}
-    if place is not None and place.fence is not None:
-        fenced = {"fence": place.fence, "generation": place.generation}
+    if run_folder is not None and run_folder.fence is not None:
+        fenced = {"fence": run_folder.fence, "generation": run_folder.generation}
     return {
         **fenced,
         "host": platform.node(),

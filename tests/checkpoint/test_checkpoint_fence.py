@@ -16,7 +16,7 @@ from jaxdist.checkpoint.manifest import read_manifest
 from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.errors import CheckpointError, RunError
 from jaxdist.heartbeat.fence import RunFence, newest_generation, newest_of_all
-from jaxdist.heartbeat.place import FENCE, FOLDER, GENERATION, Place, place_of
+from jaxdist.heartbeat.run_folder import FENCE, FOLDER, GENERATION, RunFolder, run_folder_of
 from jaxdist.metrics.writer import MetricsWriter, read_metrics
 from jaxdist.run.lock import HeldError, RunLock
 
@@ -148,10 +148,10 @@ def test_who_was_deposed_logs_nothing(tmp_path: Path):
 
 def test_a_deposed_generation_loses_the_lock_though_it_lives(tmp_path: Path, monkeypatch):
     def of(generation: int, fence: str = "r") -> None:
-        place = Place(tmp_path / "place", generation, fence)
+        place = RunFolder(tmp_path / "place", generation, fence)
         for key, value in place.environ().items():
             monkeypatch.setenv(key, value)
-        assert place_of(os.environ) == place
+        assert run_folder_of(os.environ) == place
 
     run = tmp_path / "run"
     of(3)

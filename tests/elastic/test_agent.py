@@ -19,9 +19,9 @@ import pytest
 
 from jaxdist.elastic import team
 from jaxdist.elastic.agent import Agent, Plan, exit_of
-from jaxdist.elastic.part import Alone, Hosts, Part
+from jaxdist.elastic.assignment import Assignment, Hosts, SingleHost
 from jaxdist.elastic.team import Team
-from jaxdist.elastic.watch import Patience
+from jaxdist.elastic.watch import StuckTimeouts
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.flight.recorder import Recorder
 from jaxdist.heartbeat.journal import read_journal
@@ -32,7 +32,7 @@ SCRIPT = """
 import json, os, signal, sys, time
 from pathlib import Path
 from jaxdist.checkpoint.identity import Identity
-from jaxdist.heartbeat.place import place_of
+from jaxdist.heartbeat.run_folder import run_folder_of
 from jaxdist.heartbeat.status import Publisher
 from jaxdist.metrics.account import Kind
 from jaxdist.runtime.forks import await_fork, hold_signals
@@ -46,7 +46,7 @@ if not line:
 order = json.loads(line)
 os.environ.update(order["environ"])
 args, index = order["args"], int(os.environ.get("JAX_PROCESS_ID", "0"))
-place = place_of(os.environ)
+place = run_folder_of(os.environ)
 if index == 0:
     assert args["run"]["path"] == (args["at"] if args["resume"] else None)
     place.tell_run(Identity(args["run"]["id"], Path(args["at"])))
@@ -64,7 +64,7 @@ with Publisher(place.status(index), index) as publisher:
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """The exit code of a run whose processes do something at their tenth step, and its lines."""
-    (tmp_path / "a_standby.py").write_text(SCRIPT)
+    (tmp_path / "a_fork_server.py").write_text(SCRIPT)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
 
     def start(
@@ -77,10 +77,14 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ) -> tuple[int, list[str]]:
         said = [] if said is None else said
         args = {"at": str(tmp_path), "then": then, "same": same}
-        given = {"processes": 3, "patience": Patience(silent_seconds=1.0), **plan}
+        given = {"processes": 3, "stuck_timeouts": StuckTimeouts(silent_seconds=1.0), **plan}
         record = partial(Recorder, draw=False)
         agent = Agent(
-            Plan(args, **given), said.append, hosts=hosts, record=record, standby="a_standby"
+            Plan(args, **given),
+            said.append,
+            hosts=hosts,
+            record=record,
+            fork_module="a_fork_server",
         )
         return agent.run(), said
 
@@ -169,27 +173,27 @@ def test_a_signal_is_passed_on_and_ends_it(run, tmp_path: Path):
     assert (code, said) == (75, [])
 
 
-class Others(Alone):
+class Others(SingleHost):
     """As if there were other hosts: a run that stops before its end goes on elsewhere."""
 
     left = False
 
-    def over(self, part: Part) -> bool:
-        return part.generation > 1
+    def over(self, assignment: Assignment) -> bool:
+        return assignment.generation > 1
 
-    def why(self, part: Part) -> str:
+    def why(self, assignment: Assignment) -> str:
         return "b leaves"
 
     def leave(self) -> None:
         self.left = True
 
 
-class Uncopied(Alone):
+class Uncopied(SingleHost):
     """As if another host could not be copied from for its first steps."""
 
     began = 0.0
 
-    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
+    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
         self.began = time.monotonic()
         return super().begin(folder, stopped)
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jaxdist.checkpoint.identity import Identity
 from jaxdist.elastic.drill import Strike, Striker, every_of, judge, recoveries_of, strikes_of
 from jaxdist.heartbeat.journal import Journal
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.saving import RECOVERY
 from jaxdist.heartbeat.status import Status
 from jaxdist.metrics.account import Kind
@@ -53,15 +53,15 @@ def victim():
 
 
 def test_a_strike_waits_for_its_step_and_for_a_generation_that_works(tmp_path: Path, victim):
-    place = Place(tmp_path, 1)
-    place.tell_run(Identity("a1", tmp_path / "run"))
+    run_folder = RunFolder(tmp_path, 1)
+    run_folder.tell_run(Identity("a1", tmp_path / "run"))
     striker = Striker(Journal(), pytest.fail, [KILL, STOP])
 
     def look(step: int) -> None:
         now = time.monotonic()
         pids = {0: 0, 1: victim.pid}
         striker.look(
-            place, [Status(at, pid, step, Kind.STEP, now, now) for at, pid in pids.items()]
+            run_folder, [Status(at, pid, step, Kind.STEP, now, now) for at, pid in pids.items()]
         )
 
     look(100)  # it has not begun

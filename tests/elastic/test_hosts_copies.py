@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.elastic.hosts import buddy as buddy_module
-from jaxdist.elastic.hosts import copies
-from jaxdist.elastic.hosts.buddy import Buddy
+from jaxdist.elastic.hosts import copies, snapshot_replica
 from jaxdist.elastic.hosts.copies import CopyError, CopyServer, fetch, list_parts, parts_in, seed
+from jaxdist.elastic.hosts.snapshot_replica import SnapshotReplica
 
 TOKEN = b"0123456789abcdef"
 NAME = "step_00000010.0_of_2"
@@ -102,8 +101,8 @@ def test_strangers_end_nothing(server: str, tmp_path: Path):
     assert list_parts(server, TOKEN) == [NAME]
 
 
-def test_a_buddy_has_the_newest_and_of_its_host_alone(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(buddy_module, "LOOK_SECONDS", 60.0)
+def test_a_replica_has_the_newest_and_of_its_host_alone(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_replica, "LOOK_SECONDS", 60.0)
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     ours.mkdir()
     for step in (20, 30):
@@ -111,7 +110,7 @@ def test_a_buddy_has_the_newest_and_of_its_host_alone(server, tmp_path, monkeypa
             (theirs / f"step_{step:08d}.{process}_of_2").write_text(f"{step}")
     for name in ("step_00000005.0_of_2", "step_00000005.1_of_2", "step_00000005.0_of_3"):
         (ours / name).write_text("old")
-    found = Buddy(server, ours, TOKEN, frozenset({0}), 2)
+    found = SnapshotReplica(server, ours, TOKEN, frozenset({0}), 2)
     try:
         found.look()
         assert parts_in(ours) == [
@@ -122,10 +121,10 @@ def test_a_buddy_has_the_newest_and_of_its_host_alone(server, tmp_path, monkeypa
         found.close()
 
 
-def test_a_buddy_that_is_closed_keeps_nothing_more(server, tmp_path, monkeypatch):
+def test_a_replica_that_is_closed_keeps_nothing_more(server, tmp_path, monkeypatch):
     """Not even what was on its way."""
-    monkeypatch.setattr(buddy_module, "LOOK_SECONDS", 60.0)
-    found = Buddy(server, tmp_path / "ours", TOKEN, frozenset({0}), 2)
+    monkeypatch.setattr(snapshot_replica, "LOOK_SECONDS", 60.0)
+    found = SnapshotReplica(server, tmp_path / "ours", TOKEN, frozenset({0}), 2)
     true = copies._Asked.copy
 
     def copy(self, file):
@@ -187,24 +186,26 @@ def test_it_listens_where_the_others_come_from(tmp_path):
         found.close()
 
 
-def test_a_buddy_that_makes_no_copies_says_so_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(buddy_module, "LOOK_SECONDS", 0.01)
+def test_a_replica_that_makes_no_copies_says_so_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(snapshot_replica, "LOOK_SECONDS", 0.01)
     said, theirs = [], tmp_path / "theirs"
     theirs.mkdir()
     found = CopyServer(theirs, TOKEN, "127.0.0.1")
     address = f"127.0.0.1:{found.port}"
-    buddy = Buddy(address, tmp_path / "ours", b"another", frozenset({0}), 2, said.append)
+    replica = SnapshotReplica(
+        address, tmp_path / "ours", b"another", frozenset({0}), 2, said.append
+    )
     deadline = time.monotonic() + 30
     while not said and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(0.1)
-    assert buddy.failure == said[0]
-    buddy.token = TOKEN
+    assert replica.failure == said[0]
+    replica.token = TOKEN
     while len(said) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    buddy.close()
+    replica.close()
     found.close()
-    assert buddy.failure is None
+    assert replica.failure is None
     assert [line.partition(" of")[0] for line in said] == [
         "no copy is made",
         "copies are made",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.elastic.hosts.keeper import Keeper
+from jaxdist.elastic.hosts.leader_election import LeaderElection
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.places.contract import RendezvousError
 from jaxdist.elastic.hosts.places.folder import FolderRendezvous
@@ -24,8 +24,8 @@ class Clock:
 
 def member(folder: Path, name: str, clock: Clock) -> Membership:
     place = FolderRendezvous(folder)
-    keeper = Keeper(place, CONFIG, name, {}, clock=clock)
-    return Membership(place, CONFIG, name, keeper, clock)
+    election = LeaderElection(place, CONFIG, name, {}, clock=clock)
+    return Membership(place, CONFIG, name, election, clock)
 
 
 def turns(*members: Membership) -> None:

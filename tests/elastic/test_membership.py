@@ -99,7 +99,7 @@ class World:
     def check_begun(self) -> None:
         """Who asks to be left out takes part only where the others cannot without it."""
         known = self.registry
-        ready = [host for host in known.alive if host not in known.aside]
+        ready = [host for host in known.alive if host not in known.quarantined]
         enough = len(ready) >= self.config.min_hosts
         enough = enough and self.fits(ready[: self.config.max_hosts])
         hosts = ready if enough else [*known.alive]

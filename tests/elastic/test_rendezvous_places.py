@@ -49,7 +49,7 @@ def test_of_those_that_swap_one_token_one_succeeds(address: str):
     def race(index: int, place: Rendezvous) -> None:
         for _ in range(60):
             token = Token.parse(place.token())
-            if place.swap(str(token), str(token.taken(f"h{index}"))):
+            if place.compare_and_swap(str(token), str(token.taken(f"h{index}"))):
                 wins[index].append(token.term + 1)
 
     threads = [threading.Thread(target=race, args=one) for one in enumerate(places)]
@@ -97,7 +97,11 @@ def test_a_directory_that_went_away(tmp_path: Path):
     place = open_rendezvous(str(tmp_path / "meet"))
     token = place.token()
     shutil.rmtree(tmp_path / "meet")
-    for asked in (place.token, lambda: place.swap(token, "x"), lambda: place.put("host/a", 1)):
+    for asked in (
+        place.token,
+        lambda: place.compare_and_swap(token, "x"),
+        lambda: place.put("host/a", 1),
+    ):
         with pytest.raises(RendezvousError, match="cannot be reached"):
             asked()
 

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.elastic.hosts import progress
-from jaxdist.elastic.watch import Patience, find_stuck
+from jaxdist.elastic.hosts import remote_progress
+from jaxdist.elastic.watch import StuckTimeouts, find_stuck
 from jaxdist.errors import RunError
 from jaxdist.heartbeat.status import BEAT_SECONDS, Publisher, Status, read_status
 from jaxdist.metrics.account import Kind
 
 NOW = 1000.0
-PATIENCE = Patience(silent_seconds=10.0, step_seconds=60.0)
+PATIENCE = StuckTimeouts(silent_seconds=10.0, step_seconds=60.0)
 
 
 def status(process: int, step: int, phase: Kind, ago: float, silent: float = 0.1) -> Status:
@@ -73,8 +73,8 @@ def test_what_a_process_says_is_read(tmp_path: Path):
         assert again.since == first.since
 
 
-def named_by(own: list[Status], elsewhere: list[Status] | None) -> int | None:
-    stuck = find_stuck(own, NOW, PATIENCE, lambda: elsewhere)
+def named_by(own: list[Status], remote_progress: list[Status] | None) -> int | None:
+    stuck = find_stuck(own, NOW, PATIENCE, lambda: remote_progress)
     return None if stuck is None else stuck.process
 
 
@@ -105,26 +105,26 @@ def test_others_are_asked_only_where_processes_wait_for_long():
 def test_ages_go_from_host_to_host():
     """The clock of the one that tells shows something else; a message ages while it lies there."""
     theirs = [replace(status(3, 8, Kind.STEP, 60.0, silent=2.0), waiting=True)]
-    facts = {"progress": progress.encode(5, theirs, NOW)}
+    facts = {"progress": remote_progress.encode(5, theirs, NOW)}
     said = {"own-1": {"number": 1, "facts": {}}, "b-1": {"number": 7, "facts": facts}}
-    elsewhere = progress.Elsewhere("own-1", 5, 1)
-    assert elsewhere.statuses is None
-    assert elsewhere.due(20.0)
-    elsewhere.read(said, 20.0)
-    assert not elsewhere.due(20.5)
-    assert elsewhere.statuses == [Status(3, 0, 8, Kind.STEP, -40.0, 18.0, waiting=True)]
-    elsewhere.read(said, 30.0)  # the same message
-    assert elsewhere.statuses == [Status(3, 0, 8, Kind.STEP, -40.0, 18.0, waiting=True)]
-    elsewhere.read({"b-1": {"number": 8, "facts": facts}}, 30.0)
-    assert elsewhere.statuses == [Status(3, 0, 8, Kind.STEP, -30.0, 28.0, waiting=True)]
+    remote = remote_progress.RemoteProgress("own-1", 5, 1)
+    assert remote.statuses is None
+    assert remote.due(20.0)
+    remote.read(said, 20.0)
+    assert not remote.due(20.5)
+    assert remote.statuses == [Status(3, 0, 8, Kind.STEP, -40.0, 18.0, waiting=True)]
+    remote.read(said, 30.0)  # the same message
+    assert remote.statuses == [Status(3, 0, 8, Kind.STEP, -40.0, 18.0, waiting=True)]
+    remote.read({"b-1": {"number": 8, "facts": facts}}, 30.0)
+    assert remote.statuses == [Status(3, 0, 8, Kind.STEP, -30.0, 28.0, waiting=True)]
 
 
 @pytest.mark.parametrize(("generation", "processes"), [(6, 1), (5, 2)])
 def test_what_is_of_another_generation_or_not_all_tells_nothing(generation, processes):
-    facts = {"progress": progress.encode(5, [status(3, 8, Kind.STEP, 60.0)], NOW)}
-    elsewhere = progress.Elsewhere("own-1", generation, processes)
-    elsewhere.read({"b-1": {"number": 1, "facts": facts}}, 0.0)
-    assert elsewhere.statuses is None
+    facts = {"progress": remote_progress.encode(5, [status(3, 8, Kind.STEP, 60.0)], NOW)}
+    remote = remote_progress.RemoteProgress("own-1", generation, processes)
+    remote.read({"b-1": {"number": 1, "facts": facts}}, 0.0)
+    assert remote.statuses is None
 
 
 def test_memory_that_is_full_is_told(tmp_path: Path):

@@ -14,7 +14,7 @@ from jaxdist.heartbeat.flight.picture import flight_figure
 from jaxdist.heartbeat.flight.recorder import LOOK_SECONDS, Recorder, flight_record
 from jaxdist.heartbeat.flight.slow import Flight, find_slow
 from jaxdist.heartbeat.journal import Journal, read_journal
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import RING, Phase, Publisher, Status, read_flight, read_status
 from jaxdist.metrics.account import Kind
 from jaxdist.run.report.goodput import slow_lines
@@ -106,10 +106,10 @@ def write(monkeypatch: pytest.MonkeyPatch):
     """Writes what a process would have said of itself, had it had these phases."""
     now = [0]
 
-    def write_one(place: Place, given: Flight) -> Status:
+    def write_one(run_folder: RunFolder, given: Flight) -> Status:
         with (
             monkeypatch.context() as patched,
-            Publisher(place.status(given.process), given.process) as publisher,
+            Publisher(run_folder.status(given.process), given.process) as publisher,
         ):
             patched.setattr("jaxdist.heartbeat.status.time.monotonic_ns", lambda: now[0])
             for one in given.phases:
@@ -120,7 +120,7 @@ def write(monkeypatch: pytest.MonkeyPatch):
                     publisher.step(one.step)
                 else:
                     publisher.phase(Kind.INPUT_WAIT)
-        found = read_status(place.status(given.process))
+        found = read_status(run_folder.status(given.process))
         assert found is not None
         return found
 
@@ -132,14 +132,14 @@ def test_who_is_slow_at_two_looks_is_told_once(
 ):
     said: list[str] = []
     now = [0.0]
-    place = Place(tmp_path, 2)
-    place.tell_run(Identity("a1", tmp_path))
+    run_folder = RunFolder(tmp_path, 2)
+    run_folder.tell_run(Identity("a1", tmp_path))
     recorder = Recorder(Journal(), said.append, draw=False)
-    statuses = [write(place, flight(at, own=20.0 if at == 2 else 2.0)) for at in range(3)]
+    statuses = [write(run_folder, flight(at, own=20.0 if at == 2 else 2.0)) for at in range(3)]
     monkeypatch.setattr("jaxdist.heartbeat.flight.recorder.time.monotonic", lambda: now[0])
     for look in range(5):
         now[0] = look * (LOOK_SECONDS + 1)
-        recorder.look(place, statuses)
+        recorder.look(run_folder, statuses)
         assert len(said) == (0 if look < 2 else 1)
     assert said[0].startswith("process 2 is slow, 9.53 times the others")
     (event,) = read_journal(tmp_path)
@@ -149,11 +149,11 @@ def test_who_is_slow_at_two_looks_is_told_once(
 
 
 def test_a_record_and_its_picture(tmp_path: Path, write):
-    place = Place(tmp_path, 4)
-    place.tell_run(Identity("a1", tmp_path))
+    run_folder = RunFolder(tmp_path, 4)
+    run_folder.tell_run(Identity("a1", tmp_path))
     for at in range(2):
-        write(place, flight(at))
-    record = flight_record(place, 1, "ended (signal SIGKILL)", range(3))
+        write(run_folder, flight(at))
+    record = flight_record(run_folder, 1, "ended (signal SIGKILL)", range(3))
     told = record["processes"][0]["phases"]
     assert [one["phase"] for one in told[-5:]] == ["input_wait", "wait", "step", "wait", "step"]
     assert told[-4]["seconds"] == pytest.approx(0.0475, abs=0.001)
@@ -165,10 +165,10 @@ def test_a_record_and_its_picture(tmp_path: Path, write):
     ]
     assert "process 1 ended" in axes.get_title("left")
     recorder = Recorder(Journal(), lambda line: None)
-    place.run.unlink()
-    recorder.lost(place, 1, "ended", range(3))  # before any process has told where the run is
+    run_folder.run.unlink()
+    recorder.lost(run_folder, 1, "ended", range(3))  # before any process has told where the run is
     assert not (tmp_path / "flight_4.json").exists()
-    place.tell_run(Identity("a1", tmp_path))
+    run_folder.tell_run(Identity("a1", tmp_path))
     recorder.begun()
     recorder.close()
     assert json.loads((tmp_path / "flight_4.json").read_text())["process"] == 1

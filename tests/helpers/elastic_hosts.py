@@ -26,7 +26,7 @@ PROCESS = """
 import json, os, signal, sys, time
 from pathlib import Path
 from jaxdist.checkpoint.identity import Identity, write_identity
-from jaxdist.heartbeat.place import place_of
+from jaxdist.heartbeat.run_folder import run_folder_of
 from jaxdist.heartbeat.status import Publisher
 from jaxdist.metrics.account import Kind
 from jaxdist.runtime.forks import await_fork, hold_signals
@@ -41,7 +41,7 @@ if not line:
 order = json.loads(line)
 os.environ.update(order["environ"])
 index = int(os.environ.get("JAX_PROCESS_ID", "0"))
-place, folder = place_of(os.environ), Path(sys.argv[0]).parent
+place, folder = run_folder_of(os.environ), Path(sys.argv[0]).parent
 run = Identity(order["args"]["run"]["id"], folder)
 if index == 0:
     place.tell_run(run)
@@ -176,7 +176,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
 def main() -> None:
     from jaxdist.cli import shared
     from jaxdist.elastic.hosts.start import agent_of
-    from jaxdist.elastic.watch import Patience
+    from jaxdist.elastic.watch import StuckTimeouts
 
     told = json.loads(sys.argv[1])
     given = {
@@ -195,12 +195,12 @@ def main() -> None:
             resume=False,
             restarts=3,
             say=lambda line: print(line, flush=True),
-            standby="a_process",
+            fork_module="a_process",
             **given,
         )
         if "step_seconds" in told:
-            patience = Patience(step_seconds=told["step_seconds"])
-            found.plan = replace(found.plan, patience=patience)
+            stuck_timeouts = StuckTimeouts(step_seconds=told["step_seconds"])
+            found.plan = replace(found.plan, stuck_timeouts=stuck_timeouts)
         sys.exit(found.run())
     except Exception as error:
         sys.exit(shared.report(error))

@@ -24,10 +24,10 @@ from benchmarks.elastic.scoreboard.row import Row, of
 from jaxdist.checkpoint.arrays import load_arrays
 from jaxdist.checkpoint.layout import step_directory, steps_present
 from jaxdist.checkpoint.manifest import read_manifest
-from jaxdist.elastic.watch import Patience
+from jaxdist.elastic.watch import StuckTimeouts
 from jaxdist.errors import RunError
 from jaxdist.heartbeat.journal import read_journal
-from jaxdist.heartbeat.place import left_behind
+from jaxdist.heartbeat.run_folder import left_behind
 from jaxdist.metrics.goodput import joined
 from jaxdist.metrics.writer import read_metrics
 from jaxdist.runtime.environment import python_module
@@ -154,7 +154,7 @@ def lost_processes(trials: int, seed: int, processes: int = 4) -> Row:
 def stopped_processes(trials: int, seed: int, processes: int = 2) -> Row:
     """R19: SIGSTOP; steps of this model take less than 0.1 s."""
     hits, same = struck(trials, seed, processes, signal.SIGSTOP)
-    limit = Patience().silent_seconds + 2 * 0.1 + 1.0  # and a second to write the stacks down
+    limit = StuckTimeouts().silent_seconds + 2 * 0.1 + 1.0  # and a second to write the stacks down
     named = sum(one.named for one in hits)
     longest = max(one.detect for one in hits)
     words = (

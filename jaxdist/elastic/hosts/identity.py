@@ -17,7 +17,9 @@ PACKAGES = ("jaxdist", "jax", "jaxlib", "flax", "optax")
 LISTED = 8
 
 
-def card(values: Json, settings: Mapping[str, Json], host: str, name: str, token: bytes) -> Any:
+def compatibility(
+    values: Json, settings: Mapping[str, Json], host: str, name: str, token: bytes
+) -> Any:
     """What a host shows the others.
 
     Args:
@@ -46,30 +48,30 @@ def digest_of(name: str) -> str:
     return hashlib.sha256(b"rendezvous " + name.encode()).hexdigest()[:16]
 
 
-def check(own: Mapping[str, Any], keeper: Mapping[str, Any], address: str) -> None:
+def check(own: Mapping[str, Any], leader: Mapping[str, Any], address: str) -> None:
     """Compare this host's card with that of the host that keeps the registry.
 
     Raises:
       ConfigError: they differ; names the host, and what differs.
     """
-    if own["rendezvous"] != keeper.get("rendezvous"):
+    if own["rendezvous"] != leader.get("rendezvous"):
         raise ConfigError(
-            f"of this host, {own['host']}, and {keeper['host']} one began before the rendezvous "
+            f"of this host, {own['host']}, and {leader['host']} one began before the rendezvous "
             f"{address} was deleted and made anew: end all agents and begin them again with "
             "--resume"
         )
-    if own["proof"] != keeper["proof"]:
+    if own["proof"] != leader["proof"]:
         raise ConfigError(
-            f"the token of this host, {own['host']}, is not that of {keeper['host']} at {address}: "
+            f"the token of this host, {own['host']}, is not that of {leader['host']} at {address}: "
             "give all hosts the same --token-file"
         )
-    here, there = own["alike"], keeper["alike"]
+    here, there = own["alike"], leader["alike"]
     keys = [key for key in {**there, **here} if here.get(key) != there.get(key)]
     if keys:
         told = [f"{key}: {here.get(key)} here, {there.get(key)} there" for key in keys[:LISTED]]
         more = f"; and {len(keys) - LISTED} more" if len(keys) > LISTED else ""
         raise ConfigError(
-            f"this host, {own['host']}, differs from {keeper['host']} at {address}: "
+            f"this host, {own['host']}, differs from {leader['host']} at {address}: "
             f"{'; '.join(told)}{more}. Make them alike, or choose another --rendezvous"
         )
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jaxdist.elastic.hosts.copies import CopyServer, address_of, parts_in, seed
 from jaxdist.elastic.hosts.identity import check, digest_of
-from jaxdist.elastic.hosts.keeper import STRANGER_LEASES, card_of
+from jaxdist.elastic.hosts.leader_election import STRANGER_TIMEOUT_LEASES, compatibility_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.places.contract import LostError, Token
 from jaxdist.errors import RunError
@@ -41,7 +41,7 @@ class Here:
 def join(
     members: Membership,
     here: Here,
-    card: JsonObject,
+    compatibility: JsonObject,
     snapshots: Path,
     local: Path | None,
     wait: Wait,
@@ -56,7 +56,7 @@ def join(
       ConfigError: this host differs from those that are there.
       RunError: nobody keeps the registry, or the rendezvous was made anew.
     """
-    meet(members, card, wait)
+    meet(members, compatibility, wait)
     server = CopyServer(snapshots, here.token, here.address)
     facts = asdict(here)
     del facts["host"], facts["token"]
@@ -68,18 +68,18 @@ def join(
     return server
 
 
-def meet(members: Membership, card: JsonObject, wait: Wait) -> None:
+def meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
     """Find the registry's keeper, and compare; or keep it."""
     first: str | None = None
     while not wait.over:
-        if digest_of(Token.parse(members.rendezvous.token()).name) != card["rendezvous"]:
+        if digest_of(Token.parse(members.rendezvous.token()).name) != compatibility["rendezvous"]:
             raise LostError(members.rendezvous.address)
-        members.keeper.look(STRANGER_LEASES)
-        if members.keeper.reign is not None:
+        members.election.look(STRANGER_TIMEOUT_LEASES)
+        if members.election.term is not None:
             return
-        found = card_of(members.rendezvous)
+        found = compatibility_of(members.rendezvous)
         if found is not None and first not in (None, found[0]):  # its keeper lives
-            check(card, found[1], members.rendezvous.address)
+            check(compatibility, found[1], members.rendezvous.address)
             return
         first = first if found is None or first is not None else found[0]
         time.sleep(LOOK_SECONDS)

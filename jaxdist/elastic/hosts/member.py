@@ -11,7 +11,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from jaxdist.elastic.hosts.keeper import Keeper, boot_clock, decode_answer, encode_renewal
+from jaxdist.elastic.hosts.leader_election import (
+    LeaderElection,
+    boot_clock,
+    decode_answer,
+    encode_renewal,
+)
 from jaxdist.elastic.hosts.places.contract import LostError, Rendezvous, RendezvousError, Token
 from jaxdist.elastic.hosts.run import OVER, ended_before
 from jaxdist.elastic.membership import Generation, Host
@@ -38,10 +43,10 @@ class Membership:
         rendezvous: Rendezvous,
         config: MembershipConfig,
         own: str,
-        keeper: Keeper,
+        election: LeaderElection,
         clock: Callable[[], float] = boot_clock,
     ) -> None:
-        self.rendezvous, self.config, self.own, self.keeper = rendezvous, config, own, keeper
+        self.rendezvous, self.config, self.own, self.election = rendezvous, config, own, election
         self.clock = clock
         self.facts: JsonObject = {}
         self.over: JsonObject | None = None
@@ -104,10 +109,10 @@ class Membership:
             )
 
     @property
-    def aside_seconds(self) -> float:
+    def quarantined_seconds(self) -> float:
         """For how long this host still asks to be left out; 0: it does not."""
         with self._lock:
-            return max(self._host.aside_until - self.clock(), 0.0)
+            return max(self._host.quarantined_until - self.clock(), 0.0)
 
     def release(self, *, stuck: bool = False) -> None:
         """The processes of this host are gone.
@@ -163,7 +168,7 @@ class Membership:
         # keep its registry with a token that theirs is compared with.
         self._check_name()
         self.say()
-        self.keeper.turn()
+        self.election.turn()
         self._check_name()
         told = self.rendezvous.get(f"answer/{self.own}")
         # Read after the answer: where hosts left because the run is over, it is seen with it.
@@ -212,5 +217,5 @@ class Membership:
         self.release()
         with suppress(RendezvousError):
             self.say(leaves=True)
-            self.keeper.turn()
-            self.keeper.resign()
+            self.election.turn()
+            self.election.resign()

@@ -190,7 +190,7 @@ def make_plan(
     members: Sequence[HostFacts],
     rule: Rule,
     least: int,
-    aside: Sequence[HostFacts] = (),
+    quarantined: Sequence[HostFacts] = (),
 ) -> Plan:
     """The plan of a generation of these hosts, in their order.
 
@@ -215,8 +215,8 @@ def make_plan(
             places[host.host] = first, host.processes
             first += host.processes
         places |= {host.host: (first, 0) for host in idle}
-        names = tuple(host.name for host in (*idle, *aside))
-        snapshot = newest_whole([*members, *aside])
+        names = tuple(host.name for host in (*idle, *quarantined))
+        snapshot = newest_whole([*members, *quarantined])
         return Plan(places, first, devices, settings, names, snapshot)
     raise RunError(f"{len(members)} hosts cannot go on. " + "; ".join(reasons))
 

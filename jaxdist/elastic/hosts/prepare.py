@@ -7,12 +7,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jaxdist.elastic.hosts.buddy import Buddy
 from jaxdist.elastic.hosts.copies import CopyError, fetch, parts_in
-from jaxdist.elastic.hosts.keeper import registry_of
+from jaxdist.elastic.hosts.leader_election import registry_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.plan import HostFacts, Plan, Rule, make_plan
 from jaxdist.elastic.hosts.run import asked_of, run_to_begin
+from jaxdist.elastic.hosts.snapshot_replica import SnapshotReplica
 from jaxdist.elastic.membership import Generation
 from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import free_port
@@ -50,11 +50,11 @@ class Preparing:
             return None  # one is gone already: the registry will see it
         hosts = [HostFacts.of(host, said[host]["facts"]) for host in generation.members]
         registry = registry_of(self.members.rendezvous)
-        left_out = (registry.aside if registry else frozenset()) - {*generation.members}
-        aside = [HostFacts.of(host, said[host]["facts"]) for host in left_out & said.keys()]
+        left_out = (registry.quarantined if registry else frozenset()) - {*generation.members}
+        quarantined = [HostFacts.of(host, said[host]["facts"]) for host in left_out & said.keys()]
         rule = self._rule()
         try:
-            plan = make_plan(hosts, rule, self.members.config.min_hosts, aside)
+            plan = make_plan(hosts, rule, self.members.config.min_hosts, quarantined)
         except RunError as error:
             return error
         number = generation.number
@@ -102,7 +102,7 @@ class Preparing:
         """Whether something was told since the last run of this rendezvous ended."""
         return told is not None and told["generation"] > self.members.ended_before
 
-    def collect(self, folder: Path, generation: Generation, plan: Plan) -> Buddy | None:
+    def collect(self, folder: Path, generation: Generation, plan: Plan) -> SnapshotReplica | None:
         """Fetch what this host lacks of the snapshot, and take away all others.
 
         Other snapshots are of steps that are taken again, or lack what a lost host had.
@@ -133,4 +133,4 @@ class Preparing:
         first, count = plan.places[before]
         theirs = frozenset(range(first, first + count))
         address = said[before]["facts"]["copies"]
-        return Buddy(address, folder, self.token, theirs, plan.total, self.say)
+        return SnapshotReplica(address, folder, self.token, theirs, plan.total, self.say)

@@ -14,11 +14,11 @@ from jaxdist.checkpoint.identity import Identity, base_of, candidates, read_iden
 from jaxdist.checkpoint.local import local_folder
 from jaxdist.config import Document, read, validate
 from jaxdist.elastic.agent import Agent, Plan
-from jaxdist.elastic.hosts.identity import card
+from jaxdist.elastic.hosts.identity import compatibility
 from jaxdist.elastic.hosts.join import Here
+from jaxdist.elastic.hosts.multi_host import MultiHost
 from jaxdist.elastic.hosts.places.address import open_rendezvous
 from jaxdist.elastic.hosts.places.contract import Token
-from jaxdist.elastic.hosts.together import Together
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.config import ElasticConfig
 from jaxdist.heartbeat.fence import newest_of_all
@@ -41,7 +41,7 @@ def agent_of(
     restarts: int,
     seconds: float,
     say: Callable[[str], None],
-    standby: str,
+    fork_module: str,
 ) -> Agent:
     """The agent of this machine.
 
@@ -53,7 +53,7 @@ def agent_of(
       host: NAME or NAME/ADDRESS; None is this machine's name.
       token_file: has the token that hosts share; None takes the one of the rendezvous.
       seconds: how long to wait for hosts.
-      standby: see `jaxdist.elastic.agent.Agent`.
+      fork_module: see `jaxdist.elastic.agent.Agent`.
 
     Raises:
       JaxdistError: anything that the user can mend.
@@ -66,10 +66,10 @@ def agent_of(
     membership = elastic.membership(least, most)
     name, address = split_host(host or platform.node())
     token = None if token_file is None else read_token(token_file)
-    place = open_rendezvous(rendezvous)
-    drawn = Token.parse(place.token()).name
+    meeting = open_rendezvous(rendezvous)
+    drawn = Token.parse(meeting.token()).name
     settings = {"--min": least, "--max": most}
-    shared = token or place.secret()
+    shared = token or meeting.secret()
     here = Here(
         f"{re.sub('[^A-Za-z0-9-]', '-', name)}-{token_hex(4)}",
         name,
@@ -80,11 +80,11 @@ def agent_of(
     )
     directory = (values.get("run") or {}).get("directory")
     base = base_of(Path(directory) if directory else None, config)
-    together = Together(
-        place,
+    hosts = MultiHost(
+        meeting,
         membership,
         here,
-        card(values, settings, name, drawn, shared),
+        compatibility(values, settings, name, drawn, shared),
         values,
         say,
         seconds=seconds,
@@ -98,7 +98,7 @@ def agent_of(
     told = (values.get("run") or {}).get("preemption") or {}
     notices = validate(Document(told), PreemptionConfig).build(say)
     plan = Plan(args, processes, restarts, notices=notices)
-    return Agent(plan, say, standby=standby, hosts=together)
+    return Agent(plan, say, fork_module=fork_module, hosts=hosts)
 
 
 def local_of(

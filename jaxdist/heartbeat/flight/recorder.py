@@ -16,7 +16,7 @@ from pathlib import Path
 from jaxdist.heartbeat.flight import picture
 from jaxdist.heartbeat.flight.slow import Flight, Slow, find_slow
 from jaxdist.heartbeat.journal import Journal
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import Status, read_flight
 from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
@@ -44,27 +44,27 @@ class Recorder:
         self._told: set[int] = set()
         self._unwritten: list[JsonObject] = []
         self._kept: list[Path] = []
-        self._place: Place | None = None
+        self._run_folder: RunFolder | None = None
         self._drawing: subprocess.Popen[bytes] | None = None
 
-    def look(self, place: Place, statuses: Sequence[Status]) -> None:
+    def look(self, run_folder: RunFolder, statuses: Sequence[Status]) -> None:
         """At each look of the agent: who is slow, every few seconds."""
         now = time.monotonic()
-        if place.generation != self._generation:
-            self._generation, self._next = place.generation, now + LOOK_SECONDS
+        if run_folder.generation != self._generation:
+            self._generation, self._next = run_folder.generation, now + LOOK_SECONDS
             self._beats, self._suspects, self._told = {}, frozenset(), set()
         if now < self._next or len(statuses) < 2:
             return
         self._next = now + LOOK_SECONDS
-        slow = find_slow([self._flight(place, one.process) for one in statuses])
+        slow = find_slow([self._flight(run_folder, one.process) for one in statuses])
         for one in slow:
             if one.process in self._suspects and one.process not in self._told:
                 self._told.add(one.process)
-                self._tell(place, one)
+                self._tell(run_folder, one)
         self._suspects = frozenset(one.process for one in slow)
 
-    def _flight(self, place: Place, process: int) -> Flight:
-        found = read_flight(place.status(process))
+    def _flight(self, run_folder: RunFolder, process: int) -> Flight:
+        found = read_flight(run_folder.status(process))
         if found is None:
             return Flight(process, [])
         status, phases = found
@@ -72,9 +72,9 @@ class Recorder:
         self._beats[process] = status.beats, status.late
         return Flight(process, phases, status.beats - beats, status.late - late)
 
-    def _tell(self, place: Place, slow: Slow) -> None:
+    def _tell(self, run_folder: RunFolder, slow: Slow) -> None:
         self._journal.add(
-            place,
+            run_folder,
             "slow",
             process=slow.process,
             ratio=slow.ratio,
@@ -84,20 +84,20 @@ class Recorder:
         )
         self._say(f"{slow.words()} (step {slow.step})")
 
-    def lost(self, place: Place, process: int, how: str, processes: range) -> None:
+    def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
         """A generation cannot go on: write down what its processes were at, dead or alive.
 
         Args:
           processes: those of this machine.
         """
-        self._place = place
-        self._unwritten.append(flight_record(place, process, how, processes))
+        self._run_folder = run_folder
+        self._unwritten.append(flight_record(run_folder, process, how, processes))
         self._write()
 
     def _write(self) -> None:
         """What can be: a process tells the run directory when it has come so far."""
         with suppress(OSError):  # none has told it yet, or the disk is full
-            folder = None if self._place is None else self._place.run_directory()
+            folder = None if self._run_folder is None else self._run_folder.run_directory()
             while folder is not None and self._unwritten:
                 record = self._unwritten[0]
                 path = folder / record_name(record)
@@ -152,7 +152,7 @@ def record_name(record: JsonObject) -> str:
     return f"flight_{record['generation']}" + (f"_from_{first}.json" if first else ".json")
 
 
-def flight_record(place: Place, process: int, how: str, processes: range) -> JsonObject:
+def flight_record(run_folder: RunFolder, process: int, how: str, processes: range) -> JsonObject:
     """The last phases of all processes of a generation, as plain data; times are in seconds.
 
     `begin` is before the moment `time` (of the epoch), on one clock for all.
@@ -162,7 +162,7 @@ def flight_record(place: Place, process: int, how: str, processes: range) -> Jso
     """
     now, told = time.monotonic_ns(), []
     for index in processes:
-        found = read_flight(place.status(index))
+        found = read_flight(run_folder.status(index))
         if found is None:
             told.append({"process": index, "pid": None, "step": None, "phases": []})
             continue
@@ -180,7 +180,7 @@ def flight_record(place: Place, process: int, how: str, processes: range) -> Jso
         one = {"process": index, "pid": status.pid, "step": status.step, "silent_seconds": silent}
         told.append({**one, "phases": given})
     return {
-        "generation": place.generation,
+        "generation": run_folder.generation,
         "process": process,
         "how": how,
         "time": time.time(),

@@ -90,7 +90,7 @@ class Rendezvous(Protocol):
         """A secret that only those share who may use the place, for hosts without a token file."""
         ...
 
-    def swap(self, seen: str, new: str) -> bool:
+    def compare_and_swap(self, seen: str, new: str) -> bool:
         """Put a token in the place of another; False, and nothing done, where it is not `seen`.
 
         Linearizable: of all swaps that begin with one token, one succeeds, and what a host reads

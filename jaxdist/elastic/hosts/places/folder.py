@@ -115,7 +115,7 @@ class FolderRendezvous:
             "--token-file"
         )
 
-    def swap(self, seen: str, new: str) -> bool:
+    def compare_and_swap(self, seen: str, new: str) -> bool:
         """Rename the token's file."""
         with self._told():
             try:

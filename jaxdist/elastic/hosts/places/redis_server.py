@@ -80,7 +80,7 @@ class RedisRendezvous:
         """The name of the rendezvous, which only clients of the server can read."""
         return Token.parse(self.token()).name.encode()
 
-    def swap(self, seen: str, new: str) -> bool:
+    def compare_and_swap(self, seen: str, new: str) -> bool:
         """Compare and set, in the server."""
         with self._told():
             return bool(self._server.eval(_SWAP, 1, f"{self._prefix}:token", seen, new))

@@ -15,16 +15,16 @@ import pytest
 from redis_place import redis_server
 
 from jaxdist.checkpoint.identity import Identity, write_identity
+from jaxdist.elastic.assignment import Assignment
 from jaxdist.elastic.hosts import identity, start
 from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here
-from jaxdist.elastic.hosts.keeper import boot_clock
+from jaxdist.elastic.hosts.leader_election import boot_clock
+from jaxdist.elastic.hosts.multi_host import MultiHost
 from jaxdist.elastic.hosts.places.address import open_rendezvous
 from jaxdist.elastic.hosts.start import agent_of, devices_of, read_token, split_host
-from jaxdist.elastic.hosts.together import Together
-from jaxdist.elastic.part import Part
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.config import MembershipConfig
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.runtime.gpus import Seen
 
 LEASE = {"lease_seconds": 1.0, "settle_seconds": 0.05}
@@ -38,26 +38,26 @@ class Meeting:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.folder, self.stack, self.said = folder, stack, []
 
-    def host(self, name: str, *, least: int = 1, seconds: float = 20.0, **given: Any) -> Together:
+    def host(self, name: str, *, least: int = 1, seconds: float = 20.0, **given: Any) -> MultiHost:
         rendezvous = open_rendezvous(given.pop("address", str(self.folder / "meet")))
         config = MembershipConfig(min_hosts=least, max_hosts=4, **LEASE)
         token, values = given.pop("token", TOKEN), given.pop("values", VALUES)
         here = Here(f"{name}-1", name, "127.0.0.1", 1, 1, token)
         name_of = rendezvous.token().partition(".")[0]
-        card = identity.card(values, {"--min": least}, name, name_of, token)
+        compatibility = identity.compatibility(values, {"--min": least}, name, name_of, token)
         (self.folder / name).mkdir(exist_ok=True)
-        made = Together(
-            rendezvous, config, here, card, values, self.said.append,
+        made = MultiHost(
+            rendezvous, config, here, compatibility, values, self.said.append,
             seconds=seconds, resume=False, **given,
         )  # fmt: skip
         self.stack.callback(made.close)
         return made
 
-    def begin(self, *hosts: Together) -> list[Part | None]:
+    def begin(self, *hosts: MultiHost) -> list[Assignment | None]:
         """What each is told, at the same time."""
-        found: dict[int, Part | None] = {}
+        found: dict[int, Assignment | None] = {}
 
-        def one(at: int, host: Together) -> None:
+        def one(at: int, host: MultiHost) -> None:
             found[at] = host.begin(self.folder / host.here.name, lambda: False)
 
         threads = [threading.Thread(target=one, args=given) for given in enumerate(hosts)]
@@ -78,14 +78,14 @@ def test_hosts_meet_whatever_their_clocks_show(meeting: Meeting):
     a = meeting.host("a", least=2)
     b = meeting.host("b", least=2, clock=lambda: boot_clock() - 1e6)
     parts = meeting.begin(a, b)
-    assert {part.generation for part in parts if part} == {1}
+    assert {assignment.generation for assignment in parts if assignment} == {1}
     assert sorted((p.first, p.count, p.total) for p in parts if p) == [(0, 1, 2), (1, 1, 2)]
-    assert len({part.coordinator for part in parts if part}) == 1
-    assert len({part.fence for part in parts if part}) == 1
+    assert len({assignment.coordinator for assignment in parts if assignment}) == 1
+    assert len({assignment.fence for assignment in parts if assignment}) == 1
     time.sleep(1.5 * LEASE["lease_seconds"])  # it is renewed
-    for host, part in zip((a, b), parts, strict=True):
-        assert part is not None
-        assert host.ends(part) is None
+    for host, assignment in zip((a, b), parts, strict=True):
+        assert assignment is not None
+        assert host.ends(assignment) is None
 
 
 def test_too_few_hosts_are_waited_for_and_told(meeting: Meeting):
@@ -116,12 +116,12 @@ def test_who_is_awaited_is_said_now_and_then(meeting: Meeting, monkeypatch):
 )  # fmt: skip
 def test_a_host_that_differs_is_refused_and_the_others_go_on(meeting: Meeting, given, words):
     a = meeting.host("a")
-    (part,) = meeting.begin(a)
-    assert part is not None
+    (assignment,) = meeting.begin(a)
+    assert assignment is not None
     with pytest.raises(ConfigError, match=words):
         meeting.host("b", **given).begin(meeting.folder / "b", lambda: False)
     time.sleep(4 * LEASE["settle_seconds"])
-    assert a.ends(part) is None
+    assert a.ends(assignment) is None
 
 
 @pytest.mark.full
@@ -142,16 +142,16 @@ def test_another_jaxdist_or_jax_is_refused(meeting: Meeting, monkeypatch):
 def ended(meeting: Meeting) -> Identity:
     """A run that one host has brought to its end."""
     a = meeting.host("a")
-    (part,) = meeting.begin(a)
-    assert part is not None
-    assert part.run is not None
-    assert part.run.path is None
-    run = replace(part.run, path=meeting.folder / "gpt")
+    (assignment,) = meeting.begin(a)
+    assert assignment is not None
+    assert assignment.run is not None
+    assert assignment.run.path is None
+    run = replace(assignment.run, path=meeting.folder / "gpt")
     (meeting.folder / "gpt").mkdir()
     write_identity(meeting.folder / "gpt", run)
-    Place(meeting.folder / "a", part.generation).tell_run(run)
-    Place(meeting.folder / "a", part.generation).done.touch()
-    assert a.over(part)
+    RunFolder(meeting.folder / "a", assignment.generation).tell_run(run)
+    RunFolder(meeting.folder / "a", assignment.generation).done.touch()
+    assert a.over(assignment)
     a.close()
     return run
 
@@ -176,10 +176,10 @@ def test_a_host_that_comes_after_the_end_of_another_run_begins(
         (folder / "run.json").unlink()
         if change == "another run":
             write_identity(folder, Identity("a2"))
-    (part,) = meeting.begin(meeting.host("b", values=values))
-    assert part is not None
-    assert part.run is not None
-    assert (part.run.id != ended.id, part.resume) == (True, False)
+    (assignment,) = meeting.begin(meeting.host("b", values=values))
+    assert assignment is not None
+    assert assignment.run is not None
+    assert (assignment.run.id != ended.id, assignment.resume) == (True, False)
 
 
 def test_a_later_generation_of_hosts_is_given_the_run_of_the_one_before(meeting: Meeting):
@@ -192,7 +192,7 @@ def test_a_later_generation_of_hosts_is_given_the_run_of_the_one_before(meeting:
     assert second is not None
     assert (second.run, second.resume) == (first.run, False)
     run = replace(first.run, path=meeting.folder / "gpt")
-    Place(meeting.folder / "a", 0).tell_run(run)
+    RunFolder(meeting.folder / "a", 0).tell_run(run)
     time.sleep(2 * LOOK_SECONDS)
     a.ends(second)
     a.release(second)
@@ -216,19 +216,19 @@ def test_hosts_that_waited_at_a_rendezvous_that_was_deleted_end_and_new_ones_mee
     parts = meeting.begin(
         *(meeting.host(name, least=2, token=b"drawn anew 16 by") for name in "bc")
     )
-    assert [part.total for part in parts if part] == [2, 2]
+    assert [assignment.total for assignment in parts if assignment] == [2, 2]
     waiting.join()
     assert "has lost its content: end all agents and begin them again with --resume" in ended[0]
 
 
-def _refusal(host: Together, folder: Path) -> str:
+def _refusal(host: MultiHost, folder: Path) -> str:
     with pytest.raises(RunError) as caught:
         host.begin(folder, lambda: False)
     return str(caught.value)
 
 
 def test_a_host_of_a_rendezvous_that_was_deleted_is_told_so_and_not_of_a_token():
-    here, there = (identity.card({}, {}, host, host, host.encode()) for host in "ab")
+    here, there = (identity.compatibility({}, {}, host, host, host.encode()) for host in "ab")
     words = r"one began before the rendezvous meet was deleted .*: end all agents .*--resume"
     with pytest.raises(ConfigError, match=words):
         identity.check(here, there, "meet")
@@ -242,7 +242,7 @@ def test_hosts_that_ask_for_another_directory_are_not_given_the_run_of_the_ones_
     (first,) = meeting.begin(a)
     assert first is not None
     assert first.run is not None
-    Place(meeting.folder / "a", 0).tell_run(replace(first.run, path=meeting.folder / "gpt"))
+    RunFolder(meeting.folder / "a", 0).tell_run(replace(first.run, path=meeting.folder / "gpt"))
     a.ends(first)
     a.close()
     (again,) = meeting.begin(meeting.host("b", values={**VALUES, "run": {"directory": "other"}}))
@@ -256,9 +256,9 @@ def test_where_all_are_gone_another_config_may_begin(meeting: Meeting):
     a = meeting.host("a")
     meeting.begin(a)
     a.close()
-    (part,) = meeting.begin(meeting.host("b", values={"train": {"batch_size": 4}}))
-    assert part is not None
-    assert part.generation == 2
+    (assignment,) = meeting.begin(meeting.host("b", values={"train": {"batch_size": 4}}))
+    assert assignment is not None
+    assert assignment.generation == 2
 
 
 @pytest.mark.full
@@ -266,14 +266,14 @@ def test_a_rendezvous_that_goes_away_ends_the_lease_and_is_told(tmp_path: Path):
     with ExitStack() as stack, redis_server(tmp_path) as (address, process):
         meeting = Meeting(tmp_path, stack)
         a = meeting.host("a", address=address, seconds=2.0)
-        (part,) = meeting.begin(a)
-        assert part is not None
+        (assignment,) = meeting.begin(a)
+        assert assignment is not None
         process.kill()
         deadline = time.monotonic() + 20
-        while a.ends(part) is None and time.monotonic() < deadline:
+        while a.ends(assignment) is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert "redis://127.0.0.1" in (a.ends(part) or "")
-        a.release(part)
+        assert "redis://127.0.0.1" in (a.ends(assignment) or "")
+        a.release(assignment)
         with pytest.raises(RunError, match=r"redis://\S+ cannot be reached: .*tried for 2 s"):
             a.begin(meeting.folder / "a", lambda: False)
 
@@ -290,22 +290,22 @@ def test_a_host_that_was_stuck_is_left_out_where_a_mesh_is_left(meeting: Meeting
     values = {**VALUES, "mesh": {"data": -1, "tensor": tensor}}
     a, b = hosts = [meeting.host(name, least=tensor, values=values) for name in "ab"]
     for host in hosts:  # the registry takes two for enough in any case
-        host.members.config = host.members.keeper.config = host.config.model_copy(
+        host.members.config = host.members.election.config = host.config.model_copy(
             update={"min_hosts": 1, "settle_seconds": 0.5}
         )
     parts = meeting.begin(*hosts)
-    assert [part.total for part in parts if part] == [2, 2]
+    assert [assignment.total for assignment in parts if assignment] == [2, 2]
     b.release(parts[1], "process 1 stands still", stuck=True)
     a.release(parts[0])
     if tensor == 1:
-        (part,) = meeting.begin(a)
-        assert part is not None
-        assert (part.count, part.total) == (1, 1)
+        (assignment,) = meeting.begin(a)
+        assert assignment is not None
+        assert (assignment.count, assignment.total) == (1, 1)
         assert b.members.take() is None
         assert meeting.said[-1].endswith("; waiting beside them: b")
     else:
         parts = meeting.begin(*hosts)
-        assert [part.total for part in parts if part] == [2, 2]
+        assert [assignment.total for assignment in parts if assignment] == [2, 2]
         assert any("begins with this host, b, though a process" in one for one in meeting.said)
 
 
@@ -316,7 +316,7 @@ def given(tmp_path: Path, monkeypatch) -> dict[str, Any]:
     return {
         "rendezvous": "meet", "least": 1, "most": 2, "processes": 1, "host": "a/127.0.0.1",
         "token_file": None, "resume": False, "restarts": 3, "seconds": 1.0, "say": print,
-        "standby": "jaxdist.cli.standby",
+        "fork_module": "jaxdist.cli.fork_server",
     }  # fmt: skip
 
 
@@ -343,8 +343,8 @@ def test_a_key_that_is_none_is_refused(given):
 def test_an_agent_goes_on_from_the_generations_of_its_run(given, tmp_path: Path):
     (tmp_path / "runs/config-2/generations/00000006").mkdir(parents=True)
     found = agent_of(Path("config.yaml"), [], **given)
-    assert isinstance(found.hosts, Together)
-    assert found.hosts.members.keeper.before == 6
+    assert isinstance(found.hosts, MultiHost)
+    assert found.hosts.members.election.before == 6
 
 
 def test_names_tokens_and_devices(tmp_path: Path, monkeypatch):

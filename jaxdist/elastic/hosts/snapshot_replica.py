@@ -17,7 +17,7 @@ KEEP = 2
 """The newest may not be whole yet."""
 
 
-class Buddy:
+class SnapshotReplica:
     """Follows one host in a generation; `close` it.
 
     Args:
@@ -42,7 +42,7 @@ class Buddy:
         self.processes, self.total, self._say = processes, total, say
         self.failure: str | None = None
         self._closed, self._keeping = threading.Event(), threading.Lock()
-        self._thread = threading.Thread(target=self._live, name="buddy", daemon=True)
+        self._thread = threading.Thread(target=self._live, name="snapshot_replica", daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Protocol
 
 from jaxdist.checkpoint.identity import Identity, new_id
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import Status
 from jaxdist.runtime.rendezvous import free_port
 
 
 @dataclass(frozen=True)
-class Part:
+class Assignment:
     """What a machine does in a generation.
 
     Attributes:
@@ -59,11 +59,11 @@ class Part:
 class Hosts(Protocol):
     """Who takes part; an agent asks from one thread."""
 
-    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
+    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
         """Wait for the next generation that this machine is in.
 
         Args:
-          folder: of this machine, in memory: see `jaxdist.heartbeat.place`.
+          folder: of this machine, in memory: see `jaxdist.heartbeat.run_folder`.
           stopped: whether the wait shall end.
 
         Returns:
@@ -74,16 +74,16 @@ class Hosts(Protocol):
         """
         ...
 
-    def ends(self, part: Part) -> str | None:
+    def ends(self, assignment: Assignment) -> str | None:
         """Why the processes of this machine must be ended though none was lost; None: go on."""
         ...
 
-    def pauses(self, part: Part) -> bool:
+    def pauses(self, assignment: Assignment) -> bool:
         """Whether the processes of this machine, with all others, are to save and stop, and to
         begin again with more machines."""
         ...
 
-    def release(self, part: Part, why: str = "", *, stuck: bool = False) -> None:
+    def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
         """All processes of this machine are gone.
 
         Args:
@@ -92,15 +92,15 @@ class Hosts(Protocol):
         """
         ...
 
-    def over(self, part: Part) -> bool:
+    def over(self, assignment: Assignment) -> bool:
         """Whether the run is over, where all processes of this machine have ended well."""
         ...
 
-    def tell(self, part: Part, statuses: Sequence[Status], now: float) -> None:
+    def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
         """What the processes of this machine are at, for who waits for them."""
         ...
 
-    def elsewhere(self, part: Part) -> Sequence[Status] | None:
+    def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
         """What those of all others are at, by this machine's clock; None: not all have told."""
         ...
 
@@ -108,7 +108,7 @@ class Hosts(Protocol):
         """Why this machine makes no copies of another's snapshots; None: it does, or need not."""
         ...
 
-    def why(self, part: Part) -> str:
+    def why(self, assignment: Assignment) -> str:
         """Why a generation ended whose processes have all saved and stopped before the run's end,
         and this machine was not told to."""
         ...
@@ -130,7 +130,7 @@ class Hosts(Protocol):
         ...
 
 
-class Alone:
+class SingleHost:
     """One machine, of which nobody else knows.
 
     Args:
@@ -142,35 +142,35 @@ class Alone:
         self.processes, self.resume = processes, resume
         self._number, self._id = 0, new_id()
 
-    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
+    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
         """The next generation, at once."""
         self._number += 1
         count = self.processes
         coordinator = f"127.0.0.1:{free_port()}" if count > 1 else None
-        known = Place(folder, self._number).known_run()
+        known = RunFolder(folder, self._number).known_run()
         # Where no process came so far as to tell the path, the next finds it by the id.
         run, resume = known or Identity(self._id), self.resume or known is not None
-        return Part(self._number, 0, count, count, coordinator, resume, run)
+        return Assignment(self._number, 0, count, count, coordinator, resume, run)
 
-    def ends(self, part: Part) -> str | None:
+    def ends(self, assignment: Assignment) -> str | None:
         """Never."""
         return None
 
-    def pauses(self, part: Part) -> bool:
+    def pauses(self, assignment: Assignment) -> bool:
         """Never."""
         return False
 
-    def release(self, part: Part, why: str = "", *, stuck: bool = False) -> None:
+    def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
         """Nobody waits for it."""
 
-    def over(self, part: Part) -> bool:
+    def over(self, assignment: Assignment) -> bool:
         """It is."""
         return True
 
-    def tell(self, part: Part, statuses: Sequence[Status], now: float) -> None:
+    def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
         """Nobody waits for it."""
 
-    def elsewhere(self, part: Part) -> Sequence[Status]:
+    def remote_progress(self, assignment: Assignment) -> Sequence[Status]:
         """There are no others."""
         return ()
 
@@ -178,7 +178,7 @@ class Alone:
         """There is no other to copy from."""
         return None
 
-    def why(self, part: Part) -> str:
+    def why(self, assignment: Assignment) -> str:
         """It is not asked: `over` is true."""
         return ""
 

@@ -1,6 +1,6 @@
 """What forks the processes of an agent's run: it has imported all before they are asked for.
 
-`python -m jaxdist.cli.standby`, by `jaxdist.elastic.agent` alone: the agent has prepared the
+`python -m jaxdist.cli.fork_server`, by `jaxdist.elastic.agent` alone: the agent has prepared the
 environment, which jax reads once. One JSON line on the standard input of a forked process says
 what it trains.
 """

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from jaxdist.elastic.hosts.keeper import registry_of
+from jaxdist.elastic.hosts.leader_election import registry_of
 from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.messages import HostMessages
 from jaxdist.elastic.hosts.places.contract import LostError, RendezvousError
-from jaxdist.elastic.hosts.words import Words
 from jaxdist.elastic.membership import Generation
 from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import Wait
@@ -22,7 +22,7 @@ SURE_LEASES = 2
 
 
 @dataclass
-class Beside:
+class Standby:
     """One wait for a generation. It has an end while nobody is at work, and none beside others.
 
     Args:
@@ -30,7 +30,7 @@ class Beside:
     """
 
     members: Membership
-    words: Words
+    messages: HostMessages
     say: Callable[[str], None]
     clock: Callable[[], float] = time.monotonic
     wait: Wait = field(init=False)
@@ -39,7 +39,7 @@ class Beside:
     _told: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        self.wait = Wait(self.words.seconds, self.say, self.clock)
+        self.wait = Wait(self.messages.seconds, self.say, self.clock)
 
     def look(self) -> None:
         """Go on waiting.
@@ -54,19 +54,20 @@ class Beside:
             self._read = now
             number = self._others_at_work()
             if number is not None:
-                self.wait = Wait(self.words.seconds, self.say, self.clock)
+                self.wait = Wait(self.messages.seconds, self.say, self.clock)
                 self._tell(number, now)
         if self.wait.over:
-            raise RunError(self.words.too_few())
+            raise RunError(self.messages.too_few())
         if self.wait.elapsed >= 1:
-            self.words.tell_wait(self.wait)
+            self.messages.tell_wait(self.wait)
 
     def taken(self, generation: Generation) -> None:
         """Say where this host takes part though it asked to be left out."""
-        if self.members.aside_seconds:
+        if self.members.quarantined_seconds:
             self.say(
-                f"generation {generation.number} begins with this host, {self.words.name}, though "
-                "a process of it was stuck: without it there are fewer hosts than --min, or no mesh"
+                f"generation {generation.number} begins with this host, {self.messages.name}, "
+                "though a process of it was stuck: without it there are fewer hosts than --min, or "
+                "no mesh"
             )
 
     def _others_at_work(self) -> int | None:
@@ -83,10 +84,10 @@ class Beside:
     def _tell(self, number: int, now: float) -> None:
         if self._since[0] != number:
             self._since = number, now
-        left = self.members.aside_seconds
+        left = self.members.quarantined_seconds
         sure = left or now - self._since[1] >= SURE_LEASES * self.members.config.lease_seconds
         if self._told or not sure:
             return
         self._told = True
         stuck = f" for {left:.0f} s, as a process of it was stuck" if left else ""
-        self.say(f"this host, {self.words.name}, waits beside generation {number}{stuck}")
+        self.say(f"this host, {self.messages.name}, waits beside generation {number}{stuck}")

@@ -1,4 +1,4 @@
-"""Several machines, each with an agent: who takes part, as `jaxdist.elastic.part` asks.
+"""Several machines, each with an agent: who takes part, as `jaxdist.elastic.assignment` asks.
 
 The registry says which hosts are a generation, and in which order. The first of them works out what
 each has to do (`jaxdist.elastic.hosts.plan`) and tells it through the rendezvous; each fetches what
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from jaxdist.checkpoint.identity import Identity
-from jaxdist.elastic.hosts.beside import Beside
-from jaxdist.elastic.hosts.buddy import Buddy
+from jaxdist.elastic.assignment import Assignment
 from jaxdist.elastic.hosts.copies import CopyServer, parts_in
 from jaxdist.elastic.hosts.join import LOOK_SECONDS, Here, join
-from jaxdist.elastic.hosts.keeper import Keeper, boot_clock
+from jaxdist.elastic.hosts.leader_election import LeaderElection, boot_clock
 from jaxdist.elastic.hosts.member import Membership
+from jaxdist.elastic.hosts.messages import HostMessages
 from jaxdist.elastic.hosts.places.contract import Rendezvous, RendezvousError
 from jaxdist.elastic.hosts.plan import Plan
 from jaxdist.elastic.hosts.prepare import Preparing
-from jaxdist.elastic.hosts.progress import Elsewhere, encode
+from jaxdist.elastic.hosts.remote_progress import RemoteProgress, encode
 from jaxdist.elastic.hosts.run import (
     asked_of,
     command_of,
@@ -40,12 +40,12 @@ from jaxdist.elastic.hosts.run import (
     known_run,
     tell_run,
 )
-from jaxdist.elastic.hosts.words import Words
+from jaxdist.elastic.hosts.snapshot_replica import SnapshotReplica
+from jaxdist.elastic.hosts.standby import Standby
 from jaxdist.elastic.membership import Generation
-from jaxdist.elastic.part import Part
 from jaxdist.errors import ConfigError, RunError
 from jaxdist.heartbeat.config import MembershipConfig
-from jaxdist.heartbeat.place import Place
+from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import Status
 from jaxdist.types import JsonObject
 
@@ -54,8 +54,8 @@ END_SECONDS = 120.0
 GROWS = "a host came"
 
 
-class Together:
-    """See `jaxdist.elastic.part.Hosts`.
+class MultiHost:
+    """See `jaxdist.elastic.assignment.Hosts`.
 
     Args:
       card: what all hosts must have alike, see `jaxdist.elastic.hosts.identity`.
@@ -71,7 +71,7 @@ class Together:
         rendezvous: Rendezvous,
         config: MembershipConfig,
         here: Here,
-        card: JsonObject,
+        compatibility: JsonObject,
         values: JsonObject,
         say: Callable[[str], None],
         *,
@@ -82,85 +82,88 @@ class Together:
         clock: Callable[[], float] = boot_clock,
     ) -> None:
         self._local = local if resume else None
-        self.rendezvous, self.config, self.here, self.card = rendezvous, config, here, card
+        self.rendezvous, self.config, self.here = rendezvous, config, here
+        self.compatibility = compatibility
         self.say, self.seconds = say, seconds
         told = {"before": before, "clock": clock, "fits": lambda f: self._preparing.has_mesh(f)}
-        keeper = Keeper(rendezvous, config, here.host, card, **told)
-        self.members = Membership(rendezvous, config, here.host, keeper, clock)
+        election = LeaderElection(rendezvous, config, here.host, compatibility, **told)
+        self.members = Membership(rendezvous, config, here.host, election, clock)
         self._command, self._asked = command_of(values), asked_of(values)
         self._values = values
         self._in_part = bool((values.get("checkpoint") or {}).get("parts"))
-        self._words = Words(self.members, here.name, seconds)
+        self._messages = HostMessages(self.members, here.name, seconds)
         given = (here.address, here.token, values, say, resume)
         self._preparing = Preparing(self.members, *given)
         self._server: CopyServer | None = None
-        self._buddy: Buddy | None = None
+        self._replica: SnapshotReplica | None = None
         self._path_known, self._looked, self._newest = False, 0.0, 0
-        self._place: Place | None = None
-        self._elsewhere: Elsewhere | None = None
+        self._run_folder: RunFolder | None = None
+        self._remote: RemoteProgress | None = None
 
-    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Part | None:
+    def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
         """The next generation that this host is in."""
-        place, beside = Place(folder, 0), Beside(self.members, self._words, self.say)
+        run_folder, standby = RunFolder(folder, 0), Standby(self.members, self._messages, self.say)
         if self._server is None:
             if self._has_finished():
                 return None
-            given = self.members, self.here, self.card, place.snapshots, self._local_folder()
-            self._server = join(*given, beside.wait)
+            folders = run_folder.snapshots, self._local_folder()
+            self._server = join(self.members, self.here, self.compatibility, *folders, standby.wait)
         while not stopped():
             over = self.members.over
             if over is not None:
                 return self._told_over(over)
             generation = self.members.take()
             if generation is not None:
-                beside.taken(generation)
+                standby.taken(generation)
                 with suppress(RendezvousError):  # it is `trouble`, and may be over in a moment
-                    part = self._begin(place, generation)
-                    if part is not None:
-                        return part
+                    assignment = self._begin(run_folder, generation)
+                    if assignment is not None:
+                        return assignment
                 self.members.release()
-            beside.look()
+            standby.look()
             time.sleep(LOOK_SECONDS)
         return None
 
-    def ends(self, part: Part) -> str | None:
+    def ends(self, assignment: Assignment) -> str | None:
         """Whether the registry, or the end of the run, ends this host's processes."""
         now = time.monotonic()
         if not self._path_known and now - self._looked >= LOOK_SECONDS:
             self._looked = now
-            self._pass_path(part)
+            self._pass_path(assignment)
         over = self.members.over
         if over is not None:
             # What has ended well elsewhere ends by itself here, in a moment.
-            return None if over["code"] == 0 and part.count else over["words"] or "the run is over"
+            ended_well = over["code"] == 0 and assignment.count
+            return None if ended_well else over["words"] or "the run is over"
         if self._in_part and self.members.pauses:
             return GROWS
         ends = self.members.ends()
-        return None if ends is None else self._words.why(part, ends)
+        return None if ends is None else self._messages.why(assignment, ends)
 
-    def pauses(self, part: Part) -> bool:
+    def pauses(self, assignment: Assignment) -> bool:
         """Where a checkpoint holds all that a run needs to go on."""
         return not self._in_part and self.members.pauses
 
-    def release(self, part: Part, why: str = "", *, stuck: bool = False) -> None:
+    def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
         """All processes here are gone: the registry may begin the next generation."""
-        assert self._place is not None
-        if self._buddy is not None:
-            self._buddy.close()
-            self._buddy = None
-        told = {"generation": part.generation, "words": f"{self.here.name}: {why}"} if why else None
-        self.members.tell(parts=parts_in(self._place.snapshots), why=told)
+        assert self._run_folder is not None
+        if self._replica is not None:
+            self._replica.close()
+            self._replica = None
+        told = {"generation": assignment.generation, "words": f"{self.here.name}: {why}"}
+        parts = parts_in(self._run_folder.snapshots)
+        self.members.tell(parts=parts, why=told if why else None)
         self.members.release(stuck=stuck)
 
-    def over(self, part: Part) -> bool:
+    def over(self, assignment: Assignment) -> bool:
         """Whether the run is over; processes also end well where one was told to stop."""
-        assert self._place is not None
-        if not Place(self._place.folder, part.generation).done.exists():
+        assert self._run_folder is not None
+        if not RunFolder(self._run_folder.folder, assignment.generation).done.exists():
             return False
-        if part.first == 0:
-            run = self._place.known_run()
+        if assignment.first == 0:
+            run = self._run_folder.known_run()
             told = None if run is None else run.plain
-            self.members.finish(part.generation, 0, run=told, command=self._command)
+            self.members.finish(assignment.generation, 0, run=told, command=self._command)
             return True
         deadline = time.monotonic() + END_SECONDS
         while time.monotonic() < deadline:
@@ -171,28 +174,30 @@ class Together:
             time.sleep(LOOK_SECONDS)
         return False
 
-    def tell(self, part: Part, statuses: Sequence[Status], now: float) -> None:
+    def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
         """With what this host says next."""
-        self.members.note(progress=encode(part.generation, statuses, now))
+        self.members.note(progress=encode(assignment.generation, statuses, now))
 
-    def elsewhere(self, part: Part) -> Sequence[Status] | None:
+    def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
         """As the others have told; what they say is read once a second."""
         now = time.monotonic()
-        if self._elsewhere is None or self._elsewhere.generation != part.generation:
-            count = part.total - part.count
-            self._elsewhere = Elsewhere(self.here.host, part.generation, count)
-        if self._elsewhere.due(now):
+        if self._remote is None or self._remote.generation != assignment.generation:
+            count = assignment.total - assignment.count
+            self._remote = RemoteProgress(self.here.host, assignment.generation, count)
+        if self._remote.due(now):
             with suppress(RendezvousError):  # it is `trouble`, and ends the lease
-                self._elsewhere.read(self.members.others(), now)
-        return self._elsewhere.statuses
+                self._remote.read(self.members.others(), now)
+        return self._remote.statuses
 
     def uncopied(self) -> str | None:
         """Why this host makes no copies of the snapshots of the one before it."""
-        return None if self._buddy is None else self._buddy.failure
+        return None if self._replica is None else self._replica.failure
 
-    def why(self, part: Part) -> str:
+    def why(self, assignment: Assignment) -> str:
         """Who has left, as far as it has told."""
-        return self._words.why(part, GROWS if self.members.pauses else "a host was told to stop")
+        return self._messages.why(
+            assignment, GROWS if self.members.pauses else "a host was told to stop"
+        )
 
     def named(self) -> dict[str, str]:
         """This host."""
@@ -211,13 +216,13 @@ class Together:
 
     def close(self) -> None:
         """Leave."""
-        if self._buddy is not None:
-            self._buddy.close()
+        if self._replica is not None:
+            self._replica.close()
         if self._server is not None:
             self.members.close()
             self._server.close()
 
-    def _begin(self, place: Place, generation: Generation) -> Part | None:
+    def _begin(self, run_folder: RunFolder, generation: Generation) -> Assignment | None:
         """What this host has to do in a generation; None where it is over before it began."""
         self._newest = generation.number
         key = f"plan/{generation.number}"
@@ -234,8 +239,8 @@ class Together:
                 time.sleep(LOOK_SECONDS)
         plan = Plan(**told["plan"])
         first, count = plan.places[self.here.host]
-        self._place, self._path_known = place, False
-        self._buddy = self._preparing.collect(place.snapshots, generation, plan)
+        self._run_folder, self._path_known = run_folder, False
+        self._replica = self._preparing.collect(run_folder.snapshots, generation, plan)
         if first == 0:
             settings = f" with {', '.join(plan.settings)}" if plan.settings else ""
             waits = f"; waiting beside them: {', '.join(plan.idle)}" if plan.idle else ""
@@ -246,7 +251,7 @@ class Together:
         fence = hashlib.sha256(self.members.name.encode()).hexdigest()[:16]
         coordinator = told["coordinator"] if plan.total > 1 else None
         given = (generation.number, first, count, plan.total, coordinator, told["resume"])
-        return Part(*given, Identity.of(told["run"]), plan.settings, fence)
+        return Assignment(*given, Identity.of(told["run"]), plan.settings, fence)
 
     def _has_finished(self) -> bool:
         """Return whether there is nothing left to train, and say so."""
@@ -267,18 +272,18 @@ class Together:
         ended = ended_before(self.rendezvous)
         return self._local(known_run(self.rendezvous, ended, self._asked))
 
-    def _pass_path(self, part: Part) -> None:
+    def _pass_path(self, assignment: Assignment) -> None:
         """Tell all agents the run directory, where the process is that knows it first."""
-        assert self._place is not None
+        assert self._run_folder is not None
         with suppress(RendezvousError):
-            if part.first == 0:
-                run = self._place.known_run()
+            if assignment.first == 0:
+                run = self._run_folder.known_run()
                 if run is not None:
-                    tell_run(self.rendezvous, part.generation, run, self._asked)
+                    tell_run(self.rendezvous, assignment.generation, run, self._asked)
             else:
-                run = known_run(self.rendezvous, part.generation - 1, self._asked)
+                run = known_run(self.rendezvous, assignment.generation - 1, self._asked)
                 if run is not None:
-                    self._place.tell_run(run)
+                    self._run_folder.tell_run(run)
             self._path_known = run is not None
 
     def _told_over(self, over: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Keepers of the registry come, are stopped at any moment and go on: never do two grant."""
+"""Leaders of the registry are elected, and paused at any moment: never do two grant leases."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxdist.elastic.hosts.keeper import (
-    Keeper,
-    card_of,
+from jaxdist.elastic.hosts.leader_election import (
+    LeaderElection,
+    compatibility_of,
     decode,
     decode_answer,
     encode,
@@ -37,7 +37,7 @@ class Memory:
     def token(self):
         return self.now
 
-    def swap(self, seen, new):
+    def compare_and_swap(self, seen, new):
         if self.now != seen:
             return False
         self.now = new
@@ -62,7 +62,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.random, self.true = random.Random(seed), 0.0
         self.place = Memory()
-        self.hosts, self.keepers, self.clocks = {}, {}, {}
+        self.hosts, self.elections, self.clocks = {}, {}, {}
         self.numbers, self.phase = {}, {}
         self.begun, self.granted = 0, set()
 
@@ -74,7 +74,9 @@ class World:
             self.random.uniform(-1e5, 1e5), self.random.choice((1 - drift, 1, 1 + drift))
         )  # fmt: skip
         self.hosts[name], self.numbers[name], self.phase[name] = Host(name), 0, "look"
-        self.keepers[name] = Keeper(self.place, CONFIG, name, {}, clock=lambda: self.time(name))
+        self.elections[name] = LeaderElection(
+            self.place, CONFIG, name, {}, clock=lambda: self.time(name)
+        )
 
     def time(self, name: str) -> float:
         offset, rate = self.clocks[name]
@@ -95,19 +97,19 @@ class World:
             self.hosts[name] = self.hosts[name].hear(CONFIG, decode_answer(told))
 
     def keep(self, name: str) -> None:
-        """One phase of a keeper's turn: between two of them it may be stopped for as long."""
-        keeper, phase = self.keepers[name], self.phase[name]
+        """One phase of a leader's turn: between two of them it may be stopped for as long."""
+        election, phase = self.elections[name], self.phase[name]
         if phase == "look":
-            if keeper.reign is None:
-                keeper.look()
-            following = "collect" if keeper.reign is not None else "look"
+            if election.term is None:
+                election.look()
+            following = "collect" if election.term is not None else "look"
         elif phase == "collect":
-            keeper.collect()
+            election.collect()
             following = "commit"
         elif phase == "commit":
-            following = "answer" if keeper.commit() else "look"
+            following = "answer" if election.commit() else "look"
         else:
-            keeper.answer()
+            election.answer()
             following = "look"
         self.phase[name] = following
 
@@ -147,7 +149,7 @@ EVENTS = ("say", "say", "hear", "hear", "keep", "keep", "keep", "keep", "time", 
     ),
     st.integers(0, 999),
 )  # fmt: skip
-def test_never_two_generations_whatever_keepers_do(events, seed):
+def test_never_two_generations_whatever_elections_do(events, seed):
     world = World(seed)
     for _ in range(3):
         world.join()
@@ -167,7 +169,7 @@ def test_never_two_generations_whatever_keepers_do(events, seed):
             case "join" if len(names) < 5:
                 world.join()
             case "die" if names:
-                for known in (world.hosts, world.keepers, world.phase):
+                for known in (world.hosts, world.elections, world.phase):
                     del known[name]
         world.check()
 
@@ -185,7 +187,7 @@ def storm(world: World, ticks: int) -> None:
             if dice.random() < 0.02:
                 stopped[name] = world.true + dice.uniform(2, 40)
             if dice.random() < 0.002:
-                for known in (world.hosts, world.keepers, world.phase):
+                for known in (world.hosts, world.elections, world.phase):
                     del known[name]
                 continue
             for event in dice.sample(("say", "hear", "keep", "keep", "keep", "keep"), 5):
@@ -194,7 +196,7 @@ def storm(world: World, ticks: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_keepers_in_a_storm_and_the_calm_after(seed):
+def test_leaders_in_a_storm_and_the_calm_after(seed):
     world = World(seed)
     for _ in range(3):
         world.join()
@@ -213,34 +215,34 @@ def test_who_stays_away_is_followed_and_reads_back_where_generations_are():
     world.join()
     world.calm(10.0)
     (first,) = world.granted
-    del world.hosts["h1"], world.keepers["h1"], world.phase["h1"]
+    del world.hosts["h1"], world.elections["h1"], world.phase["h1"]
     world.join()
     world.calm(40.0)
     assert max(world.granted) > first
     assert Token.parse(world.place.token()).holder == "h2"
 
 
-def test_who_asks_to_be_left_out_is_known_to_the_next_keeper():
-    known = Registry(alive={"a": 0.0, "b": 0.0}, aside=frozenset({"b"}))
+def test_who_asks_to_be_left_out_is_known_to_the_next_leader():
+    known = Registry(alive={"a": 0.0, "b": 0.0}, quarantined=frozenset({"b"}))
     assert decode(encode(known)) == known
 
 
-def test_a_keeper_that_resigns_is_followed_at_once():
+def test_a_leader_that_resigns_is_followed_at_once():
     world = World(0)
     world.join()
     world.calm(3.0)
-    world.keepers["h1"].resign()
+    world.elections["h1"].resign()
     assert Token.parse(world.place.token()).holder == NOBODY
-    assert card_of(world.place) is None
+    assert compatibility_of(world.place) is None
     world.join()
     world.keep("h2")
-    assert world.keepers["h2"].reign is not None
+    assert world.elections["h2"].term is not None
 
 
 def test_generations_go_on_from_those_of_former_rendezvous():
     world = World(0)
     world.join()
-    world.keepers["h1"].before = 41
+    world.elections["h1"].before = 41
     world.calm(5.0)
     assert world.granted == {42}
 

@@ -24,7 +24,7 @@ YOUNG_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
-class Place:
+class RunFolder:
     """The folder, as the processes of one generation see it.
 
     Attributes:
@@ -105,7 +105,7 @@ class Place:
         return {FOLDER: str(self.folder), GENERATION: str(self.generation), **fence}
 
 
-def place_of(environ: Mapping[str, str]) -> Place | None:
+def run_folder_of(environ: Mapping[str, str]) -> RunFolder | None:
     """The place of a process that an agent has started; None of any other.
 
     >>> place_of({}) is None
@@ -113,7 +113,7 @@ def place_of(environ: Mapping[str, str]) -> Place | None:
     """
     if FOLDER not in environ:
         return None
-    return Place(Path(environ[FOLDER]), int(environ.get(GENERATION, "1")), environ.get(FENCE))
+    return RunFolder(Path(environ[FOLDER]), int(environ.get(GENERATION, "1")), environ.get(FENCE))
 
 
 @contextmanager

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from jaxdist.heartbeat import place
-from jaxdist.heartbeat.place import held, left_behind, new_folder
+from jaxdist.heartbeat import run_folder
+from jaxdist.heartbeat.run_folder import held, left_behind, new_folder
 
 
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(place, "MEMORY", tmp_path)
-    monkeypatch.setattr(place, "YOUNG_SECONDS", -1.0)
+    monkeypatch.setattr(run_folder, "MEMORY", tmp_path)
+    monkeypatch.setattr(run_folder, "YOUNG_SECONDS", -1.0)
     return tmp_path
 
 
@@ -52,7 +52,7 @@ def test_a_process_that_saves_after_its_agent_was_killed_keeps_the_folder(memory
 
 
 def test_a_folder_that_was_just_made_is_not_taken(memory: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(place, "YOUNG_SECONDS", 60.0)
+    monkeypatch.setattr(run_folder, "YOUNG_SECONDS", 60.0)
     folder = made(memory, "new")
     with new_folder():
         assert folder.exists()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from dataclasses import dataclass
 
-from jaxdist.elastic.hosts.keeper import card_of, registry_of
+from jaxdist.elastic.assignment import Assignment
+from jaxdist.elastic.hosts.leader_election import compatibility_of, registry_of
 from jaxdist.elastic.hosts.member import Membership
 from jaxdist.elastic.hosts.places.contract import RendezvousError
-from jaxdist.elastic.part import Part
 from jaxdist.runtime.rendezvous import Wait
 
 
 @dataclass(frozen=True)
-class Words:
+class HostMessages:
     """Of one host, by its own name for people.
 
     Attributes:
@@ -24,7 +24,7 @@ class Words:
     name: str
     seconds: float
 
-    def why(self, part: Part, ends: str) -> str:
+    def why(self, assignment: Assignment, ends: str) -> str:
         """What ended a generation, in the words of the host that lost something."""
         trouble = self.members.trouble
         if trouble is not None:
@@ -32,7 +32,7 @@ class Words:
         with suppress(RendezvousError):
             for one in self.members.others().values():
                 why = one["facts"].get("why")
-                if why and why["generation"] == part.generation:
+                if why and why["generation"] == assignment.generation:
                     return why["words"]
                 if one["facts"].get("leaving"):
                     return f"{one['facts']['name']} leaves"
@@ -68,7 +68,7 @@ class Words:
     def _names(self) -> list[str]:
         """Of the hosts that the registry's keeper takes for alive, as far as it has told."""
         with suppress(RendezvousError):
-            found = card_of(self.members.rendezvous)
+            found = compatibility_of(self.members.rendezvous)
             registry = registry_of(self.members.rendezvous) if found else None
             said = self.members.others()
             if registry is not None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jaxdist.elastic.hosts.beside import Beside
-from jaxdist.elastic.hosts.keeper import encode
+from jaxdist.elastic.hosts.leader_election import encode
+from jaxdist.elastic.hosts.messages import HostMessages
 from jaxdist.elastic.hosts.places.contract import RendezvousError
-from jaxdist.elastic.hosts.words import Words
+from jaxdist.elastic.hosts.standby import Standby
 from jaxdist.elastic.membership import Generation, Registry
 from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import Wait
@@ -19,19 +19,19 @@ from jaxdist.runtime.rendezvous import Wait
 class Play:
     """Host b, whose registry and clock a test has in its hands."""
 
-    def __init__(self, aside_seconds: float = 0.0) -> None:
+    def __init__(self, quarantined_seconds: float = 0.0) -> None:
         self.now, self.registry, self.said = 100.0, Registry(), []
         self.members: Any = SimpleNamespace(
             own="b",
             trouble=None,
-            aside_seconds=aside_seconds,
+            quarantined_seconds=quarantined_seconds,
             rendezvous=self,
             config=SimpleNamespace(lease_seconds=10.0),
         )
         words: Any = SimpleNamespace(
             name="B", seconds=30.0, too_few=lambda: "too few", tell_wait=lambda wait: None
         )
-        self.beside = Beside(self.members, words, self.said.append, lambda: self.now)
+        self.standby = Standby(self.members, words, self.said.append, lambda: self.now)
 
     def names(self, kind: str) -> list[str]:
         return ["3"]
@@ -45,7 +45,7 @@ class Play:
     def wait(self, seconds: int) -> None:
         for _ in range(4 * seconds):
             self.now += 0.25
-            self.beside.look()
+            self.standby.look()
 
 
 def test_where_nobody_is_at_work_the_wait_has_an_end():
@@ -81,19 +81,19 @@ def test_a_generation_that_this_host_lacks_or_that_is_not_told_is_no_others(monk
 
 
 def test_a_host_that_was_stuck_says_where_it_is():
-    play = Play(aside_seconds=300.0)
+    play = Play(quarantined_seconds=300.0)
     play.work("a")
     play.wait(2)
     told = "this host, B, waits beside generation 7 for 300 s, as a process of it was stuck"
     assert play.said == [told]
-    play.beside.taken(Generation(8, ("a", "b")))
+    play.standby.taken(Generation(8, ("a", "b")))
     assert play.said[1].startswith("generation 8 begins with this host, B, though a process of it")
-    Play().beside.taken(Generation(8, ("b",)))
+    Play().standby.taken(Generation(8, ("b",)))
 
 
 def test_what_is_in_the_way_is_said_while_it_is():
     said: list[str] = []
     members: Any = SimpleNamespace(trouble=RendezvousError("the rendezvous meet cannot be reached"))
     wait = Wait(30.0, said.append, iter((0.0, 25.0, 25.0, 25.0)).__next__)
-    Words(members, "B", 30.0).tell_wait(wait)
+    HostMessages(members, "B", 30.0).tell_wait(wait)
     assert said == ["waiting: the rendezvous meet cannot be reached"]

@@ -28,9 +28,9 @@ from jaxdist.elastic.membership import Generation, Grant, Registry, Renew, Stop
 from jaxdist.heartbeat.config import MembershipConfig
 from jaxdist.types import JsonObject
 
-PATIENCE_LEASES = 0.8
+LEADER_TIMEOUT_LEASES = 0.8
 """A keeper that shows no life for so long is followed by another."""
-STRANGER_LEASES = 2 * PATIENCE_LEASES
+STRANGER_TIMEOUT_LEASES = 2 * LEADER_TIMEOUT_LEASES
 """The same where who looks is not yet one of the hosts: these come first."""
 FORGET_LEASES = 30
 """What a host has said is taken away when it has said nothing for so long."""
@@ -43,7 +43,7 @@ def boot_clock() -> float:
 
 
 @dataclass
-class Reign:
+class Term:
     """A term of a keeper.
 
     Attributes:
@@ -63,7 +63,7 @@ class Reign:
     begun: bool = False
 
 
-class Keeper:
+class LeaderElection:
     """A host's own part in keeping the registry; `turn` again and again.
 
     Args:
@@ -79,46 +79,47 @@ class Keeper:
         rendezvous: Rendezvous,
         config: MembershipConfig,
         own: str,
-        card: JsonObject,
+        compatibility: JsonObject,
         *,
         before: int = 0,
         clock: Callable[[], float] = boot_clock,
         fits: Callable[[Mapping[str, JsonObject]], bool] = lambda facts: True,
     ) -> None:
-        self.rendezvous, self.config, self.own, self.card = rendezvous, config, own, card
+        self.rendezvous, self.config, self.own = rendezvous, config, own
+        self.compatibility = compatibility
         self.before, self.clock, self.fits = before, clock, fits
-        self.reign: Reign | None = None
+        self.term: Term | None = None
         self._seen, self._since = "", clock()
 
     def turn(self) -> None:
         """Look who keeps the registry, and keep it where that is this host."""
-        if self.reign is None:
+        if self.term is None:
             self.look()
-        if self.reign is not None:
+        if self.term is not None:
             self.collect()
             if self.commit():
                 self.answer()
 
-    def look(self, patience: float = PATIENCE_LEASES) -> None:
+    def look(self, timeout_leases: float = LEADER_TIMEOUT_LEASES) -> None:
         """Take the token where nobody has it, or its holder shows no life.
 
         Args:
-          patience: for how many leases it may show none.
+          timeout_leases: for how many leases it may show none.
         """
         text, now = self.rendezvous.token(), self.clock()
         token = Token.parse(text)
         if text != self._seen:
             self._seen, self._since = text, now
-        waited = now - self._since > patience * self.config.lease_seconds
+        waited = now - self._since > timeout_leases * self.config.lease_seconds
         if not (waited or token.holder in (NOBODY, self.own)):
             return
         mine = token.taken(self.own)
-        if self.rendezvous.swap(text, str(mine)):
-            self.reign = Reign(mine, self._read(mine.term))
+        if self.rendezvous.compare_and_swap(text, str(mine)):
+            self.term = Term(mine, self._read(mine.term))
 
-    def _read(self, term: int) -> Registry:
+    def _read(self, number: int) -> Registry:
         """What the keepers before have written last."""
-        terms = [int(name) for name in self.rendezvous.names("term") if int(name) < term]
+        terms = [int(name) for name in self.rendezvous.names("term") if int(name) < number]
         told = self.rendezvous.get(f"term/{max(terms)}") if terms else None
         if told is None:
             return Registry(generation=Generation(self.before))
@@ -126,71 +127,71 @@ class Keeper:
 
     def collect(self) -> None:
         """Read what hosts ask for, and work out the answers."""
-        reign = self.reign
-        assert reign is not None
-        reign.answers = {}
+        term = self.term
+        assert term is not None
+        term.answers = {}
         for host in self.rendezvous.names("host"):
             told = self.rendezvous.get(f"host/{host}")
             if told is None:
                 continue
             number, now = told["number"], self.clock()
-            reign.facts[host] = told["facts"]
-            before = reign.heard.get(host, (None, now))
+            term.facts[host] = told["facts"]
+            before = term.heard.get(host, (None, now))
             if number == before[0]:
                 if now - before[1] > FORGET_LEASES * self.config.lease_seconds:
                     self._forget(host)
                 continue
-            reign.heard[host] = number, now
-            if reign.begun:  # what lies there at first may be of hosts that are long gone
-                given = self.config, now, Renew(**told["renew"]), self._fit
-                reign.registry, reign.answers[host] = reign.registry.receive(*given)
+            term.heard[host] = number, now
+            if term.begun:  # what lies there at first may be of hosts that are long gone
+                given = self.config, now, decode_renewal(told["renew"]), self._fit
+                term.registry, term.answers[host] = term.registry.receive(*given)
 
     def _fit(self, hosts: Sequence[str]) -> bool:
-        assert self.reign is not None
-        facts = self.reign.facts
+        assert self.term is not None
+        facts = self.term.facts
         told = {host: facts[host] for host in hosts if host in facts}
         return len(told) == len(hosts) and self.fits(told)
 
     def commit(self) -> bool:
         """Write down what has changed, and swap the token; False: another host has it."""
-        reign = self.reign
-        assert reign is not None
-        told = encode(reign.registry)
-        if told != reign.saved or not reign.begun:
-            term = reign.token.term
-            self.rendezvous.put(f"term/{term}", {"card": self.card, "registry": told})
-            self._drop_terms(term)
-            reign.saved = told
-        following = reign.token.next()
-        if not self.rendezvous.swap(str(reign.token), str(following)):
-            self.reign = None
+        term = self.term
+        assert term is not None
+        told = encode(term.registry)
+        if told != term.saved or not term.begun:
+            number = term.token.term
+            self.rendezvous.put(f"term/{number}", {"card": self.compatibility, "registry": told})
+            self._drop_terms(number)
+            term.saved = told
+        following = term.token.next()
+        if not self.rendezvous.compare_and_swap(str(term.token), str(following)):
+            self.term = None
             return False
-        reign.token, reign.begun = following, True
+        term.token, term.begun = following, True
         return True
 
     def answer(self) -> None:
         """Give the answers of this turn."""
-        reign = self.reign
-        assert reign is not None
-        for host, message in reign.answers.items():
+        term = self.term
+        assert term is not None
+        for host, message in term.answers.items():
             self.rendezvous.put(f"answer/{host}", encode_answer(message))
 
     def resign(self) -> None:
         """Let the next keeper begin at once."""
-        reign, self.reign = self.reign, None
-        if reign is not None:
-            nobody = Token(reign.token.name, reign.token.term, NOBODY, reign.token.beat + 1)
-            self.rendezvous.swap(str(reign.token), str(nobody))
+        term, self.term = self.term, None
+        if term is not None:
+            nobody = Token(term.token.name, term.token.term, NOBODY, term.token.beat + 1)
+            self.rendezvous.compare_and_swap(str(term.token), str(nobody))
 
     def _forget(self, host: str) -> None:
-        if self.reign is not None:
-            self.reign.facts.pop(host, None)
+        if self.term is not None:
+            self.term.facts.pop(host, None)
         self.rendezvous.drop(f"host/{host}")
         self.rendezvous.drop(f"answer/{host}")
 
-    def _drop_terms(self, term: int) -> None:
+    def _drop_terms(self, number: int) -> None:
         for name in self.rendezvous.names("term"):
-            if int(name) < term - 1:
+            if int(name) < number - 1:
                 self.rendezvous.drop(f"term/{name}")
 
 
@@ -206,7 +207,7 @@ def encode(registry: Registry) -> JsonObject:
         "members": [*registry.generation.members],
         "granted": registry.granted,
         "pauses": registry.pauses,
-        "aside": sorted(registry.aside),
+        "aside": sorted(registry.quarantined),
         "holders": [*registry.holders],
     }
 
@@ -218,7 +219,7 @@ def decode(told: Mapping[str, Any]) -> Registry:
         generation=Generation(told["number"], tuple(told["members"])),
         granted=told["granted"],
         pauses=told["pauses"],
-        aside=frozenset(told.get("aside", ())),
+        quarantined=frozenset(told.get("aside", ())),
         holders=dict.fromkeys(told["holders"], 0.0),
     )
 
@@ -260,10 +261,17 @@ def decode_answer(told: Mapping[str, Any]) -> Grant | Stop:
 
 def encode_renewal(message: Renew, number: int, facts: Mapping[str, Any]) -> JsonObject:
     """What a host says: its renewal, the number of the message, and facts for the other hosts."""
-    return {"number": number, "renew": asdict(message), "facts": {**facts}}
+    renew = asdict(message)
+    renew["aside"] = renew.pop("quarantined")
+    return {"number": number, "renew": renew, "facts": {**facts}}
 
 
-def card_of(rendezvous: Rendezvous) -> tuple[str, JsonObject] | None:
+def decode_renewal(renew: Mapping[str, Any]) -> Renew:
+    """The renewal that `encode_renewal` wrote."""
+    return Renew(**{"quarantined" if key == "aside" else key: renew[key] for key in renew})
+
+
+def compatibility_of(rendezvous: Rendezvous) -> tuple[str, JsonObject] | None:
     """The token of the keeper, and its card; None: nobody keeps the registry yet.
 
     Raises:

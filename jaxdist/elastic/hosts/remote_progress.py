@@ -30,7 +30,7 @@ def encode(generation: int, statuses: Sequence[Status], now: float) -> JsonObjec
     return {"generation": generation, "processes": told}
 
 
-class Elsewhere:
+class RemoteProgress:
     """The processes of other hosts in one generation."""
 
     def __init__(self, own: str, generation: int, processes: int) -> None:
@@ -46,7 +46,7 @@ class Elsewhere:
         """Take in what all hosts have said last.
 
         Args:
-          said: by host, as `jaxdist.elastic.hosts.keeper.encode_renewal` has it.
+          said: by host, as `jaxdist.elastic.hosts.leader_election.encode_renewal` has it.
           now: seconds; since when a message lies there is counted from when it was seen first, so
             that what it tells is rather too young than too old.
         """
