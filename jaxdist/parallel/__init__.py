@@ -1,1 +1,1 @@
-"""How one step is spread over a mesh: which axes jaxdist communicates on itself, and how."""
+"""The distribution of a step over a mesh: which axes jaxdist communicates on itself, and how."""

@@ -1,7 +1,7 @@
-"""What XLA is told beside the program: `parallel.xla`, by preset and option by option.
+"""Compiler options: `parallel.xla`, by preset and option by option.
 
-An option is no promise: `jaxdist audit CONFIG --topology T --options` compiles with and without
-each and says whether the program changes.
+An option may have no effect: `jaxdist audit CONFIG --topology T --options` compiles with and
+without each option and reports whether the program changes.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ Options = Mapping[str, OptionValue]
 PresetName = Literal["default", "none", "overlap", "collective_matmul"]
 
 PLATFORM = "tpu"
-"""Of the presets; `default` and `none` are for all."""
+"""Platform of the presets, except `default` and `none`, which are for all platforms."""
 _FUSION = "xla_tpu_enable_async_collective_fusion"
 # Without a threshold XLA gathers an operand in pieces between small products. Whole gathers and
 # products are predicted to be faster in every step of `jaxdist bench tpu`, by up to a sixth.
 _WHOLE: Options = {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000}
 SCOPED_VMEM = "xla_tpu_scoped_vmem_limit_kib"
-"""Vector memory that one fusion or kernel may take. Under libtpu's own limit large products read
-their operands more often; `jaxdist/cost/products.json` has their shares of the peak by both."""
+"""Option for the vector memory that a fusion or kernel may use. Under libtpu's default large
+products read their operands more often; `jaxdist/cost/products.json` has their fractions of the
+peak for both."""
 _SCOPED: Options = {SCOPED_VMEM: 65536}
 PRESETS: Mapping[PresetName, Options] = {
     "default": {**_WHOLE, **_SCOPED},
@@ -54,16 +55,16 @@ PRESETS: Mapping[PresetName, Options] = {
         "xla_tpu_reduce_scatter_collective_matmul_mode": "post_spmd",
     },
 }
-"""The options of each preset. `overlap` has those that MaxText sets for v5e and v5p; most are what
-libtpu does by itself in the versions that are around, and then the program is the same."""
+"""The options of each preset. `overlap` has those that MaxText sets for v5e and v5p; most are
+defaults of current libtpu versions, and then the program is the same."""
 ONLY_ON: Mapping[str, tuple[str, ...]] = {
     f"{_FUSION}_fuse_all_gather": ("v5e",),
     SCOPED_VMEM: ("v5e", "v5p", "v6e", "tpu7x"),
 }
-"""Devices that an option of a preset is for. libtpu 0.0.52 refuses the first in programs for v5p
-that it would change; a v4 has no more vector memory than libtpu gives by itself."""
+"""Devices that an option of a preset is for. libtpu 0.0.52 refuses the first option in programs for
+v5p that it would change; a v4 has no more vector memory than libtpu's default."""
 PASSES = "xla_disable_hlo_passes"
-"""An option that holds a list."""
+"""An option whose value is a list."""
 
 
 class XlaConfig(Config):
@@ -79,13 +80,13 @@ class XlaConfig(Config):
 
 
 def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, OptionValue]:
-    """The options that a config asks for, checked with the compiler of these devices.
+    """Return the options that a config sets, checked with the compiler of these devices.
 
-    A program that does nothing is compiled with them; none where there are no options.
+    To check them, an empty program is compiled with them; without options nothing is compiled.
 
     Raises:
-      ConfigError: a preset for other devices; an option, or a value of it, that the compiler of
-        these devices does not take.
+      ConfigError: a preset for other devices; an option, or a value of an option, that the compiler
+        of these devices refuses.
     """
     device = devices[0]
     if config.preset not in ("default", "none") and device.platform != PLATFORM:
@@ -95,7 +96,7 @@ def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, 
         )
     preset = preset_options(config.preset, device)
     if config.preset == "default" and refusal(preset, device) is not None:
-        preset = {}  # nobody has asked for it
+        preset = {}  # the user did not ask for it
     found = {**preset, **config.options}
     problem = refusal(found, device)
     if problem is not None:
@@ -104,7 +105,7 @@ def compiler_options(config: XlaConfig, devices: Sequence[Device]) -> dict[str, 
 
 
 def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]:
-    """The options of a preset on such a device; none where it is no TPU."""
+    """Return the options of a preset on such a device; none where it is not a TPU."""
     if device.platform != PLATFORM:
         return {}
     known = find_device(device.device_kind)
@@ -117,7 +118,7 @@ def preset_options(preset: PresetName, device: Device) -> dict[str, OptionValue]
 
 
 def merged(options: Options, more: Options) -> dict[str, OptionValue] | None:
-    """Both; lists are joined. None where there are none, as `jax.jit` wants it.
+    """Merge two sets of options; lists are joined. None for no options, as `jax.jit` expects.
 
     >>> merged({PASSES: "a"}, {PASSES: "b", "xla_x": True})
     {'xla_disable_hlo_passes': 'a,b', 'xla_x': True}
@@ -129,7 +130,7 @@ def merged(options: Options, more: Options) -> dict[str, OptionValue] | None:
 
 
 def refusal(options: Options, device: Device) -> str | None:
-    """What the compiler of a device says against options; None where it takes them."""
+    """Return a compiler's error about options; None where it accepts them."""
     if not options:
         return None
     shape = jax.ShapeDtypeStruct((), jnp.float32, sharding=SingleDeviceSharding(device))
@@ -141,7 +142,7 @@ def refusal(options: Options, device: Device) -> str | None:
 
 
 def _told(options: Options, device: Device) -> str | None:
-    """Which of several options is refused, and what may be meant; None where no single one is."""
+    """Explain which of several options is refused; None where no single option is."""
     known = {name for preset in PRESETS.values() for name in preset}
     for name, value in options.items():
         problem = refusal({name: value}, device)

@@ -1,6 +1,6 @@
-"""Gradients of a batch in one pass, or of its microbatches one after another.
+"""Gradients of a batch in a single pass, or of its microbatches in sequence.
 
-(Stages compute otherwise: `jaxdist.parallel.pipeline.model.pipeline.Pipeline`.)
+(Pipeline stages compute differently: `jaxdist.parallel.pipeline.model.pipeline.Pipeline`.)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxdist.types import Buffers, Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class Unstaged:
-    """A pass in which every device has all layers; evaluation takes the batch at once."""
+    """A pass in which every device has all layers; evaluation processes the batch at once."""
 
     objective: Objective
     layout: Layout
@@ -37,7 +37,7 @@ class Unstaged:
 
 @dataclass(frozen=True)
 class Whole(Unstaged):
-    """The batch at once."""
+    """A pass over the whole batch at once."""
 
     microbatches: int = field(default=1, init=False)
 
@@ -54,7 +54,7 @@ class Whole(Unstaged):
 
 @dataclass(frozen=True)
 class Accumulated(Unstaged):
-    """Microbatches one after another; their gradients are added up in float32 at least."""
+    """Passes over microbatches in sequence, whose gradients are added up in float32 or wider."""
 
     microbatches: int
 
@@ -88,18 +88,18 @@ class Accumulated(Unstaged):
 
 
 def whole_or_accumulated(objective: Objective, layout: Layout, microbatches: int) -> Compute:
-    """The pass over a batch in so many pieces."""
+    """Return the pass over a batch in `microbatches` pieces."""
     if microbatches == 1:
         return Whole(objective, layout)
     return Accumulated(objective, layout, microbatches)
 
 
 def over_weight(found: Gradients) -> Gradients:
-    """Gradients of the mean loss from those of the total."""
+    """Convert gradients of the total loss to those of the mean loss."""
     weight = divisor(found.sums["loss"].weight)
     return found._replace(grads=jax.tree.map(lambda g: g / weight, found.grads))
 
 
 def _wide(grads: Grads) -> PyTree:
-    """What is added up over microbatches would not bear narrow sums."""
+    """Widen gradients to at least float32, since narrow sums would lose bits."""
     return jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)), grads)

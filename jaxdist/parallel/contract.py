@@ -1,8 +1,7 @@
-"""The contracts of a train step: what computes gradients, and what exchanges them.
+"""The contracts of a train step: computing gradients, and exchanging them.
 
 A step is `Objective` -> `Compute` -> `Exchange` -> optimizer. A new way to compute is a new file
-that implements `Compute`, a new way to reduce one that implements `Exchange`; `train/step.py` does
-not change.
+that implements `Compute`, a new way to reduce is a new `Exchange`; `train/step.py` does not change.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from jaxdist.types import Buffers, Grads, Params, PyTree, Shardings
 
 
 class Gradients(NamedTuple):
-    """What a pass over a batch finds.
+    """The results of a pass over a batch.
 
     Attributes:
-      grads: of the total or of the mean loss, a tree like the parameters.
-      sums: everything that the loss measures, with its weights.
+      grads: gradients of the total or of the mean loss, a tree like the parameters.
+      sums: everything that the loss measures, with weights.
       buffers: the model's buffers after the pass.
     """
 
@@ -34,11 +33,11 @@ class Gradients(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a step computes gradients with.
+    """The inputs of a step, besides the batch.
 
     Attributes:
-      params: as model and optimizer see them.
-      stored: as devices hold them: with the zeros that fill up ZeRO's shards.
+      params: the parameters as the model and the optimizer see them.
+      stored: the parameters as devices hold them, with the zeros that fill up ZeRO's shards.
       scale: the state of the loss scale; None without one.
     """
 
@@ -50,12 +49,12 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where gradients are computed: on all rows as one array, or on each device's own rows.
+    """The context in which gradients are computed: rows as one array, or each device's own rows.
 
     Attributes:
       axes: manual mesh axes that split the rows; () where XLA sees them as one array.
-      statistics_over: of these, the axes over which a BatchNorm averages by itself.
-      placed: lays each microbatch's gradients out before they are added up.
+      statistics_over: those of the axes over which a BatchNorm averages by itself.
+      placed: function that lays out each microbatch's gradients before they are added up.
     """
 
     axes: tuple[str, ...] = ()
@@ -64,11 +63,11 @@ class Surroundings:
 
 
 class Compute(Protocol):
-    """From a batch to gradients, on the devices that hold its rows.
+    """The computation of gradients from a batch, on the devices that hold its rows.
 
     Attributes:
-      microbatches: pieces that the batch is computed in, one after another.
-      explicit: whether it names collectives itself.
+      microbatches: number of pieces in which the batch is computed, in sequence.
+      explicit: whether it calls collectives itself.
     """
 
     @property
@@ -79,21 +78,21 @@ class Compute(Protocol):
     def gradients(
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
     ) -> Gradients:
-        """Gradients of the total loss of these rows, summed over microbatches; `held.params`."""
+        """Compute gradients of the total loss of these rows, in sums over microbatches."""
         ...
 
     def mean_gradients(
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
     ) -> Gradients:
-        """The same of the mean loss, where these are all rows of the batch."""
+        """Compute gradients of the mean loss, where these are all rows of the batch."""
         ...
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """What the loss measures in evaluation mode."""
+        """Compute the loss's sums in evaluation mode."""
         ...
 
     def resized(self, microbatches: int) -> Compute:
-        """The same for a batch that is computed in another number of pieces."""
+        """Return this computation for a batch in another number of pieces."""
         ...
 
 
@@ -101,8 +100,8 @@ class Placements(NamedTuple):
     """Shardings of trees like the parameters.
 
     Attributes:
-      params: how they are stored.
-      shares: how gradients, moments and new parameters lie where the optimizer computes.
+      params: shardings of the stored parameters.
+      shares: shardings of gradients, moments and new parameters where the optimizer computes.
     """
 
     params: Params
@@ -110,18 +109,18 @@ class Placements(NamedTuple):
 
 
 Given = Sequence[tuple[PyTree, PyTree]]
-"""Trees, each with the `jaxdist.optim.owners.Owner` of each of its leaves, or None."""
+"""Trees, each with a tree of the `jaxdist.optim.owners.Owner` of each leaf, or None."""
 
 
 class Exchange(Protocol):
-    """From gradients on devices to the share that each one updates, and back to parameters.
+    """The exchange of gradients: from devices' gradients to each device's share, and to parameters.
 
-    `state` is what it carries from step to step (residuals, say), `()` if nothing: part of the
-    train state, saved with it.
+    `state` is carried from step to step (for example residuals), `()` if there is none: it is part
+    of the train state, and saved with it.
 
     Attributes:
-      zero: what each replica keeps only a shard of; None keeps all.
-      explicit: whether it names collectives itself.
+      zero: the splitting of the training state over replicas; None splits nothing.
+      explicit: whether it calls collectives itself.
       keeps_barriers: whether its replicas are only equal to the bit if XLA keeps barriers.
     """
 
@@ -135,64 +134,65 @@ class Exchange(Protocol):
     def placements(self) -> Placements: ...
 
     def options(self, platform: str) -> Mapping[str, Any]:
-        """What the compiler is told on such devices, so that results are as promised."""
+        """Return the compiler options on such devices that its results depend on."""
         ...
 
     def init(self, params: Params) -> PyTree:
-        """The state before the first step."""
+        """Return the state before the first step."""
         ...
 
     def state_shardings(self, state: PyTree) -> PyTree:
-        """Where the leaves of a state lie; `state` may be shapes."""
+        """Return the shardings of a state's leaves; `state` may be shapes."""
         ...
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """A state of this plan from one that another plan saved.
+        """Convert a state that another plan saved to this plan's form.
 
         Args:
           saved: arrays of the same structure, of any shapes.
-          state: shapes of this plan's.
+          state: shapes of this plan's state.
 
         Raises:
-          CompressionError: no rule is sound; it then begins anew.
+          CompressionError: no conversion is sound; the state must start afresh.
         """
         ...
 
     def gradients(
         self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
     ) -> tuple[Gradients, Any]:
-        """Gradients of the mean loss of the whole batch, and the next state."""
+        """Compute gradients of the mean loss of the whole batch, and the next state."""
         ...
 
     def sums(self, compute: Compute, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """What the loss measures of a whole batch in evaluation mode."""
+        """Compute the loss's sums of a whole batch in evaluation mode."""
         ...
 
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
-        """Gradients and parameters as `placements.shares` has them."""
+        """Return gradients and parameters with the shardings of `placements.shares`."""
         ...
 
     def apply(
         self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """`function` of trees that belong to parameters, as an update does them.
+        """Apply `function` to trees that belong to parameters, like an update.
 
         Args:
-          function: of the trees and of `rest`; it gives new ones in place of the last of them.
-          given: each tree with that of its leaves' owners; a leaf lies as its owner's share does.
-          rest: the same on all devices.
+          function: function of the trees and of `rest`, which returns new trees for the last of
+            them.
+          given: each tree with its leaves' owners; a leaf is placed like its owner's share.
+          rest: arguments that are equal on all devices.
         """
         ...
 
     def norm(self, grads: Grads) -> jax.Array:
-        """The global norm of gradients that lie as `placements.shares` has them, float32."""
+        """Compute the global norm of gradients placed by `placements.shares`, in float32."""
         ...
 
     def publish(self, params: Params, into: Params) -> PyTree:
-        """New parameters, as `placements.params` has them.
+        """Return new parameters with the shardings of `placements.params`.
 
         Args:
-          params: as `placements.shares` has them.
-          into: the old ones; their buffers take the new values where they are donated.
+          params: new parameters with the shardings of `placements.shares`.
+          into: the old parameters; if they are donated, their buffers take the new values.
         """
         ...

@@ -1,9 +1,9 @@
-"""Digests of what replicas hold, by which a wrong bit is found and its device named.
+"""Digests of replicas, which detect a wrong bit and name its device.
 
-A device that computes or remembers wrongly raises nothing: training goes on, wrong. But replicas of
-the same shard must hold the same bits, so that a few words from each tell. Only what has replicas
-can be compared: a shard that one device alone holds cannot, and neither can what was already wrong
-when all devices summed it up.
+A device that computes or stores wrong values raises no error: training continues with wrong
+numbers. But replicas of the same shard must hold the same bits, so a few words from each replica
+reveal a difference. Only replicated shards can be compared: a shard on a single device cannot, and
+neither can a value that was already wrong when all devices summed it up.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from jaxdist.trees import flatten_with_names, leaf_bytes
 from jaxdist.types import Leaf, PyTree
 
 LANES = 2
-"""Words of a digest."""
+"""Number of words of a digest."""
 _LISTED = 3
 _GOLDEN = 0x9E3779B9
-"""2^32 over the golden ratio: neighbours' places lie far apart."""
+"""2^32 over the golden ratio, which spreads neighbouring places."""
 
 
 class Difference(NamedTuple):
-    """Replicas of one shard that are not equal.
+    """Replicas of a shard that are not equal.
 
     Attributes:
-      leaf: its name in the tree.
+      leaf: name of the leaf in the tree.
       holders: the devices that hold a replica of the shard.
-      odd: those of them that differ from a majority; () where no majority is equal.
+      odd: the devices that differ from a majority; () where no majority is equal.
     """
 
     leaf: str
@@ -46,10 +46,10 @@ class Difference(NamedTuple):
     odd: tuple[Device, ...]
 
     def told(self, hosts: Mapping[int, str]) -> str:
-        """Which replicas differ, on one line.
+        """Describe which replicas differ, in a line.
 
         Args:
-          hosts: names of those of the processes, by number.
+          hosts: names of the processes' hosts, by process number.
         """
         if self.odd:
             equal = len(self.holders) - len(self.odd)
@@ -73,11 +73,11 @@ def _listed(devices: Sequence[Device], hosts: Mapping[int, str]) -> str:
 
 @dataclass(frozen=True)
 class Coverage:
-    """How much of what a device holds can be compared.
+    """The part of a device's state that can be compared.
 
     Attributes:
-      held_bytes: of a device's shards of all leaves.
-      compared_bytes: of those that other devices hold too.
+      held_bytes: bytes of a device's shards of all leaves.
+      compared_bytes: bytes of those that other devices hold too.
     """
 
     held_bytes: int
@@ -85,7 +85,7 @@ class Coverage:
 
     @property
     def share(self) -> float:
-        """0 to 1."""
+        """The compared fraction, from 0 to 1."""
         return self.compared_bytes / self.held_bytes if self.held_bytes else 0.0
 
 
@@ -102,10 +102,11 @@ class Replicas:
 
     @cached_property
     def digests(self) -> jax.stages.Wrapped:
-        """From the tree to the digest of each device's shard of each leaf.
+        """Build the function from the tree to the digest of each device's shard of each leaf.
 
-        uint32 `[*mesh, leaves, 2]`, equal on all devices; the tree is left as it is. Each device
-        reads its shards once and keeps no copy; then 8 bytes for each leaf and device go to all.
+        The result is uint32 `[*mesh, leaves, 2]`, equal on all devices; the tree is unchanged. Each
+        device reads its shards once and keeps no copy; then 8 bytes for each leaf and device are
+        sent to all.
         """
         specs = jax.tree.map(lambda leaf: leaf.sharding.spec, self.shapes)
         axes = self.mesh.axis_names
@@ -122,15 +123,15 @@ class Replicas:
 
     @cached_property
     def coverage(self) -> Coverage:
-        """What can be compared at all."""
+        """The part of the tree that can be compared."""
         held = [(leaf_bytes(_shard(leaf)), self._apart(leaf)) for leaf in self._leaves.values()]
         return Coverage(sum(size for size, _ in held), sum(size for size, apart in held if apart))
 
     def differences(self, digests: np.ndarray) -> tuple[Difference, ...]:
-        """The shards whose replicas differ.
+        """Return the shards whose replicas differ.
 
         Args:
-          digests: as `digests` gives them.
+          digests: the result of `digests`.
         """
         found: list[Difference] = []
         for number, (name, leaf) in enumerate(self._leaves.items()):
@@ -148,19 +149,20 @@ class Replicas:
         return dict(flatten_with_names(self.shapes))
 
     def _apart(self, leaf: Leaf) -> tuple[int, ...]:
-        """Which dims of the mesh lead from one replica of a leaf's shard to another."""
+        """Return the dims of the mesh along which the replicas of a leaf's shard differ."""
         split = {name for entry in leaf.sharding.spec for name in entry_names(entry)}
         sizes = self.mesh.shape.items()
         return tuple(at for at, (name, size) in enumerate(sizes) if size > 1 and name not in split)
 
 
 def digest(leaf: jax.Array) -> jax.Array:
-    """uint32 `[2]` of an array's bits; in whatever order devices sum, it is the same.
+    """Compute uint32 `[2]` of an array's bits, independent of the order in which devices sum.
 
-    Sums modulo 2^32 over the array's words x_i of at most 32 bits: of x_i (2 i + 1), and of
-    h(x_i + g i), where h is one to one, scatters bits, and g is odd. The multipliers of the first
-    are odd and h is one to one, so that whatever changes in one word changes both sums. Changes of
-    several words could cancel out in the first; in the second with a probability of 2^-32.
+    The digest has two sums modulo 2^32 over the array's words x_i of at most 32 bits: of x_i (2 i +
+    1), and of h(x_i + g i), where h is bijective and scatters bits, and g is odd. Since the
+    multipliers of the first sum are odd and h is bijective, a change of a single word changes both
+    sums. Changes of several words could cancel in the first; in the second with a probability of
+    2^-32.
 
     >>> [int(word) for word in digest(jnp.array([1, 0, 2], jnp.int32))]
     [11, 239823234]
@@ -170,7 +172,7 @@ def digest(leaf: jax.Array) -> jax.Array:
     both = words * (2 * place + 1), _scattered(words + place * jnp.uint32(_GOLDEN))
     zero = jnp.uint32(0)
 
-    # One reduction of both: XLA would write the words down to sum them twice.
+    # Both in a single reduction: XLA would otherwise store the words to sum them twice.
     def add(one: Sequence[jax.Array], other: Sequence[jax.Array]) -> list[jax.Array]:
         return [a + b for a, b in zip(one, other, strict=True)]
 
@@ -178,7 +180,7 @@ def digest(leaf: jax.Array) -> jax.Array:
 
 
 def _words(leaf: jax.Array) -> jax.Array:
-    """The bits of each element, uint32; elements of 64 bits are two words. A bool is its value."""
+    """Return each element's bits as uint32; 64-bit elements are two words, a bool its value."""
     if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         leaf = jax.random.key_data(leaf)
     if leaf.dtype == jnp.bool_:
@@ -190,7 +192,7 @@ def _words(leaf: jax.Array) -> jax.Array:
 
 
 def _places(shape: tuple[int, ...]) -> jax.Array:
-    """The number of each element, uint32; not of a flat copy, which some devices lay out anew."""
+    """Number the elements, uint32, without a flat copy, which would change some layouts."""
     place = jnp.zeros(shape, jnp.uint32)
     for dim in range(len(shape)):
         stride = math.prod(shape[dim + 1 :]) % 2**32
@@ -199,7 +201,7 @@ def _places(shape: tuple[int, ...]) -> jax.Array:
 
 
 def _scattered(words: jax.Array) -> jax.Array:
-    """One to one: the finalizer of MurmurHash3 (Appleby)."""
+    """Scatter bits bijectively, by the finalizer of MurmurHash3 (Appleby)."""
     words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
     words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
     return words ^ (words >> 16)
@@ -210,12 +212,12 @@ def _shard(leaf: Leaf) -> jax.ShapeDtypeStruct:
 
 
 def _as_one(digests: np.ndarray) -> np.ndarray:
-    """Both lanes as one number, uint64."""
+    """Combine both lanes in a single number, uint64."""
     return digests[..., 0].astype(np.uint64) << np.uint64(32) | digests[..., 1]
 
 
 def _rows(values: np.ndarray, apart: tuple[int, ...]) -> np.ndarray:
-    """`[shards, replicas]` from an array of the mesh's shape."""
+    """Rearrange an array of the mesh's shape to `[shards, replicas]`."""
     moved = np.moveaxis(values, apart, range(-len(apart), 0))
     return moved.reshape(-1, math.prod(moved.shape[-len(apart) :]))
 

@@ -1,4 +1,4 @@
-"""How the functions of a plan are compiled: with which options, and on which channels."""
+"""The compilation of a plan's functions: options and channels."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from jaxdist.parallel.compiler import PASSES, Options, merged
 from jaxdist.parallel.contract import Compute, Exchange
 
 KEEP_BARRIERS: Options = {PASSES: "cse_barrier_expander"}
-"""Of jax.lax.optimization_barrier, on CPU."""
+"""Option that keeps jax.lax.optimization_barrier on CPU."""
 Compiled = jax.stages.Wrapped | SeparateChannels
 
 
 @dataclass(frozen=True)
 class Jitted:
-    """Compiles functions of one compute and exchange.
+    """A compiler for the functions of a compute and an exchange.
 
     Attributes:
-      options: for the compiler, of all of them.
-      platform: of the devices.
+      options: compiler options for all of them.
+      platform: platform of the devices.
     """
 
     compute: Compute
@@ -31,7 +31,7 @@ class Jitted:
     platform: str
 
     def __call__(self, function: Any, more: Options | None = None, **settings: Any) -> Compiled:
-        """Compiled with the program's options and with `more`."""
+        """Compile a function with the program's options and with `more`."""
         told = self.exchange.options(self.platform)
         options = merged(merged(self.options, told) or {}, more or {})
         jitted = jax.jit(function, compiler_options=options, **settings)
@@ -39,7 +39,7 @@ class Jitted:
         return SeparateChannels(jitted) if named and self.platform == "cpu" else jitted
 
     def updating(self, function: Any, shardings: Any) -> Compiled:
-        """A program that takes a state and gives the next one in its memory."""
+        """Compile a program that returns the next state in the memory of its argument."""
         # XLA:CPU drops barriers before it fuses; they make replicas of new parameters equal.
         keep = self.exchange.keeps_barriers and self.platform == "cpu"
         more = KEEP_BARRIERS if keep else {}

@@ -1,7 +1,7 @@
-"""Collectives over stacked layers a few layers at a time, so that nothing is held twice.
+"""Collectives over stacked layers, a few layers at a time, without a second copy of the stack.
 
 A collective on a stack of all layers needs a second buffer as large as the stack before the first
-is free. A few layers at a time, results go into a buffer that is there already.
+is free. A few layers at a time, results go into an existing buffer.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from jax import lax
 from jaxdist.trees import leaf_bytes
 
 Layers = list[jax.Array]
-"""The same few layers of several stacks, or tensors that are no stacks."""
+"""The same few layers of several stacks, or tensors that are not stacked."""
 Function = Callable[[list[int], Layers], Layers]
-"""Of the positions of some leaves among all, and the leaves; it keeps the number of layers."""
+"""Function of the positions of some leaves among all, and the leaves; it keeps the number of
+layers."""
 
 
 def by_layers(
@@ -28,15 +29,15 @@ def by_layers(
     *,
     into: Sequence[jax.Array] | None = None,
 ) -> Layers:
-    """Call `function` on all leaves: on stacks a chunk of layers at a time, on the rest at once.
+    """Call `function` on all leaves: on stacks in chunks of layers, on the rest at once.
 
-    A stack of which all layers fit in one chunk counts as the rest.
+    A stack whose layers all fit in one chunk belongs to the rest.
 
     Args:
-      layers: how many each leaf has along its first dim; None is no stack.
-      chunk_bytes: of a chunk's layers, unless one layer is larger.
-      into: of stacks, the buffers that results fill; None fills the stacks themselves. Results keep
-        the dtypes of what they fill, and may be shorter along any dim but the first.
+      layers: how many layers each leaf has along its first dim; None is not a stack.
+      chunk_bytes: bytes of a chunk's layers, unless a single layer is larger.
+      into: buffers of the stacks' results; None overwrites the stacks themselves. Results take the
+        dtypes of these buffers, and may be shorter along any dim but the first.
     """
     found = list(leaves)
     once = [i for i, count in enumerate(layers) if count is None]
@@ -48,14 +49,14 @@ def by_layers(
             once += mine
         else:
             _replace(found, mine, _in_chunks(partial(function, mine), held, filled, count))
-    # What needs one chunk goes with what has no layers, so that all of it can be one message.
+    # A stack with a single chunk joins the leaves without layers, so that all can be one message.
     once.sort()
     _replace(found, once, function(once, [leaves[i] for i in once]))
     return found
 
 
 def group(layers: Sequence[int | None]) -> list[list[int]]:
-    """Positions of the stacks that have equally many layers.
+    """Group the positions of stacks with equally many layers.
 
     >>> group([2, None, 3, 2])
     [[0, 3], [2]]
@@ -68,7 +69,7 @@ def group(layers: Sequence[int | None]) -> list[list[int]]:
 
 
 def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
-    """How many layers of all stacks together take at most `chunk_bytes`, and divide their number.
+    """Return how many layers of all stacks fit in `chunk_bytes`, as a divisor of their number.
 
     >>> import numpy as np
     >>> layers_at_once([np.zeros((6, 4), "float32")], 63)
@@ -85,7 +86,7 @@ def layers_at_once(stacks: Sequence[jax.Array], chunk_bytes: int) -> int:
 def _in_chunks(
     function: Callable[[Layers], Layers], stacks: Layers, into: Layers | None, count: int
 ) -> Layers:
-    """In chunks of `count` layers."""
+    """Call it on chunks of `count` layers."""
     chunks = stacks[0].shape[0] // count
 
     def chunk(at: jax.Array, filled: Layers) -> Layers:

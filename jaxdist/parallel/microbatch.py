@@ -1,4 +1,4 @@
-"""Batches in pieces, one after another in time."""
+"""Splitting of batches into pieces that are processed in sequence."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from jaxdist.types import PyTree
 
 
 def split_rows(batch: PyTree, count: int, layout: Layout) -> PyTree:
-    """Leaves `[rows, ...]` as `[count, rows / count, ...]`.
+    """Reshape leaves `[rows, ...]` to `[count, rows / count, ...]`.
 
-    Microbatch k takes every k-th row, so that each device splits its own rows and none move.
+    Microbatch k has every count-th row, so that each device splits its own rows and none move.
     """
 
     def leaf(x: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What training minimises: the loss of a model on rows, its scale, and their gradients."""
+"""The training objective: the loss of a model on rows, its scale, and its gradients."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jaxdist.types import Buffers, Params
 
 NOWHERE = Surroundings()
 _SCALING = DynamicLossScale()
-"""What it does to a loss depends on none of its settings."""
+"""Any loss scale: the scaling of a loss does not depend on its settings."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Objective:
         key: jax.Array | None,
         around: Surroundings = NOWHERE,
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
-        """Total loss of a batch, all sums, and the buffers after it; `key` None is evaluation."""
+        """Compute total loss, all sums, and the buffers after a batch; `key` None is evaluation."""
         batch = weighted(batch)
         module = self.model.bind(
             params, buffers, key, statistics_over=around.statistics_over if key is not None else ()
@@ -50,8 +50,9 @@ class Objective:
     def mean_gradients(
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
     ) -> Gradients:
-        """Gradients of the mean loss of a batch."""
-        # The mean is taken before the gradient: dividing after it is one more pass over it.
+        """Compute gradients of the mean loss of a batch."""
+        # The mean is taken before the gradient: dividing afterwards would be a further pass over
+        # it.
         gradient = jax.grad(partial(self._mean, held, around), has_aux=True)
         grads, (sums, buffers) = gradient(held.params, held.buffers, batch, key)
         grads = around.placed(carried(grads))
@@ -62,9 +63,9 @@ class Objective:
     def total_gradients(
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
     ) -> Gradients:
-        """Gradients of the total loss of a batch."""
+        """Compute gradients of the total loss of a batch."""
         if held.scale is not None:
-            # A scale that suits the mean would overflow in the total.
+            # The loss scale fits the mean; in the total it would overflow.
             found = self.mean_gradients(held, batch, key, around)
             weight = _common(found.sums["loss"].weight, around)
             return found._replace(grads=jax.tree.map(lambda g: g * weight, found.grads))
@@ -81,7 +82,7 @@ class Objective:
         batch: Batch,
         key: jax.Array,
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
-        """Mean loss of a batch, times the loss scale, and what `sums` gives beside it."""
+        """Compute the mean loss of a batch, times the loss scale, and the rest of `sums`."""
         total, aux = self.sums(params, buffers, batch, key, around)
         weight = jax.lax.stop_gradient(aux[0]["loss"].weight)
         if held.scale is None:
@@ -92,13 +93,13 @@ class Objective:
 def may_weigh_nothing(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> bool:
     """Return whether the weight of a batch depends on its values, so that it may be 0.
 
-    Nothing is computed: where the batch brings no weights, the traced loss is read.
+    Nothing is computed: if the batch brings no weights, the traced loss is examined.
     """
     return "weight" in batch or measures(objective, batch)[1]
 
 
 def measures(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[Sums, bool]:
-    """The shapes of what the loss measures, and whether the batch's values decide its weight."""
+    """Return the shapes of the loss's sums, and whether the batch's values determine its weight."""
 
     def sums(params: Params, buffers: Buffers, batch: Batch) -> Sums:
         return objective.sums(params, buffers, batch, None)[1][0]
@@ -111,7 +112,7 @@ def measures(objective: Objective, batch: Mapping[str, jax.ShapeDtypeStruct]) ->
 
 
 def _common(weight: jax.Array, around: Surroundings) -> jax.Array:
-    """What a microbatch weighs on an average device, the same on all; not 0.
+    """Return a microbatch's weight on an average device, the same on all; not 0.
 
     ZeRO sums gradients over the devices before they are multiplied by it.
     """

@@ -1,4 +1,4 @@
-"""From a config to how gradients are exchanged; `validity/` refuses what does not combine."""
+"""The choice of an exchange from a config; `validity/` refuses combinations that do not work."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class ParallelConfig(Config):
 
     @property
     def shards(self) -> int | None:
-        """Logical shards of a batch; None where devices split it."""
+        """The number of logical shards of a batch; None without deterministic mode."""
         return None if self.deterministic is None else self.deterministic.shards
 
 
@@ -74,18 +74,18 @@ def plan_exchange(
     offloads: bool = False,
     seed: int = 0,
 ) -> tuple[Exchange, tuple[str, ...]]:
-    """The exchange that the config asks for, and settings that do nothing here, a sentence each.
+    """Build the exchange of the config, and notices of settings without effect, a sentence each.
 
     Args:
       params: the parameters, or their shapes.
       dims: logical dims of each parameter, by name.
       whole: shardings of the parameters that every replica holds, a tree like them.
       scanned: names of the parameters whose first dim counts layers.
-      offloads: whether activations go to the host's memory.
-      seed: of codecs that draw at random.
+      offloads: whether activations are offloaded to the host's memory.
+      seed: seed of codecs that draw at random.
 
     Raises:
-      ConfigError: settings that do not go together, or not with the layout, all at once; a codec
+      ConfigError: settings that do not fit together, or not with the layout, all at once; a codec
         that cannot encode a parameter's gradient.
     """
     facts = facts_of(config, layout, dims, offloads=offloads)
@@ -124,10 +124,10 @@ def plan_exchange(
 
 
 def _layer_codec(config: Compression) -> Codec:
-    """The codec of gradients that leave layer by layer, in the backward pass.
+    """Return the codec of gradients that are sent layer by layer, in the backward pass.
 
     Raises:
-      ConfigError: it does not sum shards, or differs by parameter or by step.
+      ConfigError: the codec does not sum shards, or differs by parameter or by step.
     """
     if isinstance(config, CompressAuto):
         raise ConfigError(
@@ -159,10 +159,10 @@ def _chosen_codec(
     whole: Shardings,
     scanned: frozenset[str],
 ) -> Compression:
-    """The config with a codec; `auto` chooses by the links of the mesh.
+    """Return the config with a codec; `auto` chooses by the links of the mesh.
 
     Raises:
-      ConfigError: links that are not known, no codec that fits.
+      ConfigError: unknown links, or no codec that fits.
     """
     if not isinstance(config, CompressAuto):
         return config
@@ -186,10 +186,10 @@ def _messages(
     scanned: frozenset[str],
     seed: int,
 ) -> Messages:
-    """What crosses the axes that the config names.
+    """Return the messages that cross the axes of the config.
 
     Args:
-      inside: what is split while it does.
+      inside: the splitting of tensors while messages cross.
     """
     across = config.axis == "data.dcn"
     axes = tuple(axis for axis in facts.batch_axes if not across or axis not in facts.fast_axes)
@@ -219,7 +219,7 @@ def explicit_exchange(
     algorithm: Algorithm,
     **settings: Any,
 ) -> Exchange:
-    """The exchange by collectives of jaxdist that ZeRO's stage needs.
+    """Build the exchange with jaxdist's own collectives for ZeRO's stage.
 
     Args:
       whole: shardings of the parameters that every replica holds, a tree like them.
@@ -237,11 +237,11 @@ def explicit_exchange(
 def facts_of(
     config: ParallelConfig, layout: Layout, dims: Mapping[str, Dims], *, offloads: bool = False
 ) -> Facts:
-    """What the table of validity needs to know.
+    """Collect the facts that the table of validity needs.
 
     Args:
       dims: logical dims of each parameter, by name.
-      offloads: whether activations go to the host's memory.
+      offloads: whether activations are offloaded to the host's memory.
     """
     axis = layout.axis_of("batch")
     batch_axes = axis_names(layout.mesh, axis) if axis else ()
@@ -255,7 +255,7 @@ def facts_of(
     in_use = {layout.axis_of(dim) for dim in named} - {None}
     busy = {name for used in in_use if used for name in axis_names(layout.mesh, used)}
     sizes = dict(layout.mesh.shape)
-    # A model in parts lies on stages without a rule.
+    # A model in parts is on stages without a sharding rule.
     empty = tuple(n for n, size in sizes.items() if size > 1 and n not in {*busy, AXIS})
     return Facts(
         mesh=sizes,
@@ -274,7 +274,7 @@ def facts_of(
 
 
 def _chosen(config: PipelineConfig) -> tuple[str, ...]:
-    """The settings of a pipeline that are not the default, as the user knows them."""
+    """Return the settings of a pipeline that differ from the default, as in a config."""
     default = PipelineConfig().model_dump(mode="json")
     return tuple(
         f"parallel.pipeline.{name} {_shown(value)}"

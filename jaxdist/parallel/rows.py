@@ -1,7 +1,7 @@
-"""Which models tie the rows of a batch together, as a batch norm does, read from the traced loss.
+"""Detection of models that tie the rows of a batch together, like batch norm, by their trace.
 
-Where a batch is cut (by device, microbatch, stage or worker), such a model computes something else
-on each part than on the whole. It may be made of any library's norms, or of the user's own code.
+Where a batch is split (by device, microbatch, stage or worker), such a model computes something
+else on each part than on the whole. Its norms may be from any library, or the user's own code.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _ALONG = {
 
 
 class Flow(NamedTuple):
-    """The rows that a value depends on.
+    """Whether, and how, a value depends on rows.
 
     Attributes:
       rows: whether it depends on rows of the batch.
-      several: whether it has lost their dim, and so depends on several of them at once.
+      several: whether it no longer has their dim, and so depends on several rows at once.
     """
 
     rows: bool = False
@@ -45,11 +45,11 @@ class Flow(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """An interpreter of a traced loss, whose number of rows tells their dim by its size.
+    """An interpreter of a traced loss, in which a dim of rows is known by its size.
 
     Attributes:
-      count: a prime; a dim is one of rows if it is a multiple.
-      axes: manual mesh axes; what is summed over all of them belongs to no device's own rows.
+      count: number of rows, a prime; a dim is a dim of rows if it is a multiple.
+      axes: manual mesh axes; a sum over all of them does not belong to a device's own rows.
     """
 
     count: int
@@ -70,7 +70,7 @@ class Rows:
         return found, places
 
     def _through(self, equation: Any, inputs: list[Flow]) -> tuple[list[Flow], list[str]]:
-        """The flows of an equation's results; the places inside the programs that it calls."""
+        """Return the flows of an equation's results, and the places in its inner programs."""
         outputs = [self._out(equation, inputs, variable) for variable in equation.outvars]
         if not any(flow.rows for flow in inputs):
             return outputs, []
@@ -100,7 +100,7 @@ class Rows:
     def _loop(
         self, body: Any, inputs: list[Flow], first: int, last: int, outputs: list[Flow]
     ) -> tuple[list[Flow], list[str]]:
-        """A loop whose carry is `inputs[first:last]`: run until its flows stay as they are."""
+        """Interpret a loop with carry `inputs[first:last]` until its flows no longer change."""
         given = list(inputs)
         while True:
             found, places = self.ties(_open(body), given)
@@ -111,7 +111,7 @@ class Rows:
             if carry == given[first:last]:
                 break
             given[first:last] = carry
-        # A loop over rows cuts their dim away, and its carry goes from row to row.
+        # A loop over rows removes their dim, and its carry passes from row to row.
         merged = [Flow(a.rows, a.several or b.several) for a, b in zip(found, outputs, strict=True)]
         return merged, places
 
@@ -152,7 +152,7 @@ class Rows:
         return bool(self._places(variable))
 
     def _places(self, variable: Any) -> tuple[int, ...]:
-        """The dims of rows."""
+        """Return the dims of rows."""
         shape = getattr(variable.aval, "shape", ())
         return tuple(i for i, n in enumerate(shape) if n and n % self.count == 0)
 
@@ -165,21 +165,21 @@ def check_rows(
     local: bool,
     microbatches: int,
 ) -> tuple[str, ...]:
-    """Refuse a model that ties rows together where an exchange leaves each device its own.
+    """Refuse a model that ties rows together where an exchange keeps each device's rows separate.
 
     Batch norms of flax average over all devices by themselves, except in strict mode, where each
-    logical shard is computed alone.
+    logical shard is computed separately.
 
     Args:
       batch: arrays or their shapes.
-      local: whether statistics of a device's own rows are what the config asks for.
-      microbatches: pieces that a device's rows are computed in.
+      local: whether the config asks for statistics of a device's own rows.
+      microbatches: number of pieces in which a device's rows are computed.
 
     Returns:
-      A sentence for each way in which the plan changes the numbers of a model that is accepted.
+      A sentence for each way in which the plan changes the numbers of an accepted model.
 
     Raises:
-      ConfigError: a model or a loss that would compute other numbers than on one device.
+      ConfigError: a model or a loss that would compute other numbers than on a single device.
     """
     try:
         if isinstance(exchange, Explicit) and not local:
@@ -191,7 +191,7 @@ def check_rows(
     except JaxdistError:
         raise
     except Exception as error:
-        # The user's code fails for a number of rows that their data never has, in any way it may.
+        # The user's code may raise anything for a number of rows that their data never have.
         return (f"whether the model ties the rows of a batch together is not known: {error}",)
     if not place:
         return ()
@@ -203,10 +203,10 @@ def check_rows(
 
 
 def _check_exchange(objective: Objective, batch: Mapping[str, Any], exchange: Explicit) -> None:
-    """Refuse what ties rows together that the exchange gives to different devices or shards.
+    """Refuse an operation that ties rows which the exchange gives to different devices or shards.
 
     Raises:
-      ConfigError: where the model does so, and what to set.
+      ConfigError: the model has such an operation; the message says what to set.
     """
     strict = isinstance(exchange, Strict)
     pieces = exchange.order.shards if strict else _parts(exchange.mesh, exchange.axes)
@@ -241,17 +241,17 @@ def ties_rows(
 ) -> str:
     """Return where a model or its loss, in training, ties the rows of a batch together.
 
-    The result names the operation; it is "" where nothing does. Nothing is computed: the loss is
+    The result names the operation; it is "" where there is none. Nothing is computed: the loss is
     traced on shapes with a prime number of rows.
 
     Args:
       batch: arrays or their shapes.
       axes: mesh axes that split the batch.
-      inside: trace what a device computes of its own rows, where these axes are manual; None
-        traces the whole batch as one array.
+      inside: trace a device's computation on its own rows, where these axes are manual; None traces
+        the whole batch as one array.
 
     Raises:
-      Exception: whatever the user's code raises for that number of rows.
+      Exception: any error of the user's code for that number of rows.
     """
     count = next(p for p in _PRIMES if not any(n % p == 0 for n in _sizes(objective, batch)))
     rows = {
@@ -261,7 +261,7 @@ def ties_rows(
     manual = axes if inside is not None else ()
 
     def run(params: Params, buffers: Buffers, key: jax.Array, batch: PyTree) -> PyTree:
-        # Buffers are left out: running statistics are of several rows by their nature.
+        # Buffers are left out: running statistics depend on several rows by their nature.
         return objective.sums(params, buffers, batch, key, inside or Surroundings())[1][0]
 
     local = partial(jax.shard_map, mesh=mesh, axis_names=set(manual), check_vma=False)
@@ -280,7 +280,7 @@ def ties_rows(
 
 
 def _mixed(equation: Any, at: int) -> Sequence[int]:
-    """The dims of an input along which an equation mixes elements."""
+    """Return the dims of an input along which an equation mixes elements."""
     name = equation.primitive.name
     if name == "dot_general":
         return equation.params["dimension_numbers"][0][at]
@@ -289,7 +289,7 @@ def _mixed(equation: Any, at: int) -> Sequence[int]:
 
 
 def _sizes(objective: Objective, batch: Mapping[str, Any]) -> Iterator[int]:
-    """All sizes of dims that are not of rows."""
+    """Yield all sizes of dims that are not dims of rows."""
     for leaf in jax.tree.leaves((objective.model.params, objective.model.buffers)):
         yield from (n for n in leaf.shape if n)
     for leaf in batch.values():
@@ -297,7 +297,7 @@ def _sizes(objective: Objective, batch: Mapping[str, Any]) -> Iterator[int]:
 
 
 def _called(equation: Any) -> list[Any]:
-    """The program that an equation calls with its own inputs; none of other primitives."""
+    """Return the program that an equation calls with its own inputs; empty for other primitives."""
     shapes = [getattr(v.aval, "shape", None) for v in equation.invars]
     for value in equation.params.values():
         inner = _open(value)
@@ -317,6 +317,6 @@ def _is_variable(node: Any) -> bool:
 
 
 def _place(equation: Any) -> str:
-    """The scope and the primitive, as a user may know them from their model."""
+    """Describe an operation by scope and primitive, which users may know from their model."""
     scope = str(equation.source_info.name_stack)
     return f"{equation.primitive.name} in {scope}" if scope else equation.primitive.name

@@ -1,9 +1,9 @@
-"""Parameters that are fetched where they are used, and whose gradients leave as soon as they are.
+"""Parameters that are gathered where they are used, and whose gradients are reduced at once.
 
 Inside a `jax.shard_map` that is manual on the data axes, a model's parameters may be replaced by
-these. A layer's weights are then whole for as long as the layer runs, and what comes back from
-differentiation is this device's shard of the summed gradient: a whole gradient of the model, or in
-stage 3 a whole model, exists at no time.
+these objects. A layer's weights are then whole only while the layer runs, and differentiation
+returns this device's shard of the summed gradient: a whole gradient of the model, or in stage 3 a
+whole model, never exists.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from jaxdist.types import Params, PyTree
 class Sharded(Deferred):
     """A parameter of which this device keeps a shard (stage 3).
 
-    Sent per use: an all-gather of all that are used together, and in the backward pass a
-    reduce-scatter.
+    Each use sends an all-gather of all parameters that are used together, and in the backward pass
+    a reduce-scatter.
 
     Attributes:
       shard: this device's part.
-      dim: which dim is split, counted from the end, so that a slice of stacked layers has it too.
+      dim: the split dim, counted from the end, so that a slice of stacked layers has it too.
       spec: how automatic axes split the parameter, an entry for each of its dims, layers included.
-      length: of the dim, where zeros fill up its shards; None where it divides.
-      second: the shards of all devices that have this one's place in their fast network, along a
-        dim before the shard's own; gathered in place of `shard`. None gathers over all networks.
+      length: length of the dim, where zeros fill up its shards; None where it divides.
+      second: the shards of all devices at this device's place in their fast networks, along a dim
+        before the shard's own; gathered instead of `shard`. None gathers over all networks.
     """
 
     shard: jax.Array
@@ -53,18 +53,18 @@ class Sharded(Deferred):
 
     @classmethod
     def whole(cls, several: Sequence[Sharded]) -> list[jax.Array]:
-        """The parameters; their gradients are summed into the shards."""
+        """Return the parameters; their gradients are summed into the shards."""
         splits = tuple(Split(leaf.dim, leaf.spec, leaf.length) for leaf in several)
         seconds = [leaf.second for leaf in several if leaf.second is not None]
         return _gathered(several[0].wire, splits, [leaf.shard for leaf in several], seconds)
 
     def carried(self) -> jax.Array:
-        """Of a gradient: this device's shard."""
+        """Return this device's shard of the gradient, if this is a gradient."""
         return self.shard
 
     @property
     def ahead(self) -> bool:
-        """Whether the wire says so."""
+        """Whether the wire gathers the next layer ahead."""
         return self.wire.ahead
 
 
@@ -75,13 +75,13 @@ class Sharded(Deferred):
 )
 @dataclass(frozen=True)
 class Scattered(Deferred):
-    """A parameter that is whole, and whose gradient is not (stage 2).
+    """A parameter that is whole, but whose gradient is sharded (stage 2).
 
-    Sent per use: a reduce-scatter in the backward pass.
+    Each use sends a reduce-scatter in the backward pass.
 
     Attributes:
       full: the parameter; its own gradient is zero.
-      shard: zeros of a shard's shape, which the gradient belongs to.
+      shard: zeros of a shard's shape, whose gradient is that of the parameter.
       dim, spec: as for `Sharded`.
     """
 
@@ -93,13 +93,13 @@ class Scattered(Deferred):
 
     @classmethod
     def whole(cls, several: Sequence[Scattered]) -> list[jax.Array]:
-        """The parameters; their gradients are summed into the shards."""
+        """Return the parameters; their gradients are summed into the shards."""
         splits = tuple(Split(leaf.dim, leaf.spec) for leaf in several)
         fulls, shards = [leaf.full for leaf in several], [leaf.shard for leaf in several]
         return _itself(several[0].wire, splits, fulls, shards)
 
     def carried(self) -> jax.Array:
-        """Of a gradient: this device's shard."""
+        """Return this device's shard of the gradient, if this is a gradient."""
         return self.shard
 
 
@@ -113,14 +113,14 @@ def defer(
     length: int | None = None,
     second: jax.Array | None = None,
 ) -> PyTree:
-    """A parameter that is fetched where it is used.
+    """Make a parameter that is gathered where it is used.
 
     Args:
-      param: this device's shard (`sharded`), or the whole.
-      dim: the dim that is split, or whose gradient is, counted from the front.
+      param: this device's shard (`sharded`), or the whole parameter.
+      dim: the split dim of the parameter or of its gradient, counted from the front.
       spec: how automatic axes split it.
-      length: of the dim, where zeros fill up its shards.
-      second: as of `Sharded`.
+      length: length of the dim, where zeros fill up its shards.
+      second: see `Sharded`.
     """
     full = PartitionSpec(*spec, *(None,) * (param.ndim - len(spec)))
     if sharded:
@@ -132,7 +132,7 @@ def defer(
 
 @dataclass(frozen=True)
 class Split:
-    """Which dim of a tensor ZeRO splits, counted from the end; the rest as in `Sharded`."""
+    """The dim of a tensor that ZeRO splits, counted from the end; the rest as in `Sharded`."""
 
     dim: int
     spec: PartitionSpec
@@ -157,7 +157,7 @@ def _gathered(
 def _gathered_forward(
     wire: Wire, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
 ) -> tuple[list[jax.Array], PyTree]:
-    # The gradient of `seconds` is zero: all of it belongs to the shards.
+    # The gradient of `seconds` is zero: the whole gradient belongs to the shards.
     like = [[jnp.zeros((), x.dtype) for x in part] for part in (shards, seconds)]
     return _gathered(wire, splits, shards, seconds), like
 
@@ -181,7 +181,7 @@ def _scattered(wire: Wire, splits: Splits, grads: list[jax.Array]) -> list[jax.A
 
 
 def _of_last(spec: PartitionSpec, dims: int) -> PartitionSpec:
-    """The entries of the last so many dims."""
+    """Return the entries of the last `dims` dims."""
     return PartitionSpec(*spec[len(spec) - dims :]) if len(spec) > dims else spec
 
 
@@ -194,12 +194,12 @@ def on_blocks(
     specs: Sequence[PartitionSpec],
     out_specs: Sequence[PartitionSpec] | None = None,
 ) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """`function` of each device's blocks of arrays that automatic axes split by `specs`.
+    """Map `function` over each device's blocks of arrays that automatic axes split by `specs`.
 
-    On the whole arrays XLA would gather what those axes split before it sends anything.
+    On whole arrays, XLA would gather over those axes before it sends anything.
 
     Args:
-      out_specs: of the results; None is as the arguments.
+      out_specs: partition specs of the results; None is those of the arguments.
     """
 
     def run(arrays: list[jax.Array]) -> list[jax.Array]:

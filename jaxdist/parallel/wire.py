@@ -1,9 +1,9 @@
-"""How the shards of parameters and gradients travel between devices.
+"""Communication of parameter and gradient shards between devices.
 
 With codecs it is ZeRO++ (Wang et al., arXiv 2306.10209): parameters are gathered as messages, from
-the exact ones that each device keeps of its shard (section 3.1); a second copy of the shards inside
-the fast network spares the slow one (3.2); gradients are summed in float32 between two hops of
-messages, one inside the fast network and one across (3.3).
+the exact shard that each device keeps (section 3.1); a second copy of the shards inside the fast
+network saves traffic on the slow network (3.2); gradients are summed in float32 between two hops of
+messages, first inside the fast network, then across (3.3).
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from jaxdist.types import PyTree
 
 @dataclass(frozen=True)
 class Wire:
-    """What one exchange with ZeRO sends, and how.
+    """The messages of an exchange with ZeRO.
 
     Attributes:
       axes: manual mesh axes over which tensors are split, slowest first.
-      gather_dtype: of parameters on the wire, and where they are used; None is their own.
-      reduce_dtype: of gradients on the wire, and of their sum; None is their own.
-      ahead: whether a layer's parameters are gathered while the layer before computes.
-      gather_codec: of the messages that parameters are gathered as; None sends them as they are.
-      reduce_codec: of the messages that gradients are sent as; None sends them as they are.
+      gather_dtype: dtype of parameters in messages, and where they are used; None is their own.
+      reduce_dtype: dtype of gradients in messages, and of their sum; None is their own.
+      ahead: whether a layer's parameters are gathered while the previous layer computes.
+      gather_codec: codec of the parameters in gathers; None sends them uncompressed.
+      reduce_codec: codec of the gradients; None sends them uncompressed.
     """
 
     axes: tuple[str, ...]
@@ -48,19 +48,19 @@ class Wire:
 
     @property
     def fast(self) -> tuple[str, ...]:
-        """Axes inside the fast network, where there are two; else all."""
+        """The axes inside the fast network, where there are two networks; else all."""
         fast = tuple(axis for axis in self.axes if axis.endswith(ICI))
         return fast or self.axes
 
     @property
     def slow(self) -> tuple[str, ...]:
-        """Axes across the slow network; none where there is one."""
+        """The axes across the slow network; none where there is a single network."""
         return tuple(axis for axis in self.axes if axis not in self.fast)
 
     def gather(
         self, shards: Sequence[jax.Array], dims: Sequence[int], lengths: Sequence[int | None]
     ) -> list[jax.Array]:
-        """The whole tensors, in the dtype of the wire; their dims cut to `lengths`."""
+        """Gather whole tensors, in the dtype of the wire; their dims are cut to `lengths`."""
         if self.gather_codec is None:
             given = {"lengths": lengths, "algorithm": self.algorithm}
             return gather_leaves(self._carried(shards), dims, self.axes, **given)
@@ -70,16 +70,16 @@ class Wire:
         return self._joined(blocks, rows, shards, dims, lengths)
 
     def hold(self, shards: Sequence[jax.Array]) -> list[jax.Array]:
-        """The shards of all devices at this one's place in their fast networks, [D, ...] each.
+        """Gather the shards of all devices at this device's place in fast networks, [D, ...] each.
 
-        D is the number of fast networks; in the dtype of the wire.
+        D is the number of fast networks; the result has the dtype of the wire.
         """
         return [self._held(shard) for shard in shards]
 
     def gather_seconds(
         self, seconds: Sequence[jax.Array], dims: Sequence[int], lengths: Sequence[int | None]
     ) -> list[jax.Array]:
-        """`gather` of what `hold` gave, inside the fast network."""
+        """Gather the results of `hold` inside the fast network."""
         shards = [x[0] for x in seconds]
         rows = [jnp.moveaxis(x, dim + 1, 1) for x, dim in zip(seconds, dims, strict=True)]
         flat = jnp.concatenate([row.reshape(len(row), -1) for row in rows], axis=1)
@@ -89,7 +89,7 @@ class Wire:
         return self._joined(blocks, [row[0] for row in rows], shards, dims, lengths)
 
     def scatter(self, grads: Sequence[jax.Array], dims: Sequence[int]) -> list[jax.Array]:
-        """This device's shards of the sums, in the dtype of the wire; zeros fill up the last."""
+        """Return this device's shards of the sums, in the wire's dtype, zero-padded."""
         if self.reduce_codec is None:
             carried = [grad.astype(self.reduce_dtype or grad.dtype) for grad in grads]
             return scatter_leaves(carried, dims, self.axes, algorithm=self.algorithm)
@@ -105,7 +105,7 @@ class Wire:
         return [jnp.moveaxis(s, 0, dim) for s, dim in zip(shards, dims, strict=True)]
 
     def _summed(self, rows: jax.Array, axis: Axis) -> jax.Array:
-        """Row i of the sum over devices, for the i-th of them: messages there, float32 sums."""
+        """Sum row i over devices for the i-th device: messages are sent, sums are float32."""
         codec, round = self.reduce_codec, first_round()
         assert codec is not None
         messages = jax.vmap(lambda row: encode_once(codec, row, (), round)[0])(rows)
@@ -154,6 +154,6 @@ class Wire:
 def _in_front(
     shards: Sequence[jax.Array], dims: Sequence[int]
 ) -> tuple[list[jax.Array], jax.Array]:
-    """Shards with their split dim in front, and all of them end to end, float32."""
+    """Move the split dim of shards to the front, and concatenate them, float32."""
     rows = [jnp.moveaxis(shard, dim, 0) for shard, dim in zip(shards, dims, strict=True)]
     return rows, jnp.concatenate([row.reshape(-1).astype(jnp.float32) for row in rows])

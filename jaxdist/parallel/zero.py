@@ -1,12 +1,12 @@
-"""ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): what each data-parallel replica need not keep.
+"""ZeRO (Rajbhandari et al. 2020, arXiv 1910.02054): state split over data-parallel replicas.
 
 Replicas hold equal optimizer states, gradients and parameters. Stage 1 splits the optimizer state
-over them, stage 2 the gradients too, stage 3 the parameters too. Which dim of a tensor is split is
-decided here, from shapes alone; the rest of the framework only ever sees partition specs.
+over them, stage 2 the gradients too, stage 3 the parameters too. The split dim of a tensor is
+chosen here, from shapes alone; the rest of the framework only sees partition specs.
 
-Where no dim divides, one is filled up with zeros. Arguments and results of a compiled program must
-divide, but not what it computes with: state is stored filled up, and cut to its own shape where a
-step begins. So model and optimizer, norms and noise included, never meet a zero of ours.
+Where no dim divides, a dim is filled up with zeros. Arguments and results of a compiled program
+must divide, but its intermediate values need not: state is stored with zeros, and cut to its own
+shape at the beginning of a step. Model, optimizer, norms and noise therefore never see these zeros.
 """
 
 from __future__ import annotations
@@ -31,10 +31,11 @@ from jaxdist.trees import flatten_with_names
 from jaxdist.types import Params, PyTree, Shardings, Specs
 
 STAGES = range(4)
-# A Literal would take true and 1.0 for 1, since it compares by equality.
+# A Literal would accept true and 1.0 as 1, since it compares by equality.
 Stage = Annotated[int, Field(ge=0, le=3)]
 MOST_FILLED = 2
-"""How many times its length a dim may be filled up to: zeros are sent like all else."""
+"""The largest factor by which a dim may be filled up: zeros cost communication like other
+values."""
 
 
 GatherCodec = Annotated[Cast | Quantize | Adaptive, Field(discriminator="type")]
@@ -73,19 +74,19 @@ class ZeroConfig(Config):
 
 @dataclass(frozen=True)
 class Zero:
-    """Where each parameter's state is split.
+    """The splitting of each parameter's state.
 
     Attributes:
-      axes: mesh axes over which it is, slowest first.
-      dims: by name, the dim of each parameter that is split; None stays whole.
-      gather_dtype: of gathered parameters; None is their own.
-      prefetch: whether a layer is gathered while the one before computes.
-      gather_codec: of the messages that parameters are gathered as; None sends them as they are.
+      axes: mesh axes over which the state is split, slowest first.
+      dims: the split dim of each parameter, by name; None stays whole.
+      gather_dtype: dtype of gathered parameters; None is their own.
+      prefetch: whether a layer is gathered while the previous layer computes.
+      gather_codec: codec of the parameters in gathers; None sends them uncompressed.
       secondary: whether shards are gathered across the slow network once a step.
-      uneven: shapes of larger parameters that stay whole, by name, since no dim divides, nor would
-        with zeros at its end.
-      padded: where the split dim does not divide, by name: its own length, and the one it has with
+      uneven: shapes, by name, of larger parameters that stay whole, since no dim divides, even with
         zeros at its end.
+      padded: for split dims that do not divide, by name: their own length, and that with zeros at
+        the end.
     """
 
     mesh: Mesh
@@ -100,26 +101,26 @@ class Zero:
     padded: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     def dims_of(self, tree: PyTree) -> list[int | None]:
-        """The split dim of each leaf of a tree like the parameters, in order."""
+        """Return the split dim of each leaf of a tree like the parameters, in order."""
         return [self.dims[name] for name, _ in flatten_with_names(tree)]
 
     def lengths_of(self, tree: PyTree) -> list[int | None]:
-        """The same of that dim's own length where zeros fill it up; None where it divides."""
+        """Return that dim's own length where zeros fill it up; None where it divides."""
         names = [name for name, _ in flatten_with_names(tree)]
         return [self.padded[name][0] if name in self.padded else None for name in names]
 
     def map(self, function: Callable[[Any, int | None], Any], tree: PyTree) -> PyTree:
-        """A tree like the parameters with each leaf `function` of it and of its split dim."""
+        """Map `function` over each leaf of a tree like the parameters, and its split dim."""
         leaves, structure = jax.tree.flatten(tree)
         found = [function(*pair) for pair in zip(leaves, self.dims_of(tree), strict=True)]
         return jax.tree.unflatten(structure, found)
 
     def specs(self, specs: Specs) -> PyTree:
-        """A tree of the parameters' specs with each one's dim split over `axes` too."""
+        """Split each parameter's spec over `axes` too."""
         return self.map(self._split, specs)
 
     def shardings(self, shardings: Shardings) -> PyTree:
-        """The same of shardings."""
+        """Split each parameter's sharding over `axes` too."""
 
         def split(sharding: NamedSharding, dim: int | None) -> NamedSharding:
             return NamedSharding(self.mesh, self._split(sharding.spec, dim))
@@ -127,15 +128,15 @@ class Zero:
         return self.map(split, shardings)
 
     def filled(self, tree: PyTree) -> PyTree:
-        """A tree like the parameters with zeros at the ends of dims that do not divide."""
+        """Fill up dims that do not divide with zeros, in a tree like the parameters."""
         return jax.tree.map(self.fill_one, tree, of_params(tree))
 
     def cut(self, tree: PyTree) -> PyTree:
-        """The inverse of `filled`."""
+        """Invert `filled`."""
         return jax.tree.map(self.cut_one, tree, of_params(tree))
 
     def fill_one(self, leaf: jax.Array, owner: Owner) -> jax.Array:
-        """`filled` of what belongs to a parameter, at the dim that it shares with it, if any."""
+        """Call `filled` on a leaf that belongs to a parameter, at a dim that they share."""
         dim = self._padded_dim(owner)
         if dim is None:
             return leaf
@@ -144,7 +145,7 @@ class Zero:
         return jnp.pad(leaf, more)
 
     def cut_one(self, leaf: jax.Array, owner: Owner) -> jax.Array:
-        """The inverse of `fill_one`."""
+        """Invert `fill_one`."""
         dim = self._padded_dim(owner)
         if dim is None:
             return leaf
@@ -170,16 +171,17 @@ def plan_zero(
     *,
     parts: int | None = None,
 ) -> Zero | None:
-    """What the config's stage splits, and along which dims; None for stage 0.
+    """Plan what the config's stage splits, and along which dims; None for stage 0.
 
     Args:
       params: the parameters, or their shapes.
       dims: logical dims of each parameter, by name.
-      parts: what split dims divide into, a multiple of the devices; None is the devices.
+      parts: number of parts that split dims divide into, a multiple of the devices; None is the
+        devices.
 
     Raises:
-      ConfigError: there is no data axis, or none of two networks for scope ici; a rule already
-        splits a parameter over it.
+      ConfigError: no data axis, or scope ici without two networks; a rule already splits a
+        parameter over it.
     """
     if config.stage == 0:
         return None
@@ -223,12 +225,12 @@ def plan_zero(
 
 
 LANES, SUBLANES = 128, 8
-"""The columns and rows of a TPU's tile, of every dtype that is stored or gathered here: two rows of
-bfloat16 share a sublane, but a tile of it has 8 rows too (`T(8,128)(2,1)` in a program)."""
+"""The columns and rows of a TPU's tile, for every dtype that is stored or gathered here: two rows
+of bfloat16 share a sublane, but its tile has 8 rows too (`T(8,128)(2,1)` in a program)."""
 
 
 def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
-    """Choose the dim to split into `parts` among the free ones that divide.
+    """Choose the dim to split into `parts` among the free dims that divide.
 
     The order of preference follows from how XLA:TPU lays out a gathered tensor:
 
@@ -257,9 +259,9 @@ def split_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int)
 
 
 def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int) -> int | None:
-    """The free dim to fill up with zeros until it divides: what needs least, then the longest.
+    """Choose the free dim to fill up with zeros: that which needs least, then the longest.
 
-    Left out are dims that would more than double.
+    Dims that would more than double are left out.
 
     >>> padded_dim((65, 33, 3), (None, "embed", "heads"), PartitionSpec(None, None, "tensor"), 8)
     0
@@ -277,19 +279,19 @@ def padded_dim(shape: Sequence[int], dims: Dims, spec: PartitionSpec, parts: int
 
 
 def _free(dims: Dims, spec: PartitionSpec) -> list[int]:
-    """Dims that ZeRO may split.
+    """Return the dims that ZeRO may split.
 
-    Not that of stacked layers: gradients and parameters travel a layer at a time, and so each
-    device must hold a part of every layer. Nor one that another axis splits: stored shards would
-    lie end to end inside each block of that axis, but those of a `jax.shard_map` that is manual on
-    the data axes alone lie across all blocks.
+    The dim of stacked layers is excluded: gradients and parameters are sent layer by layer, so each
+    device must hold a part of every layer. So is a dim that another axis splits: stored shards
+    would be contiguous inside each block of that axis, but those of a `jax.shard_map` that is
+    manual on the data axes only are spread across all blocks.
     """
     entries = [*spec, *(None,) * (len(dims) - len(spec))]
     return [i for i, dim in enumerate(dims) if dim != "layers" and not entry_names(entries[i])]
 
 
 def _filled(length: int, parts: int) -> int:
-    """The next multiple."""
+    """Return the next multiple."""
     return -(-length // parts) * parts
 
 

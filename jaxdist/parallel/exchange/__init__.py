@@ -1,1 +1,1 @@
-"""Ways to exchange gradients, each one a `jaxdist.parallel.contract.Exchange`."""
+"""The exchanges of gradients, each a `jaxdist.parallel.contract.Exchange`."""

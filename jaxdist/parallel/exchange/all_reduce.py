@@ -1,4 +1,4 @@
-"""Every device gets the sum of all gradients (data parallelism without ZeRO)."""
+"""All-reduce: every device gets the sum of all gradients (data parallelism without ZeRO)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class AllReduce(Explicit):
         return found._replace(grads=self.mean(found.grads, found.sums["loss"].weight)), state
 
     def mean(self, stacked: Grads, weight: jax.Array) -> PyTree:
-        """The sum over devices of what `stacked` gives, over a weight."""
+        """Sum the results of `stacked` over devices, and divide by a weight."""
         return self.on_all_axes(self._mean_of_own, self.specs)(stacked, weight)
 
     def _mean_of_own(self, grads: Grads, weight: jax.Array) -> PyTree:
@@ -33,7 +33,7 @@ class AllReduce(Explicit):
         layers = self.layers_of(grads, [None] * len(leaves))
 
         def mean(positions: list[int], leaves: Layers) -> Layers:
-            # Divided while the chunk is at hand: later it would be one more pass, and a buffer.
+            # Divided within the chunk: later it would be a further pass, with a further buffer.
             return over(weight, self.sum(leaves, self.axes))
 
         return structure.unflatten(by_layers(mean, leaves, layers, self.chunk_bytes(leaves)))

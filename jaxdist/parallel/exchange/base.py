@@ -1,4 +1,4 @@
-"""What exchanges have in common: where trees lie, and that they carry no state."""
+"""The common part of exchanges: the placement of trees, and the empty state."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Base:
 
     Attributes:
       whole: shardings of the parameters that every replica holds, a tree like them.
-      zero: what each replica keeps only a shard of, and of which parameters; None keeps all.
+      zero: the splitting of the training state over replicas; None splits nothing.
     """
 
     whole: Shardings
@@ -54,12 +54,12 @@ class Base:
         return ()
 
     def state_shardings(self, state: PyTree) -> PyTree:
-        """Every device holds all of it."""
+        """Return replicated shardings."""
         mesh = jax.tree.leaves(self.whole)[0].mesh
         return jax.tree.map(lambda _: NamedSharding(mesh, PartitionSpec()), state)
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """Whole states are the same on every mesh."""
+        """Return the saved state, which is the same on every mesh."""
         return saved
 
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:

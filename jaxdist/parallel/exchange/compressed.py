@@ -1,7 +1,7 @@
-"""Gradients are sent as messages of a codec, with what they leave out fed back.
+"""Exchanges that send gradients as messages of a codec, with error feedback.
 
-Over all devices that share the batch, or only across the slow network of an axis of two: then they
-are summed exactly inside the fast one first, and each device sends messages of its shard alone.
+Messages cross all devices that share the batch, or only the slow network of an axis over two: then
+gradients are first summed exactly inside the fast network, and each device sends only its shard.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from jaxdist.types import Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class Compressed(Explicit):
-    """What compressed exchanges share: the state of their messages."""
+    """The common part of compressed exchanges: the state of their messages."""
 
     messages: Messages = field(kw_only=True)
 
@@ -43,14 +43,15 @@ class Compressed(Explicit):
         return self.messages.reshard(saved, state)
 
     def stacked_specs(self) -> PyTree:
-        """Of what `stacked` gives, on all axes."""
+        """Partition specs of the results of `stacked`, on all axes."""
         return jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
 
     def summed_inside(self, zero: Zero, grads: Grads, *, scatter: bool = True) -> PyTree:
-        """Exact sums over ZeRO's axes: shards of what is split, all of the rest.
+        """Sum exactly over ZeRO's axes: to shards of split tensors, to whole tensors elsewhere.
 
         Args:
-          scatter: false where what is split are sums in shards already.
+          scatter: whether to reduce-scatter split tensors; false where they are shards of sums
+            already.
         """
         leaves, structure = jax.tree.flatten(grads)
         dims = zero.dims_of(grads)
@@ -66,11 +67,11 @@ class Compressed(Explicit):
 
 @dataclass(frozen=True)
 class CompressedAllReduce(Compressed, AllReduce):
-    """Every device gets the sum of all gradients.
+    """An all-reduce by messages: every device gets the sum of all gradients.
 
     Attributes:
-      inside: what is split over the fast network while messages cross the slow one; None where
-        messages cross all.
+      inside: the splitting over the fast network while messages cross the slow network; None where
+        messages cross all axes.
     """
 
     inside: Zero | None = field(default=None, kw_only=True)
@@ -95,7 +96,7 @@ class CompressedAllReduce(Compressed, AllReduce):
 
 
 def _gathered(zero: Zero, like: Grads, exchange: Explicit, shards: Grads) -> PyTree:
-    """Whole tensors of shards over the fast network."""
+    """Gather whole tensors from shards over the fast network."""
     leaves, structure = jax.tree.flatten(shards)
     dims, lengths = zero.dims_of(shards), zero.lengths_of(shards)
     cut = [n for n, dim in zip(lengths, dims, strict=True) if dim is not None]
@@ -105,7 +106,7 @@ def _gathered(zero: Zero, like: Grads, exchange: Explicit, shards: Grads) -> PyT
 
 @dataclass(frozen=True)
 class CompressedScatter(Compressed, Scatter):
-    """Every device gets its shard of the sum (ZeRO 1)."""
+    """A reduce-scatter by messages: every device gets its shard of the sum (ZeRO 1)."""
 
     def gradients(
         self, compute: Compute, held: Held, batch: Batch, key: jax.Array, state: PyTree
@@ -113,7 +114,7 @@ class CompressedScatter(Compressed, Scatter):
         found = self.stacked(compute, held, batch, key)
         ways: dict[str, Any] = {"before": partial(self.summed_inside, self.zero)}
         if self.messages.axes == self.axes:
-            # All devices have the whole sum then, and each one takes its shard.
+            # All devices then have the whole sum, and each device takes its shard.
             ways = {"after": partial(_own_shards, self.zero)}
         grads, state = self.messages.exchange(
             found.grads,
@@ -140,10 +141,10 @@ def _own_shards(zero: Zero, whole: Grads) -> PyTree:
 
 @dataclass(frozen=True)
 class CompressedUnsharded(Compressed, Unsharded):
-    """Each layer's gradients are summed into shards inside the fast network (ZeRO 2 and 3).
+    """Layer-by-layer sums into shards inside the fast network, then messages (ZeRO 2 and 3).
 
-    Messages cross the slow one after the backward pass, once a step: the residual of a device is as
-    large as its shard.
+    Messages cross the slow network after the backward pass, once per step: the residual of a device
+    is as large as its shard.
     """
 
     def gradients(
@@ -172,7 +173,7 @@ class CompressedUnsharded(Compressed, Unsharded):
         return found._replace(grads=zero.cut(grads)), state
 
     def _unsummed(self, specs: PyTree) -> PyTree:
-        """With a leading dim over the axes along which each leaf is unsummed."""
+        """Add a leading dim over the axes along which each leaf is not yet summed."""
         others = tuple(axis for axis in self.axes if axis not in self.zero.axes)
 
         def leading(spec: PartitionSpec, dim: int | None) -> PartitionSpec:
@@ -182,7 +183,7 @@ class CompressedUnsharded(Compressed, Unsharded):
 
 
 def compressed_exchange(zero: Zero | None, inside: Zero | None, **settings: Any) -> Exchange:
-    """The compressed exchange that ZeRO's stage needs.
+    """Return the compressed exchange for ZeRO's stage.
 
     Args:
       inside: as for `CompressedAllReduce`.

@@ -1,8 +1,8 @@
-"""What explicit exchanges share: a manual data axis, on which each device has its own rows.
+"""The common part of explicit exchanges: a manual data axis, with each device's own rows.
 
-Two `jax.shard_map`s. The first is manual on the data axes only, so that the model inside stays as
-it is and XLA goes on to place what tensor axes need. The second is manual on all axes, so that a
-reduction sees plain local blocks, whatever else shards them.
+There are two `jax.shard_map`s. The first is manual on the data axes only, so that the model inside
+is unchanged and XLA still places the communication of tensor axes. The second is manual on all
+axes, so that a reduction sees plain local blocks, however other axes shard them.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from jaxdist.types import Buffers, Grads, Params, PyTree, Specs
 
 EVERYWHERE = PartitionSpec()
 LEAST_CHUNKS = 16
-"""Of the stacked layers: one chunk of them is held twice, which must be small beside a model."""
+"""The least number of chunks of the stacked layers: a chunk is held twice, so it must be small."""
 
 
 @dataclass(frozen=True)
 class Explicit(Base):
-    """Gradients of each device's own rows, summed by collectives that are named here.
+    """Gradients of each device's own rows, summed by explicit collectives.
 
     Attributes:
       axes: mesh axes that split the batch, slowest first.
-      algorithm: how gradients are summed over them.
-      reduce_dtype: in which they travel and are summed; None is their own.
+      algorithm: the algorithm of the sums over these axes.
+      reduce_dtype: dtype in which gradients are sent and summed; None is their own.
       scanned: names of the parameters whose first dim counts layers.
       global_statistics: whether a BatchNorm of the model sees the rows of all devices.
     """
@@ -75,13 +75,14 @@ class Explicit(Base):
         params_specs: Specs = EVERYWHERE,
         grads_specs: Specs,
     ) -> Gradients:
-        """Gradients of the total loss on each device's rows; sums of all, and buffers' means.
+        """Compute the total loss's gradients on each device's rows; its sums, and buffers' means.
 
-        Random layers draw anew on each device, so their masks differ from those of one device.
+        Random layers draw separately on each device, so their masks differ from those on one
+        device.
 
         Args:
-          enter: from the stored parameters on a device to those that it computes with.
-          leave: from a device's gradients to what it gives.
+          enter: function from a device's stored parameters to those that it computes with.
+          leave: function from a device's gradients to the result.
         """
         around = Surroundings(self.axes, self.axes if self.global_statistics else ())
 
@@ -90,7 +91,8 @@ class Explicit(Base):
             own = held._replace(params=enter(params), buffers=buffers)
             found = compute.gradients(own, batch, key, around)
             check_adds_up(found.sums, f"each part of mesh axis {', '.join(self.axes)} has own rows")
-            # Between processes on CPUs gloo sums one number thirty times slower than it sends it.
+            # Between processes on CPUs, gloo takes thirty times longer to sum a number than to send
+            # it.
             quick = Halving() if sends_apart() else XLA
             sums = reduce_tree(found.sums, self.axes, algorithm=quick)
             return Gradients(leave(found.grads), sums, self._mean(found.buffers))
@@ -113,14 +115,14 @@ class Explicit(Base):
         return structure.unflatten(leaves)
 
     def stacked(self, compute: Compute, held: Held, batch: Batch, key: jax.Array) -> Gradients:
-        """Each device's own gradients, stacked along a leading dim that lies over `axes`."""
+        """Stack each device's own gradients along a leading dim, split over `axes`."""
         per_device = PartitionSpec(self.axes)
         return self.on_rows(
             compute, held, batch, key, leave=_with_leading_dim, grads_specs=per_device
         )
 
     def on_all_axes(self, reduce: Callable[[Any, jax.Array], Any], out_specs: Specs) -> PyTree:
-        """`reduce` of a device's own gradients and of a weight, from what `stacked` gives."""
+        """Call `reduce` on a device's own gradients, from `stacked`, and on a weight."""
 
         def run(stacked: Grads, weight: jax.Array) -> PyTree:
             return reduce(jax.tree.map(lambda g: g[0], stacked), weight)
@@ -135,23 +137,23 @@ class Explicit(Base):
         )
 
     def layers_of(self, tree: PyTree, dims: Sequence[int | None]) -> list[int | None]:
-        """How many layers each leaf has; None is no stack, or one whose layers are split."""
+        """Return how many layers each leaf has; None without layers, or with split layers."""
         return [
             leaf.shape[0] if name in self.scanned and dim != 0 else None
             for (name, leaf), dim in zip(flatten_with_names(tree), dims, strict=True)
         ]
 
     def chunk_bytes(self, leaves: Layers) -> int:
-        """How many bytes of stacked layers are sent at once: if not chosen, few beside them all."""
+        """Return the bytes of stacked layers per message: few compared to all, unless set."""
         chosen = self.algorithm.bucket_bytes
         if isinstance(chosen, int):
             return chosen
-        if sends_apart():  # few messages weigh more there than little memory
+        if sends_apart():  # few messages matter more there than little memory
             return BUCKET_BYTES
         return min(BUCKET_BYTES, sum(map(leaf_bytes, leaves)) // LEAST_CHUNKS)
 
     def sum(self, grads: Layers, axes: tuple[str, ...]) -> Layers:
-        """Summed over axes, in `reduce_dtype`."""
+        """Sum over axes, in `reduce_dtype`."""
         carried = [g.astype(self.reduce_dtype or g.dtype) for g in grads]
         total = reduce_tree(carried, axes, algorithm=self.algorithm)
         return [g.astype(like.dtype) for g, like in zip(total, grads, strict=True)]
@@ -159,10 +161,10 @@ class Explicit(Base):
 
 @dataclass(frozen=True)
 class Sharding(Explicit):
-    """What exchanges with ZeRO share: shards are sent together, and new parameters gathered.
+    """The common part of exchanges with ZeRO: shards are sent together, new parameters gathered.
 
     Attributes:
-      reduce_codec: of messages that gradients are sent as, without feedback; None sends them whole.
+      reduce_codec: codec of gradients, without feedback; None sends them uncompressed.
     """
 
     zero: Zero
@@ -170,7 +172,7 @@ class Sharding(Explicit):
 
     @property
     def keeps_barriers(self) -> bool:
-        """XLA would fuse the update into what is kept and into what is sent, and round twice."""
+        """Whether barriers matter: XLA would fuse the update into both uses, and round twice."""
         return self.zero.stage < 3
 
     def wire(self) -> Wire:
@@ -180,7 +182,7 @@ class Sharding(Explicit):
         return Wire(zero.axes, self.algorithm, *dtypes, zero.prefetch, *codecs)
 
     def finish(self, grads: Grads) -> PyTree:
-        """Sum what is still unsummed: whole tensors over all data axes, shards over the others."""
+        """Sum over the remaining axes: whole tensors over all data axes, shards over the others."""
         zero = self.zero
         leaves, structure = jax.tree.flatten(grads)
         dims, blocks = zero.dims_of(grads), jax.tree.leaves(self.specs)
@@ -225,17 +227,17 @@ def _with_leading_dim(grads: Grads) -> PyTree:
 def over(weight: jax.Array, grads: Grads) -> PyTree:
     """Divide gradients by the weight of the whole batch, in their own dtypes.
 
-    A weight of 0 gives NaN, which a program whose batches may weigh nothing never uses: it skips
+    A weight of 0 gives NaN, which is never used: a program whose batches may have no weight skips
     such a step (`Program.update`).
     """
-    # Not `divisor`: a weight that XLA knows is constant until it partitions the program, and the
-    # select keeps it from being one. Replicas then rounded apart (reduce halving, ZeRO 2, and an
-    # idle tensor axis).
+    # Not `divisor`: XLA may know a weight to be constant, but the select hides that until the
+    # program is partitioned. Replicas then rounded differently (reduce halving, ZeRO 2, and an idle
+    # tensor axis).
     return jax.tree.map(lambda g: (g / weight).astype(g.dtype), grads)
 
 
 def together(send: Callable[..., Layers], leaves: Layers, dims: Sequence[int | None]) -> Layers:
-    """The leaves, those that are split sent together along their dims."""
+    """Send the split leaves together along their dims; return all leaves."""
     found, split = list(leaves), [(i, dim) for i, dim in enumerate(dims) if dim is not None]
     sent = send([leaves[i] for i, _ in split], [dim for _, dim in split])
     for (i, _), leaf in zip(split, sent, strict=True):

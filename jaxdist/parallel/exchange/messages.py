@@ -1,4 +1,4 @@
-"""Gradients as messages of a codec: the step of an exchange that carries state."""
+"""Gradients as messages of a codec: the part of an exchange that carries state."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ EVERYWHERE = PartitionSpec()
 
 @dataclass(frozen=True)
 class Messages:
-    """A compressed all-reduce of the blocks that devices hold of a tree.
+    """A compressed all-reduce of the devices' blocks of a tree.
 
-    Its state has a leading dim over all devices of the mesh: each one keeps what it left out of its
+    Its state has a leading dim over all devices of the mesh: each device keeps the residual of its
     own messages.
 
     Attributes:
-      axes: that messages cross, slowest first.
+      axes: mesh axes that messages cross, slowest first.
       blocks: shapes of one device's blocks, float32, a tree like the parameters.
-      seed: of random choices.
+      seed: seed of random choices.
     """
 
     mesh: Mesh
@@ -46,25 +46,25 @@ class Messages:
 
     @property
     def spec(self) -> PartitionSpec:
-        """Of every leaf of the state."""
+        """The partition spec of every leaf of the state."""
         return PartitionSpec(self.mesh.axis_names)
 
     def init(self) -> CompressionState:
-        """The state of all devices before the first step."""
+        """Return the state of all devices before the first step."""
         own = init_state(self.blocks, self.parties, codec=self.choice, feedback=self.feedback)
         shape = (self.mesh.size,)
         return jax.tree.map(lambda x: jnp.broadcast_to(x[:1], shape + x.shape[1:]), own)
 
     @cached_property
     def parties(self) -> int:
-        """Devices on the axes that messages cross."""
+        """The number of devices on the axes that messages cross."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     def shardings(self, state: PyTree) -> PyTree:
         return jax.tree.map(lambda _: NamedSharding(self.mesh, self.spec), state)
 
     def reshard(self, saved: PyTree, state: PyTree) -> PyTree:
-        """See `jaxdist.compression.reshard`; the axes that messages cross may have changed."""
+        """Reshard as `jaxdist.compression.reshard` does, also for changed message axes."""
         sizes = dict(self.mesh.shape)
         return reshard(saved, state, [sizes[name] for name in sizes], self._places)
 
@@ -84,16 +84,16 @@ class Messages:
         after: Callable[[Any], Any] = lambda total: total,
         out_specs: Specs,
     ) -> tuple[Any, CompressionState]:
-        """Mean gradients, and the next state.
+        """Compute mean gradients, and the next state.
 
         Args:
-          grads: a device's own, under a leading dim over the axes along which they are unsummed.
-          specs: of them.
-          weight: of the whole batch; residuals are in units of the mean.
-          before: from a device's own to the blocks that it sends, inside a `jax.shard_map` that is
-            manual on all axes.
-          after: from sums of blocks to what the exchange gives, there too.
-          out_specs: of that.
+          grads: a device's own gradients, with a leading dim over the axes of the remaining sum.
+          specs: partition specs of the gradients.
+          weight: weight of the whole batch; residuals are in units of the mean.
+          before: function from a device's own gradients to the blocks that it sends, inside a
+            `jax.shard_map` that is manual on all axes.
+          after: function from sums of blocks to the result of the exchange, inside it too.
+          out_specs: partition specs of that result.
         """
 
         def run(grads: Grads, weight: jax.Array, state: CompressionState) -> PyTree:
@@ -123,7 +123,7 @@ class Messages:
 
 
 def blocks_of(shapes: PyTree, specs: Specs, mesh: Mesh) -> PyTree:
-    """What one device holds of arrays of these shapes, float32."""
+    """Return the shapes of a device's blocks of arrays, in float32."""
 
     def block(like: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
         shape: Sequence[int] = NamedSharding(mesh, spec).shard_shape(tuple(like.shape))

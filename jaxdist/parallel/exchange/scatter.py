@@ -1,4 +1,4 @@
-"""Every device gets its shard of the summed gradients (ZeRO 1)."""
+"""Reduce-scatter: every device gets its shard of the summed gradients (ZeRO 1)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Scatter(Sharding):
         return over(weight, self.finish(self._scattered(grads)))
 
     def _scattered(self, grads: Grads) -> PyTree:
-        """This device's shards of the sums over ZeRO's axes; what is not split stays unsummed."""
+        """Return this device's shards of the sums over ZeRO's axes; other leaves unsummed."""
         leaves, structure = jax.tree.flatten(grads)
         wire, dims = self.wire(), self.zero.dims_of(grads)
 

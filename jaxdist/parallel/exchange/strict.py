@@ -1,10 +1,11 @@
 """Gradients whose bits do not depend on how many devices compute them (`parallel.deterministic`).
 
-A batch is V logical shards by index, V fixed by the config. A shard's gradients, sums and buffers
-are computed by one program of one shape wherever it lies, with a key of the shard's own index, and
-all of it is added up in the order of `jaxdist.parallel.strict.tree`: a device's part of the tree by
-the device, the rest of it where the sums of all devices arrive (`Reduction`). The update is one
-program too: with ZeRO of pieces that all numbers of devices have in common, else of all at once.
+A batch is V logical shards by index, with V fixed by the config. A shard's gradients, sums and
+buffers are computed by the same program with the same shapes on any device, with a key of the
+shard's own index, and are added up in the order of `jaxdist.parallel.strict.tree`: a device adds
+its own part of the tree, and the rest is added where the sums of all devices arrive (`Reduction`).
+The update is the same program too: with ZeRO in pieces that all numbers of devices have in common,
+otherwise all at once.
 """
 
 from __future__ import annotations
@@ -43,20 +44,22 @@ AWAY = (
     "cse",
     "small-while-loop-hoisting",
 )
-"""XLA:CPU's passes that are not run. Barriers stay. Nothing is moved out of a loop, of which a
-device with one shard computes the same each time. What is common is not merged, which is done
-earlier where XLA partitions: by numbers of one user it multiplies with the inverse, by others it
-divides. And small loops stay loops, for what it makes of them cannot have barriers."""
+"""XLA:CPU's passes that are disabled. Barriers are kept. Nothing is moved out of a loop, whose
+values a device with one shard would then compute differently. Common subexpressions are not merged:
+where XLA partitions, merging happens earlier, and XLA rewrites a division as multiplication by the
+reciprocal, or not, depending on the number of the divisor's uses. Small loops are not unrolled,
+since unrolled code has no barriers."""
 ON_CPU: Options = {PASSES: ",".join(AWAY), "xla_cpu_multi_thread_eigen": False}
-"""The order in which a product is added up does not depend on threads either."""
+"""Options on CPU; without threads in Eigen, the order of a product's sum does not depend on
+them."""
 
 
 @dataclass(frozen=True)
 class Strict(Explicit):
-    """The mean of logical shards' gradients, in one order.
+    """The mean of logical shards' gradients, in a fixed order.
 
     Attributes:
-      order: of the shards.
+      order: order of the shards.
     """
 
     order: Order = field(kw_only=True)
@@ -66,21 +69,21 @@ class Strict(Explicit):
 
     @property
     def devices(self) -> int:
-        """Along the axes of the batch."""
+        """The number of devices along the axes of the batch."""
         return math.prod(self.mesh.shape[axis] for axis in self.axes)
 
     @property
     def local(self) -> Local:
-        """What each device has of the order."""
+        """Each device's part of the order."""
         return self.order.on(self.devices)
 
     @property
     def reduction(self) -> Reduction:
-        """Of what devices have of it."""
+        """The reduction of the devices' parts."""
         return Reduction(self.order, self.axes, self.devices, self.zero)
 
     def explain(self) -> str:
-        """What each device does for it, a line."""
+        """Describe each device's work in a line."""
         local, shards = self.local, self.order.shards
         return (
             f"strict: {shards} logical shards, {local.shards} on each device, which holds "
@@ -95,7 +98,7 @@ class Strict(Explicit):
 
     @property
     def _alone(self) -> bool:
-        """Whether a logical shard is computed by one device."""
+        """Whether a logical shard is computed by a single device."""
         return self.devices == self.mesh.size
 
     def gradients(
@@ -104,9 +107,10 @@ class Strict(Explicit):
         found = self._blocks(compute, held, batch, key)
         specs = self.specs if self.zero is None else self.zero.specs(self.specs)
         total = self._on_all_axes(self.reduction.total, found.grads, specs)
-        # What follows must not be compiled into what comes before, which is not the same on every
-        # number of devices: on one of them a weight may be a constant.
-        # Times, not over: XLA does so by itself, but not where a shard is of one element.
+        # The barrier separates this from the code before it, which depends on the number of
+        # devices: on one device a weight may be a constant. Multiplied by the reciprocal instead of
+        # divided, because XLA rewrites a division like this itself, but not for a shard of a single
+        # element.
         given = (total, 1 / divisor(found.sums["loss"].weight))
         total, factor = lax.optimization_barrier(given)
         mean = jax.tree.map(lambda g: (g * factor).astype(g.dtype), total)
@@ -138,7 +142,7 @@ class Strict(Explicit):
     def shares(self, grads: Grads, params: Params) -> tuple[Any, Any]:
         grads, params = super().shares(grads, params)
         if self.zero is not None:
-            # What is skipped for one piece must be for all: see `apply`.
+            # A step that is skipped for one piece must be skipped for all: see `apply`.
             fine = all_finite(grads)
             grads = jax.tree.map(lambda g: jnp.where(fine, g, jnp.nan), grads)
         return lax.optimization_barrier((grads, params))
@@ -153,7 +157,7 @@ class Strict(Explicit):
     def apply(
         self, function: Callable[..., tuple[Any, ...]], given: Given, rest: tuple[Any, ...]
     ) -> tuple[Any, ...]:
-        """With ZeRO in the pieces that all numbers of devices have in common."""
+        """Apply with ZeRO in the pieces that all numbers of devices have in common."""
         zero = self.zero
         if zero is None:
             return self._once(function, [tree for tree, _ in given], rest)
@@ -182,7 +186,7 @@ class Strict(Explicit):
         return lax.optimization_barrier(cut)
 
     def norm(self, grads: Grads) -> jax.Array:
-        """Of shards, the sums of V pieces along the split dim are added in the order."""
+        """Compute the norm; for shards, sums of V pieces along the split dim are added in order."""
         if self.zero is None:
             (found,) = self._once(lambda g, _: (global_norm(g),), [grads, jnp.float32(0)], ())
             return found
@@ -197,7 +201,7 @@ class Strict(Explicit):
         trees: Sequence[PyTree],
         rest: tuple[Any, ...],
     ) -> tuple[Any, ...]:
-        """`function` of what all devices along the batch hold alike: one program for any number.
+        """Apply `function` to values equal on all devices: the same program for any number.
 
         Manual along these axes, or it would be another where it asks what XLA may have split.
         """
@@ -212,7 +216,7 @@ class Strict(Explicit):
         return run(tuple(trees), rest)
 
     def _blocks(self, compute: Compute, held: Held, batch: Batch, key: jax.Array) -> Gradients:
-        """Each device's own sums of gradients, stacked over `axes`; sums of all, buffers' means."""
+        """Stack each device's own gradient sums over `axes`; sums over all; buffers' means."""
 
         def run(stored: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
             rows, first = self._rows(batch), lax.axis_index(self.axes) * self.local.shards
@@ -247,11 +251,11 @@ class Strict(Explicit):
         )(held.stored, held.buffers, batch, key)
 
     def _rows(self, batch: PyTree) -> PyTree:
-        """A device's rows `[B, ...]` as those of its shards, `[shards, B / shards, ...]`."""
+        """Reshape a device's rows `[B, ...]` to rows of shards, `[shards, B / shards, ...]`."""
         return jax.tree.map(lambda x: x.reshape(self.local.shards, -1, *x.shape[1:]), batch)
 
     def _entered(self, stored: Params) -> PyTree:
-        """Whole parameters: those of stage 3 are gathered once, at the beginning of a step."""
+        """Return whole parameters: stage 3 gathers its shards once, at the beginning of a step."""
         zero = self.zero
         if zero is None or zero.stage < 3:
             return stored
@@ -277,7 +281,7 @@ class Strict(Explicit):
         *,
         stacked: bool = True,
     ) -> PyTree:
-        """`function` of each device's own blocks, or of its shards, manual on all axes."""
+        """Apply `function` to each device's own blocks or shards, manual on all axes."""
         if stacked:
             specs = jax.tree.map(lambda spec: PartitionSpec(self.axes, *spec), self.specs)
         else:

@@ -1,7 +1,7 @@
-"""Gradients are summed into shards where the backward pass makes them (ZeRO 2 and 3).
+"""Gradients summed into shards during the backward pass (ZeRO 2 and 3).
 
-In stage 3, which torch calls FSDP, parameters are shards too, and each layer's are gathered where
-it runs: see `jaxdist.parallel.unshard`.
+In stage 3, which torch calls FSDP, parameters are shards too, and each layer's parameters are
+gathered where the layer runs: see `jaxdist.parallel.unshard`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Unsharded(Sharding):
         return found._replace(grads=mean), state
 
     def _deferred(self, params: Params) -> PyTree:
-        """Parameters that are gathered, or whose gradients leave, where they are used."""
+        """Defer parameters: each is gathered, or its gradient summed, where it is used."""
         zero = self.zero
         wire, sharded = self.wire(), zero.stage == 3
         leaves, structure = jax.tree.flatten(params)
@@ -57,9 +57,9 @@ class Unsharded(Sharding):
         return structure.unflatten(deferred)
 
     def _seconds(self, params: Params) -> list[jax.Array | None]:
-        """A second copy of the shards inside the fast network, gathered across the slow one once.
+        """Gather a second copy of the shards across the slow network, for use inside the fast.
 
-        Its dim over fast networks stands behind that of stacked layers, so that a layer has it too.
+        Its dim over fast networks follows that of stacked layers, so that each layer has it too.
         """
         leaves, dims = jax.tree.leaves(params), self.zero.dims_of(params)
         mine = [i for i, dim in enumerate(dims) if dim is not None]

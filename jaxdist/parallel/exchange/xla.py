@@ -1,4 +1,4 @@
-"""Reductions that XLA places, from where the results are to lie."""
+"""Reductions that XLA places, given the shardings of the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.types import Grads, Params, PyTree
 
 @dataclass(frozen=True)
 class Xla(Base):
-    """All rows are one array; sharding constraints say where gradients are split."""
+    """All rows as one array, with sharding constraints that split gradients."""
 
     explicit: bool = field(default=False, init=False)
 
@@ -28,7 +28,7 @@ class Xla(Base):
 
     @property
     def _around(self) -> Surroundings:
-        """Gradients are split as soon as they are there, from stage 2 on."""
+        """Split gradients as soon as they are computed, from stage 2 on."""
         if self.zero is None:
             return Surroundings()
         lie = self.placements.shares if self.zero.stage >= 2 else self.whole
@@ -38,5 +38,5 @@ class Xla(Base):
         return global_norm(grads)
 
     def publish(self, params: Params, into: Params) -> PyTree:
-        """XLA gathers them: the step's results lie as `placements.params` says."""
+        """Return the parameters, which XLA gathers for the step's output shardings."""
         return params

@@ -1,1 +1,1 @@
-"""Pipelines: split a model into stages, lower a schedule to ticks, and run them in one program."""
+"""Pipelines: splitting a model into stages, lowering a schedule to ticks, running one program."""

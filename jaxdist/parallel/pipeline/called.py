@@ -1,4 +1,4 @@
-"""What a loss calls its model with: the input of a pipeline, which has no whole model to call."""
+"""The arguments of a loss's call of its model, which a pipeline needs without a whole model."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from jaxdist.types import PyTree
 
 
 class _CalledError(Exception):
-    """Carries what a loss calls its module with."""
+    """An exception that carries the arguments of a loss's call of its module."""
 
     def __init__(self, inputs: tuple[Any, ...]) -> None:
         self.inputs = inputs
 
 
 class _Asked(StandIn):
-    """A model that hands back what it is called with."""
+    """A model that returns its call's arguments."""
 
     def hidden(self, *inputs: PyTree) -> Any:
         raise _CalledError(inputs)
@@ -30,7 +30,7 @@ def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
     """The arguments of a loss's call of its module.
 
     Raises:
-      ConfigError: the loss does not call it.
+      ConfigError: the loss does not call its module.
 
     >>> inputs_of(lambda module, batch: module(batch["x"] + 1), {"x": 1})
     (2,)

@@ -1,4 +1,4 @@
-"""Stand-ins: the objects that a loss is given for a model that lies on several stages."""
+"""Stand-ins: the objects that a loss receives in place of a model on several stages."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from jaxdist.types import PyTree
 
 
 class StandIn:
-    """An object that a loss may call as it calls its model, and read nothing of.
+    """An object that a loss may call like its model, but whose attributes it cannot read.
 
     No stage has all parameters. A loss that adds a penalty on them would see none, and its penalty
-    would be lost in silence, so that reading anything is refused by name.
+    would be lost silently, so reading any attribute is refused by name.
     """
 
-    # The one name that built-in losses ask of every model.
+    # The only attribute that built-in losses read from every model.
     padded_head: Callable[[jax.Array], jax.Array] | None = None
 
     def __init_subclass__(cls) -> None:
-        # flax and jax find parameters by flattening, which an object that is no tree survives.
+        # flax and jax find parameters by flattening, which would not fail for an unregistered
+        # object.
         jax.tree_util.register_pytree_node(cls, _refused, _refused)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # a question of Python's own, such as how to copy
+        if name.startswith("__"):  # Python's own protocols, such as copying
             raise AttributeError(name)
         _refuse(f"{name} of its model")
 
@@ -46,7 +47,7 @@ def _refuse(what: str) -> NoReturn:
 
 @dataclass(frozen=True)
 class HeadOnly(StandIn):
-    """The last part of a `Stacked`, which a loss calls as it does the whole; its input is given."""
+    """The last part of a `Stacked`, with a given input; a loss calls it like the whole model."""
 
     head: Callable[[jax.Array], PyTree]
     x: jax.Array
@@ -58,22 +59,22 @@ class HeadOnly(StandIn):
         return cls(module.head, x, getattr(module, "padded_head", None))
 
     def hidden(self, *inputs: PyTree) -> jax.Array:
-        """x, whatever the model's inputs."""
+        """Return x, whatever the model's inputs."""
         del inputs
         return self.x
 
     def __call__(self, *inputs: PyTree) -> PyTree:
-        """`head(x)`."""
+        """Return `head(x)`."""
         return self.head(self.hidden(*inputs))
 
 
 @dataclass(frozen=True)
 class Output(StandIn):
-    """The result of a model, which a loss gets whatever it calls the model with."""
+    """The result of a model, which a loss receives whatever it calls the model with."""
 
     x: jax.Array
 
     def __call__(self, *inputs: PyTree) -> jax.Array:
-        """x, whatever the model's inputs."""
+        """Return x, whatever the model's inputs."""
         del inputs
         return self.x

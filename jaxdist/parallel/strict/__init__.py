@@ -1,1 +1,1 @@
-"""The same bits on any number of devices: a batch in logical shards, added up in one order."""
+"""The same bits on any number of devices: a batch in logical shards, added up in a fixed order."""

@@ -1,4 +1,4 @@
-"""What cannot keep its bits on another number of devices is refused, with the reason."""
+"""Checks that refuse settings whose bits depend on the number of devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.mesh import describe
 from jaxdist.types import Params
 
 OTHER_AXES = ("tensor",)
-"""Beside data, those whose sums were seen to keep their order: XLA places them in one process."""
+"""Axes other than data whose sums were seen to keep their order: XLA places them in one process."""
 CROSSING = frozenset(
     [
         "sort",
@@ -41,14 +41,15 @@ CROSSING = frozenset(
         "householder_product",
     ]
 )
-"""Primitives that keep a shape and yet mix elements, or depend on where they lie."""
+"""Primitives that keep a shape but mix elements, or depend on their position."""
 
 
 def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
-    """The shards must divide over the devices that split the batch, and others be near.
+    """Check that the shards divide over the devices of the batch, and the other axes.
 
     Raises:
-      ConfigError: they do not; an axis beside data that is not known to keep bits, or that crosses
+      ConfigError: the shards do not divide; an axis other than data that is not known to keep bits,
+      or that spans processes.
         processes.
     """
     sizes = dict(mesh.shape)
@@ -85,12 +86,13 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
 
 
 def check_update(transform: optax.GradientTransformationExtraArgs, params: Params) -> None:
-    """With ZeRO, an update must go element by element: it is done in pieces, in no other order.
+    """Check that an update with ZeRO works element by element, since it is computed in pieces.
 
-    Nothing is computed: the traced update is read. That all elements are finite may be asked.
+    Nothing is computed: the traced update is examined. A test that all elements are finite is
+    allowed.
 
     Raises:
-      ConfigError: it adds up elements, mixes them, or draws at random.
+      ConfigError: the update adds up elements, mixes them, or draws at random.
     """
     number = jax.ShapeDtypeStruct((), jnp.float32)
     state = jax.eval_shape(transform.init, params)
@@ -109,7 +111,7 @@ def check_update(transform: optax.GradientTransformationExtraArgs, params: Param
 
 
 def _crossing(jaxpr: Any) -> Iterator[str]:
-    """Primitives that are not done element by element."""
+    """Yield the primitives that do not work element by element."""
     for equation in jaxpr.eqns:
         inner = [x for value in equation.params.values() for x in _jaxprs(value)]
         if inner:
@@ -121,7 +123,7 @@ def _crossing(jaxpr: Any) -> Iterator[str]:
             {v.aval.shape for v in variables if getattr(v.aval, "shape", ())}
             for variables in (equation.invars, equation.outvars)
         ]
-        # A number from many, but for one that does not depend on their order.
+        # A reduction to fewer elements, except an operation that does not depend on their order.
         fewer = shapes[0] and shapes[0] != shapes[1] and name != "reduce_and"
         if len(shapes[0] | shapes[1]) > 1 or fewer or (name in CROSSING and any(shapes)):
             yield name

@@ -1,4 +1,4 @@
-"""`parallel.deterministic`: what a run's bits may depend on."""
+"""The setting `parallel.deterministic`: what a run's bits may depend on."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Updates of shards in pieces of one shape, so that they are the same code on every device count.
+"""Updates of shards in pieces of a common shape, with the same code on every device count.
 
-XLA:CPU contracts a product and a sum into one rounding or not as it sees fit for a loop, and a loop
-over a shard of another length is another loop. So shards are updated in the pieces that all
-device counts have in common, one turn each.
+XLA:CPU decides for each loop whether to contract a product and a sum into a single rounding, and a
+loop over a shard of another length is another loop. Shards are therefore updated in the pieces that
+all device counts have in common, a piece in each iteration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxdist.parallel.strict.tree import settled, turns
 from jaxdist.types import PyTree
 
 Places = Sequence[int | None]
-"""Which dim of each leaf is cut; None is of a leaf that all pieces share."""
+"""The dim of each leaf that is cut; None for a leaf that all pieces share."""
 
 
 def in_pieces(
@@ -28,13 +28,13 @@ def in_pieces(
     places: Sequence[Places],
     rest: tuple[Any, ...],
 ) -> tuple[Any, ...]:
-    """`function` of trees, `count` equal pieces of what has a place one after another.
+    """Apply `function` to trees in `count` equal pieces, one after another.
 
     Args:
-      function: of the trees and of `rest`, element by element; it gives new ones in place of the
-        last of the trees.
-      trees: of this device.
-      places: of the leaves of each tree.
+      function: elementwise function of the trees and of `rest`, which returns new trees for the
+        last of them.
+      trees: this device's trees.
+      places: the cut dims of the leaves of each tree.
     """
 
     def run(number: jax.Array) -> tuple[Any, ...]:
@@ -60,11 +60,11 @@ def once(
     *,
     flat: bool = True,
 ) -> tuple[Any, ...]:
-    """`function` of trees, compiled apart from what is around it.
+    """Apply `function` to trees, compiled separately from the code around it.
 
     Args:
-      function: of the trees and of `rest`; it gives new ones in place of the last of the trees.
-      flat: as of `settled`.
+      function: function of the trees and of `rest`, which returns new trees for the last of them.
+      flat: see `settled`.
     """
     shapes = jax.eval_shape(function, *trees, *rest)
     others, last = trees[: len(trees) - len(shapes)], trees[len(trees) - len(shapes) :]

@@ -1,7 +1,7 @@
-"""Sums of all shards from what each device has of them, inside `jax.shard_map`, in one order.
+"""Sums over all shards from each device's parts, inside `jax.shard_map`, in a fixed order.
 
-Every device adds its part of the elements, in the order of `jaxdist.parallel.strict.tree`: what is
-sent is a reduce-scatter and an all-gather.
+Every device adds its part of the elements, in the order of `jaxdist.parallel.strict.tree`; a
+reduce-scatter and an all-gather are sent.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from jaxdist.types import Grads, PyTree
 
 @dataclass(frozen=True)
 class Reduction:
-    """Of the blocks that `jaxdist.parallel.strict.tree.add_blocks` gives on each device.
+    """The reduction of each device's blocks from `jaxdist.parallel.strict.tree.add_blocks`.
 
     Attributes:
-      order: of the shards.
-      axes: manual mesh axes that they lie along, slowest first.
-      devices: along these.
-      zero: what is split over them at the end; None leaves all whole.
+      order: order of the shards.
+      axes: manual mesh axes of the shards, slowest first.
+      devices: number of devices along these axes.
+      zero: the splitting of the sums over these axes; None leaves all whole.
     """
 
     order: Order
@@ -39,7 +39,7 @@ class Reduction:
     zero: Zero | None
 
     def everywhere(self, blocks: PyTree) -> PyTree:
-        """The sums of all shards from each device's blocks, few and small; of integers the last."""
+        """Sum all shards from each device's few, small blocks; of integers, return the last."""
 
         def total(flat: jax.Array) -> jax.Array:
             return self.order.add(lax.optimization_barrier(all_gather(flat, self.axes)))
@@ -57,7 +57,7 @@ class Reduction:
         return (total / self.order.shards).astype(like.dtype) if floating else total
 
     def total(self, blocks: Grads) -> PyTree:
-        """Sums of all shards: with ZeRO this device's part of what is split, else whole."""
+        """Sum all shards: with ZeRO this device's part of split tensors, else whole tensors."""
         leaves, structure = jax.tree.flatten(blocks)
         dims = _dims(self.zero, blocks)
         whole = [i for i, dim in enumerate(dims) if dim is None]
@@ -70,9 +70,9 @@ class Reduction:
         return structure.unflatten(leaves)
 
     def _cut(self, blocks: jax.Array, dim: int | None) -> jax.Array:
-        """`[blocks, ...]` as `[devices, blocks, ...]`, each device's part of dim; zeros fill it up.
+        """Rearrange `[blocks, ...]` to `[devices, blocks, ...]`, with each device's part of dim.
 
-        To a multiple of all shards, as `plan_zero` does it for them.
+        Zeros fill the dim up to a multiple of all shards, as in `plan_zero`.
         """
         assert dim is not None
         rows = jnp.moveaxis(blocks, dim + 1, 1)
@@ -82,19 +82,19 @@ class Reduction:
         return jnp.moveaxis(jnp.moveaxis(parts, 1, 0), 2, dim + 2)
 
     def _whole(self, flat: jax.Array) -> jax.Array:
-        """`[blocks, n]` of each device to the sum `[n]` on all."""
+        """Sum `[blocks, n]` of each device to `[n]` on all."""
         size = flat.shape[1]
         flat = jnp.pad(flat, [(0, 0), (0, -size % self.devices)])
         parts = jnp.moveaxis(flat.reshape(len(flat), self.devices, -1), 1, 0)
         return all_gather(self._part(parts), self.axes, size=size)
 
     def _part(self, parts: jax.Array) -> jax.Array:
-        """`[devices, blocks, n]`, to each device its own, to the sum `[n]` of this one's."""
+        """Sum `[devices, blocks, n]` to `[n]` of this device's part."""
         arrived = all_to_all(parts, self.axes)
         return self.order.add(arrived.reshape(-1, parts.shape[-1]))
 
     def square(self, shards: Grads) -> jax.Array:
-        """The sum of squares over all devices' shards, and over what is whole on each."""
+        """Sum the squares over all devices' shards, and over tensors that are whole on each."""
         leaves, dims, count = (
             jax.tree.leaves(shards),
             _dims(self.zero, shards),
@@ -124,7 +124,7 @@ def _dims(zero: Zero | None, tree: PyTree) -> list[int | None]:
 def _in_buckets(
     function: Callable[[jax.Array], jax.Array], leaves: Sequence[jax.Array], *, lead: int = 1
 ) -> list[jax.Array]:
-    """`function` of leaves end to end, `[*lead, n]` to `[n]`: few messages in place of many."""
+    """Apply `function` to concatenated leaves, `[*lead, n]` to `[n]`, for fewer messages."""
     flat = [x.reshape(*x.shape[:lead], -1) for x in leaves]
     found: dict[int, jax.Array] = {}
     for bucket in plan_buckets(flat, BUCKET_BYTES):

@@ -1,10 +1,10 @@
-"""The order in which logical shards are added up: one tree, whatever device holds which of them.
+"""The order in which logical shards are added up: a tree that does not depend on devices.
 
 Floating-point sums depend on their order, so the order is part of the result. Of V shards, runs of
 2^a (the largest power of two that divides V) are each added as a binary tree, and the runs one
-after another. A tree and not a chain, for two reasons: what lies next to each other on a device is
-a subtree, which the device adds by itself before it sends anything, and one that adds its shards as
-they are computed keeps a + 1 sums of them, not V. Where V is a power of two each device so sends
+after another. A tree rather than a chain, for two reasons: adjacent shards on a device form a
+subtree, which the device adds up before it sends anything; and a device that adds its shards as
+they are computed keeps a + 1 sums, not V. Where V is a power of two, each device therefore sends
 one gradient, as in any reduction.
 
     >>> Order(8).on(2), Order(12).on(4), Order(12).on(3)
@@ -27,10 +27,10 @@ from jaxdist.types import PyTree
 
 @dataclass(frozen=True)
 class Local:
-    """What one device has of the tree.
+    """A device's part of the tree.
 
     Attributes:
-      shards: how many lie on it.
+      shards: number of shards on the device.
       block: how many of these, next to each other, are always a subtree; a power of two.
     """
 
@@ -39,39 +39,39 @@ class Local:
 
     @property
     def blocks(self) -> int:
-        """The sums that it gives."""
+        """The number of sums that the device contributes."""
         return self.shards // self.block
 
     @property
     def levels(self) -> int:
-        """Of a block's tree."""
+        """The number of levels of a block's tree."""
         return self.block.bit_length() - 1
 
     @property
     def held(self) -> int:
-        """Sums that it holds at once: one of each level, the blocks', and the shard's own."""
+        """The number of sums held at once: one of each level, the blocks', and the shard's own."""
         return self.levels + self.blocks + 1
 
 
 @dataclass(frozen=True)
 class Order:
-    """The tree over so many logical shards."""
+    """The tree over a number of logical shards."""
 
     shards: int
 
     @property
     def run(self) -> int:
-        """Shards of the largest binary tree: the largest power of two that divides all."""
+        """The shards of the largest binary tree: the largest power of two that divides all."""
         return self.shards & -self.shards
 
     def on(self, devices: int) -> Local:
-        """What each of so many devices has of it, in the order of their indices."""
+        """Return each device's part, in the order of the device indices."""
         assert self.shards % devices == 0, "see jaxdist.parallel.strict.check"
         mine = self.shards // devices
         return Local(mine, math.gcd(mine, self.run))
 
     def add(self, blocks: jax.Array) -> jax.Array:
-        """The sum over the first dim of `[n, ...]`: sums of V / n shards each, in order.
+        """Sum over the first dim of `[n, ...]`: sums of V / n shards each, in order.
 
         >>> [float(Order(12).add(x)) for x in (jnp.arange(12.0), jnp.full(3, 1.5))]
         [66.0, 4.5]
@@ -87,11 +87,12 @@ class Order:
 
 
 def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
-    """The tree as computed before: what follows is compiled apart from it.
+    """Put a barrier behind the tree, so that the code after it is compiled separately.
 
     Args:
-      flat: as rows end to end, so that no layout in memory is carried over either, which is an
-        order of summation too. Not of arrays that automatic axes split: it would gather them.
+      flat: flatten arrays to concatenated rows, so that no memory layout is carried over, which
+        would also determine an order of summation. Not for arrays that automatic axes split: it
+        would gather them.
     """
     leaves, structure = jax.tree.flatten(tree)
     rows = [x.reshape(-1) for x in leaves] if flat else leaves
@@ -100,12 +101,12 @@ def settled(tree: PyTree, *, flat: bool = True) -> PyTree:
 
 
 def take(tree: PyTree, number: jax.Array) -> PyTree:
-    """Of leaves `[n, ...]` those of that number."""
+    """Take the entry `number` of leaves `[n, ...]`."""
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, 0, keepdims=False), tree)
 
 
 def wide(tree: PyTree) -> PyTree:
-    """In dtypes that bear sums over shards: float32 at least."""
+    """Widen to dtypes that are safe for sums over shards: float32 or wider."""
 
     def one(x: jax.Array) -> jax.Array:
         floating = jnp.issubdtype(x.dtype, jnp.inexact)
@@ -115,14 +116,14 @@ def wide(tree: PyTree) -> PyTree:
 
 
 def add_blocks(one: Callable[[jax.Array], PyTree], local: Local, *, flat: bool = True) -> PyTree:
-    """A device's own sums, leaves `[local.blocks, ...]`; of integers each block's last.
+    """Add up a device's own shards, leaves `[local.blocks, ...]`; of integers, each block's last.
 
-    Each turn of the loop compiles to the same code however many turns there are: XLA does not see
-    their number, and barriers keep what a shard computes apart from what becomes of it.
+    Each iteration of the loop compiles to the same code for any number of iterations: XLA does not
+    know their number, and barriers separate a shard's computation from its sums.
 
     Args:
-      one: what is to be summed of the device's shard of that number, in dtypes that bear sums.
-      flat: as of `settled`.
+      one: function from a shard's number on this device to the tree to sum, in safe dtypes.
+      flat: see `settled`.
     """
     shapes = jax.eval_shape(one, jnp.int32(0))
 
@@ -133,7 +134,8 @@ def add_blocks(one: Callable[[jax.Array], PyTree], local: Local, *, flat: bool =
         waiting, blocks = carry
         found = settled(one(number), flat=flat)
         place = number % local.block
-        # As many levels are complete as the place ends in ones: 0, 1, 0, 2, 0, 1, 0, 3 of a block.
+        # As many levels are complete as the place has trailing ones: 0, 1, 0, 2, 0, 1, 0, 3 of a
+        # block.
         complete = lax.population_count(place & ~(place + 1))
         for level in range(local.levels):
             found = jax.tree.map(partial(_joined, level, complete), waiting, found)
@@ -152,7 +154,7 @@ def _joined(level: int, complete: jax.Array, waiting: jax.Array, x: jax.Array) -
 
 
 def turns(count: int, turn: Callable[[jax.Array, PyTree], PyTree], begun: PyTree) -> PyTree:
-    """`lax.fori_loop`, whose body is not compiled into what is around it: not even of one turn."""
+    """Loop like `lax.fori_loop`, but never merged with the code around it."""
     return lax.fori_loop(0, lax.optimization_barrier(jnp.int32(count)), turn, begun)
 
 

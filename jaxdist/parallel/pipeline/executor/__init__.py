@@ -1,1 +1,1 @@
-"""What runs a schedule inside one compiled program."""
+"""The executor, which runs a schedule inside a compiled program."""

@@ -25,23 +25,23 @@ from jaxdist.pipeline_schedules.schedule import TaskKind
 from jaxdist.types import Grads
 
 BackwardTask = Callable[[StageContext, StageState, Work], tuple[StageState, Activation]]
-"""From a stage and its state to the next state and the gradient of the chunk's input."""
+"""Function from a stage and its state to the next state and the gradient of the chunk's input."""
 
 
 def backward(
     stage: StageContext, state: StageState, work: Work, y: Activation
 ) -> tuple[StageState, Activation, Activation]:
-    """Run the backward task that this stage has in a tick, if any.
+    """Run the stage's backward task in a tick, if it has one.
 
     Args:
       y: the output of the tick's forward task, or None. It only passes through (`execute._train`
-        says why): a stage that has no backward task returns it, one that has returns zeros.
+        explains why): a stage without a backward task returns it, a stage with one returns zeros.
 
     Returns:
       The next state, y, and the gradient of the chunk's input (zeros without a task).
     """
     # These buffers are only read. They are closed over rather than passed through the conditional,
-    # since XLA may copy what a conditional returns.
+    # since XLA may copy the results of a conditional.
     unchanged = {name: getattr(state, name) for name in ("inputs", "gradients", "residuals")}
 
     def branch(
@@ -67,7 +67,7 @@ def backward(
 
 
 def _full(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, Activation]:
-    """All gradients of a chunk, from residuals or from its input."""
+    """Compute all gradients of a chunk, from residuals or from its input."""
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
         y, residuals = _stashed(state, work)
@@ -81,7 +81,7 @@ def _full(stage: StageContext, state: StageState, work: Work) -> tuple[StageStat
 
 
 def _input(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, Activation]:
-    """The gradient of a chunk's input; what those of its weights need is kept."""
+    """Compute the gradient of a chunk's input; keep what those of its weights need."""
     visit, params = stage.visit(work), stage.params(work)
     if stage.stashes:
         y, residuals = _stashed(state, work)
@@ -95,7 +95,7 @@ def _input(stage: StageContext, state: StageState, work: Work) -> tuple[StageSta
 
 
 def _weight(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, Activation]:
-    """The gradients of a chunk's weights, from what its INPUT task kept; nothing to send."""
+    """Compute the gradients of a chunk's weights from its INPUT task's values; send nothing."""
     at_hand = (stage.params(work), stage.visit(work))
     grads = stage.split_backward.w(at_hand, read(state.kept, work.kept))
     return _add(state, work, grads), zeros(stage.x_shapes)
@@ -109,9 +109,9 @@ _TASKS: dict[TaskKind, BackwardTask] = {
 
 
 def _stashed(state: StageState, work: Work) -> tuple[Activation, list[jax.Array]]:
-    """The chunk's output and its residuals; the output is only stored for the last chunk.
+    """Return the chunk's output and its residuals; the output is stored only for the last chunk.
 
-    `_loss` reads it for no other chunk.
+    `_loss` reads the output for no other chunk.
     """
     return read(state.inputs, work.input), read(state.residuals, work.residual)
 
@@ -119,7 +119,7 @@ def _stashed(state: StageState, work: Work) -> tuple[Activation, list[jax.Array]
 def _loss(
     stage: StageContext, state: StageState, work: Work, visit: Visit, y: Activation
 ) -> tuple[StageState, Activation]:
-    """The gradient of a chunk's output: of the loss at the last chunk, else what has arrived."""
+    """Return the gradient of a chunk's output: the loss's at the last chunk, else received."""
 
     def last(grads: Grads, sums: Sums) -> tuple[Grads, Sums, Activation]:
         gradient = jax.grad(stage.head, argnums=(0, 1), has_aux=True)
@@ -137,7 +137,7 @@ def _loss(
 
 
 def _embedding(stage: StageContext, state: StageState, visit: Visit, dx: Activation) -> StageState:
-    """At the first chunk, add the gradient of the embedding."""
+    """Add the gradient of the embedding at the first chunk."""
 
     def first(grads: Grads) -> Grads:
         pull = jax.vjp(lambda shared: stage.embed(shared, visit), stage.shared)[1]

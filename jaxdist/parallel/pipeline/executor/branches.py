@@ -1,7 +1,7 @@
-"""Which branch of each conditional a stage takes in a tick: for the executor, and for predictions.
+"""The branch of each conditional in each tick, for the executor and for predictions.
 
-A conditional that a tick decides stands in a named scope, `tick(FORWARD)` and so on. The scopes
-that enclose it, one in another, are its name in the compiled program: "forward", "backward/last".
+A conditional that depends on the tick is in a named scope, `tick(FORWARD)` and so on. The enclosing
+scopes are its name in the compiled program: "forward", "backward/last".
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ OUTPUTS, COTANGENTS = "outputs", "cotangents"
 
 
 def tick(name: str) -> AbstractContextManager[object]:
-    """The named scope of a conditional that a tick decides."""
+    """Return the named scope of a conditional that depends on the tick."""
     return jax.named_scope(SCOPE + name)
 
 
 def goes_forward(ticks: Ticks, work: Work) -> Entries:
-    """Whether a forward task computes anything.
+    """Return whether a forward task computes anything.
 
-    With recomputation that of the last chunk does not: its output is only used by the loss, which
-    the backward task takes of the output that it recomputes.
+    With recomputation the last chunk's task does not: only the loss uses its output, and the
+    backward task recomputes that output.
     """
     runs = work.kind != NONE
     return runs if ticks.activations == "stash" else runs & (work.chunk != ticks.chunks - 1)
 
 
 def backward_kinds(ticks: Ticks) -> tuple[TaskKind, ...]:
-    """The kinds of backward tasks that a schedule has: the branches, after the one that waits."""
+    """Return the kinds of backward tasks in a schedule: the branches, after the idle branch."""
     return tuple(kind for kind in KINDS[1:] if (ticks.backward.kind == KINDS.index(kind)).any())
 
 
 def backward_branches(ticks: Ticks) -> np.ndarray:
-    """int32 `[kinds + 1]`: the branch of each of `KINDS`, at the end that of no task (kind -1)."""
+    """Return int32 `[kinds + 1]`: the branch of each of `KINDS`, and last that of no task."""
     kinds = backward_kinds(ticks)
     found = [kinds.index(kind) + 1 if kind in kinds else 0 for kind in KINDS]
     return np.array([*found, 0], np.int32)
 
 
 def channel_scope(channels: str, channel: Channel) -> str:
-    """The scope of a channel that is rare: "outputs_-1"."""
+    """Return the scope of a rare channel: "outputs_-1"."""
     return f"{channels}_{channel.offset}"
 
 
 def lockstep(ticks: Ticks, layers: Sequence[int]) -> Lockstep:
-    """The branches that each stage takes, tick by tick, under the names of their conditionals.
+    """Return the branches of each stage in each tick, by the names of their conditionals.
 
     Args:
-      layers: of each chunk; all loop over as many as the largest has, and skip those they have not.
+      layers: layers of each chunk; all loop over the largest number, and skip those beyond their
+        own.
     """
     ahead, back = ticks.forward, ticks.backward
     shares = np.array(layers) / max(layers)

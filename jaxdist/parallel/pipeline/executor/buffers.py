@@ -11,13 +11,13 @@ from jaxdist.types import Grads, Params, PyTree, Specs, TreeT
 
 
 def buffer(shapes: PyTree, slots: int) -> PyTree:
-    """A buffer of zeros: `slots` values of these shapes, at least one."""
-    # A buffer without slots would not compile in branches that are never taken.
+    """Create a buffer of zeros: `slots` values of these shapes, but at least one slot."""
+    # A buffer without slots would not compile, even in branches that are never taken.
     return jax.tree.map(lambda s: jnp.zeros((max(slots, 1), *s.shape), s.dtype), shapes)
 
 
 def read(held: PyTree, slot: jax.Array) -> PyTree:
-    """The value in a slot; an arbitrary one if `slot` is negative, that is NONE."""
+    """Read the value in a slot; an arbitrary value if `slot` is negative, that is NONE."""
     at = jnp.maximum(slot, 0)
 
     def leaf(held: jax.Array) -> jax.Array:
@@ -28,12 +28,12 @@ def read(held: PyTree, slot: jax.Array) -> PyTree:
 
 
 def put(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
-    """The buffer with a value in a slot; unchanged if `slot` is negative, that is NONE."""
+    """Write a value to a slot; a negative `slot`, that is NONE, changes nothing."""
     at = jnp.maximum(slot, 0)
 
     def leaf(old: jax.Array, new: jax.Array) -> jax.Array:
-        # Chooses between two values for slot `at`, and always writes it: a choice between two
-        # buffers would copy one. For NONE, slot 0 is overwritten with what it holds.
+        # Chooses between two values for slot `at`, and always writes: a choice between two buffers
+        # would copy a buffer. For NONE, slot 0 is overwritten with its own content.
         kept = lax.dynamic_index_in_dim(old, at, keepdims=False)
         return lax.dynamic_update_index_in_dim(old, jnp.where(slot >= 0, new, kept), at, 0)
 
@@ -41,31 +41,31 @@ def put(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
 
 
 def put_one(held: TreeT, slot: jax.Array, value: PyTree) -> TreeT:
-    """`put` for a slot that is known not to be NONE."""
+    """Call `put` for a slot that is known not to be NONE."""
     return jax.tree.map(
         lambda old, new: lax.dynamic_update_index_in_dim(old, new, slot, 0), held, value
     )
 
 
 def zeros(shapes: PyTree) -> PyTree:
-    """Zeros of these shapes and dtypes."""
+    """Create zeros of these shapes and dtypes."""
     return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
 
 def no_gradients(params: Params) -> Grads:
-    """Zeros of the parameters' shapes, to sum gradients in: float32 or wider."""
+    """Create zeros of the parameters' shapes, to sum gradients in: float32 or wider."""
     return jax.tree.map(
         lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32)), params
     )
 
 
 def add(total: TreeT, more: PyTree) -> TreeT:
-    """The sum of two trees, in the dtypes of `total`."""
+    """Add two trees, in the dtypes of `total`."""
     return jax.tree.map(lambda t, m: t + m.astype(t.dtype), total, more)
 
 
 def constrain(tree: TreeT, specs: Specs, lead: int) -> TreeT:
-    """The tree, with a sharding constraint on each leaf: its spec, after `lead` leading dims."""
+    """Constrain the sharding of each leaf: its spec, after `lead` leading dims."""
     mesh = jax.sharding.get_abstract_mesh()
 
     def leaf(spec: PartitionSpec, x: PyTree) -> PyTree:

@@ -1,8 +1,8 @@
-"""One executor for every schedule: a scan over its ticks, on every device of the stage axis.
+"""The executor of every schedule: a scan over its ticks, on every device of the stage axis.
 
-It runs inside a `jax.shard_map` that is manual on the axis of the stages. All stages run one
+It runs inside a `jax.shard_map` that is manual on the axis of the stages. All stages run the same
 program, in which conditionals choose a tick's tasks: a stage without a task computes nothing and
-waits. Devices of one stage take the same branches, so that a layer may communicate over other axes.
+waits. Devices of a stage take the same branches, so that a layer may communicate over other axes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def run(
     key: jax.Array | None = None,
     specs: StageSpecs | None = None,
 ) -> Found:
-    """Loss and gradients of a batch, by a schedule; for use inside `jax.shard_map`.
+    """Compute loss and gradients of a batch, by a schedule; for use inside `jax.shard_map`.
 
-    Sent: the activations between chunks, once for each microbatch and direction; at the end an
-    all-reduce of the gradients of `shared` over the stages. With one key, all schedules draw the
-    same dropout masks.
+    It sends the activations between chunks, once for each microbatch and direction, and finally an
+    all-reduce of the gradients of `shared` over the stages. With the same key, all schedules draw
+    the same dropout masks.
 
     Args:
       chunk_params: this stage's chunks, leaves `[chunks per stage, ...]` (`chunks.to_stages`).
@@ -60,7 +60,8 @@ def run(
       microbatches: leaves `[microbatches, ...]`, the same on all stages.
       axis: the mesh axis of the stages.
       key: random key of dropout and the like.
-      specs: needed if an automatic axis splits parameters: sums of gradients are split alike.
+      specs: needed if an automatic axis splits parameters, to split sums of gradients in the same
+        way.
     """
     assert ticks.trains, ticks.name
     stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, key, specs)
@@ -79,7 +80,7 @@ def evaluate(
     axis: str,
     specs: StageSpecs | None = None,
 ) -> Sums:
-    """The sums of a batch, by a schedule of forward tasks; arguments as for `run`."""
+    """Compute the sums of a batch, by a schedule of forward tasks; arguments as for `run`."""
     assert not ticks.trains, ticks.name
     stage = StageContext(ticks, model, chunk_params, shared, microbatches, axis, None, specs)
     return lax.psum(_scan(stage, _evaluate).sums, axis)
@@ -88,7 +89,7 @@ def evaluate(
 def _scan(
     stage: StageContext, tick: Callable[[StageContext, StageState, PyTree], StageState]
 ) -> StageState:
-    """All ticks, each with this stage's entries of the tables."""
+    """Scan over all ticks, each with this stage's entries of the tables."""
     ticks, here = stage.ticks, lax.axis_index(stage.axis)
 
     def mine(table: np.ndarray) -> jax.Array:
@@ -107,7 +108,7 @@ def _scan(
 
 
 def _train(stage: StageContext, state: StageState, tables: PyTree) -> StageState:
-    """One tick of training: a forward task, a backward task, transfers."""
+    """Run a tick of training: a forward task, a backward task, transfers."""
     ahead, back, outputs, cotangents = tables
     state, y = _forward(stage, state, ahead)
     if stage.ticks.paired:
@@ -125,7 +126,7 @@ def _train(stage: StageContext, state: StageState, tables: PyTree) -> StageState
 
 
 def _evaluate(stage: StageContext, state: StageState, tables: PyTree) -> StageState:
-    """One tick of evaluation: a forward task, the loss after the last chunk, transfers."""
+    """Run a tick of evaluation: a forward task, the loss after the last chunk, transfers."""
     work, _, outputs, _ = tables
 
     def forward(sums: Sums) -> tuple[Activation, Sums]:
@@ -146,7 +147,7 @@ def _evaluate(stage: StageContext, state: StageState, tables: PyTree) -> StageSt
 
 
 def _forward(stage: StageContext, state: StageState, work: Work) -> tuple[StageState, PyTree]:
-    """The state after a forward task, if the tick has one, and the chunk's output."""
+    """Return the state after a forward task, if the tick has one, and the chunk's output."""
 
     def recompute() -> Activation:
         visit = stage.visit(work)
@@ -178,7 +179,7 @@ def _send(
     now: list[tuple[jax.Array, jax.Array]],
     name: str,
 ) -> TreeT:
-    """The buffer with what arrives on each channel: `[stage] -> [stage + offset]`."""
+    """Return the buffer with the values received on each channel: `[stage] -> [stage + offset]`."""
     for channel, (slot, used) in zip(channels, now, strict=True):
 
         def along(x: Activation, channel: Channel = channel) -> Activation:

@@ -1,7 +1,7 @@
-"""From a schedule to lock-step ticks: when each task runs, and in which slot each value waits.
+"""The lowering of a schedule to lock-step ticks: each task's tick, and each value's buffer slot.
 
 Each task runs in the first tick in which its stage's order and its inputs allow it. That gives the
-fewest ticks for these orders: a task that ran later than it could would make no other earlier.
+fewest ticks for these orders: delaying a task would make no other task earlier.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ VisitId = tuple[int, int]
 def lower(
     schedule: Schedule, *, activations: Activations = "recompute", paired: bool | None = None
 ) -> Ticks:
-    """The ticks of a schedule.
+    """Lower a schedule to ticks.
 
     Args:
-      activations: what the backward pass starts from, which decides how long values are kept.
+      activations: input of the backward pass, which decides how long values are kept.
       paired: whether a stage may run a forward and a backward task in one tick; None is whichever
         takes less time by `typical_seconds`.
 
@@ -129,13 +129,13 @@ def _arriving(tick: int) -> int:
 
 @dataclass
 class _Lives:
-    """Lifetimes of the values of one buffer: when each is written, and when it is last read."""
+    """Lifetimes of the values of a buffer: when each is written, and when it is last read."""
 
     placement: tuple[int, ...]
     found: dict[VisitId, tuple[int, int]]
 
     def slots(self) -> tuple[dict[VisitId, int], int]:
-        """A slot for each value, and the number of slots.
+        """Assign a slot to each value, and return the number of slots.
 
         This is greedy colouring of intervals in the order of their starts, which needs the fewest
         slots: as many as values are alive at once.
@@ -157,7 +157,7 @@ class _Lives:
 
 
 def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[_Lives, ...]:
-    """Lifetimes of inputs, gradients, residuals, and what INPUT tasks keep for WEIGHT tasks."""
+    """Return the lifetimes of inputs, gradients, residuals, and values for WEIGHT tasks."""
     inputs, gradients, residuals, kept = ({} for _ in range(4))
     last, stash = schedule.chunks - 1, activations == "stash"
     at = {(task.kind, task.chunk, task.microbatch): tick for task, tick in clock.items()}
@@ -165,8 +165,8 @@ def _lives(schedule: Schedule, clock: Clock, activations: Activations) -> tuple[
         visit = (chunk, microbatch)
         if kind is TaskKind.FORWARD:
             back = at.get((TaskKind.FULL, *visit), at.get((TaskKind.INPUT, *visit)))
-            # A backward task that recomputes reads the chunk's input again. One with residuals does
-            # not, but that of the last chunk reads its output, from the same slot.
+            # A backward task that recomputes reads the chunk's input again. A task with residuals
+            # does not, but that of the last chunk reads its output, from the same slot.
             needed_back = back is not None and (not stash or chunk == last)
             until = _in_backward(back) if back is not None and needed_back else _in_forward(tick)
             if chunk > 0:
@@ -234,7 +234,7 @@ def _channels(
     kinds: tuple[TaskKind, ...],
     towards: int,
 ) -> tuple[Channel, ...]:
-    """The channels from each chunk to the next (`towards` 1), or to the one before (-1)."""
+    """Return the channels from each chunk to the next (`towards` 1) or previous (-1) chunk."""
     tables: dict[int, np.ndarray] = {}
     for task, tick in clock.items():
         chunk = task.chunk + towards

@@ -1,4 +1,4 @@
-"""What the executor of a pipeline is given and returns: a model as three functions; gradients."""
+"""The interface of a pipeline's executor: a model as three functions; gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jax.sharding import PartitionSpec
 from jaxdist.types import Grads, Params, PyTree, Specs
 
 Activation: TypeAlias = Any
-"""What a chunk passes to the next: a pytree of floating arrays, of the same shapes everywhere."""
+"""A chunk's input and output: a pytree of floating arrays, of the same shapes everywhere."""
 Sums: TypeAlias = Any
-"""What the head returns besides the loss, summed over a batch, as `jaxdist.models.loss.Sums`."""
+"""The sums of the head besides the loss, over a batch, as `jaxdist.models.loss.Sums`."""
 
 
 class Visit(NamedTuple):
-    """One microbatch at one chunk.
+    """A microbatch at a chunk.
 
     Attributes:
       rows: the microbatch; every stage has all of its rows.
@@ -33,14 +33,15 @@ class Visit(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFns:
-    """A model as three functions. The first stage runs `embed`, the last one `head`.
+    """A model as three functions. The first stage runs `embed`, the last stage runs `head`.
 
-    `shared` are the parameters of embedding and head, which may share some.
+    `shared` are the parameters of embedding and head, which may have some in common.
 
     Attributes:
-      embed: (shared, visit) to the first chunk's input.
-      blocks: (parameters of a chunk, x, visit) to the next x, of the same shapes and dtypes.
-      head: (shared, x, visit) to (what is minimised, a scalar; sums).
+      embed: function from (shared, visit) to the first chunk's input.
+      blocks: function from (parameters of a chunk, x, visit) to the next x, with equal shapes and
+        dtypes.
+      head: function from (shared, x, visit) to (the scalar to minimise, sums).
     """
 
     embed: Callable[[Params, Visit], Activation]
@@ -50,7 +51,7 @@ class ModelFns:
 
 @dataclass(frozen=True)
 class StageSpecs:
-    """How automatic mesh axes split what a stage holds.
+    """How automatic mesh axes split a stage's values.
 
     Attributes:
       chunk: specs of a chunk's parameters, without the leading dim that counts a stage's chunks.
@@ -64,7 +65,7 @@ class StageSpecs:
 
 
 class Found(NamedTuple):
-    """Gradients of what is minimised, and sums, each over all microbatches.
+    """Gradients of the minimised scalar, and sums, each over all microbatches.
 
     Attributes:
       chunk_grads: gradients of this stage's chunks, in float32 or wider.

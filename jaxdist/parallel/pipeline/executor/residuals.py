@@ -1,4 +1,4 @@
-"""Residuals: what a forward pass leaves to its backward pass, as arrays that a buffer can hold.
+"""Residuals: the values that a forward pass leaves to its backward pass, as arrays for a buffer.
 
 `jax.vjp` keeps more than must be stored for every microbatch. Only what depends on the chunk's
 input is stored; parameters, what follows from them alone, masks and random keys are still there, or
@@ -19,20 +19,20 @@ from jaxdist.parallel.pipeline.split_backward.jaxprs import depends_on
 from jaxdist.types import Grads, Params, PyTree, TreeDef
 
 ChunkFn = Callable[[Params, Activation, Visit], Activation]
-"""(parameters of a chunk, x, visit) to a new x of the same structure."""
+"""Function from (parameters of a chunk, x, visit) to a new x of the same structure."""
 BackwardFn = Callable[[Activation], tuple[Grads, Activation]]
-"""From the gradient of the output to those of (parameters, input)."""
+"""Function from the gradient of the output to those of (parameters, input)."""
 
 
 @dataclass(frozen=True)
 class Residuals:
-    """The residuals of one function, the same for all chunks.
+    """The residuals of a function, the same for all chunks.
 
     Attributes:
       x: shapes of the input.
-      traced: (params, visit, x) to the output and the leaves of the backward function that
-        `jax.vjp` returns (it is a pytree), flat. Both passes run this one trace: a second trace
-        might have other leaves, since jax merges some equal ones, but not always the same.
+      traced: function from (params, visit, x) to the output and the leaves of the backward function
+        that `jax.vjp` returns (it is a pytree), flat. Both passes run this same trace: a second
+        trace might have other leaves, since jax merges some equal leaves, but not always the same.
       y: structure of the output.
       pull: structure of the backward function.
       listed: for each leaf of the backward function, whether it is stored.
@@ -49,13 +49,13 @@ class Residuals:
     def forward(
         self, params: Params, visit: Visit, x: Activation
     ) -> tuple[Activation, list[jax.Array]]:
-        """The output, and the residuals to store."""
+        """Return the output, and the residuals to store."""
         y, leaves = self._run(params, visit, x)
         own = [leaf for leaf, own in zip(leaves, self.listed, strict=True) if own]
         return jax.tree.unflatten(self.y, y), own
 
     def backward(self, params: Params, visit: Visit, residuals: Sequence[jax.Array]) -> BackwardFn:
-        """The backward function, with the stored residuals put in."""
+        """Return the backward function with the stored residuals inserted."""
         # This looks like a forward pass of zeros, but XLA removes it: every leaf that depends on
         # the input is replaced by its residual. What remains computes leaves from the parameters.
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), self.x)
@@ -68,14 +68,14 @@ class Residuals:
     def _run(
         self, params: Params, visit: Visit, x: Activation
     ) -> tuple[list[jax.Array], list[jax.Array]]:
-        """The leaves of the output, and those of the backward function."""
+        """Return the leaves of the output, and those of the backward function."""
         found = jaxpr_as_fun(self.traced)(*jax.tree.leaves((params, visit, x)))
         count = self.y.num_leaves
         return found[:count], found[count:]
 
 
 def find_residuals(blocks: ChunkFn, params: Params, visit: Visit, x: Activation) -> Residuals:
-    """The residuals of `blocks`, found by tracing it once.
+    """Find the residuals of `blocks`, by tracing it once.
 
     Args:
       params, visit, x: arguments, or their shapes.

@@ -1,4 +1,4 @@
-"""What all tasks of a stage use: their microbatch, parameters and input; the state of the scan."""
+"""The context of a stage's tasks (microbatch, parameters and input), and the state of the scan."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from jaxdist.types import Grads, Params, PyTree, Specs
 
 
 class StageState(NamedTuple):
-    """What a stage holds from tick to tick: buffers `[slots, ...]`, and sums.
+    """A stage's state from tick to tick: buffers `[slots, ...]`, and sums.
 
     Attributes:
       inputs: buffer of the inputs of chunks.
       gradients: buffer of the gradients of chunks' outputs.
-      residuals: buffer of what forward tasks leave to backward tasks; None with recomputation.
-      kept: buffer of what INPUT tasks leave to WEIGHT tasks; None without such tasks.
+      residuals: buffer of values from forward tasks to backward tasks; None with recomputation.
+      kept: buffer of values from INPUT tasks to WEIGHT tasks; None without such tasks.
       chunk_grads: sums of gradients `[chunks per stage, ...]`.
-      shared_grads: sums of gradients of embedding and head, of what this stage ran of them.
+      shared_grads: sums of gradients of embedding and head, from this stage's tasks only.
       sums: sums of the head, zero on all stages but the last chunk's.
     """
 
@@ -51,7 +51,7 @@ class StageState(NamedTuple):
 
 @dataclass(frozen=True)
 class StageContext:
-    """One stage, inside `jax.shard_map`; attributes as the arguments of `execute.run`."""
+    """A stage, inside `jax.shard_map`; attributes as the arguments of `execute.run`."""
 
     ticks: Ticks
     model: ModelFns
@@ -73,9 +73,9 @@ class StageContext:
         return self.ticks.activations == "stash"
 
     def visit(self, work: Work) -> Visit:
-        """The microbatch and chunk of a task, with a random key of their own.
+        """Return the microbatch and chunk of a task, with a random key of their own.
 
-        The key depends on nothing else, so that all schedules draw the same masks.
+        The key depends on nothing else, so all schedules draw the same masks.
         """
         key = self.key
         if key is not None:
@@ -83,23 +83,23 @@ class StageContext:
         return Visit(read(self.microbatches, work.microbatch), work.chunk, key)
 
     def params(self, work: Work) -> Params:
-        """The parameters of a task's chunk."""
+        """Return the parameters of a task's chunk."""
         return read(self.chunk_params, work.local)
 
     def embed(self, shared: Params, visit: Visit) -> Activation:
-        """The first chunk's input."""
+        """Return the first chunk's input."""
         return self.model.embed(shared, _with_key(visit, 0))
 
     def blocks(self, params: Params, x: Activation, visit: Visit) -> Activation:
-        """A chunk's output."""
+        """Return a chunk's output."""
         return self.model.blocks(params, x, _with_key(visit, 1))
 
     def head(self, shared: Params, x: Activation, visit: Visit) -> tuple[jax.Array, Sums]:
-        """What is minimised, and the sums."""
+        """Return the scalar to minimise, and the sums."""
         return self.model.head(shared, x, _with_key(visit, 2))
 
     def x(self, inputs: Activation, work: Work, visit: Visit) -> Activation:
-        """The input of a chunk: the embedding, or what has arrived."""
+        """Return the input of a chunk: the embedding, or the received value."""
         with tick(FIRST):
             return lax.cond(
                 work.chunk == 0,
@@ -108,28 +108,28 @@ class StageContext:
             )
 
     def laid_out(self, x: Activation) -> Activation:
-        """`x` with the layout that activations between chunks have over automatic axes.
+        """Constrain `x` to the layout of activations between chunks over automatic axes.
 
-        Both branches of a conditional must return one layout.
+        Both branches of a conditional must return the same layout.
         """
         return x if self.specs is None else constrain(x, self.x_specs, 0)
 
     @cached_property
     def _shapes(self) -> tuple[Params, Visit]:
-        """Shapes of the parameters of a chunk, and of a visit."""
+        """The shapes of the parameters of a chunk, and of a visit."""
         work = Work(*(jnp.int32(0) for _ in Work._fields))
         return jax.eval_shape(lambda: (self.params(work), self.visit(work)))
 
     @cached_property
     def x_shapes(self) -> PyTree:
-        """Shapes of the activations between chunks."""
+        """The shapes of the activations between chunks."""
         return jax.eval_shape(self.embed, self.shared, self._shapes[1])
 
     @cached_property
     def x_specs(self) -> Specs:
-        """How automatic axes split the activations between chunks.
+        """The partition specs of the activations between chunks over automatic axes.
 
-        `StageSpecs.x` is for leaves with as many dims as it has; others are not split.
+        `StageSpecs.x` applies to leaves with as many dims as it has; other leaves are not split.
         """
         assert self.specs is not None
         spec = self.specs.x
@@ -139,13 +139,16 @@ class StageContext:
 
     @cached_property
     def residuals(self) -> Residuals:
-        """What a forward task leaves to its backward task."""
+        """The residuals of a chunk, from its forward task to its backward task."""
         return find_residuals(self.blocks, *self._shapes, self.x_shapes)
 
     @cached_property
     def split_backward(self) -> SplitFunction:
-        """The backward pass in halves: a function of (parameters, visit), which both are given, and
-        of (residuals, gradient of the output), which only the first is given."""
+        """The backward pass in halves.
+
+        Both halves receive (parameters, visit), only the first half (residuals, gradient of the
+        output).
+        """
 
         def backward(at_hand: PyTree, given: PyTree) -> tuple[Activation, Grads]:
             (params, visit), (residuals, dy) = at_hand, given
@@ -155,7 +158,7 @@ class StageContext:
         return split_function(backward, self._shapes, ([*self.residuals.shapes], self.x_shapes))
 
     def initial(self) -> StageState:
-        """Empty buffers and sums."""
+        """Return empty buffers and sums."""
         slots, x = self.ticks.slots, self.x_shapes
         state = StageState(*(None for _ in StageState._fields))._replace(
             inputs=buffer(x, slots.inputs),
@@ -172,7 +175,7 @@ class StageContext:
         )
 
     def split(self, state: StageState) -> StageState:
-        """The state, laid out over automatic axes as parameters and activations are.
+        """Lay out the state over automatic axes like parameters and activations.
 
         Without this, XLA would gather each microbatch's gradients to add them up.
         """
@@ -190,7 +193,7 @@ class StageContext:
 
 
 def _with_key(visit: Visit, part: int) -> Visit:
-    """The visit with a different key for each of embed (0), blocks (1) and head (2)."""
+    """Give a visit a different key for each of embed (0), blocks (1) and head (2)."""
     if visit.key is None:
         return visit
     return visit._replace(key=jax.random.fold_in(visit.key, part))

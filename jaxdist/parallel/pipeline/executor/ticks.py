@@ -1,8 +1,8 @@
-"""A schedule in lock step, as tables of integers: what each stage does in each tick, and with what.
+"""A schedule in lock step, as tables of integers: each stage's tasks and slots in each tick.
 
 In a tick each stage runs at most one forward task, then at most one backward task; then transfers
-run, and what they send can be read from the next tick on. Values that a stage needs later wait in
-buffers. The tables say in which slot; another value takes over the slot after the last read.
+run, and the values sent can be read from the next tick on. Values that a stage needs later wait in
+buffers. The tables contain their slots; another value takes over a slot after its last read.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 from jaxdist.pipeline_schedules.schedule import TaskKind
 
 Activations = Literal["recompute", "stash"]
-"""What the backward pass starts from: a chunk's input, or all that its forward pass leaves."""
+"""Input of the backward pass: a chunk's input, or all that its forward pass left."""
 
 NONE = -1
 """No task, or no slot."""
@@ -25,11 +25,11 @@ KINDS = (TaskKind.FORWARD, TaskKind.FULL, TaskKind.INPUT, TaskKind.WEIGHT)
 
 
 Entries: TypeAlias = Any
-"""An int32 table `[ticks, stages]`; inside the traced program its entry for one tick and stage."""
+"""An int32 table `[ticks, stages]`; inside the traced program its entry for a tick and stage."""
 
 
 class Work(NamedTuple):
-    """One task per tick and stage; `NONE` where there is none.
+    """A task per tick and stage; `NONE` where there is none.
 
     Attributes:
       kind: index into `KINDS`.
@@ -39,8 +39,8 @@ class Work(NamedTuple):
       input: slot of the chunk's input. With stashed residuals the last chunk's output is there, for
         the loss, since its input is no longer needed.
       gradient: slot of the gradient of the chunk's output.
-      residual: slot of the residuals that a forward task leaves to its backward task.
-      kept: slot of what an INPUT task leaves to its WEIGHT task.
+      residual: slot of the residuals from a forward task to its backward task.
+      kept: slot of the values from an INPUT task to its WEIGHT task.
     """
 
     kind: Entries
@@ -59,7 +59,7 @@ class Channel:
 
     Attributes:
       offset: stage s sends to stage (s + offset) mod stages; with 0 the value stays on its stage.
-      slot: int32 `[ticks, stages]`: the slot that a stage puts what arrives into, or NONE.
+      slot: int32 `[ticks, stages]`: the slot of the value that a stage receives, or NONE.
     """
 
     offset: int
@@ -67,12 +67,12 @@ class Channel:
 
     @property
     def used(self) -> np.ndarray:
-        """Bool `[ticks]`: whether anything is sent."""
+        """Whether anything is sent in each tick, a bool `[ticks]`."""
         return (self.slot != NONE).any(axis=1)
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """(sender, receiver) of all stages that ever receive."""
+        """The pairs (sender, receiver) of all stages that ever receive."""
         receives = (self.slot != NONE).any(axis=0)
         stages = len(receives)
         return tuple(((s - self.offset) % stages, s) for s in range(stages) if receives[s])
@@ -85,7 +85,7 @@ class Channel:
 
 @dataclass(frozen=True)
 class Slots:
-    """Number of slots of each buffer: the maximum over stages, which all run one program."""
+    """The number of slots of each buffer: the maximum over stages, as all run one program."""
 
     inputs: int
     gradients: int
@@ -95,13 +95,13 @@ class Slots:
 
 @dataclass(frozen=True)
 class Ticks:
-    """A schedule that an SPMD program can run.
+    """A schedule in the form of an SPMD program.
 
     Attributes:
       placement: the stage of each chunk.
       forward, backward: the tasks.
       outputs: channels that carry activations to the next chunk.
-      cotangents: channels that carry gradients to the chunk before.
+      cotangents: channels that carry gradients to the previous chunk.
       activations: the policy that the slots were laid out for.
     """
 
@@ -128,7 +128,7 @@ class Ticks:
 
     @property
     def chunks_per_stage(self) -> int:
-        """The largest number of chunks on one stage."""
+        """The largest number of chunks on a stage."""
         return max(self.placement.count(stage) for stage in range(self.stages))
 
     @property
@@ -138,11 +138,11 @@ class Ticks:
 
     @property
     def paired(self) -> bool:
-        """Whether some stage has a forward and a backward task in one tick."""
+        """Whether some stage has a forward and a backward task in the same tick."""
         return bool(((self.forward.kind != NONE) & (self.backward.kind != NONE)).any())
 
     def seconds(self, task_seconds: Mapping[TaskKind, float]) -> float:
-        """Time of all ticks, each as long as its busiest stage; transfers take none."""
+        """Add up the time of all ticks, each as long as its busiest stage, without transfers."""
         seconds = np.array([*(task_seconds[kind] for kind in KINDS), 0.0])
-        # The index of no task is -1: the zero at the end.
+        # The index for no task is -1: the zero at the end.
         return float((seconds[self.forward.kind] + seconds[self.backward.kind]).max(axis=1).sum())

@@ -1,1 +1,1 @@
-"""From a model to stages, chunks and a step."""
+"""The construction of stages, chunks and a step from a model."""

@@ -1,4 +1,4 @@
-"""Where layers and chunks lie in arrays: on their stages, and padded where they are uneven."""
+"""The placement of layers and chunks in arrays: on their stages, and padded where uneven."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from jaxdist.types import Params, PyTree
 
 
 def on_stages(placement: Sequence[int]) -> tuple[int, ...]:
-    """The chunk in each place when all stages' chunks stand in one array, stage after stage.
+    """Return the chunk at each place of an array with all stages' chunks, stage after stage.
 
-    Where a stage has fewer chunks than another, a place holds -1.
+    Where a stage has fewer chunks than another, a place has -1.
 
     >>> on_stages((0, 1, 2, 2, 1, 0))
     (0, 5, 1, 4, 2, 3)
@@ -32,30 +32,30 @@ def on_stages(placement: Sequence[int]) -> tuple[int, ...]:
 
 
 def to_stages(chunks: PyTree, placement: Sequence[int]) -> PyTree:
-    """Leaves `[chunks, ...]` as `[places, ...]`, to be split over the stage axis.
+    """Rearrange leaves `[chunks, ...]` to `[places, ...]`, to be split over the stage axis.
 
-    Places that hold no chunk repeat one, which no task uses.
+    Places without a chunk repeat another chunk, which no task uses.
     """
     return _ordered(chunks, [max(chunk, 0) for chunk in on_stages(placement)])
 
 
 def from_stages(places: Any, placement: Sequence[int]) -> PyTree:
-    """The inverse of `to_stages`."""
+    """Invert `to_stages`."""
     order = on_stages(placement)
     return _ordered(places, [order.index(chunk) for chunk in range(len(placement))])
 
 
 def _ordered(tree: PyTree, order: Sequence[int]) -> PyTree:
-    """Leaves `[n, ...]` as `[len(order), ...]`, put together from slices.
+    """Reorder leaves `[n, ...]` to `[len(order), ...]` by slices.
 
-    XLA's partitioner dies of a lookup where data and tensor axes split the leaf too.
+    XLA's partitioner crashes on a lookup where data and tensor axes split the leaf too.
     """
     return jax.tree.map(lambda leaf: jnp.concatenate([leaf[i : i + 1] for i in order]), tree)
 
 
 @dataclass(frozen=True)
 class Cut:
-    """How many layers each chunk has, by chunk; arrays have as many for each as the largest.
+    """The number of layers of each chunk; arrays have as many for each as the largest chunk.
 
     >>> Cut((2, 1)).to_chunks(jnp.arange(3) + 1).tolist()
     [[1, 2], [3, 3]]
@@ -65,17 +65,17 @@ class Cut:
 
     @property
     def most(self) -> int:
-        """Layers of the largest chunk."""
+        """The number of layers of the largest chunk."""
         return max(self.layers)
 
     @property
     def even(self) -> bool:
-        """Whether all chunks have as many layers."""
+        """Whether all chunks have equally many layers."""
         return len({*self.layers}) == 1
 
     @property
     def index(self) -> np.ndarray:
-        """Which layer lies where: int `[chunks, most]`; a chunk repeats its last one at its end.
+        """The layer at each place: int `[chunks, most]`; a smaller chunk repeats its last layer.
 
         >>> Cut((2, 1)).index.tolist()
         [[0, 1], [2, 2]]
@@ -85,7 +85,7 @@ class Cut:
         return np.minimum(starts + np.arange(self.most), ends - 1)
 
     def to_chunks(self, layers: PyTree) -> PyTree:
-        """Leaves `[layers, ...]` as `[chunks, most, ...]`, by `index`."""
+        """Rearrange leaves `[layers, ...]` to `[chunks, most, ...]`, by `index`."""
         index = self.index
 
         def leaf(x: jax.Array) -> jax.Array:
@@ -95,7 +95,7 @@ class Cut:
         return jax.tree.map(leaf, layers)
 
     def from_chunks(self, chunks: PyTree) -> PyTree:
-        """The inverse of `to_chunks`; what stands where a chunk has no layer is dropped."""
+        """Invert `to_chunks`; values at places without a layer are dropped."""
         counts = np.array(self.layers)[:, None]
         places = np.flatnonzero(np.arange(self.most) < counts)
 
@@ -108,10 +108,10 @@ class Cut:
     def scan(
         self, layer: Callable[[Any, Any], Any], params: Params, x: PyTree, chunk: jax.Array
     ) -> PyTree:
-        """x after the layers of a chunk; those that it has not cost nothing.
+        """Return x after the layers of a chunk; places without a layer cost nothing.
 
         Args:
-          layer: (parameters of a layer, x) to the next x.
+          layer: function from (parameters of a layer, x) to the next x.
           params: leaves `[most, ...]`.
           chunk: int32 scalar.
         """

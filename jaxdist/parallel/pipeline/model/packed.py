@@ -1,8 +1,8 @@
 """Models whose stages differ in shape: parameters as vectors, activations as padded rows.
 
-All stages run one program on arrays of one shape. So a chunk's parameters become a vector as long
-as the largest chunk's, an activation `[rows, ...]` becomes `[rows, features]` with the features of
-the largest boundary, and `lax.switch` runs the chunk that the stage holds.
+All stages run the same program on arrays of the same shapes. A chunk's parameters therefore become
+a vector as long as the largest chunk's, an activation `[rows, ...]` becomes `[rows, features]` with
+the features of the largest boundary, and `lax.switch` runs the chunk of the stage.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from jaxdist.parallel.pipeline.executor.model_fns import ModelFns, Visit
 from jaxdist.types import PyTree
 
 Chunk = Callable[[Any, jax.Array, Visit], jax.Array]
-"""(its parameters, x `[rows, ...]`, visit) to the next x, of any other shape `[rows, ...]`."""
+"""Function from (a chunk's parameters, x `[rows, ...]`, visit) to the next x, of any shape `[rows,
+...]`."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A model of different chunks as `ModelFns`.
+    """A model of dissimilar chunks as `ModelFns`.
 
     Attributes:
       params: shapes of the parameters of each chunk.
-      boundaries: shapes of the input of each chunk, and of the last one's output.
+      boundaries: shapes of the input of each chunk, and of the last chunk's output.
     """
 
     embed: Callable[[Any, Visit], jax.Array]
@@ -43,7 +44,7 @@ class Packed:
 
     @property
     def parts(self) -> ModelFns:
-        """The model for the executor; parameters of a chunk are a vector."""
+        """Return the model for the executor; parameters of a chunk are a vector."""
         return ModelFns(
             lambda shared, visit: self._padded(self.embed(shared, visit)),
             self._blocks,
@@ -52,20 +53,20 @@ class Packed:
 
     @property
     def length(self) -> int:
-        """Elements of the largest chunk's parameters."""
+        """The number of elements of the largest chunk's parameters."""
         return max(map(_size, self.params))
 
     @property
     def features(self) -> int:
-        """Elements of a row of the largest boundary."""
+        """The number of elements in a row of the largest boundary."""
         return max(math.prod(shape.shape[1:]) for shape in self.boundaries)
 
     def pack(self, params: Sequence[Any]) -> jax.Array:
-        """Parameters of all chunks as `[chunks, length]`."""
+        """Pack the parameters of all chunks to `[chunks, length]`."""
         return jnp.stack([self._vector(own) for own in params])
 
     def unpack(self, vectors: jax.Array) -> list[Any]:
-        """The inverse of `pack`."""
+        """Invert `pack`."""
         return [self._tree(vector, chunk) for chunk, vector in enumerate(vectors)]
 
     def _vector(self, tree: PyTree) -> jax.Array:
@@ -109,15 +110,15 @@ def pack_model(
     shared: PyTree,
     visit: Visit,
 ) -> Packed:
-    """A model of chunks that differ, its boundaries found by tracing.
+    """Pack a model of dissimilar chunks, whose boundaries are found by tracing.
 
     Args:
-      params: of each chunk, or their shapes.
+      params: parameters of each chunk, or their shapes.
       shared: parameters of embedding and head, or their shapes.
-      visit: of one microbatch, or its shapes.
+      visit: the visit of a microbatch, or its shapes.
 
     Raises:
-      ConfigError: parameters of several dtypes, which one vector cannot hold; activations of
+      ConfigError: parameters of several dtypes, which a single vector cannot hold; activations of
         several dtypes.
     """
     shapes = tuple(jax.eval_shape(lambda tree: tree, own) for own in params)

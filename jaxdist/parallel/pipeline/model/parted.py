@@ -1,4 +1,4 @@
-"""A model of unlike parts in stages: each chunk runs some of them, its parameters one vector."""
+"""A model of dissimilar parts in stages: each chunk runs some parts, with a parameter vector."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ WHOLE = PartitionSpec()
 
 
 class Parted(Protocol):
-    """A sequential module: called, it runs its parts one after another.
+    """A sequential module: its call runs its parts one after another.
 
-    The first part takes the module's own arguments, each other the output of the one before. Every
-    part gives one array `[rows, ...]`.
+    The first part takes the module's own arguments, each other part the output of the previous
+    part. Every part returns an array `[rows, ...]`.
     """
 
     def parts(self) -> Sequence[Callable[..., jax.Array]]: ...
@@ -53,14 +53,14 @@ def plan_parted(
     dims: Mapping[str, Dims],
     batch: Mapping[str, Any],
 ) -> PartedPipeline:
-    """The pipeline of a model of parts, on a mesh with stages.
+    """Build the pipeline of a model of parts, on a mesh with stages.
 
     Args:
-      plan: of the same config and model, by `plan_chunks`.
-      batch: its shapes, of any number of rows.
+      plan: the plan of the same config and model, by `plan_chunks`.
+      batch: shapes of a batch with any number of rows.
 
     Raises:
-      ConfigError: a mesh with other axes than data and stage; parameters, or what parts give, of
+      ConfigError: a mesh with other axes than data and stage; parameters, or outputs of parts, of
         several dtypes.
     """
     batch_axis = layout.axis_of("batch")
@@ -77,17 +77,17 @@ def plan_parted(
     found = PartedPipeline(
         model, loss, layout, dims, ticks, forward, vectors, plan.layers, shapes_of(batch)
     )
-    _ = found._packed  # What cannot be packed is told here.
+    _ = found._packed  # Raises here if the model cannot be packed.
     return found
 
 
 @dataclass(frozen=True)
 class PartedPipeline(Pipeline):
-    """A pipeline of unlike parts: what the base takes for layers are one vector for each chunk.
+    """A pipeline of dissimilar parts: the base's layers are a vector for each chunk.
 
     Attributes:
-      counts: parts of each chunk.
-      batch: shapes, of any number of rows.
+      counts: number of parts of each chunk.
+      batch: shapes of a batch with any number of rows.
     """
 
     counts: tuple[int, ...]
@@ -96,8 +96,8 @@ class PartedPipeline(Pipeline):
     def gradients(
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
     ) -> Gradients:
-        """As the base's."""
-        # Gradients are wider than narrow parameters, and so is what they are taken apart by.
+        """Compute gradients as the base does."""
+        # Gradients are wider than narrow parameters, and so are the shapes used to unpack them.
         wide = jax.tree.map(
             lambda p: p.astype(jnp.promote_types(p.dtype, jnp.float32)), held.params
         )
@@ -107,18 +107,18 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """None: each step packs parameters, wherever they lie."""
+        """No stack: each step packs the parameters, whatever their placement."""
         return None
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """As the base's."""
+        """Compute sums as the base does."""
         return super().sums(self._pack(params), buffers, batch)
 
     def _pack(self, params: Params) -> list[jax.Array]:
-        """Parameters as vectors `[chunks, length]`, in a list; one of two chunks is in both."""
+        """Pack parameters to vectors `[chunks, length]`, in a list; shared parameters repeat."""
         leaves = jax.tree.leaves(whole(params))
         vectors = self._packed.pack([[leaves[i] for i in own] for own in self._used])
-        # Left to XLA, stages would send one another pieces of what all of them have.
+        # If left to XLA, stages would send one another pieces of vectors that all of them have.
         return [self._gathered(vectors, PartitionSpec(None))]
 
     def _apart(self, tree: PyTree) -> tuple[list[Any], list[Any]]:
@@ -150,7 +150,7 @@ class PartedPipeline(Pipeline):
     def _chunk(
         self, number: int, own: list[jax.Array], x: jax.Array, visit: Visit, *, training: bool
     ) -> jax.Array:
-        """The parts of a chunk, of the parameters that it uses."""
+        """Run the parts of a chunk with the parameters that it uses."""
         shapes, structure = jax.tree.flatten(self.model.params)
         leaves = [jnp.zeros(shape.shape, shape.dtype) for shape in shapes]
         for index, leaf in zip(self._used[number], own, strict=True):
@@ -170,7 +170,7 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def _used(self) -> tuple[tuple[int, ...], ...]:
-        """Of each chunk, which leaves of the parameters it uses."""
+        """The leaves of the parameters that each chunk uses."""
         leaves, structure = jax.tree.flatten(self.model.params)
         x, found = None, []
         for number in range(len(self.counts)):
@@ -196,7 +196,7 @@ class PartedPipeline(Pipeline):
 
     @cached_property
     def _packed(self) -> Packed:
-        """Shapes of the chunks' parameters, and of what goes from chunk to chunk."""
+        """The shapes of the chunks' parameters, and of the values between chunks."""
         leaves = jax.tree.leaves(self.model.params)
         chunks = [partial(self._chunk, number, training=True) for number in range(len(self.counts))]
         params = [[leaves[i] for i in own] for own in self._used]

@@ -1,4 +1,4 @@
-"""A model in stages: from a module with blocks and a schedule to gradients, as any other step's."""
+"""A model in stages: gradients from a module with blocks and a schedule, like any other step's."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from jaxdist.types import Buffers, Leaf, Params, PyTree, Specs
 
 
 class Stackable(Protocol):
-    """A module that a pipeline can cut; called, it is head(trunk(embed(*inputs), *inputs))."""
+    """A module that a pipeline can cut; its call is head(trunk(embed(*inputs), *inputs))."""
 
     def embed(self, *inputs: PyTree) -> jax.Array: ...
     def trunk(self, x: jax.Array, *inputs: PyTree) -> jax.Array: ...
@@ -46,15 +46,15 @@ class Stackable(Protocol):
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Gradients and sums where layers lie on several stages: a `jaxdist.parallel.contract.Compute`.
+    """Gradients and sums over layers on several stages: a `jaxdist.parallel.contract.Compute`.
 
     Attributes:
       dims: logical dims of each parameter, by name.
       ticks: the schedule of training, tick by tick.
       forward: the schedule of evaluation.
-      cut: how many layers each chunk has.
+      cut: number of layers of each chunk.
 
-    Parameters come as `stack` has them stored.
+    Parameters are stored in the form of `stack`.
     """
 
     model: Functional
@@ -68,22 +68,22 @@ class Pipeline:
 
     @property
     def microbatches(self) -> int:
-        """Those of the schedule, whatever the size of a batch."""
+        """The microbatches of the schedule, whatever the size of a batch."""
         return self.ticks.microbatches
 
     def resized(self, microbatches: int) -> Pipeline:
-        """Itself: a schedule is for its number of microbatches."""
+        """Return the pipeline itself: a schedule has a fixed number of microbatches."""
         return self
 
     def gradients(
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
     ) -> Gradients:
-        """Gradients of the total loss of a batch, all sums, and the buffers, which are none.
+        """Compute gradients of the total loss of a batch, all sums, and the (empty) buffers.
 
         Args:
-          held: parameters are as `stack` stores them, and so are their gradients; any may be a
-            `Deferred`, of which the gradient is what it carries. With a loss scale, cotangents are
-            those of a microbatch's mean loss times the scale.
+          held: parameters as `stack` stores them, with gradients in the same form; any may be a
+            `Deferred`, whose gradient is the array that it carries. With a loss scale, cotangents
+            are those of a microbatch's mean loss times the scale.
         """
         layers, shared = self._apart(held.params)
         rows = split_rows(dict(batch), self.ticks.microbatches, self.layout)
@@ -105,7 +105,7 @@ class Pipeline:
     def mean_gradients(
         self, held: Held, batch: Batch, key: jax.Array, around: Surroundings
     ) -> Gradients:
-        """The same over the weight of the whole batch."""
+        """Compute gradients of the mean loss, over the weight of the whole batch."""
         return over_weight(self.gradients(held, batch, key, around))
 
     def _weight(self, shared: PyTree, rows: PyTree) -> jax.Array:
@@ -124,7 +124,7 @@ class Pipeline:
         return divisor(mean)
 
     def sums(self, params: Params, buffers: Buffers, batch: Batch) -> Sums:
-        """Return the sums that the loss takes of a batch, in evaluation mode."""
+        """Return the loss's sums of a batch, in evaluation mode."""
         layers, shared = self._apart(params)
         rows = split_rows(dict(batch), self.forward.microbatches, self.layout)
         everywhere, data = PartitionSpec(), self._axes_of("batch")
@@ -141,7 +141,7 @@ class Pipeline:
     def _on_stages(
         self, local: Callable[..., Any], inside: Specs, outside: Specs, *more: str
     ) -> Callable[..., Any]:
-        """`local` on each stage, manual on `more` axes too; it may be in a `jax.shard_map`."""
+        """Run `local` on each stage, manual on `more` axes too, also inside a `shard_map`."""
         nested = bool(jax.sharding.get_abstract_mesh().manual_axes)
         return jax.shard_map(
             local,
@@ -190,7 +190,7 @@ class Pipeline:
 
     @cached_property
     def _specs(self) -> StageSpecs:
-        """How axes that are left to XLA split what a stage holds."""
+        """The partition specs of a stage's values over axes that are left to XLA."""
         manual = {AXIS, *self._axes_of("batch")}
 
         def spec(dims: Dims) -> PartitionSpec:
@@ -215,18 +215,19 @@ class Pipeline:
         return apart
 
     def _together(self, layers: list[Any], shared: list[Any]) -> PyTree:
-        """The inverse of `_apart`."""
+        """Invert `_apart`."""
         left = {True: iter(layers), False: iter(shared)}
         names = [name for name, _ in flatten_with_names(self.model.params)]
         leaves = [next(left[name in self.model.stacked]) for name in names]
         return jax.tree.structure(self.model.params).unflatten(leaves)
 
     def _to_stages(self, layers: list[Any]) -> list[Any]:
-        """`[layers, ...]` as `[places, most layers, ...]`, a stage's chunks side by side."""
+        """Rearrange `[layers, ...]` to `[places, most layers, ...]`, stage after stage."""
         placement = self.ticks.placement
         if not self.cut.even:
-            # Of layers that are whole on every stage, each looks up its own. XLA's partitioner dies
-            # of one lookup for all stages, where data and tensor axes split the leaf too.
+            # If layers are whole on every stage, each stage looks up its own. XLA's partitioner
+            # crashes on a single lookup for all stages, where data and tensor axes split the leaf
+            # too.
             index = jnp.asarray(to_stages(self.cut.index, placement))
             everywhere, here = PartitionSpec(), PartitionSpec(AXIS)
             return self._on_stages(_looked_up, (everywhere, here), here)(layers, index)
@@ -235,13 +236,13 @@ class Pipeline:
 
     def _from_stages(self, chunks: list[Any]) -> list[Any]:
         if not self.cut.even:
-            # Gathered before layers are picked out, which XLA would send one by one.
+            # Gathered before layers are picked, which XLA would otherwise send layer by layer.
             chunks = [self._gathered(*pair) for pair in zip(chunks, self._specs.chunk, strict=True)]
         ordered = chunks if self._arranged else from_stages(chunks, self.ticks.placement)
         return self.cut.from_chunks(ordered)
 
     def _gathered(self, chunks: PyTree, spec: PartitionSpec) -> PyTree:
-        """All places on every stage; `spec` is that of one place."""
+        """Gather all places on every stage; `spec` is that of a single place."""
         inside = jax.sharding.get_abstract_mesh()
         mesh = inside if inside.manual_axes else self.layout.mesh
         whole = NamedSharding(mesh, PartitionSpec(None, *spec))
@@ -249,12 +250,12 @@ class Pipeline:
 
     @property
     def _arranged(self) -> bool:
-        """Whether parameters come in the order of the stages."""
+        """Whether parameters are stored in the order of the stages."""
         return self.stack is not None or is_in_order(self.ticks.placement)
 
     @cached_property
     def stack(self) -> StageStack | None:
-        """How stacked layers are stored; None where they stand in the model's order."""
+        """The form of stored stacked layers; None where they are in the model's order."""
         placement, split = self.ticks.placement, self.layout.axis_of("layers") == AXIS
         if not split or not self.cut.even or is_in_order(placement) or -1 in on_stages(placement):
             return None
@@ -269,11 +270,11 @@ def plan_pipeline(
     layout: Layout,
     dims: Mapping[str, Dims],
 ) -> Pipeline:
-    """The pipeline of a mesh with stages.
+    """Build the pipeline of a mesh with stages.
 
     Args:
-      plan: of the same config and model, by `plan_chunks`.
-      layout: of the training state (`plan.stored`).
+      plan: the plan of the same config and model, by `plan_chunks`.
+      layout: the layout of the training state (`plan.stored`).
 
     Raises:
       ConfigError: sequence parallelism on CPU.
@@ -302,7 +303,7 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
     except ConfigError as error:
         if not config.ahead:
             raise
-        in_ticks(schedule)  # A schedule that is wrong by itself says so.
+        in_ticks(schedule)  # Raises here for a schedule that is itself wrong.
         raise ConfigError(
             f"parallel.pipeline.ahead: with {schedule.microbatches} microbatches, {schedule.name} "
             "does not allow stages to run their forward tasks ahead, for some would wait for each "
@@ -314,10 +315,10 @@ def lowered(config: PipelineConfig, schedule: Schedule) -> tuple[Ticks, Ticks]:
 def minimised(
     loss: Loss, outputs: Callable[..., Any], visit: Visit, factor: jax.Array | None
 ) -> tuple[jax.Array, Sums]:
-    """The total loss of a microbatch times the factor, and all sums.
+    """Return the total loss of a microbatch times the factor, and all sums.
 
     Args:
-      outputs: in the place of the model, what the loss is taken of.
+      outputs: the object that the loss receives in place of the model.
     """
     batch = weighted(visit.rows)
     sums = as_sums(loss(outputs, batch), batch)
@@ -331,5 +332,5 @@ def _looked_up(layers: list[Any], index: jax.Array) -> list[Any]:
 
 
 def _absent(leaves: list[Any]) -> list[jax.Array]:
-    """Zeros in the place of parameters that a part of the model does not use."""
+    """Return zeros in place of parameters that a part of the model does not use."""
     return [jnp.zeros(leaf.shape, leaf.dtype) for leaf in leaves]

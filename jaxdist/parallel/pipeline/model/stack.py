@@ -1,8 +1,8 @@
-"""Stacked layers stored in the order of the stages: a step computes with them where they lie.
+"""Stacked layers stored in the order of the stages, so that a step need not move them.
 
 Where a stage has several chunks of the model, these are not adjacent in the model. Stored in the
-model's order, most parameters and gradients would go from stage to stage in each step. So they are
-stored stage after stage, and put into the model's order for files and for whoever reads them.
+model's order, most parameters and gradients would be sent from stage to stage in each step. They
+are therefore stored stage after stage, and put into the model's order for files and other readers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from jaxdist.parallel.pipeline.model.chunks import on_stages
 
 
 def is_in_order(placement: Sequence[int]) -> bool:
-    """Whether the model's order is that of the stages."""
+    """Return whether the model's order is that of the stages."""
     return on_stages(placement) == tuple(range(len(placement)))
 
 
 @dataclass(frozen=True)
 class StageStack:
-    """Leaves `[layers, ...]`, split over the stages; each chunk has as many layers.
+    """Leaves `[layers, ...]`, split over the stages; all chunks have equally many layers.
 
     Attributes:
       axis: the mesh axis of the stages.
-      placement: the stage of each chunk; each stage has as many.
+      placement: the stage of each chunk; all stages have equally many.
     """
 
     mesh: Mesh
@@ -39,28 +39,29 @@ class StageStack:
     placement: tuple[int, ...]
 
     def store(self, leaf: jax.Array) -> jax.Array:
-        """From the model's order to that of the stages."""
+        """Reorder from the model's order to that of the stages."""
         return _moved(leaf, self.mesh, self.axis, on_stages(self.placement))
 
     def restore(self, leaf: jax.Array) -> jax.Array:
-        """The inverse of `store`."""
+        """Invert `store`."""
         order = on_stages(self.placement)
         return _moved(leaf, self.mesh, self.axis, tuple(map(order.index, range(len(order)))))
 
 
 @partial(jax.jit, static_argnums=(1, 2, 3))
 def _moved(leaf: jax.Array, mesh: Mesh, axis: str, sources: tuple[int, ...]) -> jax.Array:
-    """A leaf with the chunk of place `sources[i]` in place i.
+    """Return a leaf with the chunk of place `sources[i]` in place i.
 
-    By permutes of a chunk: no device ever holds another stage's share besides its own, which a
-    lookup in the whole leaf does not give.
+    It uses permutes of a chunk: no device ever holds another stage's share besides its own, as it
+    would with a lookup in the whole leaf.
     """
     stages = mesh.shape[axis]
     each = len(sources) // stages
 
     def local(x: jax.Array, here: jax.Array) -> jax.Array:
         found = chunks = x.reshape(each, -1, *x.shape[1:])
-        # One place on all senders, one on all receivers: so each sends, and receives, at most once.
+        # One place on all senders, one on all receivers: each device sends, and receives, at most
+        # once.
         for old, new in itertools.product(range(each), repeat=2):
             pairs = [
                 (source // each, place // each)

@@ -1,1 +1,1 @@
-"""Which layers make a chunk, what they cost, and which schedule runs them."""
+"""Planning: the layers of each chunk, their costs, and the schedule."""

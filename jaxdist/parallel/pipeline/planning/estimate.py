@@ -1,4 +1,4 @@
-"""What the layers of a model cost, estimated from its shapes: traced, and nothing computed."""
+"""Costs of a model's layers, estimated from its shapes: traced, without computation."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jaxdist.types import Leaf, Params, PyTree
 def block_costs(
     model: Functional, loss: Loss, batch: Mapping[str, Leaf], layers: int
 ) -> LayerCosts:
-    """Costs of a model with a stack of blocks, in percent of the whole.
+    """Estimate the costs of a model with a stack of blocks, in percent of the whole.
 
     Args:
       batch: arrays or their shapes; only the ratios of costs are used, so any number of rows.
-      layers: how many blocks there are, all alike.
+      layers: number of blocks, which are all alike.
     """
 
     def bound(params: Params, rows: Mapping[str, Leaf]) -> tuple[Model, tuple[jax.Array, ...]]:
@@ -54,14 +54,14 @@ def block_costs(
 
 
 def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Leaf], parts: int) -> LayerCosts:
-    """Costs of a model of unlike parts, in percent of the whole.
+    """Estimate the costs of a model of dissimilar parts, in percent of the whole.
 
     Args:
       batch: arrays or their shapes; only the ratios of costs are used, so any number of rows.
-      parts: how many the model has.
+      parts: number of parts of the model.
 
     Raises:
-      ConfigError: a part that does not give one array with a row for each example.
+      ConfigError: a part that does not return an array with a row for each example.
     """
 
     def part(
@@ -85,7 +85,7 @@ def part_costs(model: Functional, loss: Loss, batch: Mapping[str, Leaf], parts: 
 
 
 def shapes_of(batch: Mapping[str, Leaf]) -> dict[str, jax.ShapeDtypeStruct]:
-    """The shapes of a batch, wherever it lies."""
+    """Return the shapes of a batch, wherever it is stored."""
     return {name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for name, leaf in batch.items()}
 
 

@@ -1,7 +1,7 @@
-"""Layers to chunks: the cut whose slowest chunk is fastest, within each stage's memory.
+"""Partition of layers to chunks: the fastest slowest chunk, within each stage's memory.
 
-Dynamic programming over (chunks so far, layers so far), exact; chunks hold runs of layers, as many
-as it takes: an embedding or a head makes its chunk's run shorter.
+Dynamic programming over (chunks so far, layers so far), exact. Chunks hold runs of layers of any
+length: the cost of an embedding or a head makes its chunk's run shorter.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from jaxdist.pipeline_schedules.check import live_microbatches
 from jaxdist.pipeline_schedules.schedule import Schedule
 
 ROUNDING = 1e-9
-"""Sums of times and bytes that differ by no more, relative to their size, are equal."""
+"""Relative difference up to which sums of times and bytes count as equal."""
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What the layers of a model cost, measured or estimated.
+    """The costs of a model's layers, measured or estimated.
 
     Attributes:
-      seconds: by layer, forward and backward of one microbatch; any unit will do.
-      state_bytes: by layer, weights with their gradients and optimizer state; None: all 0.
-      activation_bytes: by layer, what one microbatch leaves for the backward pass; None: all 0.
-      first_seconds: what the first chunk does besides its layers (the embedding), per microbatch.
-      last_seconds: what the last chunk does besides (the head and the loss).
+      seconds: for each layer, forward and backward of a microbatch; in any unit.
+      state_bytes: for each layer, weights with gradients and optimizer state; None: all 0.
+      activation_bytes: for each layer, a microbatch's memory for the backward pass; None: all 0.
+      first_seconds: the first chunk's time besides its layers (the embedding), per microbatch.
+      last_seconds: the last chunk's time besides its layers (the head and the loss).
       first_bytes: memory of the embedding, with gradients and optimizer state.
       last_bytes: memory of the head and the loss.
     """
@@ -49,14 +49,15 @@ class Partition:
 
     Attributes:
       placement: the stage of each chunk.
-      counts: by chunk, its layers.
-      seconds: by chunk, its time per microbatch.
-      stage_bytes: by stage, its memory.
-      cap_bytes: by stage, the memory there is; None: not limited.
-      even_seconds: the slowest chunk's time had all chunks the same number of layers, or as near as
-        can be.
-      exact: is no cut within the memory faster? Not known where chunks that share a stage had to be
-        given even shares of its memory. None: the cut was given, not found.
+      counts: for each chunk, its number of layers.
+      seconds: for each chunk, its time per microbatch.
+      stage_bytes: for each stage, its memory.
+      cap_bytes: for each stage, the available memory; None: not limited.
+      even_seconds: the slowest chunk's time if all chunks had equally many layers, or as nearly as
+        possible.
+      exact: whether no cut within the memory is faster. It is unknown (False) where chunks that
+        share a stage had to be given equal parts of its memory. None: the cut was given, not
+        searched.
     """
 
     placement: tuple[int, ...]
@@ -69,11 +70,11 @@ class Partition:
 
     @property
     def bounds(self) -> tuple[int, ...]:
-        """Chunk c holds layers bounds[c] to bounds[c + 1] - 1."""
+        """The bounds of chunks: chunk c has layers bounds[c] to bounds[c + 1] - 1."""
         return (0, *accumulate(self.counts))
 
     def explain(self) -> str:
-        """The cut as a table, and in words why it is this one.
+        """Format the cut as a table, with the reasons for it.
 
         >>> print(partition(LayerCosts([1.0] * 6, last_seconds=2.0), placement=(0, 1)).explain())
         chunk  stage  layers        time
@@ -129,12 +130,13 @@ def partition(
     cap_bytes: float | Sequence[float] | None = None,
     live: Sequence[float] | None = None,
 ) -> Partition:
-    """The cut of a model into chunks whose slowest chunk is fastest, then the most even such cut.
+    """Cut a model into chunks whose slowest chunk is fastest; of those cuts, the most even.
 
     Args:
-      placement: the stage of each chunk, as a schedule has it.
-      cap_bytes: the memory of a stage, one number or one for each stage; None: not limited.
-      live: by chunk, the microbatches whose activations live at once; see `live_counts`. None: one.
+      placement: the stage of each chunk, from the schedule.
+      cap_bytes: the memory of a stage, a number or a number for each stage; None: not limited.
+      live: for each chunk, the microbatches whose activations are live at once; see `live_counts`.
+        None: 1.
 
     Raises:
       ConfigError: fewer layers than chunks, costs of different lengths or negative, or no cut that
@@ -158,11 +160,11 @@ def partition(
 
 
 def weigh(layers: LayerCosts, placement: Sequence[int], counts: Sequence[int]) -> Partition:
-    """A cut that is given, with what its chunks cost.
+    """Compute the costs of the chunks of a given cut.
 
     Args:
-      placement: the stage of each chunk, as a schedule has it.
-      counts: layers by chunk, which add up to all of them.
+      placement: the stage of each chunk, from the schedule.
+      counts: number of layers of each chunk, which add up to all layers.
 
     >>> weigh(LayerCosts([1.0] * 5 + [3.0]), placement=(0, 1), counts=(3, 3)).seconds
     (3.0, 5.0)
@@ -172,7 +174,7 @@ def weigh(layers: LayerCosts, placement: Sequence[int], counts: Sequence[int]) -
 
 
 def live_counts(schedule: Schedule) -> tuple[int, ...]:
-    """By chunk, the most microbatches whose activations live at once.
+    """Return, for each chunk, the most microbatches whose activations are live at once.
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> live_counts(one_f_one_b(stages=3, microbatches=8))
@@ -185,7 +187,7 @@ def live_counts(schedule: Schedule) -> tuple[int, ...]:
 
 
 class _Problem:
-    """Sums over runs of layers: `times[a, b]` is layers a to b - 1."""
+    """A search with the sums over runs of layers: `times[a, b]` is that of layers a to b - 1."""
 
     def __init__(
         self, layers: LayerCosts, placement: tuple[int, ...], live: Sequence[float] | None
@@ -214,7 +216,7 @@ class _Problem:
         return caps
 
     def chunk_seconds(self, chunk: int, low: np.ndarray, high: int) -> np.ndarray:
-        """Times of a chunk that begins at each layer of `low` and ends before `high`."""
+        """Return the times of a chunk that begins at each layer of `low` and ends before `high`."""
         extra = self.layers.first_seconds * (chunk == 0)
         extra += self.layers.last_seconds * (chunk == self.chunks - 1)
         return self.seconds[high] - self.seconds[low] + extra
@@ -226,12 +228,12 @@ class _Problem:
         return self.state[high] - self.state[low] + self.live[chunk] * kept + extra
 
     def cut(self, room: np.ndarray | None) -> tuple[int, ...] | None:
-        """Layers by chunk of the best cut; None where nothing fits the chunks' room."""
+        """Return the number of layers per chunk of the best cut; None where no cut fits."""
         slowest = self._search(room, float("inf"), np.maximum, lambda time: time)
         if slowest is None:
             return None
         limit = slowest[1] * (1 + ROUNDING)
-        # Among the cuts as fast as can be: the least sum of squares, which is the most even one.
+        # Of the fastest cuts, that with the least sum of squares is the most even.
         evenest = self._search(room, limit, np.add, np.square)
         assert evenest is not None, "the fastest cut is one of them"
         return evenest[0]
@@ -243,7 +245,7 @@ class _Problem:
         combine: Callable[..., np.ndarray],
         value: Callable[[np.ndarray], np.ndarray],
     ) -> tuple[tuple[int, ...], float] | None:
-        """The cut that minimises `combine` over chunks of `value` of their times.
+        """Find the cut that minimises `combine` over chunks of `value` of their times.
 
         Args:
           room: bytes that each chunk may take; None: not limited.

@@ -1,4 +1,4 @@
-"""Which layers each chunk of a pipeline has, from a config and the shapes of a model."""
+"""The layers of each chunk of a pipeline, from a config and the shapes of a model."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ class PipelineConfig(Config):
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """Which layers each chunk has, and the schedule that runs them.
+    """The layers of each chunk, and the schedule that runs them.
 
     Attributes:
-      layers: by chunk.
-      parted: whether the layers are unlike parts rather than a stack of equal blocks.
-      explained: how the cut was chosen, in lines of text.
+      layers: number of layers of each chunk.
+      parted: whether the layers are dissimilar parts rather than a stack of equal blocks.
+      explained: the reasons for the cut, in lines of text.
     """
 
     schedule: Schedule
@@ -66,7 +66,7 @@ class ChunkPlan:
     explained: tuple[str, ...]
 
     def stored(self, layout: Layout) -> Layout:
-        """The layout of the training state: every stage stores all layers if they do not divide."""
+        """Return the layout of the stored state; stages store all layers that do not divide."""
         if layout.axis_of("layers") != AXIS or sum(self.layers) % stages_of(layout.mesh) == 0:
             return layout
         rules = ((dim, None if dim == "layers" else axis) for dim, axis in layout.rules)
@@ -75,10 +75,10 @@ class ChunkPlan:
     def notices(
         self, layout: Layout, model: Functional, dims: Mapping[str, Dims]
     ) -> tuple[str, ...]:
-        """What the cut costs besides time, a sentence each.
+        """Describe the costs of the cut besides time, a sentence each.
 
         Args:
-          layout: of the training state.
+          layout: the layout of the training state.
           dims: logical dims of each parameter, by name.
         """
         layers, stages = sum(self.layers), stages_of(layout.mesh)
@@ -112,14 +112,14 @@ def plan_chunks(
     stages: int,
     microbatches: int,
 ) -> ChunkPlan | None:
-    """The layers of each chunk; None where there is one stage only.
+    """Plan the layers of each chunk; None for a single stage.
 
     Args:
-      batch: its shapes, of any number of rows.
+      batch: shapes of a batch with any number of rows.
 
     Raises:
-      ConfigError: a model without blocks or parts, or with buffers; too few of them for the
-        chunks; microbatches that do not fit the schedule.
+      ConfigError: a model without blocks or parts, or with buffers; too few of them for the chunks;
+        microbatches that do not fit the schedule.
     """
     if stages == 1:
         return None
@@ -142,10 +142,10 @@ def plan_chunks(
 
 
 def stages_of(mesh: Mesh) -> int:
-    """The number of stages of a mesh; 1 if it has no axis `stage`.
+    """Return the number of stages of a mesh; 1 if it has no axis `stage`.
 
     Raises:
-      ConfigError: the axis crosses from one network to another.
+      ConfigError: the axis spans two networks.
     """
     if axis_size(mesh, AXIS) > 1 and AXIS not in mesh.shape:
         raise ConfigError("mesh.stage lies over two networks, and stages are one axis: give a size")
@@ -153,7 +153,7 @@ def stages_of(mesh: Mesh) -> int:
 
 
 def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple[Partition, str]:
-    """Layers by chunk, with what they cost, and how that came about."""
+    """Return the layers per chunk with their costs, and the origin of the cut."""
     best = partition(costs, schedule.placement)
     if config.layers is None:
         return best, "balanced"
@@ -167,7 +167,7 @@ def _cut(config: PipelineConfig, costs: LayerCosts, schedule: Schedule) -> tuple
 def _check_counts(
     given: tuple[int, ...] | None, layers: int, what: str, schedule: Schedule
 ) -> None:
-    """Raises ConfigError unless each chunk has a layer, and the counts given are of all layers."""
+    """Raise ConfigError unless each chunk has a layer, and given counts add up to all layers."""
     chunks, stages = schedule.chunks, schedule.stages
     where = f"{chunks} chunks (schedule {schedule.name} on {stages} stages)"
     if layers < chunks:
@@ -186,7 +186,7 @@ def _check_counts(
 
 
 def _layers(model: Functional, stages: int) -> tuple[int, bool]:
-    """The number of blocks or of parts of a model, and whether it is made of parts."""
+    """Return the number of blocks or of parts of a model, and whether it is made of parts."""
     made: Model = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
     where = f"mesh.stage {stages}: {type(made).__name__}"
     if jax.tree.leaves(model.buffers):

@@ -1,4 +1,4 @@
-"""Which equations of a traced function run in which of its halves.
+"""The assignment of a traced function's equations to its two halves.
 
 The halves are named after those of a backward pass in zero-bubble schedules (Qi et al. 2023, arXiv
 2401.10241): B computes the gradient of the input, and runs first; W computes those of the weights.
@@ -24,9 +24,9 @@ class SplitScan:
 
     Attributes:
       body: the scan's body, with calls inlined.
-      assignment: which equations of the body run in which of the two scans.
+      assignment: the assignment of the body's equations to the two scans.
       in_b: for each result of the scan (carries first), whether the scan in B computes it.
-      names: keys of the arrays that B keeps of all iterations, one for each of `assignment.kept`.
+      names: keys of the arrays that B keeps of all iterations, a key for each of `assignment.kept`.
     """
 
     equation: JaxprEqn
@@ -46,7 +46,7 @@ class Assignment:
     Attributes:
       b, w: the steps of each half, in order.
       kept: variables, or names of a `SplitScan`, whose values B hands to W.
-      w_inputs: arguments that W reads by itself, without B's keeping them.
+      w_inputs: arguments that W reads itself, without B's keeping them.
     """
 
     b: tuple[Step, ...]
@@ -61,7 +61,7 @@ def assign(
     """Assign the equations of `jaxpr` to the halves B and W.
 
     Args:
-      at_hand: for each argument, whether both halves are given it, at no memory.
+      at_hand: for each argument, whether both halves receive it, without memory.
       outside: for each argument, whether the caller makes it available to both halves: those of a
         scan's body that come from outside of the scan.
       in_b: for each result, whether B computes it; W computes the others.
@@ -70,7 +70,7 @@ def assign(
     fixed = {v for v, own in zip(jaxpr.invars, at_hand, strict=True) if own} | {*jaxpr.constvars}
     available = {v for v, own in zip(jaxpr.invars, outside, strict=True) if own} | fixed
     recomputable = fixed | _only_from(jaxpr, fixed)
-    kept: dict[Hashable, None] = {}  # in place of a set, for its order
+    kept: dict[Hashable, None] = {}  # a set with an order
     later: list[Step] = []
     for i, equation in reversed([*enumerate(jaxpr.eqns)]):
         mine = [var for var in equation.outvars if var in needed]
@@ -83,8 +83,8 @@ def assign(
                 kept.update(dict.fromkeys(step.names))
         elif i in steps and not all(var in recomputable for var in mine):
             # B runs it, and W needs its results: they are kept rather than computed twice. Results
-            # that follow from what is at hand alone (a cast of a weight) are computed twice, since
-            # keeping them would cost their memory for every microbatch in flight.
+            # that depend only on arguments of both halves (a cast of a weight) are computed twice,
+            # since keeping them would cost their memory for every microbatch in flight.
             kept.update(dict.fromkeys(mine))
             mine = []
         if mine:
@@ -99,7 +99,7 @@ def assign(
 
 
 def _steps_of_b(jaxpr: Jaxpr, in_b: Sequence[bool]) -> dict[int, Step]:
-    """What B runs, by position of the equation: all that its results need, from the last back."""
+    """Return B's steps by position of the equation: all that its results need."""
     needed = _made(jaxpr, in_b)
     steps: dict[int, Step] = {}
     for i, equation in reversed([*enumerate(jaxpr.eqns)]):
@@ -117,7 +117,7 @@ def _made(jaxpr: Jaxpr, results: Sequence[bool]) -> set[Var]:
 
 
 def _only_from(jaxpr: Jaxpr, fixed: set[Var]) -> set[Var]:
-    """The variables that depend on these alone."""
+    """Return the variables that depend only on these."""
     found = set(fixed)
     for equation in jaxpr.eqns:
         if all(isinstance(var, Constant) or var in found for var in equation.invars):
@@ -126,7 +126,7 @@ def _only_from(jaxpr: Jaxpr, fixed: set[Var]) -> set[Var]:
 
 
 def reads(step: Step, half: Half) -> set[Var]:
-    """The variables that a step reads in one of the halves."""
+    """Return the variables that a step reads in a half."""
     equation = step.equation if isinstance(step, SplitScan) else step
     read = equation.invars
     if isinstance(step, SplitScan):
@@ -144,17 +144,17 @@ def reads(step: Step, half: Half) -> set[Var]:
 
 
 def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
-    """A scan of which B needs the results that are marked; None if it cannot be split.
+    """Split a scan whose marked results B needs; None if it cannot be split.
 
-    That is so if B needs everything, or if nothing would be left for W.
+    It cannot if B needs everything, or if nothing would remain for W.
     """
     if equation.primitive.name != "scan" or all(early):
         return None
     consts, carries = scan_counts(equation)
     body = inlined(closed(equation.params["jaxpr"]))
     early = [*early]
-    # A carry that a result of B depends on is B's as well, and what that carry depends on, ...:
-    # repeated until nothing is added, since a carry feeds the next iteration.
+    # A carry that a result of B depends on belongs to B as well, and so do the carries that it
+    # depends on: repeated until nothing is added, since a carry feeds the next iteration.
     while True:
         reached = _reached(body.jaxpr, early)
         more = [
@@ -170,8 +170,8 @@ def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
     assignment = assign(
         body.jaxpr,
         # W's scan carries the sums that B's does not (gradients of weights that layers share), so
-        # they are at hand in W. A carry of B's is neither at hand nor outside: W's scan does not
-        # have it, and B's keeps it of each iteration if W needs it.
+        # they are available in W. A carry of B's is neither at hand nor outside: W's scan does not
+        # have it, and B's scan keeps it for each iteration if W needs it.
         at_hand=[own and not made for own, made in zip(carried, made_in_b, strict=True)],
         outside=[not own for own in carried],
         in_b=early,
@@ -183,7 +183,7 @@ def _split_scan(equation: JaxprEqn, early: Sequence[bool]) -> SplitScan | None:
 
 
 def _reached(jaxpr: Jaxpr, outputs: Sequence[bool]) -> set[Var]:
-    """The variables that these results need."""
+    """Return the variables that these results need."""
     found = _made(jaxpr, outputs)
     for equation in reversed(jaxpr.eqns):
         if any(var in found for var in equation.outvars):

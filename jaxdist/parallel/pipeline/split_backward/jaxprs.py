@@ -10,14 +10,14 @@ import jax
 from jax.extend.core import ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, jaxpr_as_fun
 
 Env = dict[Hashable, jax.Array]
-"""Values by variable, and by name those that a split scan keeps."""
+"""Values by variable, and by name for those that a split scan keeps."""
 
 
 def depends_on(jaxpr: Jaxpr, inputs: Sequence[bool]) -> list[bool]:
-    """For each result, whether it may depend on one of the arguments that are marked.
+    """For each result, return whether it may depend on a marked argument.
 
-    Loops over layers, calls and conditionals are looked into; of anything else, every result
-    depends on all of its arguments.
+    Loops over layers, calls and conditionals are searched; of any other operation, every result is
+    assumed to depend on all of its arguments.
     """
     marked = {var for var, chosen in zip(jaxpr.invars, inputs, strict=True) if chosen}
 
@@ -55,7 +55,7 @@ def _of_scan(equation: JaxprEqn, given: list[bool]) -> list[bool]:
 
 
 def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
-    """Return the function that an equation runs once on its own arguments; None for all others.
+    """Return the function that an equation calls once on its own arguments; None for others.
 
     It is a jitted or rematerialised function, or the rule of a `jax.custom_vjp`, which jax calls
     by `closed_call` and stores under another name.
@@ -67,14 +67,14 @@ def _body_of_call(equation: JaxprEqn) -> ClosedJaxpr | None:
 
 
 def closed(jaxpr: Any) -> ClosedJaxpr:
-    """The same with its constants; from jax 0.12 on every jaxpr has them."""
+    """Return the jaxpr with its constants; since jax 0.12 every jaxpr has them."""
     return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, ())
 
 
 def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
-    """How many constants and carries a scan has; its other arguments are cut into slices.
+    """Return how many constants and carries a scan has; its other arguments are cut into slices.
 
-    Versions of jax write it down differently, but a slice always has a dim less than its array.
+    Their form depends on jax's version, but a slice always has one dim fewer than its array.
     """
     body = equation.params["jaxpr"].jaxpr
 
@@ -87,7 +87,7 @@ def scan_counts(equation: JaxprEqn) -> tuple[int, int]:
 
 
 def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
-    """The same function with calls replaced by their bodies, so that those can be split."""
+    """Replace calls in a function by their bodies, so that those can be split."""
 
     def evaluate(called: ClosedJaxpr, args: Sequence[jax.Array]) -> list[jax.Array]:
         jaxpr = called.jaxpr
@@ -108,10 +108,10 @@ def inlined(whole: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def bind(equation: JaxprEqn, env: Env) -> None:
-    """Run one equation and put its results into `env`.
+    """Run an equation and put its results into `env`.
 
-    Not `primitive.bind`: as the only equation of a jaxpr it runs in the context (of a mesh) that it
-    was traced in.
+    It does not use `primitive.bind`: as the only equation of a jaxpr it runs in the context (of a
+    mesh) in which it was traced.
     """
     read = [*dict.fromkeys(var for var in equation.invars if not isinstance(var, Literal))]
     made = [var for var in equation.outvars if not isinstance(var, DropVar)]
@@ -126,5 +126,5 @@ def _empty() -> Jaxpr:
 
 
 def value(env: Env, var: Var | Literal) -> jax.Array:
-    """What a variable holds; a literal is its own value."""
+    """Return the value of a variable; a literal is its own value."""
     return var.val if isinstance(var, Literal) else env[var]

@@ -1,9 +1,10 @@
-"""A backward pass in two: B for the gradient of the input, W for those of the weights.
+"""A backward pass in two halves: B for the gradient of the input, W for those of the weights.
 
-The stage before waits for the gradient of a chunk's input; nobody waits for those of its weights.
-So the equations of the traced backward pass are divided into two functions, and each runs once: a
-loop over layers becomes two loops, of which the first keeps for every layer what the second needs.
-Only what depends on nothing but arguments that are at hand both times is computed twice.
+The previous stage waits for the gradient of a chunk's input; no stage waits for those of its
+weights. The equations of the traced backward pass are therefore divided into two functions, and
+each equation runs once: a loop over layers becomes two loops, of which the first keeps for every
+layer the values that the second needs. Only values that depend on nothing but common arguments are
+computed twice.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from jaxdist.types import PyTree
 
 @dataclass(frozen=True)
 class SplitFunction:
-    """Both halves of a function of (what is at hand both times, what is given the first time).
+    """Both halves of a function of (arguments of both halves, arguments of the first).
 
     Attributes:
-      kept: shapes of what B hands to W.
-      b: (at hand, given) to (the results wanted first, kept).
-      w: (at hand, kept) to the other results.
+      kept: shapes of the values that B hands to W.
+      b: function from (at hand, given) to (the results wanted first, kept).
+      w: function from (at hand, kept) to the other results.
     """
 
     kept: tuple[jax.ShapeDtypeStruct, ...]
@@ -38,7 +39,7 @@ class SplitFunction:
 def split_function(
     function: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]], at_hand: PyTree, given: PyTree
 ) -> SplitFunction:
-    """`function` of (at_hand, given), which returns (wanted first, others), in two halves.
+    """Split `function` of (at_hand, given), which returns (wanted first, others), into halves.
 
     Args:
       at_hand, given: arguments, or their shapes.
@@ -55,8 +56,8 @@ def split_function(
     )
 
     def start(leaves: Sequence[jax.Array]) -> Env:
-        # Not strict: W is given the first arguments only. It never reads the others, since those
-        # that it needs are among what is kept.
+        # Not strict: W receives only the first arguments. It never reads the others, since it has
+        # those that it needs among the kept values.
         return dict(
             zip((*closed.jaxpr.constvars, *invars), (*closed.consts, *leaves), strict=False)
         )
@@ -99,19 +100,19 @@ def _run_w(loop: SplitScan, env: Env) -> None:
 def _scan(
     loop: SplitScan, env: Env, half: Half, kept: Sequence[jax.Array]
 ) -> tuple[Env, Sequence[jax.Array]]:
-    """One of the two scans: its results by variable, and what it keeps of each iteration."""
+    """Run one of the two scans; return its results and the values kept for iterations."""
     equation, inner = loop.equation, loop.body.jaxpr
     params = equation.params
     consts, carries = scan_counts(equation)
     own = [early == (half == "b") for early in loop.in_b]
     read = reads(loop, half)
     pairs = [*zip(inner.invars, equation.invars, strict=True)]
-    # W may lack what B alone reads of the scan's arguments: they are not in its environment.
+    # W may lack arguments of the scan that only B reads: they are not in its environment.
     usable = [(var, of) for var, of in pairs if isinstance(of, Literal) or of in read]
     carry = [
         pair for pair, mine in zip(pairs[consts : consts + carries], own, strict=False) if mine
     ]
-    # By identity: an argument may stand in several places, its variable inside in one only.
+    # By identity: an argument may occur in several places, its inner variable in only one.
     given = {id(var) for var, _ in pairs[consts + carries :]}
     slices = [pair for pair in usable if id(pair[0]) in given]
     fixed = dict(zip(inner.constvars, loop.body.consts, strict=True))
