@@ -138,7 +138,7 @@ def test_imports_go_down():
         own = own_part(file)
         if own == "__init__":
             continue
-        assert own in LAYER_OF, f"{own} has no layer: give it one in this test and in the README"
+        assert own in LAYER_OF, f"{own} has no layer: give it one here and in docs/concepts.md"
         for part in used_parts(file) - {own}:
             sideways = LAYER_OF[part] == LAYER_OF[own] != 0
             if LAYER_OF[part] > LAYER_OF[own] or sideways:

@@ -1,4 +1,4 @@
-"""The README: short; its picture and paths are those of the code, its figures the recorded ones."""
+"""README and concepts: short; pictures and paths are the code's, figures the recorded ones."""
 
 import re
 import statistics
@@ -10,6 +10,7 @@ from test_layers import LAYERS
 from benchmarks.core.ranges import ranges, read_runs
 
 TEXT = README.read_text()
+CONCEPTS = (ROOT / "docs/concepts.md").read_text()
 PACKAGE = ROOT / "jaxdist"
 MOST_LINES = 150
 
@@ -18,8 +19,13 @@ def test_it_is_short():
     assert len(TEXT.splitlines()) <= MOST_LINES
 
 
+def test_the_two_commands_come_first():
+    head = TEXT.splitlines()[:20]
+    assert sum(line.startswith("    pip install") for line in head) == 2
+
+
 def test_the_picture_shows_the_layers():
-    picture = TEXT.split("[start:layers]")[1].split("```")[1]
+    picture = CONCEPTS.split("## Layers of the code")[1].split("```")[1]
     rows = [re.split(r" {3,}", line)[0].split() for line in picture.splitlines()[1:]]
     there = [
         {part for part in parts if part_exists(part) and part != "__main__"} for parts in LAYERS
@@ -33,7 +39,7 @@ def part_exists(part):
 
 
 def test_what_is_to_be_read_is_there():
-    section = TEXT.split("[start:reading]")[1].split("[end:reading]")[0]
+    section = CONCEPTS.split("### What to read first")[1]
     paths = re.findall(r"`([\w/]+\.py)`", section)
     folders = [PACKAGE, PACKAGE / "parallel/pipeline"]
     assert len(paths) > 15
