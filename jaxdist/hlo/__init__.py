@@ -1,4 +1,4 @@
-"""Reads a compiled program: which collectives run, the bytes they send, FLOPs and memory."""
+"""Reading of compiled programs: the collectives that run, the bytes they send, FLOPs and memory."""
 
 from jaxdist.hlo.ledger import (
     compile_with_text,

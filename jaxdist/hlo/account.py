@@ -1,4 +1,4 @@
-"""Adds up a program from its entry down: every loop, branch and called computation in its place."""
+"""Totals of a program from its entry down, through every loop, branch and called computation."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from jaxdist.hlo.schedule import (
 )
 
 MOST_TURNS = 256
-"""The most turns of a loop that are walked one by one for the sake of its inner loops."""
+"""The most iterations of a loop that are walked individually because of its inner loops."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """What a piece of the program does, as intervals (low, high)."""
+    """The work of a part of the program, as intervals (low, high)."""
 
     flops: tuple[float, float] = (0.0, 0.0)
     collectives: tuple[Collective, ...] = ()
     unknown_loops: tuple[str, ...] = ()
 
     def times(self, low: int, high: int) -> Totals:
-        """The piece run between `low` and `high` times."""
+        """Return the totals of the part run between `low` and `high` times."""
         scaled = (
             dataclasses.replace(c, times_low=c.times_low * low, times_high=c.times_high * high)
             for c in self.collectives
@@ -43,7 +43,7 @@ class Totals:
 
 
 def in_sequence(parts: list[Totals]) -> Totals:
-    """All parts, one after the other."""
+    """Add up all parts, run in sequence."""
     return Totals(
         (sum(part.flops[0] for part in parts), sum(part.flops[1] for part in parts)),
         tuple(c for part in parts for c in part.collectives),
@@ -52,7 +52,7 @@ def in_sequence(parts: list[Totals]) -> Totals:
 
 
 def one_of(branches: list[Totals]) -> Totals:
-    """One of several branches: any collective may run or not; FLOPs from least to most."""
+    """Combine branches of which one runs: any collective may run; FLOPs from least to most."""
     all_maybe = in_sequence([branch.times(0, 1) for branch in branches])
     flops = [branch.flops for branch in branches]
     bounds = (min(low for low, _ in flops), max(high for _, high in flops))
@@ -60,7 +60,7 @@ def one_of(branches: list[Totals]) -> Totals:
 
 
 def account(module: Module, layout: MeshLayout) -> Totals:
-    """The whole program on each device, every collective instruction once."""
+    """Total the whole program on each device, with every collective instruction once."""
     found = _Walk(module, layout).computation(Frame(module, module.entry), Surroundings())
     merged: dict[str, Collective] = {}
     for one in found.collectives:
@@ -70,7 +70,7 @@ def account(module: Module, layout: MeshLayout) -> Totals:
 
 
 def _both(first: Collective, second: Collective) -> Collective:
-    """One instruction that is reached in two ways."""
+    """Merge two records of an instruction that is reached in two ways."""
     return dataclasses.replace(
         first,
         times_low=first.times_low + second.times_low,
@@ -114,7 +114,7 @@ class _Walk:
     def _inside(
         self, caller: Instruction, frame: Frame, callee: Frame, surroundings: Surroundings
     ) -> Surroundings:
-        """What is around the computation that `caller` runs."""
+        """Return the surroundings of the computation that `caller` runs."""
         fused_start = FUSED_START in callee.computation.custom_call_targets
         begins = caller.opcode.endswith("-start") or fused_start
         return Surroundings(
@@ -128,7 +128,7 @@ class _Walk:
     def _begins(
         self, instruction: Instruction, computation: Computation, surroundings: Surroundings
     ) -> bool:
-        """Whether a collective begins here; on TPU, fusions also hold ones that began before."""
+        """Return whether a collective begins here; TPU fusions also hold running collectives."""
         if not surroundings.is_fusion or FUSED_START in computation.custom_call_targets:
             return True
         ends = FUSED_DONE in computation.custom_call_targets
@@ -151,9 +151,9 @@ class _Walk:
         )
 
     def _each_turn(self, frame: Frame, loop: Instruction, trips: int) -> Totals | None:
-        """Count a loop turn by turn, as inner loops need whose length changes from turn to turn.
+        """Count a loop by iteration, for inner loops whose length changes between iterations.
 
-        None where the turns are too many, or where an inner loop stays unknown even so.
+        The result is None where there are too many iterations, or an inner loop remains unknown.
         """
         if trips > MOST_TURNS:
             return None

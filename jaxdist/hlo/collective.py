@@ -1,4 +1,4 @@
-"""One collective instruction to its record."""
+"""The conversion of a collective instruction to its record."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SENT: dict[CollectiveKind, Callable[[int], float]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings:
-    """Where in the program a computation is called."""
+    """The context from which a computation is called."""
 
     is_fusion: bool = False
     start: tuple[Instruction, Computation] | None = None
@@ -39,7 +39,7 @@ def describe(
     module: Module,
     layout: MeshLayout,
 ) -> Collective:
-    """The record of a collective that is executed once."""
+    """Build the record of a collective that is executed once."""
     kind = kind_of(instruction)
     assert kind is not None, instruction.opcode
     if surroundings.is_fusion and is_fused_reduce_scatter(instruction, computation):
@@ -50,9 +50,9 @@ def describe(
     size = layout.size(axes or ()) if is_permute else max(map(len, groups))
     operands = computation.operand_shapes(instruction)
     if instruction.opcode.startswith("ragged"):
-        operands = operands[:1]  # the others are the output's buffer, offsets and sizes
+        operands = operands[:1]  # the other operands are the output's buffer, offsets and sizes
     shapes = [shape for operand in operands for shape in operand]
-    # The operands also where the result is asked for: XLA:TPU converts on the way out.
+    # The operands, even where the result would do: XLA:TPU may convert the result's dtype.
     parts = size if kind == "all-gather" else 1
     arrays = tuple(shape.bytes * parts for shape in shapes)
     payload = sum(arrays)

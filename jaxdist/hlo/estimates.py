@@ -1,10 +1,10 @@
-"""What the compiler says that one instruction of a TPU program takes, and what it does not say.
+"""The compiler's estimates for the instructions of a TPU program, and their gaps.
 
 XLA:TPU writes `estimated_cycles` into the backend config of fusions, copies, converts and
-reductions: cycles of the TensorCore's clock for one execution, over all cores of the device. Where
-it does not know it writes 2^63 - 1, and collectives and custom calls have none. Those that run a
-kernel are counted by FLOPs and bytes: those that the kernel states (the `cost_estimate` of a Pallas
-call), else its operands' and results' bytes alone.
+reductions: cycles of the TensorCore's clock for an execution, over all cores of the device. Where
+the estimate is unknown it writes 2^63 - 1, and collectives and custom calls have none. Kernels are
+counted by their stated FLOPs and bytes (the `cost_estimate` of a Pallas call), otherwise by the
+bytes of their operands and results only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NO_TIME = frozenset({
     "add-dependency", "after-all", "bitcast", "constant", "domain", "get-dimension-size",
     "get-tuple-element", "iota", "opt-barrier", "parameter", "partition-id", "replica-id", "tuple",
 })  # fmt: skip
-"""Operations that name values, or are computed where they are used."""
+"""Operations that only name values, or that are computed where they are used."""
 
 IDLE_TARGETS = frozenset({
     "AllocateBuffer", "AssumeGatherIndicesInBound", "AsyncCollectiveDone", "AsyncCollectiveStart",
@@ -38,22 +38,22 @@ IDLE_TARGETS = frozenset({
 
 @dataclasses.dataclass(frozen=True)
 class Effort:
-    """What an instruction without an estimate does: to be timed by a rate that is assumed."""
+    """The work of an instruction without an estimate, to be timed at an assumed rate."""
 
     what: str
     """The custom call's target and kernel name, or the operation."""
     flops: float
     bytes: int
     kernel: str = ""
-    """Name of the kernel; empty for all that is none."""
+    """The name of the kernel; empty for other instructions."""
     operands: tuple[ArrayShape, ...] = ()
     results: tuple[ArrayShape, ...] = ()
     blocks: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Sizes of its blocks, where the kernel's metadata says them (`block_q`, `block_kv`, ...)."""
+    """The sizes of its blocks, if the kernel's metadata has them (`block_q`, `block_kv`, ...)."""
 
 
 def estimated_cycles(instruction: Instruction) -> int | None:
-    """Cycles of one execution as the compiler estimates them; None where it does not.
+    """Return the compiler's estimate of the cycles of an execution; None without an estimate.
 
     >>> from jaxdist.hlo.parse import parse_instruction
     >>> line = '  %a = f32[] add(%b, %b), backend_config={"estimated_cycles":"288"}'
@@ -66,9 +66,9 @@ def estimated_cycles(instruction: Instruction) -> int | None:
 
 
 def takes_no_time(instruction: Instruction) -> bool:
-    """Whether an instruction without an estimate does nothing on the device.
+    """Return whether an instruction without an estimate takes no time on the device.
 
-    Scalars are computed on another unit, beside what the device does.
+    Scalars are computed on another unit, concurrently with the device's work.
     """
     if instruction.opcode in NO_TIME or instruction.custom_call_target in IDLE_TARGETS:
         return True
@@ -76,7 +76,7 @@ def takes_no_time(instruction: Instruction) -> bool:
 
 
 def effort(instruction: Instruction, computation: Computation) -> Effort:
-    """FLOPs and bytes of an instruction that the compiler gives no estimate for."""
+    """Return FLOPs and bytes of an instruction without an estimate."""
     shapes = [s for operand in computation.operand_shapes(instruction) for s in operand]
     moved_bytes = sum(shape.bytes for shape in _touched(instruction, shapes))
     attributes = instruction.attributes
@@ -94,7 +94,7 @@ def effort(instruction: Instruction, computation: Computation) -> Effort:
 
 
 def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArrayShape]:
-    """The arrays that are read and written: of a slice or an update in place, that part twice."""
+    """Return the arrays read and written; slices and updates in place count a part, twice."""
     if instruction.opcode == "dynamic-update-slice":
         return [shapes[1]] * 2
     if instruction.opcode in ("dynamic-slice", "slice"):
@@ -103,12 +103,12 @@ def _touched(instruction: Instruction, shapes: list[ArrayShape]) -> list[ArraySh
 
 
 def kernel_name(instruction: Instruction) -> str:
-    """What a kernel of its own is called in the program; empty for all others."""
+    """Return the name of a custom kernel in the program; empty for other instructions."""
     if instruction.custom_call_target != "tpu_custom_call":
         return ""
     return re.sub(r"[.\d]+$", "", instruction.name)
 
 
 def is_on_host(instruction: Instruction) -> bool:
-    """Whether an array of the instruction lies in the host's memory (memory space 5 on TPU)."""
+    """Return whether an array of the instruction is in host memory (memory space 5 on TPU)."""
     return _HOST in instruction.type_text

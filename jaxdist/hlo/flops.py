@@ -1,4 +1,4 @@
-"""FLOPs of one instruction: dots and convolutions, 2 for each multiply-add.
+"""FLOPs of an instruction: dots and convolutions, 2 for each multiply-add.
 
 Element-wise operations and reductions are left out, as in every definition of model FLOPs.
 Products with padding and with the zeros of a dilated input are not counted, as in XLA's own
@@ -19,7 +19,7 @@ _DIM_LABELS = re.compile(r"\bdim_labels=([\w?]+)_([\w?]+)->([\w?]+)")
 _WINDOW = re.compile(r"\bwindow=\{([^}]*)\}")
 _CONTRACTING = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 _STATED = re.compile(r'"flops":"?(\d+)')
-# For each cuDNN direction, which of (result, operand 0, operand 1) plays input, kernel, output.
+# For each cuDNN direction, which of (result, operand 0, operand 1) is input, kernel, output.
 _CUDNN = {
     "__cudnn$convForward": (1, 2, 0),
     "__cudnn$convBiasActivationForward": (1, 2, 0),
@@ -29,7 +29,7 @@ _CUDNN = {
 
 
 def instruction_flops(instruction: Instruction, computation: Computation) -> int:
-    """FLOPs of the instruction itself, without the computations that it calls."""
+    """Return the FLOPs of the instruction itself, without those of computations that it calls."""
     if instruction.opcode in ("dot", "ragged-dot"):
         left = computation.operand_shapes(instruction)[0][0]
         return _dot(instruction.shapes[0], left, instruction.numbers("lhs_contracting_dims"))
@@ -50,7 +50,7 @@ def _dot(result: ArrayShape, left: ArrayShape, contracting: tuple[int, ...]) -> 
 
 
 def _custom_call(instruction: Instruction, computation: Computation) -> int:
-    """Library calls that hide a dot or a convolution, and kernels that state their FLOPs."""
+    """Return the FLOPs of library dots and convolutions, and of kernels that state theirs."""
     target = instruction.custom_call_target
     if target in _CUDNN:
         shapes = [instruction.shapes[0], *_operands(instruction, computation)]
@@ -96,7 +96,7 @@ def _convolution(attributes: str, left: ArrayShape, kernel: ArrayShape, result: 
 def _valid_pairs(
     size: int, kernel: int, result: int, stride: int, pad: int, dilate: int, kernel_dilate: int
 ) -> int:
-    """Pairs of an output and a kernel position along one dim that meet an input element.
+    """Count the pairs of an output and a kernel position along a dim that meet an input element.
 
     >>> _valid_pairs(28, 3, 28, 1, 1, 1, 1)  # "same" padding: both ends lack one
     82

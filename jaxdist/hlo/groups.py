@@ -1,8 +1,8 @@
-"""Which devices a collective joins, and which mesh axes that is.
+"""The devices that a collective joins, and their mesh axes.
 
-HLO spells groups in four ways: `{{0,1},{2,3}}`; `[2,4]<=[8]`, with `T(1,0)` an iota that is
-reshaped and transposed; axes of a mesh of XLA's own, `mesh['a'=2,'b'=4] {'b'}`, or parts of such
-axes; and for a permute `source_target_pairs={{0,1},{1,0}}`.
+HLO writes groups in four ways: `{{0,1},{2,3}}`; `[2,4]<=[8]`, with `T(1,0)` an iota that is
+reshaped and transposed; axes of XLA's own mesh, `mesh['a'=2,'b'=4] {'b'}`, or parts of such axes;
+and for a permute `source_target_pairs={{0,1},{1,0}}`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _integers(text: str) -> list[int]:
 
 
 def iota(text: str) -> np.ndarray:
-    """The array that `[shape]<=[source]T(order)` stands for.
+    """Evaluate `[shape]<=[source]T(order)`.
 
     >>> iota("[4,2]<=[2,4]T(1,0)").tolist()
     [[0, 4], [1, 5], [2, 6], [3, 7]]
@@ -48,7 +48,7 @@ def iota(text: str) -> np.ndarray:
 
 
 def _mesh_groups(sizes_text: str, devices_text: str | None, axes_text: str) -> np.ndarray:
-    """Groups over axes of XLA's own mesh, whole ones or parts `'a':(before)size`."""
+    """Return groups over axes of XLA's own mesh, whole axes or parts `'a':(before)size`."""
     sizes = {name: int(size) for name, size in re.findall(r"([^,=]+)=(\d+)", sizes_text)}
     count = math.prod(sizes.values())
     if devices_text is None:
@@ -79,14 +79,14 @@ def _mesh_groups(sizes_text: str, devices_text: str | None, axes_text: str) -> n
 
 
 def written_groups(attributes: str, everyone: int) -> Groups:
-    """The groups or pairs as an instruction's attributes spell them.
+    """Parse the groups or pairs in an instruction's attributes.
 
     Args:
-      attributes: what follows the operands.
-      everyone: size of the one group that empty groups stand for.
+      attributes: the text after the operands.
+      everyone: the size of the single group that empty groups denote.
 
     Raises:
-      LedgerError: a spelling of replica groups that is not known.
+      LedgerError: an unknown form of replica groups.
 
     >>> written_groups("replica_groups=mesh['a'=2,'b'=4] {'a'}", 8)
     ((0, 4), (1, 5), (2, 6), (3, 7))
@@ -108,11 +108,11 @@ def written_groups(attributes: str, everyone: int) -> Groups:
 
 
 def group_positions(instruction: Instruction, kind: str, module: Module) -> Groups:
-    """Groups as positions in the program's device assignment, counted replica by replica.
+    """Return the groups as positions in the program's device assignment, replica by replica.
 
-    What the written numbers are depends on the operation: flat positions with
-    `use_global_device_ids`; with a channel, partitions for the moving kinds, else replicas, each
-    standing for all its partitions; without a channel, replicas in each partition by itself.
+    The meaning of the written numbers depends on the operation: flat positions with
+    `use_global_device_ids`; with a channel, partitions for the kinds that move data, otherwise
+    replicas, each including all its partitions; without a channel, replicas within each partition.
     """
     replicas, partitions = module.replicas, module.partitions
     attributes = instruction.attributes
@@ -132,16 +132,16 @@ def group_positions(instruction: Instruction, kind: str, module: Module) -> Grou
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MeshLayout:
-    """Where on the mesh each position of the program's device assignment lies."""
+    """The position on the mesh of each device of the program's device assignment."""
 
     axes: Mapping[str, int]
-    """Axis to size, in mesh order."""
+    """The size of each axis, in mesh order."""
     order: tuple[int, ...]
-    """Position in the assignment to index among the mesh's devices, flattened."""
+    """For each position in the assignment, the index among the mesh's flattened devices."""
 
     @cached_property
     def _coordinates(self) -> np.ndarray:
-        """[position, axis]"""
+        """The coordinates, an array [position, axis]."""
         shape = tuple(self.axes.values())
         return np.stack(np.unravel_index(np.array(self.order), shape or (1,)), axis=-1)
 
@@ -152,7 +152,7 @@ class MeshLayout:
         return math.prod(self.axes[axis] for axis in axes)
 
     def group_axes(self, groups: Groups) -> tuple[str, ...] | None:
-        """The axes that the groups span; None unless every group is exactly their product.
+        """Return the axes that the groups span; None unless every group is exactly their product.
 
         >>> MeshLayout({"data": 2, "tensor": 2}, (0, 1, 2, 3)).group_axes(((0, 2), (1, 3)))
         ('data',)
@@ -166,11 +166,12 @@ class MeshLayout:
         coordinates = self._coordinates[np.array(groups)]
         varies = (coordinates != coordinates[:, :1]).any(axis=1)
         axes = self._names(varies.any(axis=0))
-        # Distinct members that agree off the axes, as many as the axes have points: all points.
+        # Distinct members that agree on the other axes, as many as the axes have points: all
+        # points.
         return axes if self.size(axes) == len(groups[0]) else None
 
     def pair_axes(self, pairs: Groups) -> tuple[str, ...]:
-        """The axes along which a permute moves anything."""
+        """Return the axes along which a permute moves anything."""
         if not pairs or not self.axes:
             return ()
         ends = self._coordinates[np.array(pairs)]

@@ -1,4 +1,4 @@
-"""From a compiled program to its ledger: what it sends, computes and holds."""
+"""The ledger of a compiled program: its communication, computation and memory."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from jaxdist.hlo.parse import LedgerError, Module, parse
 from jaxdist.hlo.records import Ledger, Memory
 
 _WRITTEN = ("*after_codegen.txt", "*after_optimizations.txt")
-"""What XLA writes while it compiles; after code generation, with its estimates of time."""
+"""Names of XLA's dumps during compilation; after code generation they have estimates of time."""
 NO_MEMORY = Memory(0, 0, 0, 0, 0, 0)
 
 
 def ledger(compiled: jax.stages.Compiled, mesh: Mesh, text: str | Module | None = None) -> Ledger:
-    """Everything that one run of a compiled program does on each device.
+    """Describe everything that a run of a compiled program does on each device.
 
     Args:
       compiled: `jax.jit(f).lower(...).compile()`, for CPU, GPU or TPU, also ahead of time.
       mesh: the mesh that the program was compiled for; it names the axes.
-      text: of the program, where `compile_with_text` gave one; or that text, parsed.
+      text: text of the program, if `compile_with_text` returned it; or that text, parsed.
 
     Raises:
       LedgerError: the program runs on other devices than the mesh's, or XLA cannot print it.
@@ -44,18 +44,18 @@ def compile_with_text(
 ) -> tuple[jax.stages.Compiled, str]:
     """Compile a program for TPU and return it with its text.
 
-    The text is what XLA dumps while it compiles. `program_text` cannot replace it for every
-    program: it makes XLA read a serialized program, which fails on asynchronous collectives of
-    several arrays (with a message on standard error).
+    The text is XLA's dump during compilation. `program_text` cannot replace it for every program:
+    it makes XLA read a serialized program, which fails on asynchronous collectives of several
+    arrays (with a message on standard error).
 
     Args:
-      options: for the compiler, beside those of the `jax.jit`.
+      options: compiler options, in addition to those of the `jax.jit`.
 
     Raises:
       LedgerError: as for `program_text`, if the compiler dumps nothing.
     """
     with TemporaryDirectory() as directory:
-        # Numbers too, which jax's types leave out.
+        # Numbers too, although jax's types allow only text.
         told: dict[str, Any] = {
             **(options or {}),
             "xla_dump_to": directory,
@@ -69,11 +69,11 @@ def compile_with_text(
 
 
 def program_text(compiled: jax.stages.Compiled) -> str:
-    """The text of a compiled program.
+    """Return the text of a compiled program.
 
     Raises:
-      LedgerError: XLA cannot print what it compiled, as happens with asynchronous collectives of
-        several arrays in large programs for TPU.
+      LedgerError: XLA cannot print the program, as happens with asynchronous collectives of several
+        arrays in large programs for TPU.
     """
     try:
         text = compiled.as_text()
@@ -89,7 +89,7 @@ def program_text(compiled: jax.stages.Compiled) -> str:
 
 
 def memory(compiled: jax.stages.Compiled) -> Memory:
-    """What a compiled program holds on one device, also where XLA cannot print its text."""
+    """Return the memory of a compiled program on a device, even where XLA cannot print its text."""
     stats: Any = compiled.memory_analysis()
     held = stats.argument_size_in_bytes + stats.output_size_in_bytes - stats.alias_size_in_bytes
     reserved = held + stats.temp_size_in_bytes
@@ -99,7 +99,8 @@ def memory(compiled: jax.stages.Compiled) -> Memory:
         alias_bytes=stats.alias_size_in_bytes,
         temp_bytes=stats.temp_size_in_bytes,
         code_bytes=stats.generated_code_size_in_bytes,
-        # XLA:CPU's own peak leaves the temporaries out; XLA:TPU's also holds what is not listed.
+        # XLA:CPU's own peak leaves out the temporaries; XLA:TPU's also has memory that is not
+        # listed.
         peak_bytes=max(stats.peak_memory_in_bytes, reserved),
     )
 
@@ -111,17 +112,17 @@ def ledger_of_text(
     order: tuple[int, ...] | None = None,
     memory: Memory = NO_MEMORY,
 ) -> Ledger:
-    """The ledger of a program of which only the text is at hand.
+    """Build the ledger of a program from its text only.
 
     Args:
       text: the compiled program as HLO text.
       axes: mesh axis to size, in mesh order.
       order: for each position of the program's device assignment, the index of that device in the
         flattened mesh; by default the same.
-      memory: bytes on one device.
+      memory: bytes on a device.
 
     Raises:
-      LedgerError: the text is no compiled program, or runs on another number of devices.
+      LedgerError: the text is not a compiled program, or the program has another number of devices.
     """
     module = parse(text) if isinstance(text, str) else text
     order = order or tuple(range(module.devices))
@@ -145,7 +146,7 @@ def ledger_of_text(
 
 
 def device_order(compiled: jax.stages.Compiled, mesh: Mesh) -> tuple[int, ...] | None:
-    """Index in the mesh of each device of the program; None where no sharding tells."""
+    """Return the index in the mesh of each device of the program; None if it is unknown."""
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     devices = list(mesh.devices.flat)
     for sharding in shardings:

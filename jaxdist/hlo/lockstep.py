@@ -1,9 +1,9 @@
-"""A loop whose turns are ticks: in each, groups of devices take branches that are known before.
+"""Loops over ticks, in which groups of devices take branches that are known in advance.
 
-All devices run one program, and a transfer in each tick joins them. Which branch a group takes is
-data there, and here as well (`Decision`): so a program can be timed with the branches that are
-taken. A conditional that ticks decide stands in a named scope that begins with `SCOPE`. The rest of
-that name, after those of the branches that enclose it, is the conditional's: "backward/last".
+All devices run the same program, and a transfer in each tick joins them. A group's branch is data
+in the program, and here as well (`Decision`): the program can therefore be timed with its actual
+branches. A conditional that depends on the tick is in a named scope that begins with `SCOPE`. The
+rest of that name, after those of the enclosing branches, is the conditional's: "backward/last".
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _SCOPES = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}([\w\-]+)")
 _DECIDED = re.compile(rf"(?:^|[/(]){re.escape(SCOPE)}[\w\-]+\)*/cond$")
 
 Choices = tuple[tuple[str, float], ...]
-"""The number of the branch that is taken, by the conditional's name; sorted by name."""
+"""The number of the taken branch by the conditional's name; sorted by name."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What decides one conditional.
+    """The decisions of a conditional.
 
     Attributes:
-      branches: how many it has.
+      branches: number of its branches.
       taken: `[ticks, groups]`, of any numeric dtype: the number of the branch that a group takes in
-        a tick, any where it does not take the branch that encloses the conditional. In a loop
-        within the tick it is the mean over the turns: 0.75 is branch 1 in three turns of four, and
-        branch 0 in the other.
+        a tick, arbitrary where it does not take the enclosing branch. In a loop within the tick it
+        is the mean over iterations: 0.75 is branch 1 in three iterations of four, and branch 0 in
+        the other.
     """
 
     branches: int
@@ -44,11 +44,11 @@ class Decision:
 
 @dataclass(frozen=True)
 class Lockstep:
-    """All that decides in a loop of ticks.
+    """All decisions in a loop of ticks.
 
     Attributes:
-      name: of the schedule that made the ticks.
-      decisions: by the conditionals' names. The compiler may have made no conditional of some.
+      name: name of the schedule of the ticks.
+      decisions: decisions by the conditionals' names. Some may not be conditionals when compiled.
     """
 
     name: str
@@ -56,16 +56,16 @@ class Lockstep:
 
     @property
     def ticks(self) -> int:
-        """Turns of the loop."""
+        """The number of iterations of the loop."""
         return len(next(iter(self.decisions.values())).taken)
 
     @property
     def groups(self) -> int:
-        """Groups of devices, of which each takes its own branches."""
+        """The number of groups of devices that take their own branches."""
         return next(iter(self.decisions.values())).taken.shape[1]
 
     def turns(self, module: Module) -> Iterator[Counter[Choices]]:
-        """Tick by tick, how many groups take the same branches of a program."""
+        """Yield, tick by tick, how many groups take the same branches of a program."""
         there = {name_of(one) for one in _decided(module.computations.values())}
         names = [name for name in sorted(self.decisions) if name in there]
         taken = np.stack([self.decisions[name].taken.astype(float) for name in names], axis=-1)
@@ -74,7 +74,7 @@ class Lockstep:
 
 
 def name_of(conditional: Instruction) -> str | None:
-    """The name of a conditional that ticks decide; None of any other instruction.
+    """Return the name of a conditional that depends on the tick; None for other instructions.
 
     >>> from jaxdist.hlo.parse import parse_instruction
     >>> line = (
@@ -90,12 +90,12 @@ def name_of(conditional: Instruction) -> str | None:
 
 
 def place_of(conditional: Instruction, number: int) -> int:
-    """Where a branch stands in `branches`: by its number, except that true (1) is before false."""
+    """Return the place of a branch in `branches`: its number, but true (1) comes before false."""
     return 1 - number if conditional.called("true_computation") else number
 
 
 def tick_loops(module: Module) -> list[Instruction]:
-    """The program's outermost loops in which ticks decide."""
+    """Return the program's outermost loops with branches that depend on ticks."""
     return [
         loop
         for loop in module.entry.instructions
@@ -104,11 +104,11 @@ def tick_loops(module: Module) -> list[Instruction]:
 
 
 def mismatch(module: Module, lockstep: Lockstep) -> str | None:
-    """Why the program does not run these ticks, for people to read; None if it does.
+    """Explain why the program does not run these ticks; None if it does.
 
-    It does if it has one loop, of as many turns as there are ticks, around all conditionals of
-    their names, and each has the branches that are decided between, in their order: instructions
-    in a branch say its number, which jax writes there.
+    It does if it has exactly one loop, with an iteration for each tick, around all conditionals of
+    these names, and each has the given branches in order: instructions in a branch have its number,
+    which jax writes there.
     """
     loops = tick_loops(module)
     if len(loops) != 1:
@@ -124,7 +124,7 @@ def mismatch(module: Module, lockstep: Lockstep) -> str | None:
 
 
 def _differs(module: Module, conditional: Instruction, lockstep: Lockstep) -> str | None:
-    """Why a conditional is not the one that its name says."""
+    """Explain why a conditional does not match its name."""
     name = name_of(conditional) or ""
     decision, count = lockstep.decisions.get(name), len(conditional.branches)
     if decision is None:
@@ -147,7 +147,7 @@ def _decided(computations: Iterable[Computation]) -> list[Instruction]:
 
 
 def _reached(module: Module, names: Iterable[str]) -> list[Computation]:
-    """Computations of these names, and all that they run."""
+    """Return the computations of these names, and all that they call."""
     found: dict[str, Computation] = {}
     pending = [*names]
     while pending:

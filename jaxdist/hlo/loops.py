@@ -1,9 +1,9 @@
-"""How often a loop runs: XLA's `known_trip_count`, else read from the loop itself.
+"""The number of iterations of a loop: XLA's `known_trip_count`, else from the loop itself.
 
-XLA:TPU drops the count from the compiled program, so the counter is read: the scalars that the
-condition depends on are evaluated as the loop begins. Where the body is seen to move each by equal
-steps, the first turn on which the condition fails is computed; else the turns are followed one by
-one, up to `FOLLOWED` of them.
+XLA:TPU drops the count from the compiled program, so it is computed: the scalars that the condition
+depends on are evaluated at the beginning of the loop. Where the body changes each by equal steps,
+the first iteration in which the condition fails is computed; otherwise the iterations are followed
+individually, up to `FOLLOWED` of them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from jaxdist.hlo.scalars import Holds, Moved, TuplePath, Value, compute, is_inte
 from jaxdist.hlo.schedule import CALLED
 
 ArgumentValues = Callable[[int, TuplePath], Value | None]
-"""Parameter number and path to its value; None where it is not known."""
+"""Function from parameter number and path to its value; None where it is unknown."""
 
 FOLLOWED = 4096
-"""The most iterations that are followed of a loop whose counters do not move by equal steps.
+"""The most iterations to follow of a loop whose counters do not move by equal steps.
 
-The length of a longer one is unknown.
+The length of a longer loop is unknown.
 """
 
 _TRIP_COUNT = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
@@ -36,11 +36,11 @@ def _unknown(number: int, path: TuplePath) -> Value | None:
 
 
 CALLS = ("calls", CALLED, "to_apply")
-"""Attributes that name the one computation that an instruction runs."""
+"""Attributes that name the only computation that an instruction runs."""
 
 
 class Frame:
-    """A computation with what is known of its arguments: evaluates integer scalars."""
+    """A computation with known arguments, which evaluates integer scalars."""
 
     def __init__(
         self, module: Module, computation: Computation, arguments: ArgumentValues = _unknown
@@ -51,14 +51,14 @@ class Frame:
         self._known: dict[tuple[str, TuplePath], Value | None] = {}
 
     def value(self, name: str, path: TuplePath = ()) -> Value | None:
-        """The integer at `path` of what `name` computes; None where it is not known."""
+        """Return the integer at `path` of the result of `name`; None where it is unknown."""
         if (name, path) not in self._known:
             self._known[name, path] = self._evaluated(name, path)
         return self._known[name, path]
 
     @property
     def result(self) -> Value | None:
-        """The value of a computation that gives one integer."""
+        """The value of a computation whose result is an integer."""
         return self.value(self.computation.root.name)
 
     def _evaluated(self, name: str, path: TuplePath) -> Value | None:
@@ -98,24 +98,24 @@ class Frame:
         return compute(instruction.opcode, type_text, found and found[1], known)
 
     def called(self, instruction: Instruction, attribute: str) -> Computation:
-        """The computation that an attribute of the instruction names."""
+        """Return the computation that an attribute of the instruction names."""
         return self.module.computations[instruction.called(attribute)[0]]
 
     def enter(self, caller: Instruction) -> Frame:
-        """The frame of the computation that a fusion, call, custom call or async-start runs."""
+        """Return the frame of the computation of a fusion, call, custom call or async-start."""
         operands = caller.operands
         attribute = next(one for one in CALLS if caller.called(one))
         return Frame(
             self.module,
             self.called(caller, attribute),
-            # On SparseCores an update has the operands of a start that has none.
+            # On SparseCores a start without operands takes those of its update.
             lambda number, path: (
                 self.value(operands[number], path) if number < len(operands) else None
             ),
         )
 
     def enter_branch(self, name: str, operand: str) -> Frame:
-        """The frame of one branch of a conditional."""
+        """Return the frame of a branch of a conditional."""
         return Frame(
             self.module, self.module.computations[name], lambda _, path: self.value(operand, path)
         )
@@ -126,7 +126,7 @@ class Frame:
         attribute: str,
         state: Callable[[TuplePath], Value | None] | None = None,
     ) -> Frame:
-        """The frame of a loop's body or condition: invariants are known, and what `state` gives."""
+        """Return the frame of a loop's body or condition, with known invariants and `state`."""
         kept = invariants(self.called(loop, "body"))
 
         def arguments(number: int, path: TuplePath) -> Value | None:
@@ -137,7 +137,7 @@ class Frame:
         return Frame(self.module, self.called(loop, attribute), arguments)
 
     def trips(self, loop: Instruction) -> int | None:
-        """How often the body of a while loop runs; None if it cannot be told from the program."""
+        """Return the iterations of a while loop's body; None if the program does not show them."""
         if found := _TRIP_COUNT.search(loop.attributes):
             return int(found[1])
         moves = self._moves(loop)
@@ -151,9 +151,9 @@ class Frame:
         return self._followed(loop, start) if turns is None else turns
 
     def turns(self, loop: Instruction, trips: int) -> Iterator[Frame]:
-        """Yield the frame of the body in each turn, with the counters' values where they are known.
+        """Yield the frame of the body in each iteration, with known counters' values.
 
-        In it a loop can be counted whose length follows from the counters of this one.
+        In such a frame the length of an inner loop can be computed if it depends on these counters.
         """
         now: Mapping[TuplePath, Value | None] = {
             path: self.value(loop.operands[0], path) for path in self._moves(loop)
@@ -164,7 +164,7 @@ class Frame:
             now = {path: body.value(body.computation.root.name, path) for path in now}
 
     def _moves(self, loop: Instruction) -> dict[TuplePath, Value | None]:
-        """One iteration's effect on each integer that the condition depends on, even indirectly."""
+        """Return an iteration's effect on each integer that the condition depends on."""
         asked: dict[TuplePath, None] = {}
 
         def state(path: TuplePath) -> Value:
@@ -185,7 +185,7 @@ class Frame:
         start: Mapping[TuplePath, int],
         moves: Mapping[TuplePath, Value | None],
     ) -> int | None:
-        """The count of a loop whose counters all move by equal steps; None of any other."""
+        """Return the iterations of a loop whose counters move by equal steps; None for others."""
         lines: dict[TuplePath, Value] = {}
         types = _types(self.called(loop, "body"))
         for path, move in moves.items():
@@ -198,7 +198,7 @@ class Frame:
         return int(holds.turn)
 
     def _followed(self, loop: Instruction, start: Mapping[TuplePath, int]) -> int | None:
-        """The count of a loop that ends within `FOLLOWED` turns; None of any other."""
+        """Return the iterations of a loop that ends within `FOLLOWED` of them; None for others."""
         now: Mapping[TuplePath, Value | None] = start
         for turn in range(FOLLOWED + 1):
             goes_on = self.enter_loop(loop, "condition", now.get).result
@@ -214,7 +214,7 @@ class Frame:
 
 @lru_cache(maxsize=4096)
 def _types(body: Computation) -> dict[TuplePath, str]:
-    """The types of the integers in the loop's state that its body takes out."""
+    """Return the types of the integers in the loop's state that its body reads."""
     return {
         ()
         if instruction.opcode == "parameter"
@@ -227,7 +227,7 @@ def _types(body: Computation) -> dict[TuplePath, str]:
 
 @lru_cache(maxsize=4096)
 def invariants(body: Computation) -> frozenset[int]:
-    """Indices of the loop's state that the body returns unchanged."""
+    """Return the indices of the loop's state that the body returns unchanged."""
     root = body.root
     if root.opcode != "tuple":
         return frozenset()

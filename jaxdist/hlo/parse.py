@@ -1,7 +1,7 @@
-"""HLO text to computations and instructions: only as much of the grammar as the ledger reads.
+"""A parser of HLO text: only as much of the grammar as the ledger needs.
 
-The text of a compiled program (`compiled.as_text()`) is one computation after another, each with
-one instruction a line, in the order of the schedule:
+The text of a compiled program (`compiled.as_text()`) is a sequence of computations, each with an
+instruction per line, in the order of the schedule:
 
     ROOT %name = type opcode(%operand, ...), attribute=value, ..., metadata={...}, ...
 """
@@ -17,7 +17,7 @@ from functools import cached_property
 from jaxdist.errors import LedgerError
 
 BITS = {"pred": 8, "token": 0, "opaque": 0}
-"""Dtypes whose name does not say their size in bits."""
+"""Sizes in bits of dtypes whose name does not contain the size."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = ")
@@ -32,7 +32,7 @@ _BITS = re.compile(r"^[a-z]+(\d+)")
 
 @dataclasses.dataclass(frozen=True)
 class ArrayShape:
-    """Dtype and dims of one array."""
+    """The dtype and dims of an array."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -43,7 +43,7 @@ class ArrayShape:
 
     @property
     def bytes(self) -> int:
-        """Bytes without the padding of any tiled layout.
+        """The number of bytes, without the padding of a tiled layout.
 
         >>> shapes = (("s4", (3,)), ("bf16", (2, 3)), ("f8e4m3fn", ()))
         >>> [ArrayShape(dtype, dims).bytes for dtype, dims in shapes]
@@ -58,7 +58,7 @@ class ArrayShape:
 
 
 def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
-    """All arrays in a type, those of a tuple one after the other.
+    """Parse all arrays in a type, those of a tuple in sequence.
 
     >>> parse_shapes("(f32[2,3]{1,0:T(8,128)}, /*index=1*/u32[]{:S(2)})")
     (ArrayShape(dtype='f32', dims=(2, 3)), ArrayShape(dtype='u32', dims=()))
@@ -71,15 +71,15 @@ def parse_shapes(text: str) -> tuple[ArrayShape, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Instruction:
-    """One line of a computation, its parts parsed when they are asked for."""
+    """A line of a computation, whose parts are parsed on demand."""
 
     name: str
     opcode: str
     type_text: str
     arguments: str
-    """What stands in the parentheses: operands, a parameter's number, a constant's value."""
+    """The text in the parentheses: operands, a parameter's number, a constant's value."""
     attributes: str
-    """All that follows the parentheses."""
+    """The text after the parentheses."""
     is_root: bool
 
     @cached_property
@@ -91,23 +91,23 @@ class Instruction:
         return tuple(_NAME.findall(self.arguments))
 
     def number(self, attribute: str) -> int | None:
-        """The value of an integer attribute such as `channel_id`."""
+        """Return the value of an integer attribute such as `channel_id`."""
         found = re.search(rf"\b{attribute}=(\d+)", self.attributes)
         return int(found[1]) if found else None
 
     def numbers(self, attribute: str) -> tuple[int, ...]:
-        """The value of a list attribute such as `lhs_contracting_dims`; empty when absent."""
+        """Return the value of a list attribute such as `lhs_contracting_dims`; empty if absent."""
         found = re.search(rf"\b{attribute}=\{{([\d,]*)\}}", self.attributes)
         return tuple(map(int, found[1].split(","))) if found and found[1] else ()
 
     def called(self, attribute: str) -> tuple[str, ...]:
-        """Names of the computations that `calls`, `to_apply`, `body`, ... points to."""
+        """Return the names of the computations in `calls`, `to_apply`, `body`, ..."""
         found = re.search(rf"\b{attribute}=(%[\w.\-]+|\{{[^}}]*\}})", self.attributes)
         return tuple(_NAME.findall(found[1])) if found else ()
 
     @property
     def custom_call_target(self) -> str:
-        """What a custom call runs; empty for all others."""
+        """The target of a custom call; empty for other instructions."""
         if self.opcode != "custom-call":
             return ""
         found = _TARGET.search(self.attributes)
@@ -115,7 +115,7 @@ class Instruction:
 
     @property
     def branches(self) -> list[tuple[str, str]]:
-        """Of a conditional: each branch's computation and the operand that it takes."""
+        """The branches of a conditional: each branch's computation and its operand."""
         names = self.called("branch_computations") or (
             *self.called("true_computation"),
             *self.called("false_computation"),
@@ -124,14 +124,14 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """`op_name` of the metadata, or empty."""
+        """The `op_name` of the metadata, or empty."""
         found = re.search(r'\bop_name="((?:[^"\\]|\\.)*)"', self.attributes)
         return found[1] if found else ""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Computation:
-    """Instructions in the order of the schedule."""
+    """The instructions of a computation, in the order of the schedule."""
 
     name: str
     instructions: tuple[Instruction, ...]
@@ -146,7 +146,7 @@ class Computation:
 
     @cached_property
     def users(self) -> dict[str, list[Instruction]]:
-        """For each name, the instructions that take it as an operand."""
+        """For each name, the instructions with that operand."""
         found: dict[str, list[Instruction]] = {}
         for instruction in self.instructions:
             for operand in dict.fromkeys(instruction.operands):
@@ -162,7 +162,7 @@ class Computation:
         return frozenset(i.custom_call_target for i in self.instructions) - {""}
 
     def operand_shapes(self, instruction: Instruction) -> list[tuple[ArrayShape, ...]]:
-        """Shapes of each operand."""
+        """Return the shapes of each operand."""
         return [self.by_name[name].shapes for name in instruction.operands]
 
 
@@ -181,7 +181,7 @@ class Module:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
+    """Return the index of the parenthesis that closes the parenthesis at `start`."""
     depth = 0
     for match in _PARENTHESIS.finditer(text, start):
         depth += 1 if match[0] == "(" else -1
@@ -191,7 +191,7 @@ def _closing(text: str, start: int) -> int:
 
 
 def parse_instruction(line: str) -> Instruction | None:
-    """The instruction on a line; None where the line holds none.
+    """Parse the instruction on a line; None for other lines.
 
     >>> found = parse_instruction("  ROOT %sum.1 = f32[2]{0} add(%a, %b), metadata={}")
     >>> found.name, found.opcode, found.operands, found.shapes
@@ -217,7 +217,7 @@ def parse_instruction(line: str) -> Instruction | None:
 
 
 def members(type_text: str) -> list[str]:
-    """The types in a tuple's type.
+    """Split the type of a tuple into types.
 
     >>> members("(f32[2,3]{1,0:T(8,128)}, /*index=1*/(u32[], s8[4]))")
     ['f32[2,3]{1,0:T(8,128)}', '/*index=1*/(u32[], s8[4])']
@@ -234,9 +234,9 @@ def members(type_text: str) -> list[str]:
 
 
 def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
-    """With an instruction for each element of a tuple that is named in place, such as `%loop#1`.
+    """Add an instruction for each element of a tuple that is named in place, such as `%loop#1`.
 
-    The XLA of jax 0.11 and newer writes so what older ones take out by a `get-tuple-element`.
+    The XLA of jax 0.11 and newer uses this form instead of a `get-tuple-element`.
     """
     known = {instruction.name: instruction for instruction in instructions}
     after: dict[str, list[Instruction]] = {}
@@ -256,7 +256,7 @@ def _with_elements(instructions: list[Instruction]) -> tuple[Instruction, ...]:
 
 
 def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
-    """Lines, with an instruction whose attributes go on over several put onto one."""
+    """Yield lines, with an instruction whose attributes span several lines joined to a line."""
     begun: str | None = None
     for line in lines:
         is_new = _INSTRUCTION.match(line) is not None
@@ -272,7 +272,7 @@ def _whole_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _is_open(line: str) -> bool:
-    """Whether a brace is still to be closed; those in quoted text do not count."""
+    """Return whether a brace is still open; braces in quoted text do not count."""
     if line.count("{") == line.count("}"):
         return False
     bare = _QUOTED.sub("", line)
@@ -280,13 +280,13 @@ def _is_open(line: str) -> bool:
 
 
 def parse(text: str) -> Module:
-    """A whole program.
+    """Parse a whole program.
 
     Args:
       text: `compiled.as_text()`, of any backend.
 
     Raises:
-      LedgerError: the text is not that of an HLO program.
+      LedgerError: the text is not an HLO program.
     """
     computations: dict[str, Computation] = {}
     entry = name = None

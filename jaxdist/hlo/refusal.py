@@ -1,17 +1,17 @@
-"""Reads the compiler's error for a program that does not fit the device's memory."""
+"""The compiler's error for a program that does not fit the device's memory."""
 
 from __future__ import annotations
 
 import re
 
-# Releases of libtpu word it differently, and name the error or not; the status stays.
+# The wording depends on the libtpu release, with or without the error's name; the status stays.
 _OUT_OF_MEMORY = re.compile(r"Out of memory|out of memory|OOM|RESOURCE_EXHAUSTED|HbmOom")
 _SIZES = re.compile(r"\((\d+(?:\.\d+)?)([KMGT]?)\)[^(]*\((\d+(?:\.\d+)?)([KMGT]?)\)")
 _SCALES = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def is_too_large(message: str) -> bool:
-    """Whether a program was refused for lack of memory.
+    """Return whether a program was refused for lack of memory.
 
     >>> is_too_large("INTERNAL: RET_CHECK failure")
     False
@@ -20,7 +20,7 @@ def is_too_large(message: str) -> bool:
 
 
 def refused_bytes(message: str) -> tuple[float, float] | None:
-    """Bytes that a refused program needs and that the device has; None where they are not told.
+    """Return the bytes that a refused program needs and that the device has; None if not stated.
 
     >>> refused_bytes("RESOURCE_EXHAUSTED: total memory required (2.50G) exceeds available (1G)")
     (2684354560.0, 1073741824.0)

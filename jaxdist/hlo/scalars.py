@@ -1,7 +1,7 @@
 """Integer scalars of a program: exact, or as a linear function of a loop's iteration.
 
-Loops count with these. Integers wrap around as their dtype does. From a comparison of two `Line`s
-follows the iteration in which a loop's condition first fails, without running those before.
+Loops count with these. Integers wrap around like their dtype. A comparison of two `Line`s gives the
+iteration in which a loop's condition first fails, without running the earlier iterations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TuplePath = tuple[int, ...]
-"""Indices into nested tuples; empty for a value that is no tuple."""
+"""Indices into nested tuples; empty for a value that is not a tuple."""
 
 _DTYPE = re.compile(r"(pred|([su])(\d+))\[\]")
 _SHIFT_LEFT_MOST = 64
@@ -22,7 +22,7 @@ _SHIFT_LEFT_MOST = 64
 
 @dataclass(frozen=True)
 class Line:
-    """`start + step * turn` in iteration `turn` of a loop; holds up to iteration `until`.
+    """A value `start + step * turn` in iteration `turn` of a loop; valid up to iteration `until`.
 
     Beyond it the integer would wrap around.
     """
@@ -42,7 +42,7 @@ class Holds:
 
 @dataclass(frozen=True)
 class Moved:
-    """The value at `path` of a loop's state when an iteration begins, plus `by`."""
+    """The value at `path` of a loop's state at the beginning of an iteration, plus `by`."""
 
     path: TuplePath
     by: int
@@ -52,7 +52,7 @@ Value = int | Line | Holds | Moved
 
 
 def is_integer(type_text: str) -> bool:
-    """Whether a type is that of one integer or bool.
+    """Return whether a type is that of an integer or bool scalar.
 
     >>> is_integer("s32[]"), is_integer("pred[]{:T(128)}"), is_integer("f32[]")
     (True, True, False)
@@ -61,7 +61,7 @@ def is_integer(type_text: str) -> bool:
 
 
 def wrapped(value: int, type_text: str) -> int:
-    """An integer as its dtype holds it; bool is whether it is not 0.
+    """Wrap an integer to its dtype's range; a bool is whether it is not 0.
 
     >>> wrapped(130, "s8[]"), wrapped(-1, "u8[]"), wrapped(2, "pred[]")
     (-126, 255, 1)
@@ -73,7 +73,7 @@ def wrapped(value: int, type_text: str) -> int:
 
 
 def limits(type_text: str) -> tuple[int, int]:
-    """The least and the greatest value of an integer dtype."""
+    """Return the smallest and the largest value of an integer dtype."""
     found = _DTYPE.match(type_text)
     assert found, f"{type_text} is no integer"
     if found[1] == "pred":
@@ -83,7 +83,7 @@ def limits(type_text: str) -> tuple[int, int]:
 
 
 def line(start: int, step: int, type_text: str, until: float = math.inf) -> Line:
-    """A line in a dtype, until it leaves that dtype's range."""
+    """Return a line in a dtype, valid until it leaves that dtype's range."""
     low, high = limits(type_text)
     if not low <= start <= high:
         return Line(start, step, -1)
@@ -94,11 +94,11 @@ def line(start: int, step: int, type_text: str, until: float = math.inf) -> Line
 def compute(
     opcode: str, type_text: str, direction: str | None, values: Sequence[Value]
 ) -> Value | None:
-    """What an operation makes of its operands; None where it is not known.
+    """Compute an operation's result from its operands; None where it is unknown.
 
     Args:
-      type_text: of the result, one integer or bool.
-      direction: of a comparison.
+      type_text: type of the result, an integer or bool scalar.
+      direction: direction of a comparison.
 
     >>> compute("add", "s8[]", None, [100, 100]), compute("divide", "s32[]", None, [-7, 2])
     (-56, -3)
@@ -212,7 +212,7 @@ def _combined(opcode: str, type_text: str, left: Line, right: Line) -> Line | No
 
 
 def _first_failure(direction: str | None, left: Line, right: Line) -> Holds | None:
-    """When a comparison of two lines first fails, from the sign of their difference."""
+    """Find when a comparison of two lines first fails, from the sign of their difference."""
     start, step = left.start - right.start, left.step - right.step
     until = min(left.until, right.until)
     if direction in ("GT", "GE"):

@@ -1,10 +1,10 @@
-"""Which instructions are collectives, where asynchronous ones end, and what runs meanwhile.
+"""Collectives in a schedule: which instructions begin and end them, and what runs meanwhile.
 
-A collective is asynchronous in one of four spellings: `all-gather-start` and `all-gather-done`;
+A collective is asynchronous in one of four forms: `all-gather-start` and `all-gather-done`;
 `async-start` and `async-done` around a computation that holds it; the same with an `async-update`
 that hands over the operands, around a custom call that runs it (on the SparseCores of TPU7x); and
 on TPU a fusion that holds it with the custom call `AsyncCollectiveStart`, compute fusions that hold
-it again and carry it on, and one with `AsyncCollectiveDone`. The ledger counts the start alone.
+it again and continue it, and one with `AsyncCollectiveDone`. The ledger counts only the start.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ KINDS: dict[str, CollectiveKind] = {
 }
 FUSED_START, FUSED_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
 CALLED = "called_computations"
-"""Attribute of a custom call that runs a computation, as on the SparseCores of a TPU."""
+"""The attribute of a custom call that runs a computation, as on the SparseCores of a TPU."""
 
-# What keeps no compute unit busy. Scalars do not either, whatever is computed.
+# Operations that keep no compute unit busy. Neither do scalar operations.
 _IDLE = {
     "after-all",
     "bitcast",
@@ -42,14 +42,14 @@ _IDLE = {
 
 
 def kind_of(instruction: Instruction) -> CollectiveKind | None:
-    """The kind of collective that an instruction begins; None for all others, `-done` too."""
+    """Return the kind of collective that an instruction begins; None for all others."""
     return KINDS.get(instruction.opcode.removesuffix("-start"))
 
 
 def collective_in(
     computation: Computation, module: Module
 ) -> tuple[Instruction, Computation] | None:
-    """The first collective of a computation, or of what its custom calls run, with its own."""
+    """Return the first collective of a computation or its custom calls, with its computation."""
     for instruction in computation.instructions:
         if kind_of(instruction) is not None:
             return instruction, computation
@@ -61,7 +61,7 @@ def collective_in(
 
 
 def is_fused_reduce_scatter(instruction: Instruction, computation: Computation) -> bool:
-    """Whether an all-reduce inside a fusion only serves to cut this device's part out.
+    """Return whether an all-reduce inside a fusion only serves to cut out this device's part.
 
     XLA:TPU writes `fusion(x), calls=%all-reduce-scatter`: an all-reduce and a dynamic-slice that
     run as one reduce-scatter.
@@ -80,7 +80,7 @@ def is_fused_reduce_scatter(instruction: Instruction, computation: Computation) 
 
 
 def channels_in_flight(module: Module) -> frozenset[int]:
-    """Channels of the collectives that TPU fusions start and others carry on."""
+    """Return the channels of collectives that TPU fusions start and others continue."""
     return frozenset(
         channel
         for computation in module.computations.values()
@@ -91,9 +91,9 @@ def channels_in_flight(module: Module) -> frozenset[int]:
 
 
 def is_overlapped(start: Instruction, computation: Computation, module: Module) -> bool:
-    """Whether compute is scheduled between an asynchronous start and its done.
+    """Return whether compute is scheduled between an asynchronous start and its done.
 
-    A start whose done stands in the loop's next turn runs beside all that follows it.
+    A start whose done is in the loop's next iteration overlaps with everything after it.
     """
     first = computation.positions[start.name] + 1
     end = done_of(start, computation, module)
@@ -104,15 +104,15 @@ def is_overlapped(start: Instruction, computation: Computation, module: Module) 
 def done_of(
     start: Instruction, computation: Computation, module: Module, index: int | None = None
 ) -> str | int | None:
-    """Where `start` is waited for.
+    """Find where `start` is waited for.
 
     Args:
-      index: of a `start` that is a tuple (a loop's, or a computation's parameter), the element
-        that is under way.
+      index: if `start` is a tuple (a loop's, or a computation's parameter), the element that is in
+        flight.
 
     Returns:
-      The name of the instruction that waits; else the element of the computation's result that it
-      becomes; else None.
+      The name of the instruction that waits; otherwise the element of the computation's result that
+      it becomes; otherwise None.
     """
     carriers = start.opcode in ("fusion", "parameter", "while")
     pending = [start]
@@ -138,10 +138,10 @@ def done_of(
 
 
 def launch_of(start: Instruction, computation: Computation) -> Instruction:
-    """What sets an asynchronous start going: itself, but where it has no operands.
+    """Return the instruction that launches an asynchronous start: itself, if it has operands.
 
-    So XLA writes what runs on the SparseCores of a TPU: the start takes scratch memory, and an
-    update hands over the operands when they are there.
+    XLA writes work on the SparseCores of a TPU in this way: the start takes scratch memory, and an
+    update hands over the operands when they are ready.
     """
     if start.opcode != "async-start" or start.operands:
         return start
@@ -150,7 +150,7 @@ def launch_of(start: Instruction, computation: Computation) -> Instruction:
 
 
 def targets_of(instruction: Instruction, module: Module) -> frozenset[str]:
-    """Targets of the custom calls inside a fusion; none of what is no fusion."""
+    """Return the targets of the custom calls inside a fusion; empty for other instructions."""
     if instruction.opcode != "fusion":
         return frozenset()
     return module.computations[instruction.called("calls")[0]].custom_call_targets

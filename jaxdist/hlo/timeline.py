@@ -1,18 +1,18 @@
-"""The schedule of a TPU program played through: when each instruction begins, what waits for what.
+"""A simulation of a TPU program's schedule: the start of each instruction, and its waits.
 
-A device runs the instructions of a computation one after another, in the order of the text. A
-collective or a copy that is split into start and done runs beside them, on links of its own: it
-begins when its start is reached and its links are free, and its done waits until it ends. Of a
-loop the first turn is played, and a second one where something is still under way at the end of
-the first; the other turns are taken to be like it.
+A device runs the instructions of a computation in sequence, in the order of the text. A collective
+or a copy that is split into start and done runs concurrently, on links of its own: it begins when
+its start is reached and its links are free, and its done waits until it ends. The first iteration
+of a loop is simulated, and a second if something is still in flight at the end of the first; the
+other iterations are assumed to be the same.
 
-Of a loop of ticks (`jaxdist.hlo.lockstep`) every tick is played once for each choice of branches
+In a loop of ticks (`jaxdist.hlo.lockstep`) every tick is simulated once for each choice of branches
 that some group of devices takes in it. The groups begin each tick together, so it lasts as long as
-the longest of them; what the mean group waits for it in all ticks is one entry, of the loop. What
-groups do is their mean.
+the longest of them; the mean group's waiting for it in all ticks is an entry, that of the loop. The
+work of groups is their mean.
 
-Every second of the result belongs to one instruction: `Entry.waited_seconds` of all entries add
-up to the whole.
+Every second of the result belongs to an instruction: `Entry.waited_seconds` of all entries add up
+to the total.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from jaxdist.hlo.schedule import (
 
 @dataclasses.dataclass(frozen=True)
 class _Flight:
-    """An asynchronous operation under way: which entry it belongs to and when it ends."""
+    """An asynchronous operation in flight: its entry and its end."""
 
     entry: str
     end: float
@@ -60,8 +60,8 @@ class _Flight:
 class _Piece:
     timeline: Timeline
     pending: Mapping[int, _Flight]
-    """What has not ended, by its place in the tuple that is returned; ends count from the end of
-    the piece."""
+    """Operations in flight, by their place in the returned tuple; ends count from the end of the
+    part."""
 
 
 def play(
@@ -72,11 +72,11 @@ def play(
     dearest: bool = True,
     lockstep: Lockstep | None = None,
 ) -> Timeline:
-    """The whole program.
+    """Simulate the whole program.
 
     Args:
-      dearest: of a conditional, take the branch that lasts longest; else the shortest.
-      lockstep: which branches are taken in the program's loop of ticks; it must fit the program
+      dearest: whether a conditional takes its longest branch; otherwise the shortest.
+      lockstep: the branches taken in the program's loop of ticks; it must fit the program
         (`jaxdist.hlo.lockstep.mismatch`).
     """
     player = _Player(module, layout, rates, max if dearest else min, lockstep)
@@ -103,7 +103,7 @@ class _Player:
         return _Run(self, frame, pending).piece()
 
     def turn(self, body: Frame, choices: Choices, pending: Mapping[int, _Flight]) -> _Piece:
-        """One turn of the loop of ticks, with the branches that are chosen."""
+        """Simulate an iteration of the loop of ticks, with the chosen branches."""
         self.choices = dict(choices)
         piece = self.computation(body, pending)
         self.choices = {}
@@ -111,7 +111,7 @@ class _Player:
 
 
 class _Run:
-    """One computation being played: the clock, the links, what is under way."""
+    """The simulation of a computation: the clock, the links, operations in flight."""
 
     def __init__(self, player: _Player, frame: Frame, pending: Mapping[int, _Flight]) -> None:
         self.player, self.frame = player, frame
@@ -129,7 +129,7 @@ class _Run:
     def piece(self) -> _Piece:
         for instruction in self.body.instructions:
             self._step(instruction)
-        for start, flight in self.lost.items():  # nothing is seen to wait for it: wait here
+        for start, flight in self.lost.items():  # no instruction waits for it: wait here
             self._wait(flight, start)
         leaves = {
             index: dataclasses.replace(flight, end=max(0.0, flight.end - self.now))
@@ -158,13 +158,13 @@ class _Run:
             self._compute(instruction)
 
     def _launched(self, update: Instruction) -> Instruction | None:
-        """The start that an update sets going; None of all others."""
+        """Return the start that an update launches; None for other instructions."""
         if update.opcode != "async-update":
             return None
         start = self.body.by_name[update.operands[0]]
         return start if launch_of(start, self.body) is update else None
 
-    # What runs by itself
+    # Synchronous work
 
     def _compute(self, instruction: Instruction) -> None:
         cycles = estimated_cycles(instruction)
@@ -213,7 +213,7 @@ class _Run:
             self._follow(loop, dataclasses.replace(flight, end=flight.end + self.now), index)
 
     def _ticks(self, loop: Instruction, lockstep: Lockstep) -> None:
-        """The loop of ticks: what the mean group does, and what it waits for the others."""
+        """Simulate the loop of ticks: the mean group's work, and its waiting for other groups."""
         body = self.frame.enter_loop(loop, "body")
         played: dict[tuple[Choices, frozenset[tuple[int, _Flight]]], _Piece] = {}
         groups: dict[_Piece, int] = defaultdict(int)
@@ -253,10 +253,10 @@ class _Run:
     def _taken(self, branch: str, operand: str) -> _Piece:
         return self.player.computation(self.frame.enter_branch(branch, operand), {})
 
-    # What runs beside
+    # Concurrent work
 
     def _collective(self, instruction: Instruction) -> Collective | None:
-        """The collective that an instruction begins, by itself or in what it calls."""
+        """Return the collective that an instruction begins, directly or in a callee."""
         known = self.player.collectives
         if instruction not in known:
             known[instruction] = self._described(instruction)
@@ -275,7 +275,7 @@ class _Run:
         inner, callee = found
         is_fusion, starts = instruction.opcode == "fusion", self._starts(instruction)
         if is_fusion and not starts and inner.number("channel_id") in player.in_flight:
-            return None  # computes, and carries on a collective that began before
+            return None  # computes, and continues a collective that began before
         around = Surroundings(
             is_fusion=is_fusion,
             start=(instruction, self.body) if starts else None,
@@ -298,14 +298,14 @@ class _Run:
             self._add(instruction, "links", what, seconds, waited, collective.axes)
             self.free.update(dict.fromkeys(links, self.now))
         cycles = estimated_cycles(instruction)
-        if cycles:  # what is computed in the same fusion
+        if cycles:  # computation in the same fusion
             extra = self.player.rates.cycles(cycles)
             self._add(instruction, "links", what, extra, extra, collective.axes, times=0)
 
     def _copy(self, start: Instruction) -> None:
-        """An asynchronous copy or slice between memories, or work of the SparseCores there."""
+        """Start an asynchronous copy or slice between memories, or such work on SparseCores."""
         shapes = start.shapes
-        if start.opcode == "async-update":  # its result has scratch memory too
+        if start.opcode == "async-update":  # its result includes scratch memory
             shapes = [one for each in self.body.operand_shapes(start)[1:] for one in each]
         size_bytes = max((shape.bytes for shape in shapes), default=0)
         host = is_on_host(start)
@@ -328,7 +328,7 @@ class _Run:
         self._follow(start, _Flight(start.name, end))
 
     def _follow(self, start: Instruction, flight: _Flight, index: int | None = None) -> None:
-        """Find where something under way is waited for: here, or in what is returned."""
+        """Find where an operation in flight is waited for: here, or after the returned tuple."""
         place = done_of(start, self.body, self.player.module, index)
         if isinstance(place, int):
             self.leaves[place] = flight
@@ -338,7 +338,7 @@ class _Run:
             self.lost[flight.entry] = flight
 
     def _arrive(self, pending: Mapping[int, _Flight]) -> None:
-        """What began in the turn before, by its place in the loop's state."""
+        """Enter the operations of the previous iteration, by their place in the loop's state."""
         parameters = [i for i in self.body.instructions if i.opcode == "parameter"]
         for index, flight in pending.items():
             self._follow(parameters[0], flight, index)
@@ -353,12 +353,12 @@ class _Run:
             self._add(done, "compiler", done.opcode, seconds, seconds)
 
     def _wait(self, flight: _Flight, source: str) -> None:
-        """Let the entry that is under way answer for the wait until it ends."""
+        """Charge the wait until an operation ends to its entry."""
         waited = flight.end - self.now
         if waited <= 0:
             return
         self.now = flight.end
-        # What began in an earlier turn is added up by its name when this piece joins that one.
+        # An operation of an earlier iteration is added by name when this part joins that one.
         unknown = Entry(flight.entry, source, "links", (), "", 0, 0.0, 0.0)
         entry = self.entries.get(flight.entry, unknown)
         self.entries[flight.entry] = dataclasses.replace(

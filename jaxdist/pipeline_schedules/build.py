@@ -30,4 +30,4 @@ PipelineScheduleConfig = Annotated[
     | Csv,
     Field(discriminator="type"),
 ]
-"""Each has `build(stages, microbatches)`, which gives the `Schedule`, or refuses with a reason."""
+"""The schedules of a config; `build(stages, microbatches)` returns the `Schedule`, or refuses."""

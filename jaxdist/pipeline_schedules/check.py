@@ -1,4 +1,4 @@
-"""What a schedule must fulfil; an error names the first violation, its task, stage and place."""
+"""The rules of a schedule; an error names the first violation, its task, stage and place."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _SAME_WORK = {
 def check(schedule: Schedule, slots: int | Sequence[int] | None = None) -> None:
     """Raise ConfigError unless the schedule can be run.
 
-    Checked in this order: every chunk lies on a stage; every task is known, stands once and on its
-    chunk's stage; none is missing (a schedule with no backward task at all is one for evaluation);
-    no stage waits for ever; nothing is overwritten in a ring buffer.
+    The order of checks: every chunk is on a stage; every task is known, occurs once and on its
+    chunk's stage; none is missing (a schedule without any backward task is for evaluation); no
+    stage waits for ever; nothing is overwritten in a ring buffer.
 
     Args:
-      slots: the size of the ring buffer that holds a chunk's activations, one number or one for
-        each chunk: microbatch b lies in slot b mod size, from its FORWARD task to the end of its
-        FULL or WEIGHT task. None: not checked.
+      slots: the size of the ring buffer of a chunk's activations, a number or a number for each
+        chunk: microbatch b is in slot b mod size, from its FORWARD task to the end of its FULL or
+          WEIGHT task. None: not checked.
 
     Raises:
       ConfigError: the first violation.
@@ -67,7 +67,7 @@ def _check_shape(schedule: Schedule) -> None:
 
 
 def _check_row(schedule: Schedule, stage: int) -> None:
-    """Check that no task of a row is unknown, on the wrong stage, or there twice."""
+    """Check that no task of a row is unknown, on the wrong stage, or a duplicate."""
     found: dict[Task, int] = {}
     for place, task in enumerate(schedule.rows[stage]):
         if task is None:
@@ -91,7 +91,7 @@ def _check_row(schedule: Schedule, stage: int) -> None:
 
 
 def _same_work(task: Task) -> list[Task]:
-    """The task and those that do some of the same work, so may not stand beside it."""
+    """Return the task and those that do part of the same work, so that they exclude each other."""
     others = _SAME_WORK[task.kind]
     return [task, *(Task(kind, task.chunk, task.microbatch) for kind in others)]
 
@@ -107,7 +107,7 @@ def _check_complete(schedule: Schedule) -> None:
 
 
 def missing_task(schedule: Schedule) -> tuple[int, str, int] | None:
-    """The first task that is not there: its stage, its name, its microbatch."""
+    """Return the first missing task: its stage, its name, its microbatch."""
     found = [frozenset(schedule.tasks(stage)) for stage in range(schedule.stages)]
     trained = any(task.kind is not TaskKind.FORWARD for row in found for task in row)
     for chunk, stage in enumerate(schedule.placement):
@@ -155,7 +155,7 @@ def _check_order(schedule: Schedule) -> None:
 
 
 def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
-    """The task that a blocked stage waits for, and the stage that has it."""
+    """Return the task that a blocked stage waits for, and the stage that has it."""
     backward, chunk, microbatch = missing
     stage = schedule.placement[chunk]
     row = set(schedule.tasks(stage))
@@ -165,7 +165,7 @@ def _find(schedule: Schedule, missing: Dependency) -> tuple[Task, int]:
 
 
 def _circle(schedule: Schedule, blocked: dict[int, tuple[int, Dependency]]) -> list[int]:
-    """A deadlock: stages each of which waits for the next one, and the last for the first."""
+    """Return a deadlock: stages each of which waits for the next, and the last for the first."""
     trail = [min(blocked)]
     while True:
         missing = blocked[trail[-1]][1]
@@ -190,9 +190,9 @@ def _chain(
 
 
 def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozenset[int]]]:
-    """After each task of a chunk, in order: the microbatches whose activations live then.
+    """Return, after each task of a chunk, the microbatches whose activations are live.
 
-    Empty for a schedule without backward tasks, which keeps none.
+    The result is empty for a schedule without backward tasks, which keeps none.
     """
     tasks = [t for t in schedule.tasks(schedule.placement[chunk]) if t.chunk == chunk]
     if all(task.kind is TaskKind.FORWARD for task in tasks):
@@ -209,7 +209,7 @@ def live_microbatches(schedule: Schedule, chunk: int) -> list[tuple[Task, frozen
 
 
 def ring_sizes(schedule: Schedule) -> tuple[int, ...]:
-    """By chunk, the fewest slots of a ring buffer with which nothing is overwritten (see `check`).
+    """Return the fewest slots per chunk of a ring buffer without overwriting (see `check`).
 
     >>> from jaxdist.pipeline_schedules.one_f_one_b import one_f_one_b
     >>> ring_sizes(one_f_one_b(stages=4, microbatches=8))

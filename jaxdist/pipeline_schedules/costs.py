@@ -1,4 +1,4 @@
-"""What the tasks of a schedule take: the input of simulation and of automatic schedules."""
+"""The costs of a schedule's tasks: the input of simulation and of automatic schedules."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from jaxdist.errors import ConfigError
 from jaxdist.pipeline_schedules.schedule import TaskKind
 
 Times = float | Sequence[float]
-"""A number for every chunk, or one number for each."""
+"""A number for every chunk, or a number for each."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What the tasks of a chunk take, in any one unit; a number, or one for each chunk.
+    """The costs of a chunk's tasks, in any common unit; a number, or a number for each chunk.
 
     Attributes:
       forward: time of a FORWARD task.
       backward_input: time of an INPUT task.
       backward_weight: time of a WEIGHT task.
-      full: time of a FULL task; None: that of its two halves together.
+      full: time of a FULL task; None: the sum of its two halves.
       transfer: time of a message between chunk c and chunk c + 1, in either direction, where they
-        lie on different stages. The last chunk's is not used. Messages travel while stages work,
-        and do not wait for one another.
-      activation: what a microbatch's forward pass leaves behind for its backward pass.
+        are on different stages. The last chunk's is not used. Messages travel while stages work,
+        and do not wait for each other.
+      activation: memory that a microbatch's forward pass leaves for its backward pass.
       kept: the part of it that an INPUT task leaves for the WEIGHT task.
     """
 
@@ -41,10 +41,10 @@ class Costs:
     kept: float = 1.0
 
     def durations(self, chunks: int) -> dict[TaskKind, tuple[float, ...]]:
-        """The time of each kind of task by chunk.
+        """Return the time of each kind of task by chunk.
 
         Raises:
-          ConfigError: a list that is not as long as the chunks are many, or a negative time.
+          ConfigError: a list whose length is not the number of chunks, or a negative time.
 
         >>> Costs(forward=[1, 2]).durations(2)[TaskKind.FORWARD]
         (1, 2)
@@ -60,11 +60,11 @@ class Costs:
         }
 
     def transfers(self, chunks: int) -> tuple[float, ...]:
-        """The time of a message between each chunk and the next one."""
+        """Return the time of a message between each chunk and the next."""
         return _by_chunk(self.transfer, chunks, "transfer")
 
     def activations(self, chunks: int) -> tuple[float, ...]:
-        """The size of a microbatch's activations by chunk."""
+        """Return the size of a microbatch's activations by chunk."""
         return _by_chunk(self.activation, chunks, "activation")
 
 

@@ -1,11 +1,11 @@
 """The CSV form of torch.distributed.pipelining: one row per stage, one cell per task.
 
 A cell is chunk, kind, microbatch, as `0F0`, `1I3`, `1W3` or `2B5` (FORWARD, INPUT, WEIGHT, FULL);
-an empty one is a unit of waiting. `(0F4;7B1)OVERLAP_F_B`, which stands for two tasks done together,
-is read as the two, one after the other. Cells for communication (`1SEND_F0`, `1RECV_B0`,
-`0UNSHARD`, `0RESHARD`, `0REDUCE_GRAD`, and `WAIT_` before any of these) are passed over: what is
-sent follows from the tasks. torch's own order of 1F1B numbers the forwards of its last stage from 1
-and its backwards from 0; a chunk for which that is so is read as if both began at 0.
+an empty cell is a unit of waiting. `(0F4;7B1)OVERLAP_F_B`, two tasks that run together, is read as
+the two in sequence. Cells for communication (`1SEND_F0`, `1RECV_B0`, `0UNSHARD`, `0RESHARD`,
+`0REDUCE_GRAD`, and `WAIT_` before any of these) are ignored: messages follow from the tasks.
+torch's own order of 1F1B numbers the forwards of its last stage from 1 and its backwards from 0;
+such a chunk is read as if both began at 0.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Csv(Config):
 
 
 def read_csv(path: str | os.PathLike[str]) -> Schedule:
-    """The schedule of a file; numbers of stages, chunks and microbatches are those found in it.
+    """Read a schedule from a file, with its numbers of stages, chunks and microbatches.
 
     Raises:
-      ConfigError: the file cannot be read, a cell is not a task, a task is missing, is there twice
-        or lies on two stages (with row, column and value), or the order cannot be kept.
+      ConfigError: the file cannot be read, a cell is not a task, a task is missing, duplicate or on
+        two stages (with row, column and value), or the order cannot be kept.
     """
     try:
         text = read_regular(path).decode("utf-8-sig")
@@ -73,7 +73,7 @@ def read_csv(path: str | os.PathLike[str]) -> Schedule:
 
 
 def write_csv(schedule: Schedule, path: str | os.PathLike[str]) -> None:
-    """Writes a schedule so that `read_csv`, and torch, give it back."""
+    """Write a schedule in the form that `read_csv`, and torch, read."""
     Path(path).write_text(format_csv(schedule), encoding="utf-8")
 
 
@@ -92,7 +92,7 @@ def format_csv(schedule: Schedule) -> str:
 
 
 class _Cell(NamedTuple):
-    """A task where it was found, rows and columns counted from 1."""
+    """A task and its position, with rows and columns counted from 1."""
 
     row: int
     column: int
@@ -158,7 +158,7 @@ def _cells(name: str, row: int, line: list[str]) -> list[_Cell]:
 
 
 def _counted_from_0(cells: list[list[_Cell]]) -> list[list[_Cell]]:
-    """Cells with forwards renumbered from 0, for chunks whose backwards count from 0."""
+    """Renumber forwards from 0, for chunks whose backwards are counted from 0."""
     forward: dict[int, set[int]] = {}
     backward: dict[int, set[int]] = {}
     for task in (cell.task for row in cells for cell in row if cell.task is not None):
@@ -177,7 +177,7 @@ def _counted_from_0(cells: list[list[_Cell]]) -> list[list[_Cell]]:
 
 
 def _placement(name: str, cells: list[list[_Cell]], chunks: int) -> tuple[int, ...]:
-    """The row of each chunk."""
+    """Return the row of each chunk."""
     first: dict[int, _Cell] = {}
     for row in cells:
         for cell in row:

@@ -1,4 +1,4 @@
-"""Schedules derived from others: with forward passes earlier, or with forward passes only."""
+"""Schedules derived from others: with earlier forward passes, or with forward passes only."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 
 def eager(schedule: Schedule) -> Schedule:
-    """The same tasks with forward tasks earlier, for ticks that hold one forward and one backward.
+    """Move forward tasks earlier, for ticks that hold a forward and a backward task.
 
     A forward task of a chunk that has n chunks after it moves before n more backward tasks. A
-    microbatch takes one tick per hop to the last chunk and one per hop back, so twice as many must
-    be under way as when ticks hold one task: 1F1B then takes (m + p - 1) ticks of forward and
+    microbatch takes a tick per hop to the last chunk and a tick per hop back, so twice as many must
+    be in flight as when ticks hold a single task: 1F1B then takes (m + p - 1) ticks of forward and
     backward, and stage s holds 2 (p - s) - 1 microbatches instead of p - s. (Interleaved 1F1B as
-    published has this order already: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.)
+    published has this order
+    already: Narayanan et al. 2021, arXiv 2104.04473, section 2.2.)
 
     >>> from jaxdist.pipeline_schedules.schedule import TaskKind, Schedule, Task
     >>> kinds = (TaskKind.FORWARD, TaskKind.FULL)
@@ -36,7 +37,7 @@ def _ahead(tasks: tuple[Task, ...], chunks: int) -> tuple[Task, ...]:
     least = 0
     for task in tasks:
         if task.kind is TaskKind.FORWARD:
-            # No earlier than the forward before it: the order among forwards stays.
+            # Not before the previous forward task: the order of forward tasks is kept.
             least = max(least, len(backwards) - (chunks - 1 - task.chunk))
             forwards.append((least, task))
         else:
@@ -50,10 +51,10 @@ def _ahead(tasks: tuple[Task, ...], chunks: int) -> tuple[Task, ...]:
 
 
 def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
-    """For evaluation: each microbatch once through all chunks; a stage runs its latest chunk first.
+    """Schedule an evaluation: each microbatch once through all chunks, latest chunks first.
 
     Args:
-      placement: the stage of each chunk: that of the schedule the model is trained with.
+      placement: the stage of each chunk, from the schedule of training.
 
     With one chunk per stage the bubble is (stages - 1) F.
 
@@ -70,7 +71,7 @@ def forward_only(placement: Sequence[int], microbatches: int) -> Schedule:
     done = [0] * chunks
     rows: list[list[Slot]] = [[] for _ in range(stages)]
     while done[-1] < microbatches:
-        # All stages decide on the state before this tick: what is sent in it arrives in the next.
+        # All stages decide on the state before this tick: a message sent in it arrives in the next.
         before = [microbatches, *done]
         for stage, held in enumerate(mine):
             chunk = next((c for c in held if done[c] < before[c]), None)

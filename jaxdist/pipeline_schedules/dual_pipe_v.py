@@ -1,4 +1,4 @@
-"""DualPipeV: chunks as a V; forward of one microbatch beside backward of another, in pairs."""
+"""DualPipeV: chunks in a V, with a forward and a backward task of two microbatches in pairs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class DualPipeV(Config):
 
 
 def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
-    """The V-shaped half of DualPipe: its parameters lie on each stage once.
+    """The V-shaped half of DualPipe, in which each stage stores its parameters once.
 
-    In the middle every FORWARD task stands directly before a FULL one of the other direction, so
-    that the messages of one can travel under the work of the other. If F, I and W take equally
-    long: bubble (stages - 1) (F&B + B - 3 W) where such a pair is one task of time F&B, at whose
-    end both results leave; (stages - 1) W where the forward one leaves as soon as it is done, as in
-    `simulate`. Every stage keeps 2 stages + 1 activations of a chunk.
+    In the middle every FORWARD task comes directly before a FULL task of the other direction, so
+    that the messages of each can overlap with the work of the other. If F, I and W take equally
+    long: bubble (stages - 1) (F&B + B - 3 W) where such a pair is a single task of time F&B, at
+    whose end both results are sent; (stages - 1) W where the forward result is sent as soon as it
+    is computed, as in `simulate`. Every stage keeps 2 stages + 1 activations of a chunk.
     DeepSeek-V3, arXiv 2412.19437 section 3.2.1, and its V form (github.com/deepseek-ai/DualPipe).
 
     Raises:
@@ -42,7 +42,7 @@ def dual_pipe_v(stages: int, microbatches: int) -> Schedule:
 
 
 class _Writer:
-    """Writes the row of one stage; weight tasks wait in a queue for their turn."""
+    """A writer of a stage's row; weight tasks wait in a queue."""
 
     def __init__(self, stage: int, stages: int) -> None:
         self.stage, self.stages = stage, stages
@@ -75,7 +75,7 @@ class _Writer:
         return tuple(self.tasks)
 
     def _drain(self, after: int) -> None:
-        """The way back of the last microbatches; the latter half of it is split."""
+        """Write the backward tasks of the last microbatches, the second half of them split."""
         left = 2 * (self.stage + 1)
         for number in range(left):
             self._back(self.down if number % 2 else self.up, split=number > self.stage)

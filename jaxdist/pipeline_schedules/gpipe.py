@@ -1,4 +1,4 @@
-"""GPipe: all microbatches forward, then all back."""
+"""GPipe: all microbatches forward, then all backward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class GPipe(Config):
 
 
 def gpipe(stages: int, microbatches: int) -> Schedule:
-    """All forward passes, then all backward ones.
+    """All forward passes, then all backward passes.
 
     Bubble (stages - 1) (F + B); every stage keeps the activations of all microbatches.
     Huang et al., arXiv 1811.06965.

@@ -1,6 +1,6 @@
-"""Several chunks on a stage, round after round: a bubble shorter by the number of chunks.
+"""Several chunks on a stage, in rounds: the bubble is shorter by the number of chunks.
 
-Both pay with messages: a microbatch passes every stage once for each of its chunks.
+The price is messages: a microbatch passes every stage once for each of its chunks.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def interleaved(stages: int, microbatches: int, chunks: int) -> Schedule:
 
 
 def _rounds(kind: TaskKind, stage: int, stages: int, microbatches: int, chunks: int) -> list[Task]:
-    """All of a stage's tasks of one kind: round by round, in each chunk by chunk."""
+    """Return all of a stage's tasks of a kind: round by round, and in each chunk by chunk."""
     turns = range(chunks) if kind is TaskKind.FORWARD else reversed(range(chunks))
     order = [turn * stages + stage for turn in turns]
     return [
@@ -86,10 +86,11 @@ class BreadthFirst(Config):
 
 
 def breadth_first(stages: int, microbatches: int, chunks: int) -> Schedule:
-    """All microbatches through one chunk before the next: GPipe over `chunks` chunks per stage.
+    """All microbatches through a chunk before the next: GPipe over `chunks` chunks per stage.
 
-    Bubble as `interleaved`; every stage keeps all activations, but each chunk's weights are used in
-    one go, so that they can be gathered, and their gradients reduced, once a step.
+    The bubble is that of `interleaved`; every stage keeps all activations, but each chunk's weights
+    are used in a single period, so that they can be gathered, and their gradients reduced, once per
+    step.
     Lamy-Poirier, arXiv 2211.05953.
 
     Raises:

@@ -1,4 +1,4 @@
-"""1F1B: forward passes only until the first gradient comes, then one of each in turn."""
+"""1F1B: forward passes until the first gradient arrives, then forward and backward in turn."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class OneFOneB(Config):
 
 
 def one_f_one_b(stages: int, microbatches: int) -> Schedule:
-    """One forward, one backward.
+    """A forward and a backward task in turn.
 
-    Bubble (stages - 1) (F + B), as GPipe; stage i keeps the activations of
-    min(microbatches, stages - i) microbatches. Narayanan et al., arXiv 2006.09503.
+    Bubble (stages - 1) (F + B), as GPipe; stage i keeps the activations of min(microbatches, stages
+    - i) microbatches. Narayanan et al., arXiv 2006.09503.
 
     Raises:
       ConfigError: no stage, or no microbatch.

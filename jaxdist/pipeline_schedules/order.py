@@ -1,4 +1,4 @@
-"""Rows of tasks: how to write that of a stage, and to visit all tasks in an order that can run."""
+"""Rows of tasks: writing a stage's row, and visiting all tasks in an order that can run."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from jaxdist.errors import ConfigError
 from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 Dependency = tuple[bool, int, int]
-"""What a task may wait for: (whether it is a backward task, chunk, microbatch).
+"""The result that a task may wait for: (whether it is a backward task's, chunk, microbatch).
 
-FULL and INPUT tasks are one and the same here: both send the gradient of the chunk's input.
+FULL and INPUT tasks are equivalent here: both send the gradient of the chunk's input.
 """
 
 
 def key(task: Task) -> Dependency:
-    """What others wait for when they wait for this FORWARD, FULL or INPUT task."""
+    """Return the dependency that this FORWARD, FULL or INPUT task fulfils."""
     return task.kind is not TaskKind.FORWARD, task.chunk, task.microbatch
 
 
 def needed(task: Task, chunks: int) -> list[Dependency]:
-    """What must be done before a task: `schedule.needs` as dependencies."""
+    """Return the dependencies of a task: those of `schedule.needs`."""
     kind, chunk, microbatch = task.kind, task.chunk, task.microbatch
     if kind is TaskKind.FORWARD:
         return [(False, chunk - 1, microbatch)] if chunk else []
@@ -32,11 +32,11 @@ def needed(task: Task, chunks: int) -> list[Dependency]:
 
 
 class Walk:
-    """One pass over a schedule: each stage does its tasks in order, as soon as it may.
+    """A pass over a schedule, in which each stage runs its tasks in order, as early as possible.
 
-    Iterating gives (stage, task), every task after all it needs. It ends when all tasks are done,
-    or when no stage can go on: `blocked` then holds the place in its row and the missing key of
-    each stage that waits.
+    Iterating yields (stage, task), every task after its dependencies. It ends when all tasks are
+    done, or when no stage can continue: `blocked` then has the place in its row and the missing
+    dependency of each waiting stage.
 
     >>> rows = ((Task(TaskKind.FORWARD, 0, 0),), (Task(TaskKind.FORWARD, 1, 0),))
     >>> walk = Walk(Schedule("two", microbatches=1, placement=(0, 1), rows=rows))
@@ -81,7 +81,7 @@ def _missing(task: Task, chunks: int, done: set[Dependency]) -> Dependency | Non
 
 
 def places(row: tuple[Slot, ...]) -> dict[Task, int]:
-    """Where each task of a row stands, counted from 0; the first place of one that stands twice."""
+    """Return each task's place in a row, from 0; the first place of a duplicate."""
     found: dict[Task, int] = {}
     for place, task in enumerate(row):
         if task is not None:
@@ -90,7 +90,7 @@ def places(row: tuple[Slot, ...]) -> dict[Task, int]:
 
 
 class RowWriter:
-    """Writes the tasks of a stage; counts the microbatches of each kind and chunk by itself.
+    """A writer of a stage's tasks, which counts the microbatches of each kind and chunk.
 
     >>> row = RowWriter()
     >>> row.add((TaskKind.FORWARD, 2), times=2)
@@ -104,7 +104,7 @@ class RowWriter:
         self.count: Counter[tuple[TaskKind, int]] = Counter()
 
     def add(self, *pattern: tuple[TaskKind, int], times: int = 1) -> None:
-        """The next microbatch of each (kind, chunk), one after another; all that `times` times."""
+        """Add the next microbatch of each (kind, chunk) in order; repeat this `times` times."""
         for _ in range(times):
             for kind, chunk in pattern:
                 self.tasks.append(Task(kind, chunk, self.count[kind, chunk]))
@@ -112,7 +112,7 @@ class RowWriter:
 
 
 def refuse_small(name: str, stages: int, microbatches: int) -> None:
-    """Raises ConfigError unless there is at least one stage and one microbatch."""
+    """Raise ConfigError unless there is at least a stage and a microbatch."""
     if stages < 1 or microbatches < 1:
         raise ConfigError(
             f"schedule {name}: {stages} stages and {microbatches} microbatches: give at least one "
@@ -121,7 +121,7 @@ def refuse_small(name: str, stages: int, microbatches: int) -> None:
 
 
 def refuse_fewer(name: str, stages: int, microbatches: int, least: int, instead: str) -> None:
-    """Raises ConfigError where a schedule has too few microbatches for its stages."""
+    """Raise ConfigError where a schedule has too few microbatches for its stages."""
     refuse_small(name, stages, microbatches)
     if microbatches < least:
         raise ConfigError(

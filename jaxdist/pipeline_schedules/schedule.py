@@ -1,9 +1,9 @@
-"""A pipeline schedule as data: which tasks each stage runs, in which order.
+"""A pipeline schedule as data: the tasks of each stage, in order.
 
-A *stage* is one position along the `stage` axis, a *chunk* one slice of the model's layers, counted
-in the order in which activations pass through them. A stage holds one chunk, or several. Forward of
-chunk c needs forward of chunk c - 1 of the same microbatch; backward of chunk c needs backward of
-chunk c + 1, and its own forward.
+A *stage* is a position along the `stage` axis, a *chunk* a slice of the model's layers, counted in
+the order in which activations pass through them. A stage holds one chunk, or several. The forward
+task of chunk c needs that of chunk c - 1 of the same microbatch; its backward task needs that of
+chunk c + 1, and its own forward task.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from enum import StrEnum
 
 
 class TaskKind(StrEnum):
-    """What a task does with its microbatch; the letters are those of the CSV form.
+    """The work of a task on its microbatch; the letters are those of the CSV form.
 
-    A backward pass is one FULL task, or two: the gradient of the chunk's input first, which the
-    stage before waits for, and that of its weights at any time after.
+    A backward pass is a FULL task, or two tasks: first the gradient of the chunk's input, which the
+    previous stage waits for, and at any later time that of its weights.
     """
 
     FORWARD = "F"
@@ -27,7 +27,7 @@ class TaskKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Task:
-    """One piece of work of one stage.
+    """A unit of work of a stage.
 
     >>> print(Task(TaskKind.FORWARD, chunk=3, microbatch=2))
     3F2
@@ -42,19 +42,20 @@ class Task:
 
 
 Slot = Task | None
-"""A task, or None: the stage waits for one unit of time."""
+"""A task, or None: the stage waits for a unit of time."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every stage does.
+    """The tasks of every stage.
 
     Attributes:
-      name: of the schedule, such as "1f1b".
-      microbatches: how many go through the pipeline in one step.
-      placement: the stage that holds each chunk, by chunk.
-      rows: by stage, its tasks in order. Waiting need not be written down: a stage waits for what
-        its next task needs. Where it is, a row is a stage's time line in units of one task each.
+      name: name of the schedule, such as "1f1b".
+      microbatches: number of microbatches in a step.
+      placement: the stage of each chunk.
+      rows: the tasks of each stage, in order. Waiting may be left out: a stage waits for the
+        dependencies of its next task. If waiting is included, a row is a timeline in units of
+        tasks.
     """
 
     name: str
@@ -69,18 +70,18 @@ class Schedule:
 
     @property
     def chunks(self) -> int:
-        """The number of chunks of the model, all stages together."""
+        """The number of chunks of the model, on all stages together."""
         return len(self.placement)
 
     def tasks(self, stage: int) -> tuple[Task, ...]:
-        """The tasks of a stage, in order."""
+        """Return the tasks of a stage, in order."""
         return tuple(task for task in self.rows[stage] if task is not None)
 
 
 def needs(task: Task, chunks: int) -> tuple[Task, ...]:
-    """What must be done before a task, its stage's order aside.
+    """Return the dependencies of a task, apart from its stage's order.
 
-    A backward task may need the next chunk's FULL or its INPUT task: whichever the schedule has.
+    A backward task may need the next chunk's FULL or its INPUT task: that which the schedule has.
 
     >>> [str(t) for t in needs(Task(TaskKind.FULL, chunk=0, microbatch=5), chunks=2)]
     ['0F5', '1B5', '1I5']
@@ -97,7 +98,7 @@ def needs(task: Task, chunks: int) -> tuple[Task, ...]:
 
 
 def loop(stages: int, chunks: int) -> tuple[int, ...]:
-    """The looping placement: chunk c lies on stage c mod stages.
+    """Return the looping placement: chunk c is on stage c mod stages.
 
     >>> loop(2, 4)
     (0, 1, 0, 1)
@@ -106,7 +107,7 @@ def loop(stages: int, chunks: int) -> tuple[int, ...]:
 
 
 def v_shape(stages: int) -> tuple[int, ...]:
-    """The V-shaped placement, there and back: the first stage has the first and the last chunk.
+    """Return the V-shaped placement: the first stage has the first and the last chunk.
 
     >>> v_shape(3)
     (0, 1, 2, 2, 1, 0)

@@ -1,4 +1,4 @@
-"""The time line of a schedule under given task times, with no device: bubbles, memory, messages."""
+"""The timeline of a schedule under given task times, without devices: bubbles, memory, messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Slot, Task, TaskKind
 
 
 class Span(NamedTuple):
-    """A task in time."""
+    """A task with its start and end."""
 
     start: float
     end: float
@@ -22,18 +22,18 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """When each stage does what.
+    """The tasks of each stage in time.
 
     Attributes:
-      schedule: what was simulated.
-      spans: by stage, its tasks with their start and end, in order.
-      peak_activations: by stage, the most activations that live at once: one microbatch through one
-        chunk counts `activation` of the costs, divided by the chunks a stage holds (chunks over
-        stages). With the default costs the unit is thus a microbatch through a whole stage: 1F1B
-        has stages - rank. They live from the FORWARD task to the end of the FULL one, or of the
-        WEIGHT one where the backward pass is split (from INPUT on, only the part `kept`).
-      sent: by stage, the messages that it sends to other stages.
-      received: by stage, the messages that it gets from other stages.
+      schedule: the simulated schedule.
+      spans: for each stage, its tasks with their start and end, in order.
+      peak_activations: for each stage, the most activations that are live at once: a microbatch
+        through a chunk counts `activation` of the costs, divided by the chunks per stage (chunks
+        over stages). With the default costs the unit is thus a microbatch through a whole stage:
+        1F1B has stages - rank. They are live from the FORWARD task to the end of the FULL task, or
+        of the WEIGHT task where the backward pass is split (from INPUT on, only the part `kept`).
+      sent: for each stage, the number of messages that it sends to other stages.
+      received: for each stage, the number of messages that it receives from other stages.
     """
 
     schedule: Schedule
@@ -44,57 +44,57 @@ class Timeline:
 
     @cached_property
     def makespan(self) -> float:
-        """Time from the first task's start to the last one's end."""
+        """The time from the first task's start to the last task's end."""
         return max((row[-1].end for row in self.spans if row), default=0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """By stage, the time in which it works."""
+        """The time in which each stage works."""
         return tuple(sum(span.end - span.start for span in row) for row in self.spans)
 
     @cached_property
     def period(self) -> float:
-        """Time from one step to the next when a stage may begin it before the others are done.
+        """The time from a step to the next, when a stage may begin it before the others end.
 
-        The longest time between a stage's first start and its last end: equal to the makespan
+        It is the longest time between a stage's first start and its last end: equal to the makespan
         where the first stage starts first and ends last (GPipe, 1F1B, interleaved). Zero-bubble
-        schedules are built for it; it takes an optimizer step that waits for no other stage
+        schedules aim at this figure; it requires an optimizer step that waits for no other stage
         (arXiv 2401.10241 section 4).
         """
         return max((row[-1].end - row[0].start for row in self.spans if row), default=0)
 
     @property
     def bubble(self) -> float:
-        """Time in which the busiest stage waits, per step: the period less its work."""
+        """The time in which the busiest stage waits, per step: the period less its work."""
         return self.period - max(self.busy, default=0)
 
     @property
     def bubble_fraction(self) -> float:
-        """The part of a step (its period) in which the busiest stage waits."""
+        """The fraction of a step (its period) in which the busiest stage waits."""
         return self.bubble / self.period if self.period else 0.0
 
     @property
     def flushed_bubble_fraction(self) -> float:
-        """The bubble fraction if all stages end a step before any begins the next one."""
+        """The bubble fraction if all stages end a step before any begins the next."""
         return 1 - max(self.busy, default=0) / self.makespan if self.makespan else 0.0
 
     @property
     def messages(self) -> int:
-        """Messages between stages, activations and gradients together."""
+        """The number of messages between stages, activations and gradients together."""
         return sum(self.sent)
 
     @property
     def peak(self) -> float:
-        """The most activations that live at once on any stage."""
+        """The most activations that are live at once on any stage."""
         return max(self.peak_activations, default=0)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Every stage does its tasks in order, each as soon as what it needs has arrived.
+    """Run every stage's tasks in order, each as soon as its dependencies have arrived.
 
     Args:
-      schedule: written-down waiting (None) takes no time of its own.
-      costs: times per chunk, by default one unit for each of F, I and W and none for messages.
+      schedule: the schedule; explicit waiting (None) in it takes no time.
+      costs: times per chunk, by default 1 for each of F, I and W and none for messages.
 
     Raises:
       ConfigError: the schedule breaks a rule (see `check`), or the costs do not fit its chunks.
@@ -148,9 +148,9 @@ def _messages(schedule: Schedule) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def peak_activations(schedule: Schedule, stage: int, costs: Costs | None = None) -> float:
-    """The most activations that live at once on a stage; `Timeline` has the unit.
+    """Return the most activations that are live at once on a stage, in the unit of `Timeline`.
 
-    In a schedule without backward tasks nothing is kept for one: an activation lives in its task.
+    In a schedule without backward tasks, an activation is live only in its task.
     """
     costs = costs or Costs()
     sizes = costs.activations(schedule.chunks)
@@ -171,7 +171,7 @@ def peak_activations(schedule: Schedule, stage: int, costs: Costs | None = None)
 
 
 def in_ticks(schedule: Schedule) -> Schedule:
-    """The schedule with None where a stage waits: each row is a time line, one unit per task.
+    """Insert None where a stage waits: each row is then a timeline with a unit per task.
 
     Raises:
       ConfigError: the schedule breaks a rule (see `check`).

@@ -1,1 +1,1 @@
-"""What does not combine, and what does nothing where it stands; printed by this room itself."""
+"""Combinations of settings that are refused, and settings without effect."""

@@ -1,4 +1,4 @@
-"""Prints the page."""
+"""Print the page of refused combinations."""
 
 from jaxdist.validity.page import markdown
 

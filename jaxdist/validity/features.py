@@ -16,7 +16,7 @@ from jaxdist.mesh import ICI, describe
 
 
 class ZeroSettings(Protocol):
-    """The settings of `parallel.zero`, as `jaxdist.parallel.zero.ZeroConfig` has them."""
+    """The settings of `parallel.zero`, as in `jaxdist.parallel.zero.ZeroConfig`."""
 
     @property
     def stage(self) -> int: ...
@@ -52,21 +52,22 @@ class Facts:
     """The facts about a config and a model that decide whether they combine, as plain data.
 
     Attributes:
-      mesh: size of each mesh axis; one over two networks is two, `data_dcn` and `data_ici`.
-      batch_axes: those that split the batch, slowest first; none where the mesh has no such axis.
-      split: a parameter that a sharding rule splits over them, to the dim that the rule names.
-      empty_axes: those larger than 1 that no rule puts anything on.
-      reduce_dtype: in which gradients travel; None is their own.
-      local_statistics: whether batch norms keep to each device's own rows.
-      pipeline: settings of parallel.pipeline that are not the default, as the user knows them.
-      offloads: whether the model's activations go to the host's memory.
-      compression: of gradients; None sends them as they are.
-      shards: logical ones, of `parallel.deterministic`; None without it.
+      mesh: size of each mesh axis; an axis over two networks is two, `data_dcn` and `data_ici`.
+      batch_axes: axes that split the batch, slowest first; none where the mesh has no such axis.
+      split: a parameter that a sharding rule splits over these axes, to the dim that the rule
+        names.
+      empty_axes: axes larger than 1 to which no rule maps anything.
+      reduce_dtype: dtype in which gradients are sent; None is their own.
+      local_statistics: whether batch norms use each device's own rows only.
+      pipeline: settings of parallel.pipeline that differ from the default, as in a config.
+      offloads: whether the model's activations are offloaded to the host's memory.
+      compression: compression of gradients; None sends them uncompressed.
+      shards: number of logical shards of `parallel.deterministic`; None without it.
       scalars: names of the values that the loss returns as scalars, not as sums with weights.
-      microbatches: the pieces that a batch is computed in, one after another.
-      workers: the processes of a parameter server that each compute a share of a batch.
+      microbatches: number of pieces in which a batch is computed, in sequence.
+      workers: number of a parameter server's processes that compute a share of a batch.
       weighted: whether the data gives each example a weight.
-      evaluation: why the held-out split is not evaluated as one batch; None where it may be.
+      evaluation: why the held-out split is not evaluated as a single batch; None where it may be.
     """
 
     mesh: Mapping[str, int]
@@ -89,13 +90,13 @@ class Facts:
 
     @property
     def stages(self) -> int:
-        """The number of stages; 1 is no pipeline."""
+        """The number of stages; 1 means no pipeline."""
         return self.mesh.get("stage", 1)
 
     @property
     def reduction(self) -> Algorithm | None:
         """The algorithm that sums gradients, by the config or for a pipeline; None is XLA."""
-        # Left to XLA, each of a pipeline's microbatches would be reduced by itself, and messages
+        # If left to XLA, each microbatch of a pipeline would be reduced separately, and messages
         # need a device's own gradients.
         named = self.stages > 1 or self.compression is not None
         if self.reduce is None and named and self.batch_axes:
@@ -104,17 +105,17 @@ class Facts:
 
     @property
     def fast_axes(self) -> tuple[str, ...]:
-        """The part of the batch's axis that lies inside the fast network."""
+        """The part of the batch's axis inside the fast network."""
         return tuple(name for name in self.batch_axes if name.endswith(ICI))
 
     @property
     def state_axes(self) -> tuple[str, ...]:
-        """Those over which ZeRO splits the training state."""
+        """The axes over which ZeRO splits the training state."""
         return self.fast_axes if self.zero.scope == "ici" else self.batch_axes
 
     @property
     def others(self) -> dict[str, int]:
-        """Axes larger than 1 that do not split the batch."""
+        """The axes larger than 1 that do not split the batch."""
         return {
             name: size
             for name, size in self.mesh.items()
@@ -122,13 +123,13 @@ class Facts:
         }
 
     def parts(self, axes: Sequence[str]) -> int:
-        """The number of devices along these axes."""
+        """Return the number of devices along these axes."""
         return math.prod(self.mesh[name] for name in axes)
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that a config can have: whether it does, and the setting as the user knows it."""
+    """A property of a config: a test whether it has it, and the setting as in a config."""
 
     active: Callable[[Facts], bool]
     shown: Callable[[Facts], str]
@@ -233,4 +234,4 @@ FEATURES: Mapping[str, Feature] = {
         lambda f: "a loss that returns a scalar for " + " and ".join(map(repr, f.scalars)),
     ),
 }
-"""All that the table can speak of, in the order of the matrix."""
+"""All features of the table, in the order of the matrix."""

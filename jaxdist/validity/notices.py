@@ -1,4 +1,4 @@
-"""Settings that combine but do nothing."""
+"""Valid settings without effect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.validity.features import (
 
 
 class SplitDims(Protocol):
-    """What ZeRO splits: the dim of each parameter, and the shapes of those that stay whole."""
+    """The splitting by ZeRO: the dim of each parameter, and the shapes of those that stay whole."""
 
     @property
     def dims(self) -> Mapping[str, int | None]: ...
@@ -24,10 +24,10 @@ class SplitDims(Protocol):
 
 
 def notices(facts: Facts, plan: SplitDims | None) -> list[str]:
-    """Settings that combine but do nothing, with the reason; a sentence each.
+    """List valid settings without effect, with the reason; a sentence each.
 
     Args:
-      plan: what ZeRO splits.
+      plan: the splitting by ZeRO.
     """
     rest = [*_of_messages(facts), *_of_gathers(facts), *_of_mesh(facts)]
     return [*_of_stage(facts, plan), *_of_reduction(facts), *rest]

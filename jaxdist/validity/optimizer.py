@@ -1,4 +1,4 @@
-"""Notices about settings of an optimizer that are valid and may surprise."""
+"""Notices about valid settings of an optimizer that may be surprising."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxdist.types import Params
 
 
 def notices_of(config: OptimConfig, optimizer: Optimizer, params: Params) -> tuple[str, ...]:
-    """Sentences about an optimizer on these parameters, each with its remedy.
+    """List notices about an optimizer on these parameters, each with its remedy.
 
     Args:
       params: the model's own, or their shapes.

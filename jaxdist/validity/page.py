@@ -1,4 +1,4 @@
-"""The table as a page of the documentation."""
+"""The table of refused combinations as a page of the documentation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from jaxdist.validity.table import COMPRESSION, REDUCTIONS, ROWS, ZERO_STAGES
 
 
 def footnotes(first: str, second: str) -> list[tuple[int, bool]]:
-    """Rows (from 1) that refuse two features, and whether they do so by themselves."""
+    """Return the rows (from 1) that refuse two features, and whether they do without a third."""
     found = []
     for number, row in enumerate(ROWS, 1):
         places = [[i for i, group in enumerate(row.groups) if name in group]
@@ -18,7 +18,7 @@ def footnotes(first: str, second: str) -> list[tuple[int, bool]]:
 
 
 def markdown() -> str:
-    """The table as a page: a matrix of features with a footnote for each refusal."""
+    """Format the table as a page: a matrix of features with a footnote for each refusal."""
     names = list(FEATURES)
     lines = [
         "# What combines",
@@ -55,7 +55,7 @@ _EXCLUSIVE = (
     {"parallel.zero.scope: all", "parallel.zero.scope: ici"},
     set(COMPRESSION),
 )
-"""Features of which a config has one at most."""
+"""Groups of features of which a config has at most one."""
 
 
 def _cell(first: str, second: str) -> str:

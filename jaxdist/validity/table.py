@@ -1,8 +1,7 @@
-"""What does not combine: one table of features, why not, and what to do instead.
+"""The table of refused combinations: features, the reason, and what to do instead.
 
-A row is refused where each of its groups has a feature that is active, so the table is at once what
-a config is checked against and the matrix in the docs. Printed by
-`python -m jaxdist.validity`.
+A row is refused where each of its groups has an active feature, so the table is both the check of a
+config and the matrix in the docs. `python -m jaxdist.validity` prints it.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(FLAT)}", "reduce: hierarchical
 
 @dataclass(frozen=True)
 class Row:
-    """Features that do not combine.
+    """Features that cannot be combined.
 
     Attributes:
-      groups: refused where one feature of each is active.
+      groups: groups of features; refused where a feature of each group is active.
       why, instead: two halves of a sentence.
     """
 
@@ -33,7 +32,7 @@ class Row:
     instead: str
 
     def problem(self, facts: Facts) -> str | None:
-        """What to tell the user; None where the row does not apply."""
+        """Describe the problem to the user; None where the row does not apply."""
         found = [
             [FEATURES[name] for name in group if FEATURES[name].active(facts)]
             for group in self.groups
@@ -228,7 +227,7 @@ ROWS: tuple[Row, ...] = (
 
 
 def violations(facts: Facts) -> list[str]:
-    """What does not combine, a sentence each with its settings, the reason and the remedy.
+    """List the refused combinations, a sentence each with its settings, the reason and the remedy.
 
     >>> from jaxdist.collectives.algorithms.hierarchical import Hierarchical
     >>> print(*violations(Facts({"data": 8}, ("data",), Hierarchical(type="hierarchical"))))
@@ -239,10 +238,10 @@ def violations(facts: Facts) -> list[str]:
 
 
 def check(facts: Facts) -> None:
-    """Refuse what does not combine.
+    """Refuse combinations of settings that do not work.
 
     Raises:
-      ConfigError: every row of the table that applies, a line each.
+      ConfigError: rows of the table apply; the message has a line for each.
     """
     found = violations(facts)
     if found:

@@ -1,1 +1,1 @@
-"""Time lines as text, pictures and traces."""
+"""Timelines as text, pictures and traces."""

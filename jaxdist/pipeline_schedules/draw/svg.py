@@ -1,4 +1,4 @@
-"""A time line as an SVG picture."""
+"""A timeline as an SVG picture."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COLOURS = {
     TaskKind.INPUT: ("#1f8a8a", "#9fd8d8"),
     TaskKind.WEIGHT: ("#8b5fbf", "#cdb8e6"),
 }
-"""By kind, the colours of a stage's first chunk and of its last one."""
+"""The colours of a stage's first chunk and of its last chunk, by kind."""
 _NAMES = {
     TaskKind.FORWARD: "F forward",
     TaskKind.FULL: "B backward",
@@ -27,16 +27,16 @@ _NAMES = {
 _LEFT, _TOP, _ROW, _GAP = 70, 34, 26, 4
 _FONT = 11
 _LETTER = 0.62 * _FONT
-"""Width of a digit, in the units of the picture."""
+"""The width of a digit, in the units of the picture."""
 
 
 def draw_svg(timeline: Timeline, width: int = 1200) -> str:
-    """Stages downwards, time to the right, one box for each task with its microbatch number.
+    """Draw stages downwards, time to the right, a box for each task with its microbatch number.
 
-    Later chunks of a stage are lighter. A box too narrow for its number goes without.
+    Later chunks of a stage are lighter. A box that is too narrow for its number has none.
 
     Args:
-      width: of the whole picture, in pixels.
+      width: width of the whole picture, in pixels.
     """
     rows = len(timeline.spans)
     height = _TOP + rows * (_ROW + _GAP) + 64
@@ -63,7 +63,7 @@ def draw_svg(timeline: Timeline, width: int = 1200) -> str:
 
 
 def write_svg(timeline: Timeline, path: str | os.PathLike[str], width: int = 1200) -> None:
-    """Writes `draw_svg`."""
+    """Write the picture of `draw_svg`."""
     Path(path).write_text(draw_svg(timeline, width), encoding="utf-8")
 
 
@@ -89,7 +89,7 @@ def _boxes(timeline: Timeline, scale: float) -> Iterator[str]:
 
 
 class _Shades:
-    """Colours of tasks: by kind, lighter for the later chunks of a stage."""
+    """The colours of tasks by kind, lighter for the later chunks of a stage."""
 
     def __init__(self, timeline: Timeline) -> None:
         placement = timeline.schedule.placement
@@ -97,7 +97,7 @@ class _Shades:
         self.most = max(self.order, default=0)
 
     def of(self, task: Task) -> tuple[str, str]:
-        """The colour of the box, and of what is written in it."""
+        """Return the colour of the box, and of its text."""
         part = self.order[task.chunk] / self.most if self.most else 0.0
         dark, light = (_channels(colour) for colour in _COLOURS[task.kind])
         mixed = [round(a + (b - a) * part) for a, b in zip(dark, light, strict=True)]
@@ -111,7 +111,7 @@ def _channels(colour: str) -> list[int]:
 
 
 def _axis(timeline: Timeline, scale: float, top: float) -> Iterator[str]:
-    """Times at steps of 1, 2 or 5 times a power of ten, some ten of them."""
+    """Draw times at steps of 1, 2 or 5 times a power of ten, about ten of them."""
     step = _step(timeline.makespan / 10)
     tick = 0.0
     while step and tick <= timeline.makespan * (1 + 1e-9):

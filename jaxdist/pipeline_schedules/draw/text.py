@@ -1,4 +1,4 @@
-"""A time line as text, to look at in a terminal."""
+"""A timeline as text for a terminal."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ _COLOURS = {
     TaskKind.INPUT: "46",
     TaskKind.WEIGHT: "45",
 }
-"""Background colours of a terminal, by kind."""
+"""The background colours in a terminal, by kind."""
 
 
 def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) -> str:
-    """Stages downwards, time to the right; then what the picture shows, and the figures.
+    """Draw stages downwards, time to the right; then a legend and the figures.
 
-    As much as fits: kind and microbatch of every task (and chunk, where stages have several); else
-    one character for a unit of time, F, B, I or W, a dot where the stage waits. What goes beyond
-    the columns is cut off, and the line below the picture says so. Times that have no common unit
-    are drawn to scale: a character shows what is done in its middle.
+    If it fits, each task shows its kind and microbatch (and chunk, where stages have several);
+    otherwise a character is a unit of time, F, B, I or W, or a dot where the stage waits. Text
+    beyond the columns is cut off, and the line below the picture says so. Times without a common
+    unit are drawn to scale: a character shows the task in its middle.
 
     Args:
-      columns: of the terminal, at least 40.
-      colour: backgrounds by kind, in ANSI escapes.
+      columns: width of the terminal, at least 40.
+      colour: whether to colour backgrounds by kind, with ANSI escapes.
 
     >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> from jaxdist.pipeline_schedules.simulate import simulate
@@ -60,7 +60,7 @@ def draw_text(timeline: Timeline, columns: int = 80, *, colour: bool = False) ->
 
 
 def summary(timeline: Timeline) -> str:
-    """The figures of a time line in one line."""
+    """Format the figures of a timeline in a line."""
     schedule = timeline.schedule
     chunks = "" if schedule.chunks == schedule.stages else f", {schedule.chunks} chunks"
     return (
@@ -71,7 +71,7 @@ def summary(timeline: Timeline) -> str:
 
 
 def _unit(timeline: Timeline) -> float:
-    """The largest time that divides all starts and ends; 0 where they are not whole numbers."""
+    """Return the largest time that divides all starts and ends; 0 where they are not integers."""
     times = {time for row in timeline.spans for span in row for time in span[:2]}
     if any(time != int(time) for time in times):
         return 0.0
@@ -96,7 +96,7 @@ def _line(
     label: Callable[[Task], str],
     colour: bool,
 ) -> str:
-    """One stage: in every cell the task that runs in its middle; its label where it begins."""
+    """Draw a stage: in every cell the task in its middle, with a label where it begins."""
     parts: list[str] = []
     spans = iter(row)
     span, shown = next(spans, None), None

@@ -1,4 +1,4 @@
-"""A time line as a Chrome trace, which ui.perfetto.dev and chrome://tracing open."""
+"""A timeline as a Chrome trace, for ui.perfetto.dev and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _NAMES = {
 
 
 def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
-    """One thread for each stage, one event for each task.
+    """Convert a timeline to a thread for each stage and an event for each task.
 
     Args:
-      unit_seconds: one unit of the time line's costs; the trace is in microseconds.
+      unit_seconds: seconds of a unit of the timeline's costs; the trace is in microseconds.
 
     >>> from jaxdist.pipeline_schedules.gpipe import gpipe
     >>> from jaxdist.pipeline_schedules.simulate import simulate
@@ -53,7 +53,7 @@ def chrome_trace(timeline: Timeline, unit_seconds: float = 1e-3) -> JsonObject:
 def write_trace(
     timeline: Timeline, path: str | os.PathLike[str], unit_seconds: float = 1e-3
 ) -> None:
-    """Writes `chrome_trace` as JSON."""
+    """Write the trace of `chrome_trace` as JSON."""
     Path(path).write_text(json.dumps(chrome_trace(timeline, unit_seconds)), encoding="utf-8")
 
 

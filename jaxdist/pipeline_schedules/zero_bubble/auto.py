@@ -1,9 +1,9 @@
 """Zero bubble for given times and a given memory: a heuristic with a search around it.
 
-Qi et al., arXiv 2401.10241 section 3.1. Theirs is followed in its parts: as many forward passes as
-fit before the first gradient comes, then one forward and one backward in turn, weight halves in the
-gaps and where memory is short, and a grid over what is left open. In place of their integer program
-a local search moves the numbers of first forward passes.
+Qi et al., arXiv 2401.10241 section 3.1. The parts of their heuristic are the same: as many forward
+passes as fit before the first gradient arrives, then forward and backward in turn, weight halves in
+the gaps and where memory is short, and a grid over the remaining choices. Instead of their integer
+program, a local search changes the numbers of first forward passes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 from jaxdist.pipeline_schedules.zero_bubble.fill import Fill
 
 _OVERRUNS = (0.0, 0.5, 1.0)
-"""How far the first forward passes may reach past the first gradient, in forward passes."""
+"""How far the first forward passes may extend past the first gradient, in forward passes."""
 _PATIENCES = (1.0, 0.5, 0.0)
 _ROOM = 1e-9
 
@@ -56,18 +56,17 @@ def zb_auto(
     memory_limit: float = 2.0,
     search: int = 30,
 ) -> Schedule:
-    """The schedule with the shortest period that was found within the memory.
+    """Return the schedule with the shortest period that was found within the memory.
 
     With equal times it has no bubble in twice 1F1B's memory, from 2 stages - 1 microbatches on, and
-    that of ZB-H1 in once that memory. Where W is shorter than F and I, more memory shortens it
-    further the less of the activations `costs.kept` says W needs.
+    that of ZB-H1 in the memory of 1F1B. Where W is shorter than F and I, more memory shortens the
+    bubble further, the less of the activations W needs (`costs.kept`).
 
     Args:
-      costs: times and activations of the stages, one chunk each; by default all times are equal.
-      memory_limit: the most activations on any stage, in units of 1F1B's most: `stages`
+      costs: times and activations of the stages, with a chunk each; by default all times are equal.
+      memory_limit: the most activations on any stage, in units of 1F1B's maximum: `stages`
         activations, or the largest of (stages - i) times stage i's where they differ.
-      search: how many schedules are tried after the grid of a dozen; each takes some 10 us per
-        task.
+      search: number of schedules to try after the grid of a dozen; each takes about 10 us per task.
 
     Raises:
       ConfigError: no stage or microbatch, costs that do not fit, or less memory than a single
@@ -97,7 +96,7 @@ class _Found(NamedTuple):
 
 
 class _Problem:
-    """Stages, times and memory, and what can be done within them."""
+    """The stages, times and memory, and the operations within them."""
 
     def __init__(self, stages: int, microbatches: int, costs: Costs, memory_limit: float) -> None:
         self.stages, self.microbatches, self.costs = stages, microbatches, costs
@@ -110,7 +109,7 @@ class _Problem:
         self.most = [self._most(stage, memory_limit) for stage in range(stages)]
 
     def _most(self, stage: int, memory_limit: float) -> int:
-        """The most forward passes a stage may begin with."""
+        """Return the most forward passes with which a stage may begin."""
         size = self.sizes[stage]
         room = int(self.limit / size + _ROOM) if size else self.microbatches
         if room < 1:
@@ -122,7 +121,7 @@ class _Problem:
         return min(room, self.microbatches)
 
     def starts(self) -> Iterator[tuple[int, ...]]:
-        """Numbers of first forward passes, by stage, that fill the time to the first gradient."""
+        """Yield numbers of first forward passes, by stage, that last until the first gradient."""
         yield self._within(range(self.stages, 0, -1))
         ends = self._eager_ends()
         for overrun in _OVERRUNS:
@@ -138,10 +137,10 @@ class _Problem:
             yield self._within(first)
 
     def _within(self, first: Iterable[int]) -> tuple[int, ...]:
-        """The memory kept, and one forward pass less than on the stage before, where that can be.
+        """Limit numbers of first forward passes to the memory, and below the previous stage's.
 
-        A stage that begins with as many as the one before would wait for the last of them while
-        gradients stand by. Not where all microbatches come first: there is no more to wait for.
+        A stage that begins with as many as the previous stage would wait for the last of them while
+        gradients are ready. There is no such limit where all microbatches come first.
         """
         found: list[int] = []
         for wanted, most in zip(first, self.most, strict=True):
@@ -151,7 +150,7 @@ class _Problem:
         return tuple(found)
 
     def _eager_ends(self) -> list[list[float]]:
-        """By stage and microbatch, when forward passes end where nothing else is done."""
+        """Return the ends of forward passes by stage and microbatch, if nothing else runs."""
         arrivals = [0.0] * self.microbatches
         found = []
         for time, transfer in zip(self.forward, self.transfer, strict=True):
@@ -164,7 +163,7 @@ class _Problem:
         return found
 
     def fill(self, first: tuple[int, ...], patience: float) -> _Found:
-        """First forward passes, then one input and one forward task in turn; weights between."""
+        """Run first forward passes, then input and forward tasks in turn; weight tasks between."""
         orders = []
         for stage, ahead in enumerate(first):
             row = RowWriter()
@@ -178,7 +177,7 @@ class _Problem:
         return _Found(period, first, patience, run.rows)
 
     def around(self, found: _Found) -> Iterator[_Found]:
-        """Schedules next to one: a forward pass more or less on the first stages, up to any."""
+        """Yield neighbouring schedules: a forward pass more or less on the first few stages."""
         for change in (1, -1):
             for last in range(self.stages):
                 moved = [n + change if s <= last else n for s, n in enumerate(found.first)]
@@ -191,7 +190,7 @@ class _Problem:
 
 
 def _descend(problem: _Problem, found: _Found, tries: int) -> _Found:
-    """Goes to the first better neighbour, again and again, until none is or the tries are spent."""
+    """Move to the first better neighbour, until there is none or the tries are spent."""
     neighbours = problem.around(found)
     for _ in range(tries):
         tried = next(neighbours, None)

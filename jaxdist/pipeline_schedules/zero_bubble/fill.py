@@ -1,7 +1,7 @@
-"""Puts weight tasks into the gaps between forward and input tasks, whose order is given.
+"""The placement of weight tasks in the gaps between forward and input tasks of a given order.
 
-A weight task may run any time after its input task. It is put where its stage would wait anyway,
-or where the memory that it frees is needed; the rest comes last.
+A weight task may run any time after its input task. It is placed where its stage would wait anyway,
+or where its freed memory is needed; the rest comes last.
 """
 
 from __future__ import annotations
@@ -15,21 +15,22 @@ from jaxdist.pipeline_schedules.order import Dependency, key, needed
 from jaxdist.pipeline_schedules.schedule import Task, TaskKind
 
 _SLACK = 1e-9
-"""Relative room for the rounding of sums of activations and times."""
+"""Relative tolerance for rounding in sums of activations and times."""
 _UNKNOWN = float("inf")
-"""The arrival of a message whose task has not begun: any weight task is taken to fit before it."""
+"""The arrival of a message whose task has not begun: any weight task is assumed to fit before
+it."""
 
 
 class Fill:
-    """One run of the greedy placement; `rows` is its result.
+    """A run of the greedy placement; `rows` is its result.
 
-    It simulates all stages at once. A stage that is free runs its next forward or input task if
-    that can begin now. If not, it runs its oldest weight task, provided that the memory is full or
-    that the wait is at least `patience` times as long as the weight task.
+    It simulates all stages at once. A free stage runs its next forward or input task if that can
+    begin now. If not, it runs its oldest weight task, provided that the memory is full or that the
+    wait is at least `patience` times as long as the weight task.
 
     Attributes:
-      rows: by stage, its tasks; None where the order cannot be kept within the limit.
-      spent: by stage, the time between its first start and its last end.
+      rows: for each stage, its tasks; None where the order cannot be kept within the limit.
+      spent: for each stage, the time between its first start and its last end.
     """
 
     def __init__(
@@ -42,9 +43,9 @@ class Fill:
     ) -> None:
         """
         Args:
-          orders: by stage, FORWARD and INPUT tasks; each INPUT task brings its WEIGHT task.
-          limit: the most activations that may live at once on a stage, in the unit of `costs`.
-          patience: 0: a weight task goes into any gap, 1: only where it delays nothing.
+          orders: for each stage, FORWARD and INPUT tasks; each INPUT task implies its WEIGHT task.
+          limit: the most activations that may be live at once on a stage, in the unit of `costs`.
+          patience: with 0 a weight task goes into any gap, with 1 only where it delays nothing.
         """
         chunks = len(placement)
         self.placement, self.orders, self.limit, self.patience = placement, orders, limit, patience
@@ -69,7 +70,7 @@ class Fill:
         return [end - (start or 0) for start, end in zip(self.first, self.last, strict=True)]
 
     def _act(self, now: float, stage: int) -> None:
-        """Start the task that a free stage does now, if any."""
+        """Start a free stage's next task, if any."""
         owed = self.owed[stage]
         if self.place[stage] == len(self.orders[stage]):
             if owed:
@@ -94,7 +95,7 @@ class Fill:
             heapq.heappush(self.events, (arrival, stage))
 
     def _arrival(self, task: Task, needs: Sequence[Dependency]) -> float:
-        """When all that a task needs is there."""
+        """Return the time when all dependencies of a task have arrived."""
         latest = 0.0
         for need in needs:
             away = self.placement[need[1]] != self.placement[task.chunk]

@@ -1,4 +1,4 @@
-"""Zero bubble by hand: the weight half of the backward pass fills what would be waiting.
+"""Handcrafted zero-bubble schedules: weight halves of the backward pass fill the waiting times.
 
 Qi et al., arXiv 2401.10241 section 2. F, I and W are the times of the forward pass and of the two
 halves of the backward pass of a stage.
@@ -24,10 +24,10 @@ class ZBH1(Config):
 
 
 def zb_h1(stages: int, microbatches: int) -> Schedule:
-    """1F1B with weight halves delayed, by more on stages nearer to the end.
+    """1F1B with weight halves delayed, by more on later stages.
 
     Bubble (stages - 1) (F + I - W), a third of 1F1B's where the three are equal; every stage keeps
-    `stages` activations, as 1F1B's first one does.
+    `stages` activations, as 1F1B's first stage does.
 
     Raises:
       ConfigError: fewer microbatches than stages.
@@ -50,7 +50,7 @@ class ZBH2(Config):
 
 
 def zb_h2(stages: int, microbatches: int) -> Schedule:
-    """Zero bubble: forward passes begin so early that a stage, once begun, never waits.
+    """Zero bubble: forward passes begin so early that a stage never waits after its start.
 
     Bubble (stages - 1) (F + I - 2 W), none where the three are equal; every stage keeps
     2 stages - 1 activations. Stage i begins and ends a step i forward passes after the first one:
@@ -67,7 +67,7 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
 
 
 def _delayed(name: str, stages: int, microbatches: int, reach: int) -> Schedule:
-    """Stage i begins with reach * (stages - 1 - i) + 1 forwards and delays reach * i weight halves.
+    """Begin stage i with reach * (stages - 1 - i) + 1 forwards; delay reach * i weight halves.
 
     Both hold activations, and their sum is the same on every stage.
     """

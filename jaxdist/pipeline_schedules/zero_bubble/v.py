@@ -1,10 +1,10 @@
-"""Zero bubble with the chunks laid out as a V: first and last chunk lie on the first stage.
+"""Zero bubble with the chunks in a V: the first and the last chunk are on the first stage.
 
-Qi et al., "Pipeline parallelism with controllable memory", arXiv 2405.15362. Every microbatch does
-the same thing six units of time after the one before, one unit for each of its six tasks on a
-stage; how far apart these tasks lie decides how much memory the schedule takes. Bubbles are in
-units of one task of one chunk, all taking equally long; memory is in microbatches through a whole
-stage.
+Qi et al., "Pipeline parallelism with controllable memory", arXiv 2405.15362. Every microbatch
+repeats the pattern of the previous microbatch six units of time later, a unit for each of its six
+tasks on a stage; the distances between these tasks determine the memory of the schedule. Bubbles
+are in units of a task of a chunk, if all take equally long; memory is in microbatches through a
+whole stage.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, v_shap
 from jaxdist.pipeline_schedules.zero_bubble.fill import Fill
 
 _UNITS = 6
-"""Tasks of one microbatch on one stage: F, I and W of two chunks."""
+"""The tasks of a microbatch on a stage: F, I and W of two chunks."""
 
 
 class ZBV(Config):
@@ -33,9 +33,9 @@ class ZBV(Config):
 
 
 def zb_v(stages: int, microbatches: int) -> Schedule:
-    """No bubble at all if all tasks take equally long, in the memory of 1F1B, on every stage.
+    """No bubble if all tasks take equally long, in the memory of 1F1B, on every stage.
 
-    Every stage keeps `stages` activations. Twice the messages of 1F1B.
+    Every stage keeps `stages` activations. It sends twice the messages of 1F1B.
 
     Raises:
       ConfigError: fewer than 2 stages - 1 microbatches.
@@ -67,19 +67,19 @@ def _zb_v_row(stage: int, stages: int, microbatches: int) -> tuple[Task, ...]:
 
 
 class _Block(NamedTuple):
-    """The building block: units of time from task to task of one microbatch.
+    """The building block: units of time between the tasks of a microbatch.
 
     Attributes:
-      hops: from stage to stage, in F of the first chunk, F of the second, I of the second, of the
-        first.
-      turns: on one stage, between these four.
+      hops: time from stage to stage, in F of the first chunk, F of the second, I of the second, I
+        of the first.
+      turns: time on the same stage, between these four.
     """
 
     hops: tuple[int, int, int, int]
     turns: tuple[int, int, int]
 
     def times(self, stages: int, stage: int) -> tuple[int, int, int, int]:
-        """When the four tasks of microbatch 0 start on a stage; of microbatch b, 6 b later."""
+        """Return the starts of microbatch 0's four tasks on a stage; microbatch b is 6 b later."""
         last = stages - 1
         found: list[int] = []
         corner = 0
@@ -139,7 +139,7 @@ def v_min(stages: int, microbatches: int) -> Schedule:
 
 
 def _repeat(name: str, stages: int, microbatches: int, block: _Block) -> Schedule:
-    """The block, again and again, and squeezed: no stage waits for a time that is only written."""
+    """Repeat the block, and remove the waiting that no dependency requires."""
     refuse_small(name, stages, microbatches)
     times = [block.times(stages, stage) for stage in range(stages)]
     orders = [_order(stage, stages, microbatches, times[stage]) for stage in range(stages)]
@@ -169,7 +169,7 @@ def _order(stage: int, stages: int, microbatches: int, times: Iterable[int]) -> 
 
 
 def _peak(times: tuple[int, int, int, int], microbatches: int) -> int:
-    """The most activations that live at once on a stage while the block repeats.
+    """Return the most activations that are live at once on a stage while the block repeats.
 
     A weight task takes the first unit after its input task that is free in every block.
     """
