@@ -1,7 +1,8 @@
-"""An agent: it starts the processes of a run, watches them, and begins anew when one is lost.
+"""The agent: it starts the processes of a run, watches them, and restarts them after a failure.
 
-In jax a process that is lost cannot be replaced among the others, so that what is begun anew is a
-generation: new processes, a new port, the state from the newest snapshot in memory, or checkpoint.
+JAX cannot replace one process of a running group, so after a failure the agent restarts all of
+them: a new *generation*, with new processes, a new port, and the state of the newest snapshot in
+memory or checkpoint on disk.
 """
 
 from __future__ import annotations
@@ -27,19 +28,21 @@ from jaxdist.runtime.notices import Notice, heard
 from jaxdist.types import Json
 
 CONFIG_ERROR = 2
-"""Exit code of what only a person can mend."""
+"""The exit code of a process whose configuration is wrong: a restart cannot help."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an agent does.
+    """The settings of an agent.
 
     Attributes:
-      args: of `jaxdist.cli.runs.train_process`.
-      processes: of each generation.
-      restarts: generations in a row that may end without a step that none before had come to.
-      notices: who tells, besides signals, that this machine will be taken away. Processes hear
-        them too; the agent does where it has none of them at work.
+      args: the arguments of `jaxdist.cli.runs.train_process`.
+      processes: the number of processes in each generation.
+      restarts: the number of consecutive generations that may fail without a new step before the
+        run fails.
+      stuck_timeouts: how long a process may make no progress.
+      notices: sources of preemption notices besides signals. The training processes poll them as
+        well; the agent polls them for the times when it runs no process.
     """
 
     args: Mapping[str, Json]
@@ -50,14 +53,14 @@ class Plan:
 
 
 class Agent:
-    """The agent of a run on one machine; `run` once.
+    """The agent of a run on one machine; call `run` once.
 
     Args:
-      say: tells the user a line.
+      say: prints a line for the user.
       fork_module: the module whose process forks those of the run, see `jaxdist.runtime.forks`. It
-        stands above this room in the layers, so that a command passes its name down.
-      hosts: who takes part; None is this machine alone.
-      record: makes what hears of all generations, of the journal and `say`.
+        is above this room in the layers, so a command passes its name down.
+      hosts: the hosts of the run; None means this machine alone.
+      record: builds the recorder that observes all generations, from the journal and `say`.
     """
 
     def __init__(
@@ -78,15 +81,16 @@ class Agent:
         self._recorder = record(self._journal, say)
 
     def run(self) -> int:
-        """All generations; the exit code of the run.
+        """Run generation after generation, and return the exit code of the run.
 
         Raises:
-          ConfigError: what only a person can mend, as a process has told it.
-          RunError: generation after generation was lost, or there are too few hosts.
+          ConfigError: a process reported an error that only the user can fix.
+          RunError: too many generations failed in a row without a new step, or too few hosts
+            joined.
         """
         with new_folder() as folder, self._signals(), heard(self.plan.notices, self._tell):
             server = ForkServer(self.fork_module, RunFolder(folder, 0).log(0))
-            server.start()  # it imports while hosts meet
+            server.start()  # its imports take seconds, during which the hosts meet
             try:
                 return self._generations(folder, server)
             finally:
@@ -141,7 +145,7 @@ class Agent:
         named = self.hosts.named()
         self._journal.add(run_folder, "lost", **told, **named)
         if found.code == CONFIG_ERROR:
-            return  # the error is told, and nothing begins
+            return  # the error is printed by the caller, and no generation follows
         on = f" on {named['host']}" if named else ""
         words = f"process {process} of {assignment.total}{on} {found.how}"
         self.say(f"{words}, {at}: generation {assignment.generation + 1} begins")
@@ -160,7 +164,7 @@ class Agent:
             raise error
 
     def _team(self, run_folder: RunFolder, assignment: Assignment, server: ForkServer) -> Team:
-        """The processes of a generation."""
+        """Start the processes of a generation."""
         args = {**self.plan.args, "resume": assignment.resume}
         args["run"] = None if assignment.run is None else assignment.run.plain
         if assignment.extra:
@@ -188,7 +192,8 @@ class Agent:
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
-        """Pass on what ends a run; all its processes save and stop at one step."""
+        """Catch the signals that end a run, so that all its processes save and stop at the same
+        step."""
 
         def note(number: int, frame: FrameType | None) -> None:
             self._tell(signal.Signals(number).name)
@@ -205,15 +210,16 @@ class Agent:
 
 
 def exit_of(*, told: bool, team: Team, over: bool) -> int | None:
-    """The exit code of an agent whose processes have all ended well; None: it takes part again.
+    """Return the exit code of an agent whose processes have all ended well; None to join the next
+    generation.
 
-    Of several hosts all save and stop where one is told to; that one takes part no more, whoever
-    told it: a signal to the agent, or a notice that only a process of it has heard. The others go
-    on without it.
+    When one host is told to stop, all hosts save and stop at the same step. That host then leaves
+    the run, whether its agent received a signal or one of its processes received a preemption
+    notice. The others continue without it.
 
     Args:
       told: whether this machine was told to stop.
-      over: whether the run has come to its end.
+      over: whether the run has reached its last step.
     """
     if not (told or over):
         return None

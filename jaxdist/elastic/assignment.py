@@ -1,4 +1,4 @@
-"""Who takes part in a run: what an agent asks, and the answer of one machine alone."""
+"""What an agent asks about the hosts of its run, and the answers for a single machine."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from jaxdist.runtime.rendezvous import free_port
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a machine does in a generation.
+    """What a machine has to do in a generation.
 
     Attributes:
-      generation: from 1; the numbers grow.
-      first: number of the first of its processes, among all.
-      count: how many processes it has; 0 in a generation that has no use for it.
-      total: how many all machines have.
-      coordinator: HOST:PORT where processes meet; None for one that is alone.
-      resume: whether it goes on with what a run has saved.
-      run: which run; None: the processes find out, as the user's command says.
-      extra: settings that replace those of the config.
-      fence: name under which what is written is fenced, see `jaxdist.heartbeat.fence`; None: no
-        other generation can be at work.
+      generation: the generation's number, which starts at 1 and only grows.
+      first: the global number of this machine's first process.
+      count: the number of processes on this machine; 0 if the generation has no use for it.
+      total: the number of processes on all machines.
+      coordinator: HOST:PORT where the processes meet; None if there is only one process.
+      resume: whether to continue from the saved state of a run.
+      run: the run to train; None lets the processes find it as the user's command says.
+      extra: settings that override those of the config.
+      fence: the name under which writes are fenced, see `jaxdist.heartbeat.fence`; None if no other
+        generation can be running.
     """
 
     generation: int
@@ -42,11 +42,11 @@ class Assignment:
 
     @property
     def processes(self) -> range:
-        """The numbers of its processes."""
+        """The global numbers of this machine's processes."""
         return range(self.first, self.first + self.count)
 
     def environ(self, index: int) -> dict[str, str]:
-        """What tells a process of this machine who it is among all."""
+        """Return the variables that tell a process its place among all processes."""
         if self.coordinator is None:
             return {}
         return {
@@ -57,85 +57,88 @@ class Assignment:
 
 
 class Hosts(Protocol):
-    """Who takes part; an agent asks from one thread."""
+    """The hosts of a run, as their agent sees them; called from one thread only."""
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
-        """Wait for the next generation that this machine is in.
+        """Wait for the next generation that includes this machine.
 
         Args:
-          folder: of this machine, in memory: see `jaxdist.heartbeat.run_folder`.
-          stopped: whether the wait shall end.
+          folder: this machine's folder in memory, see `jaxdist.heartbeat.run_folder`.
+          stopped: returns True when the wait has to end.
 
         Returns:
-          None: the run is over, or `stopped`.
+          None if the run is over, or if `stopped` returned True.
 
         Raises:
-          RunError: nothing began for too long, or other hosts gave up.
+          RunError: no generation started in time, or other hosts gave up.
         """
         ...
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Why the processes of this machine must be ended though none was lost; None: go on."""
+        """Return why this machine must end its processes although none failed; None to continue."""
         ...
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Whether the processes of this machine, with all others, are to save and stop, and to
-        begin again with more machines."""
+        """Return whether all processes of the run have to save and stop, to restart with more
+        machines."""
         ...
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
-        """All processes of this machine are gone.
+        """Report that all processes of this machine have ended.
 
         Args:
-          why: what was lost here; empty where they ended well, or were told to.
-          stuck: whether what was lost lived, and stood still.
+          why: the failure on this machine; empty if its processes ended well, or as they were told
+            to.
+          stuck: whether the process that failed was still alive, but made no progress.
         """
         ...
 
     def over(self, assignment: Assignment) -> bool:
-        """Whether the run is over, where all processes of this machine have ended well."""
+        """Return whether the run is over, once all processes of this machine have ended well."""
         ...
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """What the processes of this machine are at, for who waits for them."""
+        """Publish the progress of this machine's processes, for the hosts that wait for them."""
         ...
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
-        """What those of all others are at, by this machine's clock; None: not all have told."""
+        """Return the progress of all other machines' processes, by this machine's clock; None while
+        the progress of some is unknown."""
         ...
 
     def uncopied(self) -> str | None:
-        """Why this machine makes no copies of another's snapshots; None: it does, or need not."""
+        """Return why this machine does not replicate another machine's snapshots; None if it does,
+        or if it need not."""
         ...
 
     def why(self, assignment: Assignment) -> str:
-        """Why a generation ended whose processes have all saved and stopped before the run's end,
-        and this machine was not told to."""
+        """Return why a generation ended, if all its processes saved and stopped before the end of
+        the run although this machine was not told to stop."""
         ...
 
     def named(self) -> dict[str, str]:
-        """What to write down of this machine, beside the number of a process."""
+        """Return what identifies this machine in the journal, beside the number of a process."""
         ...
 
     def leave(self) -> None:
-        """This machine was told to stop; its processes will be in a moment."""
+        """Announce that this machine was told to stop; its processes will stop shortly."""
         ...
 
     def fail(self, code: int, words: str) -> None:
-        """The run cannot go on, on any machine."""
+        """Report that the run cannot continue on any machine."""
         ...
 
     def close(self) -> None:
-        """Nothing is asked any more."""
+        """Release all resources; no method is called afterwards."""
         ...
 
 
 class SingleHost:
-    """One machine, of which nobody else knows.
+    """A single machine that runs all processes by itself.
 
     Args:
-      processes: of each generation.
-      resume: whether the first generation goes on with a run.
+      processes: the number of processes in each generation.
+      resume: whether the first generation continues a saved run.
     """
 
     def __init__(self, processes: int, *, resume: bool = False) -> None:
@@ -143,54 +146,55 @@ class SingleHost:
         self._number, self._id = 0, new_id()
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
-        """The next generation, at once."""
+        """Return the next generation at once."""
         self._number += 1
         count = self.processes
         coordinator = f"127.0.0.1:{free_port()}" if count > 1 else None
         known = RunFolder(folder, self._number).known_run()
-        # Where no process came so far as to tell the path, the next finds it by the id.
+        # If no process got far enough to publish the path, the next generation finds the run by its
+        # id.
         run, resume = known or Identity(self._id), self.resume or known is not None
         return Assignment(self._number, 0, count, count, coordinator, resume, run)
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Never."""
+        """Return None: nothing else ends a generation."""
         return None
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Never."""
+        """Return False: no machine can join."""
         return False
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no other machine waits."""
 
     def over(self, assignment: Assignment) -> bool:
-        """It is."""
+        """Return True: processes that ended well have finished the run."""
         return True
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no other machine waits."""
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status]:
-        """There are no others."""
+        """Return an empty sequence: there are no other machines."""
         return ()
 
     def uncopied(self) -> str | None:
-        """There is no other to copy from."""
+        """Return None: there is no other machine whose snapshots could be replicated."""
         return None
 
     def why(self, assignment: Assignment) -> str:
-        """It is not asked: `over` is true."""
+        """Return an empty reason; the agent does not ask, because `over` is true."""
         return ""
 
     def named(self) -> dict[str, str]:
-        """There is no other."""
+        """Return an empty mapping: there is only one machine."""
         return {}
 
     def leave(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no other machine waits."""
 
     def fail(self, code: int, words: str) -> None:
-        """Nobody else is to be told."""
+        """Do nothing: there is no other machine to inform."""
 
     def close(self) -> None:
-        """There is nothing to close."""
+        """Do nothing: there is nothing to close."""

@@ -1,6 +1,7 @@
-"""Failures on purpose: processes of an elastic run are killed and stopped at seeded steps.
+"""Fault injection: processes of an elastic run are killed and stopped at steps drawn from a seed.
 
-What the run should keep is predicted of what the first failure took, and held against what it did.
+The share of time that the run should keep is predicted from its first failure, and compared with
+the share that it kept.
 """
 
 from __future__ import annotations
@@ -26,18 +27,18 @@ from jaxdist.metrics.goodput import INTERVALS, Goodput
 from jaxdist.types import Json, JsonObject
 
 STOPS = 0.25
-"""The share of failures that stop a process in place of killing it."""
+"""The share of failures that stop a process with SIGSTOP instead of killing it."""
 FIRST, LAST = 0.1, 0.95
-"""Of a run's steps: failures come between these."""
+"""Failures occur between these fractions of a run's steps."""
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A failure on purpose.
+    """An injected failure.
 
     Attributes:
-      step: it comes at the first moment when a process has taken so many.
-      stops: whether the process is stopped, and not killed.
+      step: it occurs when the first process has finished this step.
+      stops: whether the process is stopped rather than killed.
     """
 
     step: int
@@ -46,7 +47,8 @@ class Strike:
 
 
 def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Strike]:
-    """Where failures come: one in each of as many equal parts of the run; the first kills.
+    """Return the failures of a run: one in each of `failures` equal parts of it. The first one
+    kills.
 
     >>> [one.step for one in strikes_of(3, 1000, 4, seed=0)]
     [340, 657, 889]
@@ -62,11 +64,11 @@ def strikes_of(failures: int, steps: int, processes: int, seed: int) -> list[Str
 
 
 class Striker(Recorder):
-    """Hears of a run's generations as a `Recorder` does, and strikes.
+    """A recorder that also injects failures.
 
     Attributes:
-      left: strikes that are still to come.
-      struck: when those that came did, in seconds since 1970.
+      left: the failures that are still to come.
+      struck: the times of those that occurred, in seconds since 1970.
       run: the run directory, once it is known.
     """
 
@@ -110,13 +112,13 @@ class Striker(Recorder):
 
 @dataclass(frozen=True)
 class Recovery:
-    """What followed a strike.
+    """The recovery from an injected failure.
 
     Attributes:
-      seconds: from it to the first step that none before had come to.
-      detect: seconds of these until the agent knew.
-      parts: the others by name; the first step's include steps that were taken again.
-      lost_steps: that were taken again.
+      seconds: the time from the failure to the first new step.
+      detect: the part of it until the agent noticed the failure.
+      parts: the other parts by name; that of the first step includes repeated steps.
+      lost_steps: the number of steps that were repeated.
     """
 
     strike: Strike
@@ -132,10 +134,10 @@ def recoveries_of(
     events: Sequence[JsonObject],
     found: Goodput,
 ) -> list[Recovery]:
-    """The recoveries of a run, from its journal and its lives.
+    """Return the recoveries of a run, from its journal and the accounts of its lives.
 
     Args:
-      struck: when the first of the strikes came, in seconds since 1970.
+      struck: the times of the first failures, in seconds since 1970.
     """
     recoveries = []
     for strike, at in zip(strikes, struck, strict=False):
@@ -156,11 +158,11 @@ def recoveries_of(
 
 @dataclass(frozen=True)
 class Drilled:
-    """How a run stood what it was made to.
+    """The result of a drill.
 
     Attributes:
-      predicted: the share of the time that it should have kept.
-      achieved: that it did; both of the time after the first start.
+      predicted: the share of time that the run should have kept.
+      achieved: the share that it kept; both count from the end of the first start.
     """
 
     recoveries: Sequence[Recovery]
@@ -169,11 +171,11 @@ class Drilled:
 
     @property
     def held(self) -> bool:
-        """Whether it kept nine tenths of what it should have."""
+        """Whether the run kept at least nine tenths of the predicted share."""
         return self.achieved >= 0.9 * self.predicted
 
     def as_json(self) -> JsonObject:
-        """Plain data."""
+        """Return the result as plain data."""
         told: list[Json] = [
             {
                 "step": one.strike.step,
@@ -189,7 +191,7 @@ class Drilled:
         return {"predicted": self.predicted, "achieved": self.achieved, "recoveries": told}
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Return the result as lines of text."""
         rows = [
             f"step {one.strike.step:>7} process {one.strike.process} "
             f"{'SIGSTOP' if one.strike.stops else 'SIGKILL'}  {one.seconds:6.2f} s = detect "
@@ -208,12 +210,12 @@ def judge(
     every: int,
     silent_seconds: float,
 ) -> Drilled:
-    """What a run should have kept, by its first life and its first failure, beside what it did.
+    """Predict what a run should have kept, from its first life and its first failure, and compare.
 
     Args:
-      recoveries: one at least.
-      every: steps between two saves.
-      silent_seconds: until a process that is stopped is known to be.
+      recoveries: at least one.
+      every: the number of steps between two saves.
+      silent_seconds: the time until a stopped process is detected.
     """
     first, total = found.lives[0], found.lives[-1].last_step
     useful = sum(first.seconds[kind] for kind in (Kind.STEP, Kind.INPUT_WAIT))
@@ -232,11 +234,12 @@ def judge(
 
 
 def every_of(records: Sequence[JsonObject], memory: Json, disk: Json) -> int:
-    """Steps between two saves that a failure of a process goes back to.
+    """Return the number of steps between the saves that a run recovers from after a process
+    failure.
 
     Args:
-      records: of metrics, where a run has written down what it chose.
-      memory, disk: of the config: steps, "auto", or for memory None.
+      records: the run's metrics, which contain the interval that it chose.
+      memory, disk: the settings of the config: a number of steps or "auto"; `memory` may be None.
     """
     kind, wanted = (Kind.CHECKPOINT_BLOCKED, disk) if memory is None else (Kind.SNAPSHOT, memory)
     if isinstance(wanted, int):

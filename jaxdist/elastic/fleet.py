@@ -1,12 +1,12 @@
-"""A fleet of devices that fail, in virtual time: what of it is work that is kept.
+"""A simulation of a fleet whose devices fail: how much of its time is useful work.
 
-All devices work together, so that one failure stops all. Failures come at random at one rate,
-whatever the fleet does. Work is saved in up to two tiers: often in the memory of hosts, each with a
-copy at another host, and now and then on disk. A failure takes the work since the last save; with a
-given chance it takes both copies in memory, and the fleet goes back to the last save on disk.
+All devices work together, so one failure stops all of them. Failures are random, at a constant
+rate. Work is saved in up to two tiers: often in the memory of hosts, each with a replica on another
+host, and occasionally on disk. A failure loses the work since the last save; with a given
+probability it destroys both copies in memory, and the fleet goes back to the last save on disk.
 
-What is left out: a host that waits for a spare, failures that come together or more often when new,
-and steps: work is taken to flow.
+Not simulated: waiting for a spare host, failures that are correlated or more frequent in new
+hardware, and steps, because work is continuous.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ Chance = Annotated[float, Field(ge=0, le=1)]
 
 
 class FleetConfig(Config):
-    """A fleet, what fails of it, and how long each thing takes that follows.
+    """A fleet, its failures, and the time that each part of a recovery takes.
 
-    The defaults are Llama 3's fleet; what its report does not tell is of the sources named.
+    The defaults describe Llama 3's fleet; what its report does not state is from the sources named.
     """
 
     devices: Count = 16_384
-    """All work together. Llama 3 405B's (arXiv 2407.21783, section 3.3.4)."""
+    """The devices, which all work together. Llama 3 405B's (arXiv 2407.21783, section 3.3.4)."""
     failures_per_1000_device_days: PositiveFloat = 0.5267
-    """Interruptions: 466 in 54 days of 16,384 devices (the same place)."""
+    """Interruptions per 1,000 devices and day: 466 in 54 days of 16,384 devices (same source)."""
     days: PositiveFloat = 54.0
-    """How long the fleet runs (the same place)."""
+    """How long the fleet runs (same source)."""
     detect_seconds: NonNegativeFloat = 100.0
-    """From a failure until it is known: jax's default for a heartbeat that is missed."""
+    """Time from a failure until it is detected: JAX's default timeout for a missed heartbeat."""
     restart_seconds: NonNegativeFloat = 380.0
-    """Until all processes are up again. With detection and loading 10 minutes: what a failure cost
-    before fault tolerance in arXiv 2602.00277."""
+    """Time until all processes are up again. With detection and loading it makes 10 minutes: the
+    cost of a failure before fault tolerance in arXiv 2602.00277."""
     restore_seconds: NonNegativeFloat = 120.0
-    """Loading a checkpoint from disk. A guess."""
+    """Time to load a checkpoint from disk. A guess."""
     memory_restore_seconds: NonNegativeFloat = 10.0
-    """Loading a snapshot from the memory of hosts. A guess."""
+    """Time to load a snapshot from the memory of hosts. A guess."""
     checkpoint_seconds: NonNegativeFloat = 60.0
-    """Work stands still so long for a checkpoint on disk: the usual example (arXiv 2410.21680)."""
+    """Time that a checkpoint on disk blocks training: the usual example (arXiv 2410.21680)."""
     snapshot_seconds: NonNegativeFloat = 1.0
-    """Work stands still so long for a snapshot in memory. A guess; GEMINI (SOSP 2023) hides it."""
+    """Time that a snapshot in memory blocks training. A guess; GEMINI (SOSP 2023) hides it."""
     both_copies_lost: Chance = 0.084
-    """The share of failures that take a snapshot and its copy too: those of switches and cables
-    were 35 of Llama 3's 419 unexpected ones, where host and copy hang on one switch."""
+    """The share of failures that destroy a snapshot and its replica: failures of switches and
+    cables were 35 of Llama 3's 419 unexpected ones, and a host and its replica share one switch."""
     checkpoint_every_seconds: PositiveFloat | None = None
-    """Work between checkpoints on disk where there are snapshots too; null: Young's interval for
-    the failures that need one."""
+    """Work between checkpoints on disk when there are snapshots too; null takes Young's interval
+    for the failures that need a checkpoint."""
     runs: Count = 20
     """Simulated runs of each interval; all intervals meet the same failures."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Of the failures."""
+    """Seed of the failures."""
 
     @property
     def mttf(self) -> float:
@@ -68,17 +68,17 @@ class FleetConfig(Config):
 
     @property
     def recovery(self) -> float:
-        """Seconds from a failure until work goes on, from disk."""
+        """Seconds from a failure until work continues from disk."""
         return self.detect_seconds + self.restart_seconds + self.restore_seconds
 
     @property
     def memory_recovery(self) -> float:
-        """The same from memory."""
+        """Seconds from a failure until work continues from memory."""
         return self.detect_seconds + self.restart_seconds + self.memory_restore_seconds
 
     @property
     def checkpoint_every(self) -> float:
-        """Work between checkpoints on disk where there are snapshots too, in seconds."""
+        """Seconds of work between checkpoints on disk when there are snapshots too."""
         if self.checkpoint_every_seconds is not None:
             return self.checkpoint_every_seconds
         needed = max(self.both_copies_lost, 1e-9)
@@ -88,11 +88,12 @@ class FleetConfig(Config):
 
 @dataclass(frozen=True)
 class Saves:
-    """How a fleet saves.
+    """How a fleet saves its work.
 
     Attributes:
       every: seconds of work between two saves.
-      disk: each so many is a checkpoint on disk, the others are snapshots; 1 has no snapshots.
+      disk: every `disk`-th save is a checkpoint on disk, the others are snapshots; 1 means no
+        snapshots.
     """
 
     every: float
@@ -101,11 +102,11 @@ class Saves:
 
 @dataclass(frozen=True)
 class Simulated:
-    """What runs with one way to save gave.
+    """The results of the runs that save in one way.
 
     Attributes:
-      seconds: by kind, float64 [runs]; they add up to the length of the runs.
-      failures: int64 [runs].
+      seconds: the time by kind, float64 [runs]; the kinds add up to the length of a run.
+      failures: the number of failures, int64 [runs].
     """
 
     saves: Saves
@@ -119,21 +120,23 @@ class Simulated:
 
     @property
     def shares(self) -> dict[Kind, float]:
-        """Of each kind, over all runs."""
+        """The share of each kind of time, over all runs."""
         whole = sum(float(spent.sum()) for spent in self.seconds.values())
         return {kind: float(spent.sum()) / whole for kind, spent in self.seconds.items()}
 
 
 def snapshots_with(fleet: FleetConfig, every: float) -> Saves:
-    """Saves in two tiers: a snapshot each `every` seconds, checkpoints about as often as asked."""
+    """Return saves in two tiers: a snapshot each `every` seconds, and checkpoints about as often as
+    the fleet's settings ask."""
     return Saves(every, max(round(fleet.checkpoint_every / every), 1))
 
 
 def first_order(fleet: FleetConfig, saves: Saves) -> float:
-    """The goodput of two tiers to first order in what is lost (arXiv 2410.21680, equation 1).
+    """Return the goodput of two tiers to first order in the lost time (arXiv 2410.21680, equation
+    1).
 
-    Work stands still for saves; a failure costs recovery and half of what lies between two saves:
-    of snapshots, or with the chance that both copies are lost, of checkpoints.
+    Saves block training; a failure costs the recovery and half an interval between two saves: of
+    snapshots, or, with the probability that both copies are lost, of checkpoints.
     """
     lost_both = 1.0 if saves.disk == 1 else fleet.both_copies_lost
     stands = fleet.snapshot_seconds * (saves.disk - 1) + fleet.checkpoint_seconds
@@ -144,7 +147,7 @@ def first_order(fleet: FleetConfig, saves: Saves) -> float:
 
 
 def simulate(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]:
-    """Run a fleet with each of these ways to save, against the same failures.
+    """Simulate a fleet with each of these ways to save, against the same failures.
 
     Cost: a few numpy operations on [ways, runs] for each failure of a run.
     """
@@ -166,7 +169,7 @@ def simulate(fleet: FleetConfig, ways: Sequence[Saves]) -> list[Simulated]:
 
 
 class _State:
-    """Where each way [ways] stands in each run [runs], and what its time went to."""
+    """The state of each run [runs] with each way to save [ways], and the time spent so far."""
 
     def __init__(self, fleet: FleetConfig, ways: Sequence[Saves]) -> None:
         shape = (len(ways), fleet.runs)
@@ -183,16 +186,17 @@ class _State:
         self.saved = np.zeros(shape, np.int64)
         """Snapshots since the last checkpoint."""
         self.detecting, self.restoring = np.zeros(shape), np.zeros(shape)
-        """What is ahead before work goes on; nothing at first."""
+        """Remaining seconds of detection and of loading before work continues; zero at the start.
+        """
         self.from_disk = np.zeros(shape, bool)
 
     def advance(self, gap: np.ndarray, dies: np.ndarray, both: np.ndarray) -> None:
-        """So many seconds until the next failure, or until the end where nothing dies.
+        """Advance all runs to the next failure, or to the end of a run that has no further failure.
 
         Args:
-          gap: seconds, float64 [runs].
-          dies: whether there is a failure then, bool [runs].
-          both: whether it takes both copies of a snapshot, bool [runs].
+          gap: seconds to advance, float64 [runs].
+          dies: whether a failure follows, bool [runs].
+          both: whether it destroys both copies of a snapshot, bool [runs].
         """
         detected = np.minimum(gap, self.detecting)
         restored = np.minimum(gap - detected, self.restoring)
@@ -205,17 +209,17 @@ class _State:
         self.seconds[Kind.LOST_WORK] += lost
         self.seconds[Kind.STEP] += kept + undone - lost
         self.saved = np.where(disk, 0, saved)
-        # A load from disk that a failure cut short begins anew.
+        # A load from disk that a failure interrupted starts again.
         self.from_disk = disk | (self.from_disk & ~recovered)
         self._fall(dies)
 
     def _work(self, up: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """After so many seconds: snapshots since the last checkpoint, work since the last save, and
-        work that was saved, both in seconds."""
+        """Work for `up` seconds. Return the snapshots since the last checkpoint, the work since the
+        last save, and the work that was saved, both in seconds."""
         fleet, every, disk = self.fleet, self.every, self.disk
         period = every + fleet.snapshot_seconds
         cycle = disk * every + (disk - 1) * fleet.snapshot_seconds + fleet.checkpoint_seconds
-        # A microsecond more, so that what was saved stays so whatever is rounded.
+        # One microsecond of slack keeps saved work saved, whatever the rounding.
         cycles, rest = np.divmod(self.saved * period + up + 1e-6, cycle)
         saved = np.minimum(rest // period, disk - 1).astype(np.int64)
         left = np.clip(rest - saved * period - 1e-6, 0.0, None)

@@ -1,6 +1,6 @@
-"""The processes of a generation: forked from one that has imported all.
+"""The processes of a generation, forked from a process that has imported everything.
 
-What one of them is to do is one JSON line on its standard input.
+Each receives its task as one JSON line on its standard input.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ LAST_LINES = 15
 
 
 class Member:
-    """One process.
+    """One process of a generation.
 
     Args:
-      log: where its standard error goes.
-      args: of `jaxdist.cli.runs.train_process`.
-      environ: variables besides the server's own.
+      log: the file of its standard error.
+      args: the arguments of `jaxdist.cli.runs.train_process`.
+      environ: variables in addition to those of the fork server.
 
     Attributes:
-      index: among the processes of its generation.
+      index: its number among the processes of its generation.
     """
 
     def __init__(
@@ -42,19 +42,20 @@ class Member:
         self.log, self.index, self._server = log, index, server
         self._code: int | None = None
         reader, writer = os.pipe()
-        self._orders = os.fdopen(writer, "wb")  # while it is open this agent is there
+        # open while this agent lives: its end tells the process to stop
+        self._orders = os.fdopen(writer, "wb")
         try:
             with log.open("ab") as errors, held(log.parent) as descriptor:
                 self.pid = server.fork([reader, errors.fileno(), descriptor])
         finally:
             os.close(reader)
-        with suppress(BrokenPipeError):  # its end is seen soon enough
+        with suppress(BrokenPipeError):  # the process has ended already, which the next poll shows
             self._orders.write(json.dumps({"args": {**args}, "environ": {**environ}}).encode())
             self._orders.write(b"\n")
             self._orders.flush()
 
     def poll(self) -> int | None:
-        """Its exit code; None while it lives."""
+        """Return its exit code; None while it lives."""
         if self._code is None:
             self._code = self._server.ended(self.pid)
         return self._code
@@ -66,8 +67,8 @@ class Member:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it and all that it has started; returns when it is gone."""
-        for end in (os.killpg, os.kill):  # in its first moment it leads no group
+        """Kill it and all that it has started; return when it is gone."""
+        for end in (os.killpg, os.kill):  # it leads a group only after its first moments
             with suppress(ProcessLookupError, PermissionError):
                 end(self.pid, Signals.SIGKILL)
         if self._code is None:
@@ -76,13 +77,13 @@ class Member:
             self._orders.close()
 
     def last_words(self, count: int = LAST_LINES) -> str:
-        """The end of its standard error: so many lines."""
+        """Return the last lines of its standard error."""
         lines = self.log.read_text(errors="replace").strip().splitlines()
         return "\n".join(lines[-count:])
 
 
 def how_ended(code: int) -> str:
-    """An exit code for a person.
+    """Describe an exit code for the user.
 
     >>> how_ended(-9), how_ended(3)
     ('signal SIGKILL', 'exit code 3')

@@ -1,18 +1,19 @@
-"""Who takes part: hosts hold leases, and one generation of them at a time is at work.
+"""Membership: hosts hold leases, and at most one generation of them is at work at any time.
 
-A registry hears from hosts and grants leases on its generation; a host is at work while it holds
-one. Nothing here does I/O or reads a clock: who calls gives the time and carries the messages,
-which may be lost, late, doubled and in any order. Clocks may have any offset; each runs too fast or
-too slow by `drift` at most.
+A registry receives renewals from hosts and grants leases on its current generation; a host is at
+work while it holds a lease. Nothing here does I/O or reads a clock: the caller supplies the time
+and carries the messages, which may be lost, delayed, duplicated and reordered. Clocks may have any
+offset; the rate of each is wrong by `drift` at most.
 
-Never are two generations at work, at any moment. A host counts its lease from when it asked, the
-registry from when it answered, which is later; the host's is shorter by what clocks may drift
-apart. The registry ends a generation by granting no more of it, and begins the next only when each
-lease on it has run out or its holder has said that it stopped. What a host has stopped it never
-takes up again, so that old messages do no harm. (Gray and Cheriton, "Leases", SOSP 1989.)
+Two generations are never at work at the same time. A host counts its lease from the moment of its
+request, the registry from its answer, which is later; the host also shortens its lease by the drift
+between two clocks. To end a generation, the registry stops granting leases on it. It starts the
+next one only when each lease has expired, or its holder has reported that it stopped. A host never
+resumes a generation that it has stopped, so old messages do no harm. (Gray and Cheriton, "Leases",
+SOSP 1989.)
 
-A host that is suspended between looking at its lease and writing may still write too late: the
-number of its generation is a fencing token, and what is written to keeps a `Fence`
+A host that is suspended between checking its lease and writing may still write too late. Against
+this, the number of its generation is a fencing token, which storage compares with its `Fence`
 (`jaxdist.heartbeat.fence`).
 """
 
@@ -31,8 +32,8 @@ class Generation:
     """Hosts that work together.
 
     Attributes:
-      number: greater than those of all generations before; the fencing token.
-      members: in the order in which they came.
+      number: larger than the number of every earlier generation; the fencing token.
+      members: the hosts, in the order in which they joined.
     """
 
     number: int = 0
@@ -40,20 +41,20 @@ class Generation:
 
     @property
     def coordinator(self) -> str:
-        """The member that all others meet at: the one that has been there longest."""
+        """The member that the others connect to: the one that joined first."""
         return self.members[0]
 
 
 @dataclass(frozen=True)
 class Renew:
-    """A host asks for a lease.
+    """The request of a host for a lease.
 
     Attributes:
-      host: a name that no other process has, nor the same host after it began anew.
-      sent: when, by its own clock.
-      stopped: it never again takes up this generation, or one before.
-      leaves: it asks for the last time, and for nothing.
-      aside: it shall be left out where the others can go on without it.
+      host: a name that no other agent has, not even a later one on the same machine.
+      sent: the time of the request, by the host's clock.
+      stopped: the host never resumes this generation, or an earlier one.
+      leaves: whether this is its last message, which asks for nothing.
+      quarantined: whether it asks to be left out if the others can continue without it.
     """
 
     host: str
@@ -65,10 +66,11 @@ class Renew:
 
 @dataclass(frozen=True)
 class Grant:
-    """A lease on a generation, counted from when it was asked for (`sent`, the host's clock).
+    """A lease on a generation, which starts at the time of the request (`sent`, by the host's
+    clock).
 
     Attributes:
-      pauses: whether it is to save and stop at its next boundary, so that it can grow.
+      pauses: whether the generation has to save and stop at its next boundary, so that it can grow.
     """
 
     generation: Generation
@@ -78,21 +80,21 @@ class Grant:
 
 @dataclass(frozen=True)
 class Stop:
-    """No generation with a smaller number than `token` may be at work any more."""
+    """An order to end every generation whose number is below `token`."""
 
     token: int
 
 
 @dataclass(frozen=True)
 class Host:
-    """What a host knows.
+    """The state of a host.
 
     Attributes:
-      stopped: generations up to this one it never takes up again.
-      generation: that of its last lease.
-      until: when this lease runs out, by its own clock.
-      pauses: whether it has heard that the generation is to save and stop.
-      aside_until: when it no more asks to be left out, by its own clock.
+      stopped: the host never resumes this generation, or an earlier one.
+      generation: the generation of its last lease.
+      until: the end of that lease, by its own clock.
+      pauses: whether the generation has to save and stop.
+      quarantined_until: the time until which it asks to be left out, by its own clock.
     """
 
     name: str
@@ -103,26 +105,27 @@ class Host:
     quarantined_until: float = -math.inf
 
     def renew(self, now: float, *, leaves: bool = False) -> Renew:
-        """What it says to the registry, several times in each lease; who leaves stops first."""
+        """Return its next renewal; it sends several per lease. A host that leaves stops its work
+        first."""
         return Renew(self.name, now, self.stopped, leaves, now < self.quarantined_until)
 
     def was_stuck(self, config: MembershipConfig, now: float) -> Host:
-        """It asks to be left out for a while."""
+        """Return the state in which it asks to be left out for a while."""
         return replace(self, quarantined_until=now + config.stuck_host_seconds)
 
     def at_work(self, now: float) -> Generation | None:
-        """The generation that it works in, if its lease holds."""
+        """Return the generation that it works in; None if it holds no valid lease."""
         return self.generation if now < self.until else None
 
     def stop(self, token: int) -> Host:
-        """It ends its work in all generations with a smaller number."""
+        """Return the state after it has ended its work in all generations below a number."""
         stopped = max(self.stopped, token - 1)
         if self.generation is None or self.generation.number > stopped:
             return replace(self, stopped=stopped)
         return Host(self.name, stopped, quarantined_until=self.quarantined_until)
 
     def hear(self, config: MembershipConfig, message: Grant | Stop) -> Host:
-        """What it knows after a message."""
+        """Return the state after a message."""
         if isinstance(message, Stop):
             return self.stop(message.token)
         given, until = message.generation, message.sent + config.held_seconds
@@ -137,16 +140,16 @@ class Host:
 
 @dataclass(frozen=True)
 class Registry:
-    """What the registry knows; to be kept on disk, and `restarted` when it is read back.
+    """The state of the registry. It is kept on disk, and `restarted` when it is read back.
 
     Attributes:
-      alive: by host, until when it counts as alive, by the registry's clock.
-      generation: the newest.
-      granted: whether it is at work, or was ended.
-      holders: by host, until when it may hold a lease on it.
-      since: when a host came or went last.
-      pauses: whether its hosts were told to save and stop, so that more can take part.
-      aside: hosts that ask to be left out.
+      alive: by host, the end of its registration, by the registry's clock.
+      generation: the newest generation.
+      granted: whether leases on it are still granted.
+      holders: by host, the time until which it may hold a lease on the generation.
+      since: the time when a host last joined or left.
+      pauses: whether the generation has to save and stop, so that more hosts can take part.
+      quarantined: the hosts that ask to be left out.
     """
 
     alive: Mapping[str, float] = field(default_factory=dict)
@@ -158,10 +161,10 @@ class Registry:
     quarantined: frozenset[str] = frozenset()
 
     def restarted(self, config: MembershipConfig, now: float) -> Registry:
-        """What was read back from disk, with a clock that may be another one.
+        """Return the state after it was read back from disk, possibly by a host with another clock.
 
-        Where it was at work, leases were perhaps granted after it was written, so that all members
-        may hold one.
+        If the generation was at work, leases may have been granted after the last write; so every
+        member is assumed to hold one.
         """
         members = self.generation.members if self.granted else tuple(self.holders)
         return replace(
@@ -174,10 +177,10 @@ class Registry:
     def receive(
         self, config: MembershipConfig, now: float, message: Renew, fits: Fits = all_fit
     ) -> tuple[Registry, Grant | Stop]:
-        """A message has come: what the registry knows then, and its answer.
+        """Return the state after a message, and the answer to it.
 
         Args:
-          fits: whether some hosts can work together without those that ask to be left out.
+          fits: returns whether hosts can work together without those that ask to be left out.
         """
         known = self.heard(config, now, message).passed(config, now, fits)
         number = known.generation.number
@@ -188,7 +191,8 @@ class Registry:
         return known, Stop(number if known.granted else number + 1)
 
     def heard(self, config: MembershipConfig, now: float, message: Renew) -> Registry:
-        """Who is alive, and who has stopped, after a message."""
+        """Return the state after a message has changed which hosts are alive, and which have
+        stopped."""
         alive, holders, granted = dict(self.alive), dict(self.holders), self.granted
         came = message.host not in alive
         if message.leaves:
@@ -197,7 +201,7 @@ class Registry:
             alive[message.host] = now + config.lease_seconds
         if message.stopped >= self.generation.number:
             holders.pop(message.host, None)
-            # A member that cannot take part any more is as good as lost.
+            # A member that has stopped the generation cannot return to it, as if it were lost.
             granted = granted and message.host not in self.generation.members
         asks = {message.host} if message.quarantined else set()
         quarantined = self.quarantined - {message.host} | asks
@@ -207,7 +211,8 @@ class Registry:
         return replace(self, alive=alive, quarantined=quarantined, **given)
 
     def passed(self, config: MembershipConfig, now: float, fits: Fits = all_fit) -> Registry:
-        """What time alone changes: hosts are lost, a generation ends, the next begins."""
+        """Return the state after time has passed: hosts expire, a generation ends, the next one
+        starts."""
         alive = {host: until for host, until in self.alive.items() if until > now}
         since = self.since if len(alive) == len(self.alive) else now
         holders = {host: until for host, until in self.holders.items() if until > now}
@@ -216,7 +221,7 @@ class Registry:
         if known.granted and not known.alive.keys() >= set(known.generation.members):
             known = replace(known, granted=False)
         if known.granted and known._grows(config, now, fits):
-            # Its hosts end it themselves, when they have saved: no step is lost.
+            # The members end it themselves, after they have saved, so that no step is lost.
             known = replace(known, pauses=True)
         if not known.granted and not holders:
             known = known._begun(config, now, fits)
@@ -236,7 +241,7 @@ class Registry:
         settled = len(hosts) >= config.max_hosts or self._settled(config, now)
         if len(hosts) < config.min_hosts or not settled:
             return self
-        # In the order in which they came, so that who was a member before stays one.
+        # The order of joining keeps earlier members in, since they hold the newest snapshots.
         following = Generation(self.generation.number + 1, hosts[: config.max_hosts])
         return replace(self, generation=following, granted=True, pauses=False)
 

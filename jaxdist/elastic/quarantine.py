@@ -1,7 +1,8 @@
-"""Which hosts are to take part where some ask to be left out: a function of plain data.
+"""Quarantine of hosts: which hosts take part in a generation, as a function of plain data.
 
-A host of which a process was stuck asks so for a while: what stood still may stand still again. The
-others begin without it, where they are enough and can work together; else it takes part at once.
+A host with a stuck process asks to be left out for a while, because what was stuck once may be
+stuck again. The others start without it if they are enough and can form a mesh; otherwise it takes
+part at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ Fits = Callable[[Sequence[str]], bool]
 
 
 def all_fit(hosts: Sequence[str]) -> bool:
-    """Any hosts can work together."""
+    """Return True: any set of hosts can work together."""
     return True
 
 
@@ -23,16 +24,19 @@ def able(
     most: int,
     fits: Fits = all_fit,
 ) -> tuple[str, ...]:
-    """The hosts that may take part, in their order; so many of them at most will.
+    """Return the hosts that may take part, in the order in which they joined; a generation takes
+    the first `most` of them.
 
     >>> able("abc", {"b"}, 2, 4), able("abc", {"b"}, 3, 4)
     (('a', 'c'), ('a', 'b', 'c'))
 
     Args:
-      alive: in the order in which they came.
-      aside: those that ask to be left out.
-      least: so many must take part.
-      fits: whether some can work together, such as in a mesh; asked only where it decides.
+      alive: the hosts with a valid registration, in the order in which they joined.
+      quarantined: the hosts that ask to be left out.
+      least: the smallest number of hosts of a generation.
+      most: the largest number.
+      fits: returns whether hosts can work together, such as in a mesh; called only if the answer
+        matters.
     """
     everyone = tuple(alive)
     ready = tuple(host for host in everyone if host not in quarantined)

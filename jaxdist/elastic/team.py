@@ -1,4 +1,4 @@
-"""The processes of one generation on this machine, watched until it is over."""
+"""The processes of one generation on this machine, watched until the generation ends."""
 
 from __future__ import annotations
 
@@ -18,20 +18,24 @@ from jaxdist.heartbeat.status import Status, read_status
 from jaxdist.metrics.account import Kind
 
 POLL_SECONDS, LOOK_SECONDS = 0.05, 0.25
-"""Between two looks at who lives, and once a generation takes steps, at what they say."""
+"""Seconds between two checks for processes that ended; and, once a generation takes steps, between
+two reads of their status."""
 END_SECONDS = 120.0
-"""For so long others may go on when one process has ended well, or all were told to stop."""
+"""The time that the remaining processes may take after one has ended well, or after all were told
+to stop."""
 STACK_SECONDS, STACK_LINES = 0.5, 200
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a generation cannot go on.
+    """The reason why a generation cannot continue.
 
     Attributes:
-      process: its number among those of this machine; None where none of them was lost, and the
+      process: the failed process, by its index on this machine; None if none failed here and the
         generation ended elsewhere.
-      code: of the exit; None where the process lives and is stuck.
+      how: how it failed, as the end of a sentence about the process.
+      words: the last lines that it printed.
+      code: its exit code; None if it is alive but stuck.
     """
 
     process: int | None
@@ -42,7 +46,7 @@ class Failure:
 
 @dataclass
 class Marks:
-    """When a generation did what for the first time, in seconds of `time.monotonic`."""
+    """When a generation reached each milestone for the first time, in seconds of `time.monotonic`."""
 
     begun: float
     up: float | None = None
@@ -50,7 +54,7 @@ class Marks:
     stepped: float | None = None
 
     def look(self, statuses: Sequence[Status], count: int, first_step: int) -> None:
-        """Note what is new."""
+        """Record the milestones that were reached since the last call."""
         now = time.monotonic()
         if not count or len(statuses) < count:
             return
@@ -61,10 +65,10 @@ class Marks:
             self.stepped = now
 
     def seconds(self, lost_at: float | None) -> dict[str, float]:
-        """The parts of a beginning, when all of it is known.
+        """Return the seconds that each part of a start took, once the first step is done.
 
         Args:
-          lost_at: when the generation before was lost; None: there was none.
+          lost_at: when the previous generation failed; None if this is the first.
         """
         assert self.up is not None
         assert self.restored is not None
@@ -82,12 +86,13 @@ _BEFORE = frozenset({Kind.START, Kind.RECOVERY})
 
 @dataclass
 class Team:
-    """Processes that were told to begin; `watch` once, then `kill`.
+    """The processes of a generation; call `watch` once, then `kill`.
 
     Attributes:
-      newest: the last step that any process of the run has seen.
-      told: what ends this machine's part, if something does.
-      stopped: whether a process has saved and stopped before the run's end, as it was told.
+      newest: the last step that any process of the run has finished.
+      told: returns why this machine has to stop; None while it need not.
+      stopped: whether a process was told to stop, and did so after a save, before the end of the
+        run.
     """
 
     run_folder: RunFolder
@@ -105,19 +110,19 @@ class Team:
     _uncopied: str | None = field(default=None, init=False)
 
     def kill(self) -> None:
-        """End all processes; returns when they are gone."""
+        """End all processes; return when they are gone."""
         for member in self.members:
             member.kill()
 
     def watch(self, lost_at: float | None) -> Failure | None:
-        """Until it has ended well (None), or cannot go on.
+        """Wait until the generation has ended well (None), or cannot continue.
 
         Args:
-          lost_at: when the generation before was lost, in seconds of `time.monotonic`.
+          lost_at: when the previous generation failed, in seconds of `time.monotonic`.
         """
         try:
             return self._watch(lost_at)
-        finally:  # all may have happened since the last look
+        finally:  # much can have happened since the last look
             self._statuses([None] * len(self.members))
             self._leave()
             self._note_copies()
@@ -127,7 +132,8 @@ class Team:
         over, told, look_at = None, False, 0.0
         while True:
             time.sleep(POLL_SECONDS)
-            now = time.monotonic()  # before the look at who lives: who has ended is silent too
+            # taken before the look: a process that ends after it must not count as silent
+            now = time.monotonic()
             looks = not told or now >= look_at
             if looks:
                 self._pass_on(grows=told)
@@ -172,16 +178,17 @@ class Team:
         return Failure(at, f"ended ({how_ended(code)})", self.members[at].last_words(), code)
 
     def _ended(self, member: Member) -> int | None:
-        """Its exit code; one that was told to stop, and has saved, has ended well."""
+        """Return the exit code of a process; 0 if it was told to stop, and did so after a save."""
         code = member.poll()
         self.stopped = self.stopped or code == STOPPED
         return 0 if code == STOPPED else code
 
     def _pass_on(self, *, grows: bool) -> None:
-        """What has told this machine, or all, to stop: once.
+        """Pass a request to stop on to all processes, once.
 
         Args:
-          grows: whether to stop so that others can come; not before there are new steps to save.
+          grows: whether to stop so that more hosts can join. Not before there are new steps to
+            save, since the restart would only cost time.
         """
         self._leave()
         pauses = grows and bool(self.members) and self.hosts.pauses(self.assignment)
@@ -191,13 +198,13 @@ class Team:
                 member.signal(signal.SIGTERM)
 
     def _leave(self) -> None:
-        """Tell the other hosts, once this machine was told to stop."""
+        """Tell the other hosts, once, that this machine was told to stop."""
         if not self._left and self.told() is not None:
             self._left = True
             self.hosts.leave()
 
     def _note_copies(self) -> None:
-        """Write down once that no copies are made, and that they are again."""
+        """Record in the journal when snapshots are no longer replicated, and when they are again."""
         why, before = self.hosts.uncopied(), self._uncopied
         if (why is None) != (before is None):
             event = "copied" if why is None else "uncopied"
@@ -215,7 +222,7 @@ class Team:
         return statuses
 
     def _stuck(self, stuck: Stuck, statuses: Sequence[Status]) -> Failure:
-        """Ask all for their stacks, and write down what each was at."""
+        """Ask all processes for their stacks, and record what each was doing."""
         for member in self.members:
             member.signal(signal.SIGUSR2)
         time.sleep(STACK_SECONDS)

@@ -1,4 +1,5 @@
-"""Who is stuck: a decision on what processes say of themselves, without a clock of its own."""
+"""Detection of stuck processes: a pure function of what the processes report, without a clock of
+its own."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ from jaxdist.metrics.account import Kind
 
 @dataclass(frozen=True)
 class StuckTimeouts:
-    """How long a process may do nothing.
+    """How long a process may make no progress.
 
     Attributes:
-      silent_seconds: without a sign of life.
-      step_seconds: all processes at one step, and none of them getting on.
+      silent_seconds: the longest time without a heartbeat.
+      step_seconds: the longest time for which all processes may stay at one step.
     """
 
     silent_seconds: float = 10.0
@@ -24,10 +25,10 @@ class StuckTimeouts:
 
 @dataclass(frozen=True)
 class Stuck:
-    """A process that keeps the others.
+    """A process that holds up the others.
 
     Attributes:
-      why: what it does in place of going on.
+      why: what it does instead of taking steps, as the end of a sentence.
     """
 
     process: int
@@ -40,16 +41,20 @@ def find_stuck(
     timeouts: StuckTimeouts,
     others: Callable[[], Sequence[Status] | None] = tuple,
 ) -> Stuck | None:
-    """The process of this machine that all others wait for, where they have waited for too long.
+    """Return the process of this machine for which all others have waited too long; None if there
+    is none.
 
-    One that is silent is stopped or starved. Where all live and none gets on, it is the one that
-    is furthest behind: at the lowest step, of these one that does not wait for it as the others do,
-    of these one that is not at a step, and of these the one that got stuck first. Each machine
-    names only its own: the one that has it ends it, and lets the others know.
+    A silent process is stopped, or gets no CPU time. If all are alive and none makes progress, the
+    stuck process is the one furthest behind: at the lowest step; among these, one that does not
+    wait for the devices as the others do; among these, one that is not inside a step; and among
+    these, the one that stopped first. Each machine looks only for its own: the machine of the stuck
+    process ends it, and informs the others.
 
     Args:
-      others: processes of other machines, by this one's clock; None where one of them is not known
-        yet. Asked only where those of this machine have waited for too long.
+      found: the processes of this machine.
+      others: returns the processes of other machines, by this machine's clock; None while the
+        status of one is unknown. It is called only if those of this machine have waited too long,
+        because it reads from the network.
     """
     silent = [one for one in found if now - one.alive > timeouts.silent_seconds]
     if silent:
@@ -79,9 +84,9 @@ def _still(found: Sequence[Status], now: float, timeouts: StuckTimeouts) -> bool
 
 
 def first_lost(codes: Sequence[int | None]) -> int | None:
-    """The process that was lost first, of those that have ended since the last look.
+    """Return the index of the process that failed first, of those that ended since the last look.
 
-    One that was killed comes before those that end because they miss it.
+    A process that was killed precedes those that exit because their peer is gone.
 
     >>> first_lost([3, -9, None]), first_lost([None, 3, 0]), first_lost([0, None])
     (1, 1, None)
