@@ -46,7 +46,7 @@ class Failure:
 
 @dataclass
 class Marks:
-    """When a generation reached each milestone for the first time, in seconds of `time.monotonic`."""
+    """The times at which a generation reached its milestones, in seconds of `time.monotonic`."""
 
     begun: float
     up: float | None = None
@@ -204,7 +204,7 @@ class Team:
             self.hosts.leave()
 
     def _note_copies(self) -> None:
-        """Record in the journal when snapshots are no longer replicated, and when they are again."""
+        """Record in the journal when replication of snapshots fails, and when it resumes."""
         why, before = self.hosts.uncopied(), self._uncopied
         if (why is None) != (before is None):
             event = "copied" if why is None else "uncopied"

@@ -1,11 +1,13 @@
-"""Parts of snapshots from host to host, over TCP: for a buddy, and for who begins without them.
+"""Transfer of snapshot parts between hosts over TCP, for replicas and for hosts that start without
+them.
 
-Both sides prove that they have the shared token before a byte of a file goes: each signs what it
-says together with the other's nonce (HMAC-SHA256). What comes is compared with the digest that was
-signed. Nothing is encrypted: networks in between may read the state, and change none of it.
+Both sides prove that they know the shared token before a byte of a file is sent: each signs its
+message together with the nonce of the other (HMAC-SHA256). The receiver compares the content with
+the signed digest. Nothing is encrypted: a network between the hosts can read the state, but cannot
+change it unnoticed.
 
-client: nonce                              server: nonce
-client: {"want": NAME, "mac": ...}         server: {"bytes": N, "blake2b": ..., "mac": ...}, bytes
+    client: nonce                         server: nonce
+    client: {"want": NAME, "mac": ...}    server: {"bytes": N, "blake2b": ..., "mac": ...}, bytes
 """
 
 from __future__ import annotations
@@ -30,23 +32,23 @@ from jaxdist.errors import RunError
 from jaxdist.types import JsonObject
 
 SECONDS = 10.0
-"""Of silence that end a transfer."""
+"""Seconds of silence that end a transfer."""
 _NONCE, _LINE_BYTES, _BLOCK_BYTES = 32, 1 << 20, 1 << 20
 _REQUEST_BYTES = 1024
-"""Of what a stranger may send before it has proved that it has the token."""
+"""The most bytes that a client may send before it has proved that it knows the token."""
 LIST = "*"
-"""What is wanted where the names of all parts are."""
+"""The name that requests the list of all parts."""
 
 
 class CopyError(RunError):
-    """A part of a snapshot that did not come."""
+    """A part of a snapshot could not be fetched."""
 
 
 class CopyServer:
-    """Hands out the parts that lie in a folder, to who has the token; `close` it.
+    """A server that sends the parts in a folder to clients with the token; `close` it.
 
     Args:
-      host: name or address, IPv4 or IPv6, at which the others reach this machine.
+      host: the name or address, IPv4 or IPv6, at which the others reach this machine.
     """
 
     def __init__(self, folder: Path, token: bytes, host: str) -> None:
@@ -59,18 +61,18 @@ class CopyServer:
 
     @property
     def port(self) -> int:
-        """That it listens on."""
+        """The port that it listens on."""
         return self._server.server_address[1]
 
     def close(self) -> None:
-        """Hand out nothing any more."""
+        """Stop serving."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """Listens on one address, or on all of them in both families."""
+    """A server on one address, or on all addresses of both families."""
 
     allow_reuse_address = True
     daemon_threads = True
@@ -88,8 +90,9 @@ class _Server(socketserver.ThreadingTCPServer):
 def _listening(host: str, answering: Any) -> _Server:
     """Listen on the address that the others use, and on no other network of this machine.
 
-    Where that address is not this machine's own (a network is translated), or the name is one of
-    this machine to itself (127.0.1.1 in /etc/hosts of Debian), all addresses are listened on.
+    It listens on all addresses if that address is not this machine's own, because a network
+    translates it, or if the name leads only to this machine itself (127.0.1.1 in Debian's
+    /etc/hosts).
     """
     named = not is_loopback(host) and host != "localhost"
     with suppress(OSError):
@@ -102,7 +105,7 @@ def _listening(host: str, answering: Any) -> _Server:
 
 
 def address_of(host: str, port: int) -> str:
-    """Join a host and a port; an address of IPv6 stands in brackets.
+    """Join a host and a port; an IPv6 address is put in brackets.
 
     >>> address_of("node1", 7000), address_of("fd00::1", 7000)
     ('node1:7000', '[fd00::1]:7000')
@@ -111,16 +114,17 @@ def address_of(host: str, port: int) -> str:
 
 
 def parts_in(folder: Path) -> list[str]:
-    """Names of the parts of snapshots that lie in a folder."""
+    """Return the names of the snapshot parts in a folder."""
     if not folder.is_dir():
         return []
     return sorted(name for name in os.listdir(folder) if snapshot_of(name) is not None)
 
 
 def seed(disk: Path, folder: Path) -> None:
-    """Copy what this machine's disk has of snapshots, so that it is handed out like the others.
+    """Copy the snapshots on this machine's disk to a folder, from which the other hosts can fetch
+    them.
 
-    What cannot be read is not there; digests are compared by who loads it.
+    A part that cannot be read is skipped; the reader of a part compares its digest.
     """
     for name in parts_in(disk):
         folder.mkdir(parents=True, exist_ok=True)
@@ -130,10 +134,10 @@ def seed(disk: Path, folder: Path) -> None:
 
 
 def list_parts(address: str, token: bytes) -> list[str]:
-    """What a host has.
+    """Return the names of the parts that a host has.
 
     Raises:
-      CopyError: it cannot be reached, or does not have the token.
+      CopyError: the host cannot be reached, or does not know the token.
     """
     with _Asked(address, LIST, token) as asked:
         names = json.loads(asked.read().decode())
@@ -147,14 +151,14 @@ def fetch(
     token: bytes,
     keeping: AbstractContextManager[bool] | None = None,
 ) -> None:
-    """Copy a part into a folder; it is there whole, or not.
+    """Copy a part into a folder; afterwards it is there as a whole, or not at all.
 
     Args:
-      keeping: entered when all has come: whether it is still wanted.
+      keeping: entered when all bytes have arrived; returns whether the part is still wanted.
 
     Raises:
-      CopyError: the host cannot be reached, has no such part or not the token, or what came is not
-        what it sent.
+      CopyError: the host cannot be reached, has no such part or not the token, or the content does
+        not match its digest.
     """
     if snapshot_of(name) is None:
         raise CopyError(f"{name!r} is no part of a snapshot")
@@ -173,7 +177,7 @@ def fetch(
 
 
 class _Asked:
-    """A file on its way; a context manager."""
+    """A requested file whose header has arrived; a context manager."""
 
     def __init__(self, address: str, want: str, token: bytes) -> None:
         self._who, self._want = f"{want} of {address}", want
@@ -203,13 +207,13 @@ class _Asked:
         self._stack.close()
 
     def read(self) -> bytes:
-        """All of it, where it is short."""
+        """Read the whole of a short file."""
         raw = self._file.read(min(int(self._told["bytes"]), _LINE_BYTES))
         self._check(hashlib.blake2b(raw, digest_size=32).hexdigest())
         return raw
 
     def copy(self, file: BinaryIO) -> None:
-        """All of it, into a file."""
+        """Copy all of it into a file."""
         digest, left = hashlib.blake2b(digest_size=32), int(self._told["bytes"])
         while left:
             try:
@@ -236,7 +240,7 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
             try:
                 self._answer()
             except (OSError, ValueError):
-                return  # a stranger, or it went away: the other side says so
+                return  # an unknown client, or one that left: its own side reports why
 
         def _answer(self) -> None:
             theirs = self.rfile.read(_NONCE)
@@ -265,13 +269,13 @@ def _answering(folder: Path, token: bytes) -> type[socketserver.StreamRequestHan
 
 
 class _Both:
-    """Two halves of a connection as one file."""
+    """The two halves of a connection as one file."""
 
     def __init__(self, reader: Any, writer: Any) -> None:
         self.readline, self.write = reader.readline, writer.write
 
     def flush(self) -> None:
-        """Nothing is kept back."""
+        """Do nothing: writes are not buffered."""
 
 
 def _mac(token: bytes, nonce: bytes, body: bytes) -> str:
@@ -286,10 +290,10 @@ def _send(file: Any, told: JsonObject, token: bytes, nonce: bytes) -> None:
 
 
 def _receive(file: Any, token: bytes, nonce: bytes, most: int = _LINE_BYTES) -> JsonObject:
-    """What the other side says, in at most so many bytes.
+    """Receive a signed message of at most `most` bytes.
 
     Raises:
-      ValueError: it says nothing, or is not signed with the token.
+      ValueError: there is none, or it is not signed with the token.
     """
     line = file.readline(most)
     if not line:

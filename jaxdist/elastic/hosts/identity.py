@@ -1,4 +1,5 @@
-"""What all hosts of a run must have alike, and in what one differs."""
+"""Compatibility of hosts: what all hosts of a run must have in common, and how two of them
+differ."""
 
 from __future__ import annotations
 
@@ -20,14 +21,14 @@ LISTED = 8
 def compatibility(
     values: Json, settings: Mapping[str, Json], host: str, name: str, token: bytes
 ) -> Any:
-    """What a host shows the others.
+    """Describe this host for the comparison with others.
 
     Args:
-      values: of the config, with its overrides.
-      settings: of the agent, that are no part of the config.
-      host: the name of this one, for people.
-      name: of the rendezvous.
-      token: the shared one; shown is only a proof of it.
+      values: the values of the config, with its overrides.
+      settings: settings of the agent that are not in the config.
+      host: the name of this host for people.
+      name: the name of the rendezvous.
+      token: the shared token; the result contains only a proof of it.
     """
     versions = {f"version of {key}": found for key, found in environment.versions(PACKAGES).items()}
     return {
@@ -44,15 +45,15 @@ def compatibility(
 
 
 def digest_of(name: str) -> str:
-    """Return what a host shows of the name of its rendezvous, which can be a secret."""
+    """Return a digest of the name of the rendezvous, because the name can be a secret."""
     return hashlib.sha256(b"rendezvous " + name.encode()).hexdigest()[:16]
 
 
 def check(own: Mapping[str, Any], leader: Mapping[str, Any], address: str) -> None:
-    """Compare this host's card with that of the host that keeps the registry.
+    """Compare the compatibility of this host with that of the leader.
 
     Raises:
-      ConfigError: they differ; names the host, and what differs.
+      ConfigError: they differ; the message names the host, and the differences.
     """
     if own["rendezvous"] != leader.get("rendezvous"):
         raise ConfigError(
@@ -77,7 +78,7 @@ def check(own: Mapping[str, Any], leader: Mapping[str, Any], address: str) -> No
 
 
 def flat(value: Json, path: str = "") -> JsonObject:
-    """Leaves by their dotted paths.
+    """Return the leaves of nested mappings by their dotted paths.
 
     >>> flat({"a": {"b": 1}, "c": []})
     {'a.b': 1, 'c': []}
@@ -91,7 +92,7 @@ def flat(value: Json, path: str = "") -> JsonObject:
 
 
 def code_digest() -> str:
-    """A digest of the sources of jaxdist: two checkouts may have one version."""
+    """Return a digest of the sources of jaxdist, since two checkouts may have the same version."""
     root = Path(jaxdist.__file__).parent
     digest = hashlib.blake2b(digest_size=8)
     for path in sorted(root.rglob("*.py")):

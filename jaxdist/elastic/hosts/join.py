@@ -1,4 +1,4 @@
-"""How a host becomes one of those that meet, if it is as they are."""
+"""How a host joins the others, provided that it is compatible with them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ LOOK_SECONDS = 0.1
 
 @dataclass(frozen=True)
 class Here:
-    """What this machine brings.
+    """This machine, as the other hosts see it.
 
     Attributes:
       host: a name that no other agent has.
-      name: for people.
-      address: at which the other hosts reach it.
-      processes: that it starts, each with so many `devices`.
-      token: shared by all hosts.
+      name: its name for people.
+      address: the address at which the other hosts reach it.
+      processes: the number of processes that it starts, each with `devices` devices.
+      token: the token that all hosts share.
     """
 
     host: str
@@ -46,15 +46,15 @@ def join(
     local: Path | None,
     wait: Wait,
 ) -> CopyServer:
-    """Become one of the hosts; returns what hands out this one's snapshots to the others.
+    """Join the other hosts, and return the server that sends this host's snapshots to them.
 
     Args:
-      card: what all hosts must have alike, see `jaxdist.elastic.hosts.identity`.
-      local: with snapshots that this machine's disk has; None: there are none.
+      compatibility: what all hosts must have in common, see `jaxdist.elastic.hosts.identity`.
+      local: the folder on this machine's disk that has snapshots; None if there is none.
 
     Raises:
-      ConfigError: this host differs from those that are there.
-      RunError: nobody keeps the registry, or the rendezvous was made anew.
+      ConfigError: this host is not compatible with the others.
+      RunError: no leader was found in time, or the rendezvous was recreated.
     """
     meet(members, compatibility, wait)
     server = CopyServer(snapshots, here.token, here.address)
@@ -69,7 +69,7 @@ def join(
 
 
 def meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
-    """Find the registry's keeper, and compare; or keep it."""
+    """Find the leader and compare this host with it, or become the leader."""
     first: str | None = None
     while not wait.over:
         if digest_of(Token.parse(members.rendezvous.token()).name) != compatibility["rendezvous"]:
@@ -78,7 +78,8 @@ def meet(members: Membership, compatibility: JsonObject, wait: Wait) -> None:
         if members.election.term is not None:
             return
         found = compatibility_of(members.rendezvous)
-        if found is not None and first not in (None, found[0]):  # its keeper lives
+        # the token has changed meanwhile, so the leader is alive
+        if found is not None and first not in (None, found[0]):
             check(compatibility, found[1], members.rendezvous.address)
             return
         first = first if found is None or first is not None else found[0]

@@ -1,19 +1,20 @@
-"""Who keeps the registry: one host at a time, and never two that grant.
+"""Leader election for the host registry: at most one host grants leases at any time.
 
-The host that swapped the rendezvous's token last is the keeper. It goes round in turns: it reads
-what hosts ask for, works out what the registry then knows, writes that down where it has changed,
-swaps the token for its own next one, and only when that has succeeded gives its answers. A host
-that sees the same token for too long, by its own clock, swaps it for its own, reads the registry
-back, and counts from then on, as `Registry.restarted` has it.
+The host that last swapped the rendezvous's token is the leader. In each turn it reads what hosts
+request, computes the new state of the registry, writes that down if it has changed, swaps the token
+for its own next one, and answers only if the swap has succeeded. A host that sees the same token
+for too long, by its own clock, replaces it with its own, reads the registry back, and continues
+from there as `Registry.restarted` describes.
 
-Why no two generations are at work. Say a keeper was stopped at any moment, another took the token
-at time T, and the first goes on. If its swap was before T, all that it answers was asked for before
-T, and a host counts its lease from when it asked: it ends before T + lease, which the new keeper
-waits for. What it decided is written before the swap, so that the new keeper has read it. If its
-swap comes after T it fails, and nothing is answered. So no two keepers need clocks that agree, and
-how long a keeper is waited for decides nothing but how soon another takes over. Assumed is that
-each clock runs too fast or too slow by `drift` at most while a lease lasts, also while the machine
-sleeps (`boot_clock`); a virtual machine that was paused breaks that, and is what fences are for.
+Why two generations are never at work. Suppose that a leader was suspended at any point, that
+another took the token at time T, and that the first one resumes. If its swap was before T, then
+every request that it answers was sent before T. A host counts its lease from its request, so the
+lease ends before T + lease, and the new leader waits until then. The decisions of the first leader
+were written before the swap, so the new leader has read them. If its swap comes after T, it fails,
+and nothing is answered. So the clocks of two leaders need not agree, and the leader timeout decides
+only how soon another takes over. The proof assumes that the rate of each clock is wrong by `drift`
+at most during a lease, even while the machine sleeps (`boot_clock`). A virtual machine that was
+paused breaks this assumption; fences protect the run against it.
 """
 
 from __future__ import annotations
@@ -29,29 +30,30 @@ from jaxdist.heartbeat.config import MembershipConfig
 from jaxdist.types import JsonObject
 
 LEADER_TIMEOUT_LEASES = 0.8
-"""A keeper that shows no life for so long is followed by another."""
+"""A leader without a heartbeat for this many leases is replaced."""
 STRANGER_TIMEOUT_LEASES = 2 * LEADER_TIMEOUT_LEASES
-"""The same where who looks is not yet one of the hosts: these come first."""
+"""The same for a host that has not joined yet: the hosts that have joined go first."""
 FORGET_LEASES = 30
-"""What a host has said is taken away when it has said nothing for so long."""
+"""Messages of a host that has been silent for this many leases are deleted."""
 
 
 def boot_clock() -> float:
-    """Seconds that also pass while the machine sleeps, where the system counts them."""
+    """Return seconds that also count while the machine sleeps, on systems that can count them."""
     number = getattr(time, "CLOCK_BOOTTIME", None)
     return time.monotonic() if number is None else time.clock_gettime(number)
 
 
 @dataclass
 class Term:
-    """A term of a keeper.
+    """A leader's term.
 
     Attributes:
-      token: as it swapped it last.
-      heard: by host, the number of its last message, and when it came.
-      saved: what was written down of the registry.
-      answers: that wait for the swap.
-      facts: by host, what it has told of itself.
+      token: the token of its last swap.
+      heard: by host, the number of its last message, and when it arrived.
+      saved: the registry as it was last written.
+      answers: the answers that wait for the next swap.
+      facts: by host, what it has published about itself.
+      begun: whether the first swap of the term has succeeded.
     """
 
     token: Token
@@ -64,14 +66,15 @@ class Term:
 
 
 class LeaderElection:
-    """A host's own part in keeping the registry; `turn` again and again.
+    """The part of one host in the election; call `turn` repeatedly.
 
     Args:
       own: the name of this host.
-      card: what hosts must have alike, for those that come: see `jaxdist.elastic.hosts.identity`.
-      before: number of the newest generation of the run in former rendezvous.
-      clock: seconds; of this host alone.
-      fits: whether hosts, by the facts that each has told, can work together.
+      compatibility: what hosts must have in common, for those that join: see
+        `jaxdist.elastic.hosts.identity`.
+      before: the number of the newest generation of the run at earlier rendezvous.
+      clock: seconds, by the clock of this host alone.
+      fits: returns whether hosts can work together, given the facts that each has published.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class LeaderElection:
         self._seen, self._since = "", clock()
 
     def turn(self) -> None:
-        """Look who keeps the registry, and keep it where that is this host."""
+        """Check who is the leader; if it is this host, answer all requests."""
         if self.term is None:
             self.look()
         if self.term is not None:
@@ -101,10 +104,10 @@ class LeaderElection:
                 self.answer()
 
     def look(self, timeout_leases: float = LEADER_TIMEOUT_LEASES) -> None:
-        """Take the token where nobody has it, or its holder shows no life.
+        """Take the token if nobody has it, or if its holder shows no heartbeat.
 
         Args:
-          timeout_leases: for how many leases it may show none.
+          timeout_leases: the longest time without a heartbeat, in leases.
         """
         text, now = self.rendezvous.token(), self.clock()
         token = Token.parse(text)
@@ -118,7 +121,7 @@ class LeaderElection:
             self.term = Term(mine, self._read(mine.term))
 
     def _read(self, number: int) -> Registry:
-        """What the keepers before have written last."""
+        """Read the registry as earlier leaders last wrote it."""
         terms = [int(name) for name in self.rendezvous.names("term") if int(name) < number]
         told = self.rendezvous.get(f"term/{max(terms)}") if terms else None
         if told is None:
@@ -126,7 +129,7 @@ class LeaderElection:
         return decode(told["registry"]).restarted(self.config, self.clock())
 
     def collect(self) -> None:
-        """Read what hosts ask for, and work out the answers."""
+        """Read the requests of all hosts, and compute the answers."""
         term = self.term
         assert term is not None
         term.answers = {}
@@ -142,7 +145,7 @@ class LeaderElection:
                     self._forget(host)
                 continue
             term.heard[host] = number, now
-            if term.begun:  # what lies there at first may be of hosts that are long gone
+            if term.begun:  # the first messages of a term may be from hosts that left long ago
                 given = self.config, now, decode_renewal(told["renew"]), self._fit
                 term.registry, term.answers[host] = term.registry.receive(*given)
 
@@ -153,7 +156,8 @@ class LeaderElection:
         return len(told) == len(hosts) and self.fits(told)
 
     def commit(self) -> bool:
-        """Write down what has changed, and swap the token; False: another host has it."""
+        """Write the registry if it has changed, and swap the token; return False if another host
+        has it."""
         term = self.term
         assert term is not None
         told = encode(term.registry)
@@ -170,14 +174,14 @@ class LeaderElection:
         return True
 
     def answer(self) -> None:
-        """Give the answers of this turn."""
+        """Send the answers of this turn."""
         term = self.term
         assert term is not None
         for host, message in term.answers.items():
             self.rendezvous.put(f"answer/{host}", encode_answer(message))
 
     def resign(self) -> None:
-        """Let the next keeper begin at once."""
+        """Give up the term, so that the next leader can start at once."""
         term, self.term = self.term, None
         if term is not None:
             nobody = Token(term.token.name, term.token.term, NOBODY, term.token.beat + 1)
@@ -196,7 +200,7 @@ class LeaderElection:
 
 
 def encode(registry: Registry) -> JsonObject:
-    """What of a registry is written down: all but its clock's times.
+    """Return the registry as JSON, without the times of its clock.
 
     >>> decode(encode(Registry())) == Registry()
     True
@@ -213,7 +217,7 @@ def encode(registry: Registry) -> JsonObject:
 
 
 def decode(told: Mapping[str, Any]) -> Registry:
-    """What was written down; to be `restarted`."""
+    """Return the registry that `encode` wrote; it still has to be `restarted`."""
     return Registry(
         alive=dict.fromkeys(told["alive"], 0.0),
         generation=Generation(told["number"], tuple(told["members"])),
@@ -225,7 +229,8 @@ def decode(told: Mapping[str, Any]) -> Registry:
 
 
 def registry_of(rendezvous: Rendezvous) -> Registry | None:
-    """What a keeper has told of the registry last, without times; None: there was no keeper.
+    """Return the registry as a leader last wrote it, without times; None if there has been no
+    leader.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -236,7 +241,7 @@ def registry_of(rendezvous: Rendezvous) -> Registry | None:
 
 
 def encode_answer(message: Grant | Stop) -> JsonObject:
-    """An answer as JSON."""
+    """Return an answer as JSON."""
     if isinstance(message, Stop):
         return {"stop": message.token}
     return {
@@ -248,7 +253,7 @@ def encode_answer(message: Grant | Stop) -> JsonObject:
 
 
 def decode_answer(told: Mapping[str, Any]) -> Grant | Stop:
-    """What `encode_answer` made.
+    """Return the answer that `encode_answer` wrote.
 
     >>> decode_answer(encode_answer(Stop(4)))
     Stop(token=4)
@@ -260,19 +265,20 @@ def decode_answer(told: Mapping[str, Any]) -> Grant | Stop:
 
 
 def encode_renewal(message: Renew, number: int, facts: Mapping[str, Any]) -> JsonObject:
-    """What a host says: its renewal, the number of the message, and facts for the other hosts."""
+    """Return a host's message: its renewal, the number of the message, and facts for the other
+    hosts."""
     renew = asdict(message)
     renew["aside"] = renew.pop("quarantined")
     return {"number": number, "renew": renew, "facts": {**facts}}
 
 
 def decode_renewal(renew: Mapping[str, Any]) -> Renew:
-    """The renewal that `encode_renewal` wrote."""
+    """Return the renewal that `encode_renewal` wrote."""
     return Renew(**{"quarantined" if key == "aside" else key: renew[key] for key in renew})
 
 
 def compatibility_of(rendezvous: Rendezvous) -> tuple[str, JsonObject] | None:
-    """The token of the keeper, and its card; None: nobody keeps the registry yet.
+    """Return the leader's token and its compatibility; None if there is no leader.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.

@@ -1,7 +1,8 @@
-"""A host's side: a thread that asks for leases, hears answers, and keeps the registry if it must.
+"""A host's membership: a thread that requests leases, reads the answers, and takes part in the
+leader election.
 
-What the processes of this host do is the agent's business: the thread takes up no answer that ends
-a generation before the agent has said that its processes are gone.
+The agent manages the processes of this host. The thread therefore accepts no answer that ends a
+generation before the agent has reported that its processes are gone.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ from jaxdist.types import Json, JsonObject
 
 BEAT_SECONDS, BEAT_LEASES = 0.5, 0.05
 KILL_LEASES = 0.1
-"""So much of a lease is left when the processes of a host must be ended."""
+"""The processes of a host are killed when this fraction of its lease is left."""
 
 
 class Membership:
-    """What this host has to do with the others; `begin`, and `close` at the end.
+    """The membership of this host; call `begin`, and `close` at the end.
 
     Attributes:
-      facts: what others may know of this host; see `tell`.
-      over: how the run ended, when it has: `generation`, `code` and `words`.
-      name: of the rendezvous, drawn when it was made.
+      facts: what this host publishes about itself; see `tell`.
+      over: how the run ended, once it has: `generation`, `code` and `words`.
+      name: the name of the rendezvous, drawn when it was created.
       trouble: why the rendezvous does not answer; None while it does.
     """
 
@@ -63,7 +64,7 @@ class Membership:
         self._thread = threading.Thread(target=self._live, name="membership", daemon=True)
 
     def begin(self) -> None:
-        """Ask for the first time.
+        """Send the first request, and start the thread.
 
         Raises:
           RendezvousError: the rendezvous cannot be reached.
@@ -75,16 +76,17 @@ class Membership:
 
     @property
     def beat_seconds(self) -> float:
-        """Between two turns."""
+        """Seconds between two turns."""
         return min(BEAT_SECONDS, BEAT_LEASES * self.config.lease_seconds)
 
     @property
     def ended_before(self) -> int:
-        """The generation in which a former run of this rendezvous ended; -1: there is none."""
+        """The generation in which the last run of this rendezvous ended; -1 if none has."""
         return self._before
 
     def take(self) -> Generation | None:
-        """The generation that this host works in from now on, if it holds a lease on one."""
+        """Start to work in the current generation, if this host holds a lease on one, and return
+        it."""
         with self._lock:
             assert self._working is None, "the generation before is released first"
             found = self._host.at_work(self._soon())
@@ -92,7 +94,7 @@ class Membership:
             return found
 
     def ends(self) -> str | None:
-        """Why the processes of this host must be ended now; None while they may work."""
+        """Return why the processes of this host must be ended now; None while they may work."""
         with self._lock:
             if self._working is None or self._ends:
                 return self._ends or "it has no generation"
@@ -102,7 +104,7 @@ class Membership:
 
     @property
     def pauses(self) -> bool:
-        """Whether the processes of this host are to save and stop, so that more hosts can come."""
+        """Whether the processes of this host have to save and stop, so that more hosts can join."""
         with self._lock:
             return self._working is not None and (
                 self._host.pauses and self._host.generation == self._working
@@ -110,15 +112,15 @@ class Membership:
 
     @property
     def quarantined_seconds(self) -> float:
-        """For how long this host still asks to be left out; 0: it does not."""
+        """The seconds for which this host still asks to be left out; 0 if it does not."""
         with self._lock:
             return max(self._host.quarantined_until - self.clock(), 0.0)
 
     def release(self, *, stuck: bool = False) -> None:
-        """The processes of this host are gone.
+        """Report that the processes of this host are gone.
 
         Args:
-          stuck: whether one of them was stuck, so that this host is to be left out for a while.
+          stuck: whether one of them was stuck, so that this host asks to be left out for a while.
         """
         with self._lock:
             if stuck:
@@ -129,18 +131,18 @@ class Membership:
         self._wake.set()
 
     def tell(self, **facts: Json) -> None:
-        """Let others know, at once."""
+        """Publish facts at once."""
         self.note(**facts)
         self._wake.set()
 
     def note(self, **facts: Json) -> None:
-        """Let others know with what is said next."""
+        """Publish facts with the next message."""
         with self._lock:
             self.facts = {**self.facts, **facts}
 
     def say(self, *, leaves: bool = False) -> None:
-        """Ask for a lease, now."""
-        with self._saying:  # numbers in the order in which they are written
+        """Send a request for a lease now."""
+        with self._saying:  # messages are numbered in the order in which they are written
             with self._lock:
                 self._number += 1
                 message = self._host.renew(self.clock(), leaves=leaves)
@@ -148,7 +150,7 @@ class Membership:
             self.rendezvous.put(f"host/{self.own}", told)
 
     def others(self) -> Mapping[str, Any]:
-        """By host, what each has said last."""
+        """Return the last message of each host."""
         found = {}
         for host in self.rendezvous.names("host"):
             told = self.rendezvous.get(f"host/{host}")
@@ -157,21 +159,21 @@ class Membership:
         return found
 
     def finish(self, generation: int, code: int, words: str = "", **more: Json) -> None:
-        """Tell all hosts that the run is over."""
+        """Announce to all hosts that the run is over."""
         told = {"generation": generation, "code": code, "words": words, **more}
         self.over = self.over or told
         self.rendezvous.put(OVER, told)
 
     def turn(self) -> None:
-        """Ask, keep the registry if it is this host's to keep, and hear the answer."""
-        # First of all: at what other hosts have made anew since this one has no place, and would
-        # keep its registry with a token that theirs is compared with.
+        """Send a request, take part in the election, and read the answer."""
+        # Checked first: this host has no place at a rendezvous that others have recreated, and
+        # would lead it with a token that is compared with theirs.
         self._check_name()
         self.say()
         self.election.turn()
         self._check_name()
         told = self.rendezvous.get(f"answer/{self.own}")
-        # Read after the answer: where hosts left because the run is over, it is seen with it.
+        # Read after the answer: if hosts left because the run is over, this shows it.
         over = self.rendezvous.get(OVER)
         if over is not None and over["generation"] > self._before:
             self.over = over
@@ -209,7 +211,7 @@ class Membership:
                 )
 
     def close(self) -> None:
-        """Leave: the others need not wait for this host's lease to run out."""
+        """Leave, so that the others need not wait until this host's lease expires."""
         self._closed.set()
         self._wake.set()
         if self._thread.is_alive():
