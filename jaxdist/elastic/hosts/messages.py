@@ -1,4 +1,4 @@
-"""What a host tells a person of the others: who is awaited, who was lost, and why."""
+"""Messages for the user about other hosts: who is missing, who was lost, and why."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from jaxdist.runtime.rendezvous import Wait
 
 @dataclass(frozen=True)
 class HostMessages:
-    """Of one host, by its own name for people.
+    """The messages of one host.
 
     Attributes:
+      name: this host's name for people.
       seconds: how long it waits for enough hosts.
     """
 
@@ -25,7 +26,7 @@ class HostMessages:
     seconds: float
 
     def why(self, assignment: Assignment, ends: str) -> str:
-        """What ended a generation, in the words of the host that lost something."""
+        """Return why a generation ended, in the words of the host where something failed."""
         trouble = self.members.trouble
         if trouble is not None:
             return str(trouble)
@@ -39,7 +40,7 @@ class HostMessages:
         return "a host was lost, or came" if "registry" in ends else ends
 
     def tell_wait(self, wait: Wait) -> None:
-        """Say now and then who is awaited, or what is in the way."""
+        """Print from time to time who is missing, or what prevents a start."""
         trouble = self.members.trouble
         if trouble is not None:
             wait.tell(f"waiting: {trouble}")
@@ -52,7 +53,7 @@ class HostMessages:
         wait.tell(f"waiting at {self.members.rendezvous.address} for {what}")
 
     def too_few(self) -> str:
-        """Why no generation began, and what to do."""
+        """Return why no generation started, and what to do about it."""
         trouble = self.members.trouble
         if trouble is not None:
             return f"{trouble} (tried for {self.seconds:g} s)"
@@ -66,7 +67,7 @@ class HostMessages:
         )
 
     def _names(self) -> list[str]:
-        """Of the hosts that the registry's keeper takes for alive, as far as it has told."""
+        """Return the names of the hosts that the leader considers alive."""
         with suppress(RendezvousError):
             found = compatibility_of(self.members.rendezvous)
             registry = registry_of(self.members.rendezvous) if found else None

@@ -1,15 +1,15 @@
-"""Several machines, each with an agent: who takes part, as `jaxdist.elastic.assignment` asks.
+"""The hosts of a run on several machines, each with an agent: see `jaxdist.elastic.assignment`.
 
-The registry says which hosts are a generation, and in which order. The first of them works out what
-each has to do (`jaxdist.elastic.hosts.plan`) and tells it through the rendezvous; each fetches what
-it lacks of the newest snapshot that they hold together, and begins its processes.
+The registry decides which hosts form a generation, and in which order. The first of them plans what
+each has to do (`jaxdist.elastic.hosts.plan`) and publishes the plan at the rendezvous. Each host
+fetches what it lacks of the newest snapshot that they hold together, and starts its processes.
 
-host/HOST      what a host says: its renewal, and facts (name, address, parts of snapshots ...)
-answer/HOST    what the registry's keeper answers
-term/N         the registry, as the keeper of term N knows it, and what all hosts must have alike
-plan/N         who does what in generation N
-run/...        which run it is, and how it ended: see `jaxdist.elastic.hosts.run`
-run/full       the devices of the first generation
+    host/HOST      a host's message: its renewal, and facts (name, address, parts of snapshots ...)
+    answer/HOST    the leader's answer
+    term/N         the registry as the leader of term N wrote it, and its compatibility
+    plan/N         what each host does in generation N
+    run/...        which run it is, and how it ended: see `jaxdist.elastic.hosts.run`
+    run/full       the number of devices in the first generation
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from jaxdist.heartbeat.status import Status
 from jaxdist.types import JsonObject
 
 END_SECONDS = 120.0
-"""For so long a host that has ended well waits to hear that the run has."""
+"""The time that a host whose processes ended well waits for the end of the run."""
 GROWS = "a host came"
 
 
@@ -58,12 +58,13 @@ class MultiHost:
     """See `jaxdist.elastic.assignment.Hosts`.
 
     Args:
-      card: what all hosts must have alike, see `jaxdist.elastic.hosts.identity`.
-      values: of the config.
+      compatibility: what all hosts must have in common, see `jaxdist.elastic.hosts.identity`.
+      values: the values of the config.
       seconds: how long to wait for enough hosts.
-      before: number of the newest generation of the run in former rendezvous.
-      local: gives the folder with a run's snapshots on this machine's disk; None: none are kept.
-      clock: seconds; of this host alone.
+      before: the number of the newest generation of the run at earlier rendezvous.
+      local: returns the folder with a run's snapshots on this machine's disk; None if it keeps
+        none.
+      clock: seconds, by the clock of this host alone.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class MultiHost:
         self._remote: RemoteProgress | None = None
 
     def begin(self, folder: Path, stopped: Callable[[], bool]) -> Assignment | None:
-        """The next generation that this host is in."""
+        """Wait for the next generation that includes this host."""
         run_folder, standby = RunFolder(folder, 0), Standby(self.members, self._messages, self.say)
         if self._server is None:
             if self._has_finished():
@@ -115,7 +116,7 @@ class MultiHost:
             generation = self.members.take()
             if generation is not None:
                 standby.taken(generation)
-                with suppress(RendezvousError):  # it is `trouble`, and may be over in a moment
+                with suppress(RendezvousError):  # recorded as `trouble`; it may pass quickly
                     assignment = self._begin(run_folder, generation)
                     if assignment is not None:
                         return assignment
@@ -125,14 +126,15 @@ class MultiHost:
         return None
 
     def ends(self, assignment: Assignment) -> str | None:
-        """Whether the registry, or the end of the run, ends this host's processes."""
+        """Return why the registry, or the end of the run, ends this host's processes; None to
+        continue."""
         now = time.monotonic()
         if not self._path_known and now - self._looked >= LOOK_SECONDS:
             self._looked = now
             self._pass_path(assignment)
         over = self.members.over
         if over is not None:
-            # What has ended well elsewhere ends by itself here, in a moment.
+            # If the run ended well elsewhere, the processes here end by themselves in a moment.
             ended_well = over["code"] == 0 and assignment.count
             return None if ended_well else over["words"] or "the run is over"
         if self._in_part and self.members.pauses:
@@ -141,11 +143,12 @@ class MultiHost:
         return None if ends is None else self._messages.why(assignment, ends)
 
     def pauses(self, assignment: Assignment) -> bool:
-        """Where a checkpoint holds all that a run needs to go on."""
+        """Return whether to save and stop; never if a checkpoint lacks part of the state."""
         return not self._in_part and self.members.pauses
 
     def release(self, assignment: Assignment, why: str = "", *, stuck: bool = False) -> None:
-        """All processes here are gone: the registry may begin the next generation."""
+        """Report that all processes have ended, so that the registry may start the next
+        generation."""
         assert self._run_folder is not None
         if self._replica is not None:
             self._replica.close()
@@ -156,7 +159,8 @@ class MultiHost:
         self.members.release(stuck=stuck)
 
     def over(self, assignment: Assignment) -> bool:
-        """Whether the run is over; processes also end well where one was told to stop."""
+        """Return whether the run is over; processes also end well after one host was told to
+        stop."""
         assert self._run_folder is not None
         if not RunFolder(self._run_folder.folder, assignment.generation).done.exists():
             return False
@@ -175,47 +179,47 @@ class MultiHost:
         return False
 
     def tell(self, assignment: Assignment, statuses: Sequence[Status], now: float) -> None:
-        """With what this host says next."""
+        """Publish the progress with this host's next message."""
         self.members.note(progress=encode(assignment.generation, statuses, now))
 
     def remote_progress(self, assignment: Assignment) -> Sequence[Status] | None:
-        """As the others have told; what they say is read once a second."""
+        """Return the progress that the other hosts have published; it is read once a second."""
         now = time.monotonic()
         if self._remote is None or self._remote.generation != assignment.generation:
             count = assignment.total - assignment.count
             self._remote = RemoteProgress(self.here.host, assignment.generation, count)
         if self._remote.due(now):
-            with suppress(RendezvousError):  # it is `trouble`, and ends the lease
+            with suppress(RendezvousError):  # recorded as `trouble`, and ends the lease
                 self._remote.read(self.members.others(), now)
         return self._remote.statuses
 
     def uncopied(self) -> str | None:
-        """Why this host makes no copies of the snapshots of the one before it."""
+        """Return why this host does not replicate the snapshots of the previous host."""
         return None if self._replica is None else self._replica.failure
 
     def why(self, assignment: Assignment) -> str:
-        """Who has left, as far as it has told."""
+        """Return which host has left, if it has said so."""
         return self._messages.why(
             assignment, GROWS if self.members.pauses else "a host was told to stop"
         )
 
     def named(self) -> dict[str, str]:
-        """This host."""
+        """Return the name of this host."""
         return {"host": self.here.name}
 
     def leave(self) -> None:
-        """Tell the others why the processes stop."""
+        """Tell the other hosts why the processes stop."""
         self.members.tell(leaving=True)
         with suppress(RendezvousError):
             self.members.say()
 
     def fail(self, code: int, words: str) -> None:
-        """Tell all hosts that the run cannot go on."""
+        """Tell all hosts that the run cannot continue."""
         with suppress(RendezvousError):
             self.members.finish(self._newest, code, f"{self.here.name}: {words}")
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the other hosts."""
         if self._replica is not None:
             self._replica.close()
         if self._server is not None:
@@ -223,7 +227,8 @@ class MultiHost:
             self._server.close()
 
     def _begin(self, run_folder: RunFolder, generation: Generation) -> Assignment | None:
-        """What this host has to do in a generation; None where it is over before it began."""
+        """Start a generation, and return this host's assignment; None if the generation has
+        ended already."""
         self._newest = generation.number
         key = f"plan/{generation.number}"
         if generation.coordinator == self.here.host:
@@ -254,7 +259,7 @@ class MultiHost:
         return Assignment(*given, Identity.of(told["run"]), plan.settings, fence)
 
     def _has_finished(self) -> bool:
-        """Return whether there is nothing left to train, and say so."""
+        """Return whether there is nothing left to train, and print it."""
         run = finished(self.rendezvous, self._values)
         if run is None:
             return False
@@ -266,14 +271,15 @@ class MultiHost:
         return True
 
     def _local_folder(self) -> Path | None:
-        """Return where this machine's disk has snapshots of the run that goes on, if it does."""
+        """Return the folder of this machine's disk with snapshots of the run to continue; None
+        if there is none."""
         if self._local is None:
             return None
         ended = ended_before(self.rendezvous)
         return self._local(known_run(self.rendezvous, ended, self._asked))
 
     def _pass_path(self, assignment: Assignment) -> None:
-        """Tell all agents the run directory, where the process is that knows it first."""
+        """Pass the run directory from the process that creates it to all agents."""
         assert self._run_folder is not None
         with suppress(RendezvousError):
             if assignment.first == 0:

@@ -1,16 +1,17 @@
-"""What each host does in a generation: a function of plain data.
+"""The plan of a generation: what each host does, as a function of plain data.
 
 The mesh. The axes of the model (tensor, stage, context, expert) keep their sizes, and the data axis
-takes what is left. The first hosts, in the order in which they came, are at work, as many of them
-as a mesh exists for; the others wait, and are there at once when one is lost.
+takes the remaining devices. The first hosts, in the order in which they joined, are at work: as
+many of them as can form a mesh. The others wait, ready to replace one that is lost.
 
-The batch. It stays as it is, so that every step takes the examples that it would have taken, in the
-same order, and learns at the same rate. Where fewer devices share it, it is computed in more
-microbatches: as few as leave no device with more rows at once than on the full mesh, and divide.
-The full mesh is the one that the config writes; where it writes data: -1, that of the first
-generation. So D devices along data take m microbatches, the least with D m >= D0 m0 and B a
-multiple of D m, where D0, m0 and the batch B are the full mesh's. Or, as the config has it, the
-batch is B D / D0, and each device has as many rows as on the full mesh.
+The batch. It does not change, so every step takes the same examples in the same order and learns at
+the same rate as without failures. If fewer devices share the batch, it is computed in more
+microbatches: the smallest number that divides the batch, and for which no device has more rows at
+once than on the full mesh. The full mesh is the one in the config; if the config has data: -1, it
+is the mesh of the first generation. So D devices along data take m microbatches: the smallest m
+with D m >= D0 m0 and B a multiple of D m, where D0, m0 and the batch B are those of the full mesh.
+If the config asks for it, the batch is B D / D0 instead, and each device has as many rows as on the
+full mesh.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ AXES = ("data", "stage", "tensor", "context", "expert")
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What the plan must know of a host.
+    """The facts about a host that the plan needs.
 
     Attributes:
-      host: its name among all that ever were; `name` is for people.
-      address: at which the others reach it.
-      processes: that it can have, each with so many `devices`.
-      parts: names of the files that it has of snapshots.
-      copies: HOST:PORT at which it hands them out.
+      host: a name that no other agent has; `name` is for people.
+      address: the address at which the others reach it.
+      processes: the number of processes that it can run, each with `devices` devices.
+      parts: the names of the snapshot parts that it has.
+      copies: HOST:PORT of the server that sends them.
     """
 
     host: str
@@ -50,20 +51,21 @@ class HostFacts:
 
     @classmethod
     def of(cls, host: str, facts: Mapping[str, Any]) -> HostFacts:
-        """From what a host has said."""
+        """Read the facts from a host's message."""
         keys = ("name", "address", "processes", "devices", "copies")
         return cls(host, **{key: facts[key] for key in keys}, parts=tuple(facts["parts"]))
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What the config says of mesh and batch.
+    """The mesh and the batch of the config.
 
     Attributes:
-      mesh: axis to size as written, in its order; a size over two networks is a mapping.
-      batch_size: examples of a step.
-      microbatches: pieces of it, on the full mesh.
-      full: devices along data of the full mesh where the config writes -1; None: not known yet.
+      mesh: the size of each axis, in the order of the config; a size over two networks is a
+        mapping.
+      batch_size: the number of examples in a step.
+      microbatches: the number of microbatches on the full mesh.
+      full: the devices along data of the full mesh if the config has -1; None if not yet known.
       rescales: whether the batch shrinks and grows with the mesh.
     """
 
@@ -75,7 +77,7 @@ class Rule:
 
     @classmethod
     def of(cls, values: JsonObject, full: int | None) -> Rule:
-        """From the values of a config."""
+        """Read the rule from the values of a config."""
         mesh, train = values.get("mesh") or {}, values.get("train") or {}
         sizes = {axis: size for axis, size in mesh.items() if axis in AXES and size is not None}
         given = train.get("batch_size"), train.get("microbatches", 1)
@@ -85,14 +87,14 @@ class Rule:
 
     @property
     def others(self) -> int:
-        """Devices that all axes but data take."""
+        """The number of devices that all axes except data take."""
         return math.prod(_count(size) for axis, size in self.mesh.items() if axis != DATA)
 
     def data_size(self, devices: int) -> int:
-        """Devices along data, of so many.
+        """Return the number of devices along data, out of `devices`.
 
         Raises:
-          RunError: they do not make a mesh.
+          RunError: they do not form a mesh.
         """
         fixed = {axis: size for axis, size in self.mesh.items() if axis != DATA}
         if -1 in fixed.values():
@@ -116,10 +118,10 @@ class Rule:
         return devices // self.others
 
     def settings(self, devices: int) -> tuple[str, ...]:
-        """What replaces the config's own mesh and microbatches on so many devices.
+        """Return the settings that replace the config's mesh and microbatches on `devices` devices.
 
         Raises:
-          RunError: no mesh, or no number of microbatches exists for them.
+          RunError: there is no mesh, or no number of microbatches, for them.
         """
         data, written = self.data_size(devices), self.mesh.get(DATA, 1)
         found = []
@@ -137,7 +139,7 @@ class Rule:
         return (self.full or data) if written == -1 else _count(written)
 
     def _rescaled(self, data: int) -> tuple[str, ...]:
-        """Each device has as many rows as on the full mesh."""
+        """Return the settings with which each device has as many rows as on the full mesh."""
         size, left = divmod(self.batch_size * data, self._full(data))
         if left:
             raise RunError(
@@ -162,15 +164,15 @@ class Rule:
 
 @dataclass(frozen=True)
 class Plan:
-    """A generation.
+    """The plan of a generation.
 
     Attributes:
-      places: by host, the number of its first process and how many it has.
-      total: processes.
-      devices: of all of them.
-      settings: that replace the config's.
-      idle: names of hosts that wait.
-      snapshot: by file, the host that hands it out; empty where none is whole.
+      places: by host, the number of its first process, and how many it has.
+      total: the number of processes.
+      devices: the number of devices of all processes.
+      settings: settings that replace those of the config.
+      idle: the names of hosts that wait.
+      snapshot: by file, the host to fetch it from; empty if no snapshot is complete.
     """
 
     places: Mapping[str, tuple[int, int]]
@@ -182,7 +184,7 @@ class Plan:
 
     @property
     def hosts(self) -> int:
-        """How many are at work."""
+        """The number of hosts at work."""
         return sum(count > 0 for _, count in self.places.values())
 
 
@@ -192,14 +194,14 @@ def make_plan(
     least: int,
     quarantined: Sequence[HostFacts] = (),
 ) -> Plan:
-    """The plan of a generation of these hosts, in their order.
+    """Plan a generation of these hosts, in their order.
 
     Args:
-      least: hosts that must be at work.
-      aside: hosts that are left out of it, and may have what the others lack of a snapshot.
+      least: the smallest number of hosts at work.
+      quarantined: hosts that are left out, but may have parts of a snapshot that the others lack.
 
     Raises:
-      RunError: there is no mesh for any number of them; says why for each.
+      RunError: no number of them can form a mesh; the message explains why for each number.
     """
     reasons = []
     for count in range(len(members), least - 1, -1):
@@ -222,7 +224,7 @@ def make_plan(
 
 
 def newest_whole(members: Sequence[HostFacts]) -> dict[str, str]:
-    """By file, who has it, of the newest snapshot that the members hold together.
+    """Return the newest snapshot that the members hold together: by file, the host that has it.
 
     >>> a = HostFacts("a", "a", "", 1, 1, ("step_00000010.0_of_2", "step_00000020.0_of_2"))
     >>> b = HostFacts("b", "b", "", 1, 1, ("step_00000010.1_of_2",))

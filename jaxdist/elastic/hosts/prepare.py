@@ -1,4 +1,5 @@
-"""How a generation begins: the first host tells who does what, each fetches the state it lacks."""
+"""The start of a generation: the first host publishes the plan, and each host fetches missing
+state."""
 
 from __future__ import annotations
 
@@ -23,13 +24,13 @@ FULL = "run/full"
 
 @dataclass(frozen=True)
 class Preparing:
-    """One host's part in it.
+    """The part of one host in the start of a generation.
 
     Attributes:
-      address: at which the others reach this host.
-      token: shared by all hosts.
-      values: of the config.
-      resume: whether the first generation goes on with a run.
+      address: the address at which the others reach this host.
+      token: the token that all hosts share.
+      values: the values of the config.
+      resume: whether the first generation continues a saved run.
     """
 
     members: Membership
@@ -40,14 +41,14 @@ class Preparing:
     resume: bool
 
     def tell_plan(self, key: str, generation: Generation) -> RunError | None:
-        """The first host's part: who does what; returns why nobody can do anything.
+        """Publish the plan of a generation, on its first host; return why there is none.
 
         Raises:
-          RendezvousError: it cannot be told.
+          RendezvousError: the plan cannot be published.
         """
         said = self.members.others()
         if not said.keys() >= set(generation.members):
-            return None  # one is gone already: the registry will see it
+            return None  # a member is gone already, which the registry will notice
         hosts = [HostFacts.of(host, said[host]["facts"]) for host in generation.members]
         registry = registry_of(self.members.rendezvous)
         left_out = (registry.quarantined if registry else frozenset()) - {*generation.members}
@@ -82,10 +83,10 @@ class Preparing:
         return None
 
     def has_mesh(self, facts: Mapping[str, JsonObject]) -> bool:
-        """Whether there is a mesh for hosts that have told these facts.
+        """Return whether hosts can form a mesh, given the facts that they have published.
 
         Raises:
-          RendezvousError: what the full mesh was is not known.
+          RendezvousError: the full mesh cannot be read.
         """
         hosts, rule = [HostFacts.of(host, told) for host, told in facts.items()], self._rule()
         try:
@@ -99,19 +100,20 @@ class Preparing:
         return Rule.of(self.values, full["data"] if self._of_this_run(full) else None)
 
     def _of_this_run(self, told: Mapping[str, Any] | None) -> bool:
-        """Whether something was told since the last run of this rendezvous ended."""
+        """Return whether a value was written after the last run of this rendezvous ended."""
         return told is not None and told["generation"] > self.members.ended_before
 
     def collect(self, folder: Path, generation: Generation, plan: Plan) -> SnapshotReplica | None:
-        """Fetch what this host lacks of the snapshot, and take away all others.
+        """Fetch the parts of the snapshot that this host lacks, and delete all other parts.
 
-        Other snapshots are of steps that are taken again, or lack what a lost host had.
+        The other parts belong to steps that will be repeated, or to snapshots that lack the part of
+        a lost host.
 
         Returns:
-          who from now on copies what the host before this one has; None: it is the only one.
+          the replica of the previous host's snapshots; None if this is the only host.
 
         Raises:
-          RendezvousError: what the others have is not known.
+          RendezvousError: the messages of the other hosts cannot be read.
         """
         said = self.members.others()
         here = set(parts_in(folder))

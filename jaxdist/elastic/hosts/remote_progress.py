@@ -1,7 +1,9 @@
-"""How far the processes of other hosts are, as far as these have told: for who waits for them.
+"""The progress of processes on other hosts, as those hosts publish it: needed to find a stuck
+process.
 
-Clocks of hosts differ, so that what is told are ages. They go with what a host says anyway, twice a
-second; the others are read only where processes have waited for too long.
+The clocks of hosts differ, so ages are published instead of times. They are part of a message that
+a host sends anyway, twice a second; the others read it only if their own processes have waited too
+long.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ from jaxdist.metrics.account import Kind
 from jaxdist.types import JsonObject
 
 READ_SECONDS = 1.0
-"""Between two looks at what others have told."""
+"""Seconds between two reads of what other hosts have published."""
 
 
 def encode(generation: int, statuses: Sequence[Status], now: float) -> JsonObject:
-    """What a host tells of its processes.
+    """Return the progress of a host's processes as JSON.
 
     Args:
-      now: seconds of the clock that the statuses have.
+      now: seconds, by the clock of the statuses.
     """
     told = [
         [one.process, one.step, str(one.phase), one.waiting, now - one.since, now - one.alive]
@@ -31,7 +33,7 @@ def encode(generation: int, statuses: Sequence[Status], now: float) -> JsonObjec
 
 
 class RemoteProgress:
-    """The processes of other hosts in one generation."""
+    """The progress of the processes on other hosts in one generation."""
 
     def __init__(self, own: str, generation: int, processes: int) -> None:
         self.own, self.generation, self.processes = own, generation, processes
@@ -39,16 +41,16 @@ class RemoteProgress:
         self._next, self._found = float("-inf"), None
 
     def due(self, now: float) -> bool:
-        """Whether to read again what others have said."""
+        """Return whether to read the messages of other hosts again."""
         return now >= self._next
 
     def read(self, said: Mapping[str, Any], now: float) -> None:
-        """Take in what all hosts have said last.
+        """Read the last messages of all hosts.
 
         Args:
-          said: by host, as `jaxdist.elastic.hosts.leader_election.encode_renewal` has it.
-          now: seconds; since when a message lies there is counted from when it was seen first, so
-            that what it tells is rather too young than too old.
+          said: by host, a message of `jaxdist.elastic.hosts.leader_election.encode_renewal`.
+          now: seconds. The age of a message counts from when it was first seen, so a status appears
+            younger rather than older than it is.
         """
         self._next = now + READ_SECONDS
         found: list[Status] = []
@@ -66,5 +68,6 @@ class RemoteProgress:
 
     @property
     def statuses(self) -> list[Status] | None:
-        """Of all processes of other hosts, by this host's clock; None where some are not known."""
+        """The statuses of all processes on other hosts, by this host's clock; None if some are
+        unknown."""
         return self._found

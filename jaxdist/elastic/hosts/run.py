@@ -1,12 +1,12 @@
-"""Which run the hosts of a rendezvous work at, and whether it has ended.
+"""The run that the hosts of a rendezvous train, and whether it has ended.
 
-run/id     the id of the run that is next to begin, drawn by the host that plans its generation
-run/path   the id and the directory of the run, when it has begun
-run/over   how the run ended, with its id and directory, and a digest of the command
+    run/id     the id of the run that starts next, drawn by the host that plans its generation
+    run/path   the id and the directory of the run, once it has started
+    run/over   how the run ended, with its id and directory, and a digest of the command
 
-The first two are told with the number of a generation and the directory that the config asks for.
-One whose generation is not above that of `run/over` is of a run before, which has ended; one for
-which another directory was asked is not the run that is meant now.
+The first two contain the number of a generation, and the directory that the config asks for. If the
+generation is not above that of `run/over`, the value belongs to an earlier run, which has ended; if
+the directory differs, it belongs to another run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ID, PATH, OVER = "run/id", "run/path", "run/over"
 
 
 def ended_before(rendezvous: Rendezvous) -> int:
-    """Return the generation in which the last run of a rendezvous ended; -1: none has.
+    """Return the generation in which the last run of a rendezvous ended; -1 if none has.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -36,13 +36,14 @@ def ended_before(rendezvous: Rendezvous) -> int:
 
 
 def asked_of(values: JsonObject) -> str | None:
-    """Return the run directory that a config asks for; None: it leaves the choice to its name."""
+    """Return the run directory that a config asks for; None if it is derived from the config's
+    name."""
     directory = (values.get("run") or {}).get("directory")
     return None if directory is None else str(directory)
 
 
 def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity | None:
-    """Return the run that has begun at a rendezvous since the last one ended; None: none has.
+    """Return the run that has started at a rendezvous since the last one ended; None if none has.
 
     Args:
       ended: the generation in which the last one ended.
@@ -57,7 +58,7 @@ def known_run(rendezvous: Rendezvous, ended: int, asked: str | None) -> Identity
 def run_to_begin(
     rendezvous: Rendezvous, ended: int, generation: int, asked: str | None
 ) -> Identity:
-    """Return the run of a generation that is planned now; draw its id where it is the first.
+    """Return the run of the generation to plan; draw its id if this is its first generation.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -70,7 +71,7 @@ def run_to_begin(
 
 
 def tell_run(rendezvous: Rendezvous, generation: int, run: Identity, asked: str | None) -> None:
-    """Tell all hosts which run has begun.
+    """Publish which run has started.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -79,12 +80,13 @@ def tell_run(rendezvous: Rendezvous, generation: int, run: Identity, asked: str 
 
 
 def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
-    """Return the run that has ended after its last step, if this command would train it again.
+    """Return the run that has taken its last step, if this command would train it again; else None.
 
-    None: no run has ended well, the config is another one, or the run's directory is gone.
+    The result is None if no run has ended well, if the config differs, or if the run's directory no
+    longer exists.
 
     Args:
-      values: of the config.
+      values: the values of the config.
 
     Raises:
       RendezvousError: the rendezvous cannot be reached.
@@ -100,7 +102,7 @@ def finished(rendezvous: Rendezvous, values: Json) -> Identity | None:
 
 
 def command_of(values: Json) -> str:
-    """Return a digest of a config: equal where two agents were given the same."""
+    """Return a digest of a config, equal for two agents that were started with the same one."""
     text = json.dumps(values, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,4 +1,4 @@
-"""A copy of what another host has of the snapshots: the loss of one host leaves them whole."""
+"""A replica of another host's snapshots, which keeps them complete when that host is lost."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from jaxdist.elastic.hosts.copies import CopyError, fetch, list_parts, parts_in
 
 LOOK_SECONDS = 0.5
 FAILURES = 6
-"""In a row, after which a buddy says that it makes no copies."""
+"""After this many consecutive failures a replica reports that it makes no copies."""
 KEEP = 2
-"""The newest may not be whole yet."""
+"""Two snapshots are kept, because the newest may be incomplete."""
 
 
 class SnapshotReplica:
-    """Follows one host in a generation; `close` it.
+    """A thread that replicates the snapshots of one host during a generation; `close` it.
 
     Args:
-      address: at which that host hands out its parts.
-      folder: of this host's own parts, where the copies come to lie too.
-      processes: numbers of that host's processes, among `total`.
+      address: the address at which that host sends its parts.
+      folder: the folder of this host's own parts, which also receives the copies.
+      processes: the numbers of that host's processes, among `total`.
 
     Attributes:
       failure: why no copies are made; None while they are.
@@ -46,12 +46,12 @@ class SnapshotReplica:
         self._thread.start()
 
     def close(self) -> None:
-        """Copy nothing any more; what is under way, from a host that may be stuck, is dropped."""
+        """Stop copying. A transfer in progress is discarded, because that host may be stuck."""
         with self._keeping:
             self._closed.set()
 
     def look(self) -> None:
-        """Copy what is new, and take away what is old.
+        """Copy new parts, and delete old ones.
 
         Raises:
           CopyError: the host cannot be reached.
@@ -68,7 +68,7 @@ class SnapshotReplica:
 
     @contextmanager
     def _wanted(self) -> Iterator[bool]:
-        """Whether it still copies, which does not change inside."""
+        """Return whether it still copies; the answer holds until the context exits."""
         with self._keeping:
             yield not self._closed.is_set()
 
@@ -77,7 +77,7 @@ class SnapshotReplica:
         return [n for n, p in parts if p and p[1] in self.processes and p[2] == self.total]
 
     def _newest(self, names: list[str]) -> list[str]:
-        """Of that host's own processes, each one's newest."""
+        """Return the newest parts of each of that host's processes."""
         found: dict[int, list[str]] = {}
         for name in sorted(self._of(names)):
             part = snapshot_of(name)
@@ -91,8 +91,8 @@ class SnapshotReplica:
             try:
                 self.look()
             except CopyError as error:
-                # A first failure says little: the host may be lost, which the registry will say,
-                # or has just taken away an old file.
+                # A first failure means little: the host may be lost, which the registry will
+                # notice, or it has just deleted an old file.
                 failed += 1
                 if failed == FAILURES:
                     self.failure = (

@@ -1,4 +1,4 @@
-"""A host that is in no generation, while others are at work or it waits for them."""
+"""A standby host: it is in no generation, and waits for the others or for a place among them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from jaxdist.errors import RunError
 from jaxdist.runtime.rendezvous import Wait
 
 READ_SECONDS = 1.0
-"""Between two looks at what the registry's keeper has told."""
+"""Seconds between two reads of the registry."""
 SURE_LEASES = 2
-"""A generation is said to be at work that was for so long: it may have been lost just now."""
+"""A generation is reported as running only after this many leases: before, it may just have been
+lost."""
 
 
 @dataclass
 class Standby:
-    """One wait for a generation. It has an end while nobody is at work, and none beside others.
+    """Wait until this host joins a generation. The wait times out only if no generation is running.
 
     Args:
-      clock: seconds that never go back.
+      clock: seconds that never decrease.
     """
 
     members: Membership
@@ -42,13 +43,13 @@ class Standby:
         self.wait = Wait(self.messages.seconds, self.say, self.clock)
 
     def look(self) -> None:
-        """Go on waiting.
+        """Continue to wait.
 
         Raises:
-          RunError: nothing began for too long.
+          RunError: no generation started in time.
         """
         if isinstance(self.members.trouble, LostError):
-            raise self.members.trouble  # to wait longer cannot help
+            raise self.members.trouble  # a longer wait cannot help
         now = self.clock()
         if now - self._read >= READ_SECONDS or self.wait.over:
             self._read = now
@@ -62,7 +63,7 @@ class Standby:
             self.messages.tell_wait(self.wait)
 
     def taken(self, generation: Generation) -> None:
-        """Say where this host takes part though it asked to be left out."""
+        """Print that this host takes part although it asked to be left out."""
         if self.members.quarantined_seconds:
             self.say(
                 f"generation {generation.number} begins with this host, {self.messages.name}, "
@@ -71,7 +72,8 @@ class Standby:
             )
 
     def _others_at_work(self) -> int | None:
-        """The number of their generation; None: none is known."""
+        """Return the number of the generation that works without this host; None if there is
+        none."""
         if self.members.trouble is not None:
             return None
         with suppress(RendezvousError):

@@ -1,4 +1,4 @@
-"""From what a command was given to an agent among the others."""
+"""From the arguments of `jaxdist agent` to an agent."""
 
 from __future__ import annotations
 
@@ -43,20 +43,20 @@ def agent_of(
     say: Callable[[str], None],
     fork_module: str,
 ) -> Agent:
-    """The agent of this machine.
+    """Build the agent of this machine.
 
     Args:
-      config: the file, with the overrides `extra`.
-      rendezvous: address that all hosts meet at.
-      least, most: hosts of a generation.
-      processes: of this machine.
-      host: NAME or NAME/ADDRESS; None is this machine's name.
-      token_file: has the token that hosts share; None takes the one of the rendezvous.
+      config: the config file, with the overrides `extra`.
+      rendezvous: the address at which all hosts meet.
+      least, most: the number of hosts in a generation.
+      processes: the number of processes on this machine.
+      host: NAME or NAME/ADDRESS; None takes this machine's name.
+      token_file: the file of the token that all hosts share; None takes that of the rendezvous.
       seconds: how long to wait for hosts.
       fork_module: see `jaxdist.elastic.agent.Agent`.
 
     Raises:
-      JaxdistError: anything that the user can mend.
+      JaxdistError: an error that the user can fix.
     """
     if least > most:
         raise ConfigError(f"--min {least} is above --max {most}: lower it, or raise --max")
@@ -104,13 +104,14 @@ def agent_of(
 def local_of(
     values: JsonObject, base: Path, run: Identity | None, *, exact: bool = False
 ) -> Path | None:
-    """Return where this machine's disk has snapshots of the run that goes on, if it has any.
+    """Return the folder of this machine's disk with snapshots of the run to continue; None if there
+    is none.
 
     Args:
-      base: the run directory as the config has it.
-      run: the run that the other hosts are at; None: none is known, and it is the only one that
-        has begun. Where several have, the first process refuses to begin.
-      exact: `base` itself is meant.
+      base: the run directory that the config names.
+      run: the run that the other hosts train. None if it is unknown; then it is the only run at
+        `base`, and if there are several, the first process refuses to start.
+      exact: whether `base` itself is the run directory.
 
     >>> values = {"checkpoint": {"local": {"directory": "/ssd"}}}
     >>> local_of(values, Path("gpt"), Identity("86bcf769", Path("/runs/gpt")))
@@ -126,7 +127,7 @@ def local_of(
 
 
 def split_host(text: str) -> tuple[str, str]:
-    """Name and address of a host.
+    """Split the name and the address of a host.
 
     >>> split_host("rack1-a/10.0.0.7"), split_host("node1")
     (('rack1-a', '10.0.0.7'), ('node1', 'node1'))
@@ -141,10 +142,10 @@ def split_host(text: str) -> tuple[str, str]:
 
 
 def read_token(path: Path) -> bytes:
-    """The shared token.
+    """Read the shared token.
 
     Raises:
-      RunError: it cannot be read, or is too short to be one.
+      RunError: it cannot be read, or is too short.
     """
     try:
         token = path.read_bytes().strip()
@@ -162,15 +163,15 @@ def read_token(path: Path) -> bytes:
 
 
 def devices_of(values: JsonObject, environ: Mapping[str, str], processes: int) -> int:
-    """Devices that each of so many processes of this machine will have, without starting jax.
+    """Return the number of devices of each process of this machine, without starting JAX.
 
-    They divide the visible GPUs among themselves when they join.
+    The processes divide the visible GPUs among themselves when they start.
 
     >>> devices_of({"mesh": {"fake_devices": 4}}, {}, 2)
     4
 
     Raises:
-      RunError: the GPUs cannot be divided among so many processes, or cannot be counted.
+      RunError: the GPUs cannot be counted, or not divided among the processes.
     """
     fake = (values.get("mesh") or {}).get("fake_devices")
     if isinstance(fake, int):

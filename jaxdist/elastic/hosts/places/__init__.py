@@ -1,1 +1,1 @@
-"""Places where hosts meet: a directory, a Redis server."""
+"""Rendezvous of hosts: in a directory, or on a Redis server."""

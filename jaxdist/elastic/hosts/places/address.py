@@ -11,11 +11,11 @@ SCHEMES = ("redis://", "rediss://")
 
 
 def open_rendezvous(address: str) -> Rendezvous:
-    """The rendezvous at an address: a directory, or redis://HOST:PORT.
+    """Open the rendezvous at an address: a directory, or redis://HOST:PORT.
 
     Raises:
-      ConfigError: an address of another kind, or without the package that it needs.
-      RendezvousError: it cannot be reached, or is not fit.
+      ConfigError: the address is of another kind, or a package for it is missing.
+      RendezvousError: it cannot be reached, or is unsuitable.
     """
     if address.startswith(SCHEMES):
         from jaxdist.elastic.hosts.places.redis_server import RedisRendezvous

@@ -1,7 +1,8 @@
-"""What hosts meet at: one token that is swapped, and small values that are whole or not there.
+"""The contract of a rendezvous: one token with compare-and-swap, and small values written
+atomically.
 
-The token is the only thing that two hosts may want to change at once; everything else has one
-writer. An alternative is a place that all hosts see: a folder, a Redis server.
+Only the token may be changed by several hosts at once; every other value has one writer. The
+alternatives are media that all hosts can access: a folder, a Redis server.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ NOBODY = "nobody"
 
 
 class RendezvousError(RunError):
-    """The rendezvous cannot be reached, or is not fit to be one."""
+    """The rendezvous cannot be reached, or is unsuitable."""
 
 
 class LostError(RendezvousError):
-    """The rendezvous was emptied, and will never again be the one that hosts met at."""
+    """The rendezvous has lost its content, and will never again be the one at which the hosts
+    met."""
 
     def __init__(self, address: str) -> None:
         super().__init__(
@@ -32,13 +34,14 @@ class LostError(RendezvousError):
 
 @dataclass(frozen=True)
 class Token:
-    """Who keeps the registry.
+    """The token, which shows who is the leader.
 
     Attributes:
-      name: of the rendezvous, drawn when it was made: one that lost its content has another.
-      term: greater with each keeper.
-      holder: the host that keeps it; NOBODY between two.
-      beat: greater with each turn of the keeper.
+      name: the name of the rendezvous, drawn at its creation; one that lost its content has
+        another.
+      term: the number of the term, which grows with each leader.
+      holder: the host that is the leader; NOBODY between two terms.
+      beat: the number of the leader's turn.
     """
 
     name: str
@@ -51,13 +54,13 @@ class Token:
 
     @classmethod
     def parse(cls, text: str) -> Token:
-        """What `str` made.
+        """Read a token from its text.
 
         >>> Token.parse("ab.3.node1-77.12")
         Token(name='ab', term=3, holder='node1-77', beat=12)
 
         Raises:
-          RendezvousError: it is something else.
+          RendezvousError: the text is not a token.
         """
         parts = text.split(".")
         if len(parts) != 4 or not (parts[1].isdigit() and parts[3].isdigit()):
@@ -65,58 +68,60 @@ class Token:
         return cls(parts[0], int(parts[1]), parts[2], int(parts[3]))
 
     def taken(self, holder: str) -> Token:
-        """The next keeper's."""
+        """Return the first token of the next term."""
         return replace(self, term=self.term + 1, holder=holder, beat=0)
 
     def next(self) -> Token:
-        """The same keeper's, a turn later."""
+        """Return the same leader's token of the next turn."""
         return replace(self, beat=self.beat + 1)
 
 
 class Rendezvous(Protocol):
-    """A place that all hosts see; may be called from several threads.
+    """A medium that all hosts can access. It may be called from several threads.
 
-    Names of values are `kind/name`. Each method raises `RendezvousError` where the place cannot be
-    reached, in a bounded time.
+    Values are named `kind/name`. If the medium cannot be reached, each method raises
+    `RendezvousError` within a bounded time.
     """
 
     address: str
 
     def token(self) -> str:
-        """The token as it is now."""
+        """Return the current token."""
         ...
 
     def secret(self) -> bytes:
-        """A secret that only those share who may use the place, for hosts without a token file."""
+        """Return a secret shared by those who may use the medium, for hosts without a token
+        file."""
         ...
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Put a token in the place of another; False, and nothing done, where it is not `seen`.
+        """Replace the token `seen` with `new`; return False, and change nothing, if the token is
+        another.
 
-        Linearizable: of all swaps that begin with one token, one succeeds, and what a host reads
-        after its swap was there before it or is newer.
+        The operation is linearizable: of all swaps that expect the same token, one succeeds, and
+        what a host reads after its swap was there before the swap, or is newer.
         """
         ...
 
     def put(self, name: str, value: Json) -> None:
-        """Write a value; who reads sees the old one or the new one, whole."""
+        """Write a value atomically: a reader gets the old value or the new one."""
         ...
 
     def get(self, name: str) -> Json:
-        """A value; None where there is none."""
+        """Return a value; None if there is none."""
         ...
 
     def names(self, kind: str) -> list[str]:
-        """Names of all values of a kind, without it, sorted."""
+        """Return the names of all values of a kind, without the kind, sorted."""
         ...
 
     def drop(self, name: str) -> None:
-        """Remove a value, if it is there."""
+        """Delete a value if it exists."""
         ...
 
 
 def is_loopback(address: str) -> bool:
-    """Return whether an address, IPv4 or IPv6, leads to this machine alone; False for a name.
+    """Return whether an address, IPv4 or IPv6, is this machine's loopback; False for a name.
 
     >>> is_loopback("127.0.1.1"), is_loopback("::1"), is_loopback("node1")
     (True, True, False)

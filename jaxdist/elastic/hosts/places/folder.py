@@ -1,11 +1,12 @@
-"""A rendezvous in a directory that all hosts see: every change is one rename.
+"""A rendezvous in a directory that all hosts share: every change is one rename.
 
-FOLDER/keeper/TOKEN       a file without content, whose name is the token
-FOLDER/KIND/NAME.json     a value
-FOLDER/secret             what hosts without a token file share, for its owner alone (mode 600)
+    FOLDER/keeper/TOKEN       an empty file, whose name is the token
+    FOLDER/KIND/NAME.json     a value
+    FOLDER/secret             shared by hosts without a token file; only its owner may read it
 
-A swap renames the token's file: of several hosts that rename the same file one succeeds, and the
-others find it gone. So it asks the file server itself, and no cache of a client's can answer.
+A swap renames the token's file: if several hosts rename the same file, one succeeds, and the others
+get an error because it no longer exists. The file server itself decides, so no client's cache can
+interfere.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class FolderRendezvous:
     """See `jaxdist.elastic.hosts.places.contract.Rendezvous`.
 
     Args:
-      folder: made if it is not there.
+      folder: created if it does not exist.
 
     Raises:
-      RendezvousError: it cannot be written, or has no atomic rename.
+      RendezvousError: it cannot be written, or its renames are not atomic.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -61,7 +62,7 @@ class FolderRendezvous:
             self._begin()
 
     def _begin(self) -> None:
-        """Put the first token there, once: a directory is not renamed onto one with content."""
+        """Create the first token once: a directory cannot be renamed onto one that has content."""
         if (self.folder / KEEPER).is_dir():
             return
         staging = self.folder / f".new-{token_hex(4)}"
@@ -75,12 +76,12 @@ class FolderRendezvous:
                 raise
 
     def token(self) -> str:
-        """The token as it is now."""
+        """Return the current token."""
         found: list[str] = []
         for _ in range(_TRIES):
             with self._told():
                 found = os.listdir(self.folder / KEEPER)
-            if len(found) == 1:  # while it is renamed a listing may have both names, or none
+            if len(found) == 1:  # during a rename a listing may have both names, or none
                 return found[0]
             time.sleep(_PAUSE_SECONDS)
         raise RendezvousError(
@@ -89,9 +90,10 @@ class FolderRendezvous:
         )
 
     def secret(self) -> bytes:
-        """The content of a file that only its owner can read, whatever the folder's mode.
+        """Return the content of a file that only its owner can read, whatever the mode of the
+        folder.
 
-        Not the token: that is a name, which whoever may list the folder sees.
+        The token would not do: it is a name, visible to everyone who may list the folder.
         """
         path, own, found = self.folder / SECRET, token_hex(32), b""
         with self._told():
@@ -127,7 +129,7 @@ class FolderRendezvous:
         return True
 
     def put(self, name: str, value: Json) -> None:
-        """Write beside it, and rename."""
+        """Write a temporary file, and rename it."""
         path = self._path(name)
         staging = path.with_name(f".{path.name}-{token_hex(4)}")
         with self._told():
@@ -136,7 +138,7 @@ class FolderRendezvous:
             os.replace(staging, path)
 
     def get(self, name: str) -> Json:
-        """A value; None where there is none."""
+        """Return a value; None if there is none."""
         with self._told():
             try:
                 return json.loads(self._path(name).read_text(encoding="utf-8"))
@@ -144,7 +146,7 @@ class FolderRendezvous:
                 return None
 
     def names(self, kind: str) -> list[str]:
-        """Names of all values of a kind."""
+        """Return the names of all values of a kind."""
         with self._told():
             try:
                 found = os.listdir(self.folder / kind)
@@ -153,7 +155,7 @@ class FolderRendezvous:
         return sorted(name.removesuffix(".json") for name in found if not name.startswith("."))
 
     def drop(self, name: str) -> None:
-        """Remove a value."""
+        """Delete a value."""
         with self._told(), suppress(FileNotFoundError):
             self._path(name).unlink()
 
@@ -172,7 +174,7 @@ class FolderRendezvous:
 
 
 def find_problem(folder: Path) -> str | None:
-    """What a rename in an empty directory does that it should not; None: nothing.
+    """Test renames in an empty directory; return what is wrong with them, or None.
 
     Cost: some forty renames, while a thread reads.
     """
@@ -200,7 +202,7 @@ def _one_by_one(folder: Path) -> str | None:
 
 
 def _while_read(folder: Path) -> str | None:
-    """A file that takes another's place again and again is there, and whole, at any moment."""
+    """Test that a file which is replaced again and again is always there, and always complete."""
     path, seen = folder / "value", set[str]()
     whole = "x" * 4096
     path.write_text(whole)

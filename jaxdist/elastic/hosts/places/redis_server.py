@@ -1,8 +1,8 @@
-"""A rendezvous on a Redis server: the token is a string that a script swaps, a kind is a hash.
+"""A rendezvous on a Redis server: a script swaps the token, which is a string; a kind is a hash.
 
-One server: a replica that takes over may lack the last writes, and with them a swap that was
-answered. Its data need not outlive it: a server that comes back empty has another token's name, by
-which each agent sees it, and no lease of before is granted again.
+It must be a single server: a replica that takes over may lack the last writes, and among them a
+swap that was acknowledged. Its data need not survive a restart: a server that comes back empty has
+a token with another name, which every agent notices, and no earlier lease is granted again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from jaxdist.types import Json
 
 PASSWORD, PASSWORD_FILE = "JAXDIST_REDIS_PASSWORD", "JAXDIST_REDIS_PASSWORD_FILE"
 SECONDS = 5.0
-"""Of an answer."""
+"""Timeout of an answer."""
 _SWAP = """
 if redis.call('get', KEYS[1]) == ARGV[1] then
   redis.call('set', KEYS[1], ARGV[2])
@@ -37,11 +37,11 @@ class RedisRendezvous:
 
     Args:
       address: redis://[:PASSWORD@]HOST:PORT/DB, rediss:// for TLS, and `#NAME` for another run on
-        the same server. A password in the environment is seen by fewer than one in a command.
+        the same server. Fewer people can see a password in the environment than in a command.
 
     Raises:
-      ConfigError: the package redis is not installed; a server on another machine without TLS and
-        a password.
+      ConfigError: the package redis is not installed, or a server on another machine lacks TLS or a
+        password.
       RendezvousError: the server cannot be reached.
     """
 
@@ -64,12 +64,12 @@ class RedisRendezvous:
         if password is not None:
             given["password"] = password
         with self._told():
-            # Typed as what may also be awaited, which this one never is.
+            # `Any`: the declared type includes awaitables, which this client never returns.
             self._server: Any = redis.Redis.from_url(url, decode_responses=True, **given)
             self._server.set(f"{self._prefix}:token", str(Token(token_hex(16))), nx=True)
 
     def token(self) -> str:
-        """The token as it is now."""
+        """Return the current token."""
         with self._told():
             found = self._server.get(f"{self._prefix}:token")
         if found is None:
@@ -77,11 +77,11 @@ class RedisRendezvous:
         return found
 
     def secret(self) -> bytes:
-        """The name of the rendezvous, which only clients of the server can read."""
+        """Return the name of the rendezvous, which only clients of the server can read."""
         return Token.parse(self.token()).name.encode()
 
     def compare_and_swap(self, seen: str, new: str) -> bool:
-        """Compare and set, in the server."""
+        """Compare and swap within the server."""
         with self._told():
             return bool(self._server.eval(_SWAP, 1, f"{self._prefix}:token", seen, new))
 
@@ -92,19 +92,19 @@ class RedisRendezvous:
             self._server.hset(f"{self._prefix}:{kind}", key, json.dumps(value))
 
     def get(self, name: str) -> Json:
-        """A value; None where there is none."""
+        """Return a value; None if there is none."""
         kind, _, key = name.partition("/")
         with self._told():
             found = self._server.hget(f"{self._prefix}:{kind}", key)
         return None if found is None else json.loads(found)
 
     def names(self, kind: str) -> list[str]:
-        """Names of all values of a kind."""
+        """Return the names of all values of a kind."""
         with self._told():
             return sorted(self._server.hkeys(f"{self._prefix}:{kind}"))
 
     def drop(self, name: str) -> None:
-        """Remove a value."""
+        """Delete a value."""
         kind, _, key = name.partition("/")
         with self._told():
             self._server.hdel(f"{self._prefix}:{kind}", key)
@@ -121,7 +121,7 @@ class RedisRendezvous:
 
 
 def find_password(environ: Mapping[str, str]) -> str | None:
-    """Return the password of the environment; None where there is none.
+    """Return the password of the environment; None if there is none.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -138,7 +138,7 @@ def find_password(environ: Mapping[str, str]) -> str | None:
 def check_secure(url: str, password: str | None) -> None:
     """Refuse a server that strangers on the network could read and write.
 
-    Whoever can write there decides what hosts of the run do, and can fetch the model's state.
+    Whoever can write to it controls what the hosts of the run do, and can fetch the model's state.
 
     >>> check_secure("redis://localhost:6379", None)
 
@@ -160,7 +160,7 @@ def check_secure(url: str, password: str | None) -> None:
 
 
 def shown(address: str) -> str:
-    """An address without its password.
+    """Return an address without its password.
 
     >>> shown("redis://:secret@node1:6379/0#mine")
     'redis://node1:6379/0#mine'
