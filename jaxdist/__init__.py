@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from jaxdist.models.mean import Mean as Mean
     from jaxdist.run.checkpoints import restore as restore
     from jaxdist.run.checkpoints import save as save
+    from jaxdist.run.fit import FitResult as FitResult
+    from jaxdist.run.fit import fit as fit
+    from jaxdist.run.hooks.contract import Hook as Hook
     from jaxdist.runtime.environment import prepare as prepare
     from jaxdist.sharding import Layout as Layout
     from jaxdist.train.evaluate import evaluate as evaluate
@@ -35,6 +38,8 @@ _HOME = {
     "CheckpointStore": "checkpoint.store",
     "Experiment": "experiment",
     "ExperimentConfig": "experiment",
+    "FitResult": "run.fit",
+    "Hook": "run.hooks.contract",
     "JaxdistError": "errors",
     "Layout": "sharding",
     "Loader": "data.loader",
@@ -45,6 +50,7 @@ _HOME = {
     "build": "experiment",
     "build_mesh": "mesh",
     "evaluate": "train.evaluate",
+    "fit": "run.fit",
     "from_equinox": "models.adapters",
     "from_functions": "models.adapters",
     "from_linen": "models.adapters",

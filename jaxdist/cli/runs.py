@@ -15,8 +15,6 @@ from jaxdist.cli import shared
 from jaxdist.runtime.rendezvous import JOIN_SECONDS
 
 if TYPE_CHECKING:
-    from jaxdist.experiment import ExperimentConfig
-    from jaxdist.mesh import Device
     from jaxdist.types import JsonObject
 
 LATE_MODULES = (
@@ -140,7 +138,7 @@ def import_all() -> None:
 
     Also what most runs import when they first read data, save, and write down numbers.
     """
-    for module in ("jaxdist.runtime.connection", "jaxdist.runtime.processes", "jaxdist.run.fit"):
+    for module in ("jaxdist.runtime.connection", "jaxdist.runtime.processes", "jaxdist.run.train"):
         importlib.import_module(module)
     for module in LATE_MODULES:
         with suppress(ImportError):
@@ -165,14 +163,13 @@ def train_process(
 
     Args:
       run: which run is meant, as `jaxdist.checkpoint.identity.Identity.plain` gives it.
-      begun: as `jaxdist.run.fit.run` has it.
+      begun: as `jaxdist.run.train.train` has it.
 
     Raises:
       JaxdistError: anything that the user can mend.
     """
     from jaxdist.checkpoint.identity import Identity
-    from jaxdist.errors import STOPPED
-    from jaxdist.run import fit as trains
+    from jaxdist.run.train import train as trained
     from jaxdist.runtime.connection import connected
     from jaxdist.runtime.processes import find_processes
 
@@ -183,26 +180,17 @@ def train_process(
         index=process_id,
         detect=distributed,
     )
-    stopped: list[str] = []
     with connected(processes, shared.report, seconds=join_timeout):
-        trains.run(
-            Path(config),
+        found = trained(
+            config,
             extra,
             resume=resume,
             identity=None if run is None else Identity.of(run),
             profile=profile,
-            model_flops=_model_flops,
             begun=begun,
-            stopped=stopped.append,
             console=shared.console(),
         )
-    return STOPPED if stopped else 0
-
-
-def _model_flops(config: ExperimentConfig, device: Device) -> float:
-    from jaxdist.inspect.ideal import model_flops  # only where a device's peak is known
-
-    return model_flops(config, device)
+    return found.ending.exit_code
 
 
 def evaluate(

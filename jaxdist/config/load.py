@@ -12,10 +12,12 @@ other value is replaced. A mapping is replaced, not merged, when
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from jaxdist.config.document import Document, KeyPath, Node, Origin, dotted, shown
+from jaxdist.config.given import node_of
 from jaxdist.config.override import apply_override
 from jaxdist.config.parse import MAX_BYTES, parse
 from jaxdist.config.shipped import name_of, shipped
@@ -24,11 +26,14 @@ from jaxdist.errors import ConfigError, closest
 MAX_FILES = 64
 
 
-def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> Document:
+def read(
+    path: str | os.PathLike[str] | Mapping[str, Any] | None, overrides: Iterable[str] = ()
+) -> Document:
     """Read the merged values of a YAML file, each with its origin; nothing is validated yet.
 
     Args:
-      path: a YAML 1.2 file of UTF-8 text, with its includes at most MAX_BYTES; None reads only the
+      path: a YAML 1.2 file of UTF-8 text, with its includes at most MAX_BYTES; or what would be in
+        one, as `jaxdist.config.given.node_of` takes it; None reads only the
         overrides.
       overrides: `section.key=value` texts, applied in order after all includes.
 
@@ -36,9 +41,14 @@ def read(path: str | os.PathLike[str] | None, overrides: Iterable[str] = ()) -> 
       ConfigError: a file that is missing, unreadable or not plain YAML; includes that form a
         cycle; an override that does not fit.
     """
-    file = None if path is None else Path(path)
-    loader = _Loader()
-    root = Node({}, Origin("the defaults")) if file is None else loader.load(file, None, ())
+    file, loader = None, _Loader()
+    if path is None:
+        root = Node({}, Origin("the defaults"))
+    elif isinstance(path, Mapping):
+        root = node_of(path)
+    else:
+        file = Path(path)
+        root = loader.load(file, None, ())
     for text in overrides:
         root = apply_override(root, text)
     return Document(root.plain(), root.origins(), file, tuple(loader.files))

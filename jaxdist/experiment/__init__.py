@@ -3,7 +3,7 @@
 Only this package sees the whole tree; nothing below it receives more than its own section.
 """
 
-from jaxdist.experiment.config import EvalConfig, ExperimentConfig, RunConfig, load
+from jaxdist.experiment.config import EvalConfig, ExperimentConfig, RunConfig, Source, load
 from jaxdist.experiment.experiment import Experiment, TrainStage, build
 from jaxdist.experiment.explain import explain_config
 
@@ -12,6 +12,7 @@ __all__ = [
     "Experiment",
     "ExperimentConfig",
     "RunConfig",
+    "Source",
     "TrainStage",
     "build",
     "explain_config",

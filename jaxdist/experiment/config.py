@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from jaxdist.checkpoint.config import CheckpointConfig
 from jaxdist.config import Config, Count, Document, Problem, problems_error, read, validate
+from jaxdist.config.document import Key
 from jaxdist.config.importing import user_code
 from jaxdist.config.schema import FilePath
 from jaxdist.data import DataConfig
@@ -33,6 +34,7 @@ from jaxdist.runtime.notices import PreemptionConfig
 from jaxdist.sharding import ShardingConfig
 from jaxdist.train.plan import TrainConfig
 from jaxdist.train.strategy.config import StrategyConfig, Synchronous
+from jaxdist.types import Kwargs
 
 At = Callable[..., AbstractContextManager[None]]
 """A context manager's factory: errors raised inside it are reported at the given setting."""
@@ -47,11 +49,24 @@ class EvalConfig(Config):
     """Batches of the held-out split to use, from its beginning; null uses all of it."""
 
 
+class HookConfig(Config):
+    """A hook of your own: a subclass of `jaxdist.Hook`, or a function that returns an instance."""
+
+    type: Literal["import"] = "import"
+    """Selects a hook of your own."""
+    path: str
+    """Import path of the class or function, `mypkg.module:Name`."""
+    args: Kwargs = Field(default_factory=dict)
+    """Keyword arguments for it."""
+
+
 class RunConfig(Config):
-    """Where a run keeps its files, and what stops it early."""
+    """Where a run keeps its files, what it calls, and what stops it early."""
 
     directory: FilePath | None = None
     """The run directory; null is runs/ and the name of the config file."""
+    hooks: tuple[HookConfig, ...] = ()
+    """Hooks that the run calls while it lasts, in this order."""
     preemption: PreemptionConfig = PreemptionConfig()
     """Sources of a preemption notice, besides signals."""
 
@@ -91,18 +106,32 @@ class ExperimentConfig(Config):
     """Files of the run, and preemption notices."""
 
 
-def load(path: Path | str, overrides: Sequence[str] = ()) -> tuple[Document, ExperimentConfig]:
-    """Read and validate a configuration file.
+Source = str | os.PathLike[str] | Mapping[str, Any] | ExperimentConfig
+"""A config file, or what would be in one: plain values, or a config that was validated before."""
+
+
+def load(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, ExperimentConfig]:
+    """Read and validate a configuration.
+
+    In plain values a class or a function may stand where a file has its import path, as in
+    `{"type": "import", "path": MyModel}`: it must have a name in its module, which is what the run
+    directory's config will say.
+
+    Args:
+      source: a file, or what would be in one.
+      overrides: `section.key=value` texts, which win over it.
 
     Raises:
       ConfigError: all problems of the file and of the overrides at once.
     """
-    document = read(path, overrides)
+    if isinstance(source, ExperimentConfig):
+        source = source.model_dump(mode="json")
+    document = read(source, overrides)
     return document, validate(document, ExperimentConfig)
 
 
 @contextmanager
-def at_setting(document: Document, *path: str) -> Iterator[None]:
+def at_setting(document: Document, *path: Key) -> Iterator[None]:
     """Report an error that the user can fix at the setting of the config that causes it."""
     try:
         yield

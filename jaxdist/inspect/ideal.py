@@ -1,4 +1,4 @@
-"""What a train step would cost at best: the model's own FLOPs, and the least bytes on the wire."""
+"""What a train step would cost at best: products that a mask spares, the least bytes sent."""
 
 from __future__ import annotations
 
@@ -8,40 +8,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.cost.flops import jaxpr_flops
-from jaxdist.experiment import Experiment, ExperimentConfig, build
-from jaxdist.mesh import Device, MeshConfig, axis_names, entry_names
+from jaxdist.experiment import Experiment
+from jaxdist.mesh import axis_names, entry_names
 from jaxdist.parallel.exchange.strict import Strict
-from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.sharding import param_shardings
-
-
-def model_flops(config: ExperimentConfig, device: Device) -> float:
-    """FLOPs of the matrix products and convolutions of one train step, over all devices.
-
-    They are counted in the step as jax traces it for one device, without the model's remat and with
-    plain attention: nothing is computed twice, nothing on two devices, and nothing in a kernel that
-    hides it. What a model of the user's own recomputes
-    by itself is counted. A loop whose length is data counts once.
-    """
-    model: Any = config.model
-    plain = {"remat": "none", "attention": "plain"}
-    own = type(model).model_fields
-    model = model.model_copy(update={name: plain[name] for name in plain if name in own})
-    alone = config.model_copy(update={"model": model})
-    program = build(on_one_device(alone), devices=[device]).program
-    return jaxpr_flops(program.train.trace(program.state_shapes, program.batch).jaxpr)
-
-
-def on_one_device(config: ExperimentConfig) -> ExperimentConfig:
-    """The same step on one device, in one piece."""
-    return config.model_copy(
-        update={
-            "mesh": MeshConfig.model_validate({"data": 1}),
-            "parallel": ParallelConfig(),
-            "train": config.train.model_copy(update={"microbatches": 1}),
-        }
-    )
 
 
 def masked_flops(experiment: Experiment) -> float:

@@ -12,6 +12,7 @@ import jax
 from jaxdist.cost.step_time import StepTime, can_predict, step_time
 from jaxdist.errors import RunError
 from jaxdist.experiment import Experiment, build, load
+from jaxdist.experiment.flops import model_flops
 from jaxdist.hlo import (
     Ledger,
     compile_with_text,
@@ -24,7 +25,7 @@ from jaxdist.hlo.groups import MeshLayout
 from jaxdist.hlo.ledger import device_order
 from jaxdist.hlo.lockstep import Lockstep
 from jaxdist.hlo.parse import Module, parse
-from jaxdist.inspect.ideal import bound_notes, gradient_bound, masked_flops, model_flops
+from jaxdist.inspect.ideal import bound_notes, gradient_bound, masked_flops
 from jaxdist.inspect.rows import show_bytes
 from jaxdist.inspect.servers import WorkerPart, worker_part
 from jaxdist.inspect.text import digest
@@ -49,7 +50,7 @@ class Inspection:
       device_kind: what it is compiled for.
       ledger: what the compiled program does.
       program_sha256: of the program without names and order; equal programs have equal ones.
-      model_flops: of the whole step, without recomputing: see `inspect_ideal.model_flops`.
+      model_flops: of the whole step, without recomputing: see `jaxdist.experiment.flops`.
       gradient_axes: mesh axes that share the batch.
       gradient_bound_bytes: the least that a device must send over them.
       bound_notes: what that assumes, and what of this step it leaves out.

@@ -30,6 +30,8 @@ EVENTS_FOLDER = "tensorboard"
 REPLICAS = "replicas"
 """The split of records of replicas that differed."""
 
+Tell = Callable[[int, str, Mapping[str, float]], None]
+
 _LASTING = (TIME, ENERGY, REPLICAS)
 _RESERVED = ("step", "split", "time")
 _NON_FINITE = frozenset(("nan", "inf", "-inf"))
@@ -99,6 +101,7 @@ class MetricsWriter(Records):
       resume_step: None for a new run; else the step of the checkpoint that the run resumes from (0
         when it starts over): records after it are dropped.
       admit: asked before each record, raises where this process may not write any more.
+      tell: called with the step, the split and the values of each record that was written.
 
     Raises:
       RunError: the directory cannot be written, it holds the metrics of another run although
@@ -111,9 +114,10 @@ class MetricsWriter(Records):
         *,
         resume_step: int | None,
         admit: Callable[[], None] = lambda: None,
+        tell: Tell | None = None,
     ) -> None:
         self.path, self._admit = Path(directory) / FILE_NAME, admit
-        self._resume_step = resume_step
+        self._resume_step, self._tell = resume_step, tell
         self._kept_splits: set[str] = set()
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -162,6 +166,8 @@ class MetricsWriter(Records):
             self._file.flush()
             tagged = {f"{split}/{name}": float(number) for name, number in values.items()}
             self._events.write(int(step), now, tagged)
+        if self._tell is not None:
+            self._tell(int(step), split, values)
 
     def close(self) -> None:
         """Flush and close both files.

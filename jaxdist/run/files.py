@@ -11,7 +11,7 @@ from jaxdist.checkpoint.store import CheckpointStore
 from jaxdist.config import read, resolved_yaml
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig
-from jaxdist.metrics.writer import MetricsWriter, append
+from jaxdist.metrics.writer import MetricsWriter, Tell, append
 from jaxdist.run.agent_link import NoAgent
 from jaxdist.run.directory import RunDirectory, prepare
 from jaxdist.run.report.changes import changes
@@ -48,16 +48,16 @@ class RunFiles:
         elif jax.process_index() == 0:
             prepare(self.directory, resolved)
 
-    def metrics(self, resume_step: int | None) -> MetricsWriter:
+    def metrics(self, resume_step: int | None, tell: Tell | None) -> MetricsWriter:
         """Open the file of metrics; for process 0 alone.
 
         Args:
-          resume_step: see `MetricsWriter`.
+          resume_step, tell: see `MetricsWriter`.
         """
         # Not earlier: a resume that is refused leaves the run's own config as it was.
         prepare(self.directory, resolved_yaml(self.config))
         given = {"resume_step": resume_step, "admit": self.agent.admit}
-        return MetricsWriter(self.directory.path, **given)
+        return MetricsWriter(self.directory.path, tell=tell, **given)
 
     def append(self, step: int, values: dict[str, float], *, split: str) -> None:
         """Write one more record of metrics where the file is closed.

@@ -1,147 +1,160 @@
-"""`jaxdist train`: from a config file to a trained model in a run directory."""
+"""`jaxdist.fit`: `jaxdist train` as one call, in this process.
+
+Nothing here imports jax before the environment is prepared, so that a config can still ask for fake
+devices.
+"""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import jax
-from rich.console import Console
+from jaxdist.config import read
+from jaxdist.errors import JaxdistError
+from jaxdist.runtime import environment
 
-from jaxdist.checkpoint.agree import any_process, broadcast_json
-from jaxdist.checkpoint.identity import Identity, base_of, check_identity, read_identity
-from jaxdist.data.cache import cache_directory
-from jaxdist.errors import RunError
-from jaxdist.experiment import load
-from jaxdist.heartbeat.run_folder import run_folder_of
-from jaxdist.run.agent_link import leaving, watched
-from jaxdist.run.directory import RunDirectory, Taken, identity_of, take
-from jaxdist.run.files import RunFiles
-from jaxdist.run.job import ModelFlops, RunJob
-from jaxdist.run.strategies import run_strategy
-from jaxdist.run.termination import Termination
-from jaxdist.run.watch.profile import parse_profile
-from jaxdist.runtime import compilation_cache
-from jaxdist.runtime.notices import heard
+if TYPE_CHECKING:
+    from jaxdist.experiment import Experiment, ExperimentConfig
+    from jaxdist.mesh import Device
+    from jaxdist.run.hooks.contract import Hook
+    from jaxdist.train.state import TrainState
+    from jaxdist.types import JsonObject
 
 
-def run(
-    path: Path,
+@dataclass(frozen=True)
+class FitResult:
+    """A run that has come to its end, or was stopped before.
+
+    Attributes:
+      directory: the run directory, with its config, metrics and checkpoints.
+      experiment: what the config has built: `experiment.program` evaluates and goes on training.
+      state: the last training state. It holds device memory for as long as it is kept.
+      stopped_by: what has stopped the run before its last step: a signal, a notice, or the reason
+        that a hook has given; None where it came to its last step.
+      exit_code: what `jaxdist train` would end with: 0, or 75 where the run was stopped from
+        outside and `resume=True` goes on.
+    """
+
+    directory: Path
+    experiment: Experiment
+    state: TrainState
+    stopped_by: str | None
+    exit_code: int
+
+    @property
+    def step(self) -> int:
+        """The number of steps taken in all."""
+        return int(self.state.step)
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The last metrics of training that were logged, read from the run directory."""
+        return self._last("train")
+
+    @property
+    def heldout(self) -> Mapping[str, float]:
+        """The means of the last evaluation, read from the run directory; empty without one."""
+        return self._last("heldout")
+
+    def records(self) -> list[JsonObject]:
+        """All records of metrics, in their order: those of `metrics.jsonl`."""
+        from jaxdist.metrics.writer import read_metrics
+
+        return read_metrics(self.directory)
+
+    def _last(self, split: str) -> dict[str, float]:
+        from jaxdist.run.hooks.calls import last_of
+
+        return last_of(self.records(), split)
+
+
+def fit(
+    config: str | os.PathLike[str] | Mapping[str, Any] | ExperimentConfig,
     overrides: Sequence[str] = (),
     *,
+    hooks: Sequence[Hook] = (),
+    devices: int | Sequence[Device] | None = None,
     resume: bool = False,
-    identity: Identity | None = None,
     profile: str | None = None,
-    model_flops: ModelFlops | None = None,
-    begun: int | None = None,
-    stopped: Callable[[str], None] | None = None,
-    console: Console,
-) -> RunDirectory:
-    """Train as the config says; returns the run directory.
+    quiet: bool = False,
+) -> FitResult:
+    """Train as a config says, in this process: what `jaxdist train` does, as one call.
+
+    The run has a directory, a lock, checkpoints, metrics, evaluation and a report of its time, and
+    goes on from its newest checkpoint with `resume`. It may be called again, for another run or the
+    same one. Signal handlers, jax's compilation cache and standard output are as before when it
+    returns; in a thread other than the main one no signal is taken.
+
+    Where a launcher's variables name other processes and this one has not joined them, it does so
+    and stays joined; an error then ends the process, since the others would wait for it.
 
     Args:
-      resume: continue the run of this config from its newest whole checkpoint.
-      identity: the run that is meant; None is a new one, or with `resume` the one that has begun.
-      profile: steps to trace into the run directory, as `parse_profile` reads them.
-      model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
-      begun: what `time.perf_counter_ns` had when the time of the run began to count: for a process
-        that does nothing else `jaxdist.runtime.lifetime.begun`; None is now.
-      stopped: called with what ended it, where that was before the last step, once all is saved.
-      console: where process 0 prints; the others are silent.
+      config: a YAML file; or the same as nested dicts, in which a class or a function may stand for
+        its import path; or a validated config.
+      overrides: `section.key=value` texts, which win over the config.
+      hooks: called while the run lasts, before those that the config names.
+      devices: to run on; a number is of fake CPU devices, as with `--devices`; None is all.
+      resume: continue the run of this config, as `--resume` does; begin it where there is none.
+      profile: steps to trace, as `--profile` reads them.
+      quiet: print nothing.
 
     Raises:
-      JaxdistError: anything that the user can mend.
+      JaxdistError: anything that the user can mend; a hook that raises is one of these.
     """
-    begun = time.perf_counter_ns() if begun is None else begun
-    document, config = load(path, overrides)
-    profiled = None if profile is None else parse_profile(profile)
-    if jax.process_index() != 0:
-        console = Console(quiet=True)
-    elif jax.process_count() > 1:
-        # A launcher may lend a terminal to each process and write all of them into one log.
-        console = Console(file=console.file, force_terminal=False, highlight=False, emoji=False)
-    say = partial(console.print, soft_wrap=True, markup=False)
-    compilation_cache.enable(cache_directory() / "compiled")
-    run_folder = run_folder_of(os.environ)
-    taking = partial(
-        take,
-        base_of(config.run.directory, path),
-        named=bool(config.run.directory),
-        resume=resume,
-        exact=document.origin(("run", "directory")).overrides,
-        run=identity,
-        say=say,
-    )
-    with (
-        _taken(taking) as (directory, goes_on),
-        Termination(say, leaving(run_folder)) as termination,
-        heard(config.run.preemption.build(say), termination.notice),
-        watched(run_folder, identity_of(directory)) as agent,
-    ):
-        files = RunFiles(directory, config, agent, say)
-        job = RunJob(
-            document,
+    if isinstance(devices, int):
+        overrides, devices = [*overrides, f"mesh.fake_devices={devices}"], None
+    _prepare(config, overrides)
+    from rich.console import Console
+
+    from jaxdist.run.train import train
+    from jaxdist.runtime.connection import connected
+
+    with connected(_processes(), _report):
+        trained = train(
             config,
-            files,
-            termination,
-            console,
-            goes_on,
-            begun,
-            profiled,
-            model_flops,
+            overrides,
+            hooks=hooks,
+            devices=devices,
+            resume=resume,
+            profile=profile,
+            console=Console(highlight=False, emoji=False, quiet=quiet),
         )
-        state = run_strategy(config.strategy, job)
-        job.finish(int(state.step))
-        by = job.stopped_by(int(state.step))
-        if by is None:
-            agent.done()
-        elif stopped is not None:
-            stopped(by)
-    return directory
+    return FitResult(
+        trained.directory.path,
+        trained.experiment,
+        trained.state,
+        trained.ending.stopped_by,
+        trained.ending.exit_code,
+    )
 
 
-@contextmanager
-def _taken(taking: Callable[[], Taken]) -> Iterator[tuple[RunDirectory, bool]]:
-    """Hold the run's directory, by process 0 for all; all are refused alike.
-
-    Yields the directory, and whether the run goes on with what it has saved.
-    """
-    with ExitStack() as stack:
-        answer = None
-        if jax.process_index() == 0:
-            try:
-                taken = taking()
-                stack.enter_context(taken.lock)
-                given = identity_of(taken.directory)
-                answer = {**given.plain, "asked": given.asked, "goes_on": taken.goes_on}
-            except RunError as error:
-                answer = {"refusal": str(error)}
-        answer = broadcast_json(answer)
-        if "refusal" in answer:
-            raise RunError(answer["refusal"])
-        identity = replace(Identity.of(answer), asked=answer["asked"])
-        assert identity.path is not None
-        _check_everywhere(identity.path, identity.id)
-        yield RunDirectory(identity.path, identity), answer["goes_on"]
+def _prepare(config: Any, overrides: Sequence[str]) -> None:
+    """Set the environment as a command does, where it is not too late or fake devices need it."""
+    if not isinstance(config, str | os.PathLike | Mapping):
+        config = config.model_dump(mode="json")
+    mesh = read(config, overrides).values.get("mesh")
+    count = mesh.get("fake_devices") if isinstance(mesh, dict) else None
+    fake = count if isinstance(count, int) and count > 0 else None
+    if fake is not None or "jax" not in sys.modules:
+        environment.prepare(fake_devices=fake)
 
 
-def _check_everywhere(path: Path, wanted: str) -> None:
-    """Refuse a path under which another machine sees another run: its disk is not shared."""
-    problem = None
-    if jax.process_index() != 0:
-        try:
-            if read_identity(path) is not None:
-                check_identity(path, wanted)
-        except RunError as error:
-            problem = str(error)
-    if any_process(problem is not None):
-        raise RunError(
-            problem
-            or f"another process sees another run than {wanted} at {path}: give a directory that "
-            "all machines share with run.directory=PATH"
-        )
+def _processes() -> Any:
+    import jax
+
+    from jaxdist.runtime.processes import find_processes
+
+    return None if jax.distributed.is_initialized() else find_processes(os.environ)
+
+
+def _report(error: BaseException) -> int:
+    if isinstance(error, JaxdistError):
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    traceback.print_exception(error)
+    return 1

@@ -11,9 +11,10 @@ from functools import partial
 import jax
 from rich.console import Console
 
+from jaxdist.checkpoint.agree import broadcast_json
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.config import Document
-from jaxdist.errors import RunError
+from jaxdist.errors import STOPPED, RunError
 from jaxdist.experiment import Experiment, ExperimentConfig, TrainStage, build
 from jaxdist.mesh import Device
 from jaxdist.metrics import goodput
@@ -22,12 +23,15 @@ from jaxdist.metrics.energy.tally import Tally
 from jaxdist.metrics.progress import Progress
 from jaxdist.metrics.writer import Records, read_metrics
 from jaxdist.run.assemble import HookParts, hooks_of
+from jaxdist.run.directory import identity_of
 from jaxdist.run.files import RunFiles
+from jaxdist.run.hooks.calls import CallHooks, HookCalls
+from jaxdist.run.hooks.contract import Run
 from jaxdist.run.hooks.loop import RunHooks
 from jaxdist.run.loading.begin import check_begin
 from jaxdist.run.loading.resume import beginning
 from jaxdist.run.memory import check_step_fits
-from jaxdist.run.report.describe import ModelFlops, describe, efficiency_of, tally_of
+from jaxdist.run.report.describe import describe, efficiency_of, tally_of
 from jaxdist.run.report.end import tell_end
 from jaxdist.run.report.goodput import print_goodput
 from jaxdist.run.termination import Termination
@@ -61,6 +65,26 @@ class Life:
     seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class Ending:
+    """How a run's steps have ended.
+
+    Attributes:
+      step: the last that was taken.
+      stopped_by: what has stopped it before the last there is.
+      complete: whether it has come to its end all the same, because a hook says so.
+    """
+
+    step: int
+    stopped_by: str | None = None
+    complete: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of a process that does nothing else."""
+        return 0 if self.stopped_by is None or self.complete else STOPPED
+
+
 @dataclass
 class RunJob:
     """A run in a directory that this process, or process 0, holds.
@@ -70,7 +94,7 @@ class RunJob:
       begun: what `time.perf_counter_ns` had where its time began to count; None is from the
         first preparation on.
       profiled: the steps to trace, in its first life.
-      model_flops: asked once where the devices' peak is known, for the MFU; None measures none.
+      devices: to run on where a strategy names none; None is all.
       lives: one for each time that it was prepared.
     """
 
@@ -78,16 +102,17 @@ class RunJob:
     config: ExperimentConfig
     files: RunFiles
     termination: Termination
+    calls: HookCalls
     console: Console
     resume: bool
     begun: int | None = None
     profiled: ProfiledSteps | None = None
-    model_flops: ModelFlops | None = None
+    devices: Sequence[Device] | None = None
     lives: list[Life] = field(default_factory=list)
 
     @contextmanager
     def prepared(self, devices: Sequence[Device] | None = None) -> Iterator[Prepared]:
-        """Build the run on these devices, or on all; within the context its files are open.
+        """Build the run on these devices, or its own; within the context its files are open.
 
         It may be entered again when it was left, on other devices too: the run then goes on from
         the newest checkpoint, and from its beginning where there is none.
@@ -95,6 +120,7 @@ class RunJob:
         Raises:
           JaxdistError: it cannot be built there; no checkpoint can be trusted.
         """
+        devices = self.devices if devices is None else devices
         resume = self.resume or bool(self.lives)
         account = self._new_account(resume=resume)
         experiment = build(self.config, self.document, devices=devices)
@@ -118,6 +144,7 @@ class RunJob:
                 life.kept,
             )  # fmt: skip
             loop_hooks, measured = hooks_of(parts, metadata.get("best"))
+            loop_hooks.extend(self._users(experiment, start))
             hooks = RunHooks([*loop_hooks, *self._watching(life, parts, start, stack, resume)])
             begun = time.perf_counter()
             yield Prepared(
@@ -138,14 +165,14 @@ class RunJob:
         life.heldout = measured.heldout if measured is not None else {}
         self.lives.append(life)
 
-    def finish(self, step: int) -> None:
+    def finish(self, step: int) -> Ending:
         """Tell how the run ended, after `step`, draw its curve, and tell where its time went."""
-        life = self.lives[-1]
+        life, ending = self.lives[-1], self._ending(step)
         self.files.agent.admit()
         seconds = sum(life.seconds for life in self.lives)
         tell_end(
             life.experiment, self.files.directory, life.heldout, self.console,
-            step=step, seconds=seconds, stopped_by=self.stopped_by(step),
+            step=step, seconds=seconds, stopped_by=ending.stopped_by,
         )  # fmt: skip
         if life.timed is not None:
             values = goodput.values_of(life.account, life.timed.life)
@@ -153,11 +180,24 @@ class RunJob:
             print_goodput(read_metrics(self.files.directory.path), self.console)
             if isinstance(life.energy, str):
                 self.files.say(f"energy none: {life.energy}")
+        return ending
 
-    def stopped_by(self, step: int) -> str | None:
-        """What ended the run after `step`; None where that was its last."""
-        last = self.lives[-1].experiment.total_steps
-        return self.termination.signal if step < last else None
+    def _ending(self, step: int) -> Ending:
+        if step >= self.lives[-1].experiment.total_steps:
+            return Ending(step)
+        # Hooks are process 0's; what the others have heard is but its SIGTERM.
+        asked = broadcast_json(self.termination.asked)
+        return Ending(step, asked or self.termination.signal, complete=asked is not None)
+
+    def _users(self, experiment: Experiment, start: int) -> Iterator[CallHooks]:
+        """What calls the user's hooks, where there are some."""
+        if not self.calls.hooks:
+            return
+        directory, stop = self.files.directory, self.termination.ask
+        identity = identity_of(directory)
+        given = identity.id, directory.path, experiment, start, experiment.total_steps
+        self.calls.start(Run(*given, stop))
+        yield CallHooks(self.calls, experiment.program.metrics, directory.checkpoints)
 
     def _check(self, experiment: Experiment, account: Account) -> None:
         """What would end the run later ends it before its directory is begun."""
@@ -196,10 +236,11 @@ class RunJob:
         primary = jax.process_index() == 0
         writer = Records()
         if primary:
-            writer = stack.enter_context(self.files.metrics(start if resume else None))
+            tell = self.calls.record if self.calls.hooks else None
+            writer = stack.enter_context(self.files.metrics(start if resume else None, tell))
         unit = "tokens" if experiment.unit == "tokens" else "examples"
         given = (experiment.total_steps, start, unit, experiment.units_per_step, self.console)
-        efficiency = efficiency_of(experiment, self.model_flops)
+        efficiency = efficiency_of(experiment)
         progress = Progress(*given, enabled=primary, efficiency=efficiency)
         return writer, stack.enter_context(progress)
 

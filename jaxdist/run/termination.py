@@ -19,10 +19,14 @@ class Termination:
     """While it is entered, the first signal only sets a flag; a second SIGINT raises.
 
     The signals are SIGTERM, SIGUSR1 (schedulers send it ahead of time), SIGINT, and SIGHUP where it
-    is not ignored (as under nohup). With
-    several processes, jax's preemption service takes SIGTERM and all processes agree on the step to
-    stop at; a local flag would make them stop at different steps and hang. There the others are
-    passed on as a SIGTERM.
+    is not ignored (as under nohup). With several processes, jax's preemption service takes SIGTERM
+    and all processes agree on the step to stop at; a local flag would make them stop at different
+    steps and hang. There the others are passed on as a SIGTERM. In a thread other than the main one
+    no signal is taken.
+
+    Attributes:
+      signal: what has told this process to stop, if something did.
+      asked: the reason that a hook has given, where that came first.
 
     Args:
       say: called with a line when the signal has come; at times from a thread of its own, because
@@ -37,6 +41,7 @@ class Termination:
         here: Callable[[str], None] = lambda name: None,
     ) -> None:
         self.signal: str | None = None
+        self.asked: str | None = None
         self._say, self._here = say, here
         self._said = False
         self._previous: dict[int, Any] = {}
@@ -59,13 +64,25 @@ class Termination:
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def ask(self, reason: str) -> None:
+        """A hook asks the run to come to its end here; it is not to be begun anew."""
+        if self.signal is None:
+            self.signal = self.asked = reason
+            self._tell(reason, "the step under way")
+            if self._several:
+                os.kill(os.getpid(), signal.SIGTERM)
+
     def __enter__(self) -> Termination:
+        if threading.current_thread() is not threading.main_thread():
+            return self  # Python lets no other thread take signals: they stay the caller's
         taken = [signal.SIGINT, signal.SIGUSR1]
         if not self._several:
             taken.append(signal.SIGTERM)
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
             taken.append(signal.SIGHUP)
         for number in taken:
+            if signal.getsignal(number) is None:
+                continue  # a library's own handler, which Python could not put back
             self._previous[number] = signal.signal(number, self._note)
         reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
@@ -79,6 +96,8 @@ class Termination:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if not self._previous:
+            return
         signal.set_wakeup_fd(self._wakeup)
         os.close(self._writer)
         self._listener.join()

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,24 @@ SETTINGS: Mapping[str, Any] = {
 """Keep every program, however quick to compile: a run has few, and all are needed at its start."""
 
 _log = logging.getLogger(__name__)
+
+
+@contextmanager
+def enabled(directory: Path) -> Iterator[Path | None]:
+    """Let jax keep compiled programs in `directory` inside, as `enable` does; then as it was."""
+    import jax
+    from jax.experimental.compilation_cache.compilation_cache import reset_cache
+
+    settings: Any = jax.config
+    names = (*SETTINGS, "jax_compilation_cache_dir")
+    before = {name: getattr(settings, name) for name in names}
+    try:
+        yield enable(directory)
+    finally:
+        if settings.jax_compilation_cache_dir != before["jax_compilation_cache_dir"]:
+            for name, value in before.items():
+                settings.update(name, value)
+            reset_cache()  # jax opens a cache once
 
 
 def enable(directory: Path) -> Path | None:

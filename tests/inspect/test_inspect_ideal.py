@@ -7,9 +7,11 @@ import jax.numpy as jnp
 import pytest
 from ledgers import GPT
 
+from jaxdist.cost.flops import jaxpr_flops
 from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.experiment.flops import model_flops
 from jaxdist.hlo import ledger
-from jaxdist.inspect.ideal import bound_notes, gradient_bound, jaxpr_flops, model_flops
+from jaxdist.inspect.ideal import bound_notes, gradient_bound
 
 CNN = {
     **GPT,

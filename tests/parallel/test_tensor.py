@@ -17,8 +17,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError, ShardingError
 from jaxdist.experiment import ExperimentConfig, build
+from jaxdist.experiment.flops import model_flops
 from jaxdist.hlo import ledger
-from jaxdist.inspect.ideal import model_flops
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.runtime.topology import topology_devices
 from jaxdist.sharding import ShardingConfig, make_layout

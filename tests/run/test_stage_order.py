@@ -10,7 +10,7 @@ from rich.console import Console
 from runs import metrics
 
 from jaxdist.commands.evaluate import evaluate_run
-from jaxdist.run.fit import run
+from jaxdist.run.train import train
 
 STEPS, QUIET = 4, Console(quiet=True)
 SECTIONS = {
@@ -45,21 +45,21 @@ def losses(folder: Path, split: str) -> list[float]:
 
 @pytest.mark.full
 def test_other_plans_see_what_the_run_saw_and_go_on_where_it_was(config: Path) -> None:
-    whole = run(config, ["run.directory=whole"], console=QUIET).path
+    whole = train(config, ["run.directory=whole"], console=QUIET).directory.path
     seen = losses(whole, "heldout")[-1]
     for plan in ([], NO_STAGES):
         assert evaluate_run(whole, plan, console=QUIET)["loss"] == pytest.approx(seen, rel=1e-5)
     begun = ["run.directory=begun"]
-    run(config, [*begun, "train.steps=2"], console=QUIET)
-    run(config, [*begun, "train.steps=3"], resume=True, console=QUIET)
-    last = run(config, [*begun, *ONE_CHUNK], resume=True, console=QUIET).path
+    train(config, [*begun, "train.steps=2"], console=QUIET)
+    train(config, [*begun, "train.steps=3"], resume=True, console=QUIET)
+    last = train(config, [*begun, *ONE_CHUNK], resume=True, console=QUIET).directory.path
     assert losses(last, "train") == pytest.approx(losses(whole, "train"), rel=1e-5)
 
 
 @pytest.mark.full
 def test_a_run_with_several_chunks_begins_with_the_layers_of_one_without(config: Path) -> None:
-    whole = run(config, ["run.directory=whole", *NO_STAGES], console=QUIET).path
+    whole = train(config, ["run.directory=whole", *NO_STAGES], console=QUIET).directory.path
     seen = evaluate_run(whole, console=QUIET)["loss"]
     begin = ["run.directory=begun", "checkpoint.begin_with={run: whole}", "train.steps=1"]
-    tuned = run(config, [*begin, "optim.learning_rate=1.0e-30"], console=QUIET).path
+    tuned = train(config, [*begin, "optim.learning_rate=1.0e-30"], console=QUIET).directory.path
     assert evaluate_run(tuned, console=QUIET)["loss"] == pytest.approx(seen, rel=1e-5)

@@ -20,6 +20,7 @@ from jaxdist.experiment import ExperimentConfig
 from jaxdist.run.agent_link import NoAgent
 from jaxdist.run.directory import RunDirectory
 from jaxdist.run.files import RunFiles
+from jaxdist.run.hooks.calls import HookCalls
 from jaxdist.run.hooks.loop import LoopHook, Moment, RunHooks
 from jaxdist.run.job import RunJob
 from jaxdist.run.strategies import run_strategy, through_stages
@@ -94,7 +95,8 @@ def done(run: Callable[[RunJob], Any], folder: Path) -> tuple[Any, str]:
     with Termination() as termination:
         files = RunFiles(RunDirectory(folder), config, NoAgent(), console.print)
         document = Document(config.model_dump(mode="json"))
-        job = RunJob(document, config, files, termination, console, resume=False)
+        calls = HookCalls((), termination.ask, console.print)
+        job = RunJob(document, config, files, termination, calls, console, resume=False)
         state = run(job)
         job.finish(int(state.step))
     assert steps(folder)[-1] == 6

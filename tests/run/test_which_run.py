@@ -11,8 +11,8 @@ from jaxdist.checkpoint.identity import Identity, write_identity
 from jaxdist.errors import RunError
 from jaxdist.param_server.processes.setup import run_of
 from jaxdist.run.directory import RunDirectory
-from jaxdist.run.fit import _check_everywhere
 from jaxdist.run.report.end import going_on
+from jaxdist.run.train import _check_everywhere
 
 
 def test_a_server_or_worker_refuses_the_directory_of_another_run(tmp_path):
@@ -33,7 +33,7 @@ def test_a_process_that_sees_another_run_at_the_path_refuses_it(tmp_path, monkey
 
 
 def test_the_other_processes_refuse_it_too(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxdist.run.fit.any_process", lambda found: True)
+    monkeypatch.setattr("jaxdist.run.train.any_process", lambda found: True)
     with pytest.raises(RunError, match=r"sees another run than b2 at .*all machines share"):
         _check_everywhere(tmp_path, "b2")
 

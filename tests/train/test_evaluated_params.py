@@ -22,7 +22,7 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.optim.build import ImportedOptimizerConfig, taking_extra
 from jaxdist.optim.imported.averages import keeps_average
-from jaxdist.run.fit import run
+from jaxdist.run.train import train
 from jaxdist.train.evaluate import evaluate
 
 QUIET = Console(quiet=True)
@@ -157,7 +157,7 @@ def test_a_run_and_its_checkpoint_evaluate_the_average(tmp_path, monkeypatch):
         "train": {"steps": 4, "batch_size": 64, "log_every": 1}, "checkpoint": {"every": 4},
     }  # fmt: skip
     Path("config.yaml").write_text(json.dumps(values))
-    folder = run(Path("config.yaml"), ["run.directory=whole"], console=QUIET).path
+    folder = train(Path("config.yaml"), ["run.directory=whole"], console=QUIET).directory.path
     (during,) = [line["loss"] for line in metrics(folder) if line["split"] == "heldout"]
     made, restored = open_run(folder, [], step=None, console=QUIET)
     state = restored.state

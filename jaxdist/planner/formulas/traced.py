@@ -21,7 +21,7 @@ import jax
 from jaxdist.config import Document
 from jaxdist.cost.flops import jaxpr_flops, product_bytes
 from jaxdist.experiment import Experiment, ExperimentConfig, build
-from jaxdist.inspect.ideal import model_flops, on_one_device
+from jaxdist.experiment.flops import model_flops, on_one_device
 from jaxdist.parallel.compute import Unstaged
 from jaxdist.planner.formulas.contract import counts_of, invalid
 from jaxdist.planner.memory import Memory, elements_of

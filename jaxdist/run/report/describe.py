@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import jax
 from rich.console import Console
 from rich.markup import escape
 
 from jaxdist.config import Document
-from jaxdist.experiment import Experiment, ExperimentConfig
+from jaxdist.experiment import Experiment
 from jaxdist.experiment.config import at_setting
-from jaxdist.mesh import Device
+from jaxdist.experiment.flops import model_flops
 from jaxdist.metrics.account import Account, Kind
 from jaxdist.metrics.energy.meters import open_meter
 from jaxdist.metrics.energy.tally import Tally
@@ -20,16 +18,13 @@ from jaxdist.run.directory import RunDirectory
 from jaxdist.runtime.hardware import find_device
 from jaxdist.trees import tree_size
 
-ModelFlops = Callable[[ExperimentConfig, Device], float]
-"""Of a whole step of train.batch_size on such devices, nothing computed twice."""
 
-
-def efficiency_of(experiment: Experiment, model_flops: ModelFlops | None) -> Efficiency | None:
+def efficiency_of(experiment: Experiment) -> Efficiency | None:
     """What MFU is measured by; None on CPU, and where the peak in the model's dtype is unknown."""
     device, config = experiment.layout.mesh.local_devices[0], experiment.config
     known = find_device(device.device_kind) if device.platform != "cpu" else None
     dtype = getattr(config.model, "compute_dtype", "float32")
-    if model_flops is None or known is None or dtype not in known.flops_per_second:
+    if known is None or dtype not in known.flops_per_second:
         return None
     return Efficiency(
         experiment.unit,

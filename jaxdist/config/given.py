@@ -1,0 +1,66 @@
+"""A configuration that a program gives: plain values, and the user's classes and functions."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import PurePath
+from typing import Any
+
+from jaxdist.config.document import KeyPath, Node, Origin, dotted, shown
+from jaxdist.errors import ConfigError
+
+PYTHON = Origin("a config from Python")
+
+
+def node_of(value: Any, path: KeyPath = ()) -> Node:
+    """The values as a document has them: paths as text, classes and functions by import path.
+
+    Raises:
+      ConfigError: a value that no config file could have; a class or function that has no name in
+        its module.
+
+    >>> node_of({"data": {"files": ("a.txt",)}}).plain()
+    {'data': {'files': ['a.txt']}}
+    >>> node_of({"path": PurePath}).plain()
+    {'path': 'pathlib:PurePath'}
+    """
+    if isinstance(value, Mapping):
+        wrong = next((key for key in value if not isinstance(key, str)), None)
+        if wrong is not None:
+            raise ConfigError(f"{dotted(path)} ({PYTHON}): a key is text, not {wrong!r}")
+        return Node({key: node_of(item, (*path, key)) for key, item in value.items()}, PYTHON)
+    if isinstance(value, list | tuple):
+        return Node([node_of(item, (*path, at)) for at, item in enumerate(value)], PYTHON)
+    if value is None or isinstance(value, bool | int | float | str):
+        return Node(value, PYTHON)
+    if isinstance(value, PurePath):
+        return Node(str(value), PYTHON)
+    if callable(value):
+        return Node(import_path(value, path), PYTHON)
+    raise ConfigError(
+        f"{dotted(path)} = {shown(value)} ({PYTHON}): a config holds numbers, text, lists, dicts, "
+        f"and classes or functions of your own, but this is a {type(value).__name__}"
+    )
+
+
+def import_path(value: Any, path: KeyPath = ()) -> str:
+    """The import path of a class or function.
+
+    Args:
+      path: of the setting, for the message.
+
+    Raises:
+      ConfigError: its module does not have it under its name.
+    """
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    found: Any = sys.modules.get(module or "")
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is not value:
+        raise ConfigError(
+            f"{dotted(path)} = {shown(value)} ({PYTHON}): a run can be resumed only with what has "
+            "a name in a module; define it at the top level of a module or notebook, and pass what "
+            "it depends on as args"
+        )
+    return f"{module}:{name}"

@@ -1,0 +1,171 @@
+"""Calls the user's hooks, and names the one that raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxdist.checkpoint.layout import step_directory
+from jaxdist.config.importing import describe_exception
+from jaxdist.errors import ConfigError, RunError
+from jaxdist.metrics import goodput
+from jaxdist.metrics.writer import FILE_NAME, read_metrics
+from jaxdist.run.hooks.contract import Hook, Outcome, Run, StepMetrics
+from jaxdist.run.hooks.loop import LoopHook, Moment
+
+CALLED_FIRST = ("step", "split", "time")
+"""Keys of a record that are no metrics."""
+
+
+def check_hooks(hooks: Sequence[object]) -> tuple[Hook, ...]:
+    """Return the hooks.
+
+    Raises:
+      ConfigError: one of them is no hook.
+    """
+    checked = []
+    for hook in hooks:
+        if not isinstance(hook, Hook):
+            hint = "an instance, not the class" if isinstance(hook, type) else "a jaxdist.Hook"
+            raise ConfigError(f"{hook!r} is no hook: give {hint}")
+        checked.append(hook)
+    return tuple(checked)
+
+
+class HookCalls:
+    """The hooks that this process calls, and the run that they are called with.
+
+    Args:
+      stop: asks the run to end, for a reason.
+      say: tells the user a line.
+    """
+
+    def __init__(
+        self, hooks: Sequence[Hook], stop: Callable[[str], None], say: Callable[[str], None]
+    ) -> None:
+        first = jax.process_index() == 0
+        self.hooks = tuple(hook for hook in hooks if hook.every_process or first)
+        self._stop, self._say = stop, say
+        self._runs: list[Run] = []
+        self._step = 0
+
+    def start(self, run: Run) -> None:
+        """Begin, the first time; later on only the program and the first step are new ones.
+
+        Raises:
+          RunError: a hook raises.
+        """
+        again, self._step = bool(self._runs), run.first_step
+        asks = (partial(self._asked, type(hook).__name__) for hook in self.hooks)
+        self._runs = [replace(run, stop=ask) for ask in asks]
+        if not again:
+            self._call("start")
+
+    def step(self, step: int, metrics: StepMetrics) -> None:
+        """Tell of a step."""
+        self._step = step
+        self._call("step", step, metrics)
+
+    def boundary(self, moment: Moment, checkpoints: Path) -> None:
+        """Tell of an evaluation and of a checkpoint."""
+        if moment.heldout is not None:
+            self._call("evaluation", moment.step, dict(moment.heldout))
+        if moment.lasting:
+            self._call("save", moment.step, step_directory(checkpoints, moment.step))
+
+    def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        """Tell of a record of metrics."""
+        self._call("record", step, split, values)
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Tell hooks of the end where what is done inside fails."""
+        try:
+            yield
+        except BaseException as error:
+            self.end(Outcome(self._step, error=error))
+            raise
+
+    def end(self, outcome: Outcome) -> None:
+        """Tell hooks that were begun of the end.
+
+        Raises:
+          RunError: a hook raises, and nothing else has ended the run.
+        """
+        if not self._runs:
+            return
+        if jax.process_index() == 0:
+            outcome = _with_metrics(outcome, self._runs[0].directory)
+        failed = None
+        for hook, run in zip(self.hooks, self._runs, strict=True):
+            try:
+                self._call_one(hook, run, "end", outcome)
+            except RunError as raised:
+                failed = failed or raised
+        if failed is not None and outcome.error is None:
+            raise failed
+        if failed is not None:
+            self._say(f"error: {failed}")
+
+    def _call(self, what: str, *given: Any) -> None:
+        for hook, run in zip(self.hooks, self._runs, strict=True):
+            self._call_one(hook, run, what, *given)
+
+    def _call_one(self, hook: Hook, run: Run, what: str, *given: Any) -> None:
+        try:
+            getattr(hook, what)(run, *given)
+        except Exception as error:
+            raise RunError(
+                f"hook {type(hook).__name__} raised in its {what}, at step {self._step}: "
+                f"{describe_exception(error)}. Mend it or leave it out; --resume goes on from the "
+                "newest checkpoint"
+            ) from error
+
+    def _asked(self, name: str, reason: str) -> None:
+        self._stop(f"{name}: {reason}")
+
+
+class CallHooks(LoopHook):
+    """Calls the user's hooks between the steps of a loop.
+
+    Args:
+      names: names of the values in the step's metrics vector.
+    """
+
+    def __init__(self, calls: HookCalls, names: Sequence[str], checkpoints: Path) -> None:
+        self._calls, self._names, self._checkpoints = calls, names, checkpoints
+
+    def metrics(self, step: int, values: jax.Array, step_seconds: float) -> None:
+        self._calls.step(step, StepMetrics(self._names, values, step_seconds))
+
+    def at(self, moment: Moment) -> None:
+        self._calls.boundary(moment, self._checkpoints)
+
+
+def _with_metrics(outcome: Outcome, directory: Path) -> Outcome:
+    if not (directory / FILE_NAME).exists():
+        return outcome
+    records = read_metrics(directory)
+    spent = goodput.joined(records)
+    return replace(
+        outcome,
+        metrics=last_of(records, "train"),
+        heldout=last_of(records, "heldout"),
+        goodput={} if spent is None else spent.as_json(),
+    )
+
+
+def last_of(records: Sequence[Mapping[str, Any]], split: str) -> dict[str, float]:
+    """The numbers of the last record of a split, by name; none where there is no record.
+
+    >>> last_of([{"step": 3, "split": "train", "time": 1.5, "loss": 0.5}], "train")
+    {'loss': 0.5}
+    """
+    found = next((record for record in reversed(records) if record["split"] == split), {})
+    return {name: value for name, value in found.items() if name not in CALLED_FIRST}

@@ -1,0 +1,29 @@
+"""Hooks that a config names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxdist.config import Document
+from jaxdist.config.importing import call_object, load_object
+from jaxdist.errors import ConfigError
+from jaxdist.experiment import ExperimentConfig
+from jaxdist.experiment.config import at_setting
+from jaxdist.run.hooks.contract import Hook
+
+
+def named_hooks(config: ExperimentConfig, document: Document) -> Iterator[Hook]:
+    """Make the hooks of `run.hooks`.
+
+    Raises:
+      ConfigError: one cannot be imported or made, or is no hook.
+    """
+    for at, one in enumerate(config.run.hooks):
+        with at_setting(document, "run", "hooks", at):
+            hook = call_object(one.path, load_object(one.path), one.args)
+            if not isinstance(hook, Hook):
+                raise ConfigError(
+                    f"{one.path!r} gives a {type(hook).__name__}, and not a jaxdist.Hook",
+                    setting=("path",),
+                )
+        yield hook

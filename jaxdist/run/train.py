@@ -1,0 +1,165 @@
+"""From a config to a trained model in a run directory: what `jaxdist train` and `fit` do."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+from rich.console import Console
+
+from jaxdist.checkpoint.agree import any_process, broadcast_json
+from jaxdist.checkpoint.identity import Identity, base_of, check_identity, read_identity
+from jaxdist.data.cache import cache_directory
+from jaxdist.errors import RunError
+from jaxdist.experiment import Experiment, Source, load
+from jaxdist.heartbeat.run_folder import run_folder_of
+from jaxdist.mesh import Device
+from jaxdist.run.agent_link import leaving, watched
+from jaxdist.run.directory import RunDirectory, Taken, identity_of, take
+from jaxdist.run.files import RunFiles
+from jaxdist.run.hooks.calls import HookCalls, check_hooks
+from jaxdist.run.hooks.contract import Hook, Outcome
+from jaxdist.run.hooks.named import named_hooks
+from jaxdist.run.job import Ending, RunJob
+from jaxdist.run.strategies import run_strategy
+from jaxdist.run.termination import Termination
+from jaxdist.run.watch.profile import parse_profile
+from jaxdist.runtime import compilation_cache
+from jaxdist.runtime.notices import heard
+from jaxdist.train.state import TrainState
+
+NAMELESS = Path("fit")
+"""What a run is named after whose config is no file."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A run that has ended.
+
+    Attributes:
+      experiment: as it was built last.
+      state: the last that this process knows.
+    """
+
+    directory: RunDirectory
+    experiment: Experiment
+    state: TrainState
+    ending: Ending
+
+
+def train(
+    source: Source,
+    overrides: Sequence[str] = (),
+    *,
+    hooks: Sequence[Hook] = (),
+    devices: Sequence[Device] | None = None,
+    resume: bool = False,
+    identity: Identity | None = None,
+    profile: str | None = None,
+    begun: int | None = None,
+    console: Console,
+) -> Trained:
+    """Train as a config says, in this process, which has joined the others if there are some.
+
+    Args:
+      source: a config file, or what is in one; see `jaxdist.experiment.load`.
+      hooks: called beside those that the config names, before them.
+      devices: to run on; None is all.
+      resume: continue the run of this config from its newest whole checkpoint.
+      identity: the run that is meant; None is a new one, or with `resume` the one that has begun.
+      profile: steps to trace into the run directory, as `parse_profile` reads them.
+      begun: what `time.perf_counter_ns` had when the time of the run began to count: for a process
+        that does nothing else `jaxdist.runtime.lifetime.begun`; None is now.
+      console: where process 0 prints; the others are silent.
+
+    Raises:
+      JaxdistError: anything that the user can mend.
+    """
+    begun = time.perf_counter_ns() if begun is None else begun
+    document, config = load(source, overrides)
+    # Before any device is touched, and before the run has a directory.
+    found = check_hooks([*hooks, *named_hooks(config, document)])
+    profiled = None if profile is None else parse_profile(profile)
+    if jax.process_index() != 0:
+        console = Console(quiet=True)
+    elif jax.process_count() > 1:
+        # A launcher may lend a terminal to each process and write all of them into one log.
+        console = Console(file=console.file, force_terminal=False, highlight=False, emoji=False)
+    say = partial(console.print, soft_wrap=True, markup=False)
+    run_folder = run_folder_of(os.environ)
+    taking = partial(
+        take,
+        base_of(config.run.directory, document.path or NAMELESS),
+        named=bool(config.run.directory),
+        resume=resume,
+        exact=document.origin(("run", "directory")).overrides,
+        run=identity,
+        say=say,
+    )
+    with (
+        compilation_cache.enabled(cache_directory() / "compiled"),
+        _taken(taking) as (directory, goes_on),
+        Termination(say, leaving(run_folder)) as termination,
+        heard(config.run.preemption.build(say), termination.notice),
+        watched(run_folder, identity_of(directory)) as agent,
+    ):
+        calls = HookCalls(found, termination.ask, say)
+        files = RunFiles(directory, config, agent, say)
+        job = RunJob(
+            document, config, files, termination, calls, console, goes_on, begun, profiled, devices
+        )
+        with calls.ending():
+            state = run_strategy(config.strategy, job)
+            ending = job.finish(int(state.step))
+        calls.end(Outcome(ending.step, ending.stopped_by))
+        if ending.exit_code == 0:
+            agent.done()
+        return Trained(directory, job.lives[-1].experiment, state, ending)
+
+
+@contextmanager
+def _taken(taking: Callable[[], Taken]) -> Iterator[tuple[RunDirectory, bool]]:
+    """Hold the run's directory, by process 0 for all; all are refused alike.
+
+    Yields the directory, and whether the run goes on with what it has saved.
+    """
+    with ExitStack() as stack:
+        answer = None
+        if jax.process_index() == 0:
+            try:
+                taken = taking()
+                stack.enter_context(taken.lock)
+                given = identity_of(taken.directory)
+                answer = {**given.plain, "asked": given.asked, "goes_on": taken.goes_on}
+            except RunError as error:
+                answer = {"refusal": str(error)}
+        answer = broadcast_json(answer)
+        if "refusal" in answer:
+            raise RunError(answer["refusal"])
+        identity = replace(Identity.of(answer), asked=answer["asked"])
+        assert identity.path is not None
+        _check_everywhere(identity.path, identity.id)
+        yield RunDirectory(identity.path, identity), answer["goes_on"]
+
+
+def _check_everywhere(path: Path, wanted: str) -> None:
+    """Refuse a path under which another machine sees another run: its disk is not shared."""
+    problem = None
+    if jax.process_index() != 0:
+        try:
+            if read_identity(path) is not None:
+                check_identity(path, wanted)
+        except RunError as error:
+            problem = str(error)
+    if any_process(problem is not None):
+        raise RunError(
+            problem
+            or f"another process sees another run than {wanted} at {path}: give a directory that "
+            "all machines share with run.directory=PATH"
+        )
