@@ -1,8 +1,8 @@
-"""What forks the processes of an agent's run: it has imported all before they are asked for.
+"""The process that forks those of an agent's run: it imports everything before they are needed.
 
-`python -m jaxdist.cli.fork_server`, by `jaxdist.elastic.agent` alone: the agent has prepared the
-environment, which jax reads once. One JSON line on the standard input of a forked process says
-what it trains.
+`python -m jaxdist.cli.fork_server` is started by `jaxdist.elastic.agent` alone: the agent has
+prepared the environment, which JAX reads once. A forked process reads one JSON line on its standard
+input, which says what it trains.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import time
 
 
 def main() -> None:
-    """Fork; and in a forked process train, and end with the run's exit code."""
+    """Fork processes; in a forked process, train, and exit with the run's exit code."""
     from jaxdist.runtime.forks import await_fork, hold_signals
 
     hold_signals()
@@ -44,7 +44,8 @@ def main() -> None:
 
 
 def _end_with_agent() -> None:
-    """Nobody begins anew what is lost when the agent is gone: save, and stop."""
+    """Save and stop when the agent is gone, because nobody would restart this process after a
+    failure."""
     from jaxdist.runtime.standard_input import wait_for_end
 
     wait_for_end()

@@ -1,11 +1,12 @@
-"""What keeps a deposed generation from writing into a run: marks in the run's directory.
+"""Fences that keep an old generation from writing into a run: marks in the run's directory.
 
-RUN/generations/00000003     generation 3 has begun to write
+    RUN/generations/00000003     generation 3 has started to write
 
-Each generation leaves a mark before it reads anything, and one that finds a mark of a later one
-writes no more. Marks are only added, so that whoever makes one late lowers nothing. A process may
-be suspended between looking and writing; so what it writes bears its number in a name that its
-successor takes away first (`jaxdist.checkpoint.layout`), and the file of metrics is replaced.
+Each generation leaves a mark before it reads anything, and one that finds a mark of a later
+generation stops writing. Marks are only added, so a late mark cannot lower the fence. A process may
+be suspended between the check and the write. Therefore the name of a file contains the generation's
+number, and the next generation deletes such files first (`jaxdist.checkpoint.layout`); the file of
+metrics is replaced.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ FOLDER = "generations"
 
 @dataclass(frozen=True)
 class Fence:
-    """Kept by what is written to: nothing of an older generation comes after a newer one's.
+    """A fence that storage keeps: it refuses a write of a generation older than the newest writer.
 
     >>> fence = Fence().admit(3)
     >>> fence.admit(2) is None, fence.admit(4)
@@ -31,26 +32,26 @@ class Fence:
     token: int = 0
 
     def admit(self, token: int) -> Fence | None:
-        """The fence after a write with this token; None refuses it."""
+        """Return the fence after a write with this token; None if the write is refused."""
         return None if token < self.token else Fence(token)
 
 
 class RunFence:
-    """A generation's own look at the fence of its run.
+    """The fence of a run, as one generation sees it.
 
     Args:
       run: the run directory.
-      generation: the number of this one, greater than those of all before.
+      generation: the number of this generation, larger than those of all earlier ones.
     """
 
     def __init__(self, run: Path, generation: int) -> None:
         self.run, self.generation = run, generation
 
     def raise_(self) -> None:
-        """Leave this generation's mark: those before write no more.
+        """Leave this generation's mark, after which earlier generations write no more.
 
         Raises:
-          RunError: a later one has begun already, or the mark cannot be made.
+          RunError: a later generation has started already, or the mark cannot be made.
         """
         try:
             folder = self.run / FOLDER
@@ -64,10 +65,10 @@ class RunFence:
         self.check()
 
     def check(self) -> None:
-        """Look whether this generation may write.
+        """Check that this generation may write.
 
         Raises:
-          RunError: a later one has begun.
+          RunError: a later generation has started.
         """
         newest = newest_generation(self.run)
         if Fence(newest).admit(self.generation) is None:
@@ -78,7 +79,7 @@ class RunFence:
 
 
 def newest_generation(run: Path) -> int:
-    """The number of the newest generation that has written into a run; 0: none has."""
+    """Return the number of the newest generation that has written into a run; 0 if none has."""
     try:
         names = os.listdir(run / FOLDER)
     except (FileNotFoundError, NotADirectoryError):
@@ -87,6 +88,6 @@ def newest_generation(run: Path) -> int:
 
 
 def newest_of_all(base: Path) -> int:
-    """The same over a run's directory and those numbered after it: `base-2`, `base-3` ..."""
+    """Return the same over a run's directory and those numbered after it: `base-2`, `base-3` ..."""
     found = [base, *base.parent.glob(f"{base.name}-[0-9]*")]
     return max(newest_generation(run) for run in found)

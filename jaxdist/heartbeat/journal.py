@@ -1,4 +1,4 @@
-"""What an agent writes down of its generations: RUN/elastic.jsonl."""
+"""The journal of an agent about its generations: RUN/elastic.jsonl."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ FILE_NAME = "elastic.jsonl"
 
 
 class Journal:
-    """Keeps what happens until the run directory is known, and then appends it there."""
+    """A journal that keeps events until the run directory is known, and then appends them there."""
 
     def __init__(self) -> None:
         self._kept: list[JsonObject] = []
 
     def add(self, run_folder: RunFolder, event: str, **what: Json) -> None:
-        """One line: an event of a generation."""
+        """Add an event of a generation, as one line."""
         line = {"time": time.time(), "generation": run_folder.generation, "event": event, **what}
         self._kept.append(line)
-        with suppress(OSError):  # no process has told the directory, or the disk is full
+        with suppress(OSError):  # no process has published the directory yet, or the disk is full
             path = run_folder.run_directory() / FILE_NAME
             with path.open("a", encoding="utf-8") as file:
                 for one in self._kept:
@@ -34,7 +34,7 @@ class Journal:
 
 
 def read_journal(run: Path) -> list[JsonObject]:
-    """Return the events of a run's generations in order; none where no agent has started it.
+    """Return the events of a run's generations in order; none if no agent has started the run.
 
     Raises:
       RunError: the file cannot be read.
@@ -49,7 +49,7 @@ def read_journal(run: Path) -> list[JsonObject]:
         ) from error
     events = []
     for line in lines:
-        with suppress(ValueError):  # the last may be cut off where the agent was killed
+        with suppress(ValueError):  # the last line may be incomplete if the agent was killed
             event = parse_json(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
                 events.append(event)

@@ -1,4 +1,5 @@
-"""Where an agent and the processes of its run meet: a folder in this machine's memory."""
+"""The folder in this machine's memory through which an agent and the processes of its run
+communicate."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from pathlib import Path
 from jaxdist.checkpoint.identity import Identity
 
 FOLDER, GENERATION, FENCE = "JAXDIST_AGENT", "JAXDIST_GENERATION", "JAXDIST_FENCE"
-"""Variables that tell a process of it."""
+"""Variables with which a process finds the folder."""
 MEMORY = Path("/dev/shm")
 PREFIX, LOCK = "jaxdist-", ".held"
 YOUNG_SECONDS = 10.0
-"""A folder may be held by nobody while it is made."""
+"""A folder younger than this is kept, because nobody holds it while it is being created."""
 
 
 @dataclass(frozen=True)
@@ -28,9 +29,9 @@ class RunFolder:
     """The folder, as the processes of one generation see it.
 
     Attributes:
-      generation: from 1; each has new processes.
-      fence: where several hosts take part, what their generations have in common: one of an
-        older generation may still live, and must not write. None: there is no such.
+      generation: the number of the generation, which starts at 1; each has new processes.
+      fence: the name that all generations of a run on several hosts share, because a process of an
+        older one may still be alive and must not write. None if there can be no such process.
     """
 
     folder: Path
@@ -39,23 +40,24 @@ class RunFolder:
 
     @property
     def snapshots(self) -> Path:
-        """Copies of the state, as checkpoints are; they outlive processes, and not the machine."""
+        """The folder of snapshots, in the form of checkpoints; they outlive processes, but not
+        the machine."""
         return self.folder / "snapshots"
 
     @property
     def run(self) -> Path:
-        """A file with the path and the id of the run, when they are known."""
+        """The file with the path and the id of the run, once they are known."""
         return self.folder / "run"
 
     def tell_run(self, run: Identity) -> None:
-        """Write down which run this is, for the agent and for later generations."""
+        """Publish which run this is, for the agent and for later generations."""
         assert run.path is not None
         staging = self.folder / f".run_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
         staging.rename(self.run)
 
     def known_run(self) -> Identity | None:
-        """Return which run this is; None while no process has told it."""
+        """Return which run this is; None until a process has published it."""
         try:
             return Identity.of(json.loads(self.run.read_text(encoding="utf-8")))
         except FileNotFoundError:
@@ -65,7 +67,7 @@ class RunFolder:
         """Return the run directory.
 
         Raises:
-          FileNotFoundError: no process has told it yet.
+          FileNotFoundError: no process has published it yet.
         """
         run = self.known_run()
         if run is None or run.path is None:
@@ -74,41 +76,44 @@ class RunFolder:
 
     @property
     def done(self) -> Path:
-        """A file that is there when the generation has come to the end of the run, and was not told
-        to stop before."""
+        """The file that exists once the generation has finished the run, without having been
+        told to stop."""
         return self.folder / f"done_{self.generation}"
 
     @property
     def notice(self) -> Path:
-        """A file with what has told a process of the generation that its machine is to stop; not
-        there where it was told to by the agent, or by other machines' processes."""
+        """The file with the preemption notice that a process of the generation has received. It
+        does not exist if the request to stop came from the agent, or from a process of another
+        machine."""
         return self.folder / f"notice_{self.generation}"
 
     def noticed(self) -> str | None:
-        """What has told a process that its machine is to stop, if something did."""
+        """Return the preemption notice that a process has received; None if there is none."""
         try:
             return self.notice.read_text(encoding="utf-8") or None
         except FileNotFoundError:
             return None
 
     def status(self, process: int) -> Path:
-        """What a process says of itself: see `jaxdist.heartbeat.status`."""
+        """Return the file in which a process publishes its status: see
+        `jaxdist.heartbeat.status`."""
         return self.folder / f"status_{self.generation}_{process}"
 
     def log(self, member: int) -> Path:
-        """The standard error of a member, by its number among all that were started."""
+        """Return the file of a process's standard error, by its number among all that were
+        started."""
         return self.folder / f"log_{member}"
 
     def environ(self) -> dict[str, str]:
-        """What a process finds it by."""
+        """Return the variables with which a process finds the folder."""
         fence = {} if self.fence is None else {FENCE: self.fence}
         return {FOLDER: str(self.folder), GENERATION: str(self.generation), **fence}
 
 
 def run_folder_of(environ: Mapping[str, str]) -> RunFolder | None:
-    """The place of a process that an agent has started; None of any other.
+    """Return the folder of a process that an agent has started; None for any other process.
 
-    >>> place_of({}) is None
+    >>> run_folder_of({}) is None
     True
     """
     if FOLDER not in environ:
@@ -118,9 +123,10 @@ def run_folder_of(environ: Mapping[str, str]) -> RunFolder | None:
 
 @contextmanager
 def new_folder() -> Iterator[Path]:
-    """A folder that nobody else can enter, in memory where the system has such; gone at the end.
+    """Create a folder that only this user can enter, in memory if the system allows; delete it at
+    the end.
 
-    Those go too that agents have left behind that were killed.
+    It also deletes the folders of agents that were killed.
     """
     parent = MEMORY if MEMORY.is_dir() else None
     for folder in left_behind():
@@ -131,9 +137,9 @@ def new_folder() -> Iterator[Path]:
 
 @contextmanager
 def held(folder: Path) -> Iterator[int]:
-    """Somebody is there for as long as a process has this descriptor open.
+    """Hold a folder for as long as a process has the descriptor open.
 
-    A process that is begun meanwhile with it (`pass_fds`) holds the folder too.
+    A process that is started with the descriptor (`pass_fds`) holds the folder too.
     """
     descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
     try:
@@ -144,10 +150,11 @@ def held(folder: Path) -> Iterator[int]:
 
 
 def left_behind() -> list[Path]:
-    """Folders of this user in memory that neither an agent nor a process of it holds."""
+    """Return the folders of this user in memory that neither an agent nor a process of it holds."""
     found = []
     for folder in MEMORY.glob(f"{PREFIX}*"):
-        with suppress(OSError):  # another user's, just made or gone, or held
+        # another user's folder, one that was just created or deleted, or one that is held
+        with suppress(OSError):
             descriptor = os.open(folder / LOCK, os.O_RDWR)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""How often a run is to save, by what it has measured of itself: functions of plain data."""
+"""How often a run saves, derived from its own measurements: functions of plain data."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jaxdist.heartbeat import intervals
 from jaxdist.types import JsonObject
 
 RECOVERY = ("stop", "restart", "restore", "first_step")
-"""Parts of what an agent writes down when a generation takes steps, each in seconds."""
+"""The parts of a recovery that an agent records when a generation takes steps, each in seconds."""
 MOST_STEPS = 2**30
 
 
 @dataclass(frozen=True)
 class Failures:
-    """How often a run fails, and what one costs.
+    """The failures of a run, and the cost of one.
 
     Attributes:
-      mttf: mean seconds between two.
-      recovery: seconds from one until work goes on.
-      seen: how many there were; of 0 both are what was taken for granted.
+      mttf: mean seconds between two failures.
+      recovery: seconds from a failure until work continues.
+      seen: the number of failures; if it is 0, both values are assumptions.
     """
 
     mttf: float
@@ -30,11 +30,11 @@ class Failures:
 
 
 def failures_of(events: Sequence[JsonObject], now: float, prior: Failures) -> Failures:
-    """What an agent's journal tells: its time over its losses. Before the first the prior holds.
+    """Derive the failures from an agent's journal: its time divided by the number of failures.
 
     Args:
       now: seconds since 1970.
-      prior: before any failure; its recovery as well until one has been seen.
+      prior: the values before the first failure; its recovery holds until one has been measured.
     """
     begun = [event for event in events if event["event"] == "begun"]
     lost = sum(event["event"] == "lost" for event in events)
@@ -48,13 +48,13 @@ def failures_of(events: Sequence[JsonObject], now: float, prior: Failures) -> Fa
 
 @dataclass(frozen=True)
 class Interval:
-    """How often to save.
+    """The interval between two saves.
 
     Attributes:
-      steps: between two saves.
-      work: seconds that they take.
-      cost: seconds that training stands still for a save.
-      predicted: the share of time that is work which is kept, where failures come at random.
+      steps: the number of steps between two saves.
+      work: the seconds that these steps take.
+      cost: the seconds for which a save blocks training.
+      predicted: the share of time that is work which is kept, with failures at random times.
     """
 
     steps: int
@@ -64,7 +64,7 @@ class Interval:
     predicted: float
 
     def words(self, what: str) -> str:
-        """One line for a person.
+        """Describe the interval in one line.
 
         >>> print(choose(0.5, 0.1, Failures(3600, 10)).words("a checkpoint"))
         a checkpoint each 597 steps (59.7 s): it takes 500 ms, taken for granted a failure each 1 h
@@ -82,10 +82,10 @@ class Interval:
 
 
 def choose(cost: float, step_seconds: float, failures: Failures) -> Interval:
-    """Daly's interval in whole steps, one at least.
+    """Return Daly's interval, rounded to whole steps, at least one.
 
     Args:
-      cost: seconds that training stands still for a save.
+      cost: the seconds for which a save blocks training.
     """
     cost, step_seconds = max(cost, 1e-6), max(step_seconds, 1e-6)
     wanted = intervals.daly(cost, failures.mttf) / step_seconds
@@ -94,7 +94,7 @@ def choose(cost: float, step_seconds: float, failures: Failures) -> Interval:
 
 
 def interval(steps: int, cost: float, step_seconds: float, failures: Failures) -> Interval:
-    """What saving each so many steps gives."""
+    """Return the interval with a given number of steps."""
     work = steps * step_seconds
     predicted = intervals.goodput(work, cost, failures.mttf, failures.recovery)
     return Interval(steps, work, cost, failures, predicted)

@@ -1,8 +1,9 @@
-"""What each process of a run says of itself, in memory that its agent reads: no message, no wait.
+"""The status of each process of a run, in memory that its agent reads: no messages, no waits.
 
-A thread says that the process lives, whatever its main thread does: one that is stopped (SIGSTOP,
-a swapped-out machine) falls silent, one that waits in a collective does not. Beside what it is at
-now stand the last phases of its main thread, in a ring: a flight record, which outlives it.
+A thread sends heartbeats, whatever the main thread does. A process that is stopped (SIGSTOP, a
+swapped-out machine) falls silent; one that waits in a collective does not. Besides the current
+phase, the memory holds a ring of the main thread's last phases: a flight record, which outlives the
+process.
 """
 
 from __future__ import annotations
@@ -20,21 +21,23 @@ from jaxdist.errors import RunError
 from jaxdist.metrics.account import Kind
 
 BEAT_SECONDS = 0.1
-"""Between two signs of life, more or less: what stops in turns must not keep time with them."""
+"""Seconds between two heartbeats on average. They are random, so that a process that is stopped
+periodically cannot stay in phase with them."""
 LATE_SECONDS = 0.01
-"""A sign of life that comes so much later than it was due was kept: the process did not run."""
+"""A heartbeat that is later than this is counted as late: the process did not run."""
 RING = 256
-"""Phases that are kept; some eighty steps."""
+"""The number of phases that are kept: about eighty steps."""
 WAIT = "wait"
 """A phase besides the kinds of an account: the main thread waits for the devices' step."""
 PHASES = (*map(str, Kind), WAIT)
 SLOW_PHASES = frozenset({Kind.START, Kind.RECOVERY, Kind.COMPILE, Kind.EVALUATION, Kind.IDLE})
-"""That may rightly take long, and in which others do not wait for a process."""
+"""Phases that may take long, and during which other processes do not wait for this one."""
 _KINDS = (*Kind, Kind.STEP)
 _CODES = {kind: code for code, kind in enumerate(Kind)}
 _WAIT = PHASES.index(WAIT)
 _FIELDS = struct.Struct("<9q")
-"""Process, pid, when alive, beats, late beats; of the main thread step, phase, since, phases."""
+"""Process, pid, last heartbeat, heartbeats, late heartbeats; of the main thread step, phase,
+start of the phase, number of phases."""
 _BEATS, _MAIN, _ENTRY = struct.Struct("<3q"), struct.Struct("<4q"), struct.Struct("<4q")
 _BEATS_AT, _MAIN_AT = 16, 40
 _SIZE = _FIELDS.size + RING * _ENTRY.size
@@ -42,16 +45,16 @@ _SIZE = _FIELDS.size + RING * _ENTRY.size
 
 @dataclass(frozen=True)
 class Status:
-    """Of one process, at one moment.
+    """The status of one process at one moment.
 
     Attributes:
-      step: the last whose metrics it has seen.
-      phase: what its main thread is at.
-      since: when step or phase last changed, in seconds of `time.monotonic`.
-      alive: when it last said that it lives.
-      waiting: whether it waits for the devices' step, which others may keep.
-      beats: how often it has said that it lives.
-      late: how many of these came late.
+      step: the last step whose metrics it has received.
+      phase: the current phase of its main thread.
+      since: when the step or the phase last changed, in seconds of `time.monotonic`.
+      alive: the time of its last heartbeat.
+      waiting: whether it waits for the devices' step, which other processes may hold up.
+      beats: the number of its heartbeats.
+      late: the number of late heartbeats.
     """
 
     process: int
@@ -67,12 +70,12 @@ class Status:
 
 @dataclass(frozen=True)
 class Phase:
-    """What a main thread was at for a while.
+    """A phase of a main thread.
 
     Attributes:
       name: one of `PHASES`.
-      step: the last that it had seen; of a wait the one that it waited for.
-      begin: nanoseconds of `time.monotonic_ns`, which is one clock for all of a machine.
+      step: the last finished step; for a wait, the step that it waited for.
+      begin: nanoseconds of `time.monotonic_ns`, a clock that all processes of a machine share.
       duration: nanoseconds.
     """
 
@@ -83,17 +86,17 @@ class Phase:
 
     @property
     def end(self) -> int:
-        """When it was over."""
+        """The time when the phase ended."""
         return self.begin + self.duration
 
 
 class Publisher:
-    """A process's own side; a context manager.
+    """The process's own side of its status; a context manager.
 
-    Cost: 1 us a phase, 20 us of a thread for each sign of life (`jaxdist bench elastic`).
+    Cost: 1 us per phase, and 20 us of a thread for each heartbeat (`jaxdist bench elastic`).
 
     Args:
-      path: of the file, in memory.
+      path: the file in memory.
 
     Raises:
       RunError: there is no room for it.
@@ -101,7 +104,8 @@ class Publisher:
 
     def __init__(self, path: Path, process: int) -> None:
         try:
-            path.write_bytes(bytes(_SIZE))  # all of it: a write to a hole in full memory is fatal
+            # all of it, because a later write to a hole would be fatal if memory were full
+            path.write_bytes(bytes(_SIZE))
         except OSError as error:
             raise RunError(
                 f"{path} in memory cannot be written: {error.strerror or error}; free some of it"
@@ -127,20 +131,20 @@ class Publisher:
         self.close()
 
     def close(self) -> None:
-        """It says nothing any more."""
+        """Stop the heartbeats."""
         self._over.set()
         self._thread.join()
 
     def phase(self, kind: Kind) -> None:
-        """The main thread is at something else now."""
+        """Record that the main thread enters another phase."""
         self._turn(_CODES[kind], self._step)
 
     def wait(self) -> None:
-        """The main thread waits for the devices now, until the metrics of a step have come."""
+        """Record that the main thread waits for the devices, until the metrics of a step arrive."""
         self._turn(_WAIT, self._step)
 
     def step(self, step: int) -> None:
-        """The metrics of a step have come."""
+        """Record that the metrics of a step have arrived."""
         if self._code == _WAIT:
             self._turn(_CODES[Kind.STEP], step)
             return
@@ -148,7 +152,7 @@ class Publisher:
         self._write(time.monotonic_ns())
 
     def _turn(self, code: int, step: int) -> None:
-        """What has lasted until now is written down, and another phase begins."""
+        """Write down the phase that has just ended, and start another."""
         now = time.monotonic_ns()
         at = _FIELDS.size + self._count % RING * _ENTRY.size
         _ENTRY.pack_into(self._memory, at, self._begun, now - self._begun, step, self._code)
@@ -176,7 +180,7 @@ class Publisher:
 
 
 def read_status(path: Path) -> Status | None:
-    """What a process says; None: it has said nothing yet."""
+    """Return the status of a process; None if it has not published one yet."""
     try:
         with path.open("rb", buffering=0) as file:
             raw = file.read(_FIELDS.size)
@@ -186,9 +190,9 @@ def read_status(path: Path) -> Status | None:
 
 
 def read_flight(path: Path) -> tuple[Status, list[Phase]] | None:
-    """What a process says, and its last phases in their order, that which lasts still as the last.
+    """Return the status of a process and its last phases in order; the last one has not ended.
 
-    Of one that is dead too, whose last phase lasts until it was last alive.
+    For a dead process, the last phase ends with its last heartbeat.
     """
     try:
         raw = path.read_bytes()
@@ -198,7 +202,7 @@ def read_flight(path: Path) -> tuple[Status, list[Phase]] | None:
     if status is None or len(raw) != _SIZE:
         return None
     count = _FIELDS.unpack_from(raw)[8]
-    # The oldest may be half another's, which is written over it at this moment.
+    # The oldest entry may be incomplete, because the process may be overwriting it now.
     first = max(count - RING + 1, 0)
     phases = []
     for number in range(first, count):

@@ -1,4 +1,4 @@
-"""A process of a run and the agent that has started it: what it says, and whether it may write."""
+"""The link of a process to the agent that started it: its status, and whether it may write."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from jaxdist.run.watch.told import Tell
 
 
 class NoAgent:
-    """The agent of a process that none has started: it is told nothing, and keeps nothing.
+    """The link of a process that no agent has started: it does nothing.
 
     Attributes:
-      fence: of a run on several hosts: whether this generation may still write.
+      fence: tells whether this generation may still write, in a run on several hosts.
       memory: the folder of snapshots in this machine's memory.
-      phase: told what the process's time goes to from now on.
-      sees_failures: whether a failure of a process is written down, and the run begun anew.
+      phase: called with the kind of work that the process starts.
+      sees_failures: whether an agent records the failure of a process, and restarts the run.
     """
 
     fence: RunFence | None = None
@@ -37,26 +37,26 @@ class NoAgent:
         """Check that this process may write to the run.
 
         Raises:
-          RunError: a later generation has begun.
+          RunError: a later generation has started.
         """
         if self.fence is not None:
             self.fence.check()
 
     @property
     def holds_snapshots(self) -> bool:
-        """Whether there is a snapshot in memory to go on from."""
+        """Whether there is a snapshot in memory to continue from."""
         return self.memory is not None and bool(whole_steps(self.memory))
 
     def hooks(self) -> Sequence[LoopHook]:
-        """What tells it of steps."""
+        """Return the hooks that report steps to the agent."""
         return ()
 
     def done(self) -> None:
-        """Tell that the run has come to its end, and is not to be begun anew."""
+        """Report that the run has finished, so that it is not restarted."""
 
 
 class Agent(NoAgent):
-    """The agent that has started this process, as the process sees it."""
+    """The link of a process to the agent that started it."""
 
     sees_failures = True
 
@@ -75,7 +75,7 @@ class Agent(NoAgent):
 
 @contextmanager
 def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
-    """Tell the agent of this process, if there is one, which run this is and how it gets on."""
+    """Report to the agent, if there is one, which run this is and how it progresses."""
     if run_folder is None:
         yield NoAgent()
         return
@@ -91,11 +91,12 @@ def watched(run_folder: RunFolder | None, run: Identity) -> Iterator[NoAgent]:
 
 
 def leaving(run_folder: RunFolder | None) -> Callable[[str], None]:
-    """Tells the agent of this process, if there is one, that its machine is to stop, and why."""
+    """Return a function that reports to the agent, if there is one, why this machine has to
+    stop."""
 
     def tell(name: str) -> None:
         if run_folder is not None:
-            with suppress(OSError):  # the agent is gone, and its folder
+            with suppress(OSError):  # the agent is gone, and its folder with it
                 run_folder.notice.write_text(name, encoding="utf-8")
 
     return tell

@@ -1,1 +1,1 @@
-"""What the processes of a generation were at before it was lost, and which of them were slow."""
+"""Flight records: what the processes of a generation did before it failed, and which were slow."""

@@ -1,6 +1,6 @@
-"""A flight record as a picture: a row for each process, a bar for each phase.
+"""A picture of a flight record: a row for each process, a bar for each phase.
 
-`python -m jaxdist.heartbeat.flight.picture RUN/flight_3.json ...` draws each beside it.
+`python -m jaxdist.heartbeat.flight.picture RUN/flight_3.json ...` draws one beside each record.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _WIDTH_INCHES, _ROW_INCHES, _MOST_INCHES = 10.0, 0.42, 40.0
 
 
 def draw_flight(record: JsonObject, directory: str | os.PathLike[str]) -> list[Path]:
-    """Draw a record, as `jaxdist.heartbeat.flight.recorder` writes it, beside it."""
+    """Draw a record of `jaxdist.heartbeat.flight.recorder`, in a file beside it."""
     name = f"flight_{record['generation']}"
     return save(flight_figure(record), directory, name, formats=("png",), what="the flight record")
 
 
 def flight_figure(record: JsonObject) -> Figure:
-    """The figure that `draw_flight` writes."""
+    """Return the figure that `draw_flight` writes."""
     processes = record["processes"]
     height = min(1.9 + _ROW_INCHES * len(processes), _MOST_INCHES)
     figure = new_figure((_WIDTH_INCHES, height))
@@ -74,7 +74,8 @@ def flight_figure(record: JsonObject) -> Figure:
 
 
 def _shown(processes: Sequence[JsonObject]) -> tuple[float, float]:
-    """From where to where, in seconds: of a last phase that lasts for minutes a part is enough."""
+    """Return the first and the last second to show; of a last phase of minutes, a part is
+    enough."""
     rows = [one["phases"] for one in processes if one["phases"]]
     if not rows:
         return -1.0, 0.0
@@ -109,7 +110,7 @@ def _draw_row(
 
 
 def _mark(axes: Axes, row: int, one: JsonObject, shown: tuple[float, float], scale: float) -> None:
-    """Where the process that it was about was last."""
+    """Mark the end of the process that failed or was stuck."""
     if not one["phases"]:
         return
     last = one["phases"][-1]
@@ -150,7 +151,7 @@ def _legend(figure: Figure, seen: dict[str, None]) -> None:
 
 
 def main(paths: Sequence[str]) -> None:
-    """Draw these records, when nobody else wants the core."""
+    """Draw these records, at the lowest priority."""
     os.nice(19)
     for path in map(Path, paths):
         draw_flight(json.loads(path.read_text(encoding="utf-8")), path.parent)

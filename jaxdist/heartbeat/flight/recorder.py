@@ -1,7 +1,7 @@
-"""The agent's side of flight records: it looks now and then who is slow, and keeps what was last.
+"""Flight records in the agent: it looks for slow processes, and keeps the last phases of a failure.
 
-RUN/flight_3.json      of generation 3, when it was lost or stuck: each process's last phases
-RUN/flight_3.png       the same as a picture, drawn when the next generation takes steps
+RUN/flight_3.json      each process's last phases when generation 3 failed or was stuck
+RUN/flight_3.png       a picture of it, drawn once the next generation takes steps
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.types import JsonObject
 
 LOOK_SECONDS = 5.0
-"""Between two looks at who is slow; who is so at two in a row is told."""
+"""Seconds between two looks for slow processes; one that is slow at two in a row is reported."""
 DRAW_SECONDS = 60.0
-"""So long the agent waits for a picture at its end."""
+"""The longest time that the agent waits for a picture at its end."""
 
 
 class Recorder:
-    """What an agent tells what happens to its generations.
+    """The observer of an agent's generations.
 
     Args:
-      say: tells the user a line.
-      draw: whether records become pictures.
+      say: prints a line for the user.
+      draw: whether to draw pictures of the records.
     """
 
     def __init__(self, journal: Journal, say: Callable[[str], None], *, draw: bool = True) -> None:
@@ -48,7 +48,7 @@ class Recorder:
         self._drawing: subprocess.Popen[bytes] | None = None
 
     def look(self, run_folder: RunFolder, statuses: Sequence[Status]) -> None:
-        """At each look of the agent: who is slow, every few seconds."""
+        """Look for slow processes, every few seconds."""
         now = time.monotonic()
         if run_folder.generation != self._generation:
             self._generation, self._next = run_folder.generation, now + LOOK_SECONDS
@@ -85,18 +85,19 @@ class Recorder:
         self._say(f"{slow.words()} (step {slow.step})")
 
     def lost(self, run_folder: RunFolder, process: int, how: str, processes: range) -> None:
-        """A generation cannot go on: write down what its processes were at, dead or alive.
+        """Record what the processes of a failed generation were doing, dead or alive.
 
         Args:
-          processes: those of this machine.
+          processes: the processes of this machine.
         """
         self._run_folder = run_folder
         self._unwritten.append(flight_record(run_folder, process, how, processes))
         self._write()
 
     def _write(self) -> None:
-        """What can be: a process tells the run directory when it has come so far."""
-        with suppress(OSError):  # none has told it yet, or the disk is full
+        """Write the records if the run directory is known: a process publishes it after its
+        start."""
+        with suppress(OSError):  # no process has published it yet, or the disk is full
             folder = None if self._run_folder is None else self._run_folder.run_directory()
             while folder is not None and self._unwritten:
                 record = self._unwritten[0]
@@ -106,19 +107,19 @@ class Recorder:
                 self._unwritten.pop(0)
 
     def begun(self) -> None:
-        """A generation takes steps: there is time for a picture of the one before."""
+        """Note that a generation takes steps, so there is time to draw the one before."""
         self._write()
         self._begin_drawing()
 
     def close(self) -> None:
-        """The last pictures; returns when they are drawn, or have taken too long."""
+        """Draw the last pictures; return when they are done, or have taken too long."""
         self._write()
         self._end_drawing()
         self._begin_drawing()
         self._end_drawing()
 
     def _begin_drawing(self) -> None:
-        """In a process of its own: a thread would keep the agent's from looking after the run."""
+        """Start to draw in another process: a thread would delay the agent's checks of the run."""
         busy = self._drawing is not None and self._drawing.poll() is None
         if busy or not (self._draw and self._kept):
             return
@@ -136,14 +137,14 @@ class Recorder:
             return
         try:
             self._drawing.wait(DRAW_SECONDS)
-        except subprocess.TimeoutExpired:  # the record itself is there
+        except subprocess.TimeoutExpired:  # the record itself has been written
             self._drawing.kill()
             self._drawing.wait()
         self._drawing = None
 
 
 def record_name(record: JsonObject) -> str:
-    """Of its file; each machine writes one of its own processes.
+    """Return the name of a record's file; each machine writes the record of its own processes.
 
     >>> record_name({"generation": 3, "processes": [{"process": 2}]})
     'flight_3_from_2.json'
@@ -153,12 +154,12 @@ def record_name(record: JsonObject) -> str:
 
 
 def flight_record(run_folder: RunFolder, process: int, how: str, processes: range) -> JsonObject:
-    """The last phases of all processes of a generation, as plain data; times are in seconds.
+    """Return the last phases of all processes of a generation as plain data; times are in seconds.
 
-    `begin` is before the moment `time` (of the epoch), on one clock for all.
+    `begin` counts back from `time` (since 1970), on one clock for all processes.
 
     Args:
-      process: the one that was lost or is stuck.
+      process: the process that failed or is stuck.
     """
     now, told = time.monotonic_ns(), []
     for index in processes:

@@ -1,18 +1,20 @@
-"""Which process keeps the others by being slow, of what each says of itself.
+"""Detection of a slow process that holds up the others, from what each process publishes.
 
-Processes that take each step together all have the same step time, so that it names nobody. What
-tells them apart, in the order of how much each tells:
+Processes that take every step together have the same step time, so the step time identifies none of
+them. These measures do, the most informative first:
 
-1. Time of the main thread outside of its wait for the devices: input, dispatch, copies, hooks. Who
-   takes longer there begins its step later than the others.
-2. The share of its signs of life that came late: the process did not run though it was to (stopped
-   in turns, starved). Of a thread that wakes at random moments it is the share of the time, but for
-   the end of each turn, so that it is the least.
-3. Who is the last to see a step done, step after step, and by how much. The others wait so long at
-   the least in the next collective; how much slower its devices are cannot be told from outside.
-   Clocks must be one, so that only processes of one machine are compared.
+1. The time of the main thread outside its wait for the devices: input, dispatch, copies, hooks. A
+process that takes longer there starts its step later than the others.
 
-A device that is slow within a collective's own time, and slow for all alike, is not seen.
+2. The share of its heartbeats that were late: the process did not run when it should have (stopped
+periodically, starved). Since the thread wakes at random moments, this share estimates the share of
+time, except for the end of each stop, so it is a lower bound.
+
+3. Which process is the last to finish a step, step after step, and by how much. The others wait at
+least this long in the next collective; how much slower its devices are cannot be measured from
+outside. The clocks must be the same, so only processes of one machine are compared.
+
+A device is not detected if it is slow only within a collective, so that all devices are slow alike.
 """
 
 from __future__ import annotations
@@ -26,22 +28,24 @@ from jaxdist.heartbeat.status import SLOW_PHASES, WAIT, Phase
 
 LEAST_STEPS, LEAST_BEATS = 12, 30
 EXCESS = 0.1
-"""Of a step's time: so much longer than the others outside of the wait is told."""
+"""A process is reported if it takes longer than the others outside the wait, by this share of a
+step."""
 LATE_MORE = 0.15
-"""So much larger a share of late signs of life is told."""
+"""A process is reported if its share of late heartbeats exceeds that of the others by this much."""
 LAST_SHARE, BEHIND = 0.8, 0.05
-"""Last at so many of the steps, by so much of a step's time on average."""
+"""A process is reported if it is the last at this share of the steps, by this share of a step on
+average."""
 _PASSED_OVER = frozenset(map(str, SLOW_PHASES))
 
 
 @dataclass(frozen=True)
 class Flight:
-    """Of one process, over a while.
+    """The record of one process over a while.
 
     Attributes:
-      phases: in their order.
-      beats: signs of life.
-      late: of these.
+      phases: its phases, in order.
+      beats: the number of its heartbeats.
+      late: the number of late ones.
     """
 
     process: int
@@ -52,12 +56,12 @@ class Flight:
 
 @dataclass(frozen=True)
 class Slow:
-    """A process that is slow.
+    """A slow process.
 
     Attributes:
-      ratio: its time over the median of the others', as `why` tells which.
-      least: whether it may be more than that.
-      step: the last that was looked at.
+      ratio: its time divided by the median of the others', by the measure that `why` names.
+      least: whether the ratio is a lower bound.
+      step: the last step that was considered.
     """
 
     process: int
@@ -67,7 +71,7 @@ class Slow:
     least: bool = False
 
     def words(self) -> str:
-        """For a person."""
+        """Describe it for the user."""
         more = "at least " if self.least else ""
         return (
             f"process {self.process} is slow, {more}{self.ratio:.3g} times the others: {self.why}"
@@ -75,9 +79,10 @@ class Slow:
 
 
 def find_slow(found: Sequence[Flight]) -> list[Slow]:
-    """The processes that are slow, each by the first of the three measures that tells it.
+    """Return the slow processes, each by the first of the three measures that shows it.
 
-    Fewer than two processes, or than `LEAST_STEPS` steps that all have seen, tell nothing.
+    The result is empty for fewer than two processes, or fewer than `LEAST_STEPS` steps that all
+    have finished.
     """
     done = [_done(one.phases) for one in found]
     steps = sorted(set.intersection(*map(set, done))) if done else []
@@ -100,7 +105,7 @@ def find_slow(found: Sequence[Flight]) -> list[Slow]:
 
 
 def _done(phases: Sequence[Phase]) -> dict[int, int]:
-    """By step, when it was seen done."""
+    """Return when each step was finished."""
     found: dict[int, int] = {}
     for one in phases[:-1]:
         if one.name == WAIT:
@@ -109,7 +114,8 @@ def _done(phases: Sequence[Phase]) -> dict[int, int]:
 
 
 def _own(phases: Sequence[Phase], begin: int, end: int) -> Counter[str]:
-    """Nanoseconds by phase between two moments, but for waits and what all do for long."""
+    """Return nanoseconds by phase between two moments, without waits and slow phases of all
+    processes."""
     spent: Counter[str] = Counter()
     for one in phases:
         inside = min(one.end, end) - max(one.begin, begin)
