@@ -1,1 +1,1 @@
-"""Checkpoints that are whole or not there: saved in the background, verified before they load."""
+"""Atomic checkpoints: saved in the background, verified before they are loaded."""

@@ -1,6 +1,6 @@
-"""Agreement between the processes of a run; with one process each of these is the identity.
+"""Agreement between the processes of a run; with a single process these are identities.
 
-All of them are collectives: every process calls them, from its main thread, in the same order.
+All of them are collectives: every process calls them, on its main thread, in the same order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxdist.types import Json
 
 
 def broadcast_json(value: Json) -> Json:
-    """The value that process 0 passed (JSON types only), on every process."""
+    """Return the value that process 0 passed (JSON types only), on every process."""
     if jax.process_count() == 1:
         return value
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
@@ -25,14 +25,14 @@ def broadcast_json(value: Json) -> Json:
 
 
 def broadcast_int(value: int) -> int:
-    """The whole number below 2**31 that process 0 passed, on every process; compiled once."""
+    """Return the integer below 2**31 that process 0 passed, on every process; compiled once."""
     if jax.process_count() == 1:
         return value
     return int(multihost_utils.broadcast_one_to_all(np.int32(value)))
 
 
 def gather_json(value: Json) -> list[Json]:
-    """The values that all processes passed (JSON types only), in their order, on every one.
+    """Return the values that all processes passed (JSON types only), in order, on every process.
 
     >>> gather_json("a host")
     ['a host']
@@ -47,7 +47,7 @@ def gather_json(value: Json) -> list[Json]:
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set on at least one process."""
+    """Return whether the flag is set on at least one process."""
     if jax.process_count() == 1:
         return flag
     return bool(np.any(multihost_utils.process_allgather(np.asarray(flag))))

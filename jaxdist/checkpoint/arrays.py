@@ -1,8 +1,8 @@
-"""The arrays of a tree to files and back, into any sharding, bit for bit.
+"""The writing and reading of a tree's arrays, in any sharding, exact to the bit.
 
-Large ones go to files of their own (`pieces`), the others to orbax, of which this is the thin edge:
-it sees a flat mapping from the leaf's number to its array. The structure (None, empty
-containers, namedtuples) comes from the target when loading; the names stand in the manifest.
+Large arrays have files of their own (`pieces`), the others are written by orbax, which sees only a
+flat mapping from the leaf's number to its array. The structure (None, empty containers,
+namedtuples) comes from the target when loading; the names are in the manifest.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from jaxdist.types import Leaf, PyTree
 
 WRITE_TIMEOUT_SECONDS = 1200
 MOST_FAILURES = 100
-"""Of one save: more than orbax has files of its own."""
+"""The most errors to fetch after a save: more than orbax has files of its own."""
 
 
 @cache
 def _orbax() -> Any:
-    """The orbax module, imported on first use (it takes longer than jax) and without its log lines.
+    """Import orbax on first use (it takes longer than jax), without its log lines.
 
-    Orbax logs with a traceback what it raises; the store says it in one line.
+    Orbax logs the errors that it raises with a traceback; the store reports them in a line.
     """
     import orbax.checkpoint
 
@@ -51,7 +51,7 @@ def _not_from_orbax(record: logging.LogRecord) -> bool:
 
 
 def _unless_too_late(say: Callable[[Any], None], unraisable: Any) -> None:
-    # At the first write that fails orbax leaves the loop where tensorstore tells of the others.
+    # After the first failed write orbax leaves the loop in which tensorstore reports the others.
     if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
         say(unraisable)
 
@@ -61,7 +61,7 @@ def _number(index: int) -> str:
 
 
 def _pack(tree: PyTree) -> dict[str, tuple[str, jax.Array]]:
-    """Number and array by name as files can have them: no empty ones, random keys as integers."""
+    """Return number and array by name, in storable form: random keys as integers, no empties."""
     return {
         name: (_number(index), jax.random.key_data(leaf) if is_key(leaf) else leaf)
         for index, (name, leaf) in enumerate(named_leaves(tree).items())
@@ -70,7 +70,7 @@ def _pack(tree: PyTree) -> dict[str, tuple[str, jax.Array]]:
 
 
 class Whole(NamedTuple):
-    """What all processes write together of the large arrays of a tree.
+    """The files that all processes together write for the large arrays of a tree.
 
     Attributes:
       cuts: see `Manifest`.
@@ -82,10 +82,10 @@ class Whole(NamedTuple):
 
 
 class ArrayWriter:
-    """Writes one tree at a time in the background; every process calls each method.
+    """A writer of trees, one at a time, in the background; every process calls each method.
 
     Args:
-      chunk_bytes: arrays of at least so many bytes have files of their own, of at most so many.
+      chunk_bytes: arrays of at least this size have files of their own, of at most this size.
     """
 
     def __init__(self, chunk_bytes: int = pieces.CHUNK_BYTES) -> None:
@@ -102,7 +102,7 @@ class ArrayWriter:
         )
 
     def start(self, path: Path, tree: PyTree) -> Whole:
-        """Copy the arrays to the host, begin to write the small ones below `path`, and return.
+        """Copy the arrays to the host, start writing the small arrays below `path`, and return.
 
         The caller may donate the arrays as soon as this returns.
         """
@@ -119,12 +119,13 @@ class ArrayWriter:
         if packed:
             try:
                 self._orbax.save(path, args=self._tree_args(packed))
-            except Exception:  # whatever it is goes on; what `wait` would raise of it is taken away
+            # re-raised, whatever it is; `wait` would raise it a second time, so that is consumed
+            except Exception:
                 self._failures()
                 raise
 
     def place(self, path: Path, known: pieces.Known) -> dict[str, FileRecord]:
-        """Write this process's blocks of the large arrays below `path`, or link what is known.
+        """Write this process's blocks of the large arrays below `path`, or link known files.
 
         Raises:
           OSError: a file cannot be written.
@@ -133,13 +134,13 @@ class ArrayWriter:
         return pieces.place(path, held, known)
 
     def wait(self) -> None:
-        """Return when the small arrays of all processes are on disk; raise what went wrong."""
+        """Wait until the small arrays of all processes are on disk; raise errors of writing."""
         failures = self._failures()
         if failures:
             raise failures[0]
 
     def _failures(self) -> list[Exception]:
-        """Fetch all errors of a save. Orbax raises one at a time, and the rest later."""
+        """Fetch all errors of a save. Orbax raises them singly, and the rest later."""
         found: list[Exception] = []
         while len(found) < MOST_FAILURES:
             try:
@@ -160,10 +161,11 @@ class ArrayWriter:
 
 
 def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
-    """The tree of the checkpoint at `path`, with the structure and shardings of `target`.
+    """Load the tree of the checkpoint at `path`, with the structure and shardings of `target`.
 
-    Every process calls it. What `target` has not is left. Shapes and dtypes must have been compared
-    before; what goes beyond them, on disk or in `target`, are zeros that fill up shards.
+    Every process calls it. Arrays that `target` lacks are not loaded. Shapes and dtypes must have
+    been compared before; elements beyond them, on disk or in `target`, are zeros that fill up
+    shards.
     """
     saved = manifest.leaves
     numbers = {name: _number(index) for index, name in enumerate(saved)}
@@ -185,7 +187,7 @@ def load_arrays(path: Path, manifest: Manifest, target: PyTree) -> PyTree:
 def _load_packed(
     path: Path, stored: dict[str, jax.ShapeDtypeStruct], *, whole: bool
 ) -> dict[str, jax.Array]:
-    """Arrays by number from what orbax wrote; `whole` says that it wrote no others."""
+    """Load arrays by number from orbax's files; `whole` states that these are all of its arrays."""
     ocp = _orbax()
     restore_args = {
         number: ocp.ArrayRestoreArgs(
@@ -201,7 +203,7 @@ def _load_packed(
 
 
 def _stored(leaf: Leaf, record: LeafRecord) -> jax.ShapeDtypeStruct:
-    """Shape and dtype of the array on disk for a leaf of the target."""
+    """Return shape and dtype of the array on disk for a leaf of the target."""
     assert leaf.sharding is not None, f"a target leaf {leaf} has no sharding"
     if record.key_impl is None:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)

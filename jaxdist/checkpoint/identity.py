@@ -1,11 +1,11 @@
-"""The identity of a run: an id in its directory, by which one run is told from another.
+"""The identity of a run: an id in its directory, which distinguishes it from other runs.
 
 RUN/run.json    {"id": "9f86d081884c7d65", "begun": "2026-01-31 12:00:00 +0000", "asked": "gpt"}
 
-A path does not identify a run: the directory can be deleted and a new run can begin there, and a
-second run of a config takes a numbered name beside the first. So whatever continues a run (a later
-generation, a worker, a server, a tier of snapshots) is given the id with the path, and refuses a
-directory with another id.
+A path does not identify a run: the directory can be deleted and a new run can start there, and a
+second run of a config takes a numbered name next to the first. Whatever continues a run (a later
+generation, a worker, a server, a tier of snapshots) therefore receives the id with the path, and
+refuses a directory with another id.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ FILE_NAME, CONFIG = "run.json", "config.yaml"
 
 @dataclass(frozen=True)
 class Identity:
-    """Which run is meant.
+    """The id of a run, with its directory and origin.
 
     Attributes:
-      id: drawn when the run began, or before it begins.
-      path: its directory; None where the directory is not known yet.
-      begun: local time at which the run began, for people; empty where it is not known.
-      asked: name of the directory that was asked for: the run's own without its number, and so
-        the run's config; None for a run that began before ids existed.
+      id: drawn when the run starts, or earlier.
+      path: directory of the run; None where it is not known yet.
+      begun: local time of the run's start, for people; empty where it is unknown.
+      asked: name of the requested directory: the run's own without its number, which stands for the
+        run's config; None for a run that started before ids existed.
     """
 
     id: str
@@ -46,12 +46,12 @@ class Identity:
 
     @property
     def plain(self) -> JsonObject:
-        """The id and the path, to give to another process."""
+        """Return the id and the path as plain data, for another process."""
         return {"id": self.id, "path": None if self.path is None else str(self.path)}
 
     @classmethod
     def of(cls, plain: JsonObject) -> Self:
-        """Return what `plain` gave.
+        """Rebuild the identity from the data of `plain`.
 
         >>> Identity.of(Identity("a1", Path("/runs/gpt")).plain).path
         PosixPath('/runs/gpt')
@@ -65,7 +65,7 @@ def new_id() -> str:
 
 
 def read_identity(run: Path) -> Identity | None:
-    """Return the identity that a run directory holds; None where it holds none.
+    """Read the identity in a run directory; None where there is none.
 
     Raises:
       RunError: the file is damaged.
@@ -93,11 +93,11 @@ def _damaged(path: Path, why: object) -> str:
 
 
 def write_identity(run: Path, identity: Identity) -> None:
-    """Give a directory its identity, if it has none; a whole file or none is there at any time.
+    """Write a directory's identity, if it has none, atomically.
 
     Raises:
-      RunError: the directory is another run's, or what it holds is damaged.
-      OSError: it cannot be written.
+      RunError: the directory belongs to another run, or its identity is damaged.
+      OSError: the identity cannot be written.
     """
     if read_identity(run) is not None:
         check_identity(run, identity.id)
@@ -110,9 +110,9 @@ def write_identity(run: Path, identity: Identity) -> None:
 
 
 def given_identity(run: Path) -> Identity:
-    """Return the identity of a run that has begun, and first give it one where it has none.
+    """Return the identity of a started run, and first write one if it has none.
 
-    A run that began before ids existed has none.
+    A run that started before ids existed has none.
 
     Raises:
       RunError: see `read_identity`.
@@ -126,10 +126,10 @@ def given_identity(run: Path) -> Identity:
 
 
 def check_identity(run: Path, wanted: str) -> None:
-    """Make sure that a directory is that of the run which is meant.
+    """Check that a directory belongs to the given run.
 
     Raises:
-      RunError: it has another id, or none.
+      RunError: the directory has another id, or none.
     """
     found = read_identity(run)
     if found is None or found.id != wanted:
@@ -155,14 +155,14 @@ def base_of(directory: Path | None, config: Path) -> Path:
 
 
 def has_begun(run: Path) -> bool:
-    """Return whether a run has begun in a directory: the config is what it writes last."""
-    return os.path.exists(run / CONFIG)  # unlike Path.exists, False for names that cannot be
+    """Return whether a run has started in a directory: it writes the config last."""
+    return os.path.exists(run / CONFIG)  # unlike Path.exists, False for names that are too long
 
 
 def candidates(base: Path) -> list[Path]:
-    """List the directories of the runs that have begun when `base` was asked for.
+    """List the directories of the runs that have started when `base` was asked for.
 
-    `gpt-2` is one for `gpt`, unless its identity says that it was asked for by this very name.
+    `gpt-2` is such a directory for `gpt`, unless its own identity has that name.
 
     Raises:
       RunError: see `read_identity`.
@@ -176,7 +176,7 @@ def candidates(base: Path) -> list[Path]:
 
 
 def with_id(base: Path, wanted: str) -> Path | None:
-    """Find the directory with an id, where a process ended before it could tell the path.
+    """Find the directory with an id, where a process ended before it could report the path.
 
     Raises:
       RunError: see `read_identity`.
@@ -189,7 +189,7 @@ def with_id(base: Path, wanted: str) -> Path | None:
 
 
 def family(base: Path) -> list[Path]:
-    """List `base` and what is numbered after it, also where numbers between are missing."""
+    """List `base` and its numbered successors, even if numbers between are missing."""
     start = len(base.name) + 1
     numbers = sorted(
         int(path.name[start:])

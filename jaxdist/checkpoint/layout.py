@@ -1,12 +1,12 @@
-"""The checkpoint directory: names, and the renames that make a save or a deletion all or nothing.
+"""The checkpoint directory: its names, and renames that make a save or a deletion atomic.
 
 step_00000500/            a committed checkpoint
-  arrays/                 what orbax wrote: the small arrays in few files
-  pieces/                 large arrays, cut by rows; files that steps have in common are links
+  arrays/                 orbax's files: the small arrays in few files
+  pieces/                 large arrays, cut by rows; files that steps share are links
   metadata.json           the caller's own JSON
   manifest.json           sizes and digests of all of the above; written last
 .tmp-*                    being written or deleted; worthless after a crash
-.tmp-g7-step_00000500     the same, of generation 7 of a run on several hosts
+.tmp-g7-step_00000500     the same, by generation 7 of a run on several hosts
 .replaced-step_00000500   the former checkpoint while a new one of the same step takes its name
 """
 
@@ -30,7 +30,7 @@ _SNAPSHOT = re.compile(r"step_(\d{8,})\.(\d+)_of_(\d+)")
 
 
 def step_directory(directory: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands.
+    """Return the directory of a step's checkpoint.
 
     >>> step_directory(Path("run"), 500).as_posix()
     'run/step_00000500'
@@ -39,17 +39,17 @@ def step_directory(directory: Path, step: int) -> Path:
 
 
 def staging_directory(directory: Path, step: int, generation: int | None = None) -> Path:
-    """Where the checkpoint of a step is written before it is committed.
+    """Return the directory in which a step's checkpoint is written before it is committed.
 
-    With its generation in the name no other can commit what is written there, nor this one after
-    the next has begun, which takes it away first (`recover`): a commit is a rename.
+    With a generation in the name, no other generation can commit the files there, nor can this one
+    after the next has started, which first removes them (`recover`): a commit is a rename.
     """
     of = "" if generation is None else f"g{generation}-"
     return directory / f"{_STAGING}{of}{step_directory(directory, step).name}"
 
 
 def snapshot_name(step: int, process: int, count: int) -> str:
-    """The file with what one process of `count` has of a snapshot in memory.
+    """Return the name of the file with process `process` of `count`'s part of a memory snapshot.
 
     >>> snapshot_name(120, 1, 4)
     'step_00000120.1_of_4'
@@ -58,7 +58,7 @@ def snapshot_name(step: int, process: int, count: int) -> str:
 
 
 def snapshot_of(name: str) -> tuple[int, int, int] | None:
-    """Step, process and count of such a name; None for any other.
+    """Parse such a name to step, process and count; None for any other name.
 
     >>> snapshot_of("step_00000120.1_of_4"), snapshot_of("../step_00000120.1_of_4")
     ((120, 1, 4), None)
@@ -68,7 +68,7 @@ def snapshot_of(name: str) -> tuple[int, int, int] | None:
 
 
 def steps_present(directory: Path) -> list[int]:
-    """The steps that have a directory, whole or damaged, in ascending order."""
+    """List the steps that have a directory, complete or damaged, in ascending order."""
     if not directory.is_dir():
         return []
     found = (re.fullmatch(r"step_(\d{8,})", entry.name) for entry in directory.iterdir())
@@ -76,7 +76,7 @@ def steps_present(directory: Path) -> list[int]:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory survive a power cut."""
+    """Make the names in a directory survive a power failure."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -85,13 +85,13 @@ def fsync_directory(path: Path) -> None:
 
 
 def commit(staging: Path, final: Path) -> None:
-    """Give a finished checkpoint its name; one that held the name is put back if this fails.
+    """Give a finished checkpoint its name; a former holder of the name is restored on failure.
 
     Raises:
-      OSError: the rename failed, and the former state is back.
+      OSError: the rename failed, and the former state is restored.
     """
     replaced = final.with_name(_REPLACED + final.name)
-    os.stat(staging)  # what was taken away replaces nothing
+    os.stat(staging)  # a directory that was removed must not replace anything
     if final.exists():
         os.rename(final, replaced)
     try:
@@ -105,7 +105,7 @@ def commit(staging: Path, final: Path) -> None:
 
 
 def delete(path: Path) -> None:
-    """Delete a checkpoint; from the first moment on it no longer looks like one.
+    """Delete a checkpoint; at once it no longer looks like a checkpoint.
 
     Raises:
       OSError: the rename failed, and the checkpoint is untouched.
@@ -117,9 +117,10 @@ def delete(path: Path) -> None:
 
 
 def clear_older(directory: Path, generation: int) -> None:
-    """Take away what processes of older generations have left half written.
+    """Remove the incomplete files of older generations' processes.
 
-    They may write on for a while after the next generation has called `recover`.
+    Those processes may continue to write for a while after the next generation has called
+    `recover`.
     """
     for path in directory.glob(f"{_STAGING}*"):
         match = re.match(rf"{re.escape(_STAGING)}(?:deleted-)?g(\d+)-", path.name)
@@ -128,9 +129,9 @@ def clear_older(directory: Path, generation: int) -> None:
 
 
 def recover(directory: Path) -> list[str]:
-    """Clear what a crash left behind, and return the names dealt with.
+    """Clear the remains of a crash, and return the names that were handled.
 
-    A replaced checkpoint whose successor never took its name gets the name back.
+    A replaced checkpoint whose successor was never committed gets its name back.
     """
     names = sorted(entry.name for entry in directory.iterdir())
     for name in names:
@@ -140,7 +141,7 @@ def recover(directory: Path) -> list[str]:
                 os.rename(directory / name, original)
     leftovers = [name for name in names if name.startswith((_STAGING, _REPLACED))]
     for name in leftovers:
-        # Away in one step: a writer that still lives may be about to commit it.
+        # Removed atomically, by a rename: a writer that is still alive may be about to commit it.
         doomed = directory / f"{_DELETED}{name.removeprefix(_STAGING)}"
         with suppress(OSError):
             if not name.startswith(_DELETED):

@@ -1,6 +1,6 @@
-"""Snapshots on a machine's own disk: the folder of each run, and when it is removed.
+"""Snapshots on a machine's own disk: the folder of each run, and its removal.
 
-DIRECTORY/gpt-86bcf769a1b2c3d4/run     the run directory and the id of the run that they are of
+DIRECTORY/gpt-86bcf769a1b2c3d4/run     the directory and id of the snapshots' run
 DIRECTORY/gpt-86bcf769a1b2c3d4/step_*  see `jaxdist.checkpoint.snapshots`
 """
 
@@ -21,9 +21,9 @@ OWNER = "run"
 
 
 def local_folder(directory: Path, run: Identity) -> Path:
-    """Return where the snapshots of a run lie.
+    """Return the folder of a run's snapshots.
 
-    The id keeps them from every other run, also from one whose directory had the same path.
+    The id separates them from other runs', even from those of a run with the same path.
 
     >>> local_folder(Path("/ssd"), Identity("86bcf769", Path("/runs/gpt"))).name
     'gpt-86bcf769'
@@ -33,10 +33,10 @@ def local_folder(directory: Path, run: Identity) -> Path:
 
 
 def claim(directory: Path, run: Identity) -> Path:
-    """Make the folder of a run, and take away those of others that nobody needs any more.
+    """Make the folder of a run, and remove other runs' folders that are not needed any more.
 
     Raises:
-      CheckpointError: there can be no such folder.
+      CheckpointError: the folder cannot be made.
     """
     assert run.path is not None
     folder = local_folder(directory, run)
@@ -57,10 +57,11 @@ def claim(directory: Path, run: Identity) -> Path:
 
 
 def _is_needless(folder: Path) -> bool:
-    """Return whether no resume can go on from the snapshots in a folder.
+    """Return whether no resume can use the snapshots in a folder.
 
-    Their run's directory is gone or is another run's, or its newest checkpoint is as new as they
-    are. Where that cannot be told, or somebody is at work there, they stay.
+    That is so if their run's directory is gone or belongs to another run, or if its newest
+    checkpoint is at least as new. Where this is unknown, or a process is active there, they are
+    kept.
     """
     with suppress(OSError, ValueError, KeyError, TypeError, RunError):
         run = Identity.of(read_json(folder / OWNER))

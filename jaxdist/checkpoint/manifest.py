@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: every file's size and digest, and a digest of the manifest itself.
 
-Orbax loads arrays with a flipped bit without a word, so that the digests are ours. A checkpoint is
-trusted when its manifest is exactly the bytes that `seal` wrote and every file agrees with it.
+Orbax loads arrays with a flipped bit without an error, so the digests are jaxdist's own. A
+checkpoint is trusted if its manifest has exactly the bytes that `seal` wrote and every file matches
+it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LISTED_PROBLEMS = 5
 
 
 class DamageError(Exception):
-    """A checkpoint that cannot be trusted; the text names the file and what is wrong with it."""
+    """A checkpoint that cannot be trusted; the text names the file and the problem."""
 
 
 def _inside(name: str) -> str:
@@ -37,7 +38,7 @@ def _inside(name: str) -> str:
 
 
 class FileRecord(Config):
-    """One file as it was when the checkpoint was sealed."""
+    """The record of a file when the checkpoint was sealed."""
 
     bytes: int = Field(ge=0)
     """Length of the file."""
@@ -46,7 +47,7 @@ class FileRecord(Config):
 
 
 class LeafRecord(Config):
-    """One array of the saved tree."""
+    """The record of an array of the saved tree."""
 
     shape: tuple[int, ...]
     """Global shape, without zeros that the array may have at its ends on disk."""
@@ -57,27 +58,27 @@ class LeafRecord(Config):
 
 
 Cuts = tuple[tuple[int, ...], ...]
-"""For each dim of an array where its blocks begin, in ascending order, and last its size."""
+"""For each dim of an array, the starts of its blocks in ascending order, and finally its size."""
 
 
 class Manifest(Config):
-    """What a checkpoint holds, in the order in which its arrays are numbered on disk."""
+    """The content of a checkpoint, in the order of the arrays' numbers on disk."""
 
     format: Literal[1, 2, 3, 4] = 2
-    """Version of this layout. In 1 parameters of ZeRO 3 may lie in a wrong order: `misordered`.
+    """Version of this layout. In 1, parameters of ZeRO 3 may be in a wrong order: `misordered`.
     From 3 on there may be `cuts`, from 4 on a `generation`."""
     jax: str = jax.__version__
-    """The jax that wrote it."""
+    """The version of jax that wrote it."""
     step: int = Field(ge=0)
-    """The step whose state this is."""
+    """The step of this state."""
     generation: int | None = None
-    """That wrote it, of a run on several hosts; None for any other run."""
+    """The generation that wrote it, in a run on several hosts; None for other runs."""
     metric: float | None
-    """What `keep_best` compares; None if there is none or it was not finite."""
+    """The metric for `keep_best`; None if there is none or it was not finite."""
     leaves: dict[str, LeafRecord]
     """The arrays by tree path."""
     cuts: dict[str, Cuts] = Field(default_factory=dict)
-    """Where those arrays are cut that have files of their own, by tree path: `pieces`."""
+    """The cuts of those arrays that have files of their own, by tree path: `pieces`."""
     files: dict[Annotated[str, AfterValidator(_inside)], FileRecord]
     """Every other file of the checkpoint by its path inside it."""
 
@@ -95,9 +96,9 @@ _TAIL_BYTES = len(b"}\n")
 
 
 def record_of(path: Path, *, durable: bool = False) -> FileRecord:
-    """Size and digest of a file as it is, made to survive a power cut if `durable`."""
+    """Compute size and digest of a file, and make it survive a power failure if `durable`."""
     kind = kind_of(path)
-    if kind is not None:  # a pipe would be waited for, a device might have no end
+    if kind is not None:  # a pipe would block, a device might have no end
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=DIGEST_BYTES))
@@ -118,11 +119,11 @@ def seal(
 ) -> Manifest:
     """Digest and fsync every file below `directory`, then write and fsync its manifest.
 
-    Cost: one read of every file that is not `known`, from the page cache as a rule.
+    It costs a read of every file that is not `known`, usually from the page cache.
 
     Args:
       cuts, generation: see `Manifest`.
-      known: what files must hold by their names, where it is known from before they were written.
+      known: the files' expected records by name, where they are known from before the write.
 
     Raises:
       OSError: a file cannot be read or the manifest cannot be written.
@@ -140,7 +141,7 @@ def seal(
     names = [path.relative_to(directory).as_posix() for path in paths]
     with ThreadPoolExecutor() as pool:
         files = dict(zip(names, pool.map(record, names), strict=True))
-    # Without cuts it is a manifest that readers of format 2 take, without a generation one of 3.
+    # Without cuts, readers of format 2 accept the manifest; without a generation, those of 3.
     more: Any = {"format": 3, "cuts": cuts} if cuts else {}
     if generation is not None:
         more |= {"format": 4, "generation": generation}
@@ -161,7 +162,7 @@ def read_manifest(directory: Path) -> Manifest:
     """Read the manifest of a checkpoint and check its own digest.
 
     Raises:
-      DamageError: it is missing, unreadable, changed, or of another format.
+      DamageError: the manifest is missing, unreadable, changed, or of another format.
     """
     try:
         raw = read_regular(directory / MANIFEST)
@@ -177,10 +178,10 @@ def read_manifest(directory: Path) -> Manifest:
 
 
 def check_files(directory: Path, manifest: Manifest) -> None:
-    """Compare every file with the manifest. Cost: one read of every file.
+    """Compare every file with the manifest, at the cost of a read of every file.
 
     Raises:
-      DamageError: names the files that are missing, of another length, or changed.
+      DamageError: files are missing, of another length, or changed; the message names them.
     """
 
     def problem(name: str, expected: FileRecord) -> str | None:

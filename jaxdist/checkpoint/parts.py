@@ -1,8 +1,8 @@
 """Parts of a state by patterns over the paths of its arrays, such as `params` or `!opt_state`.
 
-A pattern is a path whose names may have `*` and `?`; it takes all that lies below. With `!` before
-it leaves that out. What is taken is what some pattern takes (all, where each has a `!`) and none
-leaves out.
+A pattern is a path whose names may have `*` and `?`; it selects everything below. A leading `!`
+excludes instead. A part is everything that some pattern selects (everything, if each has a `!`) and
+that none excludes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _path(pattern: str) -> str:
 
 
 Pattern = Annotated[str, AfterValidator(_path)]
-"""See this module."""
+"""A pattern of this module."""
 Patterns = Annotated[tuple[Pattern, ...], Field(min_length=1)]
 
 
@@ -49,7 +49,7 @@ class BeginWith(Config):
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether a path is that of the pattern, without its `!`, or lies below.
+    """Return whether a path matches the pattern, without its `!`, or is below a match.
 
     >>> matches("params/*/kernel", "params/head/kernel"), matches("params", "params2/x")
     (True, False)
@@ -59,7 +59,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def taken(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """The names that are in a part, in their order.
+    """Return the names that are in a part, in their order.
 
     >>> taken(["params", "!params/head"], ["params/body/w", "params/head/w", "step"])
     ['params/body/w']
@@ -75,10 +75,10 @@ def taken(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
 
 
 def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) -> None:
-    """Refuse patterns that match none of the names, and all together if they take none.
+    """Refuse patterns that match none of the names, and patterns that together select none.
 
     Raises:
-      CheckpointError: names the patterns, and what there is.
+      CheckpointError: such patterns; the message lists them and the paths that exist.
     """
     unknown = [p for p in patterns if not any(matches(p, name) for name in names)]
     if unknown:
@@ -92,7 +92,7 @@ def check_patterns(patterns: Sequence[str], names: Sequence[str], *, of: str) ->
 
 
 def outline(names: Sequence[str]) -> str:
-    """The beginnings of paths, with how many arrays each has.
+    """Summarize paths by their beginnings, with the number of arrays of each.
 
     >>> outline(["step", "params/a/w", "params/a/b", "params/c"])
     'step, params/a (2 arrays), params/c'
@@ -107,10 +107,10 @@ def check_part(saved: Mapping[str, LeafRecord], target: PyTree, *, where: str) -
     """Refuse a checkpoint that lacks arrays of a part, or has them of another shape or dtype.
 
     Args:
-      target: the part alone, of `jax.ShapeDtypeStruct`.
+      target: the part only, of `jax.ShapeDtypeStruct`.
 
     Raises:
-      CheckpointError: lists the first that do not fit, with both shapes and dtypes.
+      CheckpointError: some do not fit; the message lists the first, with both shapes and dtypes.
     """
     lines = [line for line in differences(dict(saved), target) if not line.endswith(", not wanted")]
     if lines:

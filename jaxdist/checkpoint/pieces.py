@@ -1,12 +1,12 @@
-"""Large arrays in files of their own, by rows: what an earlier step already has is linked to it.
+"""Large arrays in files of their own, by rows: files that an earlier step has are hard-linked.
 
 pieces/000012/          array number 12
   0.0                   its block that begins at row 0 and column 0: raw bytes in C order
-  341.0                 the next
+  341.0                 the next block
 
-Each file is known by its digest, whichever array and step it is of. A hard link gives the new step
-the earlier one's file under its own name: each step stays whole by itself, deletion counts nothing,
-and where a file system has no links the file is written instead.
+Each file is known by its digest, whichever array and step it belongs to. A hard link gives the new
+step the earlier step's file under its own name: each step remains complete by itself, deletion
+needs no reference counts, and where a file system has no links the file is written instead.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from jaxdist.checkpoint.manifest import DIGEST_BYTES, Cuts, FileRecord, Manifest
 
 CHUNK_BYTES = 1 << 20
 _LEAST_SHARE = 8
-"""Of a chunk: with smaller shards the files would be too many, and orbax packs them well."""
+"""The smallest fraction of a chunk: smaller shards would make too many files, and orbax packs
+them."""
 
 
 class Piece(NamedTuple):
-    """A block of an array on its way to a file.
+    """A block of an array, to be written to a file.
 
     Attributes:
       name: path inside the checkpoint.
-      block: on the host, contiguous.
+      block: the block on the host, contiguous.
     """
 
     name: str
@@ -44,10 +45,10 @@ class Piece(NamedTuple):
 
 
 def cut(array: jax.Array, chunk_bytes: int) -> Cuts | None:
-    """Where a large array is cut, so that no file goes over two devices' shards; None if it is not.
+    """Return the cuts of a large array, with at most two devices' shards a file; None if uncut.
 
-    For each dim where its blocks begin, in ascending order, and last its size. Rows are never cut
-    that fit into a chunk.
+    They are, for each dim, the starts of its blocks in ascending order, and finally its size. Rows
+    that fit into a chunk are never cut.
 
     >>> cut(jax.numpy.zeros((5, 4)), chunk_bytes=32)
     ((0, 2, 4, 5), (0, 4))
@@ -70,7 +71,7 @@ def cut(array: jax.Array, chunk_bytes: int) -> Cuts | None:
 
 
 def piece_name(number: str, begin: Sequence[int]) -> str:
-    """Path inside the checkpoint of the block that begins there.
+    """Return the path inside the checkpoint of the block that begins there.
 
     >>> piece_name("000012", (341, 0))
     'pieces/000012/341.0'
@@ -79,7 +80,7 @@ def piece_name(number: str, begin: Sequence[int]) -> str:
 
 
 def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
-    """Bytes of each file of an array, whichever process writes it."""
+    """Return the bytes of each file of an array, whichever process writes it."""
     whole = [ends[-1] for ends in cuts]
     return {
         piece_name(number, begin): math.prod(e - b for b, e in zip(begin, end, strict=True))
@@ -89,13 +90,13 @@ def sizes(number: str, cuts: Cuts, dtype: np.dtype) -> dict[str, int]:
 
 
 def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
-    """What this process writes of an array, copied to the host, each block on one process."""
+    """Copy this process's blocks of an array to the host; each block belongs to one process."""
     found: list[Piece] = []
     shards = [shard for shard in array.addressable_shards if not shard.replica_id]
     for shard in shards:
         shard.data.copy_to_host_async()
     for shard in shards:
-        # A copy: on CPU the array's own memory would be seen, which the next step may overwrite.
+        # A copy: on CPU this could be the array's own memory, which the next step may overwrite.
         held = np.array(shard.data, order="C")
         corner = tuple(part.start or 0 for part in shard.index)
         for begin, end in _blocks(cuts, corner, held.shape):
@@ -107,7 +108,7 @@ def copy_pieces(number: str, array: jax.Array, cuts: Cuts) -> list[Piece]:
 def _blocks(
     cuts: Cuts, corner: Sequence[int], shape: Sequence[int]
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Begin and end of each block that shares elements with a box, in C order."""
+    """Yield begin and end of each block that shares elements with a box, in C order."""
     overlapping = [
         [pair for pair in itertools.pairwise(ends) if pair[0] < c + n and c < pair[1]]
         for ends, c, n in zip(cuts, corner, shape, strict=True)
@@ -117,11 +118,11 @@ def _blocks(
 
 
 class Known:
-    """Files of earlier steps and of this one by digest.
+    """The files of earlier steps and of this step, by digest.
 
     Args:
-      steps: directory and manifest of each, the preferred last.
-      on_event: told in one line of a file that turns out to be damaged.
+      steps: directory and manifest of each step, the preferred step last.
+      on_event: called with a line about a file that turns out to be damaged.
     """
 
     def __init__(
@@ -136,9 +137,9 @@ class Known:
         }
 
     def link(self, record: FileRecord, path: Path) -> bool:
-        """Give `path` the content of a record by a link, if a sound file has it.
+        """Give `path` the content of a record by a link, if an undamaged file has it.
 
-        The file is read before: a damaged one must not go on to the steps to come.
+        The file is read first: damage must not spread to later steps.
         """
         source = self._paths.get(record.blake2b)
         if source is None:
@@ -153,7 +154,7 @@ class Known:
         return True
 
     def add(self, record: FileRecord, path: Path) -> None:
-        """Let later pieces of the same content link to this file, which is written."""
+        """Let later pieces with the same content link to this file, which is complete."""
         self._paths[record.blake2b] = path
 
 
@@ -182,9 +183,9 @@ def _place(path: Path, block: np.ndarray, known: Known) -> FileRecord:
 
 
 def load(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-    """An array from its pieces, in the sharding of `wanted`; only what its devices hold is read.
+    """Load an array from its pieces, in the sharding of `wanted`; only local blocks are read.
 
-    Where `wanted` goes beyond what is there its elements are zeros.
+    Elements of `wanted` beyond the saved array are zeros.
 
     Raises:
       OSError: a file cannot be read.
@@ -194,7 +195,7 @@ def load(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct)
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         assert index is not None
-        if str(index) not in done:  # replicas ask for the same
+        if str(index) not in done:  # replicas ask for the same block
             done[str(index)] = _read(directory, number, cuts, wanted, index)
         return done[str(index)]
 
@@ -204,8 +205,8 @@ def load(directory: Path, number: str, cuts: Cuts, wanted: jax.ShapeDtypeStruct)
 def owned(array: jax.Array) -> jax.Array:
     """Copy an array into memory of its devices, so that no two devices share a buffer.
 
-    On a CPU an array from NumPy may lie in NumPy's memory, where devices with equal blocks share
-    one. Such a buffer cannot be donated: the first step after a resume would hold two states.
+    On a CPU an array from NumPy may use NumPy's memory, which devices with equal blocks share. Such
+    a buffer cannot be donated: the first step after a resume would hold two states.
     """
     if next(iter(array.sharding.device_set)).platform != "cpu":
         return array

@@ -1,4 +1,4 @@
-"""Errors of orbax, tensorstore and the operating system as one readable line."""
+"""Errors of orbax, tensorstore and the operating system as a readable line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _FULL_TEXTS = ("No space left on device", "Disk quota exceeded")
 
 
 def one_line(error: Exception) -> str:
-    """The kind of an error and the beginning of its text.
+    """Return the kind of an error and the beginning of its text.
 
     >>> one_line(OSError(5, "Input/output error"))
     'OSError: [Errno 5] Input/output error'
@@ -19,7 +19,7 @@ def one_line(error: Exception) -> str:
 
 
 def is_disk_full(error: BaseException | None) -> bool:
-    """Whether an error, or one behind it, says that there is no room; tensorstore's are no OSError.
+    """Return whether an error, or its cause, is a full disk; tensorstore's are not OSErrors.
 
     >>> is_disk_full(ValueError("RESOURCE_EXHAUSTED: write: No space left on device"))
     True
@@ -34,7 +34,7 @@ def is_disk_full(error: BaseException | None) -> bool:
 
 
 def how_lost(error: OSError) -> str:
-    """Says what happened to a directory that existed before.
+    """Describe what happened to a directory that existed before.
 
     >>> how_lost(FileNotFoundError())
     'is gone'

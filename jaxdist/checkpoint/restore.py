@@ -1,6 +1,6 @@
-"""Load the newest valid checkpoint, and warn about newer ones that are damaged.
+"""Loading of the newest valid checkpoint, with warnings about newer damaged checkpoints.
 
-Reading never writes, so that a finished or running run can be evaluated from elsewhere.
+Reading never writes, so a finished or running run can be evaluated from elsewhere.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from jaxdist.types import JsonObject, PyTree
 
 
 class Wanted(NamedTuple):
-    """What is loaded from a checkpoint.
+    """The parts of a checkpoint to load.
 
     Attributes:
-      target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`; any mesh.
+      target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`, on any mesh.
       shapes: a tree like it with the tensors' own shapes, where the target's have zeros at their
         ends to fill up shards; None are those of the target.
-      ignored: names of saved arrays that are left where they are.
-      finish: from the loaded tree to what the caller gets.
+      ignored: names of saved arrays that are not loaded.
+      finish: function from the loaded tree to the caller's result.
     """
 
     target: PyTree
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
 
 
 Adapt = Callable[[Mapping[str, LeafRecord]], Wanted]
-"""From what a checkpoint holds to what is loaded of it."""
+"""Function from a checkpoint's records to the parts to load."""
 
 
 @dataclass(frozen=True)
@@ -55,20 +55,20 @@ class Restored:
     """A loaded checkpoint."""
 
     step: int
-    """The step whose state this is."""
+    """The step of this state."""
     state: PyTree
     """The tree, with the structure and shardings of the target."""
     metadata: JsonObject
-    """What the caller saved beside it."""
+    """The metadata that the caller saved with the state."""
 
 
 def committed_steps(directory: Path) -> tuple[int, ...]:
-    """The steps with a valid manifest, in ascending order; their files are not read."""
+    """Return the steps with a valid manifest, in ascending order; their files are not read."""
     return tuple(manifest.step for manifest in valid_manifests(directory))
 
 
 def valid_manifests(directory: Path) -> list[Manifest]:
-    """The manifests of all checkpoints that have a valid one, by ascending step."""
+    """Return the valid manifests of all checkpoints, by ascending step."""
     manifests = []
     for step in steps_present(directory):
         try:
@@ -89,15 +89,16 @@ def restore(
     """Load a checkpoint into the structure and shardings of `target`; every process calls it.
 
     Args:
-      directory: where the `step_*` directories stand, on a file system that all processes share.
+      directory: the directory of the `step_*` directories, on a file system that all processes
+        share.
       target: tree of `jax.ShapeDtypeStruct` (or arrays) with `.sharding`; any mesh.
       shapes: a tree like it with the tensors' own shapes, where the target's have zeros at their
         ends to fill up shards; None are those of the target.
-      step: the step to load; None for the newest that is whole.
-      on_event: called on process 0 with one line for each damaged checkpoint.
+      step: the step to load; None for the newest complete checkpoint.
+      on_event: called on process 0 with a line for each damaged checkpoint.
 
     Raises:
-      CheckpointError: what `restore_as` raises.
+      CheckpointError: see `restore_as`.
     """
     wanted = Wanted(target, shapes)
     return restore_as(directory, lambda saved: wanted, step=step, on_event=on_event)
@@ -110,22 +111,24 @@ def restore_as(
     step: int | None = None,
     on_event: Callable[[str], None],
 ) -> Restored:
-    """Load of a checkpoint what `adapt` asks for, which it may do by what was saved.
+    """Load the parts of a checkpoint that `adapt` chooses, given its records.
 
     Every process calls it. Every file is compared with the manifest before any array is loaded.
-    With `step` None the newest comes first and a damaged one is reported through `on_event` and
-    passed over.
+    With `step` None the newest checkpoint comes first, and a damaged checkpoint is reported through
+    `on_event` and skipped.
 
     Args:
-      directory: where the `step_*` directories stand, on a file system that all processes share.
-      step: the step to load; None for the newest that is whole.
-      on_event: called on process 0 with one line for each damaged checkpoint.
+      directory: the directory of the `step_*` directories, on a file system that all processes
+        share.
+      step: the step to load; None for the newest complete checkpoint.
+      on_event: called on process 0 with a line for each damaged checkpoint.
 
     Raises:
-      CheckpointError: no checkpoint, none that is whole, the asked one missing or damaged, or one
-        of another model (never passed over: the older ones are of that model too).
+      CheckpointError: no checkpoint, no complete checkpoint, the requested step missing or damaged,
+        or a checkpoint of another model (never skipped: older checkpoints belong to that model
+        too).
     """
-    directory = directory.absolute()  # Orbax takes no other.
+    directory = directory.absolute()  # Orbax accepts only absolute paths.
     steps = broadcast_json(steps_present(directory))
     if not steps:
         raise CheckpointError(f"no checkpoint in {directory}: nothing was saved there yet")
@@ -154,7 +157,7 @@ def restore_as(
 
 
 def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str | None]:
-    """The checkpoint, or what is wrong with it; the same outcome on every process."""
+    """Return the checkpoint, or its problem; the same outcome on every process."""
     problem = broadcast_json(_verify(directory, step) if jax.process_index() == 0 else None)
     if problem is not None:
         return None, problem
@@ -172,7 +175,8 @@ def _try(directory: Path, step: int, adapt: Adapt) -> tuple[Restored | None, str
     check_structure(compared, target if shapes is None else shapes, where=str(path))
     try:
         state = load_arrays(path, manifest, target)
-    except Exception as error:  # whatever orbax or tensorstore raise, the bytes were no use
+    # whatever orbax or tensorstore raise, the checkpoint cannot be loaded
+    except Exception as error:
         state, problem = None, f"{ARRAYS}: {one_line(error)}"
     if any_process(problem is not None):
         return None, problem or f"{ARRAYS}: another process could not load it"
@@ -189,10 +193,10 @@ def _verify(directory: Path, step: int) -> str | None:
 
 
 def _metadata(path: Path) -> JsonObject:
-    """Read what was kept beside the state.
+    """Read the metadata of a checkpoint.
 
     Raises:
-      DamageError: it cannot be read, or is something else.
+      DamageError: the file cannot be read, or holds no mapping.
     """
     try:
         found = read_json(path / METADATA)

@@ -1,4 +1,4 @@
-"""Which checkpoints to delete after a save: the last N stay, and the best one."""
+"""The checkpoints to delete after a save: the last N are kept, and the best."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Saved(NamedTuple):
 
 
 def best(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
-    """The step with the best finite metric, the newest of equals; None when there is no metric."""
+    """Return the step with the best finite metric, the newest of equals; None without a metric."""
     sign = -1.0 if lower_is_better else 1.0
     ranked = [
         (sign * s.metric, s.step) for s in saved if s.metric is not None and math.isfinite(s.metric)
@@ -26,7 +26,7 @@ def best(saved: Sequence[Saved], *, lower_is_better: bool) -> int | None:
 def to_delete(
     saved: Sequence[Saved], *, keep: int, keep_best: bool, lower_is_better: bool
 ) -> tuple[int, ...]:
-    """The steps to delete, oldest first: all but the newest `keep`, and the best if `keep_best`.
+    """List the steps to delete, oldest first: all but the newest `keep`, and the best if wanted.
 
     >>> saved = [Saved(1, 0.5), Saved(2, 0.1), Saved(3, float("nan")), Saved(4, 0.3)]
     >>> to_delete(saved, keep=1, keep_best=True, lower_is_better=True)

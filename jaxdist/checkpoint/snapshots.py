@@ -1,10 +1,10 @@
-"""Snapshots of the state in this machine's memory, or on its disk, for those who go on.
+"""Snapshots of the state in this machine's memory, or on its disk, from which a run resumes.
 
-No process waits for another: each writes what it alone has to write, every part of the state once
-over all processes (replica 0 of each shard), and a snapshot counts when all its files are there.
+No process waits for another: each writes its own part of the state, every part once over all
+processes (replica 0 of each shard), and a snapshot counts when all its files exist.
 
-FOLDER/step_00000120.1_of_4      what process 1 has of step 120:
-    a line of JSON               pieces of leaves and where they lie, metadata, the rest's digest
+FOLDER/step_00000120.1_of_4      the part of process 1 of step 120:
+    a line of JSON               pieces of leaves and their positions, metadata, the rest's digest
     raw bytes                    the pieces, one after another
 """
 
@@ -31,9 +31,9 @@ from jaxdist.errors import CheckpointError
 from jaxdist.types import Json, JsonObject, PyTree
 
 KEEP = 2
-"""The newest may not be whole yet."""
+"""Snapshots to keep: 2, since the newest may be incomplete."""
 Span = tuple[tuple[int, int], ...]
-"""From where to where a piece goes, in each dimension."""
+"""The begin and end of a piece in each dimension."""
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,16 @@ class _Piece:
 
 
 class Snapshots:
-    """What one process writes; a context manager.
+    """The writer of a process's snapshots; a context manager.
 
     Args:
-      folder: of this machine, in memory; made if it is not there.
-      process: its number among `count`.
-      say: called with a line when a snapshot cannot be written, which ends nothing.
-      lasts: whether the folder is on a disk, whose files are to outlive a crash of the machine.
+      folder: a folder on this machine, in memory; created if missing.
+      process: number of the process among `count`.
+      say: called with a line when a snapshot cannot be written, which does not end the run.
+      lasts: whether the folder is on a disk, whose files are to survive a crash of the machine.
 
     Raises:
-      CheckpointError: there can be no such folder.
+      CheckpointError: the folder cannot be made.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Snapshots:
     def take(self, step: int, state: PyTree, metadata: Mapping[str, Json]) -> None:
         """Copy this process's parts to the host and return; they are written in the background.
 
-        The caller may donate `state` to its next step at once. Waits for the snapshot before.
+        The caller may donate `state` to its next step at once. It waits for the previous snapshot.
         """
         self.wait()
         pieces = list(_pieces(state))
@@ -95,7 +95,7 @@ class Snapshots:
         self._thread.start()
 
     def forget(self, after: int) -> None:
-        """Take away all of later steps, which are taken anew; before a step is taken."""
+        """Delete later snapshots, whose steps will be repeated, before taking any more."""
         self._unlink(lambda step: step > after)
 
     def _unlink(self, old: Callable[[int], bool]) -> None:
@@ -105,7 +105,7 @@ class Snapshots:
                 path.unlink(missing_ok=True)
 
     def wait(self) -> None:
-        """Return when the last snapshot's part of this process is written."""
+        """Wait until this process's part of the last snapshot is written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -129,14 +129,15 @@ class Snapshots:
         except OSError as error:
             self._failed += 1
             times = self._failed
-            if times & (times - 1) == 0:  # the first, second, fourth ...: memory stays full
+            # report the first, second, fourth, ... failure: memory stays full
+            if times & (times - 1) == 0:
                 again = f" ({times} times in a row)" if times > 1 else ""
                 why = error.strerror or error
                 self._say(f"no snapshot of step {step} in {self.folder}: {why}{again}")
             staging.unlink(missing_ok=True)
 
     def _prune(self) -> None:
-        """Of its own files; on disk also what processes of other numbers have left there."""
+        """Delete this process's old files; on disk also those of processes with other numbers."""
         found = sorted(self.folder.glob(f"step_*.{self._process}_of_{self._count}"))
         for path in found[:-KEEP]:
             path.unlink(missing_ok=True)
@@ -146,7 +147,7 @@ class Snapshots:
 
 
 def _pieces(state: PyTree) -> Iterator[_Piece]:
-    """Copies of this process's first replicas; on CPU an array would be the device's own memory."""
+    """Yield copies of this process's first replicas; on CPU an array may be the device's memory."""
     leaves = named_leaves(state)
     for leaf in leaves.values():
         leaf.copy_to_host_async()
@@ -165,7 +166,7 @@ def _span(index: tuple[slice, ...], shape: tuple[int, ...]) -> Span:
 
 
 def _raw(array: np.ndarray) -> memoryview:
-    """Its bytes; numpy itself shows none of a bfloat16."""
+    """Return an array's bytes; numpy itself shows none of a bfloat16."""
     return array.reshape(-1).view(np.uint8).data
 
 
@@ -184,15 +185,15 @@ def _digest(body: str, *raw: bytes | memoryview) -> str:
 
 
 def whole_steps(folder: Path) -> list[int]:
-    """Steps of which each process's file is there, in ascending order.
+    """List the steps with the files of all processes, in ascending order.
 
-    Files of generations with other numbers of processes count by themselves.
+    Generations with different numbers of processes count separately.
     """
     return sorted(_whole(folder))
 
 
 def _whole(folder: Path) -> dict[int, list[Path]]:
-    """By step, the files that together are whole; of several such sets the one with most files."""
+    """Return the complete sets of files by step; of several, the set with most files."""
     found: dict[tuple[int, int], list[Path]] = {}
     for path in sorted(folder.glob("step_*")):
         part = snapshot_of(path.name)
@@ -203,13 +204,13 @@ def _whole(folder: Path) -> dict[int, list[Path]]:
 
 
 def load(folder: Path, step: int, target: PyTree) -> tuple[PyTree, JsonObject]:
-    """The state of a step, on whatever mesh, and what was kept beside it.
+    """Load the state of a step, on any mesh, and its metadata.
 
     Args:
       target: tree of `jax.ShapeDtypeStruct` with shardings.
 
     Raises:
-      CheckpointError: a file is damaged, or the snapshot is not of such a state.
+      CheckpointError: a file is damaged, or the snapshot's state does not fit the target.
     """
     pieces: dict[str, list[_Piece]] = {}
     metadata: JsonObject = {}
@@ -224,10 +225,10 @@ def load(folder: Path, step: int, target: PyTree) -> tuple[PyTree, JsonObject]:
 
 
 def _read(path: Path) -> tuple[list[_Piece], JsonObject]:
-    """A file's pieces.
+    """Read a file's pieces.
 
     Raises:
-      CheckpointError: its content does not match its digest.
+      CheckpointError: the content does not match the digest.
     """
     try:
         head, _, raw = read_regular(path).partition(b"\n")
@@ -261,7 +262,7 @@ def _placed(name: str, pieces: list[_Piece], leaf: Any) -> jax.Array:
 
 
 def _assembled(pieces: list[_Piece], span: Span, leaf: Any) -> np.ndarray:
-    """What a device holds, out of all pieces that reach into it."""
+    """Assemble a device's block from all pieces that overlap it."""
     for piece in pieces:
         if piece.span == span:
             return piece.array

@@ -1,7 +1,8 @@
-"""Save the state of a run in the background: a kill at any moment loses nothing committed.
+"""Saving of a run's state in the background: a kill at any time loses nothing committed.
 
-A save goes: arrays by orbax into a hidden directory -> digest and fsync of every file -> manifest
--> fsync -> rename -> fsync of the parent -> deletion of what retention no longer keeps.
+The steps of a save: orbax writes arrays into a hidden directory -> digest and fsync of every file
+-> manifest -> fsync -> rename -> fsync of the parent -> deletion of checkpoints beyond the
+retention.
 """
 
 from __future__ import annotations
@@ -53,34 +54,34 @@ class _Outcome(NamedTuple):
 
 
 class FencedBy(Protocol):
-    """Who says whether this generation may still write."""
+    """A check whether this generation may still write."""
 
     generation: int
 
     def check(self) -> None:
-        """Raises a `RunError` where it may not."""
+        """Raise a `RunError` if it may not."""
         ...
 
 
 class CheckpointStore:
-    """The checkpoints of one run; every process of the run makes one and calls the same methods.
+    """The checkpoints of a run; every process creates a store and calls the same methods.
 
-    The directory must be on a file system that all processes share. Process 0 alone digests,
-    commits and deletes. In a run of several processes the arrays must be global ones.
+    The directory must be on a file system that all processes share. Only process 0 digests, commits
+    and deletes. In a run with several processes the arrays must be global arrays.
 
     Args:
-      directory: made if it is not there; what a crash left in it is cleared.
-      keep: how many of the newest checkpoints stay, at least 1.
-      keep_best: whether the one with the best metric stays as well.
+      directory: created if missing; the remains of a crash in it are cleared.
+      keep: number of newest checkpoints to keep, at least 1.
+      keep_best: whether to keep the checkpoint with the best metric as well.
       lower_is_better: the direction of the metric.
-      chunk_bytes: arrays of at least so many bytes are kept in files of at most so many, and files
-        that are as in an earlier step are links to it.
-      on_event: called with one line when something needs a person's eye; at times from the
+      chunk_bytes: arrays of at least this size are stored in files of at most this size, and files
+        that are unchanged since an earlier step are links to it.
+      on_event: called with a line when something needs a person's attention; sometimes from the
         background thread.
-      fence: of a run on several hosts, whose processes of an older generation may still live.
+      fence: the check of a run on several hosts, whose older generations' processes may be alive.
 
     Raises:
-      CheckpointError: the directory cannot be made or written.
+      CheckpointError: the directory cannot be created or written.
     """
 
     def __init__(
@@ -116,22 +117,23 @@ class CheckpointStore:
         metric: float | None = None,
         shapes: PyTree = None,
     ) -> None:
-        """Copy the arrays to the host and return; the rest goes on in the background.
+        """Copy the arrays to the host and return; the save continues in the background.
 
         The caller may donate `state` to its next step at once. A checkpoint of the same step is
-        replaced, and stays whole until the new one is committed. Waits for the save before.
+        replaced, and stays complete until the new checkpoint is committed. It waits for the
+        previous save.
 
         Args:
-          step: the number under which the state is kept, 0 or more.
+          step: the number of the saved state, 0 or more.
           state: tree of `jax.Array`; typed random keys are fine.
-          metadata: JSON values, given back by `restore`.
-          metric: for `keep_best`; one that is not finite is never the best.
+          metadata: JSON values, returned by `restore`.
+          metric: for `keep_best`; a metric that is not finite is never the best.
           shapes: a tree like the state with the tensors' own shapes, where its arrays have zeros at
             their ends to fill up shards; None are those of the arrays.
 
         Raises:
-          CheckpointError: the save before this one failed, this one cannot begin, `metadata` is not
-            JSON, or two leaves have the same path.
+          CheckpointError: the previous save failed, this save cannot begin, `metadata` is not JSON,
+            or two leaves have the same path.
         """
         self.wait()
         text = _encode(metadata)
@@ -148,8 +150,8 @@ class CheckpointStore:
         except Exception as error:
             raise CheckpointError(self._abandon(step, error)) from error
         self._saves += 1
-        # Failed until the thread says otherwise: if it dies, the result of the save before must not
-        # count for this one.
+        # Failed until the thread reports otherwise: if it dies, the result of the previous save
+        # must not count for this save.
         self._outcome = _Outcome(f"saving step {step} in {self.directory} did not end", met=False)
         pending = _Pending(step, finite, leaves, whole)
         self._thread = threading.Thread(
@@ -158,10 +160,11 @@ class CheckpointStore:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the last save is committed on every process.
+        """Wait until the last save is committed on every process.
 
         Raises:
-          CheckpointError: that save failed; says why, the space left and the last good step.
+          CheckpointError: that save failed; the message has the reason, free space and last good
+            step.
         """
         outcome = self._join()
         if outcome is None:
@@ -201,7 +204,7 @@ class CheckpointStore:
         self._writer.close()
 
     def steps(self) -> tuple[int, ...]:
-        """The committed steps in ascending order."""
+        """Return the committed steps in ascending order."""
         return committed_steps(self.directory)
 
     def restore(
@@ -216,7 +219,7 @@ class CheckpointStore:
         return restore(self.directory, target, shapes=shapes, step=step, on_event=self._on_event)
 
     def restore_as(self, adapt: Adapt, *, step: int | None = None) -> Restored:
-        """Load what `adapt` asks for; see `jaxdist.checkpoint.restore.restore_as`."""
+        """Load the parts that `adapt` chooses; see `jaxdist.checkpoint.restore.restore_as`."""
         self.wait()
         return restore_as(self.directory, adapt, step=step, on_event=self._on_event)
 
@@ -248,7 +251,7 @@ class CheckpointStore:
             self._on_event(f"{path} has no valid manifest and does not count as a checkpoint")
 
     def _finish(self, pending: _Pending) -> None:
-        """The background half of a save."""
+        """Run the background half of a save."""
         failure, met = None, False
         try:
             self._writer.wait()
@@ -266,9 +269,10 @@ class CheckpointStore:
         self._outcome = _Outcome(failure, met)
 
     def _place(self, pending: _Pending) -> tuple[dict[str, FileRecord], str | None]:
-        """Write or link this process's part of the large arrays, or say why it cannot.
+        """Write or link this process's part of the large arrays, or return why it cannot.
 
-        It does not raise: the others wait for this process, and miss its files when they commit.
+        It does not raise: the others wait for this process, and notice missing files when they
+        commit.
         """
         try:
             steps = [
@@ -296,7 +300,8 @@ class CheckpointStore:
         generation = None if self._fence is None else self._fence.generation
         seal(staging, step=pending.step, **given, known=written, generation=generation)
         self._check_fence()
-        # Who is suspended here, and deposed, no longer finds what it would rename.
+        # A process that is suspended here, and then deposed, no longer finds the directory to
+        # rename.
         layout.commit(staging, final)
         self._check_fence()
         self._clear_older()
@@ -322,9 +327,10 @@ class CheckpointStore:
         return layout.staging_directory(self.directory, step, generation)
 
     def _prune(self, step: int) -> None:
-        """Delete what is no longer kept, among the steps up to the one just committed.
+        """Delete checkpoints beyond the retention, among the steps up to the committed step.
 
-        Later steps are of an abandoned or damaged future: counting them could push out this one.
+        Later steps belong to an abandoned or damaged future: counting them could displace this
+        step.
         """
         manifests = valid_manifests(self.directory)
         later = [manifest.step for manifest in manifests if manifest.step > step]
@@ -347,16 +353,16 @@ class CheckpointStore:
                 self._on_event(f"the old checkpoint {path} cannot be deleted: {one_line(error)}")
 
     def _abandon(self, step: int, error: Exception) -> str:
-        """Clear what a failed save left, and say what happened; never raises an OSError."""
+        """Clear the remains of a failed save, and describe the failure; never raises an OSError."""
         reason = "the disk is full" if is_disk_full(error) else one_line(error)
         try:
             if not os.path.samestat(os.stat(f"{self.directory}/."), self._identity):
-                raise FileNotFoundError  # what is there now was made by orbax for its arrays
+                raise FileNotFoundError  # the directory there now was made by orbax for its arrays
             if self._primary and self._fence is None:
                 layout.recover(self.directory)
             elif self._primary or self._is_deposed():
-                # By its name alone: other files there may be the next generation's. Of one that is
-                # deposed each process does it, for any of them may be the last that writes.
+                # Only by its name: other files there may be the next generation's. In a deposed
+                # generation each process does it, since any of them may be the last that writes.
                 shutil.rmtree(self._staging(step), ignore_errors=True)
             good, free = self.steps(), shutil.disk_usage(self.directory).free
         except OSError as lost:

@@ -1,4 +1,4 @@
-"""Compares the saved tree with the wanted one, path by path, before any array is loaded."""
+"""Comparison of the saved tree with the target, path by path, before any array is loaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _LISTED_PATHS = 8
 
 
 def is_key(leaf: Leaf) -> bool:
-    """Whether a leaf is an array of typed random keys."""
+    """Return whether a leaf is an array of typed random keys."""
     return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def named_leaves(tree: PyTree) -> dict[str, Leaf]:
-    """The leaves by path, in jax's order.
+    """Return the leaves by path, in jax's order.
 
     Raises:
       CheckpointError: two leaves have the same path, such as {"a/b": x, "a": {"b": y}}.
@@ -37,10 +37,10 @@ def named_leaves(tree: PyTree) -> dict[str, Leaf]:
 
 
 def describe(tree: PyTree, shapes: PyTree = None) -> dict[str, LeafRecord]:
-    """Path -> shape and dtype of every array of a tree of arrays.
+    """Return path -> shape and dtype of every array of a tree of arrays.
 
     Args:
-      shapes: a tree like it that has the shapes; None takes those of the arrays.
+      shapes: a tree with the same structure that has the shapes; None uses those of the arrays.
     """
     leaves = named_leaves(tree)
     own = leaves if shapes is None else named_leaves(shapes)
@@ -60,7 +60,7 @@ def _text(shape: tuple[int, ...], dtype: str) -> str:
 
 
 def differences(saved: dict[str, LeafRecord], target: PyTree) -> list[str]:
-    """One line for each path whose array is missing, extra, or of another shape or dtype.
+    """Describe, in a line each, paths whose array is missing, extra, or of another shape or dtype.
 
     `target` is a tree of arrays or `jax.ShapeDtypeStruct`.
     """
@@ -81,7 +81,7 @@ def check_structure(saved: dict[str, LeafRecord], target: PyTree, *, where: str)
     """Refuse a checkpoint of another model or optimizer.
 
     Raises:
-      CheckpointError: lists the first paths that differ, with both shapes and dtypes.
+      CheckpointError: paths differ; the message lists the first, with both shapes and dtypes.
     """
     lines = differences(saved, target)
     if not lines:

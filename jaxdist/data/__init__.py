@@ -1,4 +1,4 @@
-"""Data sources: index -> example, by random access; `loader` makes them global batches.
+"""Data sources with random access by index; `loader` turns them into global batches.
 
 The loader is not imported here, so that a configuration can be read before jax starts.
 """

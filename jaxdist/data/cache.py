@@ -1,4 +1,4 @@
-"""Where derived data is kept between runs: whole folders, published at once."""
+"""A cache of derived data between runs: whole folders, published atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
-    """JAXDIST_CACHE, else jaxdist in XDG_CACHE_HOME, else ~/.cache/jaxdist; it need not exist.
+    """Return JAXDIST_CACHE, else jaxdist in XDG_CACHE_HOME, else ~/.cache/jaxdist, if missing too.
 
     >>> cache_directory({"XDG_CACHE_HOME": "/home/ada/.cache"}).as_posix()
     '/home/ada/.cache/jaxdist'
@@ -22,10 +22,10 @@ def cache_directory(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def publish(target: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary folder, then make it appear as `target` in one rename.
+    """Let `write` fill a temporary folder, then rename it to `target`.
 
-    Of several processes that publish the same target one wins; the others drop what they wrote,
-    which was the same.
+    If several processes publish the same target, the first wins; the others drop their equal
+    copies.
 
     Raises:
       OSError: the folder cannot be written.
@@ -44,7 +44,7 @@ def publish(target: Path, write: Callable[[Path], None]) -> None:
 
 
 def write_file(target: Path, content: bytes) -> None:
-    """Write or replace one file at once.
+    """Write or replace a file atomically.
 
     Raises:
       OSError: the folder cannot be written.

@@ -1,4 +1,4 @@
-"""Data of the user's own, by import path: anything with `__len__` and `__getitem__`."""
+"""The user's own data, by import path: any object with `__len__` and `__getitem__`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class ImportConfig(Config):
     """Fields that may hold out-of-range numbers, NaN or infinity, because your model uses them."""
 
     def build(self) -> Dataset:
-        """Import, call, and look at the first and the last example.
+        """Import the data, call them if a function, and check the first and the last example.
 
         Raises:
           ConfigError: the import or the call fails.
-          DataError: what it gives is not data.
+          DataError: the result is not data.
         """
         found = load_object(self.path)
         if callable(found) or self.args:
@@ -48,7 +48,7 @@ class ImportConfig(Config):
         return dataset
 
     def _declared(self, dataset: Dataset) -> Dataset:
-        """The data set with the settings of the config, which override those of a Dataset."""
+        """Return the data set with the config's settings, which override those of a Dataset."""
         said = {"vocab_size": self.vocab_size, "classes": self.classes}
         given = {name: value for name, value in said.items() if value is not None}
         return replace(dataset, **given, unchecked=dataset.unchecked | set(self.unchecked))

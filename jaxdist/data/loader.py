@@ -1,6 +1,6 @@
-"""From a source to global arrays on the mesh: any step at once, in the order that the seed gives.
+"""The loading of global arrays on the mesh from a source, at any step, in the order of a seed.
 
-What a batch holds depends on the source, the seed and the step alone, not on the number of
+The content of a batch depends only on the source, the seed and the step, not on the number of
 processes or devices. Each process reads only the rows that its own devices need.
 """
 
@@ -31,9 +31,9 @@ ANY_FINITE = Allowed()
 
 
 class Rows(NamedTuple):
-    """What a global batch holds: example numbers int64 [B], and weights float32 [B].
+    """The rows of a global batch: example numbers int64 [B], and weights float32 [B].
 
-    Weights None means that every row counts alike.
+    Weights None means that all rows have the same weight.
     """
 
     examples: np.ndarray
@@ -41,12 +41,12 @@ class Rows(NamedTuple):
 
 
 class Loader:
-    """Batches of a source as global arrays; a resume needs only the step.
+    """A loader of batches of a source as global arrays; resuming needs only the step.
 
     A batch is a mapping: the source's names, each with the leading dim `batch_size`. Evaluation
-    batches have a `weight` beside them (float32): 1 for a real row, 0 for padding. Training batches
-    have none, because all their rows are real: so the compiled step knows the sum of the weights,
-    and no device waits for another to tell it. A source may bring a `weight` of its own, in both.
+    batches also have a `weight` (float32): 1 for a real row, 0 for padding. Training batches have
+    none, because all their rows are real: the compiled step then knows the sum of the weights, and
+    no device waits for another device's sum. A source may have its own `weight`, in both.
 
     Attributes:
       batch_shapes: shapes, dtypes and shardings of a training batch.
@@ -66,20 +66,20 @@ class Loader:
         allowed: Allowed = ANY_FINITE,
         split: str = "training split",
     ):
-        """Check what can be checked before the first batch.
+        """Validate all arguments that can be checked before the first batch.
 
         Args:
           source: the examples.
           batch_size: examples in a global batch.
-          sharding: the layout of each name's array, by name or as a function (name, shape).
-          seed: the order of the examples, any integer >= 0.
+          sharding: the sharding of each name's array, by name or as a function (name, shape).
+          seed: seed of the order of the examples, any integer >= 0.
           shuffle: a new order in each epoch; False keeps the source's own.
-          start_example: place of step 0 in that order: examples that were taken before, in batches
-            of whatever size.
-          prefetch: batches that wait on the devices beside the one in use.
-          threads: readers that work on different batches at once.
-          allowed: what the values may be; looked at where a batch is read.
-          split: what messages call the source.
+          start_example: place of step 0 in that order: number of examples that were used before, in
+            batches of any size.
+          prefetch: number of batches that wait on the devices, besides the batch in use.
+          threads: number of readers that work on different batches at once.
+          allowed: allowed values, checked when a batch is read.
+          split: name of the source in messages.
 
         Raises:
           DataError: an empty source or one without a length, a batch size below 1, a start below
@@ -112,10 +112,10 @@ class Loader:
         }
 
     def part(self, start: int, size: int) -> Loader:
-        """The loader of rows `start` to `start + size` of every training batch: a worker's share.
+        """Return the loader of rows `start` to `start + size` of every batch: a worker's share.
 
         Raises:
-          ShardingError: so many rows do not divide.
+          ShardingError: the rows do not divide over the devices.
         """
         found = copy(self)
         found._rows = slice(start, start + size)
@@ -123,17 +123,17 @@ class Loader:
         return found
 
     def at_once(self) -> Loader:
-        """The loader whose evaluations are of one batch, as a loss that returns a scalar needs."""
+        """Return the loader whose evaluations have one batch, for losses that return a scalar."""
         found = copy(self)
         found._at_once = True
         return found
 
     def batch(self, step: int) -> DeviceBatch:
-        """One training batch, read now."""
+        """Read a training batch now."""
         return self._load(Rows(self.indices(step), None))
 
     def indices(self, step: int) -> np.ndarray:
-        """The examples (int64) of the training batch of `step`."""
+        """Return the examples (int64) of the training batch of `step`."""
         first = self._start_example + step * self._batch_size
         positions = (np.arange(self._batch_size, dtype=np.int64) + first)[self._rows]
         if self._shuffle:
@@ -141,7 +141,7 @@ class Loader:
         return positions % len(self._source)
 
     def batches(self, start_step: int = 0) -> Batches:
-        """Training batches from `start_step` on, without an end.
+        """Iterate over training batches from `start_step` on, without an end.
 
         Raises:
           DataError: batches that this machine's memory cannot hold.
@@ -149,9 +149,9 @@ class Loader:
         return self._stream(lambda step: Rows(self.indices(step), None), start_step, sys.maxsize)
 
     def evaluation_batches(self, limit: int | None = None) -> Batches:
-        """Every example once, in order, in at most `limit` batches; the last one is padded.
+        """Iterate once over all examples, in order, in at most `limit` batches; the last is padded.
 
-        After `at_once`, the same examples in one batch, which is not padded.
+        After `at_once`, the same examples are in a single batch, without padding.
         """
         if self._at_once:
             total = len(self._source)
@@ -199,7 +199,7 @@ class Loader:
 
 
 def _example(source: Source) -> dict[str, np.ndarray]:
-    """Example 0 as a batch of one."""
+    """Read example 0 as a batch with a single row."""
     example = take(source, np.zeros(1, np.int64))
     if WEIGHT in example and example[WEIGHT].shape != (1,):
         shape = example[WEIGHT].shape[1:]
@@ -210,8 +210,8 @@ def _example(source: Source) -> dict[str, np.ndarray]:
 class Batches(Iterator[DeviceBatch]):
     """An iterator over batches that are loaded ahead by grain's threads; close it when done.
 
-    Asking grain for a batch costs the asking thread 50 to 100 us even when the batch is ready, so
-    that a thread of our own does it: `next` only takes what lies there.
+    Asking grain for a batch costs the calling thread 50 to 100 us even when the batch is ready, so
+    a separate thread does it: `next` only takes batches that are ready.
     """
 
     def __init__(
@@ -222,8 +222,8 @@ class Batches(Iterator[DeviceBatch]):
         prefetch: int,
         threads: int,
     ):
-        """Begin loading at `load(start)`; nothing is kept but what is prefetched."""
-        import grain  # Takes 1.6 s to import, so only who reads data pays for it.
+        """Begin loading at `load(start)`; only prefetched batches are kept."""
+        import grain  # Imported here, because it takes 1.6 s and only users of data need it.
 
         fetched = min(prefetch, 1)
         waiting = prefetch - fetched
@@ -244,12 +244,12 @@ class Batches(Iterator[DeviceBatch]):
         self._wanted.put(True)
         batch = self._ready.get()
         if isinstance(batch, Exception):
-            self._ready.put(batch)  # whoever asks again is told again
+            self._ready.put(batch)  # every later call raises the same error
             raise batch
         return batch
 
     def close(self) -> None:
-        """Stop the threads, after the batches that they are loading now."""
+        """Stop the threads, after the batches that they are loading."""
         self._wanted.put(False)
         self._iterator.close()
         self._fetcher.join()
@@ -266,7 +266,7 @@ def _fetch(
     wanted: SimpleQueue[bool],
     ready: SimpleQueue[DeviceBatch | Exception],
 ) -> None:
-    """Put one batch into `ready` for each True in `wanted`, and at last the error or the end."""
+    """Put a batch into `ready` for each True in `wanted`, and finally the error or the end."""
     try:
         while wanted.get():
             ready.put(next(batches))

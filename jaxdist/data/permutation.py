@@ -1,4 +1,4 @@
-"""A random permutation of any length that is never stored: position -> index, by arithmetic."""
+"""A random permutation of any length that is computed instead of stored: position -> index."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _ROUNDS = 8
 
 
 def permuted(positions: np.ndarray, *, length: int, seed: int) -> np.ndarray:
-    """Where an endless shuffled reading of `length` examples stands at `positions`.
+    """Return the examples at `positions` of an endless shuffled reading of `length` examples.
 
-    Position p is in epoch p // length; every epoch visits each example once, in an order of its
-    own. A generalised Feistel network over Z_a x Z_a with a = ceil(sqrt(length)) is a bijection on
-    a**2 >= length numbers; a result that falls outside is sent through again until it is inside
-    (cycle walking), which keeps it a bijection. Costs O(1) memory and some 20 vector operations.
+    Position p is in epoch p // length; every epoch visits each example once, in a different order.
+    A generalised Feistel network over Z_a x Z_a with a = ceil(sqrt(length)) is a bijection on a**2
+    >= length numbers; a result that is too large is sent through again until it is in range (cycle
+    walking), which preserves the bijection. It costs O(1) memory and about 20 vector operations.
 
     Source: Black and Rogaway, "Ciphers with arbitrary finite domains", section 4 and 5 (2002).
 
@@ -46,7 +46,7 @@ def _feistel(values: np.ndarray, keys: np.ndarray, side: np.uint64) -> np.ndarra
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """A well scattered uint64 for each uint64: the finaliser of splitmix64, which wraps."""
+    """Scatter each uint64 by the finaliser of splitmix64, which wraps around."""
     values = (values + np.uint64(0x9E3779B97F4A7C15)).astype(np.uint64)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

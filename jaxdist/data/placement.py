@@ -1,4 +1,4 @@
-"""Which rows of a global batch a process needs, and how they become global arrays."""
+"""The rows of a global batch that a process needs, and their assembly to global arrays."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Shardings = Mapping[str, jax.sharding.Sharding] | Callable[[str, Shape], jax.sha
 
 
 def rows_needed(batch_size: int, indices: Iterable[Index]) -> np.ndarray:
-    """The sorted rows (int64 [N]) that blocks of a batch touch.
+    """Return the sorted rows (int64 [N]) in blocks of a batch.
 
     Args:
       batch_size: rows in the global batch.
-      indices: one index of the global array for each block; only its first dim matters here.
+      indices: an index of the global array for each block; only its first dim matters here.
 
     >>> rows_needed(8, [(slice(2, 4), slice(0, 1)), (slice(6, None),)])
     array([2, 3, 6, 7])
@@ -29,13 +29,13 @@ def rows_needed(batch_size: int, indices: Iterable[Index]) -> np.ndarray:
 
 
 def block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index) -> np.ndarray:
-    """The block `index` of a global array, out of the rows that were read.
+    """Cut the block `index` of a global array from the rows that were read.
 
     Args:
       local: values [len(rows), ...].
-      rows: the sorted rows that `local` holds.
+      rows: the sorted rows in `local`.
       batch_size: rows in the global batch.
-      index: which block of the global array [batch_size, ...].
+      index: the block of the global array [batch_size, ...].
     """
     if len(rows) == batch_size:
         return local[index]
@@ -44,10 +44,10 @@ def block(local: np.ndarray, rows: np.ndarray, batch_size: int, index: Index) ->
 
 
 class Placement:
-    """The layout of one kind of batch on the devices of this process."""
+    """The layout of a kind of batch on the devices of this process."""
 
     def __init__(self, shapes: Mapping[str, Shape], batch_size: int, sharding: Shardings):
-        """`shapes` are those of one example.
+        """Plan the layout; `shapes` are those of a single example.
 
         Raises:
           DataError: `sharding` has no entry for a name.
@@ -68,11 +68,11 @@ class Placement:
         )
 
     def struct(self, name: str, dtype: np.dtype) -> jax.ShapeDtypeStruct:
-        """Shape and sharding of the global array of this name."""
+        """Return shape, dtype and sharding of the global array of this name."""
         return jax.ShapeDtypeStruct(self._shapes[name], dtype, sharding=self._shardings[name])
 
     def place(self, local: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
-        """Global arrays out of the values [len(rows), ...] of this process's rows."""
+        """Build global arrays from the values [len(rows), ...] of this process's rows."""
         return {name: self._place(name, values) for name, values in local.items()}
 
     def _place(self, name: str, local: np.ndarray) -> jax.Array:

@@ -1,4 +1,4 @@
-"""The contract of a data source: index -> example, by random access."""
+"""The contract of a data source: random access to examples by index."""
 
 from __future__ import annotations
 
@@ -19,41 +19,41 @@ HostBatch = dict[str, np.ndarray]
 
 
 class Source(Protocol):
-    """One split of a data set; `source[i]` is the same example whenever it is asked for."""
+    """A split of a data set; `source[i]` always returns the same example."""
 
     def __len__(self) -> int:
-        """How many examples there are."""
+        """Return the number of examples."""
         ...
 
     def __getitem__(self, index: int) -> Example:
-        """Example `index`, a mapping of names to arrays whose shapes do not depend on `index`."""
+        """Return example `index`: arrays by name, with shapes that do not depend on `index`."""
         ...
 
 
 @runtime_checkable
 class BatchSource(Source, Protocol):
-    """A source that can hand over many examples at once, faster than one by one."""
+    """A source that can return many examples at once, faster than individually."""
 
     def take(self, indices: np.ndarray) -> Example:
-        """The examples `indices` (int64 [N]) with a leading dim N."""
+        """Return the examples `indices` (int64 [N]) with a leading dim N."""
         ...
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What every data configuration builds.
+    """The result of every data configuration.
 
     Attributes:
-      train: the examples to learn from.
-      heldout: the examples to judge by, or None.
+      train: the examples to train on.
+      heldout: the examples to evaluate on, or None.
       vocab_size: `tokens` are in [0, vocab_size), or None where there are no tokens.
       classes: each `label` is in [0, classes), or None where there are no labels.
-      description: one line for people.
-      facts: sizes, by name with its unit.
-      tokenizer: what text and tokens are to each other, or None where there are no tokens.
-      baselines: computes the losses to beat on the held-out split (nats per token), by name. It
-        may take seconds, so nothing calls it before a result is to be judged.
-      unchecked: fields that may hold what is not finite, or outside those ranges.
+      description: a line for people.
+      facts: sizes, by name with the unit.
+      tokenizer: the mapping between text and tokens, or None where there are no tokens.
+      baselines: function that computes the losses to beat on the held-out split (nats per token),
+        by name. It may take seconds, so it is called only when a result is to be judged.
+      unchecked: fields that may hold NaN, infinity, or values outside those ranges.
     """
 
     train: Source
@@ -68,17 +68,17 @@ class Dataset:
 
     @property
     def allowed(self) -> Allowed:
-        """What the values of its examples may be."""
+        """The allowed values of its examples."""
         limits = {"tokens": self.vocab_size, "label": self.classes}
         declared = {name: limit for name, limit in limits.items() if limit is not None}
         return Allowed(declared, self.unchecked)
 
 
 class ArraySource:
-    """Examples that lie in memory (or in a memory map) as whole arrays."""
+    """Examples in memory (or in a memory map) as whole arrays."""
 
     def __init__(self, **arrays: np.ndarray):
-        """`arrays` share their leading dim, the example."""
+        """Hold `arrays`, which share their leading dim, the example."""
         assert len({len(array) for array in arrays.values()}) == 1, "one length for all arrays"
         self._arrays = arrays
 
@@ -93,10 +93,10 @@ class ArraySource:
 
 
 def length(source: Source, what: str) -> int:
-    """How many examples a source says it has; messages call it `what`.
+    """Return the number of examples of a source, called `what` in messages.
 
     Raises:
-      DataError: `__len__` raised, or gave what is no length; or there is no example.
+      DataError: `__len__` raised, or returned no valid length; or there is no example.
     """
     try:
         examples = len(source)
@@ -111,7 +111,7 @@ def length(source: Source, what: str) -> int:
 
 
 def take(source: Source, indices: np.ndarray) -> HostBatch:
-    """The examples `indices` (int64 [N]) of any source, with a leading dim N.
+    """Read the examples `indices` (int64 [N]) of any source, with a leading dim N.
 
     Raises:
       DataError: an example cannot be read, is not a mapping of arrays, or differs in keys, shape
@@ -132,7 +132,7 @@ def take(source: Source, indices: np.ndarray) -> HostBatch:
 
 
 def take_one(source: BatchSource, index: int) -> Example:
-    """Example `index` of a source that reads whole batches.
+    """Read example `index` of a source that reads whole batches.
 
     Raises:
       IndexError: there is no such example.
@@ -143,7 +143,7 @@ def take_one(source: BatchSource, index: int) -> Example:
 
 
 def read_example(source: Source, index: int) -> HostBatch:
-    """Example `index` of any source, as arrays of the dtypes that jax will give them.
+    """Read example `index` of any source, as arrays with the dtypes that jax gives them.
 
     Raises:
       DataError: the source raised, or the example is not a mapping of names to arrays.
@@ -161,14 +161,14 @@ def read_example(source: Source, index: int) -> HostBatch:
 
 
 def narrow(name: str, value: ArrayLike) -> np.ndarray:
-    """`value` as an array of at most 32 bits an element, as in jax; numbers are unchanged.
+    """Convert `value` to an array of at most 32 bits per element, as in jax; numbers are unchanged.
 
     Raises:
       DataError: not numbers, or integers that 32 bits cannot hold.
     """
     array = np.asarray(value)
     if array.dtype == np.float64:
-        with np.errstate(over="ignore"):  # becomes infinity, which `Allowed` refuses
+        with np.errstate(over="ignore"):  # an overflow becomes infinity, which `Allowed` refuses
             return array.astype(np.float32)
     if array.dtype in (np.int64, np.uint64):
         limits = np.iinfo(np.int32)

@@ -1,4 +1,4 @@
-"""Made-up data of any size, for benchmarks: an example depends on the seed and its index alone."""
+"""Synthetic data of any size, for benchmarks: an example depends only on the seed and its index."""
 
 from __future__ import annotations
 
@@ -66,10 +66,10 @@ class SyntheticConfig(Config):
         return self
 
     def build(self) -> Dataset:
-        """Nothing is computed before an example is asked for.
+        """Build the data set; examples are computed only when they are read.
 
         Raises:
-          DataError: images that this machine cannot hold.
+          DataError: images that do not fit into this machine's memory.
         """
         tokens = self.kind == "tokens"
         if not tokens:
@@ -97,7 +97,7 @@ class SyntheticConfig(Config):
 
 
 class _TokenSource:
-    """`tokens` int32 [L + 1] of a chain, four successors a token; `segments` int32 [L], zeros."""
+    """A source of `tokens` int32 [L + 1], four successors a token; `segments` int32 [L], zeros."""
 
     def __init__(self, config: SyntheticConfig, stream: int, length: int):
         self._window, self._vocab_size = config.window, config.vocab_size
@@ -136,13 +136,13 @@ def _check_pictures(config: SyntheticConfig) -> None:
 
 
 class _ImageSource:
-    """`image` uint8 [H, W, C]: its class's picture plus one of 64 noises; `label` int32."""
+    """A source of `image` uint8 [H, W, C], its class's picture plus noise, and `label` int32."""
 
     def __init__(self, config: SyntheticConfig, stream: int, length: int):
         self._stream, self._length = _stream_key(config.seed, stream), length
         shape = (config.height, config.width, config.channels)
         world = np.random.default_rng([config.seed, _WORLD])
-        # Two numbers below 128 add up without a carry.
+        # Two numbers below 128 add up without overflow.
         self._pictures = world.integers(128, size=(config.classes, *shape), dtype=np.uint8)
         self._noises = world.integers(128, size=(_NOISES, *shape), dtype=np.uint8)
 
@@ -163,6 +163,6 @@ def _stream_key(seed: int, stream: int) -> np.uint64:
 
 
 def _draws(key: np.uint64, indices: np.ndarray, count: int) -> np.ndarray:
-    """`count` random numbers (uint64 [N, count]) for each example, by its index alone."""
+    """Draw `count` random numbers (uint64 [N, count]) for each example, by its index only."""
     examples = mix(indices.astype(np.uint64) ^ key)
     return mix(examples[:, None] + np.arange(count, dtype=np.uint64))

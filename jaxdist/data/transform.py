@@ -1,4 +1,4 @@
-"""What is done to images between their source and the model."""
+"""Transforms of images between their source and the model."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class ScaleConfig(Config):
     """Divisor of the difference, in the same unit; a list has one entry for each channel."""
 
     def build(self) -> Transform:
-        """The function of a batch of examples.
+        """Build the function of a batch of examples.
 
         Raises:
-          DataError: it raises, where a list has not one number for each channel.
+          DataError: raised by that function, where a list does not have a number for each channel.
         """
         return partial(_scale, mean=self.mean, std=self.std)
 
@@ -50,10 +50,10 @@ class ImportedTransformConfig(Config):
     """Keyword arguments for the function."""
 
     def build(self) -> Transform:
-        """The function, with its errors reported as errors of the config.
+        """Import the function, and report its errors as errors of the config.
 
         Raises:
-          ConfigError: it cannot be imported.
+          ConfigError: the function cannot be imported.
         """
         function, args = load_object(self.path), self.args
 
@@ -74,7 +74,7 @@ TransformConfig = Annotated[ScaleConfig | ImportedTransformConfig, Field(discrim
 
 
 def transformed(dataset: Dataset, config: TransformConfig | None) -> Dataset:
-    """The data set with a transform on both splits; None is the data set itself."""
+    """Apply a transform to both splits of a data set; None returns the data set itself."""
     if config is None:
         return dataset
     transform = config.build()
@@ -84,7 +84,7 @@ def transformed(dataset: Dataset, config: TransformConfig | None) -> Dataset:
 
 @dataclass(frozen=True)
 class _Transformed:
-    """A source whose batches go through a function."""
+    """A source whose batches are passed through a function."""
 
     source: Source
     transform: Transform

@@ -1,4 +1,4 @@
-"""What the values of a batch may be: whole numbers in a range that is declared, else finite."""
+"""Allowed values of a batch: integers in a declared range, otherwise finite numbers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from jaxdist.errors import DataError
 
 @dataclass(frozen=True)
 class Allowed:
-    """The values that the fields of an example may hold.
+    """The allowed values of the fields of an example.
 
-    It is checked on the host, since a gather on a device clamps an index that is out of range
+    They are checked on the host, since a gather on a device clamps an index that is out of range
     without an error.
 
     Attributes:
-      limits: the values of this field are whole numbers in [0, limit).
+      limits: values of these fields are integers in [0, limit).
       unchecked: fields that may hold anything.
     """
 
@@ -28,15 +28,15 @@ class Allowed:
     def check(
         self, batch: Mapping[str, np.ndarray], examples: np.ndarray, split: str = "training split"
     ) -> None:
-        """Look at every value of some examples; costs less than it cost to copy them together.
+        """Check every value of some examples; it costs less than copying them together did.
 
         Args:
           batch: arrays [N, ...] by field.
           examples: the numbers (int64 [N]) of these examples in their split.
-          split: what the message calls it.
+          split: name of the split in messages.
 
         Raises:
-          DataError: a value that is not allowed; the message names the first one.
+          DataError: a value that is not allowed; the message names the first.
 
         >>> allowed = Allowed({"label": 10})
         >>> allowed.check({"label": np.array([3, 12])}, np.array([7, 41]))
@@ -65,7 +65,7 @@ data.unchecked: [label] lets anything pass
 
 
 def _wrong(values: np.ndarray, limit: int | None) -> np.ndarray | None:
-    """A bool array of the values' shape, true where a value is not allowed; None if all are."""
+    """Return a bool array like the values, true where a value is not allowed; None if all are."""
     whole = values.dtype.kind in "biu"
     if limit is None:
         return None if whole else ~np.isfinite(values)

@@ -1,4 +1,4 @@
-"""FLOPs that a model needs for a step, whatever plan takes it."""
+"""The FLOPs of a model's step, whatever the plan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jaxdist.parallel.plan import ParallelConfig
 
 
 def model_flops(config: ExperimentConfig, device: Device) -> float:
-    """FLOPs of the matrix products and convolutions of one train step, over all devices.
+    """Count the FLOPs of matrix products and convolutions in a train step, over all devices.
 
-    They are counted in the step as jax traces it for one device, without the model's remat and with
-    plain attention: nothing is computed twice, nothing on two devices, and nothing in a kernel that
-    hides it. What a model of the user's own recomputes
-    by itself is counted. A loop whose length is data counts once.
+    They are counted in jax's trace of the step for a single device, without the model's remat and
+    with plain attention: nothing is computed twice, or on two devices, or hidden in a kernel.
+    Recomputation inside a user's own model is counted. A loop whose length depends on data counts
+    once.
     """
     model: Any = config.model
     plain = {"remat": "none", "attention": "plain"}
@@ -29,7 +29,7 @@ def model_flops(config: ExperimentConfig, device: Device) -> float:
 
 
 def on_one_device(config: ExperimentConfig) -> ExperimentConfig:
-    """The same step on one device, in one piece."""
+    """Return the same step on a single device, in one piece."""
     return config.model_copy(
         update={
             "mesh": MeshConfig.model_validate({"data": 1}),

@@ -1,1 +1,1 @@
-"""What a config would cost, read from its compiled program."""
+"""The cost of a config, read from its compiled program."""

@@ -1,4 +1,4 @@
-"""What differs between two compiled train steps: numbers, and whether they are one program."""
+"""The differences between two compiled train steps: in numbers, and in the programs."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Value = float | str | None
 
 @dataclass(frozen=True)
 class LedgerChange:
-    """One number that differs.
+    """A number that differs.
 
     Attributes:
-      of: what the number is of: mesh axes and a kind of collective, "FLOPs" or "memory".
-      what: which number, with its unit, such as "sent_bytes".
-      before, after: None where one program has no such thing.
+      of: the object of the number: mesh axes and a kind of collective, "FLOPs" or "memory".
+      what: the number's name with its unit, such as "sent_bytes".
+      before, after: the values; None where a program has no such number.
     """
 
     of: str
@@ -36,7 +36,7 @@ class LedgerChange:
 
 @dataclass(frozen=True)
 class Difference:
-    """All changes from one inspection to another."""
+    """All changes from an inspection to another."""
 
     before: Inspection
     after: Inspection
@@ -44,14 +44,14 @@ class Difference:
 
     @property
     def verdict(self) -> DiffVerdict:
-        """Whether the two are one program, or two with the same numbers, or neither."""
+        """Whether the two are the same program, have the same numbers, or differ."""
         if self.changes:
             return "different"
         same = self.before.program_sha256 == self.after.program_sha256
         return "same program" if same else "same numbers"
 
     def to_json(self) -> JsonObject:
-        """The verdict and the changes as plain data."""
+        """Convert the verdict and the changes to plain data."""
         changes = [
             {"of": c.of, "what": c.what, "before": c.before, "after": c.after} for c in self.changes
         ]
@@ -103,7 +103,7 @@ def _seconds(step_time: StepTime) -> dict[tuple[str, str], Value]:
 
 
 def print_difference(difference: Difference, console: Console) -> None:
-    """Print what changed, or that nothing did."""
+    """Print the changes, or that there are none."""
     console.print(f"before {difference.before.config}", soft_wrap=True, markup=False)
     console.print(f"after  {difference.after.config}", soft_wrap=True, markup=False)
     console.print()

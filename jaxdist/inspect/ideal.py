@@ -1,4 +1,4 @@
-"""What a train step would cost at best: products that a mask spares, the least bytes sent."""
+"""Bounds of a train step: products that a mask discards, and the least bytes sent."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.sharding import param_shardings
 
 
 def masked_flops(experiment: Experiment) -> float:
-    """FLOPs of attention's products in one step that its mask throws away; 0 of other models."""
+    """Count FLOPs of attention's products in a step that its mask discards; 0 for other models."""
     model: Any = experiment.config.model
     count = getattr(model, "masked_flops", None)
     if count is None:
@@ -25,12 +25,12 @@ def masked_flops(experiment: Experiment) -> float:
 
 
 def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | None:
-    """The mesh axes that share the batch, and the least bytes a device must send over them.
+    """Return the axes that share the batch, and the least bytes that a device must send over them.
 
-    All-reducing S bytes over N devices takes 2(N-1)/N S from each, by any algorithm; S is the
-    gradient of what one device holds of the parameters, in the model's compute dtype. Parameters
-    that are themselves split over these axes count whole, since gathering and reduce-scattering
-    them takes as much. None when no axis shares the batch.
+    An all-reduce of S bytes over N devices takes 2(N-1)/N S from each, by any algorithm; S is the
+    gradient of the parameters on one device, in the model's compute dtype. Parameters that are
+    themselves split over these axes count whole, since gathering and reduce-scattering them takes
+    as much. The result is None when no axis shares the batch.
     """
     layout = experiment.layout
     axis = layout.axis_of("batch")
@@ -55,7 +55,7 @@ def gradient_bound(experiment: Experiment) -> tuple[tuple[str, ...], float] | No
 
 
 def bound_notes(experiment: Experiment) -> tuple[str, ...]:
-    """What `gradient_bound` assumes, and which settings make a step send more, a phrase each."""
+    """List the assumptions of `gradient_bound`, and the settings that send more, a phrase each."""
     parallel, program = experiment.config.parallel, experiment.program
     computed = getattr(experiment.config.model, "compute_dtype", None)
     dtype = f"in {computed}, the model's compute dtype" if computed else "in the parameters' dtype"

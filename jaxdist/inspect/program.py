@@ -1,4 +1,4 @@
-"""One experiment's train step, compiled ahead of time: what it costs and what it might."""
+"""The train step of an experiment, compiled ahead of time, with its actual and ideal cost."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ from jaxdist.trees import tree_size
 
 @dataclass(frozen=True)
 class Inspection:
-    """What is known of one train step before it runs; bytes and FLOPs are of one device.
+    """The facts about a train step before it runs; bytes and FLOPs are per device.
 
     Attributes:
-      config: the file, and the settings on top of it.
-      model: type and number of parameters; each counts once, a head that is the embedding with it.
-      step: what one step trains on.
-      device_kind: what it is compiled for.
-      ledger: what the compiled program does.
-      program_sha256: of the program without names and order; equal programs have equal ones.
-      model_flops: of the whole step, without recomputing: see `jaxdist.experiment.flops`.
+      config: the file, and the settings that override it.
+      model: type and number of parameters, without duplicates (a tied head counts once).
+      step: the data of a step.
+      device_kind: the devices that it is compiled for.
+      ledger: the ledger of the compiled program.
+      program_sha256: digest of the program without names and order; equal for equal programs.
+      model_flops: FLOPs of the whole step, without recomputation: see `jaxdist.experiment.flops`.
       gradient_axes: mesh axes that share the batch.
-      gradient_bound_bytes: the least that a device must send over them.
-      bound_notes: what that assumes, and what of this step it leaves out.
-      step_time: how long it takes, where the compiler estimates it (on TPUs); else None.
-      masked_flops: of `model_flops`, those of attention's products that its mask throws away.
-      tokens: of one step, or examples.
-      estimate_seconds: what reading the program and predicting its time took.
+      gradient_bound_bytes: the least bytes that a device must send over them.
+      bound_notes: the assumptions of that bound, and what it leaves out.
+      step_time: the predicted time, where the compiler writes estimates (on TPUs); otherwise None.
+      masked_flops: the part of `model_flops` in products that attention's mask discards.
+      tokens: number of tokens in a step, or examples.
+      estimate_seconds: time to read the program and predict its time.
       arguments: bytes of each kind of argument.
-      worker: what of a step with parameter servers this is; None: the whole step.
-      memory_bytes: of the device; None when it is not known.
+      worker: the part of a step with parameter servers that was compiled; None: the whole step.
+      memory_bytes: memory of the device; None when it is unknown.
       compile_seconds: XLA's time, without tracing.
     """
 
@@ -85,14 +85,14 @@ class Inspection:
 
     @property
     def ideal_flops(self) -> float:
-        """The model's FLOPs over the devices."""
+        """The model's FLOPs divided by the number of devices."""
         return self.model_flops / self.ledger.devices
 
     def mfu(self, *, masked: bool) -> float | None:
-        """Model FLOPs utilization: the model's FLOPs over what the devices' peak is in a step.
+        """Return the model FLOPs utilization: the model's FLOPs over those of the devices' peak.
 
         Args:
-          masked: whether the products that attention's mask throws away count (as in PaLM, arXiv
+          masked: whether products that attention's mask discards count (as in PaLM, arXiv
             2204.02311, appendix B), or not (causal attention counts half).
         """
         known = find_device(self.device_kind)
@@ -108,8 +108,8 @@ class InspectedExperiment:
     """An experiment to inspect: checked and traced to shapes, not yet compiled.
 
     Attributes:
-      name: the file, and the settings on top of it.
-      devices: what to compile for.
+      name: the file, and the settings that override it.
+      devices: the devices to compile for.
     """
 
     name: str
@@ -118,14 +118,14 @@ class InspectedExperiment:
 
     @property
     def device_kind(self) -> str:
-        """What jax calls the devices."""
+        """The kind of the devices in jax's terms."""
         return self.devices[0].device_kind
 
 
 def open_subject(
     path: Path, overrides: Sequence[str], devices: Sequence[Device] | None
 ) -> InspectedExperiment:
-    """Build an experiment for `devices`; None is the config's fake devices, else all real ones.
+    """Build an experiment for `devices`; None is the config's fake devices, else all real devices.
 
     Raises:
       JaxdistError: a configuration that cannot be read, or that does not fit the devices.
@@ -190,7 +190,7 @@ def _step(experiment: Experiment, worker: WorkerPart | None, units: int) -> str:
 def _compiled(
     subject: InspectedExperiment, lowered: jax.stages.Lowered, arguments: Mapping[str, int]
 ) -> tuple[jax.stages.Compiled, str]:
-    """The program and its text."""
+    """Compile, and return the program and its text."""
     try:
         if subject.devices[0].platform == "tpu":
             return compile_with_text(lowered)
@@ -205,7 +205,7 @@ def _compiled(
 def predicted(
     subject: InspectedExperiment, compiled: jax.stages.Compiled, module: Module
 ) -> StepTime | None:
-    """The predicted time of a step; None where the compiler writes no estimates.
+    """Predict the time of a step; None where the compiler writes no estimates.
 
     Args:
       module: the parsed text of the compiled program.
@@ -219,7 +219,7 @@ def predicted(
 
 
 def ticks_of(program: Program) -> Lockstep | None:
-    """The branches that a pipeline's stages take; None of a program without one."""
+    """Return the branches that a pipeline's stages take; None for a program without a pipeline."""
     compute = program.compute
     if not isinstance(compute, Pipeline):
         return None
@@ -244,7 +244,7 @@ def _memory_bytes(devices: Sequence[Device]) -> int | None:
 
 
 def _refusal(subject: InspectedExperiment, arguments: Mapping[str, int], text: str) -> RunError:
-    """What to tell a user whose program XLA finds too large for the device."""
+    """Describe a program that XLA finds too large for the device."""
     name, kind = subject.name, subject.device_kind
     sizes = refused_bytes(text)
     if sizes is None:

@@ -1,4 +1,4 @@
-"""`jaxdist inspect`: what a train step will cost, read from the compiled program before launch."""
+"""`jaxdist inspect`: the cost of a train step, read from the compiled program before launch."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ def inspect(
     plot: Path | None = None,
     console: Console,
 ) -> Inspection | Difference:
-    """Compile an experiment's train step and print what it costs; with a second, what differs.
+    """Compile an experiment's train step and print its cost; with a second step, the differences.
 
     Args:
       path: the configuration file, with `overrides` on top.
-      topology: TPUs to compile for, such as `v5e:2x4`; None is the devices that jax has.
+      topology: TPUs to compile for, such as `v5e:2x4`; None is jax's devices.
       other: a second file (None: the same), with `overrides` and then `changes` on top.
-      changes: settings of the second program; none and no `other` compares nothing.
-      json_file: where to write the same as JSON.
-      plot: a directory for a picture of the predicted step; for TPUs, and for one program.
+      changes: settings of the second program; without them and `other`, nothing is compared.
+      json_file: a file for the same facts as JSON.
+      plot: a directory for a picture of the predicted step; only for TPUs and a single program.
 
     Raises:
-      JaxdistError: anything that the user can mend.
+      JaxdistError: any error that the user can fix.
     """
     devices = None if topology is None else topology_devices(topology)
     if plot is not None and (topology is None or other is not None or changes):
@@ -93,7 +93,7 @@ def _print(found: Inspection, plot: Path | None, console: Console) -> None:
 
 
 def inspection_json(inspection: Inspection) -> JsonObject:
-    """Everything that the tables show, and the ledger they were summed from, as plain data."""
+    """Convert everything that the tables show, and the underlying ledger, to plain data."""
     ledger = inspection.ledger
     ideal = inspection.ideal_flops
     return {

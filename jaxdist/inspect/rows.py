@@ -1,4 +1,4 @@
-"""A ledger's collectives summed into the rows that a person reads."""
+"""A ledger's collectives, summed to the rows of a table."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from jaxdist.hlo.records import Collective, Ledger
 
 @dataclass(frozen=True)
 class CollectiveRow:
-    """The collectives of one kind over the same mesh axes, in one step on one device.
+    """The collectives of a kind over the same mesh axes, in a step on a device.
 
     Attributes:
-      axes: mesh axes that the groups span; None when they are no product of axes.
-      kind: of the collectives, or "" for all kinds together.
+      axes: mesh axes that the groups span; None when they are not a product of axes.
+      kind: the kind of collective, or "" for all kinds together.
       times_low, times_high: executions; they differ where a conditional decides.
-      bounded: whether there are no more; a loop of unknown length counts as one turn.
-      dtypes: on the wire, sorted.
+      bounded: whether `times_high` is a bound; a loop of unknown length counts as one iteration.
+      dtypes: dtypes sent, sorted.
       payload_bytes: whole tensors, summed over the executions.
-      sent_bytes: what the busiest device sends.
-      overlapped_bytes: of these, what is sent while the device computes.
+      sent_bytes: bytes that the busiest device sends.
+      overlapped_bytes: the part of these that is sent while the device computes.
     """
 
     axes: tuple[str, ...] | None
@@ -36,7 +36,7 @@ class CollectiveRow:
 
     @property
     def exposed_bytes(self) -> float:
-        """What is sent while the device waits."""
+        """The bytes sent while the device waits."""
         return self.sent_bytes - self.overlapped_bytes
 
     @property
@@ -46,7 +46,7 @@ class CollectiveRow:
 
     @property
     def times(self) -> str:
-        """Executions as text."""
+        """The executions as text."""
         if not self.bounded:
             return f"{self.times_low:,} or more"
         return show_range(self.times_low, self.times_high)
@@ -67,16 +67,16 @@ def _sum(axes: tuple[str, ...] | None, kind: str, found: Sequence[Collective]) -
 
 
 def _order(axes: tuple[str, ...] | None, ledger: Ledger) -> tuple[bool, int, list[int]]:
-    """Single axes in mesh order, then several together, then what is no product of axes."""
+    """Order single axes as in the mesh, then several together, then groups without axes."""
     names = list(ledger.axes)
     return axes is None, len(axes or ()), [names.index(axis) for axis in axes or ()]
 
 
 def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[CollectiveRow]:
-    """One row for each set of mesh axes that collectives span.
+    """Return a row for each set of mesh axes that collectives span.
 
-    Those over some of the axes in `together` are one row: a reduction inside the fast network and
-    then across the slow one is, as a whole, one over both.
+    Collectives over some of the axes in `together` share a row: a reduction inside the fast network
+    and then across the slow network is, as a whole, a reduction over both.
     """
 
     def span(collective: Collective) -> tuple[str, ...] | None:
@@ -88,7 +88,7 @@ def by_axes(ledger: Ledger, together: tuple[str, ...] = ()) -> list[CollectiveRo
 
 
 def by_kind(ledger: Ledger) -> list[CollectiveRow]:
-    """One row for each set of mesh axes and kind of collective, most bytes first within a set."""
+    """Return a row for each set of mesh axes and kind, most bytes first within a set."""
     rows: list[CollectiveRow] = []
     for whole in by_axes(ledger):
         mine = [c for c in ledger.collectives if c.axes == whole.axes]
@@ -102,7 +102,7 @@ def _kinds(collectives: Iterable[Collective]) -> list[str]:
 
 
 def show_bytes(size_bytes: float) -> str:
-    """A size with three digits and a decimal unit.
+    """Format a size with three digits and a decimal unit.
 
     >>> show_bytes(7340032), show_bytes(0), show_bytes(999.6), show_bytes(16.9e9)
     ('7.34 MB', '0 B', '1 kB', '16.9 GB')
@@ -111,7 +111,7 @@ def show_bytes(size_bytes: float) -> str:
 
 
 def show_number(value: float, unit: str = "") -> str:
-    """A number with three digits and a decimal prefix.
+    """Format a number with three digits and a decimal prefix.
 
     >>> show_number(6140461056, "FLOP"), show_number(12)
     ('6.14 GFLOP', '12')
@@ -125,7 +125,7 @@ def show_number(value: float, unit: str = "") -> str:
 
 
 def show_range(low: float, high: float) -> str:
-    """One number, or two with a dash where they differ.
+    """Format a number, or two with a dash where they differ.
 
     >>> show_range(4, 4), show_range(0, 4)
     ('4', '0-4')
@@ -134,7 +134,7 @@ def show_range(low: float, high: float) -> str:
 
 
 def show_ratio(value: float, reference: float | None) -> str:
-    """`value` over `reference` as a factor; a dash where there is no reference.
+    """Format `value` over `reference` as a factor; a dash without a reference.
 
     >>> show_ratio(3, 2), show_ratio(3, 0), show_ratio(3, None)
     ('1.500', '-', '-')

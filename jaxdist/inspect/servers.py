@@ -1,4 +1,4 @@
-"""What an inspection says of parameter servers: one worker's program, and what each server has."""
+"""An inspection of parameter servers: a worker's program, and each server's state and traffic."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from jaxdist.types import JsonObject
 
 @dataclass(frozen=True)
 class Server:
-    """One server.
+    """A server's state and traffic.
 
     Attributes:
-      received_bytes, sent_bytes: in a clock of all its clients: a push of each, and the parameters
-        to each.
+      received_bytes, sent_bytes: bytes in a clock of all its clients: a push of each, and the
+        parameters to each.
     """
 
     number: int
@@ -34,11 +34,11 @@ class Server:
 
 @dataclass(frozen=True)
 class WorkerPart:
-    """What is compiled in place of the whole step, where servers have the parameters.
+    """The program that is compiled in place of the whole step, where servers hold the parameters.
 
     Attributes:
-      share: of the batch: the largest one.
-      state: shapes of what the program is given; the optimizer's only where workers have one.
+      share: the largest share of the batch.
+      state: shapes of the program's state; with the optimizer's only where workers have it.
     """
 
     program: Program
@@ -49,7 +49,7 @@ class WorkerPart:
 
 
 def worker_part(experiment: Experiment) -> WorkerPart | None:
-    """The largest part of the batch, and all servers; None where there are none."""
+    """Return the worker with the largest share, and all servers; None without servers."""
     if not isinstance(experiment.config.strategy, ParameterServer):
         return None
     sharded = sharded_of(experiment)
@@ -73,5 +73,5 @@ def _server(sharded: Sharded, at: int) -> Server:
 
 
 def servers_json(part: WorkerPart) -> list[JsonObject]:
-    """Plain data."""
+    """Convert to plain data."""
     return [dict(vars(one)) for one in part.servers]

@@ -29,7 +29,7 @@ def print_inspection(inspection: Inspection, console: Console) -> None:
 
 
 def table(title: str, *columns: str) -> Table:
-    """An empty table: the first column on the left, numbers on the right."""
+    """Create an empty table: the first column left-aligned, numbers right-aligned."""
     made = Table(title=title, title_justify="left", title_style="bold", show_edge=False)
     made.add_column(columns[0], overflow="fold")
     for column in columns[1:]:
@@ -103,7 +103,7 @@ def _bound_notes(inspection: Inspection, unbounded: list[str]) -> list[str]:
 
 
 def bound_bytes(inspection: Inspection, row: CollectiveRow) -> float | None:
-    """The least that a device must send over the axes of a row; None where none is known."""
+    """Return the least bytes that a device must send over a row's axes; None if unknown."""
     if row.axes == inspection.gradient_axes and inspection.gradient_bound_bytes:
         return inspection.gradient_bound_bytes
     return None
@@ -140,7 +140,7 @@ def _print_memory(inspection: Inspection, console: Console) -> None:
 
 
 def _print_servers(part: WorkerPart, console: Console) -> None:
-    """What each server holds, and what goes in and out of it."""
+    """Print each server's state, and its traffic."""
     made = table(
         "Servers, and their bytes in a clock of all who push", "server", "parameters", "optimizer",
         "received", "sent",

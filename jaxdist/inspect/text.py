@@ -1,4 +1,4 @@
-"""The text of a compiled program without its names, so that two programs can be compared."""
+"""The text of a compiled program without its names, so that programs can be compared."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _COMPUTATION = re.compile(r"((?:ENTRY )?)(%\d+) \{$")
 
 
 def canonical_text(text: str) -> str:
-    """HLO text without source positions, names and channel numbers.
+    """Normalize HLO text: remove source positions, names and channel numbers.
 
-    Instructions and computations are numbered in the order in which they are named.
+    Instructions and computations are numbered in the order of their names' occurrence.
 
     >>> canonical_text('%add.7 = f32[] add(%x, %x), metadata={op_name="a{b}"}')
     '%0 = f32[] add(%1, %1)'
@@ -32,10 +32,10 @@ def canonical_text(text: str) -> str:
 
 
 def structure(text: str) -> str:
-    """SHA-256 that is equal for programs which differ in names and in the schedule alone.
+    """Hash a program, ignoring names and the schedule, with SHA-256.
 
-    Each instruction is hashed with the hashes of its operands and of what it calls, which HLO text
-    defines before they are used.
+    Each instruction is hashed with the hashes of its operands and of the computations that it
+    calls, which HLO text defines before their use.
 
     >>> one, two = "  %a = f32[] parameter(0)", "  %b = f32[] parameter(1)"
     >>> root = "  ROOT %c = f32[] subtract(%a, %b)"
@@ -63,11 +63,11 @@ def structure(text: str) -> str:
 
 
 def digest(text: str, lowered: str) -> str:
-    """`structure`, with the large constants.
+    """Hash a program like `structure`, with its large constants.
 
     Args:
       text: HLO of the compiled program, where large constants are elided.
-      lowered: StableHLO that it was compiled from, where they stand in hexadecimal.
+      lowered: the StableHLO that it was compiled from, which has them in hexadecimal.
     """
     return _hash(structure(text), *sorted(_LARGE_CONSTANT.findall(lowered)))
 

@@ -16,7 +16,7 @@ from jaxdist.metrics.figure import new_figure, save
 from jaxdist.types import JsonObject
 
 DEAREST = 10
-"""Sources in the table of the dearest."""
+"""The number of sources in the table of the most expensive."""
 _WRAPPERS = re.compile(
     r"jit\([^)]*\)|while|body|checkpoint|closed_call|shard_map|pjit|cond|branch(?:_\d+_fun)?"
 )
@@ -25,12 +25,12 @@ NO_PREDICTION = "No time is predicted: compilers for {kind} write no estimates, 
 
 @dataclass(frozen=True)
 class Source:
-    """The instructions of one jax operation together.
+    """The instructions of a jax operation together.
 
     Attributes:
-      name: the operation with what encloses it: `backward/attention/dot_general`.
-      times: executions of its instructions.
-      seconds: that the device waits for them.
+      name: the operation with its enclosing scopes: `backward/attention/dot_general`.
+      times: number of executions of its instructions.
+      seconds: seconds that the device waits for them.
       assumed: whether a rate is assumed for any of them.
     """
 
@@ -41,7 +41,7 @@ class Source:
 
 
 def show_seconds(seconds: float) -> str:
-    """Seconds with three digits in a readable unit.
+    """Format seconds with three digits in a readable unit.
 
     >>> show_seconds(23.0771), show_seconds(0.0123), show_seconds(2e-6)
     ('23.1 s', '12.3 ms', '2 us')
@@ -53,7 +53,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def source_name(entry: Entry) -> str:
-    """What a person calls the operation behind an instruction.
+    """Return a readable name of the operation behind an instruction.
 
     >>> op = "jit(train)/transpose(jvp(attention))/while/body/checkpoint/dot_general"
     >>> source_name(Entry("f.1", op, "compiler", (), "fusion", 1, 0.0, 0.0))
@@ -77,9 +77,9 @@ def source_name(entry: Entry) -> str:
 
 
 def dearest(found: StepTime) -> list[Source]:
-    """Return the operations that a device spends most time on, dearest first.
+    """Return the operations on which a device spends most time, the most expensive first.
 
-    Collectives, kernels and copies of an operation have entries of their own.
+    Collectives, kernels and copies of an operation have separate entries.
     """
     grouped: dict[str, Source] = {}
     for entry in found.entries:
@@ -91,7 +91,7 @@ def dearest(found: StepTime) -> list[Source]:
         elif entry.basis == "assumed":
             name = f"kernel: {name}"
         elif entry.what.startswith("copy"):
-            # XLA gives a layout copy the name of the operation whose operand or result it copies.
+            # XLA names a layout copy after the operation whose operand or result it copies.
             name = f"copy: {name}"
         old = grouped.get(name, Source(name, 0, 0.0, assumed=False))
         grouped[name] = Source(
@@ -104,7 +104,7 @@ def dearest(found: StepTime) -> list[Source]:
 
 
 def parts_of(found: StepTime) -> dict[str, float]:
-    """Seconds of the step by what the device does or waits for; they add up to the step."""
+    """Split the seconds of the step by work and waiting; they add up to the step."""
     parts = {
         "compute": found.compute_seconds - found.assumed_seconds,
         "compute at an assumed rate": found.assumed_seconds,
@@ -116,7 +116,7 @@ def parts_of(found: StepTime) -> dict[str, float]:
 
 
 def print_times(inspection: Inspection, console: Console) -> None:
-    """The split of the predicted step, and its ten dearest sources."""
+    """Print the split of the predicted step, and its ten most expensive sources."""
     console.print()
     found = inspection.step_time
     if found is None:
@@ -170,7 +170,7 @@ def _notes(inspection: Inspection, found: StepTime) -> list[str]:
 
 
 def _schedule_notes(found: StepTime) -> list[str]:
-    """What branches are counted, of a pipeline's ticks and of all others."""
+    """Describe the branches that are counted, in a pipeline's ticks and elsewhere."""
     notes: list[str] = []
     if found.schedule:
         notes.append(
@@ -188,7 +188,7 @@ def _schedule_notes(found: StepTime) -> list[str]:
 
 
 def times_json(inspection: Inspection) -> JsonObject | None:
-    """The prediction as plain data; None where there is none."""
+    """Convert the prediction to plain data; None where there is none."""
     found = inspection.step_time
     if found is None:
         return None
@@ -206,7 +206,7 @@ def times_json(inspection: Inspection) -> JsonObject | None:
 
 
 def draw_times(inspection: Inspection, directory: Path) -> Path:
-    """Write the split of the step as one stacked bar, `step_time.svg`."""
+    """Draw the split of the step as a stacked bar, `step_time.svg`."""
     found = inspection.step_time
     assert found is not None, "there is a prediction"
     figure = new_figure((7.5, 2.2))

@@ -1,1 +1,1 @@
-"""Numbers of a run: written to disk, shown while it goes, drawn as a loss curve."""
+"""Numbers of a run: written to disk, displayed during the run, drawn as a loss curve."""

@@ -14,44 +14,45 @@ Result = TypeVar("Result")
 
 
 class Kind(StrEnum):
-    """What the time of a run goes to, as process 0 sees it."""
+    """The activities of a run that take time, as process 0 sees them."""
 
     STEP = "step"
-    """Dispatching steps and exchanges between them, and waiting for them: the work itself."""
+    """Dispatching steps and exchanges between them, and waiting for them: the actual work."""
     INPUT_WAIT = "input_wait"
-    """Waiting for the next batch, even where devices still compute the step before."""
+    """Waiting for the next batch, even where devices still compute the previous step."""
     EVALUATION = "evaluation"
-    """Held-out means, with the compilation of what measures them."""
+    """Held-out means, including the compilation of the evaluation."""
     CHECKPOINT_BLOCKED = "checkpoint_blocked"
-    """Training waits for a save: the copy to the host, and the save before if it still goes on."""
+    """Training waits for a save: the copy to the host, and the previous save if it still runs."""
     SNAPSHOT = "snapshot"
     """Training waits for a copy of the state into the memory of hosts."""
     REPLICA_CHECK = "replica_check"
     """Comparing replicas of the state."""
     COMPILE = "compile"
-    """Tracing a step, and the first call of each stage's and of what digests replicas; of several
-    processes until the first step is done, which waits for the one that compiles longest."""
+    """Tracing a step, and the first call of each stage's step and of the digests of replicas; with
+    several processes until the first step is done, which waits for the longest compilation."""
     START = "start"
-    """From the process's start to its first step, and making each stage's batches ready."""
+    """From the process's start to its first step, and the preparation of each stage's batches."""
     RECOVERY = "recovery"
-    """The same where a run goes on from a checkpoint, which is loaded then."""
+    """Starting again where a run resumes from a checkpoint, including the load of the
+    checkpoint."""
     LOST_WORK = "lost_work"
-    """What was done after the last checkpoint before a death, and had to be done again."""
+    """Work between the last checkpoint and a crash, which had to be repeated."""
     IDLE = "idle"
-    """Nothing of these: the end of a run, and from a life's last record to the next start."""
+    """None of these: the end of a run, and from a life's last record to the next start."""
 
 
 class Account:
-    """Time by kind: that of an interval within another belongs to the inner one alone.
+    """Time by kind: an interval within another belongs only to the inner interval's kind.
 
-    Of one thread. Integers of nanoseconds, so that the kinds add up to the wall time exactly.
-    Cost: 0.2 us a call; nothing waits for a device.
+    It belongs to a single thread. It counts integers of nanoseconds, so that the kinds add up to
+    the wall time exactly. A call costs 0.2 us; nothing waits for a device.
 
     Args:
-      kind: what the time goes to outside of all intervals, until `switch` says otherwise.
-      begun: the clock's value where the account begins; now, if None.
-      clock: nanoseconds that never go back.
-      tell: called with what the time goes to from now on, at each change.
+      kind: the kind of the time outside of all intervals, until `switch` changes it.
+      begun: the clock's value at the beginning of the account; now, if None.
+      clock: a monotonic clock in nanoseconds.
+      tell: called with the new kind at each change.
 
     >>> moments = iter([0, 3, 10, 14])
     >>> account = Account(Kind.START, clock=lambda: next(moments))
@@ -75,32 +76,32 @@ class Account:
         self._spent = dict.fromkeys(Kind, 0)
 
     def enter(self, kind: Kind) -> None:
-        """An interval begins, within the one that is open."""
+        """Begin an interval, within the open interval."""
         self._settle()
         self._stack.append(kind)
         self._told()
 
     def leave(self) -> None:
-        """The innermost interval ends."""
+        """End the innermost interval."""
         assert len(self._stack) > 1, "nothing was entered"
         self._settle()
         self._stack.pop()
         self._told()
 
     def switch(self, kind: Kind) -> None:
-        """The innermost interval goes on as another kind."""
+        """Continue the innermost interval as another kind."""
         self._settle()
         self._stack[-1] = kind
         self._told()
 
     def spent(self) -> Mapping[Kind, int]:
-        """Nanoseconds by kind until now; their sum is the time since the account began."""
+        """Return nanoseconds by kind until now; their sum is the time since the account began."""
         self._settle()
         return dict(self._spent)
 
     @contextmanager
     def within(self, kind: Kind) -> Iterator[None]:
-        """Inside is an interval."""
+        """Make the block an interval."""
         self.enter(kind)
         try:
             yield
@@ -108,7 +109,7 @@ class Account:
             self.leave()
 
     def each(self, kind: Kind, items: Iterator[Item]) -> Iterator[Item]:
-        """The same items; waiting for one of them is an interval."""
+        """Iterate over the same items; waiting for an item is an interval."""
         while True:
             self.enter(kind)  # not `within`, which costs a microsecond
             try:
@@ -125,7 +126,7 @@ class Account:
         function: Callable[Given, Result],
         wait: Callable[[Result], object] | None = None,
     ) -> Callable[Given, Result]:
-        """Return the same function with its first call as an interval.
+        """Return the same function, with its first call as an interval.
 
         Args:
           wait: called with the first result, within the interval.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 2000
-"""More points than this are thinned: a picture has no more columns to show them in."""
+"""The most points of a curve, which is thinned beyond: a picture has no more columns."""
 
 _TRAIN, _POINTS = "#2a6fb0", ("#d1495b", "#3c8d5a", "#8b5fbf")
 _BASELINES = ("#6b6b6b", "#b07d2b", "#2f8f8f", "#a0527d")
@@ -36,12 +36,11 @@ def plot_loss(
     """Draw the train loss, raw and smoothed, the loss on every other split, and the baselines.
 
     Args:
-      records: as `read_metrics` gives them; those without a `loss` are passed over.
-      path: the PNG to write; replaced in one rename.
+      records: records of `read_metrics`; those without a `loss` are ignored.
+      path: the PNG to write; replaced atomically.
       baselines: label to a loss, drawn as a dashed horizontal line.
-      title: what stands above the axes.
-      loss_unit: what the loss is counted in, for example "nats per token"; None where that is not
-        known.
+      title: the text above the axes.
+      loss_unit: the unit of the loss, for example "nats per token"; None where it is unknown.
 
     Raises:
       RunError: the picture cannot be written.
@@ -66,7 +65,7 @@ def loss_figure(
     title: str,
     loss_unit: str | None,
 ) -> Figure:
-    """The figure that `plot_loss` writes, for a notebook or another format."""
+    """Draw the figure of `plot_loss`, for a notebook or another format."""
     figure = new_figure(_SIZE_INCHES)
     axes = figure.add_subplot()
     losses = _losses_by_split(records)
@@ -87,7 +86,7 @@ def loss_figure(
 
 
 def smooth(values: np.ndarray, reach: int) -> np.ndarray:
-    """Mean over up to `reach` neighbours on both sides; fewer near the start, which stays exact.
+    """Average over up to `reach` neighbours on both sides; fewer near the start, which stays exact.
 
     >>> smooth(np.array([9.0, 3.0, 3.0, 0.0]), reach=1).tolist()
     [9.0, 5.0, 2.0, 1.5]
@@ -102,7 +101,7 @@ def smooth(values: np.ndarray, reach: int) -> np.ndarray:
 def thin(
     steps: np.ndarray, values: np.ndarray, most: int = MAX_POINTS
 ) -> tuple[np.ndarray, np.ndarray]:
-    """At most `most` points: the lowest and the highest of each run of neighbours.
+    """Thin to at most `most` points: the lowest and the highest of each run of neighbours.
 
     >>> steps, values = thin(np.arange(10_000), np.eye(1, 10_000, 777)[0])
     >>> len(steps) <= MAX_POINTS, steps[values.argmax()].item()
@@ -128,7 +127,7 @@ def _losses_by_split(
 
 
 def _draw_train(axes: Axes, steps: np.ndarray, values: np.ndarray) -> list[float]:
-    """Draw the train loss; the heights that must be in view."""
+    """Draw the train loss, and return the heights that must be visible."""
     if not len(steps):
         return []
     smoothed = smooth(values, len(steps) // 60)

@@ -1,8 +1,8 @@
-"""TensorBoard events, written in place.
+"""TensorBoard events, written directly.
 
 `tensorboardX.SummaryWriter` passes each number through a queue between processes and a thread of
-its own, which costs a training loop 150 us a number. Its `RecordWriter`, used here, writes a whole
-record in 35 us, and closes its file where the disk is full too.
+its own, which costs a training loop 150 us per number. Its `RecordWriter`, used here, writes a
+whole record in 35 us, and closes its file even if the disk is full.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ _FLUSH_SECONDS = 10.0
 
 
 class EventFile:
-    """One file of events in `directory`, flushed every ten seconds and at the end.
+    """A file of events in `directory`, flushed every ten seconds and at the end.
 
     Args:
-      resume_step: None for a new run; else TensorBoard forgets the events after this step.
+      resume_step: None for a new run; otherwise TensorBoard drops the events after this step.
 
     Every method may raise an OSError.
     """
 
     def __init__(self, directory: Path, *, resume_step: int | None) -> None:
-        # Slow to import, so only a run that writes pays for it.
+        # Imported here, because it is slow and only a run that writes needs it.
         from tensorboardX.proto import event_pb2, summary_pb2
         from tensorboardX.record_writer import RecordWriter
 
         self._event, self._summary = event_pb2.Event, summary_pb2.Summary  # pyright: ignore[reportAttributeAccessIssue]  (made at import)
         directory.mkdir(parents=True, exist_ok=True)
-        # Files are named by the second; the suffix keeps a quick resume from overwriting one.
+        # Files are named by the second; the suffix keeps a quick resume from overwriting a file.
         suffix = "" if resume_step is None else f".from-step-{resume_step}"
         name = f"events.out.tfevents.{int(time.time())}.{socket.gethostname()}{suffix}"
         self._writer = RecordWriter(str(directory / name))
@@ -43,7 +43,7 @@ class EventFile:
         self._flushed = time.monotonic()
 
     def write(self, step: int, wall_time: float, numbers: Mapping[str, float]) -> None:
-        """Append one event that holds all the numbers of a record."""
+        """Append an event with all the numbers of a record."""
         values = [self._summary.Value(tag=tag, simple_value=n) for tag, n in numbers.items()]
         summary = self._summary(value=values)
         self._append(wall_time=wall_time, step=step, summary=summary)

@@ -1,4 +1,4 @@
-"""Figures of matplotlib without pyplot, which would be global."""
+"""Figures of matplotlib without pyplot, whose state is global."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def new_figure(size_inches: tuple[float, float]) -> Figure:
-    """An empty figure of 150 dots an inch with constrained layout."""
-    # Slow to import, so only a drawing pays for it.
+    """Create an empty figure of 150 dots per inch with constrained layout."""
+    # Imported here, because it is slow and only a drawing needs it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -35,10 +35,10 @@ def save(
     """Write a figure as `name.png` and so on, make the directory if needed, return the paths.
 
     Args:
-      what: is drawn, for the message.
+      what: description of the figure, for the message.
 
     Raises:
-      RunError: they cannot be written.
+      RunError: the files cannot be written.
     """
     paths = [Path(directory) / f"{name}.{format}" for format in formats]
     try:

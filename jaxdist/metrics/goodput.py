@@ -1,7 +1,7 @@
-"""Where the time of a run went, from the records of all its lives.
+"""The time of a run by activity, from the records of all its lives.
 
-A life is one process (of several, process 0) from its start to its last record. Each of its records
-has what its account held by then, so that a killed run is known up to its last record.
+A life is a process (of several, process 0) from its start to its last record. Each of its records
+has the content of its account at that time, so a killed run is known up to its last record.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jaxdist.metrics.account import Account, Kind
 from jaxdist.types import Json, JsonObject
 
 SPLIT, INTERVALS = "goodput", "intervals"
-"""Splits of the records of time, and of how often a run has chosen to save."""
+"""Splits of the records of time, and of a run's choices of save intervals."""
 WORK = (
     Kind.STEP,
     Kind.INPUT_WAIT,
@@ -24,7 +24,7 @@ WORK = (
     Kind.SNAPSHOT,
     Kind.REPLICA_CHECK,
 )
-"""What is lost where it has to be done again; a start or a compilation keeps its name."""
+"""The kinds that are lost if they have to be repeated; a start or a compilation keeps its kind."""
 
 _SAVES = (Kind.CHECKPOINT_BLOCKED, Kind.SNAPSHOT)
 _STARTS = (Kind.START, Kind.RECOVERY, Kind.COMPILE)
@@ -33,10 +33,10 @@ Record = Mapping[str, Json]
 
 
 def values_of(account: Account, life: int) -> dict[str, float]:
-    """A record of what an account holds now.
+    """Return a record of an account's current content.
 
     Args:
-      life: its number among those of the run, from 1.
+      life: its number among the lives of the run, from 1.
     """
     spent = account.spent()
     wall = sum(spent.values())
@@ -49,20 +49,20 @@ def values_of(account: Account, life: int) -> dict[str, float]:
 
 
 def next_life(records: Iterable[Record]) -> int:
-    """The number of the life that follows those of these records."""
+    """Return the number of the life that follows those of these records."""
     return 1 + max((int(record["life"]) for record in records if _is_ours(record)), default=0)
 
 
 @dataclass(frozen=True)
 class Life:
-    """One life of a run.
+    """A life of a run.
 
     Attributes:
-      began: seconds since 1970.
-      first_step: steps that were taken before it.
-      last_step: that of its last record.
-      kept_step: steps of it that no later life had to take again.
-      seconds: what its time went to; their sum is its wall time.
+      began: start in seconds since 1970.
+      first_step: number of steps taken before it.
+      last_step: the step of its last record.
+      kept_step: its last step that no later life had to repeat.
+      seconds: its time by kind; their sum is its wall time.
     """
 
     number: int
@@ -74,53 +74,53 @@ class Life:
 
     @property
     def wall_seconds(self) -> float:
-        """From its process's start to its last record."""
+        """The time from its process's start to its last record."""
         return sum(self.seconds.values())
 
     @property
     def ended(self) -> float:
-        """When its last record was written, in seconds since 1970."""
+        """The time of its last record, in seconds since 1970."""
         return self.began + self.wall_seconds
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """Where the time of a run went.
+    """The time of a run by activity.
 
     Attributes:
-      lives: in their order, at least one.
+      lives: the lives in order, at least one.
     """
 
     lives: tuple[Life, ...]
 
     @property
     def gaps_seconds(self) -> tuple[float, ...]:
-        """From the last record of each life to the start of the next, by the clock on the wall."""
+        """The time from the last record of each life to the start of the next, by wall clock."""
         return tuple(max(after.began - before.ended, 0.0) for before, after in pairwise(self.lives))
 
     @property
     def seconds(self) -> dict[Kind, float]:
-        """What the time of the whole run went to; the gaps between lives are idle."""
+        """The time of the whole run by kind; the gaps between lives are idle."""
         found = {kind: sum(life.seconds[kind] for life in self.lives) for kind in Kind}
         found[Kind.IDLE] += sum(self.gaps_seconds)
         return found
 
     @property
     def wall_seconds(self) -> float:
-        """From the first process's start to the last record."""
+        """The time from the first process's start to the last record."""
         return sum(life.wall_seconds for life in self.lives) + sum(self.gaps_seconds)
 
     @property
     def goodput(self) -> float:
-        """The share of the wall time in which steps were taken that counted, 0 to 1."""
+        """The fraction of the wall time spent on steps that counted, 0 to 1."""
         return self.seconds[Kind.STEP] / self.wall_seconds if self.wall_seconds else 0.0
 
     @property
     def kept(self) -> float:
-        """The share of the time that neither failures nor saves took, 0 to 1; 1 of no time.
+        """The fraction of the time not lost to failures and saves, 0 to 1; 1 for no time.
 
-        Of all time but the first start, its compilation, and what the end of a run takes: what
-        closed forms predict of a run that fails.
+        It is relative to all time but the first start, its compilation, and the end of the run: the
+        figure that closed forms predict for a run that fails.
         """
         seconds, first = self.seconds, self.lives[0].seconds
         useful = sum(seconds[kind] for kind in WORK if kind not in _SAVES)
@@ -130,11 +130,11 @@ class Goodput:
 
     @property
     def lost_steps(self) -> int:
-        """Steps that were taken more than once."""
+        """The number of steps that were taken more than once."""
         return sum(life.last_step - max(life.kept_step, life.first_step) for life in self.lives)
 
     def as_json(self) -> JsonObject:
-        """Plain data."""
+        """Convert to plain data."""
         return {
             "wall_seconds": self.wall_seconds,
             "goodput": self.goodput,
@@ -157,10 +157,10 @@ class Goodput:
 
 
 def joined(records: Iterable[Record]) -> Goodput | None:
-    """All lives of a run, from its records of metrics in their order; None where none is of time.
+    """Join all lives of a run, from its records in order; None if none of them is of time.
 
-    What a life did after the step that a later one went on from is lost work: steps, and what
-    stood between them.
+    The time of a life after the step from which a later life resumed is lost work: steps, and
+    everything between them.
     """
     ours = (record for record in records if _is_ours(record))
     lives = [list(group) for _, group in groupby(ours, key=lambda record: record["life"])]
@@ -176,7 +176,7 @@ def _life(records: Sequence[Record], kept_step: int) -> Life:
     last = records[-1]
     seconds = _seconds(last)
     kept = [record for record in records if record["step"] <= kept_step]
-    # Of steps that a life did not even begin with, nothing is kept.
+    # A life that was repeated from before its first step keeps nothing.
     until = _seconds(kept[-1]) if kept else dict.fromkeys(Kind, 0.0)
     if last["step"] > kept_step:
         seconds[Kind.LOST_WORK] = sum(seconds[kind] - until[kind] for kind in WORK)
@@ -198,9 +198,9 @@ def _named(seconds: Seconds) -> JsonObject:
 
 
 def predicted(records: Iterable[Record]) -> float | None:
-    """The share of the time that a run has last predicted to keep; None where it chose nothing.
+    """Return the last predicted fraction of time kept; None if the run chose no intervals.
 
-    Of snapshots and checkpoints, each share is of what the other leaves.
+    With snapshots and checkpoints, each fraction applies to the time that the other leaves.
 
     >>> predicted([{"split": "intervals", "snapshot_predicted": 0.9},
     ...            {"split": "intervals", "checkpoint_blocked_predicted": 0.5}])
@@ -214,7 +214,7 @@ def predicted(records: Iterable[Record]) -> float | None:
 
 
 def table(found: Goodput) -> str:
-    """Lines of at most 80 columns: seconds and share of each kind that there was.
+    """Format as lines of at most 80 columns: seconds and fraction of each kind that occurred.
 
     >>> print(table(Goodput((Life(1, 0.0, 0, 9, 9, {k: 0.0 for k in Kind} | {Kind.STEP: 8.0,
     ...     Kind.IDLE: 2.0}),))))

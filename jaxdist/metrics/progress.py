@@ -1,4 +1,4 @@
-"""How a run goes, for the person who watches: a live bar in a terminal, plain lines in a log."""
+"""The progress of a run: a live bar in a terminal, plain lines in a log."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ _SHORTEST_BAR, _LONGEST_BAR = 8, 40
 class Progress:
     """Shows step, loss, rate, step time and time left; a context manager.
 
-    In a terminal one line is redrawn a few times a second by a thread of its own, so that `update`
-    only stores numbers. Anywhere else (a file, a pipe, CI, the terminal without a size that a
-    launcher such as mpirun lends to a process) whole lines are printed: the first step,
-    the last, and one about every `seconds_between_lines`.
+    In a terminal a thread redraws one line a few times per second, so that `update` only stores
+    numbers. Elsewhere (a file, a pipe, CI, the terminal without a size that a launcher such as
+    mpirun gives a process) whole lines are printed: the first step, the last, and a line about
+    every `seconds_between_lines`.
 
     Args:
       total_steps: the step at which the run ends.
-      start_step: steps taken before this process began (not 0 after a resume).
-      unit: what the rate counts.
-      units_per_step: tokens or examples of one step, over all devices; may be set later, too.
-      console: where to write; standard output when None.
+      start_step: number of steps before this process started (not 0 after a resume).
+      unit: the unit of the rate.
+      units_per_step: tokens or examples in a step, over all devices; may be set later.
+      console: the output; standard output when None.
       enabled: False shows nothing (every process but the first).
-      efficiency: tells the MFU; None where the devices' peak is not known.
-      seconds_between_lines: cadence of the plain lines.
-      clock: seconds that never go back; for tests.
+      efficiency: computes the MFU; None where the devices' peak is unknown.
+      seconds_between_lines: interval of the plain lines.
+      clock: a monotonic clock in seconds; for tests.
 
     >>> import io
     >>> console = Console(file=io.StringIO())
@@ -93,9 +93,9 @@ class Progress:
         """Record that `step` is done; costs microseconds.
 
         Args:
-          step: steps taken in all.
+          step: number of steps taken in all.
           loss: a number already on the host: a device array would make the loop wait.
-          step_seconds: wall time of one step.
+          step_seconds: wall time of a step.
         """
         self.step = step
         self._loss = loss
@@ -133,7 +133,7 @@ class Progress:
         self._console.print(text, soft_wrap=True, markup=False, highlight=False)
 
     def _joined(self, *parts: str) -> str:
-        """As many of the parts, from the first on, as stand on one line."""
+        """Join as many of the parts, from the first on, as fit on a line."""
         kept = list(parts)
         while len(kept) > 1 and len("  ".join(kept)) > self._console.width:
             kept.pop()
@@ -150,7 +150,7 @@ class Progress:
         return self._joined(f"step {self.step}/{self._total_steps}", *self._numbers())
 
     def _numbers(self) -> list[str]:
-        """Loss, rate, step time and time left; nothing of what no step has told yet."""
+        """Return loss, rate, step time and time left; only numbers that are known already."""
         if not self._step_time.count:
             return []
         seconds = self._step_time.seconds
@@ -165,7 +165,7 @@ class Progress:
         ]
 
     def measured(self, step_seconds: float) -> list[tuple[str, float]]:
-        """What a step of this duration says about the devices, by name."""
+        """Return the devices' figures for a step of this duration, by name."""
         if self.efficiency is None:
             return []
         return [*self.efficiency.of(self.units_per_step, step_seconds).items()]
@@ -185,13 +185,13 @@ class Progress:
 
 
 def _can_redraw(console: Console) -> bool:
-    """Whether a person watches: rich takes a log for a terminal where FORCE_COLOR is set."""
+    """Return whether a person watches: rich treats a log as a terminal where FORCE_COLOR is set."""
     if not console.is_terminal or console.is_dumb_terminal:
         return False
     try:
         descriptor = console.file.fileno()
     except (OSError, AttributeError):
-        return True  # a notebook, or a test that says so
+        return True  # a notebook, or a test that claims to be one
     try:
         return os.get_terminal_size(descriptor).columns > 0
     except OSError:

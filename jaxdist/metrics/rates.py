@@ -1,4 +1,4 @@
-"""How fast a run goes and how to say it in few characters."""
+"""The speed of a run, and short texts for it."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Efficiency:
-    """How much of the devices' peak a run uses.
+    """The fraction of the devices' peak that a run uses.
 
     Attributes:
       unit: "tokens" or "examples".
-      flops_per_unit: of the model for one of these, forward and backward, nothing computed twice.
-      devices: all that take part.
-      flops_per_second: the peak of one device, in the dtype of the model's products.
+      flops_per_unit: FLOPs of the model per unit, forward and backward, without recomputation.
+      devices: number of participating devices.
+      flops_per_second: the peak of a device, in the dtype of the model's products.
     """
 
     unit: str
@@ -23,9 +23,9 @@ class Efficiency:
     flops_per_second: float
 
     def of(self, units: int, seconds: float) -> dict[str, float]:
-        """Rate of one device, and MFU: the model's FLOPs over those of the peak (0 to 1).
+        """Return the rate per device, and MFU: the model's FLOPs over those of the peak (0 to 1).
 
-        MFU is as of PaLM (arXiv 2204.02311, appendix B): what is recomputed does not count.
+        MFU is that of PaLM (arXiv 2204.02311, appendix B): recomputation does not count.
 
         >>> Efficiency("tokens", 6e9, devices=4, flops_per_second=2e14).of(100_000, 1.5)
         {'tokens_per_second_per_device': 16666.666666666668, 'mfu': 0.5}
@@ -38,9 +38,9 @@ class Efficiency:
 
 
 class StepTime:
-    """Smoothed seconds per step: a plain mean at first, an exponential one later.
+    """The smoothed seconds per step: a plain mean at first, exponential later.
 
-    The first step of a process holds compilation, so it counts only until a second one is known.
+    The first step of a process includes compilation, so it counts only until a second is known.
 
     >>> time = StepTime(weight=0.5)
     >>> for seconds in (9.0, 0.2, 0.4):
@@ -55,7 +55,7 @@ class StepTime:
         self._weight = weight
 
     def add(self, seconds: float) -> None:
-        """Take in the wall time of one step."""
+        """Add the wall time of a step."""
         self.count += 1
         if self.count <= 2:
             self.seconds = seconds
@@ -65,7 +65,7 @@ class StepTime:
 
 
 def format_rate(per_second: float) -> str:
-    """A rate in at most seven characters.
+    """Format a rate in at most seven characters.
 
     >>> format_rate(412_331.4), format_rate(41_233_140.0), format_rate(3.2)
     ('412,331', '41.2M', '3.2')
@@ -80,7 +80,7 @@ def format_rate(per_second: float) -> str:
 
 
 def format_step_time(seconds: float) -> str:
-    """Seconds per step in a readable unit.
+    """Format seconds per step in a readable unit.
 
     >>> format_step_time(0.0382), format_step_time(0.00042), format_step_time(12.34)
     ('38 ms/step', '0.42 ms/step', '12.3 s/step')
@@ -94,7 +94,7 @@ def format_step_time(seconds: float) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """A duration as minutes and seconds, hours, or days.
+    """Format a duration as minutes and seconds, hours, or days.
 
     >>> format_duration(68), format_duration(3 * 3600 + 62), format_duration(90_000 * 4)
     ('1:08', '3:01:02', '4d 4h')
@@ -109,7 +109,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_loss(value: float) -> str:
-    """A loss with three decimals where that says something.
+    """Format a loss with three decimals where those are significant.
 
     >>> format_loss(1.8342), format_loss(0.00042), format_loss(123456.0), format_loss(float("nan"))
     ('1.834', '4.2e-04', '1.2e+05', 'nan')

@@ -1,4 +1,4 @@
-"""Reports for other programs: the package versions in them, and writing the file."""
+"""Reports for other programs: their package versions, and writing the file."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from jaxdist.errors import RunError
 from jaxdist.types import Json
 
 PACKAGES = ("python", "jax", "jaxlib", "flax", "optax", "numpy", "jaxdist")
-"""For `jaxdist.runtime.environment.versions`."""
+"""Packages for `jaxdist.runtime.environment.versions`."""
 
 
 def write_json(path: str | os.PathLike[str], report: Json, *, what: str, **dumps: object) -> None:
-    """Write plain data; `what` is its name in the message, `dumps` goes to `json.dumps`.
+    """Write plain data; `what` is its name in the message, `dumps` are arguments of `json.dumps`.
 
     Raises:
       RunError: the file cannot be written.

@@ -1,9 +1,9 @@
-"""Metrics on disk: one JSON line per record, and TensorBoard events beside it.
+"""Metrics on disk: a JSON line per record, and TensorBoard events.
 
 A resumed run continues the same file. Records of steps that the interrupted run had taken but not
-checkpointed are dropped first, so that the file ends up as if nothing had happened. What stays is
-where time and energy went, for they were spent, and where replicas differed, for which a run may go
-back. The events carry the same purge for TensorBoard.
+checkpointed are dropped first, so that the file ends up as if nothing had happened. Records of time
+and energy are kept, since both were spent, and so are those of replicas that differed, which may be
+the reason for going back. TensorBoard's events are purged in the same way.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ _LASTING = (TIME, ENERGY, REPLICAS)
 _RESERVED = ("step", "split", "time")
 _NON_FINITE = frozenset(("nan", "inf", "-inf"))
 _TOGETHER = 500
-"""Lines that are parsed at once."""
+"""Number of lines that are parsed at once."""
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[JsonObject]:
-    """The records of a metrics file in the order written; a torn last line is left out.
+    """Read the records of a metrics file in the order written; a torn last line is left out.
 
     Args:
-      path: a `metrics.jsonl`, or the directory that holds it.
+      path: a `metrics.jsonl`, or its directory.
 
     Raises:
-      RunError: no such file, or a line before the last that is not a record.
+      RunError: no such file, or an earlier line that is not a record.
     """
     return list(iterate_metrics(path))
 
 
 def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
-    """Yield what `read_metrics` returns, one record after another, for files of many records.
+    """Yield the records of `read_metrics` one by one, for files with many records.
 
     Raises:
-      RunError: as `read_metrics` does, a bad line when it is reached.
+      RunError: as for `read_metrics`, when a malformed line is reached.
     """
     path = _metrics_file(Path(path))
     try:
@@ -73,10 +73,10 @@ def iterate_metrics(path: str | os.PathLike[str]) -> Iterator[JsonObject]:
 def append(
     directory: str | os.PathLike[str], step: int, values: Mapping[str, float], *, split: str
 ) -> None:
-    """One more line of a `metrics.jsonl` that no writer has open any more, without an event.
+    """Append a line to a `metrics.jsonl` that no writer has open any more, without an event.
 
     Raises:
-      RunError: the disk refuses it.
+      RunError: the line cannot be written.
     """
     path = Path(directory) / FILE_NAME
     with _told(f"append the last metrics of step {step} to", path), path.open("a") as file:
@@ -84,27 +84,27 @@ def append(
 
 
 class Records:
-    """Where the records of a run go: by itself nowhere, as in each process but the first."""
+    """The destination of a run's records; this base class drops them (all processes but one)."""
 
     def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:
-        """See `MetricsWriter.write`."""
+        """Write a record, as `MetricsWriter.write` does."""
 
 
 class MetricsWriter(Records):
-    """Appends records to `metrics.jsonl` and TensorBoard events under `directory`.
+    """A writer of records to `metrics.jsonl`, and of TensorBoard events, under `directory`.
 
-    Each line is flushed as it is written: a killed process loses at most the line it was writing.
-    Only one process of a run may hold a writer.
+    Each line is flushed as it is written: a killed process loses at most the line that it was
+    writing. Only one process of a run may have a writer.
 
     Args:
-      directory: the run directory; made when missing.
-      resume_step: None for a new run; else the step of the checkpoint that the run resumes from (0
-        when it starts over): records after it are dropped.
-      admit: asked before each record, raises where this process may not write any more.
+      directory: the run directory; created if missing.
+      resume_step: None for a new run; otherwise the step of the checkpoint from which the run
+        resumes (0 when it starts over): later records are dropped.
+      admit: called before each record; raises where this process may not write any more.
       tell: called with the step, the split and the values of each record that was written.
 
     Raises:
-      RunError: the directory cannot be written, it holds the metrics of another run although
+      RunError: the directory cannot be written, it has the metrics of another run although
         `resume_step` is None, or a line before the last is not a record.
     """
 
@@ -139,16 +139,16 @@ class MetricsWriter(Records):
             ) from error
 
     def write(self, step: int, values: Mapping[str, float], *, split: str = "train") -> None:
-        """Append one record.
+        """Append a record.
 
         Args:
           step: number of optimizer steps taken.
-          values: metric name to a number; arrays of no dims are taken, NaN and infinities too.
-          split: which data the numbers are about.
+          values: numbers by metric name; arrays without dims, NaN and infinities are accepted too.
+          split: the data that the numbers describe.
 
         Raises:
-          RunError: a metric is named like one of our own keys, the disk refuses the line, or the
-            file is no longer there.
+          RunError: a metric has the name of a reserved key, the line cannot be written, or the file
+            no longer exists.
         """
         taken = [name for name in _RESERVED if name in values]
         if taken:
@@ -173,7 +173,7 @@ class MetricsWriter(Records):
         """Flush and close both files.
 
         Raises:
-          RunError: the disk refuses what was not flushed yet.
+          RunError: the remaining data cannot be written.
         """
         with _told("write the last metrics to", self.path), ExitStack() as both:
             both.callback(self._events.close)
@@ -200,7 +200,7 @@ class MetricsWriter(Records):
             self.close()
 
     def _rewind(self, resume_step: int) -> None:
-        """Drop the records after `resume_step`: one rename, so that no kill can lose the others."""
+        """Drop the records after `resume_step`, by a rename, so that no kill can lose more."""
         if not self.path.exists():
             return
         kept = [
@@ -252,7 +252,7 @@ def _records(path: Path) -> Iterator[JsonObject]:
             found = []
         if isinstance(found, list) and len(found) == len(part) and all(map(_is_record, found)):
             yield from found
-        else:  # one of them is torn, or is no record
+        else:  # one of them is torn, or is not a record
             yield from (record for _, record in _complete_lines(path, lines, start, len(part)))
 
 
@@ -262,8 +262,8 @@ def _complete_lines(
     """Yield each line with its record; the last line may be torn by a kill and is then left out.
 
     Args:
-      lines: those of the file, where they were read already.
-      start, count: which of them; all by default.
+      lines: the lines of the file, if they were read already.
+      start, count: the range of lines; all by default.
     """
     lines = _lines(path) if lines is None else lines
     chosen = lines[start:] if count is None else lines[start : start + count]
@@ -293,7 +293,7 @@ def _is_record(record: Json) -> bool:
 
 
 def _encode(number: float) -> float | str:
-    """JSON has no NaN or infinity, so they are written as strings, which `float` reads."""
+    """Encode NaN and infinities, which JSON lacks, as strings, which `float` reads."""
     return number if math.isfinite(number) else str(number)
 
 

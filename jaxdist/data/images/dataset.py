@@ -24,7 +24,7 @@ _DIGITS_HELDOUT = 5  # one in five
 
 
 class Labelled(NamedTuple):
-    """`image` uint8 [N, H, W, C], 0 to 255; `label` int32 [N]."""
+    """Labelled images: `image` uint8 [N, H, W, C], 0 to 255; `label` int32 [N]."""
 
     image: np.ndarray
     label: np.ndarray
@@ -54,7 +54,7 @@ class ImagesConfig(Config):
         return self
 
     def build(self) -> Dataset:
-        """Load every image into memory, as it is; `transform` is done to what is read of it.
+        """Load every image into memory untransformed; `transform` is applied when images are read.
 
         Raises:
           DataError: missing, damaged or contradictory files; no scikit-learn for the digits.
@@ -103,7 +103,7 @@ def _dataset(name: str, train: Labelled, heldout: Labelled | None) -> Dataset:
 def _digits() -> tuple[Labelled, Labelled]:
     table = _digits_table()
     order = np.random.RandomState(_DIGITS_SEED).permutation(len(table))
-    # Their 0 to 16 become 0 to 255.
+    # Their values 0 to 16 become 0 to 255.
     pixels = table[order, :-1].reshape(-1, 8, 8, 1)
     image = np.round(pixels * (255 / 16)).astype(np.uint8)
     label = table[order, -1].astype(np.int32)
@@ -112,9 +112,9 @@ def _digits() -> tuple[Labelled, Labelled]:
 
 
 def _digits_table() -> np.ndarray:
-    """Float64 [1797, 65]: 64 pixels and the label, from the file that scikit-learn brings.
+    """Read float64 [1797, 65], 64 pixels and the label, from the file in the scikit-learn package.
 
-    It is not imported, which would be a quarter of a small run's time.
+    scikit-learn is not imported, which would take a quarter of a small run's time.
     """
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:

@@ -1,4 +1,4 @@
-"""Fashion-MNIST: found on the machine, or downloaded once; its content is always checked."""
+"""Fashion-MNIST: found on the machine, or downloaded once; its content is always verified."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jaxdist.errors import DataError
 HOME = "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com/"
 TIMEOUT_SECONDS = 30
 
-# Of the unpacked content, so that it does not matter who packed it.
+# Digests of the unpacked content, which do not depend on the packing.
 SHA256 = {
     "train-images-idx3-ubyte": "c59f468a2f672dc815687fe0f83887768d799fd8a3f3276145d20f83aa44d888",
     "train-labels-idx1-ubyte": "bad3541b69d912435c50bb6ba87bec294ff4f6a2e1246121d8633921760443d9",
@@ -27,13 +27,14 @@ SHA256 = {
 
 
 def fashion_mnist() -> dict[str, bytes]:
-    """The four IDX files, unpacked, by name.
+    """Return the four IDX files, unpacked, by name.
 
-    Looked for under share/datasets (where Debian's dataset-fashion-mnist puts them) and in the
-    cache directory, else downloaded into the cache directory.
+    They are searched under share/datasets (where Debian's dataset-fashion-mnist puts them) and in
+    the cache directory, otherwise downloaded into the cache directory.
 
     Raises:
-      DataError: neither found nor downloaded, or a content that is not the published one.
+      DataError: the files are neither found nor downloaded, or their content differs from the
+        published content.
     """
     folder = find_folder(candidate_folders(os.environ))
     if folder is None:
@@ -44,7 +45,7 @@ def fashion_mnist() -> dict[str, bytes]:
 
 
 def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
-    """Where the files may be, the likeliest first."""
+    """Yield the folders that may have the files, the most likely first."""
     shares = [Path(sys.prefix, "share"), Path("/usr/local/share"), Path("/usr/share")]
     if home := environ.get("XDG_DATA_HOME"):
         shares.append(Path(home))
@@ -55,7 +56,7 @@ def candidate_folders(environ: Mapping[str, str]) -> Iterator[Path]:
 
 
 def find_folder(folders: Iterator[Path]) -> Path | None:
-    """The first folder that holds all four files, packed or not."""
+    """Return the first folder with all four files, packed or not."""
     for folder in folders:
         if all(_file(folder, name).is_file() for name in SHA256):
             return folder

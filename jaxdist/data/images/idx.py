@@ -18,16 +18,17 @@ _MAX_DIMS = 4
 
 
 def parse_idx(content: bytes, name: str) -> np.ndarray:
-    """The array (uint8) in the content of an IDX file; it is read-only and shares the memory.
+    """Parse the uint8 array in an IDX file's content; it is read-only and shares the memory.
 
-    Two zero bytes, the dtype code, the number of dims, each dim as a big-endian uint32, the values.
+    The format is two zero bytes, the dtype code, the number of dims, each dim as a big-endian
+    uint32, and the values.
 
     Args:
       content: the file, uncompressed.
-      name: what messages call it.
+      name: name of the file in messages.
 
     Raises:
-      DataError: not an IDX file of uint8 with 1 to 4 dims, or more or fewer bytes than it says.
+      DataError: not an IDX file of uint8 with 1 to 4 dims, or not as many bytes as it states.
 
     >>> parse_idx(bytes([0, 0, 8, 1, 0, 0, 0, 2, 7, 9]), "labels").tolist()
     [7, 9]
@@ -59,10 +60,10 @@ def parse_idx(content: bytes, name: str) -> np.ndarray:
 
 
 def read_idx_content(path: Path) -> bytes:
-    """A file's content, unpacked when its name ends in .gz.
+    """Read a file's content, unpacked if its name ends in .gz.
 
     Raises:
-      DataError: it cannot be read or unpacked.
+      DataError: the file cannot be read or unpacked.
     """
     try:
         content = read_regular(path)
@@ -72,10 +73,10 @@ def read_idx_content(path: Path) -> bytes:
 
 
 def unpack(packed: bytes, name: str) -> bytes:
-    """The content of a gzip file that messages call `name`.
+    """Unpack a gzip file, called `name` in messages.
 
     Raises:
-      DataError: it is damaged.
+      DataError: the file is damaged.
     """
     try:
         return gzip.decompress(packed)

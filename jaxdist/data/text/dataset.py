@@ -1,4 +1,4 @@
-"""Local text, or the interpreter's own library, as windows of tokens. Nothing is downloaded."""
+"""Local text, or the interpreter's own library, as windows of tokens, without downloads."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ class TextConfig(Config):
         return self
 
     def build(self) -> Dataset:
-        """Read, split and encode the text, or take what an earlier run has encoded.
+        """Read, split and encode the text, or reuse an earlier run's encoding.
 
         Raises:
-          DataError: missing, unreadable, malformed or too little text.
+          DataError: missing, unreadable or malformed text, or too little.
         """
         tokenizer = self.tokenizer.build()
         files = matching(self.files) if self.source == "files" else python_stdlib()
@@ -140,7 +140,7 @@ class TextConfig(Config):
 
 @dataclass(frozen=True)
 class Streams:
-    """The token streams (uint16 or uint32 [N]) of both splits, and the folder that caches them."""
+    """The token streams (uint16 or uint32 [N]) of both splits, and their cache folder."""
 
     train: np.ndarray
     heldout: np.ndarray
@@ -149,7 +149,7 @@ class Streams:
 
 
 def load_streams(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> Streams:
-    """The encoded text, from the cache when nothing that it depends on has changed.
+    """Load the encoded text, from the cache if none of its inputs has changed.
 
     Raises:
       DataError: a file that cannot be read or decoded.
@@ -191,7 +191,7 @@ def _encode(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer)
 
 
 def _key(config: TextConfig, files: Sequence[TextFile], tokenizer: Tokenizer) -> str:
-    """A digest of what the streams depend on; a file counts by its name, size and time."""
+    """Digest the inputs of the streams; a file counts by its name, size and time."""
     stats = [(str(file.path), file.name, file.path.stat()) for file in files]
     parts = [
         _FORMAT,
@@ -211,7 +211,7 @@ def _write_streams(streams: Streams, folder: Path) -> None:
 
 
 def _read_streams(folder: Path) -> Streams | None:
-    """What is cached, or None where it is absent or damaged."""
+    """Return the cached streams, or None if they are absent or damaged."""
     try:
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         train = np.load(folder / "train.npy", mmap_mode="r")
@@ -222,7 +222,7 @@ def _read_streams(folder: Path) -> Streams | None:
 
 
 def _baselines(streams: Streams, vocab_size: int) -> dict[str, float]:
-    """The held-out loss of a trigram model; it is kept beside the tokens, for it takes seconds."""
+    """Compute the held-out loss of a trigram model; cached, because it takes seconds."""
     kept = streams.folder / "trigram.json" if streams.folder else None
     if kept:
         try:

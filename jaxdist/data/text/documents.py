@@ -1,4 +1,4 @@
-"""Text files as documents: which files, in which split, and what each one holds."""
+"""Text files as documents: the files, their splits, and the documents in each file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
 
 
 class TextFile(NamedTuple):
-    """A file, and its name below the folder that was asked for: the same on every machine."""
+    """A file, and its name below the requested folder: the same on every machine."""
 
     path: Path
     name: str
 
 
 class SplitDocuments(NamedTuple):
-    """The documents of both splits (UTF-8 bytes, unless the files were not), and what was read."""
+    """The documents of both splits (UTF-8 bytes, unless the files were not), and the files read."""
 
     train: list[bytes]
     heldout: list[bytes]
@@ -38,10 +38,10 @@ class SplitDocuments(NamedTuple):
 
 
 def python_stdlib() -> list[TextFile]:
-    """The Python files of the running interpreter's own standard library, sorted by name.
+    """List the Python files of the running interpreter's own standard library, sorted by name.
 
-    What is installed beside the library (site-packages) is left out, and so is a file that is not
-    UTF-8: the library keeps some on purpose, to test its own errors.
+    Packages installed beside the library (site-packages) are left out, and so are files that are
+    not UTF-8: the library contains some on purpose, to test its own errors.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
@@ -55,7 +55,7 @@ def python_stdlib() -> list[TextFile]:
 
 
 def matching(patterns: Sequence[str]) -> list[TextFile]:
-    """The files that any of the globs matches (`**` goes into subfolders), sorted by name.
+    """List the files that any glob matches (`**` descends into subfolders), sorted by name.
 
     Raises:
       DataError: a glob that matches no file, or a file of a kind that is not text.
@@ -87,20 +87,20 @@ def split_documents(
 ) -> SplitDocuments:
     """Read every file once, drop those with equal content, and split by file.
 
-    A byte order mark of UTF-8 at the start of a file is left out.
+    A UTF-8 byte order mark at the start of a file is removed.
 
-    A file is held out when the hash of its name says so, hence whatever else is there; of several
-    files at least one is on each side. A single file is cut by its bytes, the last part is held
-    out, between two documents where there are several (.jsonl) or else between two lines.
+    A file is held out by the hash of its name, independently of other files; of several files at
+    least one is in each split. A single file is cut by its bytes, with the last part held out,
+    between two documents where there are several (.jsonl) or otherwise between two lines.
 
     Args:
       files: sorted, with distinct names.
-      heldout_fraction: the expected share of the held-out split, [0, 1); 0 holds nothing out.
+      heldout_fraction: the expected fraction of the held-out split, [0, 1); 0 holds nothing out.
       jsonl_field: the key of the text in each line of a .jsonl file.
-      not_utf8: what becomes of a file that is not UTF-8.
+      not_utf8: what to do with a file that is not UTF-8.
 
     Raises:
-      DataError: a file that cannot be read or is not UTF-8, or a broken line of a .jsonl file.
+      DataError: a file that cannot be read or is not UTF-8, or a malformed line of a .jsonl file.
     """
     seen: set[bytes] = set()
     kept: list[tuple[float, list[bytes]]] = []
@@ -135,7 +135,7 @@ def _divide(
     if len(kept) == 1:
         return _cut(kept[0][1], fraction)
     draws = sorted(draw for draw, _ in kept)
-    # The least draw is always held out and the greatest never.
+    # The smallest draw is always held out and the largest never.
     threshold = min(max(fraction, draws[0]), draws[-2])
     train = [document for draw, some in kept if draw > threshold for document in some]
     heldout = [document for draw, some in kept if draw <= threshold for document in some]
@@ -161,13 +161,13 @@ def _cut(documents: list[bytes], fraction: float) -> tuple[list[bytes], list[byt
 
 
 def _uniform(name: str) -> float:
-    """A number in [0, 1) that depends on the name alone."""
+    """Return a number in [0, 1) that depends only on the name."""
     return int.from_bytes(hashlib.blake2b(os.fsencode(name), digest_size=6).digest()) / 2**48
 
 
 def _read(path: Path) -> bytes:
     try:
-        # The mark is of the file's encoding and no text of the document.
+        # The mark belongs to the file's encoding, not to the text.
         return read_regular(path).removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise DataError(f"data: {path} cannot be read: {error.strerror}") from error
@@ -213,7 +213,7 @@ def _jsonl(path: Path, content: bytes, field: str) -> Iterator[bytes]:
 
 
 def _distinct(files: Sequence[TextFile]) -> list[TextFile]:
-    """Number equal names, which files below different folders can have."""
+    """Number equal names, as files below different folders can have."""
     counts: dict[str, int] = {}
     named = []
     for path, name in files:
@@ -223,7 +223,7 @@ def _distinct(files: Sequence[TextFile]) -> list[TextFile]:
 
 
 def _fixed_folder(pattern: str) -> Path:
-    """The folder above the first wildcard of a glob."""
+    """Return the folder above the first wildcard of a glob."""
     parts = Path(os.path.expanduser(pattern)).parts[:-1]
     fixed = 0
     while fixed < len(parts) and not glob.has_magic(parts[fixed]):
@@ -232,7 +232,7 @@ def _fixed_folder(pattern: str) -> Path:
 
 
 def _instead(paths: Sequence[Path], root: Path) -> str:
-    """What there is where a glob matched no regular file."""
+    """Describe what exists where a glob matched no regular file."""
     for path in paths:
         try:
             kind = kind_of(path)

@@ -1,4 +1,4 @@
-"""A trigram model of tokens by counting: what a trained model has to beat."""
+"""A trigram model of tokens by counting: the baseline for trained models."""
 
 from __future__ import annotations
 
@@ -13,38 +13,38 @@ _APART_SHARE = 20
 _BUCKETS = 64
 _STEPS = 40
 _DENSE_LIMIT = 2**25
-_BELIEF = 10.0  # tokens' worth of belief in WITTEN_BELL, for buckets with little to fit
+_BELIEF = 10.0  # weight of the prior WITTEN_BELL, in tokens, for buckets with little data
 
 WITTEN_BELL = 1 / (1 + 2 ** ((np.arange(_BUCKETS) + 0.5) / 2))
-"""T / (T + c), the g of Witten and Bell, in the middle of each bucket of c / T."""
+"""The g of Witten and Bell, T / (T + c), in the middle of each bucket of c / T."""
 
 
 @dataclass(frozen=True)
 class Counts:
-    """How often each n-gram was seen; an n-gram is one number, its tokens in base vocab_size."""
+    """Counts of each n-gram; an n-gram is a number, its tokens in base vocab_size."""
 
     grams: np.ndarray
-    """Sorted int64 [G]."""
+    """The n-grams, sorted, int64 [G]."""
     counts: np.ndarray
-    """int64 [G]."""
+    """The count of each n-gram, int64 [G]."""
     contexts: np.ndarray
-    """Sorted int64 [C]: the grams without their last token."""
+    """The contexts, n-grams without their last token, sorted, int64 [C]."""
     totals: np.ndarray
-    """int64 [C], the counts of each context."""
+    """The total count of each context, int64 [C]."""
     buckets: np.ndarray
-    """int64 [C], how much a context is to be trusted: 2 * log2(count per different token)."""
+    """The reliability of each context, int64 [C]: 2 * log2(count per distinct token)."""
 
 
 class TrigramModel:
-    """Trigrams interpolated with bigrams, unigrams and the uniform distribution.
+    """A model of trigrams interpolated with bigrams, unigrams and the uniform distribution.
 
-    With c the count of a context and T the number of different tokens seen after it,
+    With c the count of a context and T the number of distinct tokens seen after it,
 
         p_n(w | context) = (1 - g) * count(context w) / c + g * p_{n-1}(w | shorter context)
 
-    and g = 1 for an unseen context. g depends on a bucket of c / T alone; each bucket's g maximises
-    the likelihood of a slice of the training tokens that the counts leave out (by expectation
-    maximisation, beginning with Witten and Bell's). All training tokens are counted in the end.
+    and g = 1 for an unseen context. g depends only on a bucket of c / T; each bucket's g maximises
+    the likelihood of a slice of the training tokens that is left out of the counts (by expectation
+    maximisation, beginning with Witten and Bell's). Finally all training tokens are counted.
 
     Source: Jelinek and Mercer (1980); the buckets are from Chen and Goodman, "An empirical study of
     smoothing techniques for language modeling", section 2.2 (1998).
@@ -55,7 +55,7 @@ class TrigramModel:
     """
 
     def __init__(self, vocab_size: int, orders: Sequence[Counts], back_off: Sequence[np.ndarray]):
-        """`orders`: the counts of 1-, 2- and 3-grams; `back_off`: g (float64 [64]) of each."""
+        """Make a model of `orders`, counts of 1-, 2- and 3-grams, and `back_off`, each one's g."""
         self._vocab_size = vocab_size
         self._orders = orders
         self._back_off = back_off
@@ -64,7 +64,7 @@ class TrigramModel:
     def fit(cls, stream: np.ndarray, vocab_size: int) -> TrigramModel:
         """Count a training stream (integers [N] in [0, vocab_size), vocab_size at most 2**20).
 
-        Takes some 8 s and 2 GB for 30 million bytes on one core.
+        It takes about 8 s and 2 GB for 30 million bytes on a core.
         """
         assert 1 <= vocab_size <= 2**20, "three tokens must fit an int64"
         apart, rest = _set_apart(np.asarray(stream))
@@ -77,7 +77,7 @@ class TrigramModel:
         return cls(vocab_size, [count([stream], n, vocab_size) for n in _ORDERS], back_off)
 
     def probabilities(self, stream: np.ndarray) -> np.ndarray:
-        """The probability (float64 [N - 2]) of each token of a stream but the first two."""
+        """Return the probability (float64 [N - 2]) of each token after a stream's first two."""
         result = np.full(len(stream) - 2, 1 / self._vocab_size)
         for order, counts, back_off in zip(_ORDERS, self._orders, self._back_off, strict=True):
             bucket, own = _look_up(counts, [stream], order, self._vocab_size)
@@ -85,7 +85,7 @@ class TrigramModel:
         return result
 
     def loss(self, stream: np.ndarray) -> float:
-        """The mean of -log p over a stream (integers [N], N > 2), in nats per token."""
+        """Return the mean of -log p over a stream (integers [N], N > 2), in nats per token."""
         assert len(stream) > 2, "the first two tokens are only contexts"
         return float(-np.log(self.probabilities(stream)).mean())
 
@@ -106,7 +106,7 @@ def count(pieces: Sequence[np.ndarray], order: int, vocab_size: int) -> Counts:
 
 
 def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
-    """Every n-gram (int64 [N - order + 1]) of a piece, as numbers."""
+    """Return every n-gram (int64 [N - order + 1]) of a piece, as numbers."""
     size = max(len(piece) - order + 1, 0)
     grams = np.zeros(size, np.int64)
     for place in range(order):
@@ -117,7 +117,7 @@ def _grams(piece: np.ndarray, order: int, vocab_size: int) -> np.ndarray:
 def _look_up(
     counts: Counts, pieces: Sequence[np.ndarray], order: int, vocab_size: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Of all but the first two tokens of each piece: the bucket (-1: unseen) and count / c."""
+    """Look up each token after a piece's first two: its bucket (-1: unseen) and count / c."""
     grams = np.concatenate(
         [_grams(piece[_ORDERS[-1] - order :], order, vocab_size) for piece in pieces]
     )
@@ -128,7 +128,7 @@ def _look_up(
 
 
 def _find(sorted_values: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Where each wanted value is, and whether it is there at all."""
+    """Return the place of each wanted value, and whether it is present."""
     places = np.minimum(np.searchsorted(sorted_values, wanted), len(sorted_values) - 1)
     return places, sorted_values[places] == wanted
 
@@ -141,7 +141,7 @@ def _interpolate(
 
 
 def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.ndarray:
-    """The g (float64 [64]) of each bucket that makes the tokens looked up most likely."""
+    """Fit the g (float64 [64]) of each bucket that makes the looked-up tokens most likely."""
     known = bucket >= 0
     bucket, own, lower = bucket[known], own[known], lower[known]
     believed = np.bincount(bucket, minlength=_BUCKETS) + _BELIEF
@@ -154,7 +154,7 @@ def _fit_back_off(bucket: np.ndarray, own: np.ndarray, lower: np.ndarray) -> np.
 
 
 def _set_apart(stream: np.ndarray) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """A twentieth of a stream in 16 blocks, and the pieces between them."""
+    """Split off a twentieth of a stream in 16 blocks, and return the pieces between them too."""
     length = len(stream) // (_APART_SHARE * _APART_BLOCKS)
     starts = [len(stream) * number // _APART_BLOCKS for number in range(_APART_BLOCKS)]
     if length < _ORDERS[-1]:

@@ -1,4 +1,4 @@
-"""Documents to token numbers and back: raw bytes, or a trained byte-pair encoding."""
+"""Tokenizers between documents and token numbers: raw bytes, or a trained byte-pair encoding."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ MAX_VOCAB = 1 << 20
 
 
 class Tokenizer(Protocol):
-    """What turns text into numbers in [0, vocab_size)."""
+    """A mapping from text to numbers in [0, vocab_size)."""
 
     vocab_size: int
     end_of_document: int
-    """The token that separates documents; `encode` never gives it."""
+    """The token that separates documents; `encode` never returns it."""
     digest: str
-    """Equal digests mean equal encodings."""
+    """A digest of the tokenizer: equal digests mean equal encodings."""
 
     def encode(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """The tokens (integers [N]) of each document, without the separator."""
+        """Encode each document to tokens (integers [N]), without the separator."""
         ...
 
     def decode(self, tokens: Iterable[int]) -> str:
-        """The text of tokens; what is not UTF-8 becomes the replacement character."""
+        """Decode tokens to text; bytes that are not UTF-8 become the replacement character."""
         ...
 
 
 class ByteTokenizer:
-    """A byte is its own token; 256 ends a document. Any content is fine, no training is needed.
+    """A tokenizer in which a byte is its own token, and 256 ends a document; it needs no training.
 
     >>> tokenizer = ByteTokenizer()
     >>> tokenizer.encode([b"hi"])
@@ -61,13 +61,13 @@ class ByteTokenizer:
 
 
 class BpeTokenizer:
-    """A `tokenizer.json` of the tokenizers library; one token more ends a document."""
+    """A `tokenizer.json` of the tokenizers library, with a further token that ends a document."""
 
     def __init__(self, file: Path):
         """Load the file.
 
         Raises:
-          DataError: it is missing or not a tokenizer.
+          DataError: the file is missing or not a tokenizer.
         """
         import tokenizers
 
@@ -81,7 +81,7 @@ class BpeTokenizer:
                 f"data.tokenizer.file: {file} cannot be read: {error.strerror}"
                 + (f"; did you mean {match}?" if match else "")
             ) from error
-        except Exception as error:  # The library raises bare Exception for a malformed file.
+        except Exception as error:  # The library raises a bare Exception for a malformed file.
             raise DataError(
                 f"data.tokenizer.file: {file} is not a tokenizer.json: {error}; train one with "
                 "`jaxdist data tokenize`"
@@ -99,7 +99,7 @@ class BpeTokenizer:
         return tokens
 
     def decode(self, tokens: Iterable[int]) -> str:
-        return self._tokenizer.decode(list(tokens))  # Skips numbers it does not know.
+        return self._tokenizer.decode(list(tokens))  # skips numbers it does not know
 
 
 class ByteTokenizerConfig(Config):
@@ -132,7 +132,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
 
     Args:
       documents: UTF-8 text.
-      vocab_size: tokens to learn, at least the 256 bytes; little text gives fewer.
+      vocab_size: number of tokens to learn, at least the 256 bytes; little text gives fewer.
       out: the file to write.
 
     Raises:
@@ -144,7 +144,7 @@ def train_bpe(documents: Iterable[bytes], vocab_size: int, out: Path) -> BpeToke
     """
     if vocab_size < 256:
         raise DataError(f"vocab_size {vocab_size} is too small: 256 bytes are tokens already")
-    if vocab_size > MAX_VOCAB:  # the library would end the process when it runs out of memory
+    if vocab_size > MAX_VOCAB:  # the library would crash the process when it runs out of memory
         raise DataError(f"vocab_size {vocab_size} is too large: at most {MAX_VOCAB}")
     learned = _untrained()
     from tokenizers import pre_tokenizers, trainers
@@ -167,7 +167,7 @@ def _untrained() -> tokenizers.Tokenizer:
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.BPE())
-    # The stubs do not know these properties' setters.
+    # The stubs do not declare these properties' setters.
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -1,4 +1,4 @@
-"""A stream of tokens as fixed windows, with the document of each position."""
+"""A stream of tokens as windows of fixed length, with the document of each position."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from jaxdist.data.source import Example, take_one
 def join_documents(
     documents: Sequence[np.ndarray], *, end_of_document: int, vocab_size: int
 ) -> np.ndarray:
-    """Documents as one stream: a separator before each, and one at the very end.
+    """Join documents to a stream: a separator before each, and another at the very end.
 
-    Returns uint16, or uint32 where the vocabulary needs it.
+    The result is uint16, or uint32 where the vocabulary needs it.
 
     >>> join_documents([np.array([1, 2]), np.array([3])], end_of_document=9, vocab_size=10)
     array([9, 1, 2, 9, 3, 9], dtype=uint16)
@@ -32,9 +32,9 @@ class WindowSource:
     """Windows of a stream: example i reads tokens [i*L, i*L + L] and predicts the last L of them.
 
     `tokens` is int32 [L + 1]: inputs are `tokens[:-1]`, targets `tokens[1:]`. `segments` is int32
-    [L], one number for each input: how many separators the window has held up to and including it.
-    A separator is the first input of the document after it, so that equal numbers mean one
-    document, and a model that attends only where they are equal never looks across a boundary.
+    [L], for each input the number of separators in the window up to and including it. A separator
+    is the first input of the document after it, so equal numbers mean the same document, and a
+    model that attends only between equal numbers never looks across a boundary.
 
     >>> stream = np.array([9, 1, 2, 9, 3, 9, 4])
     >>> source = WindowSource(stream, window=3, end_of_document=9)
@@ -45,7 +45,7 @@ class WindowSource:
     """
 
     def __init__(self, stream: np.ndarray, *, window: int, end_of_document: int):
-        """`stream` is integers [N], N > `window`; the last incomplete window is left out."""
+        """Cut `stream`, integers [N], N > `window`; the last incomplete window is left out."""
         self._stream = np.asarray(stream)
         self._window = window
         self._end_of_document = end_of_document
@@ -57,7 +57,7 @@ class WindowSource:
         return take_one(self, index)
 
     def take(self, indices: np.ndarray) -> Example:
-        """`tokens` int32 [N, L + 1] and `segments` int32 [N, L] of the windows `indices`."""
+        """Return `tokens` int32 [N, L + 1] and `segments` int32 [N, L] of the windows `indices`."""
         places = indices[:, None] * self._window + np.arange(self._window + 1)
         tokens = self._stream[places].astype(np.int32)
         separators = tokens[:, :-1] == self._end_of_document

@@ -1,1 +1,1 @@
-"""What a run draws: meters behind one contract, and the joules, kWh and carbon of its lives."""
+"""The energy of a run: meters behind a common contract, and joules, kWh and carbon of its lives."""

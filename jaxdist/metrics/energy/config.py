@@ -1,4 +1,4 @@
-"""Energy in a config."""
+"""The section `energy` of a config."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class EnergyConfig(Config):
 
     @property
     def site(self) -> Site:
-        """Where it is drawn."""
+        """The site of the run."""
         return Site(self.pue, self.grid)
 
     def power_of(self, device: str | None) -> Power | None:
-        """Of a device by the short name of `jaxdist.runtime.hardware`; None where not known.
+        """Return a device's power by the short name of `jaxdist.runtime.hardware`; None if unknown.
 
         >>> EnergyConfig(watts=250).power_of("v5p").most, EnergyConfig().power_of("v5p")
         (250.0, None)

@@ -1,7 +1,7 @@
-"""What tells joules: counters of GPUs, counters of CPUs, a model by power, or nothing.
+"""Meters of energy: counters of GPUs, counters of CPUs, a model by power, or none.
 
-A counter tells what the devices have drawn since it was opened, whoever used them: a machine that
-runs something else too is counted with it. The counters are of this host alone.
+A counter has the energy that the devices have drawn since it was opened, by any user: other work on
+the machine is included. The counters belong to this host only.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ Method = Literal["counter", "model"]
 
 
 class Meter(Protocol):
-    """Joules since it was opened."""
+    """A meter of joules since it was opened."""
 
     name: str
-    """What is counted, for people."""
+    """The name of the counter, for people."""
     method: Method
 
     def joules(self) -> float:
-        """Never less than the time before."""
+        """Return the joules, never less than at the previous call."""
         ...
 
 
@@ -34,13 +34,13 @@ class Rapl:
     """Intel's and AMD's counters of CPU packages and their memory, in microjoules.
 
     Each wraps at `max_energy_range_uj` and must be read more often than that (minutes at full
-    load). Only top-level zones and memory count: cores lie within their package.
+    load). Only top-level zones and memory count: cores are within their package.
 
     Args:
       root: the kernel's powercap folder.
 
     Raises:
-      RunError: there are none, or this user may not read them.
+      RunError: there are no counters, or this user may not read them.
     """
 
     method: Method = "counter"
@@ -56,7 +56,7 @@ class Rapl:
         self.name = f"RAPL ({', '.join((zone / 'name').read_text().strip() for zone in zones)})"
 
     def joules(self) -> float:
-        """See `Meter`."""
+        """Return the joules, as in `Meter`."""
         now = [_number(zone / "energy_uj") for zone in self._zones]
         for was, is_, most in zip(self._last, now, self._ranges, strict=True):
             self._total += is_ - was if is_ >= was else is_ + most - was
@@ -68,7 +68,7 @@ class Nvml:
     """The energy counters of this host's GPUs, in millijoules, updated about every 100 ms.
 
     Args:
-      visible: which GPUs, by their number; None is all.
+      visible: numbers of the GPUs to use; None is all.
 
     Raises:
       RunError: nvidia-ml-py is not installed, there is no driver, or the GPUs have no counter.
@@ -94,7 +94,7 @@ class Nvml:
         self.name = f"NVML ({len(self._gpus)} GPUs)" if len(self._gpus) > 1 else "NVML (1 GPU)"
 
     def joules(self) -> float:
-        """See `Meter`."""
+        """Return the joules, as in `Meter`."""
         return 1e-3 * (self._counted() - self._begun)
 
     def _counted(self) -> int:
@@ -102,11 +102,11 @@ class Nvml:
 
 
 class Modelled:
-    """Published power times time: at work while a step is taken, else at no work.
+    """A model: published power times time, busy while a step runs, otherwise idle.
 
     Args:
-      devices: how many draw it, on all hosts.
-      seconds: called for the time since the beginning, and how much of it was steps.
+      devices: number of devices, on all hosts.
+      seconds: function that returns the time since the beginning, and the part of it in steps.
     """
 
     method: Method = "model"
@@ -118,14 +118,14 @@ class Modelled:
         self.name = f"{devices} x {power.most:g} W, {power.source}"
 
     def joules(self) -> float:
-        """See `Meter`."""
+        """Return the joules, as in `Meter`."""
         wall, work = self._seconds()
         idle = self._power.watts(0.0) * (wall - work)
         return self._devices * (self._power.watts(1.0) * work + idle)
 
 
 def visible_gpus(environment: Mapping[str, str]) -> list[int] | None:
-    """Those that CUDA_VISIBLE_DEVICES leaves, by number; None where it names all, or none so.
+    """Return the GPU numbers in CUDA_VISIBLE_DEVICES; None for all, or names that are not numbers.
 
     >>> visible_gpus({"CUDA_VISIBLE_DEVICES": "2,3"}), visible_gpus({})
     ([2, 3], None)
@@ -141,17 +141,17 @@ def open_meter(
     devices: int,
     seconds: Callable[[], tuple[float, float]],
 ) -> Meter | str:
-    """The meter of a config; of "auto" the best at hand, or why there is none.
+    """Open the meter of a config; for "auto" the best available, or explain why there is none.
 
     Args:
       kind: see `EnergyConfig.meter`.
-      platform: what is computed on: "cpu", "gpu" or "tpu".
-      power: of a device, if it is known.
-      devices: how many, on all hosts.
-      seconds: as of `Modelled`.
+      platform: platform of the computation: "cpu", "gpu" or "tpu".
+      power: power of a device, if it is known.
+      devices: number of devices, on all hosts.
+      seconds: see `Modelled`.
 
     Raises:
-      RunError: the meter that was asked for by name cannot be had.
+      RunError: the meter requested by name is not available.
     """
     if kind == "none":
         return "energy.meter is none"
@@ -176,7 +176,7 @@ def open_meter(
 
 
 def _counts(zone: Path) -> bool:
-    """A package, the whole of a system, or memory; and readable."""
+    """Return whether a zone is a package, a whole system, or memory; and readable."""
     try:
         name = (zone / "name").read_text().strip()
         _number(zone / "energy_uj")

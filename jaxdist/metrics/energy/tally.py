@@ -1,4 +1,4 @@
-"""The energy of a run: one record a life, each with all that it has drawn so far."""
+"""The energy of a run: a record per life, each with the energy so far."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from jaxdist.metrics.energy.meters import Meter
 from jaxdist.types import Json, JsonObject
 
 SPLIT = "energy"
-"""Of the records of energy."""
+"""The split of energy records."""
 UNITS = ("tokens", "examples")
-"""What a run counts its data by: the key of that number in a record."""
+"""The units in which a run counts its data: the key of that number in a record."""
 
 
 @dataclass
 class Tally:
-    """What one life draws.
+    """The energy of a life.
 
     Attributes:
-      unit: of `UNITS`.
-      units_per_step: of all devices; may be set later, too.
-      units: that its steps have taken so far.
+      unit: unit of the data, of `UNITS`.
+      units_per_step: units in a step, over all devices; may be set later.
+      units: units in its steps so far.
     """
 
     meter: Meter
@@ -39,16 +39,16 @@ class Tally:
 
     @property
     def described(self) -> str:
-        """What is counted, how, and by which factors."""
+        """Describe the meter, its method, and the factors."""
         how = "counted by" if self.meter.method == "counter" else "modelled, not measured:"
         return f"{how} {self.meter.name}; PUE {self.site.pue:g}, {self.site.grid:g} g CO2e/kWh"
 
     def stepped(self) -> None:
-        """A step has been taken."""
+        """Count a step."""
         self.units += self.units_per_step
 
     def values(self, life: int) -> dict[str, float]:
-        """A record of all until now."""
+        """Return a record of the energy until now."""
         joules, seconds = self.meter.joules(), self.clock() - self._begun
         return {
             "life": life,
@@ -63,13 +63,13 @@ class Tally:
 
 @dataclass(frozen=True)
 class Energy:
-    """Of a whole run: the sums over its lives, steps that were lost too.
+    """The energy of a whole run: the sums over its lives, including lost steps.
 
     Attributes:
-      joules: that devices have drawn.
-      unit: of `UNITS`.
-      units: those of lost steps counted again.
-      kwh: that the site has drawn for it.
+      joules: energy that the devices have drawn.
+      unit: unit of the data, of `UNITS`.
+      units: units of data; those of lost steps count again.
+      kwh: energy that the site has drawn for it.
     """
 
     joules: float
@@ -81,11 +81,11 @@ class Energy:
 
     @property
     def joules_per_million(self) -> float | None:
-        """Tokens or examples; None before the first step."""
+        """The joules per million tokens or examples; None before the first step."""
         return 1e6 * self.joules / self.units if self.units else None
 
     def as_json(self) -> JsonObject:
-        """Plain data."""
+        """Convert to plain data."""
         return {
             "joules": self.joules,
             "seconds": self.seconds,
@@ -97,7 +97,7 @@ class Energy:
 
 
 def joined(records: Iterable[Mapping[str, Json]]) -> Energy | None:
-    """The energy of all lives of a run, from its records of metrics; None where none tells."""
+    """Sum the energy of all lives of a run, from its metrics; None if there are no such records."""
     ours = (record for record in records if record["split"] == SPLIT)
     last = [[*group][-1] for _, group in groupby(ours, key=lambda record: record["life"])]
     if not last:
@@ -112,7 +112,7 @@ def joined(records: Iterable[Mapping[str, Json]]) -> Energy | None:
 
 
 def table(energy: Energy) -> str:
-    """Lines of at most 80 columns.
+    """Format as lines of at most 80 columns.
 
     >>> print(table(Energy(7.2e3, 100.0, "tokens", 2e6, 0.002, 1.9)))
     energy 7.2 kJ (72.0 W), 3.6 kJ a million tokens
