@@ -135,17 +135,11 @@ def compare(
     """
     extra = shared.prepare(config, overrides, devices)
     from jaxdist.study.compare import compare as run
+    from jaxdist.study.definition import VariantsStudy
 
-    run(
-        config,
-        extra,
-        of=of,
-        variants=variant or [],
-        seeds=seeds,
-        json_file=json_file,
-        plot=plot,
-        console=shared.console(),
-    )
+    study = VariantsStudy(config=config, of=of, seeds=seeds)
+    given = {"json_file": json_file, "plot": plot, "console": shared.console()}
+    run(study, extra, variants=variant or [], **given)
 
 
 def batch_scaling(
@@ -177,19 +171,52 @@ def batch_scaling(
     # First, so that the fake devices of the config's own mesh are not asked for.
     extra = shared.prepare(config, ["mesh={data: -1}", *(overrides or [])], devices)
     from jaxdist.study.batch_scaling import batch_scaling as compare
+    from jaxdist.study.definition import BatchScalingStudy
+    from jaxdist.study.plan import parse_batches, parse_optimizers
 
-    compare(
-        config,
-        extra,
-        batches=batches,
-        optimizers=optimizers,
+    study = BatchScalingStudy(
+        config=config,
+        batches=parse_batches(batches),
+        contenders=parse_optimizers(optimizers),
         seeds=seeds,
         epochs=epochs,
         tune=tune,
-        json_file=json_file,
-        plot=plot,
-        console=shared.console(),
     )
+    compare(study, extra, json_file=json_file, plot=plot, console=shared.console())
+
+
+def run_study(
+    file: Annotated[Path, typer.Argument(help="YAML file of the study.")],
+    settings: Annotated[
+        list[str] | None, typer.Argument(help="Settings that replace its own: key=value ...")
+    ] = None,
+    *,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write every run and the table as JSON.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw the study into this directory.")] = None,
+    devices: shared.Devices = None,
+) -> None:
+    """Run a study of your own: a config, the variants or batch sizes, and the seeds, as YAML.
+
+    A study that was interrupted goes on where it was.
+    """
+    from jaxdist.study.definition import BatchScalingStudy, read_study
+    from jaxdist.study.variants import overrides_of
+
+    study = read_study(file, settings or [])
+    of_all = list(overrides_of(study.set))
+    scaling = isinstance(study, BatchScalingStudy)
+    extra = shared.prepare(study.config, ["mesh={data: -1}"] * scaling + of_all, devices)
+    given = {"json_file": json_file, "plot": plot, "console": shared.console()}
+    if isinstance(study, BatchScalingStudy):
+        from jaxdist.study.batch_scaling import batch_scaling as scale
+
+        scale(study, extra, **given)
+    else:
+        from jaxdist.study.compare import compare as run
+
+        run(study, extra, **given)
 
 
 def servers(

@@ -52,7 +52,7 @@ def render(rows: Iterable[ResolvedValue], width: int = 80) -> str:
     line number matters most.
     """
     rows = list(rows)
-    cells = [(dotted(row.path), _value_text(row.value), str(row.origin)) for row in rows]
+    cells = [(dotted(row.path), value_text(row.value), str(row.origin)) for row in rows]
     if not cells:
         return ""
     path_cells, value_cells, origin_cells = (
@@ -168,7 +168,8 @@ def _mixed(document: Document, items: list[Json], path: KeyPath) -> bool:
     return len(sources | {_origin(document, path).source}) > 1
 
 
-def _value_text(value: Json) -> str:
+def value_text(value: Json) -> str:
+    """Format a value as an override writes it: JSON, or a text that needs no quotes."""
     if isinstance(value, str) and value.isprintable() and plain_scalar(value) == value != "":
         return value
     return json.dumps(value, ensure_ascii=False)

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from jaxdist.data.cache import cache_directory
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, load
-from jaxdist.runtime import compilation_cache
-from jaxdist.study.files import check_writable, journal_path, write_json
-from jaxdist.study.optimizers import CONTENDERS, check_names
+from jaxdist.study.definition import BatchScalingStudy, Contender
+from jaxdist.study.files import check_writable, journal_path
 from jaxdist.study.plan import (
     FACTOR,
     RULE,
     TUNING_SEEDS,
     StudyCell,
     StudyPlan,
-    parse_batches,
     run_plan,
 )
 from jaxdist.study.plot import plot_batch_scaling
-from jaxdist.study.runs import Runs
+from jaxdist.study.runs import publish, runs_of, trained_on
 from jaxdist.study.table import markdown, metric_of, shown, verdict
 from jaxdist.study.trainer import Trainer
 from jaxdist.study.trial import Journal, Trial, TrialOutcome
-from jaxdist.study.watch import Watch
 from jaxdist.types import JsonObject
 
 _FIXED = ("optim", "train.batch_size", "train.steps")
@@ -41,10 +37,12 @@ class Study:
 
     Attributes:
       caption: what was trained, on what, and how the learning rates were chosen.
+      contenders: the optimizers, by name.
       runs: all runs, those of the searches too.
     """
 
     caption: str
+    contenders: Mapping[str, Contender]
     cells: tuple[StudyCell, ...]
     runs: tuple[TrialOutcome[Trial], ...]
 
@@ -71,24 +69,16 @@ class Study:
             "metric": metric_of(self.cells),
             "table": markdown(self.cells).splitlines(),
             "verdict": verdict(self.cells),
-            "contenders": {
-                name: dict(CONTENDERS[name].section)
-                for name in dict.fromkeys(cell.optimizer for cell in self.cells)
-            },
+            "contenders": {name: dict(one.section) for name, one in self.contenders.items()},
             "cells": cells,
             "runs": [outcome.as_json() for outcome in self.runs],
         }
 
 
 def batch_scaling(
-    path: Path,
+    study: BatchScalingStudy,
     overrides: Sequence[str],
     *,
-    batches: str,
-    optimizers: str,
-    seeds: int,
-    epochs: float | None,
-    tune: bool,
     json_file: Path | None,
     plot: Path | None,
     console: Console,
@@ -98,44 +88,42 @@ def batch_scaling(
     Finished runs are kept beside the output (or under runs/) and found again by the same command.
 
     Args:
-      batches, optimizers: separated by commas.
-      seeds: runs for each number in the table.
-      epochs: length of every run; None takes the config's.
-      tune: search for learning rates at every batch size too.
+      overrides: settings on top of the study's.
       json_file, plot: a file and a directory to write to.
 
     Raises:
       JaxdistError: a config, size or name that cannot be trained; files that cannot be written.
     """
-    sizes = parse_batches(batches)
-    names = tuple(name.strip() for name in optimizers.split(",") if name.strip())
-    check_names(names)
-    settings = _settings(path, overrides, epochs)
-    trainer = Trainer(path, settings)
+    path, names = study.config, tuple(study.contenders)
+    settings = _settings(path, overrides, study.epochs)
+    trainer = Trainer(path, settings, study.contenders)
     _, config = load(path, settings)
-    seeds_of = range(config.seed, config.seed + TUNING_SEEDS + seeds)
-    experiments = trainer.check([Trial(names[0], size, seeds_of[-1], 1.0, 0) for size in sizes])
+    seeds_of = range(config.seed, config.seed + TUNING_SEEDS + study.seeds)
+    experiments = trainer.check(
+        [Trial(names[0], size, seeds_of[-1], 1.0, 0) for size in study.batches]
+    )
     experiment = experiments[0]
     plan = StudyPlan(
-        optimizers=names,
-        steps={size: e.total_steps for size, e in zip(sizes, experiments, strict=True)},
+        optimizers=study.contenders,
+        steps={size: e.total_steps for size, e in zip(study.batches, experiments, strict=True)},
         seeds=tuple(seeds_of[TUNING_SEEDS:]),
         tuning_seeds=tuple(seeds_of[:TUNING_SEEDS]),
-        tune=tune,
+        tune=study.tune,
     )
     check_writable(plot, json_file)
     journal = Journal(journal_path(path, "batch-scaling", json_file, plot), Trial)
-    compilation_cache.enable(cache_directory() / "compiled")
-    cells, runs = _run(plan, trainer, journal, console)
-    study = Study(_caption(experiment, plan), cells, runs)
-    console.print(f"\n{study.text()}", soft_wrap=True, markup=False)
-    if json_file is not None:
-        write_json(json_file, study.as_json())
+    order, cells = [size for size in plan.steps for _ in plan.optimizers], []
+    with runs_of(trainer, journal, order, console) as runs:
+        for found in run_plan(plan, runs):
+            runs.watch.done(_line(found))
+            cells += found
+    done = Study(_caption(experiment, plan), study.contenders, tuple(cells), runs.outcomes)
+    publish(done, json_file, console)
     if plot is not None:
         model, length = experiment.config.model.type, experiment.config.train.epochs
-        title = f"{model} on {path.stem}, {length:g} epochs: mean, lowest and highest of {seeds}"
-        plot_batch_scaling(cells, plot, title=f"{title} seeds")
-    return study
+        title = f"{model} on {path.stem}, {length:g} epochs: mean, lowest and highest of"
+        plot_batch_scaling(cells, plot, title=f"{title} {study.seeds} seeds")
+    return done
 
 
 def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> list[str]:
@@ -158,20 +146,6 @@ def _settings(path: Path, overrides: Sequence[str], epochs: float | None) -> lis
     return list(overrides)
 
 
-def _run(
-    plan: StudyPlan, trainer: Trainer, journal: Journal[Trial], console: Console
-) -> tuple[tuple[StudyCell, ...], tuple[TrialOutcome[Trial], ...]]:
-    order = [size for size in plan.steps for _ in plan.optimizers]
-    cells: list[StudyCell] = []
-    with Watch(order, console) as watch:
-        runs = Runs(trainer, journal, watch)
-        with runs.told(console):
-            for found in run_plan(plan, runs):
-                watch.done(_line(found))
-                cells += found
-    return tuple(cells), runs.outcomes
-
-
 def _line(cells: Sequence[StudyCell]) -> str:
     """The cells of one optimizer and batch size."""
     found = ", ".join(f"{shown(c)} {'tuned' if c.tuned else 'by rule'}" for c in cells)
@@ -179,15 +153,11 @@ def _line(cells: Sequence[StudyCell]) -> str:
 
 
 def _caption(experiment: Experiment, plan: StudyPlan) -> str:
-    devices = experiment.layout.mesh.devices
-    shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
     accuracy = "accuracy" in experiment.program.metrics
     metric = "accuracy in percent" if accuracy else "loss in nats"
     return "\n".join(
         [
-            f"{experiment.config.model.type} on {experiment.dataset.description}; "
-            f"{experiment.config.train.epochs:g} epochs at each batch size; mesh {{{shape}}} on "
-            f"{devices.size} x {devices.flat[0].device_kind}.",
+            trained_on(experiment, f"{experiment.config.train.epochs:g} epochs at each batch size"),
             f"Held-out {metric} after the last step: mean ± sample standard deviation over "
             f"{len(plan.seeds)} seeds.",
             f"By rule: the best learning rate at batch {plan.base}, carried on by rule {RULE} "

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from jaxdist.config import Document
-from jaxdist.data.cache import cache_directory
 from jaxdist.errors import ConfigError, JaxdistError, did_you_mean
-from jaxdist.experiment import Experiment, ExperimentConfig, build, load
-from jaxdist.runtime import compilation_cache
+from jaxdist.experiment import Experiment, build, load
 from jaxdist.study.comparison import Compared, loss_shown, table
 from jaxdist.study.comparison_plot import plot_comparison
 from jaxdist.study.compression import SETS, VariantSet, sent_bytes
-from jaxdist.study.files import check_writable, journal_path, write_json
-from jaxdist.study.runs import Runs
-from jaxdist.study.trainer import check_comparable, finish, identity_of
-from jaxdist.study.trial import Journal, TrialOutcome, VariantTrial
-from jaxdist.study.variants import AS_GIVEN, Variant, parse_variants
-from jaxdist.study.watch import Watch
+from jaxdist.study.definition import VariantsStudy
+from jaxdist.study.files import check_writable, journal_path
+from jaxdist.study.runs import publish, runs_of, trained_on
+from jaxdist.study.trainer import ConfigTrainer, check_comparable
+from jaxdist.study.trial import Journal, VariantTrial
+from jaxdist.study.variants import AS_GIVEN, Variant, named, overrides_of, parse_variants
 from jaxdist.types import JsonObject
 
 
@@ -58,12 +54,10 @@ class Comparison:
 
 
 def compare(
-    path: Path,
+    study: VariantsStudy,
     overrides: Sequence[str],
     *,
-    of: str | None,
-    variants: Sequence[str],
-    seeds: int,
+    variants: Sequence[str] = (),
     json_file: Path | None,
     plot: Path | None,
     console: Console,
@@ -74,17 +68,19 @@ def compare(
     are kept beside the output (or under runs/) and found again by the same command.
 
     Args:
-      of: one of `jaxdist.study.compression.SETS`, or None.
+      overrides: settings of all variants, on top of the study's.
       variants: further ones, as `jaxdist.study.variants.parse_variants` takes them.
-      seeds: runs of each.
       json_file, plot: a file and a directory to write to.
 
     Raises:
       JaxdistError: a variant that cannot be trained or compared; files that cannot be written.
     """
-    found = _found(path, overrides, of)
+    path, seeds = study.config, study.seeds
+    found = _found(path, overrides, study.of)
     taken = [variant.name for variant in found.variants]
-    given = parse_variants(variants, taken=taken)
+    own = ((name, overrides_of(settings)) for name, settings in study.variants.items())
+    given = named(own, taken=taken, what="variants")
+    given += parse_variants(variants, taken=[*taken, *study.variants])
     if len(found.variants) + len(given) < 2:
         raise ConfigError(
             f"nothing to compare {path} with: give --of {'|'.join(SETS)} or "
@@ -93,18 +89,14 @@ def compare(
     trainer = VariantTrainer(path, overrides, (*found.variants, *given), range(seeds))
     experiments, refused = trainer.check(optional=taken[1:])
     check_writable(plot, json_file)
-    name = of or "variants"
+    name = study.of or "variants"
     journal = Journal(journal_path(path, name, json_file, plot), VariantTrial)
-    compilation_cache.enable(cache_directory() / "compiled")
     for line in refused:
         console.print(line, soft_wrap=True, markup=False)
     rows = _run(trainer, experiments, journal, console)
     experiment = next(iter(experiments.values()))
-    caption = _caption(experiment, rows, (*found.notes, *refused))
-    done = Comparison(caption, rows)
-    console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
-    if json_file is not None:
-        write_json(json_file, done.as_json())
+    done = Comparison(_caption(experiment, rows, (*found.notes, *refused)), rows)
+    publish(done, json_file, console)
     if plot is not None:
         title = f"{experiment.config.model.type} on {path.stem}, {experiment.total_steps:,} steps"
         plot_comparison(rows, plot, name=name, title=f"{title}, {seeds} seeds")
@@ -120,7 +112,7 @@ def _found(path: Path, overrides: Sequence[str], of: str | None) -> VariantSet:
     return SETS[of](build(config, document))
 
 
-class VariantTrainer:
+class VariantTrainer(ConfigTrainer[VariantTrial]):
     """Runs trials of the variants of a config.
 
     Args:
@@ -135,24 +127,28 @@ class VariantTrainer:
         variants: Sequence[Variant],
         seeds: Sequence[int],
     ) -> None:
-        self._path, self._overrides = path, tuple(overrides)
+        super().__init__(path, overrides)
         self._variants = {variant.name: variant for variant in variants}
         _, config = load(path, overrides)
         self.seeds = tuple(config.seed + seed for seed in seeds)
 
-    def __call__(self, trial: VariantTrial) -> TrialOutcome[VariantTrial]:
-        """Train and evaluate on the whole held-out split; nothing is written."""
-        begun = time.perf_counter()
-        experiment = self._experiment(trial)
-        program = experiment.program
-        return finish(trial, experiment, program, program.init(), begun=begun)
+    def settings(self, trial: VariantTrial) -> Sequence[str]:
+        """Return the variant's settings and the seed.
 
-    def identity(self, trial: VariantTrial) -> str:
-        """The same for two trials that must come out the same."""
-        return identity_of(self._load(trial)[1])
+        Raises:
+          ConfigError: the variant sets the seed.
+        """
+        own = self._variants[trial.variant].overrides
+        for override in own:
+            if override.partition("=")[0].strip() == "seed":
+                raise ConfigError(
+                    f"variant {trial.variant!r} sets the seed, which a study varies itself: leave "
+                    "it out, and use --seeds"
+                )
+        return (*own, f"seed={trial.seed}")
 
     def variant(self, name: str) -> Variant:
-        """By its name."""
+        """Return the variant of a name."""
         return self._variants[name]
 
     def check(self, *, optional: Sequence[str]) -> tuple[Mapping[str, Experiment], tuple[str, ...]]:
@@ -169,7 +165,7 @@ class VariantTrainer:
         refused: dict[str, JaxdistError] = {}
         for name in self._variants:
             try:
-                found[name] = self._experiment(VariantTrial(name, self.seeds[-1]))
+                found[name] = self.experiment(VariantTrial(name, self.seeds[-1]))
             except JaxdistError as error:
                 if name not in optional:
                     raise
@@ -193,20 +189,6 @@ class VariantTrainer:
                     f"variants {other!r} and {name!r} are the same settings: change one of them, "
                     "or leave it out"
                 )
-
-    def _load(self, trial: VariantTrial) -> tuple[Document, ExperimentConfig]:
-        own = self._variants[trial.variant].overrides
-        for override in own:
-            if override.partition("=")[0].strip() == "seed":
-                raise ConfigError(
-                    f"variant {trial.variant!r} sets the seed, which a study varies itself: leave "
-                    "it out, and use --seeds"
-                )
-        return load(self._path, [*self._overrides, *own, f"seed={trial.seed}"])
-
-    def _experiment(self, trial: VariantTrial) -> Experiment:
-        document, config = self._load(trial)
-        return build(config, document)
 
 
 def _check_alike(name: str, experiment: Experiment, first: Experiment) -> None:
@@ -232,29 +214,25 @@ def _run(
     console: Console,
 ) -> tuple[Compared, ...]:
     rows: list[Compared] = []
-    with Watch([1] * len(experiments), console) as watch:
-        runs = Runs(trainer, journal, watch)
-        with runs.told(console):
-            for name, experiment in experiments.items():
-                sent = sent_bytes(experiment)
-                outcomes = tuple(runs(VariantTrial(name, seed)) for seed in trainer.seeds)
-                first = rows[0] if rows else None
-                base = first.outcomes if first else outcomes
-                base_bytes = first.sent_bytes if first else sent
-                rows.append(Compared(trainer.variant(name), sent, base_bytes, outcomes, base))
-                watch.done(f"{name}: {rows[-1].verdict or 'loss'} {loss_shown(rows[-1])}")
+    with runs_of(trainer, journal, [1] * len(experiments), console) as runs:
+        for name, experiment in experiments.items():
+            sent = sent_bytes(experiment)
+            outcomes = tuple(runs(VariantTrial(name, seed)) for seed in trainer.seeds)
+            first = rows[0] if rows else None
+            base = first.outcomes if first else outcomes
+            base_bytes = first.sent_bytes if first else sent
+            rows.append(Compared(trainer.variant(name), sent, base_bytes, outcomes, base))
+            runs.watch.done(f"{name}: {rows[-1].verdict or 'loss'} {loss_shown(rows[-1])}")
     return tuple(rows)
 
 
 def _caption(experiment: Experiment, rows: Sequence[Compared], notes: Sequence[str]) -> str:
-    devices = experiment.layout.mesh.devices
-    shape = ", ".join(f"{axis}: {size}" for axis, size in experiment.layout.mesh.shape.items())
     first = rows[0]
     return "\n".join(
         [
-            f"{experiment.config.model.type} on {experiment.dataset.description}; "
-            f"{experiment.config.optim.type}, {experiment.total_steps:,} steps; mesh {{{shape}}} "
-            f"on {devices.size} x {devices.flat[0].device_kind}.",
+            trained_on(
+                experiment, f"{experiment.config.optim.type}, {experiment.total_steps:,} steps"
+            ),
             f"Held-out loss in nats: mean ± sample standard deviation over {len(first.outcomes)} "
             "seeds.",
             f"Change against {first.variant.name!r}, seed by seed; '?' where not all seeds agree "

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from jaxdist.errors import ConfigError
+from jaxdist.errors import ConfigError, did_you_mean
 from jaxdist.optim.batch_scaling import ScaleFromConfig, scale
-from jaxdist.study.optimizers import CONTENDERS
+from jaxdist.study.definition import Contender, contenders
 from jaxdist.study.trial import Trial, TrialOutcome
 
 RULE = "lamb"
@@ -29,13 +29,14 @@ class StudyPlan:
     """A study: every optimizer at every batch size, for the same number of epochs.
 
     Attributes:
+      optimizers: by name.
       steps: ascending batch size to optimizer steps; the first is the base.
       seeds: of the runs that are reported.
       tuning_seeds: of the runs that choose learning rates, none of them in `seeds`.
       tune: search for a learning rate at every batch size, not at the base alone.
     """
 
-    optimizers: tuple[str, ...]
+    optimizers: Mapping[str, Contender]
     steps: Mapping[int, int]
     seeds: tuple[int, ...]
     tuning_seeds: tuple[int, ...]
@@ -130,6 +131,25 @@ def parse_batches(text: str) -> tuple[int, ...]:
     return tuple(sizes)
 
 
+def parse_optimizers(text: str) -> dict[str, Contender]:
+    """Return the shipped optimizers of these names.
+
+    Raises:
+      ConfigError: no name, one that does not exist, or one twice.
+    """
+    names, known = [name.strip() for name in text.split(",") if name.strip()], contenders()
+    if not names:
+        raise ConfigError(f"--optimizers is empty; choose from {','.join(known)}")
+    for name in names:
+        if name not in known:
+            raise ConfigError(f"--optimizers {name!r}: {did_you_mean(name, known)}")
+        if names.count(name) > 1:
+            raise ConfigError(
+                f"--optimizers {name!r} is given {names.count(name)} times: give it once"
+            )
+    return {name: known[name] for name in names}
+
+
 def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
     """All cells, those of one optimizer and batch size at a time: by the rule, then tuned.
 
@@ -143,7 +163,7 @@ def run_plan(plan: StudyPlan, run: Runner) -> Iterator[tuple[StudyCell, ...]]:
             at = partial(_runs, run, name, batch_size, warmup_steps)
             best = partial(_best_rate, partial(at, plan.tuning_seeds))
             if batch_size == plan.base:
-                references[name] = best(CONTENDERS[name].start)
+                references[name] = best(plan.optimizers[name].start)
             by_rule, _ = plan.scaled(references[name], batch_size)
             cells = [StudyCell(name, batch_size, False, at(plan.seeds, by_rule))]
             if plan.tune:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Generic, Protocol
 
 from rich.console import Console
 
+from jaxdist.data.cache import cache_directory
+from jaxdist.experiment import Experiment
+from jaxdist.runtime import compilation_cache
+from jaxdist.study.files import write_json
+from jaxdist.study.trainer import ConfigTrainer
 from jaxdist.study.trial import Journal, TrialOutcome, TrialT
 from jaxdist.study.watch import Watch
-
-
-class Trains(Protocol[TrialT]):
-    """What trains one trial."""
-
-    def __call__(self, trial: TrialT, /) -> TrialOutcome[TrialT]: ...
-
-    def identity(self, trial: TrialT) -> str:
-        """The same for two trials that must come out the same."""
-        ...
+from jaxdist.types import JsonObject
 
 
 class Runs(Generic[TrialT]):
@@ -31,38 +28,85 @@ class Runs(Generic[TrialT]):
       watch: is told what runs, and for how long.
     """
 
-    def __init__(self, trainer: Trains[TrialT], journal: Journal[TrialT], watch: Watch) -> None:
-        self._trainer, self._journal, self._watch = trainer, journal, watch
+    def __init__(
+        self, trainer: ConfigTrainer[TrialT], journal: Journal[TrialT], watch: Watch
+    ) -> None:
+        self._trainer, self._journal, self.watch = trainer, journal, watch
         self._found: dict[str, TrialOutcome[TrialT]] = {}
 
     def __call__(self, trial: TrialT) -> TrialOutcome[TrialT]:
-        """The trial's outcome."""
+        """Return the trial's outcome."""
         key = self._trainer.identity(trial)
         outcome = self._found.get(key) or self._journal.get(key)
         if outcome is None:
-            self._watch.begin(str(trial))
+            self.watch.begin(str(trial))
             outcome = self._trainer(trial)
             self._journal.add(key, outcome)
         if key not in self._found:
             self._found[key] = outcome
-            self._watch.took(outcome.seconds)
+            self.watch.took(outcome.seconds)
         return outcome
 
     @property
     def outcomes(self) -> tuple[TrialOutcome[TrialT], ...]:
-        """Of all trials so far, in the order that they were first asked for."""
+        """The outcomes of all trials so far, in the order that they were first asked for."""
         return tuple(self._found.values())
 
-    @contextmanager
-    def told(self, console: Console) -> Iterator[None]:
-        """Inside, an interruption says where the runs are kept."""
+
+@contextmanager
+def runs_of(
+    trainer: ConfigTrainer[TrialT],
+    journal: Journal[TrialT],
+    sizes: Iterable[int],
+    console: Console,
+) -> Iterator[Runs[TrialT]]:
+    """Make the runs of a study; an interruption says where they are kept.
+
+    Args:
+      sizes: of the parts to come, as `Watch` takes them.
+    """
+    compilation_cache.enable(cache_directory() / "compiled")
+    with Watch(sizes, console) as watch:
+        runs = Runs(trainer, journal, watch)
         try:
-            yield
+            yield runs
         except KeyboardInterrupt:
             console.print(
-                f"{len(self._found)} runs are kept in {self._journal.path}; "
-                "the same command goes on",
+                f"{len(runs.outcomes)} runs are kept in {journal.path}; the same command goes on",
                 soft_wrap=True,
                 markup=False,
             )
             raise
+
+
+class Done(Protocol):
+    """A study that is done."""
+
+    def text(self) -> str:
+        """Return the caption, the table and what follows from it."""
+        ...
+
+    def as_json(self) -> JsonObject:
+        """Return plain data: the text, the means, and every run."""
+        ...
+
+
+def publish(done: Done, json_file: Path | None, console: Console) -> None:
+    """Print what a study found, and write it.
+
+    Raises:
+      RunError: the file cannot be written.
+    """
+    console.print(f"\n{done.text()}", soft_wrap=True, markup=False)
+    if json_file is not None:
+        write_json(json_file, done.as_json())
+
+
+def trained_on(experiment: Experiment, middle: str) -> str:
+    """Return the first line of a caption: the model, its data and the devices."""
+    mesh = experiment.layout.mesh
+    shape = ", ".join(f"{axis}: {size}" for axis, size in mesh.shape.items())
+    return (
+        f"{experiment.config.model.type} on {experiment.dataset.description}; {middle}; "
+        f"mesh {{{shape}}} on {mesh.devices.size} x {mesh.devices.flat[0].device_kind}."
+    )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from typing import Generic
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxdist.config import Document
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import Experiment, ExperimentConfig, build, load
 from jaxdist.optim.build import Optimizer
-from jaxdist.study.optimizers import CONTENDERS
+from jaxdist.study.definition import Contender, contenders
 from jaxdist.study.trial import Trial, TrialOutcome, TrialT, identity
 from jaxdist.train.evaluate import evaluate
 from jaxdist.train.state import TrainState
@@ -61,16 +62,57 @@ def at_rate(start: TrainState, learning_rate: float) -> TrainState:
     return replace(copied, opt_state=optax.tree.set(copied.opt_state, step_size=value))
 
 
-class Trainer:
-    """Runs trials of a config.
+class ConfigTrainer(Generic[TrialT]):
+    """Runs trials of one config, each with settings of its own on top.
 
     Args:
-      path: the config; its optimizer, batch size and seed are the trial's.
-      overrides: settings on top of it.
+      path: the config.
+      overrides: settings of all trials.
     """
 
     def __init__(self, path: Path, overrides: Sequence[str]) -> None:
         self._path, self._overrides = path, tuple(overrides)
+
+    def settings(self, trial: TrialT) -> Sequence[str]:
+        """Return the settings of a trial, its seed among them."""
+        raise NotImplementedError
+
+    def __call__(self, trial: TrialT) -> TrialOutcome[TrialT]:
+        """Train and evaluate on the whole held-out split; nothing is written."""
+        begun = time.perf_counter()
+        experiment = self.experiment(trial)
+        program = experiment.program
+        return finish(trial, experiment, program, program.init(), begun=begun)
+
+    def identity(self, trial: TrialT) -> str:
+        """Return a name that is the same for two trials that must come out the same."""
+        _, config = self._load(trial)
+        return identity(config.model_dump(mode="json", exclude=_NOT_OURS))
+
+    def experiment(self, trial: TrialT) -> Experiment:
+        """Build the experiment of a trial."""
+        document, config = self._load(trial)
+        return build(config, document)
+
+    def _load(self, trial: TrialT) -> tuple[Document, ExperimentConfig]:
+        return load(self._path, [*self._overrides, *self.settings(trial)])
+
+
+class Trainer(ConfigTrainer[Trial]):
+    """Runs trials whose optimizer, batch size and learning rate differ.
+
+    Args:
+      optimizers: by the name that trials have.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        overrides: Sequence[str],
+        optimizers: Mapping[str, Contender] | None = None,
+    ) -> None:
+        super().__init__(path, overrides)
+        self._optimizers = contenders() if optimizers is None else optimizers
         self._built = lru_cache(maxsize=8)(self._build)
 
     def __call__(self, trial: Trial) -> TrialOutcome[Trial]:
@@ -80,10 +122,18 @@ class Trainer:
         start = at_rate(built.start, trial.learning_rate)
         return finish(trial, built.experiment, built.program, start, begun=begun)
 
-    def identity(self, trial: Trial) -> str:
-        """The same for two trials that must come out the same."""
-        _, config = self._load(trial)
-        return identity_of(config)
+    def settings(self, trial: Trial) -> Sequence[str]:
+        """Return the optimizer, the batch size and the seed of a trial."""
+        optim: JsonObject = {
+            **self._optimizers[trial.optimizer].section,
+            "learning_rate": trial.learning_rate,
+            "schedule": {"type": "linear", "warmup_steps": trial.warmup_steps},
+        }
+        return (
+            f"optim={json.dumps(optim)}",
+            f"train.batch_size={trial.batch_size}",
+            f"seed={trial.seed}",
+        )
 
     def check(self, trials: Sequence[Trial]) -> list[Experiment]:
         """Build the trials' experiments, before the first one is trained.
@@ -93,7 +143,7 @@ class Trainer:
           ConfigError: a batch is larger than the training split, or changes within a run.
           DataError: the data has no held-out split.
         """
-        experiments = [self._experiment(trial) for trial in trials]
+        experiments = [self.experiment(trial) for trial in trials]
         for trial, experiment in zip(trials, experiments, strict=True):
             examples = len(experiment.dataset.train)
             if trial.batch_size > examples:
@@ -104,33 +154,11 @@ class Trainer:
             check_comparable(experiment, self._path)
         return experiments
 
-    def _load(self, trial: Trial) -> tuple[Document, ExperimentConfig]:
-        optim: JsonObject = {
-            **CONTENDERS[trial.optimizer].section,
-            "learning_rate": trial.learning_rate,
-            "schedule": {"type": "linear", "warmup_steps": trial.warmup_steps},
-        }
-        ours = [
-            f"optim={json.dumps(optim)}",
-            f"train.batch_size={trial.batch_size}",
-            f"seed={trial.seed}",
-        ]
-        return load(self._path, [*self._overrides, *ours])
-
-    def _experiment(self, trial: Trial) -> Experiment:
-        document, config = self._load(trial)
-        return build(config, document)
-
     def _build(self, trial: Trial) -> Built:
-        experiment = self._experiment(trial)
+        experiment = self.experiment(trial)
         optimizer = adjustable(experiment.program.optimizer)
         program = replace(experiment.program, optimizer=optimizer)
         return Built(experiment, program, program.init())
-
-
-def identity_of(config: ExperimentConfig) -> str:
-    """Of all that a run's outcome depends on."""
-    return identity(config.model_dump(mode="json", exclude=_NOT_OURS))
 
 
 def check_comparable(experiment: Experiment, path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jaxdist.config.show import value_text
 from jaxdist.errors import ConfigError
+from jaxdist.types import Json
 
 LONGEST_NAME = 20
 """Letters, so that the table is no wider than 80."""
@@ -26,6 +28,15 @@ class Variant:
     overrides: tuple[str, ...] = ()
 
 
+def overrides_of(settings: Mapping[str, Json]) -> tuple[str, ...]:
+    """Return settings by dotted key as overrides of the command line.
+
+    >>> overrides_of({"optim.b1": 0, "optim.type": "sgd", "mesh": {"data": 2}})
+    ('optim.b1=0', 'optim.type=sgd', 'mesh={"data": 2}')
+    """
+    return tuple(f"{key}={value_text(value)}" for key, value in settings.items())
+
+
 AS_GIVEN = Variant("as given")
 """The config itself."""
 
@@ -42,7 +53,7 @@ def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Varia
     >>> parse_variants(["half=optim.learning_rate=1e-3 optim.schedule={type: linear}"], taken=[])
     (Variant(name='half', overrides=('optim.learning_rate=1e-3', 'optim.schedule={type: linear}')),)
     """
-    found: list[Variant] = []
+    found: list[tuple[str, tuple[str, ...]]] = []
     for text in texts:
         name, _, settings = (part.strip() for part in text.partition("="))
         overrides = split_overrides(settings)
@@ -51,15 +62,30 @@ def parse_variants(texts: Sequence[str], *, taken: Sequence[str]) -> tuple[Varia
                 f"--variant {text!r} is no name with settings: write "
                 "NAME='section.key=value section.key=value'"
             )
+        found.append((name, overrides))
+    return named(found, taken=taken)
+
+
+def named(
+    pairs: Iterable[tuple[str, tuple[str, ...]]], *, taken: Sequence[str], what: str = "--variant"
+) -> tuple[Variant, ...]:
+    """Return variants by name and overrides.
+
+    Args:
+      what: names where a variant was given, for the message.
+
+    Raises:
+      ConfigError: a name that is too long or taken.
+    """
+    found: list[Variant] = []
+    for name, overrides in pairs:
         if len(name) > LONGEST_NAME or not name.isprintable() or "|" in name:
             raise ConfigError(
-                f"--variant {name!r} ({len(name)} characters): a name stands in a table; at most "
+                f"{what} {name!r} ({len(name)} characters): a name stands in a table; at most "
                 f"{LONGEST_NAME} printable ones without '|'"
             )
         if name in [*taken, *(variant.name for variant in found)]:
-            raise ConfigError(
-                f"--variant {name!r} is the name of another variant: choose a new one"
-            )
+            raise ConfigError(f"{what} {name!r} is the name of another variant: choose a new one")
         found.append(Variant(name, overrides))
     return tuple(found)
 

@@ -8,14 +8,21 @@ import pytest
 from study_runs import cell, outcome
 
 from jaxdist.errors import ConfigError
-from jaxdist.study.optimizers import CONTENDERS, check_names
-from jaxdist.study.plan import StudyCell, StudyPlan, parse_batches, run_plan, search
+from jaxdist.study.definition import contenders
+from jaxdist.study.plan import (
+    StudyCell,
+    StudyPlan,
+    parse_batches,
+    parse_optimizers,
+    run_plan,
+    search,
+)
 from jaxdist.study.trial import Trial, TrialOutcome
 
 # The best learning rate, by batch size: it grows faster than the rule says.
 BEST = {32: 0.04, 128: 0.08, 512: 0.64}
 PLAN = StudyPlan(
-    optimizers=("lamb", "sgd"),
+    optimizers=parse_optimizers("lamb,sgd"),
     steps={32: 160, 128: 40, 512: 10},
     seeds=(2, 3, 4),
     tuning_seeds=(0, 1),
@@ -100,8 +107,9 @@ def test_search_takes_the_smallest_of_equals() -> None:
 
 
 def test_every_contender_starts_somewhere() -> None:
-    check_names(list(CONTENDERS))
-    assert set(CONTENDERS) == {"sgd", "nesterov", "lars", "lamb", "adamw"}
+    assert set(contenders()) == {"sgd", "nesterov", "lars", "lamb", "adamw"}
+    assert parse_optimizers(",".join(contenders())) == contenders()
+    assert all(one.start > 0 for one in contenders().values())
 
 
 @pytest.mark.parametrize(
@@ -114,7 +122,7 @@ def test_every_contender_starts_somewhere() -> None:
 )
 def test_bad_optimizers(names: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_names(names)
+        parse_optimizers(",".join(names))
     assert message in str(caught.value)
 
 

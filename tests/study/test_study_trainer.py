@@ -12,7 +12,7 @@ import pytest
 
 from jaxdist.errors import ConfigError, DataError
 from jaxdist.experiment import build, load
-from jaxdist.study.optimizers import CONTENDERS
+from jaxdist.study.definition import contenders
 from jaxdist.study.trainer import Trainer, at_rate, train
 from jaxdist.study.trial import Trial
 from jaxdist.train.evaluate import evaluate
@@ -23,7 +23,7 @@ RATES = {"sgd": 0.2, "nesterov": 0.1, "lars": 2.0, "lamb": 0.02, "adamw": 0.01}
 def plainly(path: Path, trial: Trial) -> dict[str, float]:
     """The held-out means of a run whose config has the trial's learning rate."""
     section = {
-        **CONTENDERS[trial.optimizer].section,
+        **contenders()[trial.optimizer].section,
         "learning_rate": trial.learning_rate,
         "schedule": {"type": "linear", "warmup_steps": trial.warmup_steps},
     }
@@ -39,7 +39,7 @@ def plainly(path: Path, trial: Trial) -> dict[str, float]:
         return evaluate(experiment.program, state.params, state.buffers, batches)
 
 
-@pytest.mark.parametrize("name", CONTENDERS)
+@pytest.mark.parametrize("name", contenders())
 def test_a_trial_is_the_plain_run(config: Path, name: str) -> None:
     trial = Trial(name, 64, 5, RATES[name], 4)
     done = Trainer(config, [])(trial)

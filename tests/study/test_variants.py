@@ -10,7 +10,7 @@ import pytest
 
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import Experiment, build, load
-from jaxdist.study.compression import UNCOMPRESSED, compression_variants
+from jaxdist.study.compression import compression_variants
 from jaxdist.study.variants import Variant, parse_variants, split_overrides
 
 PIECES = (
@@ -73,7 +73,7 @@ SGD = "optim={type: sgd, momentum: 0.75, nesterov: true, clip_norm: 2, weight_de
 
 def test_momentum_goes_into_the_messages(config: Path) -> None:
     found = compression_variants(built(config, SGD % "learning_rate: 0.1", "train.epochs=10"))
-    assert found.variants[0] == UNCOMPRESSED
+    assert found.variants[0] == Variant("uncompressed", ("parallel.compression=null",))
     by_name = {variant.name: settings_of(variant) for variant in found.variants}
     topk = by_name["top-k 1%, DGC"]
     sent = json.loads(topk.pop("parallel.compression"))
