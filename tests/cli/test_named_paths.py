@@ -43,6 +43,7 @@ READ = {
     "pipeline check file": ["pipeline", "check", "@"],
     "study compare config": ["study", "compare", "@", "--variant", "a=train.steps=1"],
     "study batch-scaling config": ["study", "batch-scaling", "@", "--batches", "8,16"],
+    "study run file": ["study", "run", "@"],
     "simulate servers config": ["simulate", "servers", "@"],
     "simulate choice settings": ["simulate", "choice", "@"],
     "simulate fleet settings": ["simulate", "fleet", "@"],
