@@ -1,1 +1,1 @@
-"""Whether a config's settings reach the compiled program."""
+"""The audit: whether a config's settings reach the compiled program."""

@@ -1,4 +1,4 @@
-"""The knobs that a configuration sets, and how to take one of them back."""
+"""The knobs of a configuration, and the removal of a single knob."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ NOT_IN_THE_STEP: Mapping[str, str] = {
     "train.batch_ramp.ramp_examples": "says when, not what",
     "optim.max_skipped": "ends a run between steps",
 }
-"""Settings, or whole sections, that no train step holds, and what they do instead."""
+"""Settings, or whole sections, that are not part of a train step, with their purpose."""
 
 
 def reason_not_in_the_step(path: KeyPath) -> str | None:
-    """What a knob does outside of the train step; None for one that must change the step.
+    """Return a knob's purpose outside of the train step; None if it must change the step.
 
     >>> reason_not_in_the_step(("eval", "every")), reason_not_in_the_step(("optim", "b2"))
     ('evaluates between steps', None)
@@ -38,7 +38,7 @@ def reason_not_in_the_step(path: KeyPath) -> str | None:
 
 
 def written(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator[KeyPath]:
-    """Every path that a configuration sets, sections before what they hold; a list is one value.
+    """Yield every path that a configuration sets, sections before their content; a list is a value.
 
     >>> list(written({"train": {"steps": 3}, "seed": 1}))
     [('train',), ('train', 'steps'), ('seed',)]
@@ -50,7 +50,7 @@ def written(values: Mapping[str, Json], path: KeyPath = ()) -> Iterator[KeyPath]
 
 
 def value_at(values: Mapping[str, Json], path: KeyPath) -> Json:
-    """The value at a path; None where there is none.
+    """Return the value at a path; None where there is none.
 
     >>> value_at({"a": {"b": 1}}, ("a", "b")), value_at({"a": None}, ("a", "b"))
     (1, None)
@@ -62,7 +62,7 @@ def value_at(values: Mapping[str, Json], path: KeyPath) -> Json:
 
 
 def without(document: Document, path: KeyPath) -> Document:
-    """The configuration as if nobody had written the setting, or section, at `path`.
+    """Return the configuration without the setting, or section, at `path`.
 
     >>> without(Document({"a": {"b": 1, "c": 2}}), ("a", "b")).values
     {'a': {'c': 2}}
@@ -73,7 +73,7 @@ def without(document: Document, path: KeyPath) -> Document:
 
 
 def with_value(document: Document, path: KeyPath, value: Json) -> Document:
-    """The configuration with another value at `path`, a path that is set in it.
+    """Return the configuration with another value at `path`, which is set in it.
 
     >>> with_value(Document({"a": {"b": 1, "c": 2}}), ("a", "b"), 3).values
     {'a': {'b': 3, 'c': 2}}
@@ -84,7 +84,7 @@ def with_value(document: Document, path: KeyPath, value: Json) -> Document:
 
 
 def neighbours(value: Json) -> tuple[Json, ...]:
-    """Other values that a knob could have; none for text.
+    """Return other possible values of a knob; none for text.
 
     >>> neighbours(6), neighbours(0.5), neighbours(True), neighbours("a")
     ((3, 12), (0.25, 1.0), (False,), ())
@@ -97,7 +97,7 @@ def neighbours(value: Json) -> tuple[Json, ...]:
 
 
 def refusal(error: ConfigError) -> str:
-    """Why a configuration is refused: its first problem, on one line, without its place.
+    """Return why a configuration is refused: its first problem, in a line, without its place.
 
     >>> refusal(ConfigError("1 problem in a.yaml:\\n  optim.b2 = 1 (a.yaml:3): below 1"))
     'below 1'

@@ -1,4 +1,4 @@
-"""`jaxdist audit --options`: which options for the compiler change the train step, and how."""
+"""`jaxdist audit --options`: the effect of compiler options on the train step."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ ALL = "all of them"
 
 @dataclass(frozen=True)
 class OptionEffect:
-    """What one option of a preset does by itself, or all of them together.
+    """The effect of an option of a preset alone, or of all of them together.
 
     Attributes:
-      preset: `options` for those that the config itself gives.
+      preset: name of the preset; `options` for the config's own.
       option: XLA's name, or `ALL`.
-      effect: in what the program differs, or what the compiler says against the option.
+      effect: the differences in the program, or the compiler's error about the option.
     """
 
     preset: str
@@ -59,18 +59,18 @@ def audit_options(
     json_file: Path | None = None,
     console: Console,
 ) -> tuple[OptionEffect, ...]:
-    """Compile the train step with each option of each preset, and print what that changes.
+    """Compile the train step with each option of each preset, and print the effects.
 
-    The options of the config itself (`parallel.xla.options`) are asked too. Each stands against
-    the step without any.
+    The config's own options (`parallel.xla.options`) are included. Each is compared with the step
+    without options.
 
     Args:
       path: the configuration file, with `overrides` on top.
-      topology: TPUs to compile for, such as `v5e:2x4`; None is the devices that jax has.
+      topology: TPUs to compile for, such as `v5e:2x4`; None is jax's devices.
       json_file: where to write the findings as JSON.
 
     Raises:
-      JaxdistError: anything that the user can mend.
+      JaxdistError: any error that the user can fix.
     """
     devices = None if topology is None else topology_devices(topology)
     given = load(path, overrides)[1].parallel.xla.options

@@ -1,4 +1,4 @@
-"""`jaxdist audit`: does each knob that a config sets change the train step at all?"""
+"""`jaxdist audit`: whether each knob of a config changes the train step."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ def audit(
     json_file: Path | None = None,
     console: Console,
 ) -> tuple[Finding, ...]:
-    """Build the train step with and without each knob that is set, and print what it changes.
+    """Build the train step with and without each knob that is set, and print its effect.
 
-    Equal texts before compilation prove that a knob does nothing. Where they differ, the knobs of
-    `jaxdist.audit.step.LAYOUT` are judged by the compiled program, others by that difference: what
-    the compiler would still optimise away is seen with `full`.
+    Equal texts before compilation prove that a knob has no effect. Where they differ, the knobs of
+    `jaxdist.audit.step.LAYOUT` are judged by the compiled program, others by that difference: with
+    `full`, differences that the compiler optimizes away are detected too.
 
     Args:
       path: the configuration file, with `overrides` on top.
-      topology: TPUs to compile for, such as `v5e:2x4`; None is the devices that jax has.
-      full: compile the step without each knob, and say what bytes, memory and FLOPs it changes.
+      topology: TPUs to compile for, such as `v5e:2x4`; None is jax's devices.
+      full: compile the step without each knob, and print the change in bytes, memory and FLOPs.
       json_file: where to write the findings as JSON.
 
     Raises:
-      JaxdistError: anything that the user can mend.
+      JaxdistError: any error that the user can fix.
     """
     devices = None if topology is None else topology_devices(topology)
     document, config = load(path, overrides)
@@ -67,12 +67,12 @@ def audit(
 
 
 def has_no_effect(findings: Sequence[Finding]) -> bool:
-    """Whether a knob among them changes nothing."""
+    """Return whether any knob among the findings has no effect."""
     return any(finding.verdict == "NO EFFECT" for finding in findings)
 
 
 def _print(finding: Finding, console: Console) -> None:
-    """One line, cut at its end where the terminal is too narrow."""
+    """Print a line, cut at its end if the terminal is too narrow."""
     line = Text(f"{finding.verdict:<16}", style=_STYLES.get(finding.verdict, "dim"))
     line.append(f"{finding.knob:<31} ", style="default")
     line.append(finding.effect, style="default")

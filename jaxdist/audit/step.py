@@ -1,4 +1,4 @@
-"""Judging one knob: the train step with it, beside the step without it."""
+"""The judgement of a knob: the train step with it, compared with the step without it."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ from jaxdist.types import Json
 KnobVerdict = Literal["ok", "default", "required", "not in the step", "NO EFFECT"]
 
 LAYOUT = ("mesh", "parallel", "sharding")
-"""Sections that ask for a layout: the text before compilation repeats what was asked for, and only
-the compiled program shows whether anything came of it."""
+"""Sections that request a layout: the text before compilation repeats the request, and only the
+compiled program shows whether it has an effect."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What one knob does.
+    """The effect of a knob.
 
     Attributes:
       knob: its dotted path.
-      value: as it was written.
-      origin: where that was.
-      effect: what it changes, or why that was not looked at.
+      value: its value, as written.
+      origin: the place where it was written.
+      effect: its effect, or the reason why that was not examined.
     """
 
     knob: str
@@ -65,7 +65,7 @@ class AuditedStep:
 
     @cached_property
     def lowered(self) -> str:
-        """StableHLO of the step, at each batch size that the run has."""
+        """The StableHLO of the step, at each batch size of the run."""
         stages = {stage.batch_size: stage.program for stage in self.subject.experiment.stages}
         programs = {self.config.train.batch_size: self.subject.experiment.program} | stages
         return "\n".join(
@@ -74,39 +74,39 @@ class AuditedStep:
 
     @cached_property
     def initial(self) -> str:
-        """StableHLO of what makes the first state."""
+        """The StableHLO of the initialization of the state."""
         return jax.jit(self.subject.experiment.program.init).lower().as_text()
 
     @cached_property
     def inspection(self) -> Inspection:
-        """The compiled step, read."""
+        """The inspection of the compiled step."""
         return inspect_step(self.subject)
 
     @property
     def structure(self) -> str:
-        """Of the compiled step, and of all stages their large constants, which no text shows."""
+        """The hash of the compiled step, and of all stages' large constants, which text elides."""
         return self.inspection.program_sha256 + digest("", self.lowered)
 
     @property
     def options(self) -> dict[str, OptionValue]:
-        """What the compiler is told, which no text before compilation shows."""
+        """The compiler options, which no text before compilation shows."""
         return dict(self.subject.experiment.program.options)
 
     @property
     def mesh(self) -> dict[str, int]:
-        """Sizes of the axes that split anything."""
+        """The sizes of the axes that split anything."""
         shape = self.subject.experiment.layout.mesh.shape
         return {axis: size for axis, size in shape.items() if size > 1}
 
 
 def judge(step: AuditedStep, path: KeyPath, *, full: bool) -> Finding | None:
-    """Whether the knob at `path` changes the step; None for a section that is no knob itself.
+    """Judge whether the knob at `path` changes the step; None for a section that is not a knob.
 
     Args:
-      full: compile both steps, also where the texts before compilation differ.
+      full: compile both steps, even where the texts before compilation differ.
 
     Raises:
-      RunError: the step with the knob is compiled, and too large for the device.
+      RunError: the step with the knob was compiled, and is too large for the device.
     """
 
     def found(verdict: KnobVerdict, effect: str) -> Finding:
@@ -141,22 +141,22 @@ def judge(step: AuditedStep, path: KeyPath, *, full: bool) -> Finding | None:
 
 
 def _repeats_signature(document: Document, path: KeyPath) -> bool:
-    """Whether a knob is an argument of the user's own function, with that function's default."""
+    """Return whether a knob is an argument of the user's function, with that function's default."""
     if len(path) != 3 or path[1] != "args":
         return False
     section, name = document.values[str(path[0])], str(path[2])
     try:
         made = load_object(section["path"])
-        # A module's class is called by way of its metaclass, whose signature says nothing.
+        # A module's class is called through its metaclass, whose signature is uninformative.
         made = made.__init__ if isinstance(made, type) else made
         parameter = signature(made).parameters.get(name)
-    except (TypeError, ValueError):  # compiled functions may tell no signature
+    except (TypeError, ValueError):  # compiled functions may have no signature
         return False
     return parameter is not None and repr(parameter.default) == repr(section["args"][name])
 
 
 def _is_read(step: AuditedStep, path: KeyPath) -> bool:
-    """Whether another value of the knob makes another step."""
+    """Return whether another value of the knob makes another step."""
     for value in neighbours(value_at(step.document.values, path)):
         document = with_value(step.document, path, value)
         try:
@@ -170,7 +170,7 @@ def _is_read(step: AuditedStep, path: KeyPath) -> bool:
 
 
 def _explicit(config: ExperimentConfig) -> ExperimentConfig:
-    """The config with the model's own loss written out."""
+    """Return the config with the model's own loss made explicit."""
     return config.model_copy(update={"loss": config.loss or default_loss(config.model)})
 
 
@@ -189,7 +189,7 @@ def _step(
 
 
 def _effect(before: AuditedStep, after: AuditedStep, *, compile_both: bool) -> str:
-    """What differs, in words; empty where nothing does."""
+    """Describe the differences; empty where there are none."""
     if before.lowered == after.lowered and before.options == after.options:
         return "" if before.initial == after.initial else "initial state"
     if not compile_both:
@@ -216,7 +216,7 @@ def _sent_bytes(inspection: Inspection) -> float:
 
 
 def _seconds(inspection: Inspection) -> float:
-    """Of a step as it is predicted; 0 where it is not."""
+    """Return the predicted seconds of a step; 0 without a prediction."""
     return inspection.step_time.seconds if inspection.step_time else 0.0
 
 
@@ -225,7 +225,7 @@ def _messages(inspection: Inspection) -> int:
 
 
 def change(name: str, before: float, after: float, unit: str = "") -> str:
-    """`bytes -50%`; in absolute terms where there were none.
+    """Format a change as `bytes -50%`, or absolutely if the first value is 0.
 
     >>> change("bytes", 200, 100), change("bytes", 0, 1500, "B"), change("bytes", 3, 3)
     ('bytes -50%', 'bytes +1.5 kB', '')

@@ -1,4 +1,4 @@
-"""What a run depends on: read from the machine (`facts`), judged (`checks`), printed here."""
+"""The doctor: facts read from the machine (`facts`), judged (`checks`), and printed here."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
 def main(devices: int | None = None, as_json: bool = False, console: Console | None = None) -> int:
-    """Print every check; the exit code is 1 with an error among them, else 0.
+    """Print every check; the exit code is 1 if there is an error, else 0.
 
-    The backend is started in a process of its own, so that one that crashes or hangs is a finding.
+    The backend is started in a separate process, so that a crash or a hang is only a finding.
 
     Args:
-      devices: judge a run on this many fake CPU devices; None judges the real ones.
-      as_json: print one JSON list instead.
-      console: where to write; standard output when None.
+      devices: judge a run on this many fake CPU devices; None judges the real devices.
+      as_json: print a JSON list instead.
+      console: the output; standard output when None.
     """
     console = Console() if console is None else console
     found = checks(gather(devices))
@@ -40,7 +40,7 @@ def main(devices: int | None = None, as_json: bool = False, console: Console | N
 
 
 def show(found: Sequence[Check], console: Console) -> None:
-    """Print one line a check, the remedy indented below it, and a count at the end."""
+    """Print a line per check, the remedy indented below it, and a count at the end."""
     name_width = max(len(check.name) for check in found)
     indent = " " * (len("warning") + name_width + 4)
     width = max(console.width - len(indent), 20)

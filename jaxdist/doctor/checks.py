@@ -28,7 +28,7 @@ _LONGEST_TIMEOUT_SECONDS = 600
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the doctor: what was looked at, how it stands, and what to do about it."""
+    """A line of the doctor: the checked item, its status, and what to do about it."""
 
     name: str
     status: Status
@@ -37,7 +37,7 @@ class Check:
 
 
 def checks(facts: MachineFacts) -> list[Check]:
-    """Every check, in the order in which a run meets them."""
+    """Return every check, in the order in which a run meets them."""
     return [
         *_software(facts),
         _backend(facts),
@@ -55,7 +55,7 @@ def checks(facts: MachineFacts) -> list[Check]:
 
 
 def _software(facts: MachineFacts) -> Iterator[Check]:
-    """Python and the packages, against what jaxdist's own metadata asks for."""
+    """Check Python and the packages against jaxdist's own metadata."""
     python = _versioned("python", facts.python, facts.python_range)
     yield Check("python", python.status, python.value, python.remedy and "install Python 3.11-3.13")
     for name in COMPANIONS:
@@ -93,7 +93,7 @@ def _backend(facts: MachineFacts) -> Check:
 
 
 def _accelerator(facts: MachineFacts) -> Iterator[Check]:
-    """A GPU that jax does not use, although nobody asked it for the CPU."""
+    """Check for a GPU that jax does not use, although the CPU was not requested."""
     wants_cpu = facts.planned.get("JAX_PLATFORMS", "").lower() == "cpu"
     if facts.nvidia_driver and facts.backend.platform == "cpu" and not wants_cpu:
         yield Check(
@@ -216,7 +216,7 @@ def _open_files(facts: MachineFacts) -> Check:
 
 
 def _extras(facts: MachineFacts) -> Iterator[Check]:
-    """What only some runs need: its absence is no warning, but the way to get it is said."""
+    """Check optional packages: a missing package is no warning, but shows its installation."""
     ways = {
         "scikit-learn": "pip install 'jaxdist[images]' for the handwritten digits",
         "libtpu": "pip install 'jaxdist[tpu]' for TPUs and for compiling towards them",

@@ -1,4 +1,4 @@
-"""What the doctor reads from the machine; nothing is judged here."""
+"""The facts that the doctor reads from the machine, without judgement."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Backend:
-    """What jax finds when it starts; `problem` holds why it does not."""
+    """The devices that jax finds when it starts; `problem` is why it does not start."""
 
     platform: str = ""
     device_count: int = 0
@@ -50,7 +50,7 @@ class Backend:
 
 @dataclass(frozen=True)
 class Folder:
-    """A directory; while it does not exist, `writable` and `free_bytes` are those of its parent."""
+    """A directory; if it does not exist, `writable` and `free_bytes` are those of its parent."""
 
     path: str
     exists: bool
@@ -61,23 +61,23 @@ class Folder:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """All that the checks look at, as plain data.
+    """All facts for the checks, as plain data.
 
     Attributes:
       python: version of the interpreter.
-      python_range: the versions that this jaxdist takes.
-      versions: package to version, None when not installed.
-      ranges: package to the versions that this jaxdist takes, where it says so.
-      backend: what jax finds when it starts under `planned`.
-      environ: the environment as the user set it.
-      planned: the same as a jaxdist command runs with it.
-      cpus: CPUs this process may run on.
-      cpu_quota: CPUs' worth of time that a container may use; None without a limit.
-      memory_bytes, available_bytes: host memory in all and free now; None when not known.
-      open_files: how many files this process may open.
+      python_range: the versions that this jaxdist supports.
+      versions: version of each package, None when not installed.
+      ranges: the versions of each package that this jaxdist supports, where it states them.
+      backend: the devices that jax finds when it starts under `planned`.
+      environ: the environment set by the user.
+      planned: the environment in which a jaxdist command runs.
+      cpus: number of CPUs that this process may use.
+      cpu_quota: number of CPUs' time that a container may use; None without a limit.
+      memory_bytes, available_bytes: total and free host memory; None when unknown.
+      open_files: number of files that this process may open.
       compilation_cache: None when jax's persistent compilation cache is not set to a folder.
-      cache: where jaxdist keeps what it derives or downloads.
-      nvidia_driver: whether the NVIDIA driver's tools are there.
+      cache: the folder for derived and downloaded data.
+      nvidia_driver: whether the NVIDIA driver's tools are installed.
       fashion_mnist: whether the data set is on this machine.
     """
 
@@ -100,7 +100,7 @@ class MachineFacts:
 
 
 def gather(devices: int | None = None) -> MachineFacts:
-    """Read this machine, for a run on `devices` fake CPU devices or on the real ones (None)."""
+    """Read this machine, for a run on `devices` fake CPU devices or on the real devices (None)."""
     environ = dict(os.environ)
     planned = environ | environment.plan_environment(environ, fake_devices=devices)
     python_range, ranges = _own_requirements()
@@ -130,7 +130,7 @@ def gather(devices: int | None = None) -> MachineFacts:
 def probe_backend(
     environ: Mapping[str, str], timeout_seconds: float = PROBE_TIMEOUT_SECONDS
 ) -> Backend:
-    """Start jax in a process of its own, so that a crash or a hang there is only a finding."""
+    """Start jax in a separate process, so that a crash or a hang there is only a finding."""
     command = [sys.executable, "-P", "-c", _PROBE]
     try:
         done = subprocess.run(
@@ -146,7 +146,7 @@ def probe_backend(
 
 
 def look_at(path: Path) -> Folder:
-    """What matters of a folder, or of the nearest parent that exists."""
+    """Return the facts about a folder, or about the nearest parent that exists."""
     present = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     exists = path.exists()
     return Folder(
@@ -159,7 +159,7 @@ def look_at(path: Path) -> Folder:
 
 
 def _own_requirements() -> tuple[str, dict[str, str]]:
-    """The Python versions and the package versions that the installed jaxdist asks for."""
+    """Return the Python versions and the package versions that the installed jaxdist requires."""
     try:
         own = importlib.metadata.metadata("jaxdist")
     except importlib.metadata.PackageNotFoundError:
@@ -176,7 +176,7 @@ def _cpus() -> int:
 
 
 def _cpu_quota(cgroup: Path) -> float | None:
-    """The container's CPU limit, from control groups of version 2 or 1."""
+    """Return the container's CPU limit, from control groups of version 2 or 1."""
     try:
         if (cgroup / "cpu.max").exists():
             quota, period = (cgroup / "cpu.max").read_text().split()
@@ -190,7 +190,7 @@ def _cpu_quota(cgroup: Path) -> float | None:
 
 
 def _host_memory() -> tuple[int | None, int | None]:
-    """Host memory in bytes: in all, and available without swapping."""
+    """Return host memory in bytes: total, and available without swapping."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

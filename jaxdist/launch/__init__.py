@@ -1,1 +1,1 @@
-"""Runs on clusters: one job, rendered for the engine that a cluster has."""
+"""Launches on clusters: a job, rendered for the engine of a cluster."""

@@ -1,4 +1,4 @@
-"""The engines by name, and one with its settings."""
+"""The engines by name, and their construction from settings."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ ENGINES: Mapping[str, type[Engine]] = {
 
 
 def engine(name: str, settings: Sequence[str]) -> Engine:
-    """Make an engine with its settings.
+    """Build an engine with its settings.
 
     Args:
-      settings: `key=value` texts, as `--set` has them.
+      settings: `key=value` texts, as for `--set`.
 
     Raises:
       ConfigError: there is no such engine or setting, or one is missing.

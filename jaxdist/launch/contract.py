@@ -1,6 +1,6 @@
-"""The contract of engines: what is run, and the files and commands that an engine runs it by.
+"""The contract of engines: a job, and the files and commands by which an engine runs it.
 
-An engine only renders. Nothing is started here, so that all of it can be read before, and tested
+An engine only renders. Nothing is started here, so everything can be reviewed before, and tested
 without a cluster; `jaxdist.launch.submit` carries it out.
 """
 
@@ -32,22 +32,22 @@ def _variables(given: dict[str, str]) -> dict[str, str]:
 
 
 Environment = Annotated[dict[str, str], AfterValidator(_variables)]
-"""Variables of the processes, by name."""
+"""The environment variables of the processes, by name."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """`jaxdist train` of one config: the same command in every process.
+    """The command `jaxdist train` for a config: the same command in every process.
 
     Attributes:
-      config: the file, as the processes find it from `folder`.
-      overrides: settings that replace its own.
-      name: for people, and for the engine's lists.
-      module: of the command `jaxdist`, for an engine whose nodes run it by an interpreter of their
-        own. It stands above this room in the layers, so that the command passes its name down.
-      nodes: how many machines, or hosts of one slice of TPUs.
-      processes: on each of them.
-      folder: where it runs; all nodes see it.
+      config: the config file, relative to `folder`.
+      overrides: settings that override those of the config.
+      name: name for people, and for the engine's lists.
+      module: module of the command `jaxdist`, for an engine whose nodes run it with their own
+        interpreter. It is in a higher layer, so the command passes its name down.
+      nodes: number of machines, or hosts of a slice of TPUs.
+      processes: number of processes on each of them.
+      folder: the working directory, which all nodes share.
     """
 
     config: str
@@ -60,23 +60,23 @@ class Job:
 
     @property
     def count(self) -> int:
-        """All processes."""
+        """The number of all processes."""
         return self.nodes * self.processes
 
     def train(self, *options: str, program: tuple[str, ...] = ("jaxdist",)) -> list[str]:
-        """The command of a process. A job that begins again goes on where it was."""
+        """Return the command of a process. A job that is restarted resumes."""
         return [*program, "train", self.config, *self.overrides, "--resume", *options]
 
 
 @dataclass(frozen=True)
 class Rendered:
-    """What an engine runs.
+    """The files and commands of a job on an engine.
 
     Attributes:
-      files: name to text; written to a folder of the launch before anything is run.
-      command: submits, or runs, the job.
-      waits: the command lasts as long as the job does.
-      notes: what a person should know, a line each.
+      files: text by name; written to a folder of the launch before anything is run.
+      command: the command that submits, or runs, the job.
+      waits: whether the command lasts as long as the job.
+      notes: notes for a person, a line each.
     """
 
     files: Mapping[str, str]
@@ -85,13 +85,13 @@ class Rendered:
     notes: tuple[str, ...] = ()
 
     def at(self, folder: Path) -> Rendered:
-        """With its files in this folder: `{folder}` stands for it, in texts and in the command."""
+        """Replace the placeholder `{folder}` in texts and in the command by this folder."""
         files = {name: text.replace(FOLDER, str(folder)) for name, text in self.files.items()}
         command = tuple(word.replace(FOLDER, str(folder)) for word in self.command)
         return replace(self, files=files, command=command)
 
     def text(self) -> str:
-        """All of it, to be reviewed."""
+        """Format everything for review."""
         parts = [f"# {name}\n{text.rstrip()}\n" for name, text in self.files.items()]
         parts.append(f"# run by\n{shlex.join(self.command)}\n")
         return "\n".join(parts + [f"# {note}" for note in self.notes])
@@ -99,7 +99,7 @@ class Rendered:
 
 @dataclass(frozen=True)
 class Commands:
-    """What is asked of an engine about a job that it has; () where it cannot tell."""
+    """The engine's commands about a submitted job; () where it has none."""
 
     status: tuple[str, ...] = ()
     logs: tuple[str, ...] = ()
@@ -120,25 +120,25 @@ class Engine(Config):
         """Refuse a job that the engine cannot run.
 
         Raises:
-          ConfigError: with what to change.
+          ConfigError: such a job; the message says what to change.
         """
 
     @abstractmethod
     def render(self, job: Job) -> Rendered:
-        """The files and the command."""
+        """Render the files and the command."""
 
     def commands(self, identity: str, folder: Path) -> Commands:
-        """About a job that was submitted.
+        """Return the commands about a submitted job.
 
         Args:
-          identity: what the engine calls it.
-          folder: of the launch.
+          identity: the engine's name of the job.
+          folder: the folder of the launch.
         """
         return Commands()
 
 
 def one_node(job: Job, engine: str) -> None:
-    """Refuse several nodes.
+    """Refuse jobs with several nodes.
 
     Raises:
       ConfigError: there are several.
@@ -151,7 +151,7 @@ def one_node(job: Job, engine: str) -> None:
 
 
 def seconds_of(text: str) -> int:
-    """Of a limit as Slurm writes it: minutes, H:M:S or D-H:M:S.
+    """Return the seconds of a limit in Slurm's form: minutes, H:M:S or D-H:M:S.
 
     >>> seconds_of("90"), seconds_of("1:30:00"), seconds_of("2-00")
     (5400, 5400, 172800)

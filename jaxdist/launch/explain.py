@@ -1,4 +1,4 @@
-"""What this process can tell of the cluster that it is in, and how."""
+"""An explanation of what this process knows of its cluster."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.runtime.gpus import look
 
 
 def explain(environ: Mapping[str, str]) -> Iterator[str]:
-    """Lines: schedulers that have left a trace, what was read, what is ignored and why; engines."""
+    """Yield lines on schedulers with a trace, variables read or ignored (and why), and engines."""
     seen = sightings(environ)
     used = next((one for one in seen if one.whole), None)
     if not seen:

@@ -1,9 +1,9 @@
 """A JobSet for GKE: slices of TPUs, or nodes with GPUs (or neither).
 
-One job of the set is a slice. A set that loses a pod begins anew, up to `restarts` times, and its
-processes go on from the newest checkpoint. Kubernetes' own disruptions (an eviction, a spot node
-that is taken away, a drain) are not counted. What is rendered is the API jobset.x-k8s.io/v1alpha2,
-of JobSet 0.6 or newer.
+Each job of the set is a slice. A set that loses a pod is restarted, up to `restarts` times, and its
+processes resume from the newest checkpoint. Kubernetes' own disruptions (an eviction, a spot node
+that is taken away, a drain) are not counted. The rendered API is jobset.x-k8s.io/v1alpha2, of
+JobSet 0.6 or newer.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ WORKERS = "slice"
 CONTAINER = "train"
 _NOT_COUNTED: list[Json] = [
     {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    # When one pod is told to go all processes save and stop with this code, those of the other
-    # pods too, whose failure would count.
+    # When a pod is told to stop, all processes save and exit with this code, including those of
+    # other pods, whose failure would otherwise be counted.
     {
         "action": "FailJob",
         "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [STOPPED]},
@@ -43,8 +43,8 @@ _RESTART: JsonObject = {
     "onJobFailureReasons": ["PodFailurePolicy"],
 }
 MOST_NAME = 40
-"""Of 63 letters that the name of a pod may have: it ends with the set's job, both numbers and five
-letters."""
+"""Longest name, of the 63 letters of a pod's name: that ends with the set's job, two numbers and
+five letters."""
 ACCELERATORS = {
     "v4": "tpu-v4-podslice",
     "v5e": "tpu-v5-lite-podslice",
@@ -52,12 +52,13 @@ ACCELERATORS = {
     "v6e": "tpu-v6e-slice",
     "tpu7x": "tpu7x",
 }
-"""What GKE calls the nodes of each family."""
+"""GKE's names of the nodes of each family."""
 
 
 def chips_per_host(topology: Topology) -> int:
-    """Of the machines that GKE makes a slice of: up to eight chips of v5e and v6e are one machine,
-    larger slices have four on each.
+    """Return the chips per machine of a GKE slice.
+
+    Up to eight chips of v5e and v6e are a single machine; larger slices have four on each.
 
     >>> [chips_per_host(parse_topology(text)) for text in ("v5e:2x4", "v5e:4x4", "v5p:4x4x4")]
     [8, 4, 4]
@@ -77,7 +78,7 @@ class Volume(Config):
 
 
 class Gke(Engine):
-    """kubectl, with the JobSet controller in the cluster."""
+    """The engine of kubectl, with the JobSet controller in the cluster."""
 
     program: ClassVar[str] = "kubectl"
     install: ClassVar[str] = "install kubectl, and JobSet in the cluster (jobset.sigs.k8s.io)"
@@ -85,29 +86,29 @@ class Gke(Engine):
     type: Literal["gke"] = "gke"
     """Selects this engine."""
     image: str
-    """With jaxdist in it, and the config at the path that is given here."""
+    """Image with jaxdist, and with the config at the given path."""
     tpu: str | None = None
-    """Topology of a slice, as v5p:4x4x4: nodes and chips follow from it; null is no TPU."""
+    """Topology of a slice, such as v5p:4x4x4, which determines nodes and chips; null is no TPU."""
     slices: Count = 1
-    """Of TPUs, which a slower network joins."""
+    """Number of slices of TPUs, joined by a slower network."""
     gpus_per_node: Count | None = None
-    """GPUs of each pod, where there is no TPU."""
+    """Number of GPUs of each pod, where there is no TPU."""
     namespace: str = "default"
-    """Where the set lives."""
+    """Namespace of the set."""
     queue: str | None = None
-    """Of Kueue, which starts all pods or none."""
+    """Queue of Kueue, which starts all pods or none."""
     restarts: Annotated[int, Field(ge=0)] = 20
-    """How often the set begins anew after a pod has failed; evictions are not counted."""
+    """Number of restarts of the set after a pod has failed; evictions are not counted."""
     grace_seconds: Count = 300
-    """For saving, between SIGTERM and SIGKILL."""
+    """Seconds for saving, between SIGTERM and SIGKILL."""
     volume: Volume | None = None
-    """Where checkpoints are kept."""
+    """Volume for checkpoints."""
     cpu: Count | str | None = None
-    """Cores of each pod, where it has no accelerator that decides it."""
+    """Number of cores of each pod, where no accelerator determines it."""
     node_selector: dict[str, str] = Field(default_factory=dict)
-    """Labels that nodes must have, besides those that follow from `tpu`."""
+    """Labels that nodes must have, besides those that `tpu` implies."""
     service_account: str | None = None
-    """The Kubernetes service account of the pods, which cloud permissions can follow."""
+    """The Kubernetes service account of the pods, which cloud permissions can refer to."""
     environment: Environment = Field(default_factory=dict)
     """Variables of the processes: `environment.NCCL_DEBUG=INFO`."""
 
@@ -165,7 +166,7 @@ class Gke(Engine):
             "parallelism": hosts,
             "completions": hosts,
             "completionMode": "Indexed",
-            "backoffLimit": 0,  # the set begins anew, not one pod
+            "backoffLimit": 0,  # the set is restarted as a whole, not a single pod
             "podFailurePolicy": {"rules": _NOT_COUNTED},
             "template": {"spec": self._pod(job, hosts)},
         }
@@ -232,10 +233,10 @@ class Gke(Engine):
         return {} if self.cpu is None else {"cpu": str(self.cpu)}
 
     def _environment(self, job: Job, hosts: int) -> dict[str, str]:
-        """What a pod does not know of the others; GKE itself tells pods with TPUs."""
+        """Return what a pod must know about the others; GKE itself sets this for pods with TPUs."""
         if self.tpu is not None:
             return dict(self.environment)
-        first = f"{job.name}-{WORKERS}-0-0.{job.name}"  # the set's service has its name
+        first = f"{job.name}-{WORKERS}-0-0.{job.name}"  # the set's service has the set's name
         return {
             "JAX_COORDINATOR_ADDRESS": f"{first}:{FIXED_PORT}",
             "JAX_NUM_PROCESSES": str(hosts),

@@ -1,4 +1,4 @@
-"""This machine: `jaxdist train`, under an agent where there are several processes."""
+"""The local engine: `jaxdist train`, under an agent where there are several processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from jaxdist.launch.contract import Engine, Job, Rendered, one_node
 
 
 class Local(Engine):
-    """This machine."""
+    """The engine that runs on this machine."""
 
     program: ClassVar[str] = "jaxdist"
     install: ClassVar[str] = "pip install jaxdist"

@@ -10,21 +10,20 @@ from jaxdist.launch.contract import Engine, Job, Rendered
 
 
 class Mpi(Engine):
-    """mpirun; ranks lie node by node, so that neighbours on the mesh are neighbours there."""
+    """The engine of mpirun, with ranks node by node, so that mesh neighbours share a node."""
 
     program: ClassVar[str] = "mpirun"
     install: ClassVar[str] = "install Open MPI (openmpi-bin)"
     type: Literal["mpi"] = "mpi"
     """Selects this engine."""
     hosts: tuple[str, ...] = ()
-    """Names of the nodes, process 0's first; none: those that the scheduler has given, or this
-    one."""
+    """Names of the nodes, process 0's first; none: those of the scheduler, or this machine."""
     port: Count | None = None
-    """Of process 0; null is one that follows from mpirun's own number."""
+    """Port of process 0; null derives a port from mpirun's own number."""
     export: tuple[str, ...] = ("XLA_FLAGS", "JAXDIST_CACHE", "PATH")
-    """Variables of this shell that processes on other nodes get as well."""
+    """Variables of this shell that processes on other nodes receive too."""
     as_root: bool = False
-    """Let root run it, as in a container."""
+    """Allow root to run it, as in a container."""
 
     def check(self, job: Job) -> None:
         if self.hosts and len(self.hosts) != job.nodes:

@@ -1,4 +1,4 @@
-"""Actors of Ray, one for each process: they start it, and no tensor goes through them."""
+"""The engine of Ray: an actor for each process starts it; tensors do not pass through actors."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ SETTINGS = "ray.json"
 
 
 class Ray(Engine):
-    """A cluster of Ray; what is started there is its user's to trust."""
+    """The engine of a cluster of Ray, which runs anything that its users submit."""
 
     program: ClassVar[str] = "ray"
     install: ClassVar[str] = "pip install 'jaxdist[ray]'"
     type: Literal["ray"] = "ray"
     """Selects this engine."""
     address: str | None = None
-    """HOST:PORT of the head; null begins a cluster of this machine, for this job alone."""
+    """HOST:PORT of the head; null starts a cluster on this machine, for this job only."""
     cpus: Annotated[float, Field(ge=0)] = 1.0
-    """Of each process."""
+    """Number of CPUs of each process."""
     gpus: Annotated[float, Field(ge=0)] = 0.0
-    """Of each process."""
+    """Number of GPUs of each process."""
     restarts: Annotated[int, Field(ge=0)] = 20
-    """Of all processes, after one was lost."""
+    """Number of restarts of all processes after a loss."""
     wait_seconds: PositiveFloat = 300.0
-    """For the cluster to have room."""
+    """Seconds to wait for room in the cluster."""
     insecure: bool = False
-    """Use a cluster that asks for no token: whoever reaches it runs what they like."""
+    """Use a cluster without a token: anybody who can reach it can run anything."""
 
     def render(self, job: Job) -> Rendered:
-        # Actors run where Ray does, with the interpreter that it was started with.
+        # Actors run on Ray's nodes, with the interpreter that Ray was started with.
         program = ("-P", "-m", job.module)
         given = {
             **self.model_dump(exclude={"type"}),

@@ -1,7 +1,7 @@
 """The driver of a job on Ray: `python -m jaxdist.launch.ray_job SETTINGS.json`.
 
-A process that is lost cannot be replaced among the others, so all actors are ended, and begun anew
-elsewhere where need be; the processes go on from the newest checkpoint.
+A lost process cannot be replaced among the others, so all actors are ended and restarted, elsewhere
+if necessary; the processes resume from the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ Lost = tuple[int, int | None]
 
 
 def _ray(module: str = "ray") -> Any:
-    """An extra, which takes long to import."""
+    """Import ray, an extra that takes long to import."""
     return importlib.import_module(module)
 
 
 class Process:
-    """An actor: one process of the run, and where it could be met."""
+    """An actor: a process of the run, and its possible address."""
 
     def __init__(self) -> None:
         self._child: subprocess.Popen[bytes] | None = None
 
     def address(self) -> str:
-        """Of this node, with a port that nobody has."""
+        """Return this node's address, with a free port."""
         from jaxdist.runtime.rendezvous import free_port
 
         return f"{_ray('ray.util').get_node_ip_address()}:{free_port()}"
 
     def run(self, command: list[str], folder: str, environ: dict[str, str]) -> int:
-        """Begin the process, which ends with this actor, and wait for it; its exit code."""
+        """Start the process, which ends with this actor, wait for it, and return its exit code."""
         tied = python_module("jaxdist.launch.tied", sys.executable, *command)
         given = {**os.environ, **environ}
         self._child = subprocess.Popen(tied, stdin=subprocess.PIPE, cwd=folder, env=given)
         return self._child.wait()
 
     def stop(self) -> None:
-        """Let it save and stop."""
+        """Let the process save and stop."""
         if self._child is not None:
             self._child.send_signal(signal.SIGTERM)
 
 
 def connect(settings: JsonObject) -> None:
-    """Join the cluster, or begin one.
+    """Join the cluster, or start a cluster.
 
     Raises:
-      RunError: it cannot be reached, or asks for no token.
+      RunError: the cluster cannot be reached, or requires no token.
     """
     address = settings["address"]
     if address is None:
@@ -75,7 +75,7 @@ def connect(settings: JsonObject) -> None:
             "RAY_AUTH_MODE=token and set that here, or set insecure=true"
         )
     host, _, port = address.rpartition(":")
-    try:  # Ray would say for minutes that it tries again
+    try:  # Ray would report for minutes that it retries
         socket.create_connection((host, int(port)), CONNECT_SECONDS).close()
     except (OSError, ValueError) as error:
         raise RunError(f"no Ray at {address}: {error}; it is HOST:PORT of the head") from error
@@ -83,7 +83,7 @@ def connect(settings: JsonObject) -> None:
 
 
 def run(settings: JsonObject) -> int:
-    """All generations; the exit code of the run.
+    """Run all generations; return the exit code of the run.
 
     Raises:
       RunError: the cluster has no room, or too many generations were lost.
@@ -104,7 +104,7 @@ def run(settings: JsonObject) -> int:
 
 
 def _generation(settings: JsonObject) -> Lost | None:
-    """The first process that did not end well; None: all did."""
+    """Run a generation; return the first process that failed, or None."""
     ray, count = _ray(), settings["nodes"] * settings["processes"]
     group = _room(settings, count)
     actors = _actors(settings, count, group)
@@ -139,10 +139,10 @@ def _first_lost(waiting: dict[Any, int]) -> Lost | None:
 
 
 def _room(settings: JsonObject, count: int) -> Any:
-    """A group of places, spread over the nodes, when there is room for all of them.
+    """Return a placement group, spread over the nodes, once there is room for all processes.
 
     Raises:
-      RunError: there was none for too long.
+      RunError: there was no room in time.
     """
     each = {"CPU": settings["cpus"], **({"GPU": settings["gpus"]} if settings["gpus"] else {})}
     group = _ray("ray.util").placement_group([each] * count, strategy="SPREAD")
@@ -168,7 +168,7 @@ def _actors(settings: JsonObject, count: int, group: Any) -> list[Any]:
 
 
 def main(path: str) -> int:
-    """The job of a settings file."""
+    """Run the job of a settings file."""
     if importlib.util.find_spec("ray") is None:
         print("error: ray is not installed: pip install 'jaxdist[ray]'", file=sys.stderr)
         return CONFIG_ERROR

@@ -14,11 +14,11 @@ from jaxdist.launch.contract import Engine
 
 
 def read_settings(name: str, kind: type[Engine], texts: Sequence[str]) -> Document:
-    """The settings of the engine, not validated yet.
+    """Read the settings of the engine, which are not validated yet.
 
-    A text for a list is cut at its commas, or, where it begins with `-`, at those before another
-    option. Texts of settings that are text, and of environment variables, are taken as they are.
-    Everything else is YAML, lists in brackets and quoted text included.
+    A text for a list is cut at its commas, or, if it begins with `-`, at those before another
+    option. Texts of text settings, and of environment variables, are used unchanged. Everything
+    else is YAML, including lists in brackets and quoted text.
 
     Raises:
       ConfigError: a text without `=` or with a value that is not YAML.
@@ -30,7 +30,7 @@ def read_settings(name: str, kind: type[Engine], texts: Sequence[str]) -> Docume
 
 
 def _as_yaml(kind: type[Engine], text: str) -> str:
-    """The text with its value as YAML."""
+    """Convert the text to `key=` and a value in YAML."""
     key, equals, value = text.partition("=")
     first, _, rest = key.partition(".")
     info = fields(kind).get(first.strip())
@@ -48,7 +48,7 @@ def _as_yaml(kind: type[Engine], text: str) -> str:
 
 
 def listed(text: str) -> list[str]:
-    """The items of a list that is written with commas.
+    """Split a list that is written with commas.
 
     >>> listed("a, b"), listed("--mem=0,--exclude=n1,n2")
     (['a', 'b'], ['--mem=0', '--exclude=n1,n2'])

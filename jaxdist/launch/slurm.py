@@ -1,9 +1,9 @@
-"""A batch script for Slurm, which asks to be queued again when it was stopped before its end.
+"""A batch script for Slurm, which requeues itself when it was stopped before the end.
 
-Slurm tells the steps of a job that is to make way for another (SIGTERM), not its script, and takes
-it for completed where they then end well: so the script looks whether it was preempted, and asks
-itself. Before the time limit it is the script that is told (`--signal=B:USR1`), and tells the step.
-A job that is cancelled is neither, and stays away.
+When Slurm preempts a job it notifies the job's steps (SIGTERM), not its script, and considers the
+job completed if the steps then end well: the script therefore checks whether it was preempted, and
+requeues itself. Before the time limit Slurm notifies the script (`--signal=B:USR1`), which notifies
+the step. A cancelled job is neither, and is not requeued.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ exit "$code"
 
 
 class Slurm(Engine):
-    """sbatch, with srun within."""
+    """The engine of sbatch, with srun inside the script."""
 
     program: ClassVar[str] = "sbatch"
     install: ClassVar[str] = "install Slurm's client (slurm-client), on a login node"
@@ -55,13 +55,13 @@ class Slurm(Engine):
     type: Literal["slurm"] = "slurm"
     """Selects this engine."""
     partition: str | None = None
-    """The partition, or several with commas between them; null is the cluster's default."""
+    """The partition, or several separated by commas; null is the cluster's default."""
     time: Count | Annotated[str, Field(pattern=r"^(\d+-)?\d+(:\d+){0,2}$")] = "1-00:00:00"
-    """The limit, as Slurm writes it: minutes, H:M:S, D-H:M:S."""
+    """The time limit in Slurm's form: minutes, H:M:S, D-H:M:S."""
     notice_seconds: Count = 300
-    """So long before the limit all save and stop, and the job is queued again."""
+    """Seconds before the limit at which all processes save and stop, and the job is requeued."""
     account: str | None = None
-    """Who pays."""
+    """The account to charge."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
@@ -69,16 +69,17 @@ class Slurm(Engine):
     gpus_per_node: Count | None = None
     """GPUs to ask for on each node; its processes divide them evenly."""
     cpus_per_process: Count | None = None
-    """Cores of each; null leaves it to the cluster."""
+    """Number of cores of each process; null leaves it to the cluster."""
     memory: Count | str | None = None
-    """Of each node, as Slurm writes it: 64G, or a number of megabytes."""
+    """Memory of each node, in Slurm's form: 64G, or a number of megabytes."""
     options: tuple[str, ...] = ()
-    """More options of sbatch, as `--exclusive`."""
+    """Further options of sbatch, such as `--exclusive`."""
     srun: tuple[str, ...] = ()
-    """Options of the srun that starts the processes, as `--container-image=/images/train.sqsh`."""
+    """Options of the srun that starts the processes, such as
+    `--container-image=/images/train.sqsh`."""
     setup: str = ""
-    """Shell commands before it, as `module load cuda; source venv/bin/activate`; one that fails
-    ends the job."""
+    """Shell commands before it, such as `module load cuda; source venv/bin/activate`; a failing
+    command ends the job."""
     environment: Environment = Field(default_factory=dict)
     """Variables of the processes: `environment.NCCL_DEBUG=INFO`."""
 
@@ -110,8 +111,8 @@ class Slurm(Engine):
             "account": self.account,
             "qos": self.qos,
             "constraint": self.constraint,
-            # Not per task: Slurm would confine each task to its own, which keeps the processes of
-            # a node from copying between GPUs directly. They divide what the node has.
+            # Not per task: Slurm would confine each task to its own GPUs, and then the processes of
+            # a node could not copy between GPUs directly. They divide the node's GPUs themselves.
             "gpus-per-node": self.gpus_per_node,
             "cpus-per-task": self.cpus_per_process,
             "mem": self.memory,

@@ -1,4 +1,4 @@
-"""A launch carried out: its files written, its engine asked, what became of it looked up later."""
+"""The execution of a launch: its files are written, its engine is called and later queried."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ SUBMIT_SECONDS = 120
 
 @dataclass(frozen=True)
 class Launched:
-    """A launch that was begun.
+    """A launch that was started.
 
     Attributes:
-      folder: of its files.
-      identity: what the engine calls it; empty where the command lasted as long as the job.
+      folder: the folder of its files.
+      identity: the engine's name of the job; empty where the command lasted as long as the job.
     """
 
     engine: Engine
@@ -36,10 +36,10 @@ class Launched:
 
 
 def new_folder(base: Path, name: str) -> Path:
-    """One that is not there yet: NAME, NAME.2, NAME.3, ...
+    """Create a new folder: NAME, NAME.2, NAME.3, ...
 
     Raises:
-      RunError: it cannot be made.
+      RunError: the folder cannot be created.
     """
     number, folder = 1, base / name
     while True:
@@ -54,10 +54,10 @@ def new_folder(base: Path, name: str) -> Path:
 
 
 def installed(one: Engine) -> None:
-    """Refuse an engine that is not there.
+    """Refuse an engine that is not installed.
 
     Raises:
-      RunError: with how to come by it.
+      RunError: it is not installed; the message says how to install it.
     """
     if shutil.which(one.program) is None:
         raise RunError(f"{one.program} is not installed here: {one.install}")
@@ -66,11 +66,11 @@ def installed(one: Engine) -> None:
 def launch(
     one: Engine, settings: Sequence[str], job: Job, base: Path, say: Callable[[str], None]
 ) -> int:
-    """Write the files and run the command; its exit code.
+    """Write the files, run the command, and return its exit code.
 
     Args:
-      settings: of the engine, as they were given.
-      base: folder of all launches.
+      settings: settings of the engine, as given.
+      base: the folder of all launches.
 
     Raises:
       JaxdistError: the engine cannot run the job, is not installed, or has refused it.
@@ -118,10 +118,10 @@ def _run(command: Sequence[str], folder: Path) -> str:
 
 
 def launched(folder: Path) -> Launched:
-    """What was launched from a folder.
+    """Read the launch of a folder.
 
     Raises:
-      RunError: nothing was.
+      RunError: nothing was launched there.
     """
     try:
         record: Any = read_json(folder / RECORD)
@@ -138,7 +138,7 @@ def launched(folder: Path) -> Launched:
 
 
 def ask(what: str, folder: Path) -> int:
-    """Run the engine's command for the job of a folder: status, logs or stop; its exit code.
+    """Run the engine's command for the job of a folder: status, logs or stop; return its exit code.
 
     Raises:
       RunError: the engine has no such command, or is not installed.

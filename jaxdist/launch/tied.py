@@ -1,7 +1,7 @@
 """Run a command that ends when this process's input does: `python -m jaxdist.launch.tied COMMAND`.
 
-Who started it holds the other end of the input: when it is killed, nothing that it has started goes
-on. SIGTERM is passed on; the exit code is the command's.
+The parent process holds the other end of the input: when it is killed, nothing that it started
+continues. SIGTERM is passed on; the exit code is the command's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jaxdist.runtime.standard_input import wait_for_end
 
 
 def main(command: list[str]) -> int:
-    """The exit code of the command; of one that a signal ended, 128 and its number."""
+    """Run the command and return its exit code; 128 plus the number for a signal."""
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end() -> None:

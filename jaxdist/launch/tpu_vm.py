@@ -1,7 +1,7 @@
-"""TPU VMs of Google's cloud, by gcloud: the same process on every host of a slice.
+"""The engine of Google's TPU VMs, by gcloud: the same process on every host of a slice.
 
-The processes are in sessions of their own, so that the run outlives the ssh connection that has
-started it. Each host keeps the id and the log of its process beside the config.
+The processes have their own sessions, so that the run outlives the ssh connection that started it.
+Each host keeps the id and the log of its process next to the config.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jaxdist.launch.contract import Commands, Engine, Environment, Job, Rendered
 
 HOST_LAUNCHES = "runs/launches"
 LOG_LINES = 50
-# An id alone could be that of another process by now, after the host was started again.
+# The id alone could belong to another process, after the host was restarted.
 _ALIVE = 'alive() { grep -qs jaxdist "/proc/$(cat "$at/pid" 2>/dev/null)/cmdline"; }'
 _STATUS = """
 if alive; then echo "$(hostname): process $(cat "$at/pid") is training"
@@ -28,7 +28,7 @@ _STOP = 'if alive; then kill -TERM "$(cat "$at/pid")"; else echo "$(hostname): n
 
 
 class TpuVm(Engine):
-    """A slice that is there already; `gcloud compute tpus tpu-vm create` makes one."""
+    """The engine of an existing slice; `gcloud compute tpus tpu-vm create` creates a slice."""
 
     program: ClassVar[str] = "gcloud"
     install: ClassVar[str] = "install the Google Cloud CLI (cloud.google.com/sdk)"
@@ -38,13 +38,13 @@ class TpuVm(Engine):
     slice: str
     """The name of the TPU VM."""
     zone: str
-    """The zone that it is in, as us-east5-a."""
+    """The zone of the TPU VM, such as us-east5-a."""
     project: str | None = None
-    """The project that it belongs to; null is gcloud's own."""
+    """The project of the TPU VM; null is gcloud's own."""
     folder: str
-    """The folder on every host where the config lies."""
+    """The folder on every host that contains the config."""
     setup: str = ""
-    """Shell commands before the process starts, as `source venv/bin/activate`."""
+    """Shell commands before the process starts, such as `source venv/bin/activate`."""
     environment: Environment = Field(default_factory=dict)
     """Variables of the processes: `environment.LIBTPU_INIT_ARGS=...`."""
 
@@ -58,7 +58,7 @@ class TpuVm(Engine):
     def render(self, job: Job) -> Rendered:
         words = [f"{name}={text}" for name, text in self.environment.items()]
         command = shlex.join(["env", *words, *job.train("--distributed")])
-        # The process writes its own id: setsid may start another one.
+        # The process writes its own id, since setsid may start another process.
         begun = shlex.quote(f'echo $$ >"$0/pid"; exec {command}')
         lines = [
             'if alive; then echo "$(hostname) has this run already: launch stop" >&2; exit 1; fi',
@@ -77,7 +77,7 @@ class TpuVm(Engine):
         )
 
     def _ssh(self, name: str, script: str) -> tuple[str, ...]:
-        """The command that runs a script on all hosts, in the folder, with `$at` and `alive`."""
+        """Return the command that runs a script on all hosts, in the folder, with helpers."""
         at = shlex.quote(f"{HOST_LAUNCHES}/{name}")
         begin = f'cd {shlex.quote(self.folder)} && at={at} && mkdir -p "$at" || exit\n{_ALIVE}\n'
         project = () if self.project is None else (f"--project={self.project}",)

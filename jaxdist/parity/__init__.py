@@ -1,1 +1,1 @@
-"""Every plan against one device."""
+"""Parity: every plan compared with training on a single device."""

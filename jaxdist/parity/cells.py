@@ -1,4 +1,4 @@
-"""The exact combinations that a plan can be made of, and a few that have every two settings."""
+"""The exact combinations of a plan's settings, and a selection that covers every pair."""
 
 from __future__ import annotations
 
@@ -35,30 +35,30 @@ MESHES: Mapping[str, Mapping[str, Json]] = {
     "data 2, stage 2, tensor 2": {"data": 2, "stage": 2, "tensor": 2},
     "stage 4, tensor 2": {"stage": 4, "tensor": 2},
 }
-"""By the name that the tables show."""
+"""The meshes by the name in the tables."""
 REDUCTIONS: tuple[str | None, ...] = (
     None,
     *(algorithm.model_fields["type"].default for algorithm in get_args(get_args(ReduceConfig)[0])),
 )
-"""None leaves the axis to XLA; every algorithm of ours, by type."""
+"""The reductions: None leaves the axis to XLA; every algorithm of ours, by type."""
 SCHEDULES: Mapping[str, type[Any]] = {
     schedule.model_fields["type"].default: schedule
     for schedule in get_args(get_args(PipelineScheduleConfig)[0])
     if schedule is not Csv
 }
-"""Every schedule of a pipeline that is generated, by type."""
+"""Every generated schedule of a pipeline, by type."""
 Scope = Literal["all", "ici"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 REMATS: Mapping[str, ByKind | tuple[ByKind, ...]] = {
     **{policy: policy for policy in get_args(ByKind)},
     "some": ("full", "none"),
 }
-"""What a model's `remat` is, by the name that the tables show; some is every other layer."""
+"""The policies of a model's `remat` by the name in the tables; "some" is every other layer."""
 Residual = Literal["whole", "split"]
 SEQUENCES: tuple[Residual, ...] = get_args(Residual)
 ACTIVATIONS: tuple[Activations, ...] = get_args(Activations)
 CHUNKS = 2
-"""On each stage, where a schedule leaves the choice; the others have 1 or 2."""
+"""Number of chunks on each stage, where a schedule leaves the choice; others have 1 or 2."""
 _REDUCE: TypeAdapter[Any] = TypeAdapter(ReduceConfig)
 _COMPRESSION = TypeAdapter[Compression](CompressionConfig)
 _PIPELINES: list[tuple[str | None, Activations | None]] = [
@@ -68,11 +68,11 @@ _NO_PIPELINE: list[tuple[str | None, Activations | None]] = [(None, None)]
 
 
 def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, ...]:
-    """Which sums are added up in another order than on one device.
+    """Return which sums are added up in another order than on a single device.
 
     Args:
       tensor: whether an axis splits the dims of layers.
-      sequence: whether it splits the sequence between them.
+      sequence: whether an axis splits the sequence between the layers.
     """
     found = {"in matmuls": tensor, "over the sequence": sequence, "over microbatches": microbatches}
     return "over devices", *(name for name, cut in found.items() if cut)
@@ -80,17 +80,17 @@ def cuts_of(*, tensor: bool, sequence: bool, microbatches: bool) -> tuple[str, .
 
 @dataclass(frozen=True)
 class Combination:
-    """One combination.
+    """A combination of settings.
 
     Attributes:
       mesh: a key of `MESHES`.
-      stage, scope: of ZeRO.
+      stage, scope: stage and scope of ZeRO.
       reduce: one of `REDUCTIONS`.
-      microbatches: pieces that the batch is computed in.
+      microbatches: number of pieces in which the batch is computed.
       remat: a key of `REMATS`.
       sequence: "split" over the tensor axis between layers, or "whole".
       schedule: a key of `SCHEDULES`; None where the mesh has no stages.
-      activations: what a pipeline's backward pass starts from; None as for `schedule`.
+      activations: input of a pipeline's backward pass; None as for `schedule`.
     """
 
     mesh: str
@@ -105,7 +105,7 @@ class Combination:
 
     @property
     def cuts(self) -> tuple[str, ...]:
-        """Those of `cuts_of`."""
+        """Return the result of `cuts_of`."""
         return cuts_of(
             tensor="tensor" in self.mesh,
             sequence=self.sequence == "split",
@@ -114,7 +114,7 @@ class Combination:
 
     @property
     def parallel(self) -> JsonObject:
-        """The section of a config; small tensors are split too."""
+        """Return the section of a config; small tensors are split too."""
         section: JsonObject = {
             "reduce": None if self.reduce is None else {"type": self.reduce},
             "zero": {"stage": self.stage, "scope": self.scope, "whole_below": 64},
@@ -127,13 +127,13 @@ class Combination:
 
     @property
     def rules(self) -> dict[str, str]:
-        """Sharding rules, beside those of the config."""
+        """Return sharding rules in addition to those of the config."""
         return {"residual_seq": "tensor"} if self.sequence == "split" else {}
 
 
 @cache
 def kind_of(schedule: str) -> str:
-    """Where the chunks of a schedule lie, which is what the other parts of a plan see of it.
+    """Return where the chunks of a schedule are, the only property that other parts of a plan see.
 
     >>> kind_of("1f1b"), kind_of("interleaved"), kind_of("zb_v")
     ('one chunk a stage', 'chunks in a loop', 'chunks in a V')
@@ -148,7 +148,7 @@ def kind_of(schedule: str) -> str:
 
 @cache
 def facts_of(cell: Combination) -> Facts:
-    """What the table of validity asks of a combination."""
+    """Return the facts of a combination for the table of validity."""
     reduce = None if cell.reduce is None else {"type": cell.reduce}
     return facts(MESHES[cell.mesh], reduce, ZeroConfig(stage=cell.stage, scope=cell.scope))
 
@@ -159,7 +159,7 @@ def facts(
     zero: ZeroConfig,
     compression: JsonObject | None = None,
 ) -> Facts:
-    """What the table of validity asks of sections of a config."""
+    """Return the facts of a config's sections for the table of validity."""
     sizes: dict[str, int] = {}
     for axis, size in MeshConfig.model_validate(mesh).sizes().items():
         if isinstance(size, Split):
@@ -176,23 +176,23 @@ def facts(
 
 
 def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combination]:
-    """Every combination that the table of validity allows, in a fixed order.
+    """Yield every combination that the table of validity allows, in a fixed order.
 
     A pipeline has twice as many microbatches as stages, which is enough for every schedule.
 
     Args:
-      remats: what the model can recompute; a model without remat has "none" alone.
+      remats: the model's remat policies; a model without remat has only "none".
     """
     plans = itertools.product(MESHES, STAGES, SCOPES, REDUCTIONS)
     for mesh, stage, scope, reduce in plans:
-        # The scope of no stage would be the same program again.
+        # The scope without ZeRO would be the same program again.
         if scope != "all" and not stage:
             continue
         if violations(facts_of(Combination(mesh, stage, scope, reduce, 1, "none"))):
             continue
         stages = MESHES[mesh].get("stage", 1)
         counts = (2 * stages,) if stages > 1 else (1, 2)
-        # XLA refuses a pipeline with a split sequence (branches that lie differently).
+        # XLA refuses a pipeline with a split sequence (its branches have different layouts).
         split = "tensor" in MESHES[mesh] and stages == 1
         sequences = SEQUENCES if split else SEQUENCES[:1]
         pipelines = _PIPELINES if stages > 1 else _NO_PIPELINE
@@ -204,10 +204,11 @@ def possible_cells(remats: Sequence[str] = tuple(REMATS)) -> Iterator[Combinatio
 
 
 def valid_cells(remats: Sequence[str] = tuple(REMATS)) -> list[Combination]:
-    """The combinations of a full run, in a fixed order.
+    """Return the combinations of a full run, in a fixed order.
 
-    All of `possible_cells` without stages and with a whole sequence; all schedules, meshes,
-    activations and ZeRO stages of pipelines; and of the rest enough to have every two settings.
+    They are all of `possible_cells` without stages and with a whole sequence; all schedules,
+    meshes, activations and ZeRO stages of pipelines; and of the rest enough to cover every pair of
+    settings.
     """
     cells = list(possible_cells(remats))
     full = {cell for cell in cells if _crossed(cell)}
@@ -224,9 +225,9 @@ SettingPairs = frozenset[tuple[Any, ...]]
 
 
 def pairs(cell: Combination) -> SettingPairs:
-    """Every two settings of a combination, of pipelines apart from the others.
+    """Return every pair of settings of a combination; pipelines are separate from other cells.
 
-    A reduction meets a schedule by its kind: it sees where the chunks lie, and no more.
+    A reduction is paired with a schedule's kind: it depends only on where the chunks are.
     """
     found = set(itertools.combinations(vars(cell).items(), 2))
     if cell.schedule is None:
@@ -242,14 +243,14 @@ def cover(
     given: Iterable[Combination] = (),
     settings: Callable[[Combination], SettingPairs] = pairs,
 ) -> list[Combination]:
-    """Few of the cells that together have every two settings that any of them has.
+    """Choose few cells that together cover every pair of settings of all cells.
 
-    Greedy: the cell with the most pairs that are still missing, of equals the first, so that equal
+    The choice is greedy: the cell with the most missing pairs, of equals the first, so that equal
     arguments give equal results.
 
     Args:
       given: cells whose pairs need not be covered again.
-      settings: what of a cell is to be covered, `pairs` or something else.
+      settings: function from a cell to the items to cover, `pairs` or another.
 
     >>> cells = [Combination("data 8", 0, "all", None, m, r) for m in (1, 2) for r in REMATS]
     >>> len(cells), len(cover(cells)), cover(cells[:1], cells)
@@ -257,7 +258,7 @@ def cover(
     """
     having = [settings(cell) for cell in cells]
     missing = set().union(*having) - set().union(*map(settings, given))
-    # What a cell adds only becomes less, so that an old figure is a bound of the present one.
+    # The contribution of a cell only decreases, so an old figure bounds the present one.
     bounds = [(-len(own), index) for index, own in enumerate(having)]
     heapq.heapify(bounds)
     chosen: list[Combination] = []

@@ -1,4 +1,4 @@
-"""Calls a function that may crash in child processes, and reports a crash as its answer."""
+"""Calls of a function that may crash, in child processes; a crash is reported as its answer."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from queue import SimpleQueue
 from typing import Any
 
 LIMIT_SECONDS = 600.0
-"""CPU time for one answer; a child that takes more, or that idles as long, is ended."""
+"""CPU time for an answer; a child that takes more, or that idles as long, is ended."""
 BUSY_SHARE = 0.01
-"""The least share of a CPU that a child which is not idle gets, however busy the machine is."""
+"""The least fraction of a CPU that a working child gets, however busy the machine is."""
 LOOK_SECONDS = 0.5
 # Spawned, not forked: a fork copies the locks of jax's device threads, but not the threads.
 _CONTEXT = multiprocessing.get_context("spawn")
@@ -30,7 +30,7 @@ _FATAL = re.compile(r"^F\d+ .*?\] (.*)|^.*?(\w+\.cc:\d+\] Check failed.*)", re.M
 
 @dataclass(frozen=True)
 class Ended:
-    """A child that gave no answer, and why."""
+    """A child without an answer, and the reason."""
 
     reason: str
 
@@ -41,12 +41,12 @@ def answers(
     jobs: int,
     limit_seconds: float | None = LIMIT_SECONDS,
 ) -> Generator[Any, None, None]:
-    """The function's values in the order of `items`, or `Ended`, by so many processes.
+    """Yield the function's values in the order of `items`, or `Ended`, from `jobs` processes.
 
     Args:
-      function: one that its name finds in its module, or a partial of one.
-      limit_seconds: CPU time for one answer, so that a busy machine ends nobody; None waits for
-        ever.
+      function: a function that can be imported by its name, or a partial of such a function.
+      limit_seconds: CPU time for an answer, which does not depend on the machine's load; None waits
+        for ever.
     """
     idle: SimpleQueue[_Child] = SimpleQueue()
     children = [_Child(function, limit_seconds) for _ in range(jobs)]
@@ -71,18 +71,18 @@ def answers(
 
 
 class _Child:
-    """One process at a time, begun when it is needed; what it says goes to a file."""
+    """A process at a time, started on demand; its output goes to a file."""
 
     def __init__(self, function: Callable[[Any], Any], limit_seconds: float | None):
         self._function, self._limit_seconds = function, limit_seconds
         self._process: Any = None
         self._pipe: Connection | None = None
         self._said = Path()
-        # A child may be ended by another thread than the one that is just beginning it.
+        # A child may be ended by another thread than the thread that is just starting it.
         self._changing = threading.Lock()
 
     def ask(self, item: Any) -> Any:
-        """The function's value, or `Ended`."""
+        """Return the function's value, or `Ended`."""
         pipe = self._begun()
         try:
             pipe.send(item)
@@ -97,7 +97,7 @@ class _Child:
         return Ended(f"{how}: {said}" if said else how)
 
     def _waited(self, pipe: Connection) -> str | None:
-        """Wait for an answer; in words why there is none, None once there is."""
+        """Wait for an answer; return why there is none, or None once there is an answer."""
         limit = self._limit_seconds
         if limit is None:
             pipe.poll(None)
@@ -139,20 +139,20 @@ class _Child:
 
 
 def _cpu_seconds(pid: int) -> float:
-    """CPU time of all threads of a process; elapsed time where the system does not tell."""
+    """Return CPU time of all threads of a process; elapsed time where the system lacks it."""
     if not sys.platform.startswith("linux"):
         return time.monotonic()
     try:
-        # The clock of another process, as clock_getcpuclockid of glibc encodes it.
+        # The clock of another process, in the encoding of glibc's clock_getcpuclockid.
         return time.clock_gettime((~pid << 3) | 2)
-    except OSError:  # it has ended, which the pipe tells
+    except OSError:  # it has ended, which the pipe reports
         return 0.0
 
 
 def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
-    """Answer until nobody asks."""
+    """Answer until the pipe closes."""
     os.dup2(os.open(said, os.O_WRONLY | os.O_APPEND), 2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends its children.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends its children
     while True:
         try:
             item = pipe.recv()
@@ -162,7 +162,7 @@ def _serve(function: Callable[[Any], Any], pipe: Connection, said: str) -> None:
 
 
 def _how(exitcode: int) -> str:
-    """What ended a process.
+    """Describe how a process ended.
 
     >>> _how(-6), _how(1)
     ('the process ended with SIGABRT', 'the process ended with code 1')
@@ -172,7 +172,7 @@ def _how(exitcode: int) -> str:
 
 
 def _last_words(said: Path) -> str:
-    """The check that failed in C++, or the last line."""
+    """Return the check that failed in C++, or the last line."""
     text = said.read_text(encoding="utf-8", errors="replace")
     fatal = [match.group() for match in _FATAL.finditer(text)]
     return (fatal or text.strip().splitlines() or [""])[-1].strip()

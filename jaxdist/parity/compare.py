@@ -1,4 +1,4 @@
-"""`jaxdist parity`: checks that every exact way to train gives the numbers of one device."""
+"""`jaxdist parity`: checks that every exact way to train gives the numbers of a single device."""
 
 from __future__ import annotations
 
@@ -40,18 +40,18 @@ def parity(
     resume: bool = False,
     console: Console,
 ) -> list[ParityResult]:
-    """Compare combinations with one device, print a line each as it is done, and the verdict.
+    """Compare combinations with a single device, and print a line for each, and the verdict.
 
     Args:
-      path: a config, whose model and data are compared; None is a small language model.
-      full: every combination, not only enough of them to have every two settings.
-      jobs: processes that compare, one combination each at a time.
-      json_file: where to write the same as JSON, what there is of it after each combination.
-      resume: leave out what `json_file` has already, if it exists.
+      path: a config whose model and data are used; None is a small language model.
+      full: every combination, not only enough to cover every pair of settings.
+      jobs: number of processes that compare, each with a combination at a time.
+      json_file: a file for the results as JSON, updated after each combination.
+      resume: skip the combinations that `json_file` already has, if it exists.
 
     Raises:
-      JaxdistError: a config that cannot be read, or not be built on one device; a file that
-        cannot be gone on with; a process that ended.
+      JaxdistError: a config that cannot be read, or cannot be built on a single device; a file that
+        cannot be resumed; a process that ended.
     """
     sections, name = BUILT_IN, BUILT_IN_NAME
     if path is not None:
@@ -88,14 +88,14 @@ def parity(
 
 
 def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
-    """What a run that was ended left in its file.
+    """Return the results of an interrupted run in its file.
 
     Args:
       empty: the report of this run before its first result.
 
     Raises:
-      ConfigError: the report of another run, or none: the losses on one device tell another model
-        or batch, whatever its name.
+      ConfigError: the report of another run, or not a report: the losses on a single device
+        distinguish models and batches with the same name.
     """
 
     def parse(report: JsonObject) -> tuple[list[ParityResult], JsonObject]:
@@ -114,11 +114,11 @@ def _earlier(file: Path, empty: Mapping[str, Json]) -> list[ParityResult]:
 def _compared(
     subject: ParitySubject, cells: Sequence[Combination], jobs: int
 ) -> Iterator[ParityResult]:
-    """Results in the order of `cells`, by as many processes as `jobs`."""
+    """Yield results in the order of `cells`, from `jobs` processes."""
     if jobs == 1:
         yield from (compare(subject, cell) for cell in cells)
         return
-    # Without a limit of time: nobody knows how large the user's model is.
+    # No time limit: the size of the user's model is unknown.
     with closing(answers(partial(compare, subject), cells, jobs, limit_seconds=None)) as found:
         for answer in found:
             if isinstance(answer, Ended):
@@ -131,7 +131,7 @@ def _compared(
 
 
 def verdict(results: Sequence[ParityResult]) -> str:
-    """How many are equal, differ, were skipped.
+    """Count how many are equal, differ, were skipped.
 
     >>> verdict([ParityResult(cell, "skipped") for cell in valid_cells()[:2]])
     '0 equal, 0 differ, 2 skipped'

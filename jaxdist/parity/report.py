@@ -1,4 +1,4 @@
-"""The results of a parity run as lines for a console, as JSON, and as the page in the docs."""
+"""The results of a parity run as lines for a console, as JSON, and as a page of the docs."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ HEADER = (
     f"{'mesh':<26}{'zero':<6}{'reduce':<13}{'parts':<6}{'remat':<5}"
     f"{'loss':>8}{'grad':>8}{'update':>8}"
 )
-"""Above `line`."""
+"""The heading of `line`."""
 
 
 def line(result: ParityResult, told: dict[str, int] | None = None) -> str:
-    """One combination in 80 columns, in more lines where there is a pipeline or a reason to give.
+    """Format a combination in 80 columns, in more lines for a pipeline or a reason.
 
-    Args:
-      told: numbers of the reasons that lines before this one have given, of which this gives the
+    told: numbers of the reasons in earlier lines, which are repeated by number only; a new reason
+    is added.
         number alone; a new one is put in.
 
     >>> from jaxdist.parity.trace import Differences
@@ -93,11 +93,11 @@ def to_json(
     full: bool,
     losses: Iterable[float] = (),
 ) -> JsonObject:
-    """Everything that was found, as plain data.
+    """Convert all results to plain data.
 
     Args:
-      planned: how many combinations are to be compared, of which there may be fewer yet.
-      losses: of each step on one device.
+      planned: number of combinations to compare, of which fewer may be done.
+      losses: losses of each step on a single device.
     """
     return {
         "subject": subject,
@@ -120,10 +120,10 @@ def to_json(
 
 
 def from_json(report: Mapping[str, Json]) -> list[ParityResult]:
-    """The results of `to_json`.
+    """Convert back the results of `to_json`.
 
     Raises:
-      ValueError, KeyError, TypeError: it is none of these.
+      ValueError, KeyError, TypeError: the data are not such a report.
     """
     names = [field.name for field in fields(Combination)]
     return TypeAdapter(list[ParityResult]).validate_python(
@@ -136,7 +136,7 @@ T = TypeVar("T")
 
 
 def read_earlier(file: Path, parse: Callable[[JsonObject], T]) -> T | None:
-    """What a run that was ended left in its file; None where there is no file.
+    """Return the results of an interrupted run in its file; None where there is no file.
 
     Raises:
       ConfigError: the file cannot be read or parsed.
@@ -157,11 +157,11 @@ EXTENTS = {
     "activations and ZeRO stage; of the rest every two settings",
     "every two settings": "every two settings",
 }
-"""What a run compares, by what its report says of it."""
+"""Descriptions of the sets of combinations, by the name in the report."""
 
 
 def markdown(report: Mapping[str, Json]) -> str:
-    """A run as a page: what was compared, the worst by its settings, and the limits."""
+    """Format a run as a page: the comparisons, the worst by settings, and the limits."""
     results = from_json(report)
     versions = report["versions"]
     full = " --full" if report["cells"] == "all" else ""
@@ -255,7 +255,7 @@ def _summary(results: Sequence[ParityResult]) -> str:
 
 
 def _limits(results: Sequence[ParityResult]) -> list[str]:
-    """The largest differences beside their limits."""
+    """List the largest differences next to their limits."""
     judged = [result for result in results if result.differences and result.limit]
     lines = [
         "What differs is the order in which floats are summed. The limits are k times",

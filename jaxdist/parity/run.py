@@ -1,9 +1,9 @@
-"""Trains a combination and compares it with training on one device.
+"""Training of a combination, and its comparison with training on a single device.
 
 The optimizer is AdamW with weight decay and clipping, so that every tensor and the global norm
-across shards matter. Its `eps` is large: Adam divides by the size of a gradient, so that an element
-that is rounding noise would step at full length in a random direction; with eps far above the noise
-the update is a smooth function of the gradient, and bounded like it.
+across shards matter. Its `eps` is large: Adam divides by the size of a gradient, so an element that
+is rounding noise would step at full length in a random direction; with eps far above the noise the
+update is a smooth function of the gradient, with a similar bound.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ BUILT_IN: Mapping[str, Json] = {
     },
     "train": {"batch_size": 32},
 }  # fmt: skip
-"""Sections of the small language model that is compared where no config is given."""
+"""Sections of the small language model that is used where no config is given."""
 OPTIM: Mapping[str, Json] = {
     "type": "adamw",
     "learning_rate": 1e-3,
@@ -54,9 +54,9 @@ OPTIM: Mapping[str, Json] = {
 
 @dataclass(frozen=True)
 class ParityResult:
-    """One combination and how it went: "equal", "differs", or "skipped" with the reason.
+    """The outcome of a combination: "equal", "differs", or "skipped" with the reason.
 
-    What XLA does not compile differs too: it has a reason and no differences.
+    A combination that XLA refuses to compile differs too: it has a reason and no differences.
     """
 
     cell: Combination
@@ -68,12 +68,12 @@ class ParityResult:
 
 @dataclass(frozen=True)
 class ParitySubject:
-    """What is trained: the sections of a config that no combination changes.
+    """The model under test: the sections of a config that no combination changes.
 
     Attributes:
-      sections: as in a config file.
-      reference: three steps on one device.
-      terms: tokens or examples in a batch.
+      sections: sections in the form of a config file.
+      reference: three steps on a single device.
+      terms: number of tokens or examples in a batch.
     """
 
     sections: Mapping[str, Json]
@@ -82,17 +82,17 @@ class ParitySubject:
 
 
 def open_subject(sections: Mapping[str, Json]) -> ParitySubject:
-    """Train on one device, which all combinations are compared with.
+    """Train on a single device, the reference of all combinations.
 
     Raises:
-      JaxdistError: the config cannot be built on one device.
+      JaxdistError: the config cannot be built on a single device.
     """
     experiment = _experiment(sections, {"data": 1}, remat="none")
     return ParitySubject(sections, trace(experiment), experiment.units_per_step)
 
 
 def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
-    """A user's config, float32 throughout, without what the combinations set themselves."""
+    """Return a user's config, in float32, without the settings that combinations set."""
     kept = ("data", "loss", "sharding", "seed")
     values = {name: document.values[name] for name in kept if name in document.values}
     fields = type(config.model).model_fields
@@ -106,14 +106,14 @@ def sections_of(document: Document, config: ExperimentConfig) -> JsonObject:
 
 
 def remats_of(sections: Mapping[str, Json]) -> tuple[str, ...]:
-    """What the backward pass of the model can recompute; nothing where it has no such choice."""
+    """Return the model's remat policies; only "none" for a model without remat."""
     return tuple(REMATS) if "remat" in sections["model"] else ("none",)
 
 
 def _experiment(
     sections: Mapping[str, Json], mesh: Mapping[str, Json], remat: str, **others: Any
 ) -> Experiment:
-    """Builds what `sections` describe; `others` are sections too, or replace fields of them."""
+    """Build the config of `sections`; `others` are sections too, or replace fields of them."""
     model, train = sections["model"], {**sections["train"], "steps": STEPS}
     if len(remats_of(sections)) > 1:
         model = {**model, "remat": REMATS[remat]}
@@ -126,10 +126,10 @@ def _experiment(
 
 
 def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment:
-    """Build the sections of a config as a combination has them; nothing is compiled.
+    """Build the config of a combination; nothing is compiled.
 
     Raises:
-      JaxdistError: the model or the batch does not go with the combination.
+      JaxdistError: the model or the batch does not fit the combination.
     """
     sharding = sections.get("sharding", {})
     return _experiment(
@@ -143,7 +143,7 @@ def experiment_of(sections: Mapping[str, Json], cell: Combination) -> Experiment
 
 
 def inexact(model: Functional, cell: Combination) -> str:
-    """Why a combination does not compute what one device does; empty if it does."""
+    """Return why a combination computes other numbers than a single device, or nothing."""
     if cell.reduce is None and cell.microbatches == 1:
         return ""
     module = nnx.eval_shape(lambda: model.make(nnx.Rngs(0)))
@@ -158,11 +158,11 @@ def inexact(model: Functional, cell: Combination) -> str:
 
 
 def compare(subject: ParitySubject, cell: Combination) -> ParityResult:
-    """Train one combination and judge it.
+    """Train a combination and judge it.
 
-    A combination that the model cannot be built for (its heads do not divide over the mesh, say),
-    or that makes its layers compute something else, is skipped with the reason. One that XLA
-    refuses differs, with the first line of what it says.
+    A combination for which the model cannot be built (its heads do not divide over the mesh, for
+    example), or that changes what its layers compute, is skipped with the reason. A combination
+    that XLA refuses differs, with the first line of its message.
     """
     try:
         experiment = experiment_of(subject.sections, cell)

@@ -1,14 +1,13 @@
-"""Three steps of training, and how far those of another plan are from them.
+"""Three steps of training, and their differences from those of another plan.
 
-What differs between exact plans is the order in which floats are summed, and nothing else.
-Three differences are measured, each relative, so that one bound serves any model:
+Exact plans differ only in the order in which floats are summed. Three differences are measured,
+each relative, so that a single bound serves any model:
 
-- loss: of each step, to its value on one device;
-- gradient: of the first step, as the optimizer receives it: for each parameter the norm of the
-  difference to the norm on one device;
-- update: parameters after the last step less the initial ones, in the same way.
+- loss: of each step, relative to its value on a single device; - gradient: of the first step, as
+  the optimizer receives it: for each parameter the norm of the difference relative to the norm on a
+  single device; - update: parameters after the last step minus the initial ones, in the same way.
 
-All begin with the state that one device drew: that every mesh draws the same is held by tests.
+All begin with the state that a single device drew: tests check that every mesh draws the same.
 """
 
 from __future__ import annotations
@@ -35,34 +34,35 @@ from jaxdist.types import Grads, Json, JsonObject, OptState, Params, PyTree, Upd
 
 STEPS = 3
 LAYER_TERMS = 512
-"""Of the sums within a layer, which even a small batch has."""
+"""Terms in the sums within a layer, which even a small batch has."""
 COMPILE: Mapping[str, Json] = {
     "xla_backend_optimization_level": 0,
     "xla_cpu_use_fusion_emitters": False,
 }
-"""The program that XLA plans is the same; its loops, which run three times, are made sooner."""
+"""Options under which XLA plans the same program, but compiles its loops faster; they run 3
+times."""
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Each relative to one device; the worst of all steps and parameters."""
+    """Differences relative to a single device; the worst of all steps and parameters."""
 
     loss: float
     gradient: float
     update: float
 
     def within(self, limit: Differences) -> bool:
-        """Whether none exceeds its limit; NaN does."""
+        """Return whether none exceeds its limit; NaN does."""
         pairs = zip(astuple(self), astuple(limit), strict=True)
         return all(found <= bound for found, bound in pairs)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What a run leaves to compare: arrays on the host, parameters by name.
+    """The results of a run to compare: arrays on the host, parameters by name.
 
     Attributes:
-      initial: the training state that it began with.
+      initial: the initial training state.
       evaluation: the held-out loss after the last step; empty where there are no such examples.
     """
 
@@ -74,19 +74,19 @@ class Trace:
 
     @property
     def loss_of_step(self) -> dict[str, np.ndarray]:
-        """The losses, each by itself."""
+        """The losses, step by step."""
         return {**{str(step): loss for step, loss in enumerate(self.losses)}, **self.evaluation}
 
 
 class Noted(NamedTuple):
-    """An optimizer's state, and with it the gradients that it was given last."""
+    """An optimizer's state, with the last gradients that it received."""
 
     gradients: Grads
     inner: OptState
 
 
 def noted(experiment: Experiment) -> Experiment:
-    """The same experiment, with an optimizer whose state also holds the last step's gradients."""
+    """Return the same experiment, with an optimizer whose state also holds the last gradients."""
     inner = experiment.program.optimizer.transform
 
     def init(params: Params) -> Noted:
@@ -96,13 +96,13 @@ def noted(experiment: Experiment) -> Experiment:
         updates: Updates, state: OptState, params: Params = None, **extra: object
     ) -> tuple[Updates, Noted]:
         found, own = inner.update(updates, state.inner, params, **extra)
-        # With master weights gradients are narrower than the parameters that `init` is given.
+        # With master weights gradients are narrower than the parameters that `init` receives.
         kept = jax.tree.map(lambda g, old: g.astype(old.dtype), updates, state.gradients)
         return found, Noted(kept, own)
 
     transform = optax.GradientTransformationExtraArgs(init, update)
     optimizer = replace(experiment.program.optimizer, transform=transform)
-    # Stages of one batch size share a program, which is then compiled once.
+    # Stages with equal batch sizes share a program, which is then compiled once.
     programs: dict[int, Program] = {}
     for stage in experiment.stages:
         programs.setdefault(stage.batch_size, replace(stage.program, optimizer=optimizer))
@@ -114,7 +114,7 @@ def noted(experiment: Experiment) -> Experiment:
 
 @cache
 def compile_options() -> JsonObject:
-    """Those of `COMPILE` that this XLA has; the one of jax 0.12 lost some."""
+    """Return the options of `COMPILE` that this XLA has; that of jax 0.12 lost some."""
     program = jax.jit(jnp.negative).lower(0)
 
     def known(name: str) -> bool:
@@ -128,7 +128,7 @@ def compile_options() -> JsonObject:
 
 
 def compiled_at() -> str:
-    """What XLA compiles at here, for a heading."""
+    """Describe XLA's optimization level here, for a heading."""
     level = compile_options().get("xla_backend_optimization_level", "its own")
     return f"XLA compiles at optimization level {level}"
 
@@ -141,7 +141,7 @@ class FirstSteps:
 
     @cached_property
     def _steps(self) -> list[tuple[TrainStage, Any]]:
-        """Each stage with its compiled step."""
+        """Return each stage with its compiled step."""
         compiled: dict[int, Any] = {}
         for stage in self.experiment.stages:
             if stage.batch_size not in compiled:
@@ -151,7 +151,7 @@ class FirstSteps:
         return [(stage, compiled[stage.batch_size]) for stage in self.experiment.stages]
 
     def _batches(self) -> Iterator[tuple[Any, Any]]:
-        """The compiled step and the batch of each of the first steps."""
+        """Yield the compiled step and the batch of each of the first steps."""
         for stage, step in self._steps:
             with stage.loader.batches() as batches:
                 for batch in itertools.islice(batches, stage.last_step - stage.first_step):
@@ -166,21 +166,21 @@ class FirstSteps:
         return {"evaluation": np.asarray(means["loss"])}
 
     def begin(self) -> TrainState:
-        """The experiment's own initial state, on the host."""
+        """Return the experiment's own initial state, on the host."""
         program = self.experiment.program
         state = jax.jit(program.init, compiler_options=compile_options())()
         return jax.device_get(program.home.used(state))
 
     def run(self, initial: TrainState) -> tuple[Trace, TrainState]:
-        """Train for three steps: what is compared, and the last state as it is stored.
+        """Train for three steps; return the results to compare, and the last stored state.
 
         Args:
-          initial: on the host.
+          initial: the initial state on the host.
         """
         program = self.experiment.program
         shapes = replace(program.state_shapes, exchange=())
         shardings = jax.tree.map(lambda shape: shape.sharding, shapes)
-        # Copied, since the step is given the memory of its state to reuse.
+        # Copied, since the step may reuse the memory of its state.
         stored = program.home.stored(jax.tree.map(np.array, replace(initial, exchange=())))
         state = jax.device_put(stored, shardings)
         state = replace(state, exchange=fresh_exchange(program))
@@ -194,7 +194,7 @@ class FirstSteps:
                 gradients = _named(program.home.used(state).opt_state.gradients)
             if outer is not None and outer.due(count):
                 state = program.between(state)
-        # Evaluated before the state is read: what a step is given, it may reuse.
+        # Evaluated before the state is read: a step may reuse its arguments' memory.
         evaluation = self._evaluation(state)
         first, last = _moving(initial), _moving(program.home.used(state))
         updates = {name: last[name] - first[name] for name in last}
@@ -202,10 +202,10 @@ class FirstSteps:
 
 
 def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
-    """Train for three steps and note what is compared.
+    """Train for three steps and record the results to compare.
 
     Args:
-      experiment: one that is `noted`.
+      experiment: an experiment that is `noted`.
       initial: the state to begin with, on the host; None is the experiment's own.
     """
     steps = FirstSteps(experiment)
@@ -213,7 +213,7 @@ def trace(experiment: Experiment, initial: TrainState | None = None) -> Trace:
 
 
 def _moving(state: TrainState) -> dict[str, np.ndarray]:
-    """The parameters, and the buffers that hold numbers, by name."""
+    """Return the parameters, and the buffers that hold numbers, by name."""
     buffers = {
         f"buffer {name}": leaf
         for name, leaf in _named(state.buffers).items()
@@ -227,20 +227,20 @@ def _named(tree: PyTree) -> dict[str, np.ndarray]:
 
 
 def differences(found: Trace, reference: Trace, least: NormFloors | None = None) -> Differences:
-    """The three differences; NaN or infinite where a number is.
+    """Compute the three differences; NaN or infinite where a number is.
 
     Args:
-      least: what a difference is measured by where that is more than the norm on one device.
+      least: divisors of differences where they exceed the norm on a single device.
     """
 
     def worst(field: str) -> float:
-        """Of all tensors; what is 0 on one device must be 0."""
+        """Return the worst of all tensors; a value that is 0 on a single device must be 0."""
         ours, theirs = getattr(found, field), getattr(reference, field)
         leasts = getattr(least, field, {})
         distances = [
             _distance(ours[name], expected, leasts.get(name, 0.0))
             for name, expected in theirs.items()
-            # The loss of a batch in which nothing has weight is NaN, and must be so on both.
+            # The loss of a batch without weight is NaN, and must be so on both.
             if not (field == "loss_of_step" and np.isnan(expected) and np.isnan(ours[name]))
         ]
         return math.nan if any(map(math.isnan, distances)) else max(distances, default=0.0)
@@ -259,7 +259,7 @@ def _norm(x: np.ndarray) -> float:
 
 @dataclass(frozen=True)
 class NormFloors:
-    """For each tensor of a `Trace` the least norm that its difference is divided by."""
+    """The least norm by which the difference of each tensor of a `Trace` is divided."""
 
     loss_of_step: Mapping[str, float]
     gradients: Mapping[str, float]
@@ -267,24 +267,24 @@ class NormFloors:
 
 
 SMALL = 1e-2
-"""Part of the norm of all gradients, from which a tensor's own is judged by itself."""
+"""Fraction of the norm of all gradients from which a tensor is judged by its own norm."""
 
 
 def norms_at_least(
     reference: Trace, limit: Differences, *moved: Trace, times: float = 1.0
 ) -> NormFloors:
-    """The scale of differences in ill-conditioned tensors, so that one limit serves all tensors.
+    """Scale differences in ill-conditioned tensors, so that a single limit serves all tensors.
 
-    A gradient whose terms nearly cancel has the rounding of its terms, not of itself: one that is
-    small beside all gradients is measured by a part of those, and the update that an optimizer
-    makes of it is allowed as much more. And what moves by more than the limit when the initial
-    parameters are off by their last digits, or when everything is computed in float32, is measured
-    by how far it moves.
+    A gradient whose terms nearly cancel has the rounding error of its terms, not of its sum: a
+    gradient that is small compared with all gradients is measured relative to a fraction of those,
+    and the optimizer's update of it may differ correspondingly more. A value that moves by more
+    than the limit when the initial parameters change in their last digits, or when everything is
+    computed in float32, is measured relative to that movement.
 
     Args:
-      moved: the reference from `nudged` parameters, and the reference in float32 if it is narrower.
-      times: how often that distance is allowed: two plans that round differently to bfloat16 are
-        both off by as much as one of them is.
+      moved: the reference from `nudged` parameters, and that in float32 if it is narrower.
+      times: how often that distance is allowed: two plans that round differently to bfloat16 both
+        have the error of a single plan.
     """
     total = math.hypot(*map(_norm, reference.gradients.values()))
     gradients = dict.fromkeys(reference.gradients, SMALL * total)
@@ -316,13 +316,13 @@ def norms_at_least(
 
 
 FULL, HALF = 2**-20, 2**-8
-"""Relative sizes of the nudge: what rounding changes in float32, and in bfloat16."""
+"""Relative sizes of the nudge: the effect of rounding in float32, and in bfloat16."""
 NUDGES = range(3)
-"""Seeds of nudges. One alone may happen to move a gradient by a fiftieth of what others do."""
+"""Seeds of nudges. A single nudge may happen to move a gradient by a fiftieth of the others."""
 
 
 def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:
-    """A state on the host with each parameter off by at most this part of itself, at random."""
+    """Return a state on the host with each parameter changed by at most this fraction."""
     random = np.random.default_rng(seed)
 
     def nudge(leaf: np.ndarray) -> np.ndarray:
@@ -333,16 +333,17 @@ def nudged(state: TrainState, size: float = FULL, seed: int = 0) -> TrainState:
 
 
 def limit_of(cuts: Sequence[str], terms: int) -> Differences:
-    """What another order of summation may change, in float32.
+    """Bound the effect of another order of summation, in float32.
 
-    A sum of n terms rounds n times, at random: its relative error is about sqrt(n) 2**-24. Two
-    such sums are compared, for each way of cutting them that the combination has. The update may
-    differ ten times as much: Adam divides by the gradient's size, and an update of 1e-3 that is
-    added to a parameter of 1 is rounded by up to 6e-5 of itself.
+    A sum of n terms rounds n times, at random: its relative error is about sqrt(n) 2**-24. Two such
+    sums are compared, for each way in which the combination cuts them. The update may differ ten
+    times as
+    much: Adam divides by the gradient's size, and an update of 1e-3 added to a parameter of 1 is
+    rounded by up to 6e-5 of itself.
 
     Args:
-      cuts: as `cuts_of` names them.
-      terms: of a gradient's sum: the tokens or examples of a batch.
+      cuts: the result of `cuts_of`.
+      terms: number of terms in a gradient's sum: the tokens or examples of a batch.
 
     >>> limit_of(["over devices"], 512).gradient
     2.6973983046972182e-06
@@ -354,8 +355,8 @@ def limit_of(cuts: Sequence[str], terms: int) -> Differences:
 def half_limit_of(cuts: Sequence[str]) -> Differences:
     """Return the limits on differences where values are rounded to bfloat16.
 
-    Each of them is off by up to 2**-9 of itself, and a value that one order rounds up another
-    rounds down. A gradient is a long product of such values.
+    Each value has a rounding error of up to 2**-9 of itself, and a value that is rounded up in one
+    order may be rounded down in another. A gradient is a long product of such values.
     """
     bound = len(cuts) * 2**-6
     return Differences(loss=bound, gradient=bound, update=2 * bound)

@@ -1,1 +1,1 @@
-"""Which plan should train a model on a pod: searched by formulas, confirmed by compiling."""
+"""The planner: it searches plans for training a model on a pod, and confirms them by compiling."""

@@ -1,4 +1,4 @@
-"""The best plan of each of several targets side by side: speed, and what it takes."""
+"""The best plans of several targets side by side: speed and cost."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN_WATTS = (
 
 
 def print_comparison(results: Sequence[Result], config: ExperimentConfig, console: Console) -> None:
-    """A row for each target with a plan, the fastest first; a line for each without."""
+    """Print a row for each target with a plan, the fastest first; a line for each without."""
     kwh = [energy_kwh(one, results, config) if one.top else None for one in results]
     columns = ["chips", "plan", "step", "MFU", "memory", "chip-hours"]
     columns += ["kWh"] if any(found is not None for found in kwh) else []
@@ -44,7 +44,7 @@ def print_comparison(results: Sequence[Result], config: ExperimentConfig, consol
 
 
 def _figures(one: Result) -> list[str]:
-    """Step, MFU, memory and chip-hours; as compiled where the plans are."""
+    """Return step, MFU, memory and chip-hours; compiled figures where there are any."""
     if one.refused:
         return ["refused", "", "", ""]
     first = one.top[0]
@@ -60,7 +60,7 @@ def _show(number: float) -> str:
 
 
 def energy_kwh(one: Result, results: Sequence[Result], config: ExperimentConfig) -> float | None:
-    """Of a billion tokens by the first plan, its site counted; None where no power is known."""
+    """Return the site's energy for a billion tokens by the first plan; None if power is unknown."""
     power = _power_of(one.target, results, config)
     if power is None or one.refused:
         return None

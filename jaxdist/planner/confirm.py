@@ -1,4 +1,4 @@
-"""A plan compiled ahead of time for its topology: what its own program says of memory and time."""
+"""Plans compiled ahead of time for their topology: memory and time of the actual program."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ OF_ONE_SLICE = (
 
 @dataclass(frozen=True)
 class Confirmed:
-    """What a compiled program says; of one device.
+    """The figures of a compiled program, for a single device.
 
     Attributes:
-      seconds: of a step, predicted from the compiler's estimates; of several slices with the slow
-        network's, by formula.
-      peak_bytes: of memory.
-      mfu: with attention counted whole, of one slice.
-      sent_bytes: by mesh axes.
-      refusal: why the compiler does not take it; empty where it does.
-      note: what is not of the program.
-      compile_seconds: that it took.
-      laid_out: whether the compiler was asked for memory alone: `seconds` are the formula's then.
+      seconds: time of a step, predicted from the compiler's estimates; with several slices plus
+        that of the slow network, by formula.
+      peak_bytes: peak memory.
+      mfu: model FLOPs utilization with unmasked attention, of a single slice.
+      sent_bytes: bytes sent, by mesh axes.
+      refusal: the reason why the compiler refuses it; empty where it does not.
+      note: the parts that are not from the program.
+      compile_seconds: time of the compilation.
+      laid_out: whether the compiler was asked only for memory: `seconds` are then the formula's.
     """
 
     seconds: float = 0.0
@@ -52,17 +52,17 @@ class Confirmed:
 
 
 def of_one_slice(plan: Plan) -> Plan:
-    """The program that each of several slices runs, without what joins them."""
+    """Return the program of each of several slices, without the communication between them."""
     return dataclasses.replace(plan, slices=1, scope="all")
 
 
 def confirm(
     path: Path, overrides: Sequence[str], plan: Plan, target: Target, slow_seconds: float = 0.0
 ) -> Confirmed:
-    """Compile one plan; minutes of a core.
+    """Compile a plan, which takes minutes on a core.
 
     Args:
-      slow_seconds: of what crosses the slow network, by formula.
+      slow_seconds: time of the slow network's traffic, by formula.
     """
     with _config(path, overrides, plan, target) as file:
         try:
@@ -85,10 +85,10 @@ def confirm(
 def lay_out(
     path: Path, overrides: Sequence[str], plan: Plan, target: Target, seconds: float = 0.0
 ) -> Confirmed:
-    """Ask the compiler for the memory of one plan; seconds of a core, in a process of its own.
+    """Ask the compiler only for the memory of a plan, which takes seconds on a core.
 
     Args:
-      seconds: of a step, by formula.
+      seconds: time of a step, by formula.
     """
     limit = target.device.memory_bytes
     assert limit is not None, "targets have memory of their own"
@@ -103,9 +103,9 @@ def lay_out(
 
 @contextmanager
 def _config(path: Path, overrides: Sequence[str], plan: Plan, target: Target) -> Iterator[Path]:
-    """A file of a config with a plan of one slice in it, for as long as it is needed.
+    """Write a config with the plan for a single slice to a temporary file.
 
-    Nothing but the plan is of this file: its name stands in messages in place of the config's.
+    Only the plan comes from this file: messages name the original config instead.
     """
     values = planned(read(path, overrides).values, of_one_slice(plan))
     values["train"]["batch_size"] //= target.slices

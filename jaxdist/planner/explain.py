@@ -1,4 +1,4 @@
-"""Where the time and the memory of one plan go: as tables, as a picture, and as energy."""
+"""The time and memory of a plan by part: as tables, as a picture, and as energy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from jaxdist.planner.target import Target
 def print_explained(
     number: int, one: Judged, model: Model, target: Target, console: Console
 ) -> None:
-    """Two tables; for a plan that does not fit, what would have to change."""
+    """Print two tables; for a plan that does not fit, also the changes that would make it fit."""
     console.print()
     console.print(f"Plan {number}: {escape(one.plan.words())}", soft_wrap=True)
     times = table("Time of a step", "", "seconds", "share")
@@ -44,7 +44,7 @@ def print_explained(
 
 
 def remedies(one: Judged, model: Model) -> list[str]:
-    """What would make a plan that does not fit do so; nothing for one that does."""
+    """List changes that would make a plan fit; empty for a plan that fits."""
     if one.fits:
         return []
     over = one.memory.total - (1 - SPARE) * one.limit_bytes
@@ -54,7 +54,7 @@ def remedies(one: Judged, model: Model) -> list[str]:
     rows, known = model.batch // (plan.replicas * plan.microbatches), isinstance(model, Decoder)
     state = kept.parameters + kept.optimizer + kept.gradients
     if plan.zero < 3 and plan.stage == 1 and state > over:
-        # Of one microbatch ZeRO 2 holds whole gradients too: see `jaxdist.planner.memory`.
+        # With a single microbatch ZeRO 2 holds whole gradients too: see `jaxdist.planner.memory`.
         further = 3 if plan.zero == 1 and plan.microbatches == 1 else plan.zero + 1
         lines.append(f"ZeRO {further} splits more of the {show_bytes(state)} of state.")
     if rows > 1 and kept.activations + kept.working > over:
@@ -69,14 +69,14 @@ def remedies(one: Judged, model: Model) -> list[str]:
 
 
 def joules_of(one: Judged, target: Target, power: Power) -> float:
-    """What all chips draw in a step."""
+    """Return the energy that all chips draw in a step."""
     waits = one.seconds
     idle = waits.data + waits.slow + waits.tensor + waits.bubble
     return power.watts(1 - idle / waits.total) * target.devices * waits.total
 
 
 def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentConfig) -> list[str]:
-    """Predicted energy and carbon of the run and of a million tokens; or why there is none."""
+    """Describe predicted energy and carbon of the run and of a million tokens, if any."""
     power = config.energy.power_of(target.device.name)
     if power is None:
         return [
@@ -100,16 +100,16 @@ def energy_lines(one: Judged, model: Model, target: Target, config: ExperimentCo
 
 
 _TIMES = ((1.0, "seconds"), (1e-3, "milliseconds"), (1e-6, "microseconds"))
-"""Units of a picture: the largest that a step is not shorter than."""
+"""Units of a picture: the first that is not longer than a step is used."""
 
 
 def draw(one: Judged, directory: Path) -> Path:
-    """Write both as stacked bars, `plan.svg`, with a line at the chip's memory.
+    """Draw both as stacked bars, `plan.svg`, with a line at the chip's memory.
 
-    A part has the same colour in the picture of every plan, and no colour is in both bars. The
-    legends have the figures, since a part may be too small to be seen.
+    A part has the same colour in every plan's picture, and no colour is in both bars. The legends
+    have the figures, since a part may be too small to see.
     """
-    # Slow to import, as in `new_figure`.
+    # Imported here, because it is slow, as in `new_figure`.
     from matplotlib import colormaps
 
     figure = new_figure((8.0, 3.8))

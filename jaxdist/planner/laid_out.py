@@ -1,9 +1,9 @@
-"""The memory of a step as XLA lays it out, seconds into the compilation.
+"""The memory of a step by XLA's buffer assignment, seconds into the compilation.
 
-XLA:TPU decides where each buffer lies before it generates code, which takes nine tenths of the time
-of a compilation and changes no size. So this module starts itself in another process, as
-`python -m jaxdist.planner.laid_out CONFIG OVERRIDE... TOPOLOGY RESULT`, reads what that dumps as
-soon as it is there, and ends it.
+XLA:TPU assigns buffers before it generates code, which takes nine tenths of the compilation's time
+and does not change sizes. This module therefore starts itself in another process, as `python -m
+jaxdist.planner.laid_out CONFIG OVERRIDE... TOPOLOGY RESULT`, reads that process's dump of the
+assignment as soon as it exists, and ends the process.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ from jaxdist.runtime import environment
 
 REPORT = "*/*after_optimizations-buffer-assignment.txt"
 NEXT = "*/*after_optimizations_after_buffer_assignment.txt"
-"""What XLA writes after it: then the report is whole."""
+"""The file that XLA writes next: once it exists, the report is complete."""
 _ALLOCATION = re.compile(r"^allocation \d+: size (\d+), (.*)$", re.MULTILINE)
 LOOK_SECONDS = 0.05
 
 
 def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_bytes: int) -> int:
-    """Bytes that a config's train step takes on each device.
+    """Return the bytes of a config's train step on each device.
 
     Args:
       topology: a TPU slice.
-      limit_bytes: of a device: what takes more is waited for, since the compiler refuses it.
+      limit_bytes: the memory of a device; for larger programs it waits, since the compiler refuses
+        them.
 
     Raises:
-      RunError: the compiler refuses it.
-      JaxdistError: anything else goes wrong, such as libtpu that is not installed.
+      RunError: the compiler refuses the program.
+      JaxdistError: any other failure, such as a missing libtpu.
     """
     with TemporaryDirectory() as name:
         folder, result = Path(name), Path(name) / "result.json"
@@ -66,9 +67,9 @@ def laid_out_bytes(path: Path, overrides: Sequence[str], topology: str, limit_by
 
 
 def reported_bytes(folder: Path) -> int | None:
-    """Of the largest program that XLA has laid out, by its reports in a folder's folders.
+    """Return the bytes of the largest program in XLA's reports in a folder's subfolders.
 
-    None where there is none yet.
+    It is None while there is no complete report.
     """
     written = {path.name.partition(".after_optimizations")[0] for path in folder.glob(NEXT)}
     reports = [path for path in folder.glob(REPORT) if path.name.split(".after_opt")[0] in written]
@@ -78,10 +79,10 @@ def reported_bytes(folder: Path) -> int | None:
 
 
 def allocated_bytes(text: str) -> int:
-    """Of main memory, by XLA's list of what a program allocates.
+    """Sum the bytes of main memory in XLA's list of a program's allocations.
 
-    What belongs to the threads of computations inside of it lies in the buffers of those that call
-    them, and other memories have a color.
+    Memory of the threads of inner computations is part of their callers' buffers, and other
+    memories have a color.
 
     >>> allocated_bytes("allocation 0: size 4096, page 0, parameter 1, shape |f32[1024]| at")
     4096
@@ -95,7 +96,7 @@ def allocated_bytes(text: str) -> int:
 
 
 def main(path: str, *rest: str) -> None:
-    """Compile a config's train step whole, and write its bytes on each device to a file."""
+    """Compile a config's train step completely, and write its bytes on each device to a file."""
     *overrides, topology, result = rest
     environment.prepare(fake_devices=1)  # jax reads it once, when it is imported
     from jaxdist.inspect.program import inspect_step, open_subject

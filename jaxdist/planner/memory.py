@@ -1,9 +1,9 @@
-"""What a plan needs of a device's memory, by formula.
+"""The device memory of a plan, by formula.
 
-State is exact: it is split by the rules that ZeRO and the mesh follow themselves. Activations that
-are kept are exact too, and gradients lie in the dtype and the parts that XLA:TPU gives them. What a
-block, the head and gathered parameters take while they are computed is not exact: factors in `WORK`
-stand for what is alive at once, fitted to programs as XLA lays them out (`laid_out`).
+State is exact: it is split by the same rules as in ZeRO and the mesh. Kept activations are exact
+too, and gradients have the dtype and the parts that XLA:TPU gives them. The memory of a block, the
+head and gathered parameters during computation is not exact: factors in `WORK` estimate what is
+live at once, fitted to programs in XLA's layout (`laid_out`).
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from jaxdist.planner.model import Decoder, Tensor
 from jaxdist.planner.plan import Plan
 
 WHOLE_BELOW = 2048
-"""As `parallel.zero.whole_below` has it."""
+"""The value of `parallel.zero.whole_below`."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """How much of each is alive at once, beside state, gradients and kept activations.
+    """Factors of memory that is live at once, besides state, gradients and kept activations.
 
-    The head or a block, whichever takes more: they are computed one after the other.
+    The head or a block counts, whichever takes more: they are computed at different times.
 
     Attributes:
       logits: bytes of each logit.
-      ends: of embedding and head, in the compute dtype.
-      block: of the activations of one block, all of them.
-      layer: of the parameters of one block, in the compute dtype.
-      sequences: of the residual stream of whole sequences, where axis tensor splits them.
-      gathered: of the parameters that ZeRO 1 gathers after an update, as they are stored.
-      summed: of a pipeline's gradients, beside their sum.
-      split: the same again where ZeRO splits the optimizer state of a pipeline.
-      residuals, residuals_full: of all activations of its blocks, for each backward task that is
-        done by half: with remat, and with remat `full`.
+      ends: factor on embedding and head, in the compute dtype.
+      block: factor on all activations of a block.
+      layer: factor on the parameters of a block, in the compute dtype.
+      sequences: factor on the residual stream of whole sequences, where axis tensor splits them.
+      gathered: factor on the parameters that ZeRO 1 gathers after an update, in their dtype.
+      summed: factor on a pipeline's gradients, besides their sum.
+      split: a further factor on them, where ZeRO splits the optimizer state of a pipeline.
+      residuals, residuals_full: factors on all activations of a pipeline's blocks, for each
+        backward task that is half done: with remat, and with remat `full`.
     """
 
     logits: float = 0.0
@@ -65,13 +65,14 @@ WORK: Mapping[str, Work] = {
     "pipeline": Work(logits=4.76, block=2.61, summed=0.26, split=0.49),
     "pipeline, halves": Work(summed=0.38, split=0.90, residuals=2.58, residuals_full=1.59),
 }
-"""By how parameters and gradients lie: whole (ZeRO 0 and 1), gradients scattered (2), parameters in
-shards (3), alone and with axis tensor; in a pipeline, whose backward tasks are whole or halves.
+"""Factors by the placement of parameters and gradients: whole (ZeRO 0 and 1), gradients scattered
+(2), parameters in shards (3), alone and with axis tensor; in a pipeline, whose backward tasks are
+whole or halves.
 """
 
 
 def work_of(plan: Plan) -> Work:
-    """The factors of a plan."""
+    """Return the factors of a plan."""
     if plan.schedule is not None:
         return WORK["pipeline, halves" if plan.schedule == "zb_h1" else "pipeline"]
     kind = ("whole", "whole", "scattered", "shards")[plan.zero]
@@ -80,13 +81,13 @@ def work_of(plan: Plan) -> Work:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one device.
+    """The bytes on a device.
 
     Attributes:
       parameters, optimizer: stored from step to step.
-      gradients: of all that the device keeps the gradients of.
-      activations: kept for the backward pass; of a pipeline, its buffers.
-      working: what one block or the head takes besides, with gathered parameters.
+      gradients: bytes of all gradients that the device keeps.
+      activations: bytes kept for the backward pass; in a pipeline, its buffers.
+      working: further bytes of a block or the head, with gathered parameters.
     """
 
     parameters: float
@@ -97,11 +98,11 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return math.fsum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """By name, as tables show it."""
+        """Return the parts by name, as in the tables."""
         return {
             "parameters": self.parameters,
             "optimizer state": self.optimizer,
@@ -113,14 +114,14 @@ class Memory:
 
 @dataclass(frozen=True)
 class Share:
-    """Elements of parameters on one device.
+    """The number of parameter elements on a device.
 
     Attributes:
-      whole: that it computes with: without ZeRO.
-      shard: that ZeRO leaves it.
-      layer: of one block, `whole`.
-      ends: of embedding and head, `whole`.
-      ends_shard: the same that ZeRO leaves it.
+      whole: elements that it computes with, without ZeRO.
+      shard: elements of its shard by ZeRO.
+      layer: elements of a block, as in `whole`.
+      ends: elements of embedding and head, as in `whole`.
+      ends_shard: elements of embedding and head in its shard.
     """
 
     whole: int
@@ -131,7 +132,7 @@ class Share:
 
 
 def share(model: Decoder, plan: Plan) -> Share:
-    """How many elements of the parameters a device has by a plan."""
+    """Return the number of parameter elements on a device by a plan."""
     return _share(model, plan.tensor, plan.stage, plan.state_parts)
 
 
@@ -149,10 +150,10 @@ def _share(model: Decoder, tensor: int, stage: int, parts: int) -> Share:
 
 
 def elements_of(one: Tensor, tensor: int, parts: int, layers: int) -> tuple[int, int]:
-    """Elements of a tensor after axis tensor, and after ZeRO besides.
+    """Return the elements of a tensor after axis tensor, and after ZeRO too.
 
     Args:
-      layers: that hold one, where it is stacked.
+      layers: number of layers of a stacked tensor.
     """
     mine = math.prod(one.shape) // (tensor if one.split is not None else 1)
     if parts == 1 or mine * (layers if one.stacked else 1) < WHOLE_BELOW:
@@ -173,7 +174,7 @@ def elements_of(one: Tensor, tensor: int, parts: int, layers: int) -> tuple[int,
 
 
 def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
-    """Of one block, what so many sequences leave for the backward pass."""
+    """Return a block's bytes for the backward pass, for `rows` sequences."""
     tokens, tensor = rows * model.window, plan.tensor
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     sizes = {
@@ -190,7 +191,7 @@ def kept_bytes(model: Decoder, plan: Plan, rows: int) -> float:
 
 
 def block_bytes(model: Decoder, plan: Plan, rows: int) -> float:
-    """Every activation of one block: a unit of its working set."""
+    """Return the bytes of every activation of a block: a unit of its working set."""
     tokens = rows * model.window
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     inside = 2 * query + 2 * key + 3 * model.mlp + 2 * model.embed
@@ -198,15 +199,15 @@ def block_bytes(model: Decoder, plan: Plan, rows: int) -> float:
 
 
 def rows_of(model: Decoder, plan: Plan) -> int:
-    """Sequences of one microbatch on one device."""
+    """Return the number of sequences of a microbatch on a device."""
     return model.batch // (plan.replicas * plan.microbatches)
 
 
 def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> Memory:
-    """What a plan takes on each device.
+    """Return the memory of a plan on each device.
 
     Args:
-      ticks: of its pipeline.
+      ticks: the ticks of its pipeline.
     """
     mine, work = share(model, plan), work_of(plan)
     stored = mine.shard if plan.zero == 3 else mine.whole
@@ -222,7 +223,7 @@ def memory(model: Decoder, plan: Plan, ticks: Ticks | None = None) -> Memory:
 
 
 def _gradients(model: Decoder, plan: Plan, mine: Share, work: Work) -> float:
-    """Of one microbatch, with the sum of several."""
+    """Return the bytes of a microbatch's gradients, and of the sum of several."""
     summed = mine.shard if plan.zero >= 2 else mine.whole
     if plan.schedule is not None:
         beside = work.summed + work.split * (plan.zero > 0)
@@ -230,13 +231,14 @@ def _gradients(model: Decoder, plan: Plan, mine: Share, work: Work) -> float:
     if plan.zero == 3:
         alone = float(mine.shard * min(model.param_bytes, model.width))
     else:
-        # Whole ones of all blocks, in the dtype of parameters; those of the ends come one by one.
+        # Whole gradients of all blocks, in the dtype of parameters; those of the ends come one by
+        # one.
         alone = float((mine.whole - mine.ends) * model.param_bytes)
     return alone + summed * model.param_bytes * (plan.microbatches > 1)
 
 
 def _kept(model: Decoder, plan: Plan, work: Work, ticks: Ticks | None) -> float:
-    """Activations for the backward pass; of a pipeline, its buffers."""
+    """Return the bytes of activations for the backward pass; in a pipeline, of its buffers."""
     rows, layers = rows_of(model, plan), model.layers // (plan.stage * plan.chunks)
     kept = layers * kept_bytes(model, plan, rows)
     if ticks is None:
@@ -246,14 +248,14 @@ def _kept(model: Decoder, plan: Plan, work: Work, ticks: Ticks | None) -> float:
     buffers = (slots.inputs + slots.gradients + 2) * message
     if not work.residuals:
         return buffers + kept * max(1, slots.residuals if plan.stash else 0)
-    # Between its halves a backward task leaves what it computed again, and gradients of it.
+    # Between its halves a backward task keeps its recomputed values, and their gradients.
     left = work.residuals_full if plan.remat == "full" else work.residuals
     stash = kept * slots.residuals if plan.stash else 0.0
     return buffers + stash + left * slots.kept * layers * block_bytes(model, plan, rows)
 
 
 def _working(model: Decoder, plan: Plan, mine: Share, work: Work) -> float:
-    """What the head or a block takes besides, and parameters cast for all blocks at once."""
+    """Return further bytes of the head or a block, and of parameters cast for all blocks."""
     rows, width = rows_of(model, plan), model.width
     tokens = rows * model.window
     head = work.logits * tokens * model.vocab / plan.tensor / model.loss_chunks

@@ -1,4 +1,4 @@
-"""What of a config the planner needs to know: the sizes of a decoder, as plain data."""
+"""The facts of a config that the planner needs: the sizes of a decoder, as plain data."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class Tensor:
     """A parameter.
 
     Attributes:
-      shape: without the dim of layers.
-      split: the index of the dim that axis tensor splits; None: whole there.
-      stacked: whether each layer has one.
+      shape: shape without the dim of layers.
+      split: index of the dim that axis tensor splits; None where it splits none.
+      stacked: whether each layer has such a parameter.
     """
 
     name: str
@@ -36,19 +36,19 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Decoder:
-    """A decoder and how it is trained.
+    """A decoder and its training.
 
     Attributes:
-      window: positions of a sequence.
-      batch: sequences of a step.
-      vocab: padded.
-      narrow: whether activations are of two bytes, as matrix products are.
-      param_bytes: of a parameter that the model holds.
-      state_bytes: of the optimizer's state of each parameter.
-      tied: whether the head is the embedding.
-      span: positions that each one attends to, itself counted; None: all before it.
-      loss_chunks: pieces of the sequence that logits are computed in.
-      steps: of the run; None where it is counted in epochs.
+      window: number of positions of a sequence.
+      batch: number of sequences in a step.
+      vocab: size of the padded vocabulary.
+      narrow: whether activations, and the factors of matrix products, have two bytes.
+      param_bytes: bytes of a parameter in the model.
+      state_bytes: bytes of the optimizer's state per parameter.
+      tied: whether the head shares the embedding.
+      span: number of positions that a position attends to, including itself; None: all before it.
+      loss_chunks: number of pieces of the sequence whose logits are computed separately.
+      steps: steps of the run; None where its length is in epochs.
       scoped: whether `parallel.xla` gives products more vector memory than libtpu does.
     """
 
@@ -76,49 +76,49 @@ class Decoder:
 
     @property
     def width(self) -> int:
-        """Bytes of one number of an activation."""
+        """The bytes of a number of an activation."""
         return 2 if self.narrow else 4
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         return sum(math.prod(t.shape) * (self.layers if t.stacked else 1) for t in self.tensors)
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """The number of tokens in a step."""
         return self.batch * self.window
 
     @property
     def unit(self) -> str:
-        """Of what is counted in a step."""
+        """The unit of data in a step."""
         return "tokens"
 
     @property
     def step_words(self) -> str:
-        """What a step trains on."""
+        """The data of a step, as text."""
         return f"{self.batch:,} sequences of {self.window:,}: {self.tokens:,} tokens"
 
     @property
     def layer_flops(self) -> float:
-        """Of one token through the matrix products of one block, forwards, without attention's."""
+        """The forward FLOPs of a token in the matrix products of a block, without attention's."""
         return 2.0 * sum(math.prod(t.shape) for t in self.tensors if t.stacked and len(t.shape) > 1)
 
     @property
     def attention_flops(self) -> float:
-        """Of one token through attention's products of one block, forwards, the mask counted."""
+        """The forward FLOPs of a token in attention's products of a block, masked ones included."""
         return 4.0 * self.window * self.heads * self.head_dim
 
     @property
     def head_flops(self) -> float:
-        """Of one token through the head, forwards."""
+        """The forward FLOPs of a token in the head."""
         return 2.0 * self.embed * self.vocab
 
     def model_flops(self, *, masked: bool) -> float:
-        """Of a step, nothing computed twice.
+        """Return the FLOPs of a step, without recomputation.
 
         Args:
-          masked: whether products that the causal mask throws away count.
+          masked: whether products that the causal mask discards count.
         """
         attention = self.attention_flops * (1.0 if masked else 0.5)
         return 3 * self.tokens * (self.layers * (self.layer_flops + attention) + self.head_flops)
@@ -144,7 +144,7 @@ def check_plannable(config: ExperimentConfig, document: Document) -> None:
     """Refuse settings that no plan would keep.
 
     Raises:
-      ConfigError: it names the setting.
+      ConfigError: such a setting; the message names it.
     """
     for name in ("deterministic", "compression"):
         with at_setting(document, "parallel", name):
@@ -159,10 +159,10 @@ def check_plannable(config: ExperimentConfig, document: Document) -> None:
 
 
 def decoder_of(config: ExperimentConfig, document: Document) -> Decoder:
-    """The sizes of a config's decoder, its model being a gpt.
+    """Return the sizes of a config's decoder, whose model is a gpt.
 
     Raises:
-      ConfigError: data without tokens, or an optimizer whose state is not known.
+      ConfigError: data without tokens, or an optimizer whose state is unknown.
     """
     model, optim = config.model, config.optim
     assert isinstance(model, GptConfig), "other models are traced"

@@ -1,4 +1,4 @@
-"""One plan: how a step is split over devices and over time, as data and as settings of a config."""
+"""A plan: the splitting of a step over devices and over time, as data and as config settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jaxdist.types import Json
 
 Schedule = Literal["1f1b", "interleaved", "zb_h1"]
 ALL_NAMED = "all_named"
-"""What this module calls keeping every activation of a block that has a name but its input."""
+"""The planner's name for keeping every named activation of a block except its input."""
 _ALL = ("query", "key", "value", "attention", "attention_out", "mlp_gate", "mlp_up")
 KEPT: Mapping[str, tuple[str, ...]] = {
     "full": (),
@@ -20,24 +20,24 @@ KEPT: Mapping[str, tuple[str, ...]] = {
     "minimal": ("query", "key", "value", "attention_out", "mlp_gate", "mlp_up"),
     ALL_NAMED: _ALL,
 }
-"""Policies of remat that are searched, to the activations that they keep beside a block's input."""
+"""The remat policies of the search, with the activations that they keep besides a block's input."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a step is split.
+    """The splitting of a step.
 
     Attributes:
-      slices: of the data axis across the slow network.
-      data: of the data axis inside the fast network.
-      stage, tensor: of these axes; 1 where the mesh has none.
+      slices: number of parts of the data axis across the slow network.
+      data: size of the data axis inside the fast network.
+      stage, tensor: sizes of these axes; 1 where the mesh has none.
       zero: ZeRO's stage.
-      scope: of ZeRO, over both networks or inside the fast one.
-      remat: a key of `KEPT`; None leaves the model's own.
-      microbatches: of a step.
-      schedule: of the pipeline; None without stages.
-      chunks: of the model on each stage.
-      stash: whether a stage keeps what its forward tasks leave, and does not run them again.
+      scope: scope of ZeRO, both networks or the fast network only.
+      remat: a key of `KEPT`; None keeps the model's own.
+      microbatches: number of microbatches in a step.
+      schedule: schedule of the pipeline; None without stages.
+      chunks: number of chunks of the model on each stage.
+      stash: whether a stage keeps its forward tasks' activations instead of recomputing them.
       ahead: whether forward tasks run further ahead.
       bfloat16_reduction: whether gradients are reduced in bfloat16, by an explicit reduction.
     """
@@ -58,26 +58,26 @@ class Plan:
 
     @property
     def kept(self) -> tuple[str, ...]:
-        """Activations that remat keeps beside a block's input; none where it is the model's own."""
+        """The activations that remat keeps besides a block's input; none for the model's own."""
         return KEPT[self.remat] if self.remat else ()
 
     @property
     def replicas(self) -> int:
-        """Devices that share the batch."""
+        """The number of devices that share the batch."""
         return self.slices * self.data
 
     @property
     def devices(self) -> int:
-        """Of the whole mesh."""
+        """The number of devices of the whole mesh."""
         return self.replicas * self.stage * self.tensor
 
     @property
     def state_parts(self) -> int:
-        """Devices over which ZeRO splits the training state."""
+        """The number of devices over which ZeRO splits the training state."""
         return self.data if self.scope == "ici" else self.replicas
 
     def mesh(self) -> dict[str, Json]:
-        """The mesh as a config has it, slowest axis first."""
+        """Return the mesh as in a config, slowest axis first."""
         sizes: dict[str, Json] = {}
         if self.stage > 1:
             sizes["stage"] = self.stage
@@ -87,7 +87,7 @@ class Plan:
         return sizes
 
     def settings(self) -> dict[str, Json]:
-        """Sections of a config, dotted, that make this plan of it.
+        """Return the sections of a config, with dotted keys, that make up this plan.
 
         >>> Plan(data=8, tensor=4).settings()["mesh"]
         {'data': 8, 'tensor': 4}
@@ -100,7 +100,7 @@ class Plan:
         if self.bfloat16_reduction:
             parallel |= {"reduce": {"type": "xla"}, "reduce_dtype": "bfloat16"}
             if self.zero == 3:
-                # As XLA gathers them where it places the reductions itself.
+                # as XLA gathers them where it places the reductions itself
                 zero["gather_dtype"] = "bfloat16"
         if self.schedule is not None:
             schedule: dict[str, Json] = {"type": self.schedule}
@@ -124,7 +124,7 @@ class Plan:
         return made if remat is None else made | {"model.remat": remat}
 
     def words(self) -> str:
-        """In one short line.
+        """Describe the plan in a short line.
 
         >>> Plan(data=8, tensor=4, remat="minimal").words()
         'data 8 x tensor 4, ZeRO 3, minimal'

@@ -1,4 +1,4 @@
-"""Predict the time of a block's matrix products from the table of compiled single products."""
+"""The time of a block's matrix products, from the table of compiled single products."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from jaxdist.planner.target import Target
 def block_seconds(
     model: Decoder, plan: Plan, target: Target, tokens: float, otherwise: float
 ) -> float:
-    """Return the seconds of a block's matrix products, forwards, on one device.
+    """Return the seconds of a block's matrix products, forwards, on a single device.
 
-    Each is taken at the mean of the shares of its forward product and of the product for the
+    Each runs at the mean of the fractions of its forward product and of the product for the
     gradient of its input, which contracts the other dim.
 
     Args:
-      tokens: that the device multiplies.
-      otherwise: share of the peak on devices that `jaxdist.cost.products` has no table of.
+      tokens: number of tokens that the device multiplies.
+      otherwise: fraction of the peak on devices without a table in `jaxdist.cost.products`.
     """
     peak = peak_of(target, narrow=model.narrow)
     spent = 0.0
     for one in model.tensors:
         if not one.stacked or len(one.shape) < 2:
             continue
-        # The heads of a projection are one dim of its product.
+        # The heads of a projection form a single dim of its product.
         rows, columns = _as_matrix(one, plan.tensor)
         both = [(rows, columns), (columns, rows)]
         share_of_peak = mean_share(target, both, otherwise, scoped=model.scoped)
@@ -37,7 +37,7 @@ def block_seconds(
 
 
 def _as_matrix(one: Tensor, tensor: int) -> tuple[int, int]:
-    """Return the contracted dim and the columns of a weight's product on one device."""
+    """Return the contracted dim and the columns of a weight's product on a device."""
     cut = 1 if one.split is None else tensor
     first = one.shape[0] if one.split != 0 else one.shape[0] // cut
     rest = math.prod(one.shape[1:]) if one.split == 0 else math.prod(one.shape[1:]) // cut
@@ -49,7 +49,7 @@ def _as_matrix(one: Tensor, tensor: int) -> tuple[int, int]:
 def mean_share(
     target: Target, products: Sequence[tuple[int, int]], otherwise: float, *, scoped: bool
 ) -> float:
-    """Return the share of the peak of products of (contracted, columns), as long as each other."""
+    """Return the fraction of the peak for products of (contracted, columns) of equal duration."""
     found = [product_share(target.device.name, k, n, scoped=scoped) for k, n in products]
     known = [share for share in found if share is not None]
     if len(known) < len(found):
@@ -58,9 +58,9 @@ def mean_share(
 
 
 def peak_of(target: Target, *, narrow: bool) -> float:
-    """FLOPs per second of products of numbers of two bytes, or of float32.
+    """Return FLOPs per second for products of numbers of two bytes, or of float32.
 
-    TPUs round factors of float32 to bfloat16, unless they are told not to.
+    By default TPUs round float32 factors to bfloat16.
     """
     found = target.device.flops_per_second
     return found["bfloat16"] if narrow else found.get("float32", found["bfloat16"])

@@ -42,17 +42,17 @@ ROUGH = (
 
 @dataclass(frozen=True)
 class Asked:
-    """What the command was asked for.
+    """The options of the command.
 
     Attributes:
       on: slices, or hosts of GPUs: each is searched.
-      slices: of those that do not say how many.
-      top: how many plans to print of each.
-      explain: the number of one of them, or of the plans after them.
-      compiled: whether to compile those that are printed.
-      laid_out: whether to ask the compiler for their memory alone.
+      slices: number of slices of targets that do not state it.
+      top: number of plans to print for each target.
+      explain: the number of a printed plan, or of a plan after these.
+      compiled: whether to compile the printed plans.
+      laid_out: whether to ask the compiler only for their memory.
       write: a file for CONFIG with the best plan.
-      plot: a directory for the picture of what is explained.
+      plot: a directory for the picture of the explained plan.
     """
 
     on: Sequence[str]
@@ -69,13 +69,13 @@ class Asked:
 def plan(
     path: Path, overrides: Sequence[str], asked: Asked, *, console: Console
 ) -> tuple[Result, ...]:
-    """Search each target, compile where asked, and print; the fastest target first.
+    """Search each target, compile if requested, and print; the fastest target first.
 
     Args:
       path: the configuration file, with `overrides` on top.
 
     Raises:
-      JaxdistError: no plan is valid on any, or anything else that the user can mend.
+      JaxdistError: no plan is valid on any target, or another error that the user can fix.
     """
     document, config = load(path, overrides)
     for text in foreign_code(document.values):
@@ -113,7 +113,7 @@ def _searched(model: Model, target: Target, top: int) -> Result:
 def _confirmed(
     path: Path, overrides: Sequence[str], result: Result, asked: Asked, console: Console
 ) -> Result:
-    """The same with the plans compiled, or laid out, and in their order."""
+    """Compile the plans, or ask for their memory, and sort them."""
     pairs = []
     for one in result.top:
         if asked.compiled:
@@ -147,7 +147,7 @@ def _write(document: Document, results: Sequence[Result], path: Path, console: C
 
 
 def print_results(results: Sequence[Result], config: ExperimentConfig, console: Console) -> None:
-    """The head, the targets side by side where there are several, and each one's plans."""
+    """Print the heading, a comparison of several targets, and each target's plans."""
     model = results[0].model
     _line("model", f"{config.model.type}, {model.parameters:,} parameters", console)
     if len(results) == 1:
@@ -163,7 +163,7 @@ def print_results(results: Sequence[Result], config: ExperimentConfig, console: 
 
 
 def _print_result(result: Result, first: int, console: Console, step: str = "") -> None:
-    """One target's plans, numbered from `first`, and how many were refused for what."""
+    """Print a target's plans, numbered from `first`, and the numbers of refusals by reason."""
     target, found = result.target, result.found
     devices = f", {target.devices:,} devices" if target.per_chip > 1 else ""
     _line("chips", f"{target.chips:,}: {target.words}{devices}", console)
@@ -216,7 +216,7 @@ def _plans(result: Result, first: int) -> Table:
 
 
 def _said(known: Confirmed) -> list[str]:
-    """What the compiler says of a plan, in the table's last columns."""
+    """Return the compiler's figures for a plan, in the table's last columns."""
     said = [] if known.laid_out else ["refused" if known.refusal else show_seconds(known.seconds)]
     if known.refusal:
         return [*said, "" if said else "refused"]
@@ -239,7 +239,7 @@ def _explain(
 
 
 def to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
-    """Everything that the tables show, as plain data."""
+    """Convert everything that the tables show to plain data."""
     model = results[0].model
     return {
         "parameters": model.parameters,
@@ -252,7 +252,7 @@ def to_json(results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
 
 
 def _first_json(one: Result, results: Sequence[Result], config: ExperimentConfig) -> JsonObject:
-    """Of a billion tokens by a target's first plan; why there is none."""
+    """Return the cost of a billion tokens by a target's first plan; or why there is none."""
     if not one.top:
         return {"chip_hours": None, "kwh": None, "nothing": one.why_not()}
     hours = None if one.refused else one.chip_hours

@@ -1,4 +1,4 @@
-"""What was found on each of several targets, in one order and with one numbering."""
+"""The results on several targets, in a common order and numbering."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from jaxdist.planner.target import Target
 
 @dataclass(frozen=True)
 class Result:
-    """What was found on one target.
+    """The result on a target.
 
     Attributes:
       top: the plans to print.
-      confirmed: what their compiled programs say; in the same order, empty where none is compiled.
-      search_seconds: of the search alone.
+      confirmed: figures of their compiled programs, in the same order; empty where none is
+        compiled.
+      search_seconds: time of the search only.
     """
 
     model: Model
@@ -31,31 +32,31 @@ class Result:
 
     @property
     def refused(self) -> bool:
-        """Whether the compiler takes none of the plans printed."""
+        """Whether the compiler refuses all printed plans."""
         return bool(self.confirmed) and bool(self.confirmed[0].refusal)
 
     @property
     def seconds(self) -> float:
-        """Of a step of the first plan, as compiled where it is; infinite where there is none."""
+        """The time of a step of the first plan, compiled if possible; infinite without plans."""
         if not self.top or self.refused:
             return math.inf
         return self.confirmed[0].seconds if self.confirmed else self.top[0].seconds.total
 
     @property
     def chip_hours(self) -> float:
-        """Of the first plan, for a billion tokens."""
+        """The chip-hours of the first plan for a billion tokens."""
         return self.target.chips * self.seconds / 3600 / self.model.tokens * 1e9
 
     def why_not(self) -> str:
-        """In a line, why no plan is printed."""
+        """Explain in a line why no plan is printed."""
         return str(no_plan(self.model, self.target, self.found))
 
 
 def in_order(results: Sequence[Result]) -> tuple[Result, ...]:
-    """The target with the fastest first plan first; those where nothing fits last.
+    """Sort targets by the time of their first plan; targets where nothing fits come last.
 
     Raises:
-      ConfigError: nothing fits on any.
+      ConfigError: nothing fits on any target.
     """
     if not any(one.top for one in results):
         if len(results) == 1:
@@ -65,9 +66,9 @@ def in_order(results: Sequence[Result]) -> tuple[Result, ...]:
 
 
 def first_numbers(results: Sequence[Result]) -> list[int]:
-    """The number of each target's first plan: plans are counted through all tables.
+    """Return the number of each target's first plan: plans are numbered through all tables.
 
-    Those of a target without plans are of no use.
+    The numbers of targets without plans are meaningless.
     """
     numbers = [1]
     for one in results[:-1]:
@@ -76,10 +77,10 @@ def first_numbers(results: Sequence[Result]) -> list[int]:
 
 
 def numbered(results: Sequence[Result], number: int) -> tuple[Result, Judged]:
-    """The plan of a number; of one target also those that are not printed.
+    """Return the plan with a number; for a single target also plans that are not printed.
 
     Raises:
-      ConfigError: there are not so many.
+      ConfigError: there is no plan with this number.
     """
     if len(results) == 1:
         return results[0], judged_of(results[0].found, results[0].top, number)

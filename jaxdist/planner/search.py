@@ -1,4 +1,4 @@
-"""Every plan of a model on a target, judged by formula: which fit, which are fastest."""
+"""The search: every plan of a model on a target, judged by formula."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from jaxdist.planner.target import Places, Target, meshes
 from jaxdist.planner.time import Seconds
 
 Model = Decoder | Traced
-"""What plans are searched for."""
+"""A model to plan for."""
 
 
 def model_of(config: ExperimentConfig, document: Document) -> Model:
-    """What a config trains: sizes of a decoder, or else what its traced step says.
+    """Return the model of a config: sizes of a decoder, or else the figures of its traced step.
 
     Raises:
       ConfigError: settings that no plan would keep, or a config that cannot be built.
@@ -38,16 +38,16 @@ def model_of(config: ExperimentConfig, document: Document) -> Model:
 
 
 SPARE = 0.05
-"""Of a chip's memory that a plan must leave by formula, since the formula is not exact."""
+"""Fraction of a chip's memory that a plan must leave free, since the formula is not exact."""
 MEMORY = "more memory than a chip has"
 
 
 @dataclass(frozen=True)
 class Judged:
-    """A plan with what it takes.
+    """A plan with its memory and time.
 
     Attributes:
-      limit_bytes: of a chip's memory, what a program may take.
+      limit_bytes: the part of a chip's memory that a program may use.
     """
 
     plan: Plan
@@ -58,23 +58,23 @@ class Judged:
 
     @property
     def fits(self) -> bool:
-        """Whether the formula leaves `SPARE` of the memory."""
+        """Whether the formula leaves `SPARE` of the memory free."""
         return self.memory.total <= (1 - SPARE) * self.limit_bytes
 
     def mfu(self, model: Model, target: Target, *, masked: bool) -> float:
-        """Model FLOPs utilization, of the peak in bfloat16 as `jaxdist inspect` has it."""
+        """Return the model FLOPs utilization, of the peak in bfloat16 as in `jaxdist inspect`."""
         peak = target.device.flops_per_second["bfloat16"] * target.devices
         return model.model_flops(masked=masked) / (peak * self.seconds.total)
 
 
 @dataclass(frozen=True)
 class Found:
-    """All plans.
+    """The results of a search.
 
     Attributes:
       valid: the plans that fit, the fastest first.
-      too_large: those that are valid and do not fit, the smallest first.
-      refused: plans refused, by reason.
+      too_large: valid plans that do not fit, the smallest first.
+      refused: numbers of refused plans, by reason.
     """
 
     valid: tuple[Judged, ...]
@@ -83,15 +83,15 @@ class Found:
 
     @property
     def count(self) -> int:
-        """Of all plans looked at."""
+        """The number of all plans examined."""
         return len(self.valid) + sum(self.refused.values())
 
 
 def search(model: Model, target: Target) -> Found:
     """Judge every plan.
 
-    Of meshes, microbatches or schedules that do not divide the model, one refusal is counted for
-    each plan that they rule out.
+    A mesh, number of microbatches or schedule that does not divide the model counts as a refusal
+    for each plan that it excludes.
     """
     formulas = formulas_of(model)
     valid: list[Judged] = []
@@ -115,7 +115,7 @@ def search(model: Model, target: Target) -> Found:
 
 
 def judge(model: Model, plan: Plan, places: Places, target: Target) -> Judged:
-    """The memory and time of one valid plan."""
+    """Compute memory and time of a valid plan."""
     formulas = formulas_of(model)
     limit = target.device.memory_bytes
     assert limit is not None, "targets have memory of their own"
@@ -124,7 +124,7 @@ def judge(model: Model, plan: Plan, places: Places, target: Target) -> Judged:
 
 
 def formulas_of(model: Model) -> Formulas:
-    """What knows a model's plans."""
+    """Return the formulas for a model's plans."""
     return TracedFormulas(model) if isinstance(model, Traced) else DecoderFormulas(model)
 
 
@@ -132,15 +132,16 @@ MOST_SLICES = 4096
 
 
 def least_chips(model: Model, target: Target) -> int | None:
-    """Chips of as many slices as the model would fit on, with a sequence or more for each replica.
+    """Return the chips of as many slices as the model needs, with a sequence or more per replica.
 
-    None where it fits on none, however many.
+    It is None where the model fits on no number of slices.
     """
     slices = target.slices
     while slices < MOST_SLICES * target.slices:
         slices *= 2
         wider = dataclasses.replace(target, slices=slices)
-        # More slices need as many sequences: a batch that only divides over fewer is grown.
+        # More slices need as many sequences: a batch that only divides over fewer slices is
+        # enlarged.
         grown = dataclasses.replace(model, batch=math.lcm(model.batch, wider.devices))
         if any(_smallest(grown, places, wider) for places in meshes(wider)):
             return wider.chips
@@ -148,7 +149,7 @@ def least_chips(model: Model, target: Target) -> int | None:
 
 
 def _smallest(model: Model, places: Places, target: Target) -> bool:
-    """Whether the plan of a mesh that takes least memory fits."""
+    """Return whether the plan with the least memory on a mesh fits."""
     stage, data, tensor = places.sizes
     plan = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
     rows = model.batch // plan.replicas
@@ -159,7 +160,7 @@ def _smallest(model: Model, places: Places, target: Target) -> bool:
 
 
 def best(found: Found, top: int) -> tuple[Judged, ...]:
-    """The fastest plans, without those that a faster one of their mesh beats in memory too."""
+    """Return the fastest plans, without those that a faster plan of their mesh dominates."""
     chosen: list[Judged] = []
     for one in found.valid:
         if len(chosen) == top:
@@ -174,10 +175,10 @@ def _beaten(one: Judged, by: Judged) -> bool:
 
 
 def judged_of(found: Found, top: tuple[Judged, ...], number: int) -> Judged:
-    """The plan of a number, counted from 1: those printed, then the others, then what is too large.
+    """Return the plan with a number, from 1: printed plans, other valid plans, plans too large.
 
     Raises:
-      ConfigError: there are not so many.
+      ConfigError: there is no plan with this number.
     """
     if number <= len(top):
         return top[number - 1]
@@ -192,7 +193,7 @@ def judged_of(found: Found, top: tuple[Judged, ...], number: int) -> Judged:
 
 
 def no_plan(model: Model, target: Target, found: Found) -> ConfigError:
-    """What to tell where nothing is left: the reasons with their counts, and what would do."""
+    """Explain that no plan is left: the reasons with their counts, and what would help."""
     reasons = "; ".join(f"{count:,} x {why}" for why, count in found.refused.items())
     head = f"none of {found.count:,} plans of {model.parameters:,} parameters on {target.words}"
     if not found.too_large:

@@ -1,4 +1,4 @@
-"""What is planned for: chips of one kind, in slices or hosts that a slower network joins."""
+"""The targets of planning: chips of one kind, in slices or hosts joined by a slower network."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Target:
     """Chips to plan for.
 
     Attributes:
-      text: as one writes one slice of it; of GPUs all of them.
+      text: a slice in the form of the command line; for GPUs all of them.
       device: the figures of a chip.
-      shape: of the torus of one slice, and the devices of a chip where they are two; of GPUs, the
-        one number of a host.
-      slices: slices, or hosts of GPUs.
-      ends_joined: by dim, whether the torus closes to a ring there.
-      per_chip: devices of a chip, which share its links.
+      shape: shape of a slice's torus, with the devices of a chip where they are two; for GPUs, the
+        number in a host.
+      slices: number of slices, or hosts of GPUs.
+      ends_joined: for each dim, whether the torus closes to a ring there.
+      per_chip: number of devices of a chip, which share its links.
     """
 
     text: str
@@ -41,17 +41,17 @@ class Target:
 
     @property
     def is_tpu(self) -> bool:
-        """Whether it can be compiled for without the chips."""
+        """Whether programs can be compiled without the chips."""
         return self.device.clock_hz is not None
 
     @property
     def devices(self) -> int:
-        """Of all slices, as jax counts them."""
+        """The number of devices of all slices, as jax counts them."""
         return math.prod(self.shape) * self.slices
 
     @property
     def chips(self) -> int:
-        """Of all slices.
+        """The number of chips of all slices.
 
         >>> parse_target("tpu7x:4x4x4").chips, parse_target("tpu7x:4x4x4").devices
         (64, 128)
@@ -60,7 +60,7 @@ class Target:
 
     @property
     def words(self) -> str:
-        """As one says it.
+        """The target as text.
 
         >>> parse_target("v5p:4x4x4", 2).words
         '2 x v5p:4x4x4'
@@ -68,18 +68,18 @@ class Target:
         return self.text if self.slices == 1 or not self.is_tpu else f"{self.slices} x {self.text}"
 
     def times(self, factor: int) -> Target:
-        """A target of so many times the slices."""
+        """Return a target with `factor` times the slices."""
         return replace(self, slices=self.slices * factor)
 
     def ports(self, dims: Dims) -> int:
-        """Links that a collective over these whole dims of the torus keeps busy, in one way."""
+        """Return the number of links, per direction, that a collective over whole dims uses."""
         if not self.is_tpu:
             return 1
         far = self.far(dims)
         return sum(2 if self.ends_joined[d] and self.shape[d] > 2 else 1 for d in far) or 1
 
     def hops(self, dims: Dims) -> int:
-        """Neighbours that the first byte passes."""
+        """Return the number of neighbours that the first byte passes."""
         if not self.is_tpu:
             return 1
         return sum(
@@ -88,10 +88,10 @@ class Target:
         )
 
     def link_rate(self, dims: Dims) -> float:
-        """Bytes per second that a device has of one link, in a collective over these dims.
+        """Return a device's bytes per second on a link, in a collective over these dims.
 
-        As `jaxdist.cost.torus` has it: devices of one chip share its links, but where the
-        collective is of both.
+        The rule is that of `jaxdist.cost.torus`: devices of a chip share its links, unless the
+        collective includes both.
         """
         rate, far = self.device.fast.bytes_per_second, self.far(dims)
         if self.per_chip == 1:
@@ -101,12 +101,12 @@ class Target:
         return rate if far else CHIPLET_LINKS * rate
 
     def far(self, dims: Dims) -> Dims:
-        """Those that leave the chip."""
+        """Return the dims that leave the chip."""
         return dims if self.per_chip == 1 else tuple(d for d in dims if d < len(self.shape) - 1)
 
 
 def ring_hops(target: Target, dims: Dims) -> int:
-    """Hops of the longest message where each chip of whole dims sends to its next one, in a ring.
+    """Return the hops of the longest message if each chip of whole dims sends to the next.
 
     >>> ring_hops(parse_target("v5p:4x4x4"), (2,)), ring_hops(parse_target("v5e:4x4"), (1,))
     (1, 3)
@@ -118,13 +118,13 @@ def ring_hops(target: Target, dims: Dims) -> int:
 
 
 def parse_targets(texts: Sequence[str], slices: int = 1) -> tuple[Target, ...]:
-    """Each as one writes it.
+    """Parse targets in the form of the command line.
 
     Args:
-      slices: of those that do not say how many, as `4xv5e:16x16` does.
+      slices: number of slices of targets that do not state it, as `4xv5e:16x16` does.
 
     Raises:
-      MeshError: one is none, or two are the same.
+      MeshError: a text is not a target, or two are equal.
 
     >>> [one.words for one in parse_targets(["v5p:4x4x4", "4xv5e:16x16"], 2)]
     ['2 x v5p:4x4x4', '4 x v5e:16x16']
@@ -137,14 +137,14 @@ def parse_targets(texts: Sequence[str], slices: int = 1) -> tuple[Target, ...]:
 
 
 def parse_target(text: str, slices: int = 1) -> Target:
-    """A TPU slice such as `v5p:8x8x8`, or `h100:16x8`: GPUs as hosts x GPUs of a host.
+    """Parse a TPU slice such as `v5p:8x8x8`, or `h100:16x8`: GPUs as hosts x GPUs per host.
 
     Args:
-      text: several slices of a kind as `4xv5p:8x8x8`.
-      slices: where `text` does not say how many.
+      text: the target; several slices of a kind are `4xv5p:8x8x8`.
+      slices: number of slices where `text` does not state it.
 
     Raises:
-      MeshError: neither, or a chip whose figures are not known.
+      MeshError: the text is neither, or the figures of the chip are unknown.
 
     >>> parse_target("h100:16x8").chips, parse_target("4xv5e:16x16").chips
     (128, 1024)
@@ -183,10 +183,10 @@ def parse_target(text: str, slices: int = 1) -> Target:
 
 @dataclass(frozen=True)
 class Places:
-    """Which whole dims of the torus each mesh axis has inside a slice; GPUs: none.
+    """The whole dims of the torus of each mesh axis inside a slice; for GPUs none.
 
     Attributes:
-      sizes, dims: of stage, data, tensor in this order.
+      sizes, dims: sizes and dims of stage, data and tensor, in this order.
     """
 
     sizes: tuple[int, int, int]
@@ -194,10 +194,10 @@ class Places:
 
 
 def meshes(target: Target) -> Iterator[Places]:
-    """Every way to lay stage, data and tensor out in a slice, each on whole dims of its torus.
+    """Yield every layout of stage, data and tensor in a slice, each on whole dims of its torus.
 
-    Whole dims are rings where the torus has them, and jax refuses all else. Of ways of equal sizes
-    the first is given, as jax takes the first that fits from the last axis on.
+    Whole dims are rings where the torus has rings, and jax refuses other layouts. Of layouts with
+    equal sizes only the first is returned, as jax takes the first that fits from the last axis on.
     """
     if not target.is_tpu:
         (chips,) = target.shape

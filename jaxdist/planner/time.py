@@ -1,10 +1,10 @@
-"""How long a plan's step takes, by formula: compute at the rates of chips, collectives over links.
+"""The time of a plan's step, by formula: compute at the chips' rates, collectives over links.
 
-Matrix products run at a share of the peak, elements pass through memory, and both add up, as XLA
-fuses few of one into the other. Collectives of ZeRO are waited for (so XLA:TPU schedules them),
-those of axis tensor travel beside the products of the MLP (`collective_matmul`), whose pieces are
-summed through memory, and are waited for around attention. A pipeline is its ticks, each as long
-as the busiest stage.
+Matrix products run at a fraction of the peak, elementwise operations pass through memory, and both
+add up, since XLA fuses few of them. ZeRO's collectives are waited for (as XLA:TPU schedules them),
+those of axis tensor overlap with the products of the MLP (`collective_matmul`), whose pieces are
+summed through memory, and are waited for around attention. The time of a pipeline is that of its
+ticks, each as long as the busiest stage.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from jaxdist.sharding.collective_matmul import MOST_READ
 
 @dataclass(frozen=True)
 class Rates:
-    """Shares and counts that the formulas stand on, read from compiled programs.
+    """Fractions and counts in the formulas, read from compiled programs.
 
     Attributes:
-      product: share of the peak that matrix products reach on devices that
-        `jaxdist.cost.products` has no table of.
-      attention: the same of attention's kernels.
-      passes: times that the activations of a block pass through memory, forwards.
-      elements: bytes of activations that pass through the vector unit while the matrix units do one
-        FLOP at their peak: what bounds elements where memory is fast.
-      update: bytes that pass through memory for each parameter's update, beside its state.
+      product: fraction of the peak that matrix products reach on devices without a table in
+        `jaxdist.cost.products`.
+      attention: fraction of the peak that attention's kernels reach on such devices.
+      passes: number of times that the activations of a block pass through memory, forwards.
+      elements: bytes of activations that pass through the vector unit while the matrix units do a
+        FLOP at their peak: the bound of elementwise operations where memory is fast.
+      update: bytes through memory for each parameter's update, besides its state.
     """
 
     product: float = 0.94
@@ -47,31 +47,32 @@ class Rates:
 
 RATES = Rates()
 HIDDEN_IN_TICKS = 1 / 8
-"""Of the products in a pipeline's ticks, what hides a ring: read from compiled steps of 70B."""
+"""The part of the products in a pipeline's ticks that hides a ring, from compiled steps of 70B."""
 
 
 WHOLE_SUMS = {"v5e": 2, "v6e": 2, "tpu7x": math.inf}
-"""Number of torus dims from which libtpu 0.0.52 sums whole gradients and then cuts them, without a
-reduce-scatter. It is three for families that are not named; tpu7x always has a reduce-scatter."""
+"""Number of torus dims from which libtpu 0.0.52 sums whole gradients and then cuts them, instead of
+a reduce-scatter. It is three for families that are not listed; tpu7x always has a
+reduce-scatter."""
 WAITED_GATHERS = {"v5e": 0.2, "tpu7x": 0.5}
-"""Share of the time of ZeRO 3's gathers that a step waits for where there is no axis tensor, fitted
-to compiled steps. The rest runs beside computation, on tpu7x on the SparseCores."""
+"""Fraction of the time of ZeRO 3's gathers that a step waits for without axis tensor, fitted to
+compiled steps. The rest overlaps with computation, on tpu7x on the SparseCores."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """Where a step's time goes, on the mean device.
+    """The time of a step by part, on the mean device.
 
     Attributes:
-      products: matrix products of the model, each once.
-      attention: its kernels.
-      recomputed: what the backward pass computes again.
+      products: the model's matrix products, each once.
+      attention: attention's kernels.
+      recomputed: recomputation in the backward pass.
       elements: activations through memory.
       update: the optimizer's state through memory, with casts and sums of gradients.
       data: waits for collectives over the data axis inside the fast network.
-      slow: the same across the slow network.
+      slow: waits for collectives over the data axis across the slow network.
       tensor: waits for collectives over axis tensor.
-      bubble: waits for other stages, messages between stages with it.
+      bubble: waits for other stages, including messages between stages.
     """
 
     products: float
@@ -86,11 +87,11 @@ class Seconds:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """The sum of all parts."""
         return math.fsum(self.parts().values())
 
     def parts(self) -> dict[str, float]:
-        """By name, as tables show it."""
+        """Return the parts by name, as in the tables."""
         return {
             "matrix products": self.products,
             "attention": self.attention,
@@ -105,7 +106,7 @@ class Seconds:
 
 
 def gather(target: Target, dims: Dims, size: int, total_bytes: float) -> float:
-    """Seconds to gather `total_bytes` over whole dims; a reduce-scatter takes as long."""
+    """Return the seconds of a gather of `total_bytes` over whole dims, or a reduce-scatter."""
     if size == 1:
         return 0.0
     link = target.device.fast
@@ -114,9 +115,9 @@ def gather(target: Target, dims: Dims, size: int, total_bytes: float) -> float:
 
 
 def across(target: Target, total_bytes: float) -> float:
-    """Seconds to all-reduce what each chip holds with its peers in the other slices.
+    """Return the seconds of an all-reduce of each chip's bytes with its peers in the other slices.
 
-    A chip sends 2 (S - 1) / S of it through its share of its host's network.
+    A chip sends 2 (S - 1) / S of the bytes through its share of its host's network.
     """
     count = target.slices
     if count == 1:
@@ -136,16 +137,16 @@ def seconds(
     ticks: Ticks | None = None,
     rates: Rates = RATES,
 ) -> Seconds:
-    """The time of a step.
+    """Compute the time of a step.
 
     Args:
-      places: the dims of the torus that the mesh's axes lie on.
-      ticks: of the plan's pipeline.
+      places: the dims of the torus of the mesh's axes.
+      ticks: the ticks of the plan's pipeline.
     """
     device, width = target.device, model.width
     peak = peak_of(target, narrow=model.narrow)
     memory_rate = device.memory_bytes_per_second
-    tokens = rows_of(model, plan) * model.window  # of a microbatch on a replica
+    tokens = rows_of(model, plan) * model.window  # tokens of a microbatch on a replica
     count, layers = plan.microbatches, model.layers // plan.stage
     split = tokens / plan.tensor  # the work of each device of a replica
 
@@ -166,7 +167,7 @@ def seconds(
     per_layer_data = _layer_waits(model, plan, places, target)
     ahead = product + forward + element + waits_tensor / 3
     if plan.schedule is not None and not plan.stash:
-        again += ahead  # its stage runs a forward task once more for the backward task
+        again += ahead  # the stage recomputes a forward task for its backward task
     back = 2 * product + backward + again + 2 * element + waits_tensor * 2 / 3 + per_layer_data
     bubble = 0.0
     if ticks is not None:
@@ -193,12 +194,12 @@ def seconds(
 
 
 def _update_bytes(model: Decoder, plan: Plan, rates: Rates) -> float:
-    """Read and written for the new parameters, once a step, and for the sum of gradients."""
+    """Return the bytes read and written per step for the update and the sum of gradients."""
     count, mine = plan.microbatches, share(model, plan)
     found = (mine.shard if plan.zero else mine.whole) * (
         2 * model.state_bytes + 2 * model.param_bytes + rates.update
     )
-    # Each microbatch adds its gradients to their sum, and casts what is stored in another dtype.
+    # Each microbatch adds its gradients to their sum, and casts values stored in another dtype.
     summed = mine.shard if plan.zero >= 2 else mine.whole
     if count > 1:
         found += 3 * count * summed * model.param_bytes
@@ -210,8 +211,10 @@ def _update_bytes(model: Decoder, plan: Plan, rates: Rates) -> float:
 def _attention_passes(
     model: Decoder, target: Target, rates: Rates, kernels: Sequence[str]
 ) -> float:
-    """Return the seconds of some of attention's kernels, over those of its two forward products
-    at the peak with nothing masked."""
+    """Return the seconds of some of attention's kernels, relative to its two forward products.
+
+    Those run at the peak, with nothing masked.
+    """
     family, window = target.device.name, None if model.span is None else model.span - 1
     spent = 0.0
     for name in kernels:
@@ -225,13 +228,13 @@ def _attention_passes(
 
 
 def _width(model: Decoder) -> int:
-    """Numbers of one token that a block writes and reads."""
+    """Return how many numbers a block writes and reads per token."""
     inside = model.heads + 2 * model.kv_heads
     return 6 * model.embed + 2 * inside * model.head_dim + 4 * model.mlp
 
 
 def _recomputed_share(model: Decoder, plan: Plan) -> float:
-    """Of a block's matrix products, those that the backward pass does again."""
+    """Return the fraction of a block's matrix products that the backward pass recomputes."""
     kept = plan.kept
     d, f, e = model.embed, model.mlp, model.head_dim
     again = 0.0
@@ -249,20 +252,21 @@ def _recomputed_share(model: Decoder, plan: Plan) -> float:
 
 
 def _tensor_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:
-    """Of one block in all passes: gathers before attention and reductions after it."""
+    """Return a block's waits in all passes: gathers before attention and reductions after it."""
     if plan.tensor == 1:
         return 0.0
     again = "attention_out" not in plan.kept
     once = gather(target, places.dims[2], plan.tensor, tokens * model.embed * model.width)
-    # Forwards in and out, the same of gradients, and the input once more for those of weights.
+    # Forwards in and out, the same for gradients, and the input once more for those of weights.
     return (7 if again else 5) * once + _ring_waits(model, plan, places, target, tokens)
 
 
 def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
-    """Return the bytes that sums of collective matmuls read and write in all passes of one block.
+    """Return the bytes that collective matmuls' sums read and write in all passes of a block.
 
-    Each piece of the MLP's result is added to what comes round the ring, and so is each piece of
-    the gradient of its input. The gradient of a kernel is a sum of products of `MOST_READ` pieces.
+    Each piece of the MLP's result is added to the partial sum that arrives on the ring, and so is
+    each piece of the gradient of its input. The gradient of a kernel sums products of `MOST_READ`
+    pieces.
     """
     size = plan.tensor
     if size == 1:
@@ -274,10 +278,11 @@ def _ring_sums_bytes(model: Decoder, plan: Plan, tokens: int) -> float:
 
 
 def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, tokens: int) -> float:
-    """Of one block: what of the MLP's messages does not hide behind its products.
+    """Return the time of a block's MLP messages that its products do not hide.
 
-    Pieces go round both ways while pieces are multiplied, by gate and up together (two products)
-    or by down (one). On a line the last chip's message to the first passes all the others.
+    Pieces travel in both directions while pieces are multiplied, by gate and up together (two
+    products) or by down (one product). On a line, the last chip's message to the first passes all
+    the others.
     """
     size = plan.tensor
     link, peak = target.device.fast, target.device.flops_per_second["bfloat16"]
@@ -290,15 +295,15 @@ def _ring_waits(model: Decoder, plan: Plan, places: Places, target: Target, toke
         product *= HIDDEN_IN_TICKS
     in_, out = (max(0.0, wire - 2 * count * product) for count in (2, 1))
     again = in_ if not {"mlp_gate", "mlp_up"} <= set(plan.kept) else 0.0
-    # Backwards each ring turns again, its gradients with it.
+    # In the backward pass each ring runs again, and its gradients too.
     return size // 2 * (in_ + out + again + max(0.0, 2 * wire - 8 * product) + in_)
 
 
 def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> float:
-    """Of one block and microbatch, inside the fast network: what ZeRO gathers and scatters."""
+    """Return a block's waits for ZeRO in the fast network, for each microbatch."""
     layer = share(model, plan).layer * model.width
     if plan.zero < 2:
-        # XLA sums the gradients of each microbatch; an explicit reduction their sum, once.
+        # XLA sums the gradients of each microbatch; an explicit reduction sums their total, once.
         explicit = plan.bfloat16_reduction or plan.schedule is not None
         return 0.0 if explicit else 2 * gather(target, places.dims[1], plan.data, layer)
     once = gather(target, places.dims[1], plan.data, layer)
@@ -309,7 +314,7 @@ def _layer_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> 
 
 
 def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
-    """Once a step: inside the fast network, and across the slow one."""
+    """Return the waits once per step: inside the fast network, and across the slow network."""
     mine = share(model, plan)
     sum_bytes = 2 if plan.bfloat16_reduction else model.param_bytes
     dims = places.dims[1]
@@ -318,7 +323,7 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
         fast += 2 * gather(target, dims, plan.data, mine.whole * sum_bytes)
     if plan.zero in (1, 2):
         fast += gather(target, dims, plan.data, mine.whole * model.param_bytes)
-    # What crosses is split inside the slice first.
+    # Traffic across the slow network is first split inside the slice.
     part = mine.whole / plan.data
     slow = across(target, part * sum_bytes)
     if plan.zero == 3 and plan.scope == "all":
@@ -327,13 +332,14 @@ def _step_waits(model: Decoder, plan: Plan, places: Places, target: Target) -> t
 
 
 def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan: Plan) -> float:
-    """Of all ticks, each as long as its busiest stage.
+    """Return the time of all ticks, each as long as its busiest stage.
 
     Args:
-      layers: of a chunk.
-      ahead, back: seconds of one layer's passes.
+      layers: number of layers of a chunk.
+      ahead, back: seconds of a layer's passes.
     """
-    twice = ahead if not plan.stash else 0.0  # halves of a backward task each begin with a forward
+    # each half of a backward task begins with a forward pass
+    twice = ahead if not plan.stash else 0.0
     kinds = {
         TaskKind.FORWARD: layers * ahead,
         TaskKind.FULL: layers * back,
@@ -344,6 +350,6 @@ def _ticks_seconds(ticks: Ticks, layers: float, ahead: float, back: float, plan:
 
 
 def _messages(ticks: Ticks, target: Target, dims: Dims, size_bytes: float) -> float:
-    """Seconds of what stages, which lie on these dims, send each other in all ticks."""
+    """Return the seconds of messages between stages on these dims, in all ticks."""
     each = size_bytes / target.link_rate(dims) + target.device.fast.latency_seconds
     return ticks.ticks * (len(ticks.outputs) + len(ticks.cotangents)) * each

@@ -1,4 +1,4 @@
-"""A config with a plan in it."""
+"""The insertion of a plan into a config."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jaxdist.planner.plan import Plan
 from jaxdist.types import Json
 
 KEPT_OF_PARALLEL = ("xla", "batch_norm")
-"""What the plan says nothing of; all else of `parallel` it decides."""
+"""Sections of `parallel` that a plan does not decide; it decides all others."""
 
 
 def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The values of a config with the settings of a plan in place of its own.
+    """Return the values of a config with a plan's settings in place of its own.
 
     >>> planned({"model": {"type": "gpt"}}, Plan(data=8))["mesh"]
     {'data': 8}
@@ -39,7 +39,7 @@ def planned(values: dict[str, Any], plan: Plan) -> dict[str, Any]:
 
 
 def _named(sharding: Json) -> dict[str, Json]:
-    """Names of parameters' dims: the model's, and not the plan's."""
+    """Return the names of parameters' dims, which belong to the model and not to the plan."""
     if not isinstance(sharding, dict) or "params" not in sharding:
         return {}
     return {"params": sharding["params"]}
@@ -52,10 +52,10 @@ def _kept(parallel: Json) -> dict[str, Json]:
 
 
 def write_config(document: Document, plan: Plan, path: Path) -> None:
-    """Write a config with a plan in it, checked before.
+    """Write a config with a plan in it, after validation.
 
     Raises:
-      ConfigError: the config does not take the plan.
+      ConfigError: the config does not accept the plan.
       RunError: the file cannot be written.
     """
     values = planned(document.values, plan)

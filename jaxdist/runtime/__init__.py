@@ -1,2 +1,1 @@
-"""What a program runs on: environment, hardware, topologies, compiled programs kept, processes and
-how they meet, agree to stop, and end."""
+"""The platform of a program: environment, hardware, topologies, compilation cache, processes."""

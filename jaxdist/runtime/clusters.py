@@ -1,8 +1,8 @@
-"""Who a process is among its peers, as the scheduler that started it has said in variables.
+"""The place of a process among its peers, from the variables of the scheduler that started it.
 
-jax can find this out by itself, but takes what it finds without a word, and misses what it does not
-know. Here each scheduler that has left a trace is named, with the variables that were read, and the
-reason where they do not suffice.
+jax can detect this by itself, but does so silently, and misses unknown schedulers. Here each
+scheduler that has left a trace is named, with the variables that were read, and the reason where
+they do not suffice.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 FIRST_PORT, PORTS = 61440, 4096
-"""The ports, as many and as high, from which one is taken by the numbers of a job and its step."""
+"""First port, and number of ports, of the range from which a job's number and step select a
+port."""
 FIXED_PORT = 8476
-"""Where a scheduler gives a job addresses of its own, as jax has it for TPU pods."""
+"""Port for schedulers that give a job its own addresses; the same as jax's for TPU pods."""
 TPU_FILES = ("/dev/accel0", "/dev/vfio/0")
-"""One of them is there on a host with TPUs."""
+"""Files of which a host with TPUs has at least one."""
 TPU_ATTRIBUTES = ("agent-worker-number", "worker-network-endpoints", "tpu-env")
 METADATA_SECONDS = 5.0
 _OPEN_MPI = (
@@ -30,12 +31,12 @@ _OPEN_MPI = (
 
 @dataclass(frozen=True)
 class Sighting:
-    """What one scheduler says of this process; what it does not say is None.
+    """A scheduler's information about this process; missing values are None.
 
     Attributes:
-      scheduler: its name.
-      read: the variables that this was read from.
-      missing: what does not suffice, in words; empty where nothing is missing.
+      scheduler: name of the scheduler.
+      read: the variables that were read.
+      missing: a description of the missing information; empty where nothing is missing.
     """
 
     scheduler: str
@@ -47,7 +48,7 @@ class Sighting:
 
     @property
     def whole(self) -> bool:
-        """Whether it is enough to join the others."""
+        """Whether the information suffices to join the other processes."""
         return None not in (self.coordinator, self.count, self.index)
 
 
@@ -56,7 +57,7 @@ Detector = Callable[[Environ], Sighting | None]
 
 
 def sightings(environ: Environ) -> list[Sighting]:
-    """Of all schedulers that have left a trace, the one that started this very process first.
+    """Return the findings for all schedulers with a trace, that of this very process first.
 
     >>> found = sightings({"PMI_RANK": "1", "PMI_SIZE": "2"})
     >>> found[0].scheduler, found[0].index, found[0].missing
@@ -83,8 +84,10 @@ def _lacking(read: Environ, *names: str) -> str:
 
 
 def open_mpi(environ: Environ) -> Sighting | None:
-    """mpirun of Open MPI: it tells on which host it runs itself, which is process 0's unless that
-    host was left out: version 4 by an address, version 5 in the name of the job.
+    """Detect mpirun of Open MPI.
+
+    It reports its own host, which is process 0's unless that host was excluded: version 4 by an
+    address, version 5 in the name of the job.
     """
     uri, job, size, rank = _OPEN_MPI
     read = _read(environ, *_OPEN_MPI)
@@ -105,9 +108,9 @@ def open_mpi(environ: Environ) -> Sighting | None:
 
 
 def slurm(environ: Environ) -> Sighting | None:
-    """srun of Slurm. Steps of one job that run at once have ports of their own."""
+    """Detect srun of Slurm. Concurrent steps of a job have different ports."""
     needed = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_PROCID")
-    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # the second may be of the whole job
+    sizes = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")  # the second may be that of the whole job
     read = _read(environ, *needed, *sizes, "SLURM_STEP_ID")
     if "SLURM_JOB_ID" not in read:
         return None
@@ -128,7 +131,7 @@ def slurm(environ: Environ) -> Sighting | None:
 
 
 def torchrun(environ: Environ) -> Sighting | None:
-    """torchrun, or `python -m torch.distributed.run`, whose own store has the port MASTER_PORT."""
+    """Detect torchrun, or `python -m torch.distributed.run`; its own store has port MASTER_PORT."""
     run, host, rank, size = "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "RANK", "WORLD_SIZE"
     read = _read(environ, run, host, "MASTER_PORT", rank, size)
     if run not in read:
@@ -141,7 +144,7 @@ def torchrun(environ: Environ) -> Sighting | None:
 
 
 def first_node(nodes: str) -> str:
-    """The first of Slurm's list of nodes.
+    """Return the first node in Slurm's list of nodes.
 
     >>> [first_node(nodes) for nodes in ("a1,b2", "node[007-015,020],b", "n[1-2]-ib,c")]
     ['a1', 'node007', 'n1-ib']
@@ -154,7 +157,7 @@ def first_node(nodes: str) -> str:
 
 
 def tpu_pod(environ: Environ) -> Sighting | None:
-    """TPUs on GKE: the hosts of a slice, and the slices where there are several."""
+    """Detect TPUs on GKE: the hosts of a slice, and the slices where there are several."""
     hosts = (
         "TPU_PROCESS_ADDRESSES" if "TPU_PROCESS_ADDRESSES" in environ else "TPU_WORKER_HOSTNAMES"
     )
@@ -175,7 +178,7 @@ def tpu_pod(environ: Environ) -> Sighting | None:
 
 
 def skypilot(environ: Environ) -> Sighting | None:
-    """SkyPilot: one process a node."""
+    """Detect SkyPilot, with a process per node."""
     ips, rank = "SKYPILOT_NODE_IPS", "SKYPILOT_NODE_RANK"
     read = _read(environ, ips, rank)
     if not read:
@@ -188,8 +191,8 @@ def skypilot(environ: Environ) -> Sighting | None:
 
 
 def tpu_vm(environ: Environ) -> Sighting | None:
-    """TPU VMs of Google's cloud, which ask a server of their host's; there is none elsewhere."""
-    # What GKE has set needs no question.
+    """Detect TPU VMs of Google's cloud by their host's server; it exists nowhere else."""
+    # GKE sets these variables itself: no need to ask the server.
     if tpu_pod(environ) is not None or "TPU_SKIP_MDS_QUERY" in environ:
         return None
     if not any(Path(one).exists() for one in TPU_FILES):
@@ -207,7 +210,7 @@ def tpu_vm(environ: Environ) -> Sighting | None:
 
 
 def _attribute(server: str, name: str) -> str:
-    import urllib.request  # takes long to import, for what few need
+    import urllib.request  # Imported here, because it takes long and few processes need it.
 
     url = f"http://{server}/computeMetadata/v1/instance/attributes/{name}"
     asked = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
@@ -216,7 +219,7 @@ def _attribute(server: str, name: str) -> str:
 
 
 def kubernetes(environ: Environ) -> Sighting | None:
-    """A pod of an indexed job: its number, and nothing of the others."""
+    """Detect a pod of an indexed job: its number is known, its peers are not."""
     if "KUBERNETES_SERVICE_HOST" not in environ:
         return None
     read = _read(environ, "JOB_COMPLETION_INDEX")
@@ -227,7 +230,7 @@ def kubernetes(environ: Environ) -> Sighting | None:
 
 
 def _ranks(scheduler: str, rank: str, size: str) -> Detector:
-    """A scheduler that tells numbers, and no address."""
+    """Detect a scheduler that gives numbers, but no address."""
 
     def look(environ: Environ) -> Sighting | None:
         read = _read(environ, rank, size)
@@ -246,8 +249,8 @@ def _ranks(scheduler: str, rank: str, size: str) -> Detector:
 
 
 DETECTORS: tuple[Detector, ...] = (
-    torchrun,  # what mpirun, srun or a pod starts may be torchrun, which starts the processes
-    open_mpi,  # mpirun within a job of Slurm starts the processes, not srun
+    torchrun,  # mpirun, srun or a pod may start torchrun, which then starts the processes
+    open_mpi,  # mpirun within a Slurm job starts the processes, not srun
     _ranks("MPI (PMI)", "PMI_RANK", "PMI_SIZE"),
     _ranks("PALS", "PALS_RANKID", "PALS_NRANKS"),
     _ranks("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE"),

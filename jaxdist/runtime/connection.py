@@ -1,4 +1,4 @@
-"""Join the other processes, divide GPUs with them, agree to stop, and end when one is lost."""
+"""The connection to the other processes: joining, dividing GPUs, agreeing to stop, failing."""
 
 from __future__ import annotations
 
@@ -38,19 +38,20 @@ def connected(
     seconds: int = JOIN_SECONDS,
     say: Callable[[str], None] | None = None,
 ) -> Iterator[None]:
-    """Join the peers; does nothing for a process that is alone.
+    """Join the peers; a process without peers does nothing.
 
-    Inside jax takes SIGTERM for its preemption notice: ask `preempted` at each step. An error ends
-    the process at once, because jax would wait for peers that are lost, or that wait for us.
+    Inside, jax handles SIGTERM as its preemption notice: call `preempted` at each step. An error
+    ends the process at once, because jax would wait for lost peers, or for peers that wait for this
+    process.
 
     Args:
-      report: says what went wrong and returns the exit code.
-      seconds: how long to wait for the others.
-      say: called with a line now and then while some are missing; None prints it.
+      report: function that reports an error and returns the exit code.
+      seconds: time to wait for the other processes.
+      say: called with a line from time to time while some are missing; None prints it.
 
     Raises:
-      RunError: the peers cannot be joined (who is missing, or jax's reason), or the GPUs of a node
-        are not owned once each.
+      RunError: the peers cannot be joined (the message names missing peers, or jax's reason), or
+        the GPUs of a node do not each have exactly one owner.
     """
     if processes is None:
         yield
@@ -105,8 +106,8 @@ def _connect(processes: Processes, seconds: int, say: Callable[[str], None]) -> 
             index,
             coordinator_bind_address=bind,
             local_device_ids=share["own"] or None,
-            # All is stated here. Else jax would look for a scheduler itself, and where it finds
-            # Slurm or Open MPI keep one GPU for each process.
+            # All values are passed explicitly. Otherwise jax would look for a scheduler itself, and
+            # keep a single GPU for each process under Slurm or Open MPI.
             cluster_detection_method="deactivate",
             initialization_timeout=seconds,
         )
@@ -127,5 +128,5 @@ def _decide(told: Sequence[Json]) -> list[Json]:
 
 
 def preempted(step: int) -> bool:
-    """Whether to stop after `step`, decided alike by all processes once one got a SIGTERM."""
+    """Return whether to stop after `step`; all processes agree once any received a SIGTERM."""
     return multihost_utils.reached_preemption_sync_point(step)

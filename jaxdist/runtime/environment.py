@@ -1,15 +1,15 @@
-"""The process environment that jax reads once: set here, in one place, before jax is imported.
+"""The environment variables that jax reads once: set in this module, before jax is imported.
 
 Fake CPU devices need three settings that belong together. The device count is an XLA flag. XLA's
-CPU thread pool must hold at least two threads per fake device, or collectives can wait for a device
-whose matmul has no thread left (seen on jax 0.10 as an abort after 40 seconds); `NPROC` sizes it.
-And a collective that waits for a lost peer must give up: the shipped default is 30 minutes.
+CPU thread pool must have at least two threads per fake device, or collectives can wait for a device
+whose matmul has no thread left (seen on jax 0.10 as an abort after 40 seconds); `NPROC` sets its
+size. And a collective that waits for a lost peer must time out: the default is 30 minutes.
 
-One more is read even earlier, when the process starts. XLA's CPU backend takes the memory of its
-temporaries from malloc at each step and gives it back after it, so that on Linux a training step
-can spend half of its time on page faults; glibc's huge pages make them 512 times fewer. What is
-larger than 32 MiB glibc would map anew each time: it is told to take it from its heap, where it is
-found again, and to have one heap, because all but the first end at 64 MiB.
+Another variable is read even earlier, when the process starts. XLA's CPU backend allocates its
+temporaries with malloc at each step and frees them afterwards, so that on Linux a training step can
+spend half of its time on page faults; glibc's huge pages reduce them by a factor of 512. glibc
+would map blocks of more than 32 MiB anew each time: it is set to take them from its heap, where
+they are reused, and to have a single heap, because all but the first are limited to 64 MiB.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ TIMEOUT_FLAGS = (
 
 
 def parse_xla_flags(text: str) -> dict[str, str | None]:
-    """XLA_FLAGS as a mapping; the last of two equal flags wins, as in XLA.
+    """Parse XLA_FLAGS to a mapping; the last of two equal flags wins, as in XLA.
 
     >>> parse_xla_flags("--a=1 --b --a=2")
     {'--a': '2', '--b': None}
@@ -50,7 +50,7 @@ def parse_xla_flags(text: str) -> dict[str, str | None]:
 
 
 def format_xla_flags(flags: dict[str, str | None]) -> str:
-    """The inverse of `parse_xla_flags`."""
+    """Format flags: the inverse of `parse_xla_flags`."""
     return " ".join(name if value is None else f"{name}={value}" for name, value in flags.items())
 
 
@@ -61,10 +61,10 @@ def plan_environment(
     collective_timeout_seconds: int = COLLECTIVE_TIMEOUT_SECONDS,
     idle_libtpu: bool = False,
 ) -> dict[str, str]:
-    """The variables to set, given the present ones; what the user set wins where it is safe.
+    """Return the variables to set, given the current ones; the user's own win where it is safe.
 
-    `fake_devices` None leaves the device count alone (but a count already in XLA_FLAGS still gets
-    the thread pool that it needs). `idle_libtpu`: as `has_idle_libtpu` says.
+    `fake_devices` None does not set the device count (but a count already in XLA_FLAGS still gets
+    its thread pool). `idle_libtpu` is the result of `has_idle_libtpu`.
     """
     flags = parse_xla_flags(environ.get("XLA_FLAGS", ""))
     for name in TIMEOUT_FLAGS:
@@ -84,9 +84,10 @@ def plan_environment(
 
 
 def has_idle_libtpu(devices: Path = Path("/dev")) -> bool:
-    """Whether libtpu is installed on a machine with neither TPU nor GPU.
+    """Return whether libtpu is installed on a machine with neither TPU nor GPU.
 
-    It is there to compile ahead of time; as a backend it could only print that it finds no TPU.
+    It is then there to compile ahead of time; as a backend it could only print that there is no
+    TPU.
     """
     nodes = ("accel*", "vfio/[0-9]*", "nvidia[0-9]*", "kfd")
     present = any(any(devices.glob(name)) for name in nodes)
@@ -94,7 +95,7 @@ def has_idle_libtpu(devices: Path = Path("/dev")) -> bool:
 
 
 def versions(names: Iterable[str]) -> dict[str, str | None]:
-    """Installed versions by package, `python` for the interpreter's; None: not installed.
+    """Return installed versions by package, `python` for the interpreter's; None: not installed.
 
     >>> versions(["no-such-package"])
     {'no-such-package': None}
@@ -103,7 +104,7 @@ def versions(names: Iterable[str]) -> dict[str, str | None]:
 
 
 def _version(name: str) -> str | None:
-    from importlib import metadata  # takes as long as all else here; few commands need it
+    from importlib import metadata  # takes as long as everything else here; few commands need it
 
     if name == "python":
         return platform.python_version()
@@ -117,7 +118,7 @@ def prepare(*, fake_devices: int | None = None) -> None:
     """Set the environment for jax. Call it before jax is imported.
 
     Args:
-      fake_devices: number of fake CPU devices; None uses the real ones.
+      fake_devices: number of fake CPU devices; None uses the real devices.
 
     Raises:
       MeshError: jax is already imported, so that the settings would come too late.
@@ -136,7 +137,7 @@ def prepare(*, fake_devices: int | None = None) -> None:
 
 
 def plan_tunables(environ: Mapping[str, str], libc: str) -> str | None:
-    """The GLIBC_TUNABLES to start again with; None when that would change nothing.
+    """Return the GLIBC_TUNABLES to restart with; None when that would change nothing.
 
     >>> plan_tunables({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=0"}, "glibc")
     'glibc.malloc.hugetlb=0:glibc.malloc.mmap_max=0:glibc.malloc.arena_max=1:glibc.malloc.trim_threshold=2147483647'
@@ -153,9 +154,9 @@ def plan_tunables(environ: Mapping[str, str], libc: str) -> str | None:
 
 
 def restart_with_huge_pages() -> None:
-    """Replace this process by itself with malloc tuned; returns only where there is nothing to do.
+    """Restart this process with a tuned malloc; return only where nothing needs to change.
 
-    For a program's entry point, before anything has happened. What the user has set wins.
+    Call it at a program's entry point, before anything else. The user's own settings win.
     """
     planned = plan_tunables(os.environ, platform.libc_ver()[0])
     if planned is not None and sys.platform == "linux":
@@ -164,12 +165,12 @@ def restart_with_huge_pages() -> None:
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs a module in a process of its own.
+    """Return the command that runs a module in a separate process.
 
-    The working directory is not on the child's search path. `python -m` alone puts it first, so
-    that a file there named `random.py`, of this user or of any other, would be imported in place
-    of Python's own. Modules that a config names by import path are found there all the same:
-    `jaxdist.config.importing` adds the directory when it looks for one.
+    The working directory is not on the child's search path. Plain `python -m` puts it first, so a
+    file there named `random.py`, of any user, would be imported instead of Python's own. Modules
+    that a config names by import path are found nevertheless: `jaxdist.config.importing` adds the
+    directory when it searches for one.
 
     >>> python_module("jaxdist.cli", "doctor")[1:]
     ['-P', '-m', 'jaxdist.cli', 'doctor']

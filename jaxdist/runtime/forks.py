@@ -1,8 +1,9 @@
-"""Processes that are forked from one that has imported all already.
+"""A fork server: processes forked from a process that has already imported everything.
 
-To import what training needs takes seconds of a core for each process; a fork takes milliseconds
-and shares the memory. The server has no threads of its own and has started no backend: what it
-forks is as if it had imported all by itself. It answers on the socket that is its standard input.
+Importing what training needs takes seconds of a core for each process; a fork takes milliseconds
+and shares the memory. The server has no threads of its own and has started no backend: its forks
+behave as if they had imported everything themselves. It answers on the socket that is its standard
+input.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from jaxdist.runtime.environment import python_module
 from jaxdist.types import Json
 
 PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
-"""What a scheduler sends to all processes of a job: the agent's to answer, and the forked ones'."""
+"""Signals that a scheduler sends to all processes of a job: for the agent and the forked
+processes."""
 MOST_FILES = 8
 
 
 class ForkServer:
-    """The server, as who asks it sees it; `start` it before it is needed, and `close` it.
+    """The client of the server; `start` it before it is needed, and `close` it.
 
     Args:
-      module: calls `hold_signals`, imports, and then `await_fork`.
-      log: where the server's own standard error goes.
+      module: a module that calls `hold_signals`, imports, and then calls `await_fork`.
+      log: file for the server's own standard error.
     """
 
     def __init__(self, module: str, log: Path) -> None:
@@ -43,11 +45,11 @@ class ForkServer:
         self._codes: dict[int, int] = {}
 
     def start(self) -> None:
-        """Let it import, while the caller goes on."""
+        """Start the server, which imports while the caller continues."""
         self.close()
         self._channel, theirs = socket.socketpair()
         with theirs, self._log.open("ab") as errors:
-            # A session of its own: the terminal's signals are the caller's to pass on.
+            # In its own session: passing on the terminal's signals is up to the caller.
             self._process = subprocess.Popen(
                 python_module(self._module),
                 stdin=theirs.fileno(),
@@ -56,22 +58,22 @@ class ForkServer:
             )
 
     def fork(self, files: Sequence[int]) -> int:
-        """A process; returns when it is there.
+        """Fork a process, and return once it exists.
 
         Args:
-          files: descriptors of its standard input, its standard error, and what it is to hold.
+          files: descriptors of its standard input, its standard error, and others for it to hold.
 
         Returns:
-          its id; it leads a session.
+          The id of the process, which leads a session.
 
         Raises:
-          RunError: the server did not come up.
+          RunError: the server did not start.
         """
-        for _ in range(2):  # one that has ended since it was last asked is started anew
+        for _ in range(2):  # a server that has ended since the last fork is restarted
             if self._channel is None:
                 self.start()
             assert self._channel is not None
-            with suppress(OSError):  # its end is heard
+            with suppress(OSError):  # its end is noticed below
                 socket.send_fds(self._channel, [b"."], files)
             while self._hear(wait=True):
                 if self._forked:
@@ -80,9 +82,9 @@ class ForkServer:
         raise RunError(f"what is to start this run's processes has ended itself: {''.join(words)}")
 
     def ended(self, pid: int, *, wait: bool = False) -> int | None:
-        """Once the exit code of a process; None while it lives.
+        """Return the exit code of a process, once; None while it is alive.
 
-        Where the server is gone nobody can know: it counts as killed, which the caller sees to.
+        If the server is gone the exit code is unknown: the process counts as killed, by the caller.
         """
         while pid not in self._codes:
             if not self._hear(wait=wait):
@@ -92,7 +94,7 @@ class ForkServer:
         return self._codes.pop(pid, None)
 
     def close(self) -> None:
-        """End the server; what it has forked goes on."""
+        """End the server; its forked processes continue."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -104,7 +106,7 @@ class ForkServer:
         self._codes.clear()
 
     def _hear(self, *, wait: bool) -> bool:
-        """Take in what it has told; whether it is there."""
+        """Receive the server's messages; return whether it is alive."""
         if self._channel is None:
             return False
         try:
@@ -126,20 +128,21 @@ class ForkServer:
 
 
 def hold_signals() -> None:
-    """In the server, before it imports: what ends others must not end it.
+    """Block signals in the server, before it imports, so that they do not end it.
 
-    Held back, and not ignored, so that a process hears what came before it could answer.
+    They are blocked rather than ignored, so that a process receives those that arrived before its
+    handler.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)
 
 
 def await_fork() -> bool:
-    """Be the server. Returns True in each process that is forked, and False when all is over."""
-    gc.freeze()  # a collection would write to, and so copy, what the processes share
+    """Run the server. Return True in each forked process, and False when the server ends."""
+    gc.freeze()  # a collection would write to, and so copy, the memory that the processes share
     channel, woken = socket.socket(fileno=os.dup(0)), os.pipe()
     os.set_blocking(woken[1], False)
     signal.set_wakeup_fd(woken[1])
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # one that is ignored would wake nobody
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would wake nobody
     while True:
         ready, _, _ = select.select([channel, woken[0]], [], [])
         if woken[0] in ready:
@@ -161,7 +164,7 @@ def await_fork() -> bool:
 
 
 def _become(files: Sequence[int], woken: Sequence[int]) -> None:
-    """In a forked process: what makes it one of its own."""
+    """Make a forked process independent of the server."""
     os.setsid()
     os.dup2(files[0], 0)
     os.dup2(files[1], 2)
@@ -177,7 +180,7 @@ def _tell_ended(channel: socket.socket) -> None:
 
 
 def _tell(channel: socket.socket, what: Json) -> None:
-    with suppress(ConnectionError):  # who asked is gone: the next look sees it
+    with suppress(ConnectionError):  # the client is gone: the next read notices it
         channel.sendall(json.dumps(what).encode() + b"\n")
 
 

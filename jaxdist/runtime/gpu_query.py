@@ -1,10 +1,10 @@
-"""Ask a GPU driver which devices this environment leaves visible, in the order jax numbers them.
+"""A query of the GPU driver for the visible devices, in the order in which jax numbers them.
 
-Run by its path in a process of its own (`jaxdist.runtime.gpus`), so that a driver that hangs or
+It is run by its path in a separate process (`jaxdist.runtime.gpus`), so that a driver that hangs or
 crashes is only a finding, and so that CUDA is not initialised in a process that forks later. It
 imports nothing but the standard library. The drivers themselves apply CUDA_VISIBLE_DEVICES,
-ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, MIG and the scheduler's cgroups, so nothing of that is
-parsed here. Prints a JSON object: `gpus`, names that no other GPU has, and `problem`, a text.
+ROCR_VISIBLE_DEVICES, HIP_VISIBLE_DEVICES, MIG and the scheduler's cgroups, so none of that is
+parsed here. It prints a JSON object: `gpus`, names that no other GPU has, and `problem`, a text.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 NO_DEVICE = 100
-"""The code of both CUDA and HIP for "there is no device"."""
+"""The code of both CUDA and HIP for "no device"."""
 LIBRARIES = {
     "cuda": ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1"),
     "rocm": ("libamdhip64.so", "/opt/rocm/lib/libamdhip64.so"),
@@ -26,7 +26,7 @@ _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DriverError(Exception):
-    """A driver that answers with an error code."""
+    """An error code of a driver."""
 
 
 def _asked(library: Any, name: str, *arguments: Any) -> None:
@@ -36,7 +36,7 @@ def _asked(library: Any, name: str, *arguments: Any) -> None:
 
 
 def cuda(library: Any) -> list[str]:
-    """The UUIDs of the devices that CUDA sees.
+    """Return the UUIDs of the devices that CUDA sees.
 
     Raises:
       DriverError: the driver answers with an error other than "no device".
@@ -48,7 +48,8 @@ def cuda(library: Any) -> list[str]:
         raise DriverError(f"cuInit answers with error {code}")
     count, device, found = ctypes.c_int(), ctypes.c_int(), []
     _asked(library, "cuDeviceGetCount", ctypes.byref(count))
-    # The second version names the instance of a GPU that is split by MIG, the first the whole GPU.
+    # The second version identifies the instance of a GPU that is split by MIG, the first the whole
+    # GPU.
     name = "cuDeviceGetUuid_v2" if hasattr(library, "cuDeviceGetUuid_v2") else "cuDeviceGetUuid"
     for index in range(count.value):
         uuid = (ctypes.c_ubyte * 16)()
@@ -59,7 +60,7 @@ def cuda(library: Any) -> list[str]:
 
 
 def rocm(library: Any) -> list[str]:
-    """The PCI addresses and UUIDs of the devices that HIP sees, after the machine's boot id.
+    """Return the PCI addresses and UUIDs of the devices that HIP sees, after the machine's boot id.
 
     Raises:
       DriverError: the driver answers with an error other than "no device".
@@ -74,7 +75,7 @@ def rocm(library: Any) -> list[str]:
     for index in range(count.value):
         address, uuid = ctypes.create_string_buffer(32), (ctypes.c_ubyte * 16)()
         _asked(library, "hipDeviceGetPCIBusId", address, len(address), index)
-        # One card in several partitions has one PCI address and a UUID for each.
+        # A card in several partitions has a single PCI address, and a UUID for each partition.
         if library.hipDeviceGetUuid(uuid, index):
             uuid = (ctypes.c_ubyte * 16)()
         found.append(f"{machine}-{address.value.decode()}-{bytes(uuid).hex()}")

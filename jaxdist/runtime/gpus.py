@@ -1,10 +1,10 @@
 """The GPUs that a process sees, and those that it owns among the processes of its node.
 
-jax, when it is not told, takes all visible GPUs, or the one with the number of the process within
-its node where it recognises Slurm or Open MPI. Neither is right in general: several processes may
-see the same GPUs, or a scheduler may have confined each process to GPUs of its own, which then
-have the numbers 0, 1, ... So every process asks the driver for the identities of the GPUs that it
-sees, process 0 divides them (`divide`), and each process tells jax its share.
+By default jax takes all visible GPUs, or under Slurm or Open MPI the GPU with the number of the
+process within its node. Neither is right in general: several processes may see the same GPUs, or a
+scheduler may have confined each process to its own GPUs, which then have the numbers 0, 1, ...
+Every process therefore asks the driver for the identities of the GPUs that it sees, process 0
+divides them (`divide`), and each process gives jax its share.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ DRIVERS = {
     "cuda": ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/dxg"),
     "rocm": ("/dev/kfd",),
 }
-"""One of these paths exists where the kernel has a driver for the platform."""
+"""Paths of which one exists where the kernel has a driver for the platform."""
 HIDING = {
     "cuda": ("CUDA_VISIBLE_DEVICES",),
     "rocm": ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"),
 }
-"""Variables by which a user or a scheduler hides GPUs on purpose."""
+"""Variables by which a user or a scheduler deliberately hides GPUs."""
 CHOICE = "JAX_LOCAL_DEVICE_IDS"
 _CPU = "to run on the CPU set JAX_PLATFORMS=cpu"
 
@@ -47,7 +47,7 @@ class Seen:
     Attributes:
       machine: the name of its node.
       gpus: an identity for each visible GPU, in the order in which jax numbers them.
-      given: how many GPUs the scheduler says that the job has on this node; None: it does not say.
+      given: number of GPUs of the job on this node, according to the scheduler; None: unknown.
       chosen: the numbers that the user set in JAX_LOCAL_DEVICE_IDS.
       problem: why the GPUs cannot be counted; empty where they can.
     """
@@ -59,15 +59,15 @@ class Seen:
     problem: str = ""
 
     def told(self) -> JsonObject:
-        """This as JSON."""
+        """Convert the message to JSON."""
         return json.loads(json.dumps(asdict(self)))
 
     @classmethod
     def read(cls, told: Json) -> Seen:
-        """The inverse of `told`.
+        """Convert back the result of `told`.
 
         Raises:
-          RunError: it is something else.
+          RunError: the data are something else.
         """
         try:
             assert isinstance(told, dict)
@@ -129,7 +129,7 @@ def gpu_platforms(platforms: str | None, plugins: Any) -> tuple[str, ...]:
 
 
 def _plugins() -> list[str]:
-    """jax finds plugins by entry points, and by the namespace package `jax_plugins`."""
+    """Return the names of jax's plugins: entry points and namespace package `jax_plugins`."""
     names = [entry.name for entry in metadata.entry_points(group="jax_plugins")]
     try:
         import jax_plugins  # pyright: ignore[reportMissingImports]
@@ -185,20 +185,20 @@ def gpus_given(environ: Mapping[str, str]) -> int | None:
 
 
 def divide(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
-    """The GPUs that each process owns, by its own numbers: no GPU twice, and none left over.
+    """Return the GPUs that each process owns, by its own numbers: none twice, and none left over.
 
-    Processes that see the same GPUs share them evenly, in the order of the processes. One that
-    sees GPUs which nobody else sees owns them all. What the user chose by JAX_LOCAL_DEVICE_IDS
-    stands.
+    Processes that see the same GPUs share them evenly, in the order of the processes. A process
+    that sees GPUs which no other sees owns them all. The user's choice by JAX_LOCAL_DEVICE_IDS is
+    respected.
 
     Args:
-      seen: what each process said, in the order of the processes.
+      seen: the messages of all processes, in the order of the processes.
 
     Returns:
-      for each process its numbers; all are empty where no process sees a GPU.
+      The numbers for each process; all are empty where no process sees a GPU.
 
     Raises:
-      RunError: with the numbers, where GPUs would be idle, shared, or taken from another job.
+      RunError: GPUs would be idle, shared, or taken from another job; the message has the numbers.
 
     >>> node = [Seen("n1", ("a", "b", "c", "d"))] * 2
     >>> divide(node), divide([Seen("n1", ("a",)), Seen("n1", ("b",))])
@@ -225,7 +225,7 @@ def divide(seen: Sequence[Seen]) -> list[tuple[int, ...]]:
 
 
 def _shares(seen: Sequence[Seen], members: Sequence[int]) -> list[tuple[int, ...]]:
-    """The shares of processes that see the same GPUs."""
+    """Return the shares of processes that see the same GPUs."""
     gpus, machine = seen[members[0]].gpus, seen[members[0]].machine
     chosen = [seen[index].chosen for index in members]
     if any(one is not None for one in chosen):
@@ -288,17 +288,17 @@ def _check_whole(seen: Sequence[Seen], shares: Sequence[tuple[int, ...]]) -> Non
 def check_started(
     who: str, own: Sequence[int], total: int, platform_name: str, local: int, found: int
 ) -> None:
-    """Refuse a backend of jax that has other devices than were divided.
+    """Refuse a backend of jax whose devices differ from the division.
 
     Args:
-      own: the GPUs that this process owns; empty: none was found, and nothing is checked.
-      total: those of all processes.
-      platform_name: what jax runs on.
-      local: devices that jax has in this process.
-      found: devices that it has in all processes.
+      own: the GPUs that this process owns; empty: there were none, and nothing is checked.
+      total: the number of GPUs of all processes.
+      platform_name: the platform that jax runs on.
+      local: the number of jax's devices in this process.
+      found: the number of jax's devices in all processes.
 
     Raises:
-      RunError: with the numbers.
+      RunError: they differ; the message has the numbers.
     """
     if own and (platform_name, local, found) != ("gpu", len(own), total):
         raise RunError(

@@ -1,20 +1,21 @@
-"""Figures of the devices and links that jaxdist knows: what a program's cost is computed from.
+"""Figures of known devices and links, from which a program's cost is computed.
 
 Sources. Peak FLOPs, memory bandwidth and links of TPUs and GPUs: "How to Scale Your Model"
-(jax-ml.github.io/scaling-book, chapters TPUs and GPUs), where a TPU's hop takes about 1 us. Memory
-of a TPU: what XLA calls available when it compiles for one (libtpu 0.0.42). Memory of a GPU: its
-data sheet. Clock of a TPU: the one at which its matrix units (four of 128 x 128 in each core of v4,
-v5e and v5p, four of 256 x 256 in v6e) reach the peak. Link of a TPU to its host: PCIe, in the same
-chapter. Latency of NVLink and of a GPU's network: NCCL's own tuning table (`hwLat`, ring,
-protocol Simple). Latency between TPU slices: taken to be that of a GPU's network.
+(jax-ml.github.io/scaling-book, chapters TPUs and GPUs), in which a TPU's hop takes about 1 us.
+Memory of a TPU: the memory that XLA calls available when it compiles for it (libtpu 0.0.42). Memory
+of a
+GPU: its data sheet. Clock of a TPU: the clock at which its matrix units (four of 128 x 128 in each
+core of v4, v5e and v5p, four of 256 x 256 in v6e) reach the peak. Link of a TPU to its host: PCIe,
+in the same chapter. Latency of NVLink and of a GPU's network: NCCL's own tuning table (`hwLat`,
+ring, protocol Simple). Latency between TPU slices: assumed to be that of a GPU's network.
 
-A chip of tpu7x (Ironwood) is two devices of jax, which have half of its FLOPs, memory and network
-each, and share its links. FLOPs, memory bandwidth and network: Google Cloud's page "TPU7x
-(Ironwood)" (2307 TFLOP/s, 7380 GB/s, 100 Gbit/s a chip). Its links: the page gives 1200 GB/s both
-ways on a chip, as of v5p, so that they are taken to be v5p's. Memory: libtpu 0.0.52. Clock: that at
-which four units of 256 x 256 on each device reach the peak; libtpu's own cost analysis counts with
-996 TFLOP/s a device, as at 1.9 GHz (and with 394 on v5p, as at 1.5 GHz). What joins the two devices
-of a chip is taken to be as fast as all its six links: `CHIPLET_LINKS`.
+A chip of tpu7x (Ironwood) is two devices of jax, each with half of its FLOPs, memory and network,
+which share its links. FLOPs, memory bandwidth and network: Google Cloud's page "TPU7x (Ironwood)"
+(2307 TFLOP/s, 7380 GB/s, 100 Gbit/s per chip). Its links: the page gives 1200 GB/s in both
+directions per chip, as for v5p, so they are assumed to be v5p's. Memory: libtpu 0.0.52. Clock: that
+at which four units of 256 x 256 on each device reach the peak; libtpu's own cost analysis counts
+with 996 TFLOP/s per device, as at 1.9 GHz (and with 394 on v5p, as at 1.5 GHz). The connection of
+the two devices of a chip is assumed to be as fast as all its six links together: `CHIPLET_LINKS`.
 
 The CPU: fake devices in one process on two cores, measured with `jaxdist bench collectives`.
 """
@@ -31,11 +32,12 @@ from jaxdist.errors import JaxdistError, did_you_mean
 
 GIB = 2**30
 CHIPLET_LINKS = 6
-"""Between two devices of one chip, in links of the torus: an assumption, and no bottleneck."""
+"""Bandwidth between two devices of a chip, in links of the torus: an assumption, not a
+bottleneck."""
 
 
 def host_memory_bytes() -> int:
-    """Memory of this machine, whatever is in use of it."""
+    """Return the total memory of this machine, including memory in use."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -44,14 +46,14 @@ Topology = Literal["switch", "torus", "memory"]
 
 @dataclass(frozen=True)
 class Link:
-    """What one device sees of a network.
+    """A network as a single device sees it.
 
     Attributes:
-      latency_seconds: from the start of a message to its first byte at the neighbour.
-      bytes_per_second: one way, through one port.
-      topology: "switch" joins all devices, which send through one port each; along an axis of a
+      latency_seconds: seconds from the start of a message to its first byte at the neighbour.
+      bytes_per_second: bytes per second in one direction, through one port.
+      topology: "switch" joins all devices, which send through a port each; along an axis of a
         "torus" messages travel from neighbour to neighbour, through two ports at once; "memory" is
-        read by all devices, which are threads of one process.
+        shared by all devices, which are threads of a process.
     """
 
     latency_seconds: float
@@ -60,24 +62,24 @@ class Link:
 
     @property
     def ports(self) -> int:
-        """Ports that a device can send through at once."""
+        """The number of ports through which a device can send at once."""
         return 2 if self.topology == "torus" else 1
 
 
 @dataclass(frozen=True)
 class Device:
-    """The figures of one device, as jax counts them (a v4 chip counts once: megacore).
+    """The figures of a device, as jax counts them (a v4 chip counts once: megacore).
 
     Attributes:
       name: the short name, for example "v5e".
-      flops_per_second: dtype name to the peak of dense matrix products.
-      memory_bytes: what a program can use; None where it is the host's.
-      memory_bytes_per_second: of its main memory.
-      fast: the network inside (ICI, NVLink), per mesh axis; of a chip, whose devices share it.
+      flops_per_second: the peak of dense matrix products, by dtype name.
+      memory_bytes: memory that a program can use; None where it is the host's.
+      memory_bytes_per_second: bandwidth of its main memory.
+      fast: the network inside (ICI, NVLink), per mesh axis; a chip's devices share it.
       slow: the network between slices or hosts (DCN, Ethernet, InfiniBand), per device.
-      clock_hz: of a TPU's cores, in which its compiler counts; None of all others.
-      host_bytes_per_second: between the device's memory and its host's, one way; None where it is
-        not known.
+      clock_hz: clock of a TPU's cores, the unit of its compiler's estimates; None for others.
+      host_bytes_per_second: bandwidth between the device's memory and its host's, in one direction;
+        None where it is unknown.
     """
 
     name: str
@@ -194,7 +196,7 @@ DEVICES: Mapping[str, Device] = MappingProxyType(
         )
     }
 )
-"""Short name to figures; the slow link of a CPU is 1 Gbit/s Ethernet."""
+"""Figures by short name; the slow link of a CPU is 1 Gbit/s Ethernet."""
 
 _KINDS = (
     ("tpu v5 lite", "v5e"),
@@ -209,11 +211,11 @@ _KINDS = (
     ("h200", "h200"),
     ("cpu", "cpu"),
 )
-"""What a lowered `device_kind` contains, the narrower first."""
+"""Parts of lowered `device_kind`s, the more specific first."""
 
 
 def find_device(kind: str) -> Device | None:
-    """The device of a short name or of a `jax.Device.device_kind`; None when it is not known.
+    """Return the device of a short name or of a `jax.Device.device_kind`; None if it is unknown.
 
     >>> find_device("TPU v5 lite").name, find_device("NVIDIA H100 80GB HBM3").name
     ('v5e', 'h100')
@@ -230,7 +232,7 @@ def find_device(kind: str) -> Device | None:
 
 
 def device(kind: str) -> Device:
-    """As `find_device`, for a kind that must be known.
+    """Return `find_device`, for a kind that must be known.
 
     >>> device("v5e").fast.bytes_per_second
     45000000000.0

@@ -1,11 +1,11 @@
-"""Standard error of one process of several, with the last word in words that a person can use.
+"""Standard error of one of several processes, ending with a message that a person can use.
 
-When a peer is lost, jax and gloo end this process from C++: log lines and a stack, and no code of
-ours runs any more. So another small process holds the real standard error and passes on what comes:
-all but the log of the coordination between processes. Where that log said that the process must
-end, and the process did not say so itself, the last line is ours.
+When a peer is lost, jax and gloo end this process from C++, with log lines and a stack, and no
+Python code runs any more. Another small process therefore holds the real standard error and passes
+on everything except the log of the coordination between processes. If that log reported that the
+process must end, and the process gave no reason itself, the last line comes from here.
 
-The same file is that other process: it imports nothing but the standard library.
+This file is also that other process's program: it imports only the standard library.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REMEDY = (
 
 
 def translate(lines: Iterable[str], who: str, coordinator: str) -> Iterator[str]:
-    """The lines to pass on, each as soon as it is known; the last may be ours.
+    """Yield the lines to pass on, each as soon as it is known; the last may be added here.
 
     >>> log = "F1122 17:46:40.161690    8488 client.h:80] Terminating process because the ... "
     >>> lost = "absl::Status: UNAVAILABLE: Failed to send RPC to coordination service. Either\\n"
@@ -46,8 +46,8 @@ def translate(lines: Iterable[str], who: str, coordinator: str) -> Iterator[str]
     'error: process 1 cannot go on: process 0 (a:1) is lost or cannot be reached'
 
     Args:
-      lines: with their line ends.
-      who: this process, for the last line.
+      lines: lines with their line ends.
+      who: the name of this process, for the last line.
       coordinator: HOST:PORT of process 0.
     """
     inside, fatal, said, passed = False, None, False, "\n"
@@ -81,12 +81,12 @@ def _meaning(status: str, coordinator: str) -> str:
 
 
 class StandardError:
-    """Standard error goes through `translate` from the moment this is made until `close`."""
+    """Standard error that passes through `translate` from construction until `close`."""
 
     def __init__(self, who: str, coordinator: str) -> None:
         sys.stderr.flush()
         reader, writer = os.pipe()
-        # In a session of its own it outlives a Ctrl-C, and a hangup, that end this process.
+        # In its own session it outlives a Ctrl-C, and a hangup, that end this process.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, who, coordinator],
             stdin=reader,
@@ -97,21 +97,21 @@ class StandardError:
         os.close(writer)
 
     def close(self) -> None:
-        """Return when all is passed on; what comes later is dropped. For the end of a process."""
+        """Wait until everything is passed on; drop later output. For the end of a process."""
         with suppress(OSError, ValueError):
             sys.stderr.flush()
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 2)
         os.close(nowhere)
-        with suppress(subprocess.TimeoutExpired):  # a child of ours may still write there
+        with suppress(subprocess.TimeoutExpired):  # a child process may still write there
             self._process.wait(CLOSE_SECONDS)
 
 
 def _main() -> None:
-    # Standard input, open as long as the process is, so without `with`.
+    # Standard input, open as long as the process runs, so without `with`.
     lines = open(0, encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
     for line in translate(lines, sys.argv[1], sys.argv[2]):
-        with suppress(OSError):  # nobody reads: go on, or the other process would get a signal
+        with suppress(OSError):  # nobody reads: continue, or the other process would get a signal
             os.write(2, line.encode("utf-8", "surrogateescape"))
 
 

@@ -1,4 +1,4 @@
-"""When this process began, which is before any of its Python ran."""
+"""The start time of this process, which is before any of its Python ran."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from pathlib import Path
 
 _STAT = Path("/proc/self/stat")
 _START_TICKS = 19
-"""Place of the start time (field 22 of proc_pid_stat(5)) after the command's name, field 2."""
+"""Index of the start time (field 22 of proc_pid_stat(5)) after the command's name, field 2."""
 
 
 def begun(stat: Path = _STAT) -> int:
-    """The value that `time.perf_counter_ns` had when this process began.
+    """Return the value that `time.perf_counter_ns` had when this process started.
 
     To a hundredth of a second, as Linux keeps it; a process that replaced itself (exec) is the
     same one. Where the system does not tell, now.
     """
     now = time.perf_counter_ns()
     try:
-        # The name stands in brackets and may hold anything, brackets too.
+        # The name is in brackets and may contain anything, including brackets.
         ticks = int(stat.read_text().rpartition(")")[2].split()[_START_TICKS])
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME)
         age_seconds = since_boot - ticks / os.sysconf("SC_CLK_TCK")

@@ -1,7 +1,7 @@
-"""Notices that this process's machine is about to be taken away, and who brings them.
+"""Notices that this process's machine will be taken away, and their sources.
 
-A source waits in a thread of its own; the first that has something to say stops the run as a signal
-does: at the next step boundary, with a checkpoint. Signals are no sources: `Termination` has them.
+A source waits in its own thread; the first notice stops the run as a signal does: at the next step
+boundary, with a checkpoint. Signals are not sources: `Termination` handles them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jaxdist.config.schema import Config, FilePath
 GCE_URL = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"
 GCE_HEADERS = {"Metadata-Flavor": "Google"}
 QUESTION_SECONDS, AGAIN_SECONDS = 60.0, 5.0
-"""Until a question that waits for a change is asked anew, and one that failed."""
+"""Seconds until a request that waits for a change is repeated, and a request that failed."""
 _NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
@@ -29,25 +29,25 @@ class Notice(Protocol):
     """A source of notices."""
 
     name: str
-    """What the user is told has come."""
+    """The name of the notice in messages to the user."""
 
     def wait(self, over: threading.Event) -> bool:
-        """Return True when it has come; False soon after `over` is set."""
+        """Wait for the notice and return True; return False soon after `over` is set."""
         ...
 
 
 class FileNotice:
-    """A file that appears, written by whoever knows.
+    """A file whose appearance is the notice.
 
     Args:
-      seconds: between two looks.
+      seconds: seconds between two checks.
     """
 
     def __init__(self, path: Path, seconds: float) -> None:
         self.path, self.name, self._seconds = path, f"{path} has appeared", seconds
 
     def wait(self, over: threading.Event) -> bool:
-        """See `Notice`."""
+        """Wait, as in `Notice`."""
         while not over.is_set():
             if self.path.exists():
                 return True
@@ -56,14 +56,14 @@ class FileNotice:
 
 
 class MetadataNotice:
-    """Google's metadata server, which says TRUE when this machine is preempted.
+    """Google's metadata server, which returns TRUE when this machine is preempted.
 
     https://cloud.google.com/compute/docs/instances/create-use-preemptible, "detecting preemption".
-    It is asked once for what is now, and then again and again for a change. Where nobody answers
-    the run goes on as it would without.
+    It is first asked for its current value, and then repeatedly for a change. If there is no server
+    the run continues without notices from it.
 
     Args:
-      say: told once where nobody answers.
+      say: called once if there is no server.
     """
 
     name = "the metadata server says that this machine is preempted"
@@ -72,7 +72,7 @@ class MetadataNotice:
         self._url, self._say, self._failed = url, say, False
 
     def wait(self, over: threading.Event) -> bool:
-        """See `Notice`; a question that is under way is left alone."""
+        """Wait, as in `Notice`; a request in progress is abandoned."""
         url = self._url
         while not over.is_set():
             answer = self._asked(url)
@@ -111,7 +111,7 @@ class PreemptionConfig(Config):
     """Address of the metadata server."""
 
     def build(self, say: Callable[[str], None]) -> list[Notice]:
-        """The sources."""
+        """Build the sources."""
         found: list[Notice] = []
         if self.file is not None:
             found.append(FileNotice(self.file, self.file_seconds))
@@ -122,9 +122,9 @@ class PreemptionConfig(Config):
 
 @contextmanager
 def heard(notices: Sequence[Notice], tell: Callable[[str], None]) -> Iterator[None]:
-    """Inside, each source is listened to; `tell` gets the name of one that has come.
+    """Listen to each source inside the block; call `tell` with the name of a notice.
 
-    Each in a thread of its own, which ends no process and keeps none from ending.
+    Each source has its own thread, which ends no process and keeps none from ending.
     """
     over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Who the processes of a program are: from flags, variables, or the cluster."""
+"""The processes of a program: from flags, variables, or the cluster."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _FLAGS = "--coordinator HOST:PORT --num-processes N --process-id I"
 
 @dataclass(frozen=True)
 class Processes:
-    """This process among its peers."""
+    """The place of this process among its peers."""
 
     coordinator: str
     count: int
@@ -29,7 +29,7 @@ def find_processes(
     index: int | None = None,
     detect: bool = False,
 ) -> Processes | None:
-    """From flags, else environment variables, who this process is; None when it is alone.
+    """Find this process's place from flags, else variables; None for a single process.
 
     >>> find_processes({}, coordinator="host:1234", count=2, index=0)
     Processes(coordinator='host:1234', count=2, index=0)
@@ -37,10 +37,10 @@ def find_processes(
     True
 
     Args:
-      detect: what is not given is read from what a scheduler has set.
+      detect: whether missing values are read from a scheduler's variables.
 
     Raises:
-      RunError: some of the three are known but not all, or they contradict each other.
+      RunError: some of the three values are known but not all, or they contradict each other.
     """
     values: tuple[str | int | None, ...] = (coordinator, count, index)
     given = dict(zip(_VARIABLES, values, strict=True))
@@ -60,7 +60,7 @@ def find_processes(
 
 
 def _detected(seen: list[Sighting], missing: list[str]) -> dict[str, str | int | None]:
-    """What is missing, of the first scheduler that knows all of it."""
+    """Return the missing values from the first scheduler that knows all of them."""
     for one in seen:
         known = dict(zip(_VARIABLES, (one.coordinator, one.count, one.index), strict=True))
         found: dict[str, str | int | None] = {name: known[name] for name in missing}

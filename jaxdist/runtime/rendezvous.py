@@ -1,10 +1,10 @@
-"""The processes of a program meet before jax joins them, each in words that a person can use.
+"""A rendezvous of a program's processes before jax joins them, with readable messages.
 
-jax waits for its peers without a word, and ends the process from C++ when its patience is at an
-end. So they meet here first, on the same address: process 0 listens, the others come, one line
-each way, and when all are there process 0 closes the port for jax to open it. The lines carry what
-each process says of itself, and what process 0 decides for it from what all have said. A caller
-that is not a process of this program is sent away.
+jax waits for its peers silently, and ends the process from C++ after a timeout. The processes
+therefore meet here first, on the same address: process 0 listens, the others connect, each sends a
+line, and when all have connected process 0 closes the port for jax to open it. The lines carry each
+process's data, and process 0's decision for it. A caller that is not a process of this program is
+rejected.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from jaxdist.types import Json
 
 JOIN_SECONDS = 300
 FIRST_WORD_SECONDS = 5.0
-"""Who waits for less says nothing."""
+"""Seconds before the first message; shorter waits are silent."""
 WORD_SECONDS = 30.0
 _RETRY_SECONDS = 0.2
 _HELLO_SECONDS = 2.0
 _LINE_BYTES = 8000
-"""Longer lines are cut: 100 GPUs with their names fit."""
+"""Longest line; longer lines are cut: 100 GPUs with their names fit."""
 _NAMED = 20
 _REMEDY = (
     "check that HOST:PORT names the host of process 0, that all hosts know the name and no "
@@ -35,14 +35,14 @@ _REMEDY = (
 )
 _HELLO = re.compile(rb"jaxdist process (\d{1,7}) of (\d{1,7})(?: (.*))?\n")
 Decide = Callable[[Sequence[Json]], Sequence[Json]]
-"""From what each process has said, in their order, what each is told."""
+"""Function from the data of all processes, in order, to the decision for each."""
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """One of this machine that nobody had a moment ago.
+    """Return a port of this machine that was free a moment ago.
 
     Args:
-      host: empty for all its addresses.
+      host: the address; empty for all its addresses.
     """
     with socket.socket() as probe:
         probe.bind((host, 0))
@@ -51,12 +51,12 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 @dataclass
 class Wait:
-    """A wait with an end, and a word now and then while it lasts.
+    """A wait with a time limit, and an occasional message while it lasts.
 
     Args:
-      seconds: how long it may last.
+      seconds: the time limit.
       say: called with a line.
-      clock: seconds that never go back; for tests.
+      clock: a monotonic clock in seconds; for tests.
     """
 
     seconds: float
@@ -69,16 +69,16 @@ class Wait:
 
     @property
     def over(self) -> bool:
-        """Whether it has lasted long enough."""
+        """Whether the time limit is reached."""
         return self.elapsed >= self.seconds
 
     @property
     def elapsed(self) -> float:
-        """Seconds since it began."""
+        """The seconds since it began."""
         return self.clock() - self._begun
 
     def tell(self, line: str) -> None:
-        """Say what is waited for, if it is time for a word."""
+        """Report what is waited for, if a message is due."""
         if self.elapsed >= self._next_word:
             self._next_word = self.elapsed + WORD_SECONDS
             self.say(line)
@@ -95,22 +95,22 @@ def meet(
     told: Json = None,
     decide: Decide = list,
 ) -> Json:
-    """Return when all `count` processes are there, and jax can join them.
+    """Wait until all `count` processes have connected, and jax can join them.
 
     Args:
       coordinator: HOST:PORT of process 0, as the others see it.
       bind: HOST:PORT on which process 0 listens.
       seconds: how long to wait.
-      say: called with a line now and then while some are missing.
-      told: what this process says of itself, as JSON of at most 7,000 characters.
+      say: called with a line from time to time while some are missing.
+      told: the data of this process, as JSON of at most 7,000 characters.
       decide: called in process 0; where it raises a RunError, all processes raise it.
 
     Returns:
-      what `decide` has decided for this process.
+      The decision of `decide` for this process.
 
     Raises:
-      RunError: the address does not resolve or cannot be listened on, some are missing after
-        `seconds` and are named, or `decide` refuses.
+      RunError: the address does not resolve or cannot be listened on, some processes are missing
+        after `seconds` (the message names them), or `decide` refuses.
     """
     wait = Wait(seconds, say)
     if index == 0:
@@ -120,7 +120,7 @@ def meet(
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port.
+    """Split an address into host and port.
 
     >>> split_address("[::1]:80"), split_address("node1:80")
     (('::1', 80), ('node1', 80))
@@ -130,7 +130,7 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def _resolve(coordinator: str, count: int, wait: Wait) -> None:
-    """Process 0 reaches itself by the same name, in jax; a name may take a while to be known."""
+    """Resolve the name by which process 0 reaches itself; it may take time to be known."""
     while True:
         try:
             socket.getaddrinfo(*split_address(coordinator), type=socket.SOCK_STREAM)
@@ -201,8 +201,8 @@ def _listen(bind: str) -> socket.socket:
 def _admit(
     peer: socket.socket, came: dict[int, socket.socket], words: dict[int, Json], count: int
 ) -> None:
-    """Keep a newcomer that is one of the program's processes; tell it where it is not."""
-    peer.settimeout(_HELLO_SECONDS)  # a stranger that says nothing
+    """Keep a newcomer that is one of the program's processes; reject any other."""
+    peer.settimeout(_HELLO_SECONDS)  # a stranger may send nothing
     hello = _HELLO.fullmatch(_line(peer))
     if hello is None:
         peer.close()
@@ -253,7 +253,7 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
 
 
 def _until_open(address: tuple[str, int], wait: Wait) -> None:
-    """Until jax has taken the port: it would try again only after a second."""
+    """Wait until jax has taken the port: its own retry would come only after a second."""
     while not wait.over:
         with suppress(OSError), socket.create_connection(address, timeout=_RETRY_SECONDS * 10):
             return
@@ -270,7 +270,7 @@ def _missing(coordinator: str, count: int, came: Iterable[int], seconds: float) 
 
 
 def _line(peer: socket.socket) -> bytes:
-    """What comes up to the end of a line; too long, too slow or cut short, what there is of it."""
+    """Read up to the end of a line; return a part if it is too long, too slow or cut short."""
     found = b""
     with suppress(OSError):
         while not found.endswith(b"\n") and len(found) < _LINE_BYTES:
@@ -282,7 +282,7 @@ def _line(peer: socket.socket) -> bytes:
 
 
 def _send(peer: socket.socket, line: str) -> None:
-    with suppress(OSError):  # it is gone: the other side is asked again, or nobody is there
+    with suppress(OSError):  # it is gone: the other side is asked again, or there is none
         peer.sendall(line.encode()[: _LINE_BYTES - 1] + b"\n")
 
 

@@ -1,7 +1,7 @@
-"""The standard input of a process that another has started and speaks to.
+"""The standard input of a process that another process started and sends lines to.
 
 `sys.stdin` has a lock, which a thread holds while it waits for a line; Python aborts a process that
-ends meanwhile. What is read here has none.
+ends meanwhile. The functions here read without a lock.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 
 def lines() -> Iterator[bytes]:
-    """Lines as they come, to the end; for short ones, because they are read byte by byte."""
+    """Yield lines as they arrive; only for short lines, because they are read byte by byte."""
     yield from io.FileIO(0, closefd=False)
 
 
 def wait_for_end() -> None:
-    """Until whoever holds the other end has closed it, or has died."""
+    """Wait until the holder of the other end has closed it, or has died."""
     with io.FileIO(0, closefd=False) as file:
         while file.read(4096):
             pass

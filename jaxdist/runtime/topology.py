@@ -22,20 +22,20 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-"""What libtpu reads when it is loaded: ask no metadata server, share the library's lock."""
+"""Variables that libtpu reads when it is loaded: no metadata server, a shared library lock."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One generation of TPU.
+    """A generation of TPU.
 
     Attributes:
-      dims: of its torus.
-      most_chips: of its largest slice; that of v5p is not all of a pod.
+      dims: number of dims of its torus.
+      most_chips: number of chips of its largest slice; for v5p that is not a whole pod.
       ring: the length at which the ends of a dim are joined; None where cubes of 4 x 4 x 4 chips
         are joined to rings in all dims.
-      chip_config: jax's.
-      devices: of jax on each chip.
+      chip_config: jax's name of the chip configuration.
+      devices: number of jax's devices on each chip.
     """
 
     dims: int
@@ -63,9 +63,10 @@ _FORMS = "a topology is family:AxB or family:AxBxC, such as " + ", ".join(
 
 @dataclass(frozen=True)
 class Topology:
-    """One slice: chips of one family as a torus.
+    """A slice: chips of a family as a torus.
 
-    Several slices are several programs that meet on their hosts, which no single one shows.
+    Several slices are several programs that communicate through their hosts, which no program
+    shows.
     """
 
     family: str
@@ -73,7 +74,7 @@ class Topology:
 
 
 def parse_topology(text: str) -> Topology:
-    """A topology as one writes it.
+    """Parse a topology.
 
     Raises:
       MeshError: not a topology, an unknown family, or a shape that the family does not have.
@@ -119,11 +120,11 @@ _SHAPES = {
 
 
 def is_slice(shape: Sequence[int]) -> bool:
-    """Whether slices of a family with so many dims have such shapes.
+    """Return whether slices of a family with this number of dims can have this shape.
 
-    Of three dims: parts of a cube of 4 x 4 x 4, or whole cubes (Google Cloud's pages on TPU types
-    and topologies, v4, v5p). Of two: those that the pages on v5e and v6e list, lying or standing,
-    and a pair of chips, which libtpu compiles for.
+    With three dims: parts of a cube of 4 x 4 x 4, or whole cubes (Google Cloud's pages on TPU types
+    and topologies, v4, v5p). With two: the shapes on the pages on v5e and v6e, in both
+    orientations, and a pair of chips, which libtpu compiles for.
 
     >>> [is_slice(one) for one in ((8, 8, 12), (2, 2, 4), (8, 8, 9), (2, 4, 8), (8, 16), (2, 16))]
     [True, True, False, False, True, False]
@@ -135,7 +136,7 @@ def is_slice(shape: Sequence[int]) -> bool:
 
 
 def _nearest(shape: Sequence[int]) -> tuple[int, ...]:
-    """A slice of about this shape."""
+    """Return a slice of about this shape."""
     if len(shape) == 3:
         return tuple(CUBE * max(1, round(size / CUBE)) for size in shape)
     powers = [2 ** round(math.log2(size)) for size in shape]
@@ -145,7 +146,7 @@ def _nearest(shape: Sequence[int]) -> tuple[int, ...]:
 def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:
     """For each dim of a slice, whether its ends are joined.
 
-    With lines in place of rings libtpu compiles other programs: no all-gather along all dims at
+    With lines instead of rings libtpu compiles other programs: no all-gather along all dims at
     once, but an all-reduce of zeros around a shard.
 
     >>> rings("v5p", (4, 4, 8)), rings("v5p", (2, 2, 4)), rings("v5e", (8, 16))
@@ -158,12 +159,12 @@ def rings(family: str, shape: Sequence[int]) -> tuple[bool, ...]:
 
 
 def topology_devices(text: str) -> list[Any]:
-    """The `jax.Device`s of a TPU topology such as `v5e:2x4`: to compile for, not to run on.
+    """Return the `jax.Device`s of a TPU topology such as `v5e:2x4`: to compile for, not to run on.
 
-    Loads libtpu on first use.
+    It loads libtpu on first use.
 
     Raises:
-      MeshError: not a topology, one that libtpu does not know, or libtpu is not installed.
+      MeshError: not a topology, a topology that libtpu does not know, or libtpu is not installed.
     """
     topology = parse_topology(text)
     if importlib.util.find_spec("libtpu") is None:

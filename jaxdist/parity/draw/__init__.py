@@ -1,1 +1,1 @@
-"""Plans drawn at random, each against one device."""
+"""Plans drawn at random, each compared with a single device."""

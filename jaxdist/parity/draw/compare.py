@@ -1,4 +1,4 @@
-"""`jaxdist parity --draw`: configs at random against one device, each in a child process."""
+"""`jaxdist parity --draw`: random configs against a single device, each in a child process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from jaxdist.parity.report import REMEDY, read_earlier
 from jaxdist.parity.trace import compiled_at
 
 WRONG = Path("runs/parity")
-"""Where the configs of draws that go wrong are written."""
+"""The directory for the configs of draws that differ or fail."""
 
 
 def parity_draws(
@@ -37,16 +37,16 @@ def parity_draws(
     resume: bool = False,
     console: Console,
 ) -> list[DrawOutcome]:
-    """Judge so many draws, print each as it is done, those that go wrong with their configs.
+    """Judge `count` draws, print each, and write the configs of those that differ or fail.
 
     Args:
-      seed: of the first draw; the next has the next.
-      jobs: processes that judge, one draw each at a time.
-      json_file: where to write the same as JSON, what there is of it after each draw.
-      resume: leave out the draws that `json_file` has already, if it exists.
+      seed: seed of the first draw; each next draw has the next seed.
+      jobs: number of processes that judge, each with a draw at a time.
+      json_file: a file for the results as JSON, updated after each draw.
+      resume: skip the draws that `json_file` already has, if it exists.
 
     Raises:
-      ConfigError: a file that cannot be gone on with.
+      ConfigError: a file that cannot be resumed.
       RunError: a file that cannot be written.
     """
     if resume and json_file is None:
@@ -77,10 +77,10 @@ def parity_draws(
 
 
 def _earlier(file: Path, seeds: Sequence[int]) -> list[DrawOutcome]:
-    """What a run that was ended left in its file of these draws.
+    """Return the results of an interrupted run for these draws, from its file.
 
     Raises:
-      ConfigError: a file that is no report of draws, or of draws as they were another time.
+      ConfigError: a file that is not a report of draws, or whose draws have changed since.
     """
     found = read_earlier(file, from_json) or []
     own = [outcome for outcome in found if outcome.seed in seeds]
@@ -101,10 +101,10 @@ def _ended(seed: int, answer: Ended) -> DrawOutcome:
 
 
 def _written(outcome: DrawOutcome) -> Path:
-    """The file with the config of a draw.
+    """Return the file for the config of a draw.
 
     Raises:
-      RunError: it cannot be written.
+      RunError: the file cannot be written.
     """
     path = WRONG / f"draw-{outcome.seed}.yaml"
     try:

@@ -1,8 +1,8 @@
-"""Configs at random: a model, how it is optimized, and two of the plans that it can be trained on.
+"""Random configs: a model, its optimizer, and two of the plans on which it can be trained.
 
-A draw is a function of its seed alone, and plain data: sections as they stand in a config file.
-Every dim is drawn so that the axes that split it divide it, and nothing that the table of validity
-refuses is drawn; what is refused all the same has a reason that only the whole config shows.
+A draw is a function of its seed only, and plain data: sections in the form of a config file. Every
+dim is drawn so that the axes that split it divide it, and nothing that the table of validity
+refuses is drawn; remaining refusals have reasons that only the whole config shows.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from jaxdist.validity.table import violations
 
 DEVICES = 8
 STAGES = 4
-"""The most: a program for more takes long to compile, and has nothing new."""
+"""The most stages: a program for more takes long to compile, and tests nothing new."""
 WIDEST = 8
-"""Into how many parts the tensor axes of a draw's two meshes split a dim between them."""
+"""The most parts into which the tensor axes of a draw's two meshes together split a dim."""
 SINGLE_DEVICE: Mapping[str, Json] = {"data": 1, "fake_devices": 1}
 LOSSLESS: tuple[Sections, ...] = (
     {"type": "whole"},
@@ -46,17 +46,17 @@ LOSSLESS: tuple[Sections, ...] = (
 )
 VECTORS = ("whole", "otherwise")
 COMMON = ("data", "loss", "optim", "strategy", "seed")
-"""Sections that both plans of a draw have alike."""
+"""Sections that both plans of a draw share."""
 
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How a model is trained: what of a config is not the model, its data and its optimizer.
+    """The part of a config that is not the model, its data or its optimizer.
 
     Attributes:
-      mesh: the section; an axis may be split over two networks.
+      mesh: the section `mesh`; an axis may be split over two networks.
       tensor, stages: sizes of these axes, 1 where there is none.
-      chunks: of the pipeline; 1 without.
+      chunks: number of chunks of the pipeline; 1 without a pipeline.
     """
 
     mesh: Mapping[str, Json]
@@ -73,9 +73,9 @@ class Draw:
     """A config, and the same model and optimizer under a second plan.
 
     Attributes:
-      seed: `draw` of it is this.
-      sections: the config that is trained and compared with one device.
-      reader: the config that loads what the first one saves.
+      seed: the argument of `draw` that gives this draw.
+      sections: the config that is trained and compared with a single device.
+      reader: the config that loads the first config's checkpoint.
     """
 
     seed: int
@@ -84,17 +84,17 @@ class Draw:
 
 
 def draw(seed: int) -> Draw:
-    """Two configs at random, equal for equal seeds.
+    """Draw two random configs, equal for equal seeds.
 
     >>> draw(7) == draw(7), draw(7).sections == draw(8).sections
     (True, False)
     """
     random = Random(seed)
-    kind = random.choice(["gpt", "gpt", *MODELS])  # It has the most settings.
+    kind = random.choice(["gpt", "gpt", *MODELS])  # gpt has the most settings
     first = second = _plan(random, kind)
     while second is first or math.lcm(first.tensor, second.tensor) > WIDEST:
         second = _plan(random, kind)
-    # By chance of their own, so that all else of a seed stays as it was before there were messages.
+    # A separate random stream, so that the rest of a seed's draw is as before messages existed.
     apart = Random(f"messages {seed}")
     first, second = (_with_messages(apart, plan) for plan in (first, second))
     needs = ModelNeeds(
@@ -105,12 +105,12 @@ def draw(seed: int) -> Draw:
     common = MODELS[kind](random, needs)
     common |= {"optim": optimizer(random), "seed": random.randrange(100)}
     if any("compression" in plan.parallel for plan in (first, second)):
-        common["optim"] |= {"skip_nonfinite": True}  # as messages have it by themselves
+        common["optim"] |= {"skip_nonfinite": True}  # as messages set it by themselves
     return Draw(seed, *with_settings(seed, *(_config(random, common, p) for p in (first, second))))
 
 
 def single_device(sections: Mapping[str, Json]) -> Sections:
-    """The same training on one device: the reference of a draw."""
+    """Return the same training on a single device: the reference of a draw."""
     plain = {name: sections[name] for name in COMMON if name in sections}
     model = {name: value for name, value in sections["model"].items() if name != "remat"}
     if "attention" in model:
@@ -128,11 +128,11 @@ def single_device(sections: Mapping[str, Json]) -> Sections:
 
 
 def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
-    """The whole config of a plan: what it chooses for the model's sizes comes last."""
+    """Build the whole config of a plan; choices that depend on the model's sizes come last."""
     model, parallel = dict(common["model"]), dict(plan.parallel)
     layers = layers_of(model)
     if model["type"] == "gpt":
-        # What is gathered ahead keeps the inputs of layers only.
+        # Gathering ahead keeps only the inputs of layers.
         policies = ["full"] if parallel["zero"].get("prefetch") else [*REMATS]
         model["remat"] = REMATS[random.choice(policies)]
         if isinstance(model["remat"], tuple):
@@ -142,7 +142,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
         parallel["pipeline"] = {**parallel["pipeline"], "layers": counts}
     rows = random.choice((1, 1, 2, 3)) * plan.data * plan.microbatches
     if model.get("args", {}).get("batch_norm"):
-        rows *= 8  # Of two rows, batch statistics leave rounding and little else.
+        rows *= 8  # With two rows, batch statistics leave little but rounding.
     return {
         **common,
         "model": model,
@@ -154,7 +154,7 @@ def _config(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
 
 
 def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
-    """Sizes of the axes of a mesh section, 1 where there is none.
+    """Return the sizes of the axes of a mesh section, 1 where there is none.
 
     >>> axis_sizes({"data": {"dcn": 2, "ici": 3}, "tensor": 2})
     {'data': 6, 'stage': 1, 'tensor': 2}
@@ -164,14 +164,14 @@ def axis_sizes(mesh: Mapping[str, Json]) -> dict[str, int]:
 
 
 def _composition(random: Random, total: int, parts: int) -> list[int]:
-    """So many counts of 1 or more that add up to a total."""
+    """Draw counts of 1 or more that add up to a total."""
     cuts = sorted(random.sample(range(1, total), parts - 1))
     return [high - low for low, high in zip([0, *cuts], [*cuts, total], strict=True)]
 
 
 @cache
 def meshes() -> tuple[tuple[int, int, int], ...]:
-    """Sizes of data, stage and tensor on 1 to 8 devices."""
+    """Return the sizes of data, stage and tensor on 1 to 8 devices."""
     sizes = range(1, DEVICES + 1)
     return tuple(
         (data, stage, tensor)
@@ -185,7 +185,8 @@ def meshes() -> tuple[tuple[int, int, int], ...]:
 def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
     """Return whether a model can be split over these axes.
 
-    No pipeline takes an mlp, none of a cnn has a tensor axis, and `WHOLE_MODELS` name no dims.
+    No pipeline accepts an mlp, no pipeline of a cnn has a tensor axis, and `WHOLE_MODELS` name no
+    dims.
     """
     if kind in WHOLE_MODELS:
         return stage == tensor == 1
@@ -193,7 +194,7 @@ def _fits(kind: str, data: int, stage: int, tensor: int) -> bool:
 
 
 def _plan(random: Random, kind: str) -> TrainingPlan:
-    """A mesh, what runs on it, and in how many microbatches."""
+    """Draw a mesh, the settings on it, and a number of microbatches."""
     fitting = [sizes for sizes in meshes() if _fits(kind, *sizes)]
     weights = [_weight(*sizes) for sizes in fitting]
     ((data, stages, tensor),) = random.choices(fitting, weights)
@@ -215,13 +216,13 @@ def _plan(random: Random, kind: str) -> TrainingPlan:
 
 
 def _weight(data: int, stage: int, tensor: int) -> float:
-    """How often a mesh is drawn: there are few with many axes, and most settings need data."""
+    """Weight a mesh: there are few with many axes, and most settings need data."""
     axes = sum(size > 1 for size in (data, stage, tensor))
     return (0.5, 1, 3, 9)[axes] * (2 if data > 1 else 1)
 
 
 def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
-    """Axes in any order; some of size 1 are named, and data may lie over two networks."""
+    """Order axes at random; some of size 1 are named, and data may span two networks."""
     names = [name for name, size in sizes.items() if size > 1 or random.random() < 0.1]
     random.shuffle(names)
     mesh: Sections = {name: sizes[name] for name in names}
@@ -233,7 +234,7 @@ def _mesh(random: Random, sizes: Mapping[str, int]) -> Sections:
 
 
 def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections | None, Sections]:
-    """A reduction and a stage of ZeRO that the table of validity allows on a mesh."""
+    """Draw a reduction and a stage of ZeRO that the table of validity allows on a mesh."""
     while True:
         kind, stage = random.choice(REDUCTIONS), random.choice((0, 1, 2, 2, 3, 3))
         reduce = None if kind is None else {"type": kind, **_options(random, kind)}
@@ -249,7 +250,7 @@ def _zero_and_reduce(random: Random, mesh: Mapping[str, Json]) -> tuple[Sections
 
 
 def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
-    """Some plans send messages in place of gradients, with codecs that lose nothing."""
+    """Let some plans send messages instead of gradients, with lossless codecs."""
     if random.random() < 0.6:
         return plan
     codec = random.choice(LOSSLESS)
@@ -260,14 +261,14 @@ def _with_messages(random: Random, plan: TrainingPlan) -> TrainingPlan:
     parallel = {**plan.parallel, "compression": found}
     zero = ZeroConfig.model_validate(parallel["zero"])
     if zero.stage >= 2 and found["axis"] == "data":
-        return plan  # Layers are summed as they come, by codecs that lose something.
+        return plan  # Layers are summed one by one there, which only lossy codecs support.
     if violations(facts(plan.mesh, parallel["reduce"], zero, found)):
         return plan
     return replace(plan, parallel=parallel)
 
 
 def _options(random: Random, kind: str) -> Sections:
-    """Settings of an algorithm that change no number but the order of its sums."""
+    """Draw settings of an algorithm that change only the order of its sums."""
     found: Sections = {}
     if random.random() < 0.4:
         found["bucket_bytes"] = random.choice((64, 1000, 4096))
@@ -280,7 +281,7 @@ def _options(random: Random, kind: str) -> Sections:
 
 
 def _schedule(random: Random, stages: int) -> tuple[Sections, int, int]:
-    """A schedule, microbatches that it takes, and its chunks."""
+    """Draw a schedule, a valid number of microbatches, and its chunks."""
     kind = random.choice([*SCHEDULES])
     settings: Sections = {"type": kind}
     if "chunks" in SCHEDULES[kind].model_fields:
@@ -305,7 +306,7 @@ def _can_be_kept(pipeline: Sections, stages: int, microbatches: int) -> bool:
 
 
 def _rules(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
-    """Sharding rules beside the defaults."""
+    """Draw sharding rules in addition to the defaults."""
     model, found = common["model"], {}
     if plan.tensor > 1 and random.random() < 0.5:
         found = _tensor_rules(random, model, common["data"], plan)
@@ -320,7 +321,7 @@ def _rules(random: Random, common: Sections, plan: TrainingPlan) -> Sections:
 def _tensor_rules(
     random: Random, model: Mapping[str, Json], data: Mapping[str, Json], plan: TrainingPlan
 ) -> Sections:
-    """A dim that stays whole, or a sequence that is split."""
+    """Draw a dim that is not split, or a sequence that is split."""
     if model["type"] != "gpt":
         return {"mlp": None}
     if plan.stages == 1 and data["window"] % plan.tensor == 0 and random.random() < 0.5:
@@ -329,5 +330,5 @@ def _tensor_rules(
 
 
 def seeds_of(count: int, seed: int) -> Sequence[int]:
-    """Of so many draws: each has its own, so that a draw is the same among however many."""
+    """Return the seeds of `count` draws, so that a draw does not depend on their number."""
     return range(seed, seed + count)

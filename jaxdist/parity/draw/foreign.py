@@ -1,4 +1,4 @@
-"""Models and data as a user would import them: flax linen, equinox, and examples with weights."""
+"""Models and data as a user would import them: flax linen, equinox, and weighted examples."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class LinenNet(linen.Module):
 def linen_net(
     rngs: nnx.Rngs, *, shape: list[int], channels: int, classes: int, batch_norm: bool
 ) -> nnx.Module:
-    """A `LinenNet` for images of `shape`, as `model: {type: import}` takes it."""
+    """Make a `LinenNet` for images of `shape`, for `model: {type: import}`."""
     net = LinenNet(channels, classes, batch_norm)
     return from_linen(net, jax.numpy.zeros((1, *shape)))(rngs)
 
 
 def equinox_net(rngs: nnx.Rngs, *, features: int, width: int, classes: int) -> nnx.Module:
-    """An equinox MLP, as `model: {type: import}` takes it."""
+    """Make an equinox MLP, for `model: {type: import}`."""
     import equinox  # an extra
 
     class Net(equinox.Module):
@@ -64,7 +64,7 @@ def equinox_net(rngs: nnx.Rngs, *, features: int, width: int, classes: int) -> n
 
 @dataclass(frozen=True)
 class Weighted:
-    """A source whose examples weigh 0 to 3, by their index; three of eight weigh nothing."""
+    """A source whose examples have weights 0 to 3, by their index; three of eight have weight 0."""
 
     source: Source
 
@@ -81,7 +81,7 @@ class Weighted:
 
 
 def weighted(**config: Mapping[str, Json]) -> Dataset:
-    """Synthetic data, of the settings of `data: {type: synthetic}`, with unequal weights."""
+    """Make synthetic data, with the settings of `data: {type: synthetic}` and unequal weights."""
     made = SyntheticConfig.model_validate(config).build()
     heldout = None if made.heldout is None else Weighted(made.heldout)
     return replace(made, train=Weighted(made.train), heldout=heldout)

@@ -1,7 +1,7 @@
-"""Draws random models with their data, and optimizers, as sections of a config.
+"""Random models with their data, and random optimizers, as sections of a config.
 
-Learning rates move parameters by far more than their last digits, and what divides by the size of a
-gradient adds a large `eps`, as `jaxdist.parity.run` says.
+Learning rates move parameters by far more than their last digits, and optimizers that divide by the
+size of a gradient have a large `eps`, as `jaxdist.parity.run` explains.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ PATHS: Mapping[str, str] = {
     f"{linen_net.__module__}:linen_net": "linen",
     f"{equinox_net.__module__}:equinox_net": "equinox",
 }
-"""Import path of a user's model to its key of `MODELS`."""
+"""The key of `MODELS` for the import path of a user's model."""
 NARROWEST = 6
-"""The least width of a gpt."""
+"""The smallest width of a gpt."""
 
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What two plans ask of their model.
+    """The requirements of two plans on their model.
 
     Attributes:
-      tensor: into how many parts a tensor axis splits dims.
-      chunks: of a pipeline, each of which has a layer; 1 without one.
+      tensor: number of parts into which a tensor axis splits dims.
+      chunks: number of chunks of a pipeline, each with a layer; 1 without a pipeline.
       whole: whether all rows of a batch are computed together.
     """
 
@@ -46,12 +46,12 @@ class ModelNeeds:
 
 
 def name_of(model: Mapping[str, Json]) -> str:
-    """The key of `MODELS` that a model's section was drawn by."""
+    """Return the key of `MODELS` for a model's section."""
     return PATHS[model["path"]] if model["type"] == "import" else model["type"]
 
 
 def layers_of(model: Mapping[str, Json]) -> int:
-    """Layers, or parts, that a pipeline may share out.
+    """Return the number of layers, or parts, that a pipeline can distribute.
 
     >>> layers_of({"type": "cnn", "channels": [4, 4]}), layers_of({"type": "gpt", "layers": 3})
     (4, 3)
@@ -64,7 +64,7 @@ def layers_of(model: Mapping[str, Json]) -> int:
 
 
 def embeds_of(model: Mapping[str, Json]) -> list[int]:
-    """Lengths of its dims "embed", which no rule splits if it is not told to.
+    """Return the lengths of its dims "embed", which no default rule splits.
 
     >>> embeds_of({"type": "mlp", "hidden": [4, 3, 2, 5]})
     [3, 5]
@@ -76,10 +76,10 @@ def embeds_of(model: Mapping[str, Json]) -> list[int]:
 
 
 def _gpt(random: Random, needs: ModelNeeds) -> Sections:
-    """Odd widths, grouped heads, uneven layers: whatever the tensor axis does not forbid."""
+    """Draw odd widths, grouped heads, uneven layers: everything that the tensor axis allows."""
     groups, head_dim = random.choice((1, 1, 2)), random.choice((2, 4, 6))
     kv_heads = needs.tensor * random.choice((1, 1, 2) if needs.tensor < 4 else (1,))
-    # Of two features a norm leaves little but a sign, and what follows is chaos.
+    # With two features a norm leaves little but a sign, and the rest is chaotic.
     head_dim = max(head_dim, 2 * -(-NARROWEST // (2 * kv_heads * groups)))
     layers = random.randint(needs.chunks, needs.chunks + 3)
     model = {
@@ -104,7 +104,7 @@ def _gpt(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _mlp(random: Random, needs: ModelNeeds) -> Sections:
-    """Every other width is split."""
+    """Draw an MLP in which every other width is split."""
     widths = [
         (needs.tensor, 1)[i % 2] * random.choice((2, 3, 5, 8)) for i in range(random.randint(1, 4))
     ]
@@ -112,7 +112,7 @@ def _mlp(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _cnn(random: Random, needs: ModelNeeds) -> Sections:
-    """Each convolution is a part of a pipeline, and two layers more."""
+    """Draw a CNN; each convolution is a part of a pipeline, as are two further layers."""
     count = max(random.randint(1, 3), needs.chunks - 2)
     model = {
         "type": "cnn",
@@ -123,7 +123,7 @@ def _cnn(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _tower(random: Random, needs: ModelNeeds) -> Sections:
-    """A model as a user's own, with blocks and biases, and batch statistics where it may."""
+    """Draw a user's model with blocks and biases, and batch statistics where they are allowed."""
     data = _images(random)
     norm = needs.whole and random.random() < 0.8
     args = {
@@ -143,7 +143,7 @@ def _tower(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _linen(random: Random, needs: ModelNeeds) -> Sections:
-    """A network of flax linen, which jaxdist knows by its trace alone."""
+    """Draw a network of flax linen, which jaxdist knows only by its trace."""
     data = _images(random)
     args = {
         "shape": [data["height"], data["width"], data["channels"]],
@@ -155,7 +155,7 @@ def _linen(random: Random, needs: ModelNeeds) -> Sections:
 
 
 def _equinox(random: Random, needs: ModelNeeds) -> Sections:
-    """A network of equinox, which sees one example at a time."""
+    """Draw a network of equinox, which sees a single example at a time."""
     del needs
     data = _images(random)
     args = {
@@ -200,11 +200,11 @@ MODELS: Mapping[str, Callable[[Random, ModelNeeds], Sections]] = {
     "linen": _linen,
     "equinox": _equinox,
 }
-"""The sections `model` and `data`, and what else the model wants."""
+"""Functions that draw the sections `model` and `data`, and others that the model needs."""
 
 
 def optimizer(random: Random) -> Sections:
-    """A random optimizer with clipping, skipped steps, a loss scale and a schedule."""
+    """Draw a random optimizer with clipping, skipped steps, a loss scale and a schedule."""
     kind = random.choice([*OPTIMIZERS])
     found = {"type": kind, **OPTIMIZERS[kind](random)}
     if random.random() < 0.5:

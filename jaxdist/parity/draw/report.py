@@ -1,4 +1,4 @@
-"""The outcomes of draws as lines for a console, as JSON, and as the page in the docs."""
+"""The outcomes of draws as lines for a console, as JSON, and as a page of the docs."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jaxdist.runtime import environment
 from jaxdist.types import Json, JsonObject
 
 HEADER = f"{'seed':>6} {'verdict':<9}{'loss':>8}{'grad':>8}{'update':>8}  {'loaded':<8} what"
-"""Above `line`."""
+"""The heading of `line`."""
 
 
 def line(outcome: DrawOutcome) -> str:
-    """One draw in lines of 80 columns, but for reasons."""
+    """Format a draw in lines of 80 columns, except for reasons."""
     sections, found = outcome.sections, outcome.differences
     values = asdict(found).values() if found else ()
     numbers = "".join(f"{value:>8.1e}" for value in values) or " " * 24
@@ -36,7 +36,7 @@ def line(outcome: DrawOutcome) -> str:
 
 
 def mesh_text(mesh: Mapping[str, Json]) -> str:
-    """Axes and sizes in their order.
+    """Format axes and sizes in order.
 
     >>> mesh_text({"tensor": 2, "data": {"dcn": 2, "ici": 1}, "fake_devices": 4})
     'tensor 2, data 2 dcn x 1 ici'
@@ -51,7 +51,7 @@ def mesh_text(mesh: Mapping[str, Json]) -> str:
 
 
 def plan_text(sections: Sections) -> str:
-    """The mesh, and what is not at its default on it."""
+    """Format the mesh, and the settings that are not at their default."""
     features = features_of(sections)
     shown = ("ZeRO", "reduce", "messages", "microbatches", "schedule")
     plan = [f"{name} {features[name]}" for name in shown if features[name] not in ("none", "1")]
@@ -65,7 +65,7 @@ def plan_text(sections: Sections) -> str:
 
 
 def features_of(sections: Sections) -> dict[str, str]:
-    """What the page counts of a config: by name, what it has."""
+    """Return the features of a config that the page counts, by name."""
     parallel, mesh = sections["parallel"], sections["mesh"]
     zero, pipeline = parallel["zero"], parallel.get("pipeline")
     scope = ", ici" if zero["scope"] == "ici" else ""
@@ -102,10 +102,10 @@ def _messages(compression: Mapping[str, Json] | None) -> str:
 
 
 def failure_text(outcome: DrawOutcome, file: Path) -> str:
-    """How to see again what is wrong: commands, and the configs.
+    """Format commands and configs that reproduce a failure.
 
     Args:
-      file: where the config is written.
+      file: the file of the config.
     """
     again = [f"jaxdist parity --draw 1 --seed {outcome.seed}", f"jaxdist train {file}"]
     text = [*(f"  {command}" for command in again), "", plain_yaml(outcome.sections)]
@@ -115,7 +115,7 @@ def failure_text(outcome: DrawOutcome, file: Path) -> str:
 
 
 def verdict(outcomes: Sequence[DrawOutcome]) -> str:
-    """How many are equal, were refused, went wrong; each reason of a refusal once."""
+    """Count how many are equal, were refused, differ or failed; each reason of a refusal once."""
     counts = Counter(outcome.verdict for outcome in outcomes)
     kinds = ("equal", "refused", "differs", "failed")
     loaded = Counter(outcome.checkpoint for outcome in outcomes)
@@ -128,10 +128,10 @@ def verdict(outcomes: Sequence[DrawOutcome]) -> str:
 
 
 def to_json(outcomes: Sequence[DrawOutcome], *, count: int, seed: int) -> JsonObject:
-    """Everything that was found, as plain data.
+    """Convert all outcomes to plain data.
 
     Args:
-      count, seed: of the draws that are to be made, of which there may be fewer yet.
+      count, seed: number and first seed of the planned draws, of which fewer may be done.
     """
     return {
         "count": count,
@@ -143,14 +143,14 @@ def to_json(outcomes: Sequence[DrawOutcome], *, count: int, seed: int) -> JsonOb
 
 
 def _row(outcome: DrawOutcome) -> JsonObject:
-    """One outcome; what both configs have is there once."""
+    """Convert an outcome; sections that both configs share are included once."""
     row = asdict(outcome)
     row["reader"] = {name: row["reader"][name] for name in row["reader"] if name not in COMMON}
     return row
 
 
 def from_json(report: Mapping[str, Json]) -> list[DrawOutcome]:
-    """The outcomes of `to_json`."""
+    """Convert back the outcomes of `to_json`."""
 
     def outcome(row: Mapping[str, Json]) -> DrawOutcome:
         common: Sections = {
@@ -167,7 +167,7 @@ PAGE = "python -m jaxdist.parity.draw.report docs/parity_draw.json > docs/parity
 
 
 def markdown(report: Mapping[str, Json]) -> str:
-    """A run as a page: the verdicts, by everything that was drawn."""
+    """Format a run as a page: the verdicts, by every drawn feature."""
     outcomes = from_json(report)
     count, seed, versions = report["count"], report["seed"], report["versions"]
     lines = [
@@ -192,7 +192,7 @@ def markdown(report: Mapping[str, Json]) -> str:
 
 
 def _replicas(outcomes: Sequence[DrawOutcome]) -> str:
-    """In how many draws XLA rounded replicas of a tensor differently, and by how much."""
+    """Describe in how many draws XLA rounded replicas of a tensor differently, and by how much."""
     apart = [outcome.replicas for outcome in outcomes if outcome.replicas]
     known = sum(outcome.replicas is not None for outcome in outcomes)
     most = f", by {max(apart):.1e} of the largest element at most" if apart else ""

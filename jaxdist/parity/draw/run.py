@@ -1,4 +1,4 @@
-"""Compares a draw with one device, and its checkpoint with what a second plan loads."""
+"""The comparison of a draw with a single device, and of its checkpoint in a second plan."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ from jaxdist.types import Json, JsonObject, Leaf, PyTree
 
 @dataclass(frozen=True)
 class DrawOutcome:
-    """How a draw went.
+    """The outcome of a draw.
 
     Attributes:
-      verdict: "equal"; "differs"; "refused", by an error of ours; or "failed", by anything else.
-      reason: why it was refused or failed, or what differs of a checkpoint.
-      checkpoint: "equal", "differs", "refused" (the plan that would load) or "" (not tried).
-      replicas: how far those of one tensor are apart after the last step, relative to its largest
-        element; the worst of all. None where nothing was trained.
+      verdict: "equal"; "differs"; "refused", by our own error; or "failed", by any other.
+      reason: why it was refused or failed, or the differences of a checkpoint.
+      checkpoint: "equal", "differs", "refused" (by the second plan) or "" (not tried).
+      replicas: largest difference between replicas of a tensor after the last step, relative to its
+        largest element. None where nothing was trained.
     """
 
     seed: int
@@ -69,23 +69,23 @@ class DrawOutcome:
 
 
 def judge(seed: int) -> DrawOutcome:
-    """Train a draw and its reference, save and load; whatever goes wrong is in what is returned."""
+    """Train a draw and its reference, save and load; errors are part of the outcome."""
     drawn, begun = draw(seed), time.perf_counter()
     found: JsonObject = {}
     try:
         found = compare(drawn)
     except Exception as error:
         found = {"verdict": "failed", "reason": f"{type(error).__name__}: {_first_line(error)}"}
-    jax.clear_caches()  # Of programs that no other draw has.
+    jax.clear_caches()  # its programs are used by no other draw
     seconds = round(time.perf_counter() - begun, 1)
     return DrawOutcome(seed, **found, seconds=seconds, sections=drawn.sections, reader=drawn.reader)
 
 
 def compare(drawn: Draw) -> JsonObject:
-    """The fields of an `DrawOutcome` that running a draw decides.
+    """Return the fields of an `DrawOutcome` that come from running a draw.
 
     Raises:
-      Exception: whatever the draw meets but a refusal of ours.
+      Exception: any error of the draw other than our own refusal.
     """
     plain = single_device(drawn.sections)
     reference = _built(plain)
@@ -128,11 +128,11 @@ def compare(drawn: Draw) -> JsonObject:
 
 
 def _reason(error: JaxdistError) -> str:
-    """Why we refuse a config.
+    """Return why we refuse a config.
 
     Raises:
-      BaseException: what made the error, if it is not ours: no refusal, but a defect that is taken
-        for one of the user's code.
+      BaseException: the cause of the error, if it is not ours: then it is not a refusal, but a
+        defect that is mistaken for an error of the user's code.
     """
     cause = error.__cause__
     while cause is not None:
@@ -156,8 +156,10 @@ def _cuts(sections: Mapping[str, Json]) -> tuple[str, ...]:
 
 
 def _apart(state: PyTree) -> tuple[float, str]:
-    """The largest difference between replicas of a tensor, relative to its largest element, and
-    the tensor's name."""
+    """Return the largest difference between replicas of a tensor, and the tensor's name.
+
+    The difference is relative to the tensor's largest element.
+    """
     worst = (0.0, "")
     for name, leaf in flatten_with_names(state):
         first: dict[str, np.ndarray] = {}
@@ -172,7 +174,7 @@ def _apart(state: PyTree) -> tuple[float, str]:
 
 
 def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
-    """Which tensors a second plan loads differently from what was saved; empty if none."""
+    """Name the tensors that a second plan loads differently from the saved; empty if none."""
     saved, target = writer.program, reader.program
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "checkpoints"
@@ -181,7 +183,7 @@ def _unlike(writer: Experiment, state: TrainState, reader: Experiment) -> str:
             store.save(1, ordered, metadata={}, shapes=saved.own_shapes)
             store.wait()
             loaded: TrainState = restore(store, target, say=lambda _: None).state
-    # What messages left out belongs to the plan that sent them.
+    # Residuals of messages belong to the plan that sent them.
     ours, theirs = (
         replace(program.home.used(held), exchange=())
         for program, held in ((target, loaded), (saved, state))

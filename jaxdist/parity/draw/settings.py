@@ -1,8 +1,9 @@
-"""Settings that are drawn beside a mesh, a model and an optimizer, one function for each.
+"""Settings that are drawn in addition to a mesh, a model and an optimizer.
 
-Each takes the sections of a whole config and returns the sections that the setting changes, or
-nothing where the setting does not combine with the rest. What both plans of a draw must have alike,
-because it changes the numbers of one device too, is *shared*; all else belongs to one plan.
+Each function takes the sections of a whole config and returns the sections that the setting
+changes, or nothing where the setting does not combine with the rest. A setting that both plans of a
+draw must share, because it changes the numbers of a single device too, is *shared*; all others
+belong to one plan.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ Sections = JsonObject
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting, and how often it is drawn.
+    """A setting, with the probability of drawing it.
 
     Attributes:
-      chance: the share of the draws that try it.
-      shared: whether one device and the second plan have it too.
+      chance: the fraction of the draws that try it.
+      shared: whether a single device and the second plan have it too.
       add: maps a random stream and a config to the sections that change; None where the setting
         does not combine with the config.
       shown: maps a config to what the page counts, "no" where the config lacks the setting.
@@ -37,9 +38,9 @@ class Setting:
 
 
 def with_settings(seed: int, first: Sections, second: Sections) -> tuple[Sections, Sections]:
-    """Both plans of a draw with the settings that the seed gives them.
+    """Add the settings of the seed to both plans of a draw.
 
-    Each setting has a random stream of its own, so that a new one changes no other.
+    Each setting has its own random stream, so that a new setting does not change others.
     """
     for name, setting in SETTINGS.items():
         if Random(f"{name} {seed} chance").random() >= setting.chance:
@@ -71,7 +72,7 @@ def in_half_precision(config: Sections) -> bool:
 
 
 def in_full_precision(config: Sections) -> Sections:
-    """The config of one device, with everything in float32."""
+    """Return the config of a single device, with everything in float32."""
     model = {name: value for name, value in config["model"].items() if name != "compute_dtype"}
     optim = {name: value for name, value in config["optim"].items() if name != "master_weights"}
     return {**config, "model": model, "optim": optim}
@@ -114,14 +115,14 @@ def _lookahead(random: Random, config: Sections) -> Sections | None:
 
 
 def _skip_spikes(random: Random, config: Sections) -> Sections | None:
-    """Skip steps whose gradient is at all larger than the one before: about every other step."""
+    """Skip steps whose gradient is larger than the previous: about every other step."""
     spikes = {"factor": 1.0001, "window": 1}
     optim = {name: value for name, value in config["optim"].items() if name != "skip_nonfinite"}
     return {"optim": {**optim, "skip_spikes": spikes}}
 
 
 def _onebit(random: Random, config: Sections) -> Sections | None:
-    """1-bit Adam and 1-bit LAMB with messages that lose nothing: one device can be equalled."""
+    """Draw 1-bit Adam or LAMB with lossless messages, which a single device can reproduce."""
     kind, freeze = random.choice(("onebit_adam", "onebit_lamb")), random.choice((1, 2))
     optim: Sections = {"type": kind, "learning_rate": 1e-2, "eps": 1e-3, "freeze_step": freeze}
     found = {"optim": {**optim, "schedule": config["optim"]["schedule"], "skip_nonfinite": True}}
@@ -163,7 +164,7 @@ def _collective_matmul(random: Random, config: Sections) -> Sections | None:
 
 
 def _weights(random: Random, config: Sections) -> Sections | None:
-    """Rows that count differently, and many that do not count at all."""
+    """Give rows unequal weights, many of them zero."""
     data = {name: value for name, value in config["data"].items() if name != "type"}
     size = "vocab_size" if data["kind"] == "tokens" else "classes"
     path = "jaxdist.parity.draw.foreign:weighted"
@@ -171,7 +172,7 @@ def _weights(random: Random, config: Sections) -> Sections | None:
 
 
 def _dropout(random: Random, config: Sections) -> Sections | None:
-    """Random layers equal one device's only where XLA cuts the batch, and nothing else does."""
+    """Add random layers, which equal a single device's only where just XLA splits the batch."""
     model = config["model"]
     if _stages(config) > 1 or model["type"] != "import" or model["path"] != TOWER:
         return None
@@ -183,13 +184,13 @@ def _dropout(random: Random, config: Sections) -> Sections | None:
 
 
 def _left_to_xla(config: Sections) -> Sections:
-    """The section `parallel` of a config, without anything that jaxdist exchanges itself."""
+    """Return a config's section `parallel` without communication by jaxdist itself."""
     zero = {name: config["parallel"]["zero"][name] for name in ("stage", "whole_below")}
     return {"reduce": None, "zero": {**zero, "scope": "all"}}
 
 
 def _evaluation(random: Random, config: Sections) -> Sections | None:
-    """Held-out examples that rarely fill the last batch."""
+    """Add held-out examples that rarely fill the last batch."""
     data, count = config["data"], random.randint(9, 40)
     if data["type"] == "import":
         return _with(config, "data", args={**data["args"], "heldout_examples": count})
@@ -197,7 +198,7 @@ def _evaluation(random: Random, config: Sections) -> Sections | None:
 
 
 def _ramp(random: Random, config: Sections) -> Sections | None:
-    """A first step with a smaller batch."""
+    """Add a first step with a smaller batch."""
     train, parts = config["train"], data_size(config)
     size, pieces = 2 * train["batch_size"], train["microbatches"]
     fitting = [
@@ -213,12 +214,12 @@ def _ramp(random: Random, config: Sections) -> Sections | None:
 
 
 def _pieces(config: Sections, size: int, microbatches: int, full: int) -> int:
-    """Return how many microbatches a batch of another size has; a pipeline's stay as many."""
+    """Return the microbatches of a batch of another size; a pipeline keeps their number."""
     return math.ceil(size * microbatches / full) if _stages(config) == 1 else microbatches
 
 
 def _phases(random: Random, config: Sections) -> Sections | None:
-    """Two learning rates, and two batch sizes where the plan divides both."""
+    """Draw two learning rates, and two batch sizes where the plan divides both."""
     if "batch_ramp" in config["train"]:
         return None
     size = config["train"]["batch_size"]
@@ -273,7 +274,7 @@ def _secondary(random: Random, config: Sections) -> Sections | None:
     if not fits or {"compression", "deterministic"} & {*config["parallel"]}:
         return None
     if (config["parallel"]["reduce"] or {}).get("type") == "hierarchical":
-        return None  # The second copy leaves it one network.
+        return None  # The second copy requires two networks.
     return _of_zero(config, secondary=True)
 
 
@@ -331,5 +332,5 @@ SETTINGS: Mapping[str, Setting] = {
     "gather dtype": Setting(0.3, False, _gather_dtype, _value("parallel.zero", "gather_dtype")),
     "second copy of shards": Setting(0.5, False, _secondary, _value("parallel.zero", "secondary")),
 }
-"""Settings by the name that the page shows, in the order that they are added."""
+"""Settings by their name on the page, in the order in which they are added."""
 assert STEPS == 3, "phases divide the steps of a draw in thirds"

@@ -1,1 +1,1 @@
-"""What the search asks of a model: a decoder, whose layers are known, or any other, traced."""
+"""Formulas of the search: for a decoder, whose layers are known, or for other models, traced."""

@@ -1,4 +1,4 @@
-"""What the search asks of a model, and what all models' answers share."""
+"""The contract of formulas, and the parts that all of them share."""
 
 from __future__ import annotations
 
@@ -19,27 +19,27 @@ MOST_MICROBATCHES = 128
 
 
 class Formulas(Protocol):
-    """What is known of a model's plans without compiling one."""
+    """Formulas for a model's plans that need no compilation."""
 
     def plans(self, target: Target, places: Places) -> Iterator[Plan]:
-        """Every plan on one mesh, valid or not."""
+        """Yield every plan on a mesh, valid or not."""
         ...
 
     def refusal(self, plan: Plan) -> str | None:
-        """Why a plan is none, in words that many plans share; None where it is one."""
+        """Return why a plan is invalid, in words that many plans share; None for a valid plan."""
         ...
 
     def memory(self, plan: Plan) -> Memory:
-        """What a valid plan takes on each device."""
+        """Return the memory of a valid plan on each device."""
         ...
 
     def seconds(self, plan: Plan, places: Places, target: Target) -> Seconds:
-        """The time of its step."""
+        """Return the time of its step."""
         ...
 
 
 def counts_of(batch: int, plan: Plan) -> list[int]:
-    """The microbatches that a plan's replicas can cut their part of a batch into."""
+    """List the numbers of microbatches into which a replica's part of the batch can be cut."""
     rows = max(1, batch // plan.replicas)
     return [n for n in range(1, min(rows, MOST_MICROBATCHES) + 1) if rows % n == 0]
 
@@ -48,7 +48,7 @@ def counts_of(batch: int, plan: Plan) -> list[int]:
 def invalid(
     zero: int, scope: str, staged: bool, split: bool, two: bool, narrow: bool
 ) -> str | None:
-    """What the table of validity says of such a plan, its first row."""
+    """Return the first violation of such a plan in the table of validity."""
     mesh = {"stage": 2} if staged else {}
     mesh |= {"data_dcn": 2, "data_ici": 2} if two else {"data": 2}
     mesh |= {"tensor": 2} if split else {}

@@ -1,4 +1,4 @@
-"""Every plan of a decoder, why some are none, and their pipelines' ticks."""
+"""The plans of a decoder, reasons for invalid plans, and the ticks of pipelines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from jaxdist.planner.time import Seconds, seconds
 
 @dataclass(frozen=True)
 class DecoderFormulas:
-    """A decoder's, for the search."""
+    """The formulas of a decoder, for the search."""
 
     model: Decoder
 
@@ -42,7 +42,7 @@ class DecoderFormulas:
 
 
 def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
-    """Every plan on one mesh, valid or not."""
+    """Yield every plan on a mesh, valid or not."""
     stage, data, tensor = places.sizes
     base = Plan(data=data, tensor=tensor, stage=stage, slices=target.slices)
     counts = counts_of(model.batch, base)
@@ -54,7 +54,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
     for count, remat, zero, (kind, chunks) in itertools.product(counts, KEPT, range(4), kinds):
         scopes = ("all", "ici") if zero and target.slices > 1 else ("all",)
         stashes = (False,) if kind is None else (False, True)
-        # Forward passes ahead shorten the ticks of 1F1B; the others are laid out for theirs.
+        # Running forward passes ahead shortens the ticks of 1F1B; other schedules are fixed.
         aheads = (False, True) if kind == "1f1b" else (False,)
         for scope, narrow, stash, ahead in itertools.product(
             scopes, (False, True), stashes, aheads
@@ -74,7 +74,7 @@ def plans(model: Decoder, target: Target, places: Places) -> Iterator[Plan]:
 
 
 def refusal(model: Decoder, plan: Plan) -> str | None:
-    """Why a plan is none, in words that many plans share; None where it is one."""
+    """Return why a plan is invalid, in words that many plans share; None for a valid plan."""
     found = _indivisible(model, plan)
     if found is not None:
         return found
@@ -112,7 +112,7 @@ def _indivisible(model: Decoder, plan: Plan) -> str | None:
 
 
 def ticks_of(plan: Plan) -> Ticks | None:
-    """The ticks of a plan's pipeline; None without one."""
+    """Return the ticks of a plan's pipeline; None without a pipeline."""
     if plan.schedule is None:
         return None
     activations = "stash" if plan.stash else "recompute"

@@ -1,9 +1,9 @@
-"""Plans of any model: what they take, from the model's own step as jax traces it.
+"""Plans of any model, with figures from jax's trace of the model's own step.
 
-Formulas that know the model's layers exist for decoders alone (`jaxdist.planner.memory` and
-`jaxdist.planner.time`). Of any other model the trace says what can be told: parameters and their
-shapes, the optimizer's state, what a forward pass leaves for the backward pass, and FLOPs. That is
-enough for the data axis with ZeRO and microbatches, not for what other axes would send.
+Formulas that know the model's layers exist only for decoders (`jaxdist.planner.memory` and
+`jaxdist.planner.time`). For other models the trace gives parameters and their shapes, the
+optimizer's state, the forward pass's memory for the backward pass, and FLOPs. That is enough for
+the data axis with ZeRO and microbatches, but not for the communication of other axes.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from jaxdist.trees import flatten_with_names
 
 OTHER_AXES = "what axes tensor and stage would send is known of gpt alone"
 ROWS = (2, 4)
-"""Examples of the two traces whose difference is what each example adds."""
+"""Numbers of examples of the two traces whose difference is the share of each example."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A model and how it is trained, as the trace of its step has it.
+    """A model and its training, from the trace of its step.
 
     Attributes:
-      unit: of what is counted in a step, "tokens" or "examples".
-      batch: examples of a step.
-      units_per_example: tokens of each, or 1.
-      tensors: each parameter, and how many layers of it are stacked.
-      param_bytes: of a parameter, on average.
-      state_bytes: of the optimizer's state of each parameter, on average.
-      buffer_bytes: of statistics beside the parameters.
-      example_bytes: of one example of the data.
-      kept_bytes: what its forward pass leaves for the backward pass.
-      flops: of its matrix products and convolutions, nothing computed twice.
-      step_flops: the same as the step has them, with what is computed again.
-      narrow: whether they are of numbers of two bytes.
-      steps: of the run; None where it is counted in epochs.
+      unit: unit of data in a step, "tokens" or "examples".
+      batch: examples in a step.
+      units_per_example: tokens in an example, or 1.
+      tensors: each parameter, with its number of stacked layers.
+      param_bytes: bytes of a parameter, on average.
+      state_bytes: bytes of the optimizer's state per parameter, on average.
+      buffer_bytes: bytes of statistics besides the parameters.
+      example_bytes: bytes of an example of the data.
+      kept_bytes: bytes that an example's forward pass keeps for the backward pass.
+      flops: an example's FLOPs of matrix products and convolutions, without recomputation.
+      step_flops: an example's FLOPs in the actual step, with recomputation.
+      narrow: whether their numbers have two bytes.
+      steps: steps of the run; None where its length is in epochs.
     """
 
     unit: str
@@ -73,40 +73,40 @@ class Traced:
 
     @property
     def parameters(self) -> int:
-        """Of the whole model."""
+        """The number of parameters of the whole model."""
         return sum(math.prod(tensor.shape) * count for tensor, count in self.tensors)
 
     @property
     def tokens(self) -> int:
-        """Of a step; examples, where these are not of tokens."""
+        """The number of tokens in a step; of examples, where there are no tokens."""
         return self.batch * self.units_per_example
 
     @property
     def width(self) -> int:
-        """Bytes of one number of an activation."""
+        """The bytes of a number of an activation."""
         return 2 if self.narrow else 4
 
     @property
     def sent_bytes(self) -> float:
-        """Of a gradient before it is summed up, and of a parameter that is computed with."""
+        """The bytes of a number of a gradient before summation, and of a computed parameter."""
         return min(self.param_bytes, self.width)
 
     @property
     def cast_bytes(self) -> int:
-        """Of a parameter in the dtype that is computed in, where it is stored in another."""
+        """The bytes of a parameter's cast copy, where it is stored in another dtype; else 0."""
         return self.width if self.param_bytes > self.width else 0
 
     @property
     def step_words(self) -> str:
-        """What a step trains on."""
+        """The data of a step, as text."""
         return f"{self.tokens:,} {self.unit}"
 
     def model_flops(self, *, masked: bool) -> float:
-        """Of a step, nothing computed twice; which products a mask throws away is not known."""
+        """Return the FLOPs of a step, without recomputation; masked products are unknown."""
         return self.batch * self.flops
 
     def elements(self, parts: int = 1) -> int:
-        """Elements of the parameters that a device has, where ZeRO splits them into so many."""
+        """Return the number of parameter elements on a device, where ZeRO has this many parts."""
         return _elements(self.tensors, parts)
 
 
@@ -117,7 +117,7 @@ def _elements(tensors: tuple[tuple[Tensor, int], ...], parts: int) -> int:
 
 @dataclass(frozen=True)
 class TracedFormulas:
-    """For the search: data-parallel plans with ZeRO and microbatches."""
+    """The formulas of the search for data-parallel plans with ZeRO and microbatches."""
 
     model: Traced
 
@@ -141,7 +141,7 @@ class TracedFormulas:
         model, count = self.model, plan.microbatches
         whole, shard = model.elements(), model.elements(plan.state_parts)
         stored = shard if plan.zero == 3 else whole
-        # Gradients are of the dtype that the model computes in, but where they are the sum.
+        # Gradients have the dtype of the model's computation, unless they are the sum.
         alone = model.param_bytes if plan.zero == 0 and count == 1 else model.sent_bytes
         summed = (shard if plan.zero else whole) * model.param_bytes * (count > 1)
         rows = model.batch // (plan.replicas * count)
@@ -172,7 +172,7 @@ class TracedFormulas:
         )
 
     def _update_bytes(self, plan: Plan) -> float:
-        """Through memory, for new parameters and for the sum of microbatches."""
+        """Return the bytes through memory for new parameters and for the sum of microbatches."""
         model, count = self.model, plan.microbatches
         whole, shard = model.elements(), model.elements(plan.state_parts)
         each = 2 * model.state_bytes + 2 * model.param_bytes + RATES.update
@@ -181,10 +181,11 @@ class TracedFormulas:
         return (shard if plan.zero else whole) * each + sums
 
     def _waits(self, plan: Plan, places: Places, target: Target) -> tuple[float, float]:
-        """Inside the fast network, and across the slow one.
+        """Return the waits inside the fast network, and across the slow network.
 
-        Without ZeRO XLA sums the gradients of all microbatches once. With it each microbatch's are
-        scattered, and parameters gathered once, or in shards for both passes of each microbatch.
+        Without ZeRO, XLA sums the gradients of all microbatches once. With ZeRO, each microbatch's
+        gradients are scattered, and parameters are gathered once, or as shards in both passes of
+        each microbatch.
         """
         model, count, size = self.model, plan.microbatches, self.model.elements()
 
@@ -202,7 +203,7 @@ class TracedFormulas:
 
 
 def traced_of(config: ExperimentConfig, document: Document) -> Traced:
-    """What the trace of a config's step says, on one device; nothing is computed.
+    """Trace the step of a config on a single device; nothing is computed.
 
     Raises:
       ConfigError: the config cannot be built.
@@ -227,8 +228,8 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
         state_bytes=_bytes(state.opt_state) / count,
         buffer_bytes=_bytes(state.buffers),
         example_bytes=_bytes(program.batch) / examples,
-        # XLA keeps factors and results of products, and computes what lies between them again where
-        # it is used; less only where the model's own remat leaves less.
+        # XLA keeps factors and results of products, and recomputes the values between them where
+        # they are used; it keeps less only where the model's own remat keeps less.
         kept_bytes=max(0, min(high[name] - low[name] for name in ("left", "products"))) / added,
         flops=model_flops(config, device) / examples,
         step_flops=(high["flops"] - low["flops"]) / added,
@@ -238,14 +239,14 @@ def traced_of(config: ExperimentConfig, document: Document) -> Traced:
 
 
 def _tensor(name: str, shape: tuple[int, ...], dims: tuple[str | None, ...]) -> tuple[Tensor, int]:
-    """A parameter, and how many layers of it are stacked, which ZeRO does not split."""
+    """Return a parameter, and its number of stacked layers, which ZeRO does not split."""
     stacked = dims[:1] == ("layers",)
     own = shape[1:] if stacked else shape
     return Tensor(name, own, None, stacked), shape[0] if stacked else 1
 
 
 def _of_rows(alone: Experiment, rows: int) -> Mapping[str, float]:
-    """What a pass of so many examples keeps and computes."""
+    """Return the memory and work of a pass over `rows` examples."""
     program = alone.program
     compute = program.compute
     assert isinstance(compute, Unstaged), "one device has no stages"
