@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import random
 import re
 import signal
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -21,8 +19,9 @@ import numpy as np
 
 from benchmarks.core.report import Figure, Report
 from benchmarks.elastic import cost, peer, sigterm
-from benchmarks.elastic.run import CONFIG, WAIT_SECONDS, started, until
+from benchmarks.elastic.run import WAIT_SECONDS, started, until
 from benchmarks.elastic.scoreboard import board
+from benchmarks.elastic.scoreboard.strikes import strike, training
 from jaxdist.errors import RunError
 
 PROCESSES, KILLS, TORCH_KILLS = 4, 5, 3
@@ -109,7 +108,7 @@ def beside_torchrun(ours: Sequence[Recovery], python: str, kills: int) -> list[F
 
 
 def recoveries(kills: int, seed: int = 0) -> tuple[list[Recovery], Figure]:
-    """Ours, and what the agent takes while nothing happens.
+    """Kill processes of ours, and measure what the agent takes while nothing happens.
 
     Raises:
       RunError: a generation does not begin.
@@ -117,24 +116,14 @@ def recoveries(kills: int, seed: int = 0) -> tuple[list[Recovery], Figure]:
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.yaml").write_text(CONFIG)
-        command = ["-P", "-m", "jaxdist.cli", "train", "config.yaml", "run.directory=run"]
-        options = ["--elastic", "--processes", str(PROCESSES), "--devices", "1"]
-        with started([sys.executable, *command, *options], folder) as process:
-            journal = folder / "run" / "elastic.jsonl"
+        with training(folder, "run", PROCESSES) as (run, process):
             found: list[Recovery] = []
-            for number in range(1, kills + 1):
-                begun = until(lambda n=number: _event(journal, n, "begun"), process)
-                enough = EVERY + rng.randint(1, EVERY)
-                until(lambda n=number, m=enough: _steps_since(folder, journal, n) >= m, process)
-                killed = time.time()
-                os.kill(rng.choice(begun["pids"]), signal.SIGKILL)
-                again = until(lambda n=number: _event(journal, n + 1, "begun"), process)
-                lost = _event(journal, number, "lost")
-                assert lost is not None
-                parts = {part: again[f"{part}_seconds"] for part in PARTS}
-                resumed = int(_resumed(folder)[-1])
-                found.append(Recovery(again["time"] - killed, lost["step"] - resumed, parts))
+            for _ in range(kills):
+                hit = strike(run, process, signal.SIGKILL, rng, EVERY + 1, 2 * EVERY)
+                parts = {part: hit.again[f"{part}_seconds"] for part in PARTS}
+                resumed = re.findall(r"resume from step (\d+)", (folder / "out").read_text())
+                lost = hit.lost["step"] - int(resumed[-1] if resumed else 0)
+                found.append(Recovery(hit.seconds, lost, parts))
             agent = agent_figure(process.pid)
             process.send_signal(signal.SIGTERM)
             process.wait(WAIT_SECONDS)
@@ -160,29 +149,6 @@ def agent_figure(process: int) -> Figure:
         f"of the agent of {PROCESSES} processes, the median of {AGENT_WINDOWS} times "
         f"{AGENT_SECONDS:g} s; from {min(shares):.2%} to {max(shares):.2%}",
     )  # fmt: skip
-
-
-def _steps_since(folder: Path, journal: Path, generation: int) -> int:
-    """Steps that a generation has taken, by the log."""
-    begun = _event(journal, generation, "begun")
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()[:-1]
-    if begun is None or not lines:
-        return 0
-    records = [json.loads(line) for line in lines]
-    return sum(one["split"] == "train" and one["time"] > begun["time"] for one in records)
-
-
-def _resumed(folder: Path) -> list[str]:
-    found = re.findall(r"resume from step (\d+)", (folder / "out").read_text())
-    return found or ["0"]
-
-
-def _event(journal: Path, generation: int, event: str) -> dict | None:
-    lines = journal.read_text().splitlines() if journal.exists() else []
-    for line in map(json.loads, lines):
-        if (line["generation"], line["event"]) == (generation, event):
-            return line
-    return None
 
 
 def torch_recoveries(python: str, kills: int, seed: int = 0) -> list[Recovery]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 from benchmarks.core.report import Figure
-from benchmarks.elastic.run import CONFIG, started, until
+from benchmarks.elastic.run import until
+from benchmarks.elastic.scoreboard.strikes import training
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.errors import STOPPED, RunError
 from jaxdist.metrics.writer import read_metrics
@@ -40,13 +40,10 @@ def trial(rng: random.Random, *, elastic: bool) -> float:
     Raises:
       RunError: it ended otherwise than it should.
     """
-    options = ["--elastic", "--processes", "2"] if elastic else []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "config.yaml").write_text(CONFIG)
-        command = ["-P", "-m", "jaxdist.cli", "train", "config.yaml", "run.directory=run"]
         metrics = folder / "run" / "metrics.jsonl"
-        with started([sys.executable, *command, *options, "--devices", "1"], folder) as process:
+        with training(folder, "run", 2 if elastic else 1) as (_, process):
             until(lambda: metrics.exists() and metrics.read_text().count('"train"') > 2, process)
             time.sleep(2 * rng.random())
             begun = time.monotonic()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.elastic import cost, peer, report, sigterm
+from benchmarks.elastic.scoreboard import strikes
 from jaxdist.errors import RunError
 
 
@@ -34,8 +35,8 @@ def test_both_are_read_from_their_logs(tmp_path: Path, monkeypatch: pytest.Monke
     assert not report._went_back(report._lines(tmp_path)[:2])
     journal = tmp_path / "elastic.jsonl"
     journal.write_text(json.dumps({"generation": 2, "event": "lost", "step": 9}) + "\n")
-    assert report._event(journal, 2, "lost") == {"generation": 2, "event": "lost", "step": 9}
-    assert report._event(journal, 1, "lost") is None
+    assert strikes.event(tmp_path, 2, "lost") == {"generation": 2, "event": "lost", "step": 9}
+    assert strikes.event(tmp_path, 1, "lost") is None
 
 
 TORCHRUN = """#!{python}

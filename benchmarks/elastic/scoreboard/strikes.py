@@ -47,23 +47,42 @@ class Hit:
     """What followed a strike.
 
     Attributes:
-      detect: seconds until the agent knew.
-      seconds: until the first step that none before had come to.
-      named: whether the agent named the process.
+      at: when the process was struck, in seconds since 1970.
+      victim: the process.
+      lost, again: what the agent wrote of the loss, and of the generation that followed.
     """
 
-    detect: float
-    seconds: float
-    named: bool
+    at: float
+    victim: int
+    lost: JsonObject
+    again: JsonObject
+
+    @property
+    def detect(self) -> float:
+        """Seconds until the agent knew."""
+        return self.lost["time"] - self.at
+
+    @property
+    def seconds(self) -> float:
+        """Seconds until the first step that none before had come to."""
+        return self.again["time"] - self.at
+
+    @property
+    def named(self) -> bool:
+        """Whether the agent named the process."""
+        return self.lost["process"] == self.victim
 
 
 @contextmanager
-def training(folder: Path, processes: int, steps: int, name: str) -> Iterator[tuple[Path, Process]]:
-    """A run under an agent; its directory and its process."""
+def training(
+    folder: Path, name: str, processes: int, steps: int = 10**7
+) -> Iterator[tuple[Path, Process]]:
+    """Start a run under an agent, or of one process alone: its directory and its process."""
     (folder / "config.yaml").write_text(CONFIG)
     given = ["train", "config.yaml", f"run.directory={name}", f"train.steps={steps}"]
-    options = ["--elastic", "--processes", str(processes), "--devices", "1"]
-    with started(python_module("jaxdist.cli", *given, *options), folder) as process:
+    options = ["--elastic", "--processes", str(processes)] if processes > 1 else []
+    command = python_module("jaxdist.cli", *given, *options, "--devices", "1")
+    with started(command, folder) as process:
         yield folder / name, process
 
 
@@ -93,10 +112,22 @@ def last_step(run: Path) -> int:
     return max((json.loads(line)["step"] for line in lines), default=0)
 
 
-def strike(run: Path, process: Process, number: int, rng: random.Random) -> Hit:
-    """One of a generation's processes, at a random moment of its steps."""
+def strike(
+    run: Path,
+    process: Process,
+    number: int,
+    rng: random.Random,
+    least: int = LEAST,
+    most: int = MOST,
+) -> Hit:
+    """Strike one of a generation's processes, at a random moment of its steps.
+
+    Args:
+      number: the signal.
+      least, most: steps that the generation takes before.
+    """
     until(lambda: at_work(run), process)
-    first, after = last_step(run), rng.randint(LEAST, MOST)
+    first, after = last_step(run), rng.randint(least, most)
     until(lambda: last_step(run) >= first + after, process)
     time.sleep(0.1 * rng.random())
     begun = until(lambda: at_work(run), process)
@@ -107,7 +138,7 @@ def strike(run: Path, process: Process, number: int, rng: random.Random) -> Hit:
     again = until(lambda: event(run, generation + 1, "begun"), process)
     lost = event(run, generation, "lost")
     assert lost is not None
-    return Hit(lost["time"] - at, again["time"] - at, lost["process"] == victim)
+    return Hit(at, victim, lost, again)
 
 
 def end(process: Process) -> None:
@@ -169,9 +200,9 @@ def struck(trials: int, seed: int, processes: int, number: int) -> tuple[list[Hi
     rng, steps = random.Random(seed), APART * (trials + 1)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with training(folder, processes, steps, "whole") as (whole, process):
+        with training(folder, "whole", processes, steps) as (whole, process):
             end(process)
-        with training(folder, processes, steps, "parts") as (parts, process):
+        with training(folder, "parts", processes, steps) as (parts, process):
             hits = [strike(parts, process, number, rng) for _ in range(trials)]
             end(process)
         return hits, same_bits(whole, parts)
@@ -204,7 +235,7 @@ def timed(
     rng, hits = random.Random(seed), []
     with tempfile.TemporaryDirectory() as name:
         folder, over = Path(name), time.monotonic() + 60 * minutes
-        with training(folder, processes, 10**7, "run") as (run, process):
+        with training(folder, "run", processes) as (run, process):
             until(lambda: event(run, 1, "begun"), process)
             before = size_of(process.pid)
             following = time.monotonic() + apart
