@@ -22,7 +22,7 @@ class JaxdistError(ValueError):
 
 
 class ConfigError(JaxdistError):
-    """One or more problems of a configuration, all reported at once.
+    """Problems of a configuration, all reported at once.
 
     Attributes:
       setting: path of the setting at fault, from the section that is built; empty is the section.

@@ -62,7 +62,7 @@ class MeshConfig(Config):
     expert: int | Split | None = None
     """Splits the experts of a mixture."""
     fake_devices: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Train on this many fake CPU devices instead of the real ones."""
+    """Train on this many fake CPU devices instead of the real devices."""
 
     _order: tuple[str, ...] = PrivateAttr(default=())
 

@@ -35,7 +35,7 @@ class Identity:
       id: drawn when the run starts, or earlier.
       path: directory of the run; None where it is not known yet.
       begun: local time of the run's start, for people; empty where it is unknown.
-      asked: name of the requested directory: the run's own without its number, which stands for the
+      asked: name of the requested directory: the run's own without its number, which identifies the
         run's config; None for a run that started before ids existed.
     """
 

@@ -41,8 +41,9 @@ def step_directory(directory: Path, step: int) -> Path:
 def staging_directory(directory: Path, step: int, generation: int | None = None) -> Path:
     """Return the directory in which a step's checkpoint is written before it is committed.
 
-    With a generation in the name, no other generation can commit the files there, nor can this one
-    after the next has started, which first removes them (`recover`): a commit is a rename.
+    With a generation in the name, no other generation can commit the files there, nor can this
+    generation after the next has started, which first removes them (`recover`): a commit is a
+    rename.
     """
     of = "" if generation is None else f"g{generation}-"
     return directory / f"{_STAGING}{of}{step_directory(directory, step).name}"

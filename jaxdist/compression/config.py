@@ -38,7 +38,7 @@ class Compression(Config):
     error_feedback: bool | FeedbackConfig = True
     """Add what a message leaves out to the next gradient: false, true (classic), or a feedback."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """Steps at the beginning that send whole gradients, or gradually sparser ones."""
+    """Steps at the beginning that send whole gradients, or gradually sparser gradients."""
     warmup: Literal["whole", "sparser"] = "whole"
     """sparser (top-k): 25%, 6.25%, 1.6% and 0.4% of the elements in equal parts of warmup_steps."""
     axis: Literal["data", "data.dcn"] = "data"

@@ -1,4 +1,4 @@
-"""A configuration that a program gives: plain values, and the user's classes and functions."""
+"""A configuration from a program: plain values, and the user's classes and functions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PYTHON = Origin("a config from Python")
 
 
 def node_of(value: Any, path: KeyPath = ()) -> Node:
-    """The values as a document has them: paths as text, classes and functions by import path.
+    """Convert values to a document's form: paths as text, classes and functions by import path.
 
     Raises:
       ConfigError: a value that no config file could have; a class or function that has no name in
@@ -45,13 +45,13 @@ def node_of(value: Any, path: KeyPath = ()) -> Node:
 
 
 def import_path(value: Any, path: KeyPath = ()) -> str:
-    """The import path of a class or function.
+    """Return the import path of a class or function.
 
     Args:
-      path: of the setting, for the message.
+      path: path of the setting, for the message.
 
     Raises:
-      ConfigError: its module does not have it under its name.
+      ConfigError: the module does not have it under its name.
     """
     module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
     found: Any = sys.modules.get(module or "")

@@ -6,7 +6,7 @@ sides hold a mapping, they are merged key by key (the base's order first, then n
 other value is replaced. A mapping is replaced, not merged, when
 
 - both sides have a `type:` and the types differ: the keys of another type would be meaningless; or
-- the file lists it under `replace:`, as in `replace: [mesh]`, dotted for deeper ones.
+- the file lists it under `replace:`, as in `replace: [mesh]`, dotted for deeper mappings.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from jaxdist.config.explain import Problem
 from jaxdist.types import Annotation, Json
 
 NEAR = 0.8
-"""The least similarity, from 0 to 1, at which one key is suggested for another."""
+"""The least similarity, from 0 to 1, at which a key is suggested for another."""
 MOST = 3
 
 

@@ -116,13 +116,13 @@ def step_time(
     devices: Sequence[Any],
     lockstep: Lockstep | None = None,
 ) -> StepTime:
-    """Predict one run of a program.
+    """Predict the time of a run of a program.
 
     Args:
       module: the program as the TPU's compiler scheduled it, with its estimates.
-      layout: of the mesh that it was compiled for.
-      devices: of the mesh, flattened; those for which `can_predict` holds.
-      lockstep: of a pipeline, which branches its stages take in each tick.
+      layout: layout of the mesh that it was compiled for.
+      devices: the mesh's devices, flattened; `can_predict` must hold for them.
+      lockstep: the branches that a pipeline's stages take in each tick.
     """
     rates = _rates(devices, layout)
     unmatched = mismatch(module, lockstep) if lockstep else None

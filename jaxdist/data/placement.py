@@ -51,7 +51,7 @@ class Placement:
 
         Raises:
           DataError: `sharding` has no entry for a name.
-          ShardingError: a batch that cannot be split as its sharding says.
+          ShardingError: a batch that cannot be split by its sharding.
         """
         self._batch_size = batch_size
         self._shapes = {name: (batch_size, *shape) for name, shape in shapes.items()}

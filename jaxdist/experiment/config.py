@@ -41,7 +41,7 @@ At = Callable[..., AbstractContextManager[None]]
 
 
 class EvalConfig(Config):
-    """How often and on how much of the held-out split to evaluate."""
+    """Interval and size of evaluations on the held-out split."""
 
     every: Count | None = None
     """Steps between two evaluations; null evaluates after the last step only."""
@@ -57,22 +57,22 @@ class HookConfig(Config):
     path: str
     """Import path of the class or function, `mypkg.module:Name`."""
     args: Kwargs = Field(default_factory=dict)
-    """Keyword arguments for it."""
+    """Keyword arguments for the class or function."""
 
 
 class RunConfig(Config):
-    """Where a run keeps its files, what it calls, and what stops it early."""
+    """A run's directory, hooks, and sources of a preemption notice."""
 
     directory: FilePath | None = None
     """The run directory; null is runs/ and the name of the config file."""
     hooks: tuple[HookConfig, ...] = ()
-    """Hooks that the run calls while it lasts, in this order."""
+    """Hooks that the run calls, in this order."""
     preemption: PreemptionConfig = PreemptionConfig()
     """Sources of a preemption notice, besides signals."""
 
 
 class ExperimentConfig(Config):
-    """One experiment: model, data, mesh, and how to train."""
+    """An experiment: model, data, mesh, and training."""
 
     model: ModelConfig
     """The model, by type."""
@@ -97,29 +97,29 @@ class ExperimentConfig(Config):
     parallel: ParallelConfig = ParallelConfig()
     """Communication that jaxdist does explicitly."""
     strategy: StrategyConfig = Synchronous()
-    """How a run divides into steps and processes, by type."""
+    """The division of a run into steps and processes, by type."""
     energy: EnergyConfig = EnergyConfig()
-    """How energy is measured, and the carbon intensity of the electricity."""
+    """The meter of energy, and the carbon intensity of the electricity."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed for parameter initialization, data order and dropout."""
     run: RunConfig = RunConfig()
-    """Files of the run, and preemption notices."""
+    """Files of the run, hooks, and preemption notices."""
 
 
 Source = str | os.PathLike[str] | Mapping[str, Any] | ExperimentConfig
-"""A config file, or what would be in one: plain values, or a config that was validated before."""
+"""A config file, the plain values of such a file, or a config that is already validated."""
 
 
 def load(source: Source, overrides: Sequence[str] = ()) -> tuple[Document, ExperimentConfig]:
     """Read and validate a configuration.
 
-    In plain values a class or a function may stand where a file has its import path, as in
-    `{"type": "import", "path": MyModel}`: it must have a name in its module, which is what the run
-    directory's config will say.
+    Plain values may contain a class or a function in place of its import path, as in
+    `{"type": "import", "path": MyModel}`: it must have a name in its module, which is written to
+    the config in the run directory.
 
     Args:
-      source: a file, or what would be in one.
-      overrides: `section.key=value` texts, which win over it.
+      source: a file, or the plain values of such a file.
+      overrides: `section.key=value` texts, which override the source.
 
     Raises:
       ConfigError: all problems of the file and of the overrides at once.

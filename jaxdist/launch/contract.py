@@ -107,14 +107,14 @@ class Commands:
 
 
 class Engine(Config):
-    """Something that runs jobs on machines."""
+    """A program that runs jobs on machines."""
 
     program: ClassVar[str]
-    """What must be installed where the launch is done."""
+    """The program that must be installed where the launch is done."""
     install: ClassVar[str]
-    """How to come by it."""
+    """Instructions to install it."""
     identity: ClassVar[str] = r"(\S+)"
-    """Of a job, in what the submitting command prints."""
+    """Pattern of a job's name in the output of the submitting command."""
 
     def check(self, job: Job) -> None:
         """Refuse a job that the engine cannot run.

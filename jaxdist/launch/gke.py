@@ -69,12 +69,12 @@ def chips_per_host(topology: Topology) -> int:
 
 
 class Volume(Config):
-    """A disk that all pods see."""
+    """A disk that all pods share."""
 
     claim: str
     """The PersistentVolumeClaim."""
     path: str = "/data"
-    """Where it is found; the run directory should lie there."""
+    """Mount path of the volume; the run directory should be below it."""
 
 
 class Gke(Engine):
@@ -88,7 +88,7 @@ class Gke(Engine):
     image: str
     """Image with jaxdist, and with the config at the given path."""
     tpu: str | None = None
-    """Topology of a slice, such as v5p:4x4x4, which determines nodes and chips; null is no TPU."""
+    """Topology of a slice, such as v5p:4x4x4, which determines nodes and chips; null: no TPU."""
     slices: Count = 1
     """Number of slices of TPUs, joined by a slower network."""
     gpus_per_node: Count | None = None

@@ -93,7 +93,7 @@ class Records:
 class MetricsWriter(Records):
     """A writer of records to `metrics.jsonl`, and of TensorBoard events, under `directory`.
 
-    Each line is flushed as it is written: a killed process loses at most the line that it was
+    Each line is flushed at once: a killed process loses at most the line that it was
     writing. Only one process of a run may have a writer.
 
     Args:

@@ -25,7 +25,7 @@ Batch = Mapping[str, jax.Array]
 Model: TypeAlias = Any
 """An NNX module, or a plain function with the same call."""
 Loss = Callable[[Model, Batch], PyTree]
-"""Function from (module, batch) to named means, `Sums`; training minimises the one named "loss".
+"""Function from (module, batch) to named means, `Sums`; training minimises the mean "loss".
 
 A user's own loss may also return the mean of a batch as a scalar, or (scalar, {name: scalar}),
 where the batch is not computed in parts: see `check_adds_up`.
@@ -33,7 +33,7 @@ where the batch is not computed in parts: see `check_adds_up`.
 
 
 def weighted(batch: Batch) -> Batch:
-    """Add a weight (float32 `[B]`) of ones to a batch that has none.
+    """Add a weight (float32 `[B]`) of 1 to a batch without weights.
 
     Ones that the compiler sees make the sum of the weights a constant: the mean's gradient then
     does not wait for other devices.

@@ -25,7 +25,7 @@ masks), all but matmuls, or whole blocks."""
 Preset = Literal["minimal", "save_dots_except_mlp", "save_qkv", "save_attention"]
 """Name of a set of activations to keep (`PRESETS`); everything else is recomputed."""
 Keep = Literal["save", "offload", "recompute"]
-"""Where to keep an activation: in the device's memory, in the host's, or not at all."""
+"""The memory that keeps an activation: the device's, the host's, or none."""
 ActivationName = Literal[
     "block_input",
     "query",
@@ -77,7 +77,7 @@ def _checked(keeps: Mapping[str, Keep]) -> NamedKeeps:
 
 
 Keeps = Annotated[dict[ActivationName, Keep], Field(min_length=1), AfterValidator(_checked)]
-"""What to do with each of some activations; unnamed activations are recomputed."""
+"""The policy for each of some activations; unnamed activations are recomputed."""
 Remat = ByKind | Preset | Mapping[Any, Keep]
 """The policy of a block of any kind; the keys of a mapping are names that the block defines."""
 RematConfig = ByKind | Preset | Keeps

@@ -160,7 +160,7 @@ class BatchPhase:
 
     @property
     def description(self) -> str:
-        """Describe the phase for people, who count steps from 1."""
+        """Describe the phase, with steps counted from 1."""
         first, last = self.first_step + 1, self.first_step + self.steps
         return f"steps {first} to {last}: batch {self.batch_size}"
 

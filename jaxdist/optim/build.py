@@ -108,7 +108,7 @@ class ImportedOptimizerConfig(OptimizerConfig):
     """Keyword arguments for the function."""
     eval_params: str | None = None
     """Import path of a function of (its state, parameters) that returns the parameters to evaluate;
-    null is the trained ones, or the known average of its state (`optax.contrib.schedule_free`)."""
+    null uses the trained parameters, or the known average of `optax.contrib.schedule_free`."""
 
     def transform(self, rate: optax.Schedule, tree: NamedParams) -> optax.GradientTransformation:
         """The user's transformation, which sees each layer of a stack as a separate tensor."""
@@ -206,7 +206,7 @@ class Optimizer:
       clock: the step count of the schedule inside the transformation.
       rule: the transformation without its wrappers.
       eval_params: function of the transformation's state and the trained parameters that returns
-        the parameters to evaluate; None evaluates the trained ones.
+        the parameters to evaluate; None evaluates the trained parameters.
     """
 
     transform: optax.GradientTransformationExtraArgs

@@ -72,8 +72,8 @@ class XlaConfig(Config):
 
     preset: PresetName = "default"
     """Set of options for TPUs: `default` gathers whole operands of matmuls; `overlap` also runs
-    collectives beside computation; `collective_matmul` lets XLA cut a matmul into pieces that run
-    beside the collective of its operand or result, as a tensor axis with `residual_seq: tensor` has
+    collectives during computation; `collective_matmul` lets XLA cut a matmul into pieces that run
+    during the collective of its operand or result, as a tensor axis with `residual_seq: tensor` has
     (compare `sharding.collective_matmul`); `none` sets no options."""
     options: dict[str, OptionValue] = Field(default_factory=dict)
     """Further options by XLA's names, without dashes; they override the preset's."""

@@ -41,7 +41,7 @@ class ParallelConfig(Config):
     """Communication and layout that jaxdist decides, instead of leaving them to the compiler."""
 
     reduce: ReduceConfig | None = None
-    """How gradients are summed over the data axis; null lets XLA place the reductions."""
+    """Algorithm that sums gradients over the data axis; null lets XLA place the reductions."""
     reduce_dtype: Literal["bfloat16", "float32"] | None = None
     """Dtype in which `reduce` carries and sums gradients; null is their own."""
     batch_norm: Literal["global", "local"] = "global"
@@ -53,7 +53,7 @@ class ParallelConfig(Config):
     zero: ZeroConfig = ZeroConfig()
     """Training state of which each device keeps only a shard."""
     pipeline: PipelineConfig = PipelineConfig()
-    """How the stages of mesh axis `stage` share the work; `reduce: null` is then `xla`."""
+    """Division of the work among the stages of mesh axis `stage`; `reduce: null` is then `xla`."""
     xla: XlaConfig = XlaConfig()
     """Options for the compiler."""
 

@@ -38,9 +38,9 @@ HEADER = (
 def line(result: ParityResult, told: dict[str, int] | None = None) -> str:
     """Format a combination in 80 columns, in more lines for a pipeline or a reason.
 
-    told: numbers of the reasons in earlier lines, which are repeated by number only; a new reason
-    is added.
-        number alone; a new one is put in.
+    Args:
+      told: numbers of the reasons in earlier lines, which are repeated by number only; a new
+        reason is added.
 
     >>> from jaxdist.parity.trace import Differences
     >>> print(line(ParityResult(Combination("data 8", 2, "all", None, 1, "full"), "equal",

@@ -3,9 +3,10 @@
 Exact plans differ only in the order in which floats are summed. Three differences are measured,
 each relative, so that a single bound serves any model:
 
-- loss: of each step, relative to its value on a single device; - gradient: of the first step, as
-  the optimizer receives it: for each parameter the norm of the difference relative to the norm on a
-  single device; - update: parameters after the last step minus the initial ones, in the same way.
+- loss: of each step, relative to its value on a single device;
+- gradient: of the first step, as the optimizer receives it: for each parameter the norm of the
+  difference relative to the norm on a single device;
+- update: parameters after the last step minus the initial parameters, in the same way.
 
 All begin with the state that a single device drew: tests check that every mesh draws the same.
 """

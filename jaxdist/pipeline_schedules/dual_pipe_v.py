@@ -11,7 +11,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, v_shap
 
 
 class DualPipeV(Config):
-    """Forward tasks beside backward tasks, with the chunks in a V: `dual_pipe_v`."""
+    """Forward tasks paired with backward tasks, with the chunks in a V: `dual_pipe_v`."""
 
     type: Literal["dual_pipe_v"] = "dual_pipe_v"
     """Selects this schedule."""

@@ -10,7 +10,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule, TaskKind
 
 
 class OneFOneB(Config):
-    """One forward, one backward: `one_f_one_b`."""
+    """A forward task and a backward task in turn: `one_f_one_b`."""
 
     type: Literal["1f1b"] = "1f1b"
     """Selects this schedule."""

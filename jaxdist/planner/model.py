@@ -106,7 +106,7 @@ class Decoder:
 
     @property
     def attention_flops(self) -> float:
-        """The forward FLOPs of a token in attention's products of a block, masked ones included."""
+        """The forward FLOPs of a token in a block's attention, masked products included."""
         return 4.0 * self.window * self.heads * self.head_dim
 
     @property

@@ -1,4 +1,4 @@
-"""The targets of planning: chips of one kind, in slices or hosts joined by a slower network."""
+"""The targets of planning: chips of a kind, in slices or hosts joined by a slower network."""
 
 from __future__ import annotations
 

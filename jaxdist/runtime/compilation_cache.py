@@ -1,7 +1,7 @@
-"""Compiled programs kept between runs, so that the second start of a run compiles nothing.
+"""A cache of compiled programs between runs, so that a run's second start compiles nothing.
 
-What jax reads back from there runs as native code in this process: the directory belongs to one
-user, and nobody else may write into it.
+Programs that jax reads from the cache run as native code in this process: the directory belongs to
+a single user, and no other user may write to it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ SETTINGS: Mapping[str, Any] = {
     "jax_persistent_cache_min_compile_time_secs": 0.0,
     "jax_persistent_cache_min_entry_size_bytes": -1,
 }
-"""Keep every program, however quick to compile: a run has few, and all are needed at its start."""
+"""Settings to keep every program, however fast to compile: a run needs all of them at its start."""
 
 _log = logging.getLogger(__name__)
 
 
 @contextmanager
 def enabled(directory: Path) -> Iterator[Path | None]:
-    """Let jax keep compiled programs in `directory` inside, as `enable` does; then as it was."""
+    """Call `enable` for the block, and restore the settings of jax's cache after it."""
     import jax
     from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
@@ -43,11 +43,11 @@ def enabled(directory: Path) -> Iterator[Path | None]:
 
 
 def enable(directory: Path) -> Path | None:
-    """Let jax keep compiled programs in `directory`, made private (0700); returns where.
+    """Let jax keep compiled programs in `directory`, made private (0700); return the directory.
 
     A cache that the user has set up for jax (JAX_COMPILATION_CACHE_DIR), or switched off
-    (JAX_ENABLE_COMPILATION_CACHE), is left as it is. Where the directory cannot be made or is not
-    ours alone, the run goes on without a cache: one warning says why, and None is returned.
+    (JAX_ENABLE_COMPILATION_CACHE), is not changed. If the directory cannot be made or is not
+    private to this user, a warning gives the reason, and None is returned: the run has no cache.
     """
     import jax
 
@@ -67,7 +67,7 @@ def enable(directory: Path) -> Path | None:
 
 
 def _take(directory: Path) -> str | None:
-    """Make the directory private; why it cannot be used, or None when it can."""
+    """Make the directory private; return why it cannot be used, or None."""
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700, exist_ok=True)

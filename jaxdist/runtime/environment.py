@@ -8,7 +8,7 @@ size. And a collective that waits for a lost peer must time out: the default is 
 Another variable is read even earlier, when the process starts. XLA's CPU backend allocates its
 temporaries with malloc at each step and frees them afterwards, so that on Linux a training step can
 spend half of its time on page faults; glibc's huge pages reduce them by a factor of 512. glibc
-would map blocks of more than 32 MiB anew each time: it is set to take them from its heap, where
+would map blocks of more than 32 MiB each time: it is set to take them from its heap, where
 they are reused, and to have a single heap, because all but the first are limited to 64 MiB.
 """
 
@@ -61,7 +61,7 @@ def plan_environment(
     collective_timeout_seconds: int = COLLECTIVE_TIMEOUT_SECONDS,
     idle_libtpu: bool = False,
 ) -> dict[str, str]:
-    """Return the variables to set, given the current ones; the user's own win where it is safe.
+    """Return the variables to set, given the current; the user's own win where it is safe.
 
     `fake_devices` None does not set the device count (but a count already in XLA_FLAGS still gets
     its thread pool). `idle_libtpu` is the result of `has_idle_libtpu`.

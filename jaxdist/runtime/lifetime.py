@@ -14,8 +14,8 @@ _START_TICKS = 19
 def begun(stat: Path = _STAT) -> int:
     """Return the value that `time.perf_counter_ns` had when this process started.
 
-    To a hundredth of a second, as Linux keeps it; a process that replaced itself (exec) is the
-    same one. Where the system does not tell, now.
+    It is accurate to a hundredth of a second, as on Linux; a process that replaced itself (exec)
+    counts as the same process. Where the system does not provide it, the result is the time now.
     """
     now = time.perf_counter_ns()
     try:

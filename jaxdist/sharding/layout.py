@@ -42,7 +42,7 @@ ELLIPSIS = "..."
 
 
 class ShardingConfig(Config):
-    """How the model's logical dims map to mesh axes."""
+    """The mapping of the model's logical dims to mesh axes."""
 
     rules: dict[str, str | None] = Field(default_factory=dict)
     """Mesh axis of a logical dim (null keeps it whole), over the defaults; each must be used."""
@@ -53,7 +53,7 @@ class ShardingConfig(Config):
     `whole` is all of them. For stacked layers a pattern names the dims of a single layer."""
 
     collective_matmul: bool = False
-    """Where `residual_seq` is split: MLPs (gpt) pass pieces of the sequence around that axis during
+    """If `residual_seq` is split, MLPs (gpt) pass pieces of the sequence around that axis during
     their matmuls, instead of a gather before and a reduction after them."""
 
     @field_validator("rules")

@@ -27,9 +27,9 @@ class Chain(Codec):
     type: Literal["chain"] = "chain"
     """Selects this codec."""
     first: First
-    """Which elements are sent: topk or randomk."""
+    """Choice of the elements to send: topk or randomk."""
     then: Then
-    """How they are written: cast, quantize, adaptive or sign."""
+    """Codec of the sent elements: cast, quantize, adaptive or sign."""
 
     @property  # a class variable in `Codec`, but here it depends on the first codec
     def exchange(self) -> Exchange:  # pyright: ignore[reportIncompatibleVariableOverride]

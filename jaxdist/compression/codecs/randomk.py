@@ -14,7 +14,7 @@ from jaxdist.types import Leaf
 
 
 class RandomK(Linear):
-    """One element of every c neighbours, c = 1 / fraction, drawn at random in every round.
+    """A single element of every c neighbours, c = 1 / fraction, drawn at random in every round.
 
     All devices draw the same positions from the round's key, so that no position is sent and
     messages can be summed (Stich et al., arXiv 1809.07599, section 2, drawn by strata). With

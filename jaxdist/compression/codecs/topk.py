@@ -36,7 +36,7 @@ class TopK(Codec):
     fraction: Fraction = 0.01
     """Fraction of the elements to send, above 0 and at most 1."""
     method: Literal["sampled", "exact"] = "sampled"
-    """How to find the threshold: from a sample, or exactly with `jax.lax.top_k`."""
+    """Source of the threshold: a sample, or exactly `jax.lax.top_k`."""
 
     exchange: ClassVar[Exchange] = "gather"
 

@@ -40,7 +40,7 @@ class SplitDocuments(NamedTuple):
 def python_stdlib() -> list[TextFile]:
     """List the Python files of the running interpreter's own standard library, sorted by name.
 
-    Packages installed beside the library (site-packages) are left out, and so are files that are
+    Packages installed with the library (site-packages) are left out, and so are files that are
     not UTF-8: the library contains some on purpose, to test its own errors.
     """
     root = Path(sysconfig.get_paths()["stdlib"])

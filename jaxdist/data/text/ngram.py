@@ -55,7 +55,7 @@ class TrigramModel:
     """
 
     def __init__(self, vocab_size: int, orders: Sequence[Counts], back_off: Sequence[np.ndarray]):
-        """Make a model of `orders`, counts of 1-, 2- and 3-grams, and `back_off`, each one's g."""
+        """Make a model of `orders`, counts of 1-, 2- and 3-grams, and `back_off`, each g."""
         self._vocab_size = vocab_size
         self._orders = orders
         self._back_off = back_off

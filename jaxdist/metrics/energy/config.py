@@ -11,16 +11,16 @@ from jaxdist.cost.energy import POWERS, Power, Site
 
 
 class EnergyConfig(Config):
-    """How the energy of a run is measured, and the carbon intensity of its site."""
+    """The meter of a run's energy, and the carbon intensity of its site."""
 
     meter: Literal["auto", "nvml", "rapl", "model", "none"] = "auto"
     """Counters of GPUs (nvml) or of CPUs (rapl), the published power of the chip (model), or none;
     auto takes the counters of the devices that compute, else the model, else none."""
     watts: PositiveFloat | None = None
-    """Power of one busy device, where it is unknown (v5e, v5p, v6e: Google publishes none) or you
+    """Power of a busy device, where it is unknown (v5e, v5p, v6e: Google publishes none) or you
     know it better."""
     idle_watts: Annotated[float, Field(ge=0)] | None = None
-    """Power of one idle device; null counts `watts` all the time. Only together with watts."""
+    """Power of an idle device; null counts `watts` all the time. Only together with watts."""
     pue: Annotated[float, Field(ge=1)] = 1.0
     """Power usage effectiveness: power of the whole site divided by that of its machines."""
     grid: Annotated[float, Field(ge=0)] = 475.0

@@ -31,7 +31,7 @@ _SAME = ("copy", "copy_p", "convert_element_type", "optimization_barrier")
 def eval_params_of(
     path: str | None, rule: optax.GradientTransformation, params: Params
 ) -> EvalParams | None:
-    """Return the function that gives the parameters to evaluate; None evaluates the trained ones.
+    """Return the function that gives the parameters to evaluate; None: the trained parameters.
 
     Args:
       path: import path of a function of (the rule's state, trained parameters); None leaves it to

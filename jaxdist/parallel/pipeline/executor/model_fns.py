@@ -51,7 +51,7 @@ class ModelFns:
 
 @dataclass(frozen=True)
 class StageSpecs:
-    """How automatic mesh axes split a stage's values.
+    """Partition specs of a stage's values over automatic mesh axes.
 
     Attributes:
       chunk: specs of a chunk's parameters, without the leading dim that counts a stage's chunks.

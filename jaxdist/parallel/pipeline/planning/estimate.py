@@ -25,7 +25,7 @@ def block_costs(
 
     Args:
       batch: arrays or their shapes; only the ratios of costs are used, so any number of rows.
-      layers: number of blocks, which are all alike.
+      layers: number of blocks, which are all equal.
     """
 
     def bound(params: Params, rows: Mapping[str, Leaf]) -> tuple[Model, tuple[jax.Array, ...]]:

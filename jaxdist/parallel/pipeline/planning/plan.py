@@ -38,7 +38,7 @@ AXIS = "stage"
 
 
 class PipelineConfig(Config):
-    """How the stages of mesh axis `stage` share the work, where the mesh has that axis."""
+    """The division of the work among the stages of mesh axis `stage`, if the mesh has it."""
 
     schedule: PipelineScheduleConfig = OneFOneB()
     """Order of the tasks on each stage; `jaxdist pipeline compare` shows each schedule's cost."""
