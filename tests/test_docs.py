@@ -5,6 +5,7 @@ import re
 import shlex
 import sys
 import tomllib
+import types
 from pathlib import Path
 
 import jax
@@ -72,6 +73,22 @@ def test_a_loop_of_ones_own(capsys, monkeypatch):
     assert "'Dense_0'" in lines[5]
 
 
+def test_fit_with_a_hook_and_with_a_model_of_a_notebook(tmp_path, capsys, monkeypatch):
+    """In a module of a name, as a notebook is one, and where runs may be written."""
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    page = types.ModuleType("page_hooks")
+    monkeypatch.setitem(sys.modules, "page_hooks", page)
+    first, second = blocks(GUIDES / "hooks.md", "python")
+    exec(compile(first, "hooks.md", "exec"), vars(page))
+    assert "held-out loss below 1.5" in vars(page)["found"].stopped_by
+    assert 10 < vars(page)["found"].step < 60
+    assert re.search(r"held-out loss \d\.\d{3} at step 10", capsys.readouterr().out)
+    exec(compile(second, "hooks.md", "exec"), vars(page))
+    assert vars(page)["found"].step == 20
+    assert "path: page_hooks:Net" in (tmp_path / "runs/fit/config.yaml").read_text()
+
+
 def test_a_model_and_a_loss_of_ones_own(tmp_path, monkeypatch):
     (block,) = blocks(GUIDES / "model.md", "python")
     (tmp_path / "page_model.py").write_text(block)
@@ -121,7 +138,7 @@ def test_models_of_linen_and_of_equinox_in_stages(name, args, tmp_path, monkeypa
 @pytest.mark.parametrize("page", PAGES, ids=ids)
 def test_no_python_is_unread(page):
     """A page with Python has a test above."""
-    guides = {"reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md"}
+    guides = {"hooks.md", "reductions.md", "inspect.md", "optimizers.md", "python.md", "model.md"}
     tested = {*guides, "pipelines.md", "compression.md"}
     assert page.name in tested or not blocks(page, "python")
 

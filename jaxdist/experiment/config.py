@@ -26,6 +26,7 @@ from jaxdist.errors import (
 from jaxdist.heartbeat.config import ElasticConfig
 from jaxdist.mesh import MeshConfig
 from jaxdist.metrics.energy.config import EnergyConfig
+from jaxdist.metrics.trackers.config import MetricsConfig
 from jaxdist.models.build import ModelConfig
 from jaxdist.models.loss import LossConfig
 from jaxdist.optim.build import OptimConfig
@@ -98,6 +99,8 @@ class ExperimentConfig(Config):
     """Communication that jaxdist does explicitly."""
     strategy: StrategyConfig = Synchronous()
     """The division of a run into steps and processes, by type."""
+    metrics: MetricsConfig = MetricsConfig()
+    """Trackers of the run's numbers."""
     energy: EnergyConfig = EnergyConfig()
     """The meter of energy, and the carbon intensity of the electricity."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0

@@ -144,7 +144,7 @@ class RunJob:
                 life.kept,
             )  # fmt: skip
             loop_hooks, measured = hooks_of(parts, metadata.get("best"))
-            loop_hooks.extend(self._users(experiment, start))
+            loop_hooks.extend(self._users(experiment, start, progress))
             hooks = RunHooks([*loop_hooks, *self._watching(life, parts, start, stack, resume)])
             begun = time.perf_counter()
             yield Prepared(
@@ -189,14 +189,13 @@ class RunJob:
         asked = broadcast_json(self.termination.asked)
         return Ending(step, asked or self.termination.signal, complete=asked is not None)
 
-    def _users(self, experiment: Experiment, start: int) -> Iterator[CallHooks]:
+    def _users(self, experiment: Experiment, start: int, progress: Progress) -> Iterator[CallHooks]:
         """What calls the user's hooks, where there are some."""
         if not self.calls.hooks:
             return
-        directory, stop = self.files.directory, self.termination.ask
-        identity = identity_of(directory)
-        given = identity.id, directory.path, experiment, start, experiment.total_steps
-        self.calls.start(Run(*given, stop))
+        directory = self.files.directory
+        given = experiment, start, experiment.total_steps, progress.note, self.termination.ask
+        self.calls.start(Run(identity_of(directory).id, directory.path, *given))
         yield CallHooks(self.calls, experiment.program.metrics, directory.checkpoints)
 
     def _check(self, experiment: Experiment, account: Account) -> None:

@@ -117,7 +117,7 @@ def train(
         with calls.ending():
             state = run_strategy(config.strategy, job)
             ending = job.finish(int(state.step))
-        calls.end(Outcome(ending.step, ending.stopped_by))
+        calls.end(Outcome(ending.step, ending.stopped_by, ending.exit_code == 0))
         if ending.exit_code == 0:
             agent.done()
         return Trained(directory, job.lives[-1].experiment, state, ending)

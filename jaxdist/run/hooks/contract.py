@@ -27,6 +27,7 @@ class Run:
       experiment: its config, data, program and plan.
       first_step: steps that were taken before this process began.
       total_steps: the step at which the run ends.
+      say: prints a line, above the bar of progress where there is one.
       stop: asks the run to end after the step under way, with a checkpoint, for the reason given:
         it has then come to its end, with exit code 0. Processes agree on the step.
     """
@@ -36,6 +37,7 @@ class Run:
     experiment: Experiment
     first_step: int
     total_steps: int
+    say: Callable[[str], None]
     stop: Callable[[str], None]
 
 
@@ -76,6 +78,7 @@ class Outcome:
       step: steps taken in all, as far as this process knows.
       stopped_by: what ended it before its last step: a signal, a notice, or the reason that a hook
         has given; None where it came to its last step or failed.
+      complete: whether it has come to its end: to its last step, or to where a hook ended it.
       error: what it failed with.
       metrics: the last that were logged of training.
       heldout: means of the last evaluation.
@@ -85,6 +88,7 @@ class Outcome:
 
     step: int
     stopped_by: str | None = None
+    complete: bool = False
     error: BaseException | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     heldout: Mapping[str, float] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Hooks that a config names."""
+"""Hooks that a config names: the user's own, and trackers."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from jaxdist.errors import ConfigError
 from jaxdist.experiment import ExperimentConfig
 from jaxdist.experiment.config import at_setting
 from jaxdist.run.hooks.contract import Hook
+from jaxdist.run.hooks.track import Track
 
 
 def named_hooks(config: ExperimentConfig, document: Document) -> Iterator[Hook]:
-    """Make the hooks of `run.hooks`.
+    """Make the hooks of `run.hooks`, and of `metrics.trackers`.
 
     Raises:
-      ConfigError: one cannot be imported or made, or is no hook.
+      ConfigError: one cannot be imported or made, or is no hook; a package is missing.
     """
     for at, one in enumerate(config.run.hooks):
         with at_setting(document, "run", "hooks", at):
@@ -27,3 +28,7 @@ def named_hooks(config: ExperimentConfig, document: Document) -> Iterator[Hook]:
                     setting=("path",),
                 )
         yield hook
+    for at, tracker in enumerate(config.metrics.trackers):
+        with at_setting(document, "metrics", "trackers", at):
+            tracker.check()
+            yield Track(tracker.build(), tracker.key)

@@ -1,0 +1,84 @@
+"""MLflow, https://mlflow.org: a tracking server, or a database file."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxdist.metrics.trackers.contract import Status, Tracked, named
+from jaxdist.types import Json
+
+MOST_PARAMS = 100
+"""A server takes no more in one request."""
+LONGEST_VALUE = 500
+_STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
+
+
+@dataclass
+class MlflowTracker:
+    """Sends records to a run of MLflow; `project` is MLflow's experiment.
+
+    It speaks to the server by a client of its own, so that `mlflow.active_run()` stays what it is.
+    """
+
+    project: str
+    name: str | None
+    uri: str | None
+
+    def start(self, run: Tracked) -> str:
+        """See `Tracker`."""
+        from mlflow import MlflowClient
+
+        self._client: Any = MlflowClient(self.uri)
+        self._step = 0
+        if run.kept is not None:
+            self._id = run.kept
+            self._client.update_run(self._id, status="RUNNING")
+            return self._id
+        found = self._client.get_experiment_by_name(self.project)
+        group = found.experiment_id if found else self._client.create_experiment(self.project)
+        tags = {"jaxdist.id": run.id, "jaxdist.directory": str(run.directory)}
+        tags |= {f"version.{name}": str(value) for name, value in run.versions.items()}
+        name = self.name or run.name
+        self._id = self._client.create_run(group, run_name=name, tags=tags).info.run_id
+        self._params(run)
+        return self._id
+
+    def _params(self, run: Tracked) -> None:
+        from mlflow.entities import Param
+
+        params = [Param(name, str(value)[:LONGEST_VALUE]) for name, value in flat(run.config)]
+        for at in range(0, len(params), MOST_PARAMS):
+            self._client.log_batch(self._id, params=params[at : at + MOST_PARAMS])
+
+    def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._log(step, named(split, values))
+
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        self._step = step
+        self._client.log_batch(self._id, metrics=metrics)
+
+    def end(self, summary: Mapping[str, float], status: Status) -> None:
+        """See `Tracker`."""
+        self._log(self._step, {f"final/{name}": value for name, value in summary.items()})
+        self._client.set_terminated(self._id, _STATUS[status])
+
+
+def flat(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:
+    """The values of nested dicts by dotted path.
+
+    >>> list(flat({"a": {"b": 1}, "c": [2]}))
+    [('a.b', 1), ('c', [2])]
+    """
+    if isinstance(value, dict) and value:
+        for key, child in value.items():
+            yield from flat(child, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value

@@ -1,0 +1,47 @@
+"""Trackio, https://huggingface.co/docs/trackio: a database on this machine, or a Space."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxdist.metrics.trackers.contract import Status, Tracked, named
+
+
+@dataclass
+class TrackioTracker:
+    """Sends records to a run of Trackio, which goes on by its name."""
+
+    project: str
+    name: str | None
+    space: str | None
+
+    def start(self, run: Tracked) -> str:
+        """See `Tracker`."""
+        import trackio
+
+        name = run.kept or self.name or run.unique_name
+        self._run: Any = trackio.init(
+            project=self.project,
+            name=name,
+            space_id=self.space,
+            config={**run.config, "jaxdist": {"id": run.id, "versions": run.versions}},
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        self._last = 0
+        return name
+
+    def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._last = step
+        self._run.log(named(split, values), step=step)
+
+    def end(self, summary: Mapping[str, float], status: Status) -> None:
+        """See `Tracker`."""
+        final = {f"final/{name}": value for name, value in summary.items()}
+        self._run.log({**final, "final/status": status}, step=self._last)
+        self._run.finish()

@@ -1,0 +1,57 @@
+"""Weights & Biases, https://docs.wandb.ai: online, or in files that `wandb sync` sends later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jaxdist.metrics.trackers.contract import Status, Tracked, named
+
+Mode = Literal["online", "offline", "disabled"]
+
+
+@dataclass
+class WandbTracker:
+    """Sends records to a run of Weights & Biases, whose files lie in the run directory.
+
+    `step` is a metric and the axis of all others: after a resume some steps come again, and the
+    package's own counter of steps only goes up.
+    """
+
+    project: str
+    name: str | None
+    entity: str | None
+    mode: Mode | None
+    tags: tuple[str, ...]
+
+    def start(self, run: Tracked) -> str:
+        """See `Tracker`."""
+        import wandb
+
+        quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
+        self._run: Any = wandb.init(
+            project=self.project,
+            entity=self.entity,
+            name=self.name or run.name,
+            id=run.kept or run.id,
+            resume="allow",
+            dir=run.directory,
+            config={**run.config, "jaxdist": {"id": run.id, "versions": run.versions}},
+            tags=list(self.tags) or None,
+            mode=self.mode,
+            # Beside a run of the user's own: `wandb.run` stays what it is.
+            reinit="create_new",
+            settings=wandb.Settings(**quiet),
+        )
+        self._run.define_metric("*", step_metric="step")
+        return self._run.id
+
+    def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
+        """See `Tracker`."""
+        self._run.log({"step": step, **named(split, values)})
+
+    def end(self, summary: Mapping[str, float], status: Status) -> None:
+        """See `Tracker`."""
+        self._run.summary.update({**summary, "status": status})
+        self._run.finish(exit_code=int(status == "failed"))

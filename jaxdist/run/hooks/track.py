@@ -1,0 +1,110 @@
+"""A tracker as a hook: what it raises is told, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxdist.config.files import read_json
+from jaxdist.config.importing import describe_exception
+from jaxdist.metrics.trackers.contract import Status, Tracked, Tracker
+from jaxdist.run.hooks.contract import Hook, Outcome, Run
+from jaxdist.types import JsonObject
+
+KEPT, VERSIONS = "trackers.json", "versions.json"
+GIVEN_UP = 3
+"""So many failures in a row, and the tracker gets no more: each may have waited for a network."""
+
+
+class Track(Hook):
+    """Gives a tracker what the run writes down.
+
+    Args:
+      key: what the tracked run is kept under in the run directory, for the run that goes on.
+    """
+
+    def __init__(self, tracker: Tracker, key: str) -> None:
+        self.tracker, self.key = tracker, key
+        self._started, self._warned, self._failures = False, False, 0
+
+    def start(self, run: Run) -> None:
+        """See `Hook`."""
+        directory = run.directory
+        kept = _read(directory / KEPT)
+        tracked = Tracked(
+            run.id,
+            directory.name,
+            directory,
+            run.experiment.config.model_dump(mode="json"),
+            _read(directory / VERSIONS),
+            kept.get(self.key),
+        )
+        found = self._tried(run, lambda: self.tracker.start(tracked))
+        self._started = found is not None
+        if found is not None and kept.get(self.key) != found:
+            _write(directory / KEPT, {**kept, self.key: found})
+
+    def record(self, run: Run, step: int, split: str, values: Mapping[str, float]) -> None:
+        """See `Hook`."""
+        if self._started and self._failures < GIVEN_UP:
+            self._tried(run, lambda: self.tracker.record(step, split, values))
+
+    def end(self, run: Run, outcome: Outcome) -> None:
+        """See `Hook`."""
+        if not self._started:
+            return
+        status: Status = "finished"
+        if outcome.error is not None:
+            status = "failed"
+        elif outcome.stopped_by is not None and not outcome.complete:
+            status = "stopped"
+        self._tried(run, lambda: self.tracker.end(summary_of(outcome), status))
+
+    def _tried(self, run: Run, call: Callable[[], Any]) -> Any:
+        try:
+            found = call()
+        except Exception as error:
+            self._failures += 1
+            if not self._warned:
+                self._warned = True
+                run.say(
+                    f"warning: tracker {self.key} failed: {describe_exception(error)}. The run "
+                    "goes on, and its own metrics.jsonl has all records"
+                )
+            return None
+        self._failures = 0
+        return found
+
+
+def summary_of(outcome: Outcome) -> dict[str, float]:
+    """The last metrics by `split/name`, and where the time went.
+
+    >>> summary_of(Outcome(9, metrics={"loss": 1.5}, goodput={"goodput": 0.5}))
+    {'step': 9, 'train/loss': 1.5, 'goodput/goodput': 0.5}
+    """
+    found: dict[str, float] = {"step": outcome.step}
+    found |= {f"train/{name}": value for name, value in outcome.metrics.items()}
+    found |= {f"heldout/{name}": value for name, value in outcome.heldout.items()}
+    numbers = ("goodput", "wall_seconds", "lost_steps")
+    found |= {f"goodput/{n}": outcome.goodput[n] for n in numbers if n in outcome.goodput}
+    spent = outcome.goodput.get("seconds", {})
+    return found | {f"goodput/{kind}_seconds": seconds for kind, seconds in spent.items()}
+
+
+def _read(path: Path) -> JsonObject:
+    """The object in a file; empty where there is none, or a damaged one."""
+    with suppress(OSError, ValueError):
+        found: Any = read_json(path)
+        if isinstance(found, dict):
+            return found
+    return {}
+
+
+def _write(path: Path, values: JsonObject) -> None:
+    staging = path.with_suffix(f".{os.getpid()}")
+    staging.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    staging.replace(path)
