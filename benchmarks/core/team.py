@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
-import selectors
 import statistics
-import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from jaxdist.errors import RunError
+from jaxdist.runtime.children import Child, Event, last_lines
 from jaxdist.runtime.environment import has_idle_libtpu, plan_environment, plan_tunables
 from jaxdist.types import JsonObject
 
@@ -26,11 +25,11 @@ Command = tuple[Sequence[str], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Team:
-    """The processes of one contender; `errors` are the files of their standard error."""
+    """The processes of one contender, and the queue of what they say."""
 
     name: str
-    processes: tuple[subprocess.Popen[str], ...]
-    errors: tuple[Path, ...]
+    children: tuple[Child, ...]
+    events: SimpleQueue[Event]
 
     def take_steps(self, steps: int) -> tuple[float, float]:
         """Seconds a step, of the slowest process, and the last loss, their mean.
@@ -38,10 +37,8 @@ class Team:
         Raises:
           RunError: a process has ended, or says nothing.
         """
-        for process in self.processes:
-            assert process.stdin is not None
-            with suppress(BrokenPipeError):  # the answer says why
-                print(steps, file=process.stdin, flush=True)
+        for child in self.children:
+            child.say(steps)
         found = self.answers()
         seconds = max(answer["seconds"] for answer in found) / steps
         return seconds, statistics.mean(answer["loss"] for answer in found)
@@ -52,31 +49,20 @@ class Team:
         Raises:
           RunError: a process has ended, or says nothing.
         """
-        found: dict[int, JsonObject] = {}
-        with selectors.DefaultSelector() as waiting:
-            for rank, process in enumerate(self.processes):
-                assert process.stdout is not None
-                waiting.register(process.stdout, selectors.EVENT_READ, rank)
-            while len(found) < len(self.processes):
-                ready = waiting.select(PATIENCE_SECONDS)
-                if not ready:
-                    raise RunError(
-                        f"{self.name} says nothing for {PATIENCE_SECONDS:g} s: run it on a quieter "
-                        "machine"
-                    )
-                for key, _ in ready:
-                    found[key.data] = self._read(key.data)
-                    waiting.unregister(key.fileobj)
-        return [found[rank] for rank in range(len(self.processes))]
-
-    def _read(self, rank: int) -> JsonObject:
-        process = self.processes[rank]
-        assert process.stdout is not None
-        if line := process.stdout.readline():
-            return json.loads(line)
-        code = process.wait()
-        last = self.errors[rank].read_text(errors="replace").strip().rpartition("\n")[2]
-        raise RunError(f"process {rank} of {self.name} ended with exit code {code}: {last}")
+        found: dict[Child, JsonObject] = {}
+        while len(found) < len(self.children):
+            try:
+                event = self.events.get(timeout=PATIENCE_SECONDS)
+            except Empty:
+                raise RunError(
+                    f"{self.name} says nothing for {PATIENCE_SECONDS:g} s: run it on a quieter "
+                    "machine"
+                ) from None
+            if event.code is not None:
+                how = f"exit code {event.code}: {last_lines(event.child.log, 1)}"
+                raise RunError(f"{event.child} of {self.name} ended with {how}")
+            found[event.child] = event.what
+        return [found[child] for child in self.children]
 
 
 @contextmanager
@@ -87,27 +73,18 @@ def start(name: str, commands: Sequence[Command], directory: Path) -> Iterator[T
       commands: of each process.
       directory: for what they print.
     """
-    processes: list[subprocess.Popen[str]] = []
-    errors = [directory / f"{name} {rank}.txt" for rank in range(len(commands))]
+    children, events = list[Child](), SimpleQueue[Event]()
     try:
-        for core, (command, variables), path in zip(cores(), commands, errors, strict=False):
-            with path.open("w") as file, _only(core):
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env={**_environ(), **variables},
-                        text=True,
-                        stdin=subprocess.PIPE,
-                        stdout=subprocess.PIPE,
-                        stderr=file,
-                    )
-                )
-        yield Team(name, tuple(processes), tuple(errors))
+        for core, (command, variables) in zip(cores(), commands, strict=False):
+            rank = len(children)
+            log, environ = directory / f"{name} {rank}.txt", {**_environ(), **variables}
+            with _only(core):
+                child = Child(f"process {rank}", command, environ=environ, log=log, events=events)
+            children.append(child)
+        yield Team(name, tuple(children), events)
     finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.communicate()
+        for child in children:
+            child.kill()
 
 
 @contextmanager

@@ -23,13 +23,13 @@ def main() -> None:
     hold_signals()
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     from jaxdist.cli import output, runs, shared
-    from jaxdist.runtime import standard_input
+    from jaxdist.runtime import children
 
     runs.import_all()
     if not await_fork():
         return
     begun = time.perf_counter_ns()
-    line = next(standard_input.lines(), None)
+    line = next(children.input_lines(), None)
     if line is None:
         return
     order = json.loads(line)
@@ -46,9 +46,9 @@ def main() -> None:
 def _end_with_agent() -> None:
     """Save and stop when the agent is gone, because nobody would restart this process after a
     failure."""
-    from jaxdist.runtime.standard_input import wait_for_end
+    from jaxdist.runtime.children import wait_for_input_end
 
-    wait_for_end()
+    wait_for_input_end()
     os.kill(os.getpid(), signal.SIGTERM)
 
 

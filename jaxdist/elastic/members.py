@@ -5,7 +5,6 @@ Each receives its task as one JSON line on its standard input.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -13,10 +12,9 @@ from pathlib import Path
 from signal import Signals
 
 from jaxdist.heartbeat.run_folder import held
+from jaxdist.runtime.children import LAST_LINES, last_lines, send
 from jaxdist.runtime.forks import ForkServer
 from jaxdist.types import Json
-
-LAST_LINES = 15
 
 
 class Member:
@@ -49,10 +47,7 @@ class Member:
                 self.pid = server.fork([reader, errors.fileno(), descriptor])
         finally:
             os.close(reader)
-        with suppress(BrokenPipeError):  # the process has ended already, which the next poll shows
-            self._orders.write(json.dumps({"args": {**args}, "environ": {**environ}}).encode())
-            self._orders.write(b"\n")
-            self._orders.flush()
+        send(self._orders, {"args": {**args}, "environ": {**environ}})
 
     def poll(self) -> int | None:
         """Return its exit code; None while it lives."""
@@ -78,14 +73,4 @@ class Member:
 
     def last_words(self, count: int = LAST_LINES) -> str:
         """Return the last lines of its standard error."""
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return "\n".join(lines[-count:])
-
-
-def how_ended(code: int) -> str:
-    """Describe an exit code for the user.
-
-    >>> how_ended(-9), how_ended(3)
-    ('signal SIGKILL', 'exit code 3')
-    """
-    return f"signal {Signals(-code).name}" if code < 0 else f"exit code {code}"
+        return last_lines(self.log, count)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxdist.elastic.assignment import Assignment, Hosts
-from jaxdist.elastic.members import Member, how_ended
+from jaxdist.elastic.members import Member
 from jaxdist.elastic.watch import Stuck, StuckTimeouts, find_stuck, first_lost
 from jaxdist.errors import STOPPED
 from jaxdist.heartbeat.flight.recorder import Recorder
@@ -16,6 +16,7 @@ from jaxdist.heartbeat.journal import Journal
 from jaxdist.heartbeat.run_folder import RunFolder
 from jaxdist.heartbeat.status import Status, read_status
 from jaxdist.metrics.account import Kind
+from jaxdist.runtime.children import how_ended
 
 POLL_SECONDS, LOOK_SECONDS = 0.05, 0.25
 """Seconds between two checks for processes that ended; and, once a generation takes steps, between

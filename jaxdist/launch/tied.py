@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from types import FrameType
 
-from jaxdist.runtime.standard_input import wait_for_end
+from jaxdist.runtime.children import wait_for_input_end
 
 
 def main(command: list[str]) -> int:
@@ -22,7 +22,7 @@ def main(command: list[str]) -> int:
     child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
 
     def end() -> None:
-        wait_for_end()
+        wait_for_input_end()
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxdist.errors import RunError
+from jaxdist.runtime.children import last_lines
 from jaxdist.runtime.environment import python_module
 from jaxdist.types import Json
 
@@ -78,8 +79,8 @@ class ForkServer:
             while self._hear(wait=True):
                 if self._forked:
                     return self._forked.pop()
-        words = self._log.read_text(errors="replace").strip().splitlines()[-1:]
-        raise RunError(f"what is to start this run's processes has ended itself: {''.join(words)}")
+        words = last_lines(self._log, 1)
+        raise RunError(f"what is to start this run's processes has ended itself: {words}")
 
     def ended(self, pid: int, *, wait: bool = False) -> int | None:
         """Return the exit code of a process, once; None while it is alive.

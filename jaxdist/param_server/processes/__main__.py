@@ -25,11 +25,11 @@ from jaxdist.param_server.processes.aggregator import AggregatorProcess
 from jaxdist.param_server.processes.parts import part_of
 from jaxdist.param_server.processes.setup import experiment_of, listening, run_of, wires_to
 from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.training.children import Parent
 from jaxdist.param_server.training.files import read_shard, write_shard
 from jaxdist.param_server.training.state import ShardState
 from jaxdist.param_server.training.worker import Clocked, Measured, Worker
 from jaxdist.runtime import compilation_cache
+from jaxdist.runtime.children import Parent
 from jaxdist.types import JsonObject
 
 STATS_SECONDS = 1.0

@@ -9,7 +9,7 @@ from itertools import count
 
 from jaxdist.param_server.live.aggregator import Aggregator
 from jaxdist.param_server.processes.setup import experiment_of, listening, wires_to
-from jaxdist.param_server.training.children import Parent
+from jaxdist.runtime.children import Parent
 from jaxdist.types import JsonObject
 
 STATS_SECONDS = 1.0

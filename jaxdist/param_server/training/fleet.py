@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.training.children import Child, Event, Role, end_together
+from jaxdist.param_server.training.children import Child, Role
+from jaxdist.runtime.children import Event, end_together
 from jaxdist.types import JsonObject
 
 

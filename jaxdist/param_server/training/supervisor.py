@@ -18,12 +18,13 @@ from jaxdist.checkpoint.identity import given_identity
 from jaxdist.checkpoint.layout import steps_present
 from jaxdist.errors import CheckpointError, RunError, StoppedError
 from jaxdist.metrics.account import Kind
-from jaxdist.param_server.training.children import Child, Event, Role, Team, end_together
+from jaxdist.param_server.training.children import Child, Role, Team
 from jaxdist.param_server.training.files import clear, prune, read_shard, write_shard
 from jaxdist.param_server.training.fleet import Fleet
 from jaxdist.param_server.training.ledger import Ledger
 from jaxdist.param_server.training.state import Sharded
 from jaxdist.param_server.wire.security import make_token, read_tls, read_token
+from jaxdist.runtime.children import Event, end_together
 from jaxdist.runtime.environment import plan_environment
 from jaxdist.train.state import TrainState
 from jaxdist.train.strategy.contract import Prepared

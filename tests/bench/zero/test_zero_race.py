@@ -24,6 +24,7 @@ from benchmarks.zero import race as zero_race
 from jaxdist.errors import RunError
 from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.hlo import ledger
+from jaxdist.runtime import children
 
 SAMPLES = {
     "ours alone": Sample((0.4, 0.4)),
@@ -114,7 +115,7 @@ def test_each_process_has_a_core_of_its_own_and_the_slowest_counts(tmp_path):
         assert [answer["cores"] for answer in us.answers()] == [[c] for c in team.cores()[:2]]
         assert us.take_steps(2) == (3.0, 2)
         assert os.sched_getaffinity(0) == before
-    assert [process.returncode for process in us.processes] == [-9, -9]
+    assert [child.process.returncode for child in us.children] == [-9, -9]
 
 
 @needs_cores
@@ -126,7 +127,7 @@ def test_a_process_that_ends_is_heard_though_the_others_wait(tmp_path):
         team.start("torch ddp", commands((wait,), (FAIL,)), tmp_path) as them,
     ):
         them.take_steps(1)
-    assert [process.returncode for process in them.processes] == [-9, 1]
+    assert [child.process.returncode for child in them.children] == [-9, 1]
 
 
 @needs_cores
@@ -137,13 +138,13 @@ def test_silence_ends_the_race(tmp_path, monkeypatch):
         team.start("ours alone", commands(("input()",)), tmp_path) as us,
     ):
         us.answers()
-    assert us.processes[0].returncode == -9
+    assert us.children[0].process.returncode == -9
 
 
 @needs_cores
 def test_what_has_started_ends_when_the_next_cannot(tmp_path):
     started = []
-    real = team.subprocess.Popen
+    real = children.subprocess.Popen
 
     class Recorded(real):
         def __init__(self, *args, **options):
@@ -152,7 +153,7 @@ def test_what_has_started_ends_when_the_next_cannot(tmp_path):
 
     programs = [*commands(("input()",)), ([str(tmp_path / "none")], {})]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(team.subprocess, "Popen", Recorded)
+        patch.setattr(children.subprocess, "Popen", Recorded)
         with pytest.raises(FileNotFoundError), team.start("us", programs, tmp_path):
             pass
     assert [process.returncode for process in started] == [-9]

@@ -12,9 +12,9 @@ import pytest
 from jaxdist.errors import STOPPED, StoppedError
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.training import supervisor
-from jaxdist.param_server.training.children import Event
 from jaxdist.param_server.training.supervisor import Supervisor
 from jaxdist.run.hooks.loop import RunHooks, Stop
+from jaxdist.runtime.children import Event
 
 REPORT = {"seconds": 0.5, "waited_seconds": 0.0, "received_bytes": 0, "sent_bytes": 0}
 

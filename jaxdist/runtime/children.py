@@ -1,0 +1,184 @@
+"""Child processes that are spoken to in lines of JSON: start them, read them, and end them."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import SimpleQueue
+from signal import Signals
+from typing import IO, Any, NamedTuple
+
+from jaxdist.types import Json, JsonObject
+
+END_SECONDS = 10.0
+"""The time that a child may take to end after the end of its input."""
+LAST_LINES = 15
+
+
+class Event(NamedTuple):
+    """A message of a child, or its end.
+
+    Attributes:
+      code: its exit code; None while it lives.
+    """
+
+    child: Any
+    what: JsonObject
+    code: int | None = None
+
+
+class Child:
+    """A process with JSON lines on its standard input and output.
+
+    Args:
+      name: its name in messages.
+      log: the file to which its standard error is appended.
+      events: receives its messages and its end, from a thread.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environ: Mapping[str, str],
+        log: Path,
+        events: SimpleQueue[Event],
+    ) -> None:
+        self.name, self.log, self._events = name, log, events
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as errors:
+            # A session of its own: only its parent answers the signals of the terminal.
+            self.process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env={**environ},
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, name=name, daemon=True)
+        self._reader.start()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def say(self, what: Json) -> None:
+        """Send it a message; do nothing if it has ended, since its end comes as an event."""
+        assert self.process.stdin is not None
+        send(self.process.stdin, what)
+
+    def last_words(self) -> str:
+        """Return the last lines of its standard error."""
+        return last_lines(self.log)
+
+    def close_input(self) -> None:
+        """Close its input, which tells it to end."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def end(self, deadline: float) -> None:
+        """Wait until it has ended; kill it at the deadline, of `time.monotonic`."""
+        try:
+            self.process.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            self.kill()
+        self._reader.join()
+
+    def kill(self) -> None:
+        """Kill it, and return when it is gone."""
+        self.process.kill()
+        self.process.wait()
+        self.close_input()
+
+    def _read(self) -> None:
+        stdout = self.process.stdout
+        assert stdout is not None
+        with stdout:
+            for line in stdout:
+                self._events.put(Event(self, json.loads(line)))
+        self._events.put(Event(self, {}, self.process.wait()))
+
+
+def end_together(children: Sequence[Child]) -> None:
+    """End children that may all be stuck, within the time that one of them may take."""
+    for child in children:
+        child.close_input()
+    deadline = time.monotonic() + END_SECONDS
+    for child in children:
+        child.end(deadline)
+
+
+class Parent:
+    """The parent, as a child sees it.
+
+    Whatever else the child prints goes to its standard error: its output is for messages.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._out: IO[str] = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def say(self, event: str, **what: object) -> None:
+        """Send a message; without a parent, end this process."""
+        with self._lock:
+            try:
+                self._out.write(json.dumps({"event": event, **what}) + "\n")
+                self._out.flush()
+            except BrokenPipeError:
+                os._exit(1)  # there is nobody to work for
+
+    def hear(self) -> Iterator[JsonObject]:
+        """Read the parent's messages, until it closes the input or ends."""
+        for line in input_lines():
+            yield json.loads(line)
+
+
+def input_lines() -> Iterator[bytes]:
+    """Read the lines of standard input as they come; byte by byte, so for short lines.
+
+    `sys.stdin` has a lock, which a thread holds while it waits for a line; Python aborts a process
+    that ends meanwhile. This reader has none.
+    """
+    yield from io.FileIO(0, closefd=False)
+
+
+def wait_for_input_end() -> None:
+    """Wait until the process at the other end of standard input has closed it, or has died."""
+    with io.FileIO(0, closefd=False) as file:
+        while file.read(4096):
+            pass
+
+
+def send(stream: IO[bytes], what: Json) -> None:
+    """Write a JSON line; do nothing if the other end, or the stream, is closed."""
+    with suppress(BrokenPipeError, ValueError):
+        stream.write(json.dumps(what).encode() + b"\n")
+        stream.flush()
+
+
+def last_lines(log: Path, count: int = LAST_LINES) -> str:
+    """Return the last lines of a log; nothing if it cannot be read."""
+    try:
+        text = log.read_text(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.strip().splitlines()[-count:])
+
+
+def how_ended(code: int) -> str:
+    """Describe an exit code for the user.
+
+    >>> how_ended(-9), how_ended(3)
+    ('signal SIGKILL', 'exit code 3')
+    """
+    return f"signal {Signals(-code).name}" if code < 0 else f"exit code {code}"
