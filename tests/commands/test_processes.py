@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import time
 from functools import partial
 from pathlib import Path
@@ -14,6 +13,7 @@ import flips
 import numpy as np
 import pytest
 from runs import Finished, Jaxdist, checkpoint, finish, metrics, steps, wait_for_step
+from warm import Process
 
 from jaxdist.runtime.environment import TIMEOUT_FLAGS
 from jaxdist.runtime.rendezvous import free_port
@@ -71,7 +71,7 @@ GLOO = re.compile(rf"^(?:{PIECE}|\d|\s)*{PIECE}(?:{PIECE}|\d|\s)*", re.MULTILINE
 WAITING = re.compile(r"^waiting for 127\.0\.0\.1:\d+ \(.*\n", re.MULTILINE)
 
 
-def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[subprocess.Popen[str]]:
+def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[Process]:
     """`jaxdist train config.yaml args...` as two processes of two devices."""
     peers = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", 2, "--devices", 2]
     return [
@@ -80,7 +80,7 @@ def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[subprocess.Popen[
     ]
 
 
-def finish_all(processes: list[subprocess.Popen[str]]) -> list[Finished]:
+def finish_all(processes: list[Process]) -> list[Finished]:
     """What each printed, without what gloo prints: its threads may mix the parts of their lines."""
     ended = [finish(process) for process in processes]
     return [end._replace(out=WAITING.sub("", GLOO.sub("", end.out))) for end in ended]
@@ -102,7 +102,8 @@ def test_mixed_lines_of_gloo_are_left_out() -> None:
     [
         full({"data": 4}, {}),
         full({"data": 2, "tensor": 2}, {}),
-        full({"data": 4}, {"reduce": {"type": "xla"}}),
+        # In one process: tests/equivalence and tests/parallel; between two, the other four.
+        pytest.param({"data": 4}, {"reduce": {"type": "xla"}}, marks=pytest.mark.slow),
         full({"data": 4}, {"reduce": {"type": "halving"}, "zero": {"stage": 1, "whole_below": 9}}),
         full({"data": 4}, {"reduce": {"type": "auto"}, "zero": {"stage": 3, "whole_below": 9}}),
     ],
@@ -131,7 +132,8 @@ def test_the_numbers_of_one_process(
 @pytest.mark.parametrize(
     ("number", "to", "every"),
     [
-        full(signal.SIGTERM, [1], 400),
+        # One process: tests/run/test_resume.py. Told to the second alone: SIGHUP, below.
+        pytest.param(signal.SIGTERM, [1], 400, marks=pytest.mark.slow),
         full(signal.SIGINT, [0, 1], 400),
         full(signal.SIGHUP, [1], 1),
     ],
@@ -215,8 +217,11 @@ def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
             assert_told(end, index)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("lost", [0, 1])
+# The first, which coordinates, is lost in the test of a coordinator as well.
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.full)],
+)
 def test_a_lost_peer_ends_the_other(jaxdist: Jaxdist, lost: int) -> None:
     """By the broken connection, or else by the collective timeout; `finish` waits no longer."""
     jaxdist.config(train={"steps": 100_000}, eval={"every": 50_000})

@@ -12,7 +12,7 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
-from mesh_rows import CELLS, REDUCTIONS, SPLIT, ZERO
+from mesh_rows import CELLS, MORE_CELLS, MORE_ZERO, REDUCTIONS, SPLIT, ZERO
 from programs import put_state
 
 from jaxdist.config import Document, validate
@@ -182,7 +182,11 @@ def test_every_mesh_draws_the_state_of_one_device(name, mesh, reduce, zero, pipe
     jax.tree.map(close, jax.device_get(program.home.used(program.init())), initial(name))
 
 
-@pytest.mark.parametrize(("name", "mesh"), CELLS, ids=str)
+def and_in_full(rows, more):
+    return [*rows, *(pytest.param(*row, marks=pytest.mark.full) for row in more)]
+
+
+@pytest.mark.parametrize(("name", "mesh"), and_in_full(CELLS, MORE_CELLS), ids=str)
 def test_a_mesh_equals_one_device(name, mesh, reference):
     same(train(name, mesh), reference[name])
 
@@ -192,7 +196,9 @@ def test_our_own_reductions_equal_one_device(name, mesh, reduce, changes, refere
     same(train(name, mesh, reduce, **changes), reference[name])
 
 
-@pytest.mark.parametrize(("name", "mesh", "reduce", "zero", "changes"), ZERO, ids=str)
+@pytest.mark.parametrize(
+    ("name", "mesh", "reduce", "zero", "changes"), and_in_full(ZERO, MORE_ZERO), ids=str
+)
 def test_zero_equals_one_device(name, mesh, reduce, zero, changes, reference):
     same(train(name, mesh, reduce, zero, **changes), reference[name])
 
@@ -212,9 +218,7 @@ def with_lamb():
 @pytest.mark.parametrize(
     ("mesh", "reduce", "zero", "microbatches"),
     [
-        pytest.param(
-            {"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}, 1, marks=pytest.mark.full
-        ),
+        ({"data": 4, "tensor": 2}, {"type": "xla"}, {"stage": 3}, 1),
         ({"data": 8}, None, {"stage": 1}, 1),
         ({"data": 2, "stage": 2, "tensor": 2}, None, {"stage": 2}, 2),
     ],
@@ -242,7 +246,7 @@ def test_the_comparison_can_fail(reference):
 
 @pytest.mark.parametrize(
     ("name", "mesh", "parallel", "changes"),
-    [*PIPELINES[:2], *(pytest.param(*row, marks=pytest.mark.full) for row in PIPELINES[2:])],
+    and_in_full(PIPELINES[:2], PIPELINES[2:]),
     ids=str,
 )
 def test_a_pipeline_equals_one_device(name, mesh, parallel, changes, reference):

@@ -21,7 +21,7 @@ RING = {"reduce": {"type": "ring"}}
 PLANS = [
     ({"data": 4}, 1, RING),
     ({"data": 2, "stage": 2}, 4, {}),
-    ({"data": 2}, 4, {}),
+    full({"data": 2}, 4, {}),
     full({"data": 4}, 4, {**RING, "zero": {"stage": 2, "whole_below": 0}}),
     full({"data": 4}, 1, {"deterministic": {"type": "strict", "shards": 8}}),
     full({"data": 4, "tensor": 2}, 2, {}),

@@ -16,7 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from warm import Process
 
 MARKS, END, CRASH = "marks", "end", "crash"
 SECONDS = 60.0
@@ -158,7 +161,7 @@ def begun_by(pid: int) -> list[int]:
     return children + [below for child in children for below in begun_by(child)]
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def kill(process: Process) -> None:
     """As a host is lost: the agent and all that it has started, at one moment."""
     members = begun_by(process.pid)
     with suppress(ProcessLookupError):

@@ -7,13 +7,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs import Jaxdist
+from runs import Jaxdist, close_warm
 
 
 @pytest.fixture(scope="session")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Compiled programs that the processes of all tests share."""
-    return tmp_path_factory.mktemp("compiled")
+    cache = tmp_path_factory.mktemp("compiled")
+    yield cache
+    close_warm(cache)
 
 
 @pytest.fixture

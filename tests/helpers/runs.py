@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import chdir, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import jax
 import numpy as np
 from jax.sharding import SingleDeviceSharding
+from warm import Process, Warm
 
 from jaxdist.checkpoint.arrays import load_arrays
 from jaxdist.checkpoint.layout import step_directory, steps_present
@@ -40,6 +42,8 @@ fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 CLOCKS = ("time", "step_seconds")
+NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
+"""Where it is set each process would compile the sources of an editable install: half a second."""
 
 
 class Finished(NamedTuple):
@@ -60,9 +64,10 @@ class Jaxdist:
     def __init__(self, folder: Path, cache: Path) -> None:
         self.folder = folder
         self.run = folder / RUN
-        self._started: list[subprocess.Popen[str]] = []
+        self._started: list[Process] = []
+        self._cache = cache
         # The session's own settings must not reach the child; its compiled programs may.
-        foreign = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS", "GLIBC_TUNABLES")
+        foreign = ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS", "GLIBC_TUNABLES", NO_BYTECODE)
         self._environ = {k: v for k, v in os.environ.items() if k not in foreign} | {
             "JAX_COMPILATION_CACHE_DIR": str(cache),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
@@ -80,19 +85,30 @@ class Jaxdist:
         self,
         *args: object,
         xla_flags: str = "",
-        stdout: int = subprocess.PIPE,
+        stdout: int | None = None,
         terminal: int | None = None,
-    ) -> subprocess.Popen[str]:
-        """Begin `jaxdist args...`, in a session of its own where it gets a terminal."""
+        fresh: bool = False,
+    ) -> Process:
+        """Begin `jaxdist args...`, in a session of its own where it gets a terminal.
+
+        It is forked from a process that has imported all already, unless it is to be `fresh`.
+        """
         # A child ignores what its parent ignores: nohup does, and libtpu once it is loaded.
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        environ = {**self._environ, "XLA_FLAGS": xla_flags}
+        if not fresh and terminal is None:
+            begun = warm(self._cache, self._environ).begin(
+                [*map(str, args)], self.folder, environ, stdout
+            )
+            self._started.append(begun)
+            return begun
         command = ["-P", "-m", "jaxdist.cli", *map(str, args)]
         process = subprocess.Popen(
             [sys.executable, *([] if terminal is None else ["-c", TAKE_TERMINAL]), *command],
             cwd=self.folder,
-            env={**self._environ, "XLA_FLAGS": xla_flags},
+            env=environ,
             stdin=terminal,
-            stdout=stdout if terminal is None else terminal,
+            stdout=terminal or stdout or subprocess.PIPE,
             stderr=subprocess.PIPE if terminal is None else terminal,
             text=True,
             start_new_session=terminal is not None,
@@ -130,7 +146,23 @@ class Jaxdist:
             process.communicate()
 
 
-def finish(process: subprocess.Popen[str]) -> Finished:
+_WARM: dict[Path, Warm] = {}
+
+
+def warm(cache: Path, environ: Mapping[str, str]) -> Warm:
+    """What forks the processes that have this cache: their variables differ in what jax reads."""
+    if cache not in _WARM:
+        _WARM[cache] = Warm(environ, cache.with_name(f"{cache.name}-warm.log"))
+    return _WARM[cache]
+
+
+def close_warm(cache: Path) -> None:
+    """End what has forked the processes that have this cache."""
+    if cache in _WARM:
+        _WARM.pop(cache).close()
+
+
+def finish(process: Process) -> Finished:
     out, err = process.communicate(timeout=TIMEOUT_SECONDS)
     return Finished(process.returncode, out or "", err)
 
@@ -142,7 +174,7 @@ def metrics(run: Path, *, without: tuple[str, ...] = CLOCKS) -> list[dict[str, A
     return [{k: v for k, v in record.items() if k not in without} for record in records]
 
 
-def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
+def wait_for_step(process: Process, run: Path, step: int) -> int:
     """Return the number of records when `step` has been recorded; the process must be alive."""
     deadline = time.monotonic() + TIMEOUT_SECONDS
     file = run / "metrics.jsonl"
@@ -156,7 +188,7 @@ def wait_for_step(process: subprocess.Popen[str], run: Path, step: int) -> int:
     raise AssertionError(f"step {step} did not come within {TIMEOUT_SECONDS} s")
 
 
-def kill_at_step(process: subprocess.Popen[str], run: Path, step: int) -> None:
+def kill_at_step(process: Process, run: Path, step: int) -> None:
     """SIGKILL once `step` has been recorded."""
     wait_for_step(process, run, step)
     process.kill()

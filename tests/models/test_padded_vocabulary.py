@@ -96,7 +96,7 @@ def of(mesh, parallel=None, *, own_loss, multiple=WIDE, **train):
     ("mesh", "own_loss"),
     [
         ({"tensor": 4}, False),
-        ({"tensor": 4}, True),
+        full({"tensor": 4}, True),
         full({"data": 1}, False),
         full({"stage": 2, "tensor": 2}, False),
         ({"stage": 2, "tensor": 2}, True),

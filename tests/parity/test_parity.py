@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from mesh_rows import CELLS as WITHOUT
-from mesh_rows import REDUCTIONS, ZERO
+from mesh_rows import MORE_CELLS, MORE_ZERO, REDUCTIONS, ZERO
 from typer.testing import CliRunner
 
 from jaxdist.cli import app
@@ -63,11 +63,16 @@ SPLIT = [
     Combination("data 4, tensor 2", 3, "all", "xla", 1, "full", "split"),
 ]
 """Rows of `test_a_split_sequence_equals_one_device` in test_tensor."""
-ELSEWHERE = [
+ELSEWHERE_QUICK = [
     *(cell_of(name, mesh, None, {}, {}) for name, mesh in WITHOUT if mesh in MESHES.values()),
     *(cell_of(name, mesh, reduce, {}, changes) for name, mesh, reduce, changes in REDUCTIONS),
     *(cell_of(*row) for row in ZERO),
     *SPLIT,
+]
+ELSEWHERE = [
+    *ELSEWHERE_QUICK,
+    *(cell_of(name, mesh, None, {}, {}) for name, mesh in MORE_CELLS if mesh in MESHES.values()),
+    *(cell_of(*row) for row in MORE_ZERO),
 ]
 POSSIBLE = [*possible_cells()]
 VALID = valid_cells()
@@ -101,7 +106,7 @@ def each(cell: Combination) -> frozenset[object]:
     return frozenset(settings.items())
 
 
-QUICK = cover(POSSIBLE, ELSEWHERE, each)
+QUICK = cover(POSSIBLE, ELSEWHERE_QUICK, each)
 PAIRED = cover(POSSIBLE, [*ELSEWHERE, *QUICK], essentials)
 CELLS = [*QUICK, *PAIRED]
 

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 from elastic_hosts import begun_by, kill
 from redis_place import redis_server
 from runs import Jaxdist, checkpoint, finish, metrics, wait_for_step
+from warm import Process
 
 from jaxdist.checkpoint.layout import METADATA, step_directory
 from jaxdist.checkpoint.manifest import read_manifest
@@ -64,7 +64,7 @@ CONFIG = {
 }  # fmt: skip
 
 
-def agent(jaxdist: Jaxdist, name: str, meet: str = "meet", **more: Any) -> subprocess.Popen[str]:
+def agent(jaxdist: Jaxdist, name: str, meet: str = "meet", **more: Any) -> Process:
     options = [x for key, value in more.items() for x in (f"--{key}", value)]
     given = ("--rendezvous", meet, "--host", f"{name}/127.0.0.1", "--devices", 1, *options)
     return jaxdist.start("agent", "config.yaml", *given, "run.directory=run")
@@ -76,7 +76,7 @@ def prepared(jaxdist: Jaxdist) -> Path:
     return jaxdist.folder / "run"
 
 
-def wait(holds: Callable[[], Any], *processes: subprocess.Popen[str]) -> Any:
+def wait(holds: Callable[[], Any], *processes: Process) -> Any:
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         found = holds()

@@ -60,7 +60,7 @@ def test_a_refusal_ends_the_process_with_its_code(
     jaxdist: Jaxdist, overrides: list[str], code: int, parts: list[str]
 ) -> None:
     jaxdist.config()
-    assert_refused(jaxdist.train(*overrides), code, parts)
+    assert_refused(jaxdist.train(*overrides, fresh=code == 2), code, parts)
     assert not (jaxdist.folder / "runs").exists()
 
 

@@ -70,7 +70,7 @@ def test_the_next_generation_goes_on_in_its_run_and_in_no_other(jaxdist: Jaxdist
     # No process of a run imports what merely lies in the directory of the command.
     for name in ("random", "socket", "json"):
         (jaxdist.folder / f"{name}.py").write_text("raise RuntimeError('shadowed')")
-    process = jaxdist.start("train", "config.yaml", *ELASTIC, "run.directory=run")
+    process = jaxdist.start("train", "config.yaml", *ELASTIC, "run.directory=run", fresh=True)
     run = jaxdist.folder / "run"
     pids = begun(run, 1)
     wait_for_step(process, run, 25)

@@ -50,10 +50,10 @@ def write_config(jaxdist: Jaxdist) -> None:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory, compiled: Path) -> Path:
-    """A run that nothing disturbed."""
+    """A run that nothing disturbed, of a process that has imported all by itself."""
     jaxdist = Jaxdist(tmp_path_factory.mktemp("whole"), compiled)
     write_config(jaxdist)
-    done = jaxdist.train()
+    done = jaxdist.train(fresh=True)
     assert done.code == 0, done
     return jaxdist.run
 
@@ -90,7 +90,7 @@ def test_sigkill_at_random_steps(noisy: Jaxdist, whole: Path, seed: int) -> None
     "number",
     [
         signal.SIGTERM,
-        pytest.param(signal.SIGUSR1, marks=pytest.mark.full),
+        pytest.param(signal.SIGUSR1, marks=pytest.mark.slow),  # as test_termination.py has it
         pytest.param(signal.SIGINT, marks=pytest.mark.full),
     ],
 )

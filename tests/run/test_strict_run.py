@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 from runs import DIGITS, Jaxdist, checkpoint, metrics, steps
 
-full = partial(pytest.param, marks=pytest.mark.full)
 STRICT = {"deterministic": {"type": "strict", "shards": 4}, "zero": {"stage": 1, "whole_below": 9}}
 LAST = 24
 
@@ -33,8 +31,8 @@ def assert_same(jaxdist: Jaxdist, name: str, reference: str) -> None:
 @pytest.mark.parametrize(
     "plans",
     [
-        full([(4, 1), (2, 2), (1, 4)]),
-        full([(2, 1), (1, 2)]),
+        pytest.param([(4, 1), (2, 2), (1, 4)], marks=pytest.mark.full),
+        pytest.param([(2, 1), (1, 2)], marks=pytest.mark.slow),  # below, one after the other
     ],
     ids=str,
 )

@@ -178,10 +178,12 @@ def table(stage):
     return jax.tree.map(numbers, state.opt_state.inner)
 
 
-# Stage 3 splits and moves all that the others do.
+# Stage 3 splits and moves all that the others do; 1 splits the state alone, and 2 its gradients.
+MARKS = {0: pytest.mark.slow, 1: pytest.mark.full, 2: pytest.mark.slow, 3: ()}
+
+
 @pytest.mark.parametrize(
-    ("name", "stage"),
-    [pytest.param(*row, marks=() if row[1] == 3 else pytest.mark.full) for row in TABLE],
+    ("name", "stage"), [pytest.param(*row, marks=MARKS[row[1]]) for row in TABLE]
 )
 def test_each_optimizer_of_optax_equals_one_device(name, stage, devices):
     found, expected = table(stage)[name], table(None)[name]

@@ -1,0 +1,160 @@
+"""The command line in processes that are forked from one that has imported all already.
+
+To import what training needs takes a process two seconds of a core. Run as a module, this is what
+forks, as `jaxdist.cli.standby` is for the processes of an agent; the tests have `Warm`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from unittest.mock import patch
+
+from jaxdist.runtime.environment import plan_tunables
+from jaxdist.runtime.forks import ForkServer, await_fork, hold_signals
+
+HELPERS = Path(__file__).parent
+MOST_BYTES = 1 << 24
+"""More than any process of a test prints."""
+
+
+class Warm(ForkServer):
+    """What forks; it comes up with its first process.
+
+    Args:
+      environ: the variables that jax reads when it is imported must be those of all processes.
+      log: where its own standard error goes.
+    """
+
+    def __init__(self, environ: Mapping[str, str], log: Path) -> None:
+        super().__init__("warm", log)
+        paths = os.pathsep.join([str(HELPERS), str(HELPERS.parents[1])])
+        tunables = plan_tunables({}, "glibc") or ""
+        self._environ = {**environ, "PYTHONPATH": paths, "JAX_PLATFORMS": "cpu"}
+        self._environ["GLIBC_TUNABLES"] = tunables
+
+    def start(self) -> None:
+        """Let it import."""
+        with patch.dict(os.environ, self._environ, clear=True):
+            super().start()
+
+    def begin(
+        self, args: Sequence[str], folder: Path, environ: Mapping[str, str], stdout: int | None
+    ) -> Forked:
+        """Begin `jaxdist args...` in a folder.
+
+        Args:
+          stdout: a descriptor; None keeps the output until the process ends.
+        """
+        out, err = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115 (Forked closes)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            pid = self.fork([theirs.fileno(), err.fileno()])
+            order = {"args": list(args), "folder": str(folder), "environ": dict(environ)}
+            line = json.dumps(order).encode()
+            socket.send_fds(ours, [b"."], [out.fileno() if stdout is None else stdout])
+            ours.sendall(line)
+        return Forked(self, pid, list(args), (out, err))
+
+
+class Forked:
+    """A process, with what `subprocess.Popen` has of it."""
+
+    def __init__(self, server: Warm, pid: int, args: list[str], files: tuple) -> None:
+        self.pid, self.args = pid, args
+        self.returncode: int | None = None
+        self._server, self._files = server, files
+        self._said: tuple[str, str] | None = None
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it lives."""
+        if self.returncode is None:
+            self.returncode = self._server.ended(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, when it has ended.
+
+        Raises:
+          subprocess.TimeoutExpired: it has not ended in so many seconds.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if deadline is not None and timeout is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        """What it has printed, when it has ended: standard output and error."""
+        self.wait(timeout)
+        if self._said is None:
+            out, err = (os.pread(file.fileno(), MOST_BYTES, 0).decode() for file in self._files)
+            self._said = out, err
+            for file in self._files:
+                file.close()
+        return self._said
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, if it lives."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+Process = subprocess.Popen[str] | Forked
+
+
+def main() -> None:
+    """Fork; and in a forked process be the command, as if it had just been started."""
+    hold_signals()
+    from jaxdist.cli import main as command
+    from jaxdist.cli import runs
+    from jaxdist.runtime import environment
+
+    runs.import_all()
+    if not await_fork():
+        return
+    with socket.socket(fileno=os.dup(0)) as channel:
+        _, (stdout,), _, _ = socket.recv_fds(channel, 1, 1)
+        with channel.makefile("rb") as told:
+            order = json.loads(told.read())
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    for opened, standard in ((nowhere, 0), (stdout, 1)):
+        os.dup2(opened, standard)
+        os.close(opened)
+    tunables = os.environ["GLIBC_TUNABLES"]  # as the command sets them, which would begin it anew
+    os.environ.clear()
+    os.environ.update(order["environ"], GLIBC_TUNABLES=tunables)
+    os.chdir(order["folder"])
+    sys.argv = ["jaxdist", *order["args"]]
+
+    def prepare(*, fake_devices: int | None = None) -> None:
+        """Set what XLA reads with its first program: of jax all is set that it reads earlier."""
+        os.environ.update(
+            environment.plan_environment(
+                dict(os.environ),
+                fake_devices=fake_devices,
+                idle_libtpu=environment.has_idle_libtpu(),
+            )
+        )
+
+    environment.prepare = prepare
+    command()
+
+
+if __name__ == "__main__":
+    main()
