@@ -44,7 +44,7 @@ def _orbax() -> Any:
 
 
 def _not_from_orbax(record: logging.LogRecord) -> bool:
-    # asyncio logs failed writes that nobody awaits, with their origin in the text only, if at all.
+    # asyncio logs failed writes that are not awaited, with their origin only in the text, if any.
     text = f"{record.pathname} {record.getMessage()}"
     full = record.exc_info is not None and is_disk_full(record.exc_info[1])
     return not (full or "orbax" in text or "tensorstore" in text)

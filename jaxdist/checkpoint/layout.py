@@ -7,7 +7,7 @@ step_00000500/            a committed checkpoint
   manifest.json           sizes and digests of all of the above; written last
 .tmp-*                    being written or deleted; worthless after a crash
 .tmp-g7-step_00000500     the same, by generation 7 of a run on several hosts
-.replaced-step_00000500   the former checkpoint while a new one of the same step takes its name
+.replaced-step_00000500   the former checkpoint while its successor takes its name
 """
 
 from __future__ import annotations

@@ -75,8 +75,7 @@ def first_round(seed: int = 0, step: int | jax.Array = 0, rank: int | jax.Array 
 
 
 class Codec(Config):
-    """A way to write an array in few bytes; an instance is both the choice in a config and the
-    code.
+    """A way to write an array in few bytes; an instance is both a config's choice and the code.
 
     Attributes:
       exchange: how the messages of several devices are combined.

@@ -216,7 +216,7 @@ def _open_files(facts: MachineFacts) -> Check:
 
 
 def _extras(facts: MachineFacts) -> Iterator[Check]:
-    """Check optional packages: a missing package is no warning, but shows its installation."""
+    """Check optional packages: a missing package only shows how to install it."""
     ways = {
         "scikit-learn": "pip install 'jaxdist[images]' for the handwritten digits",
         "libtpu": "pip install 'jaxdist[tpu]' for TPUs and for compiling towards them",

@@ -29,7 +29,7 @@ WORKERS = "slice"
 CONTAINER = "train"
 _NOT_COUNTED: list[Json] = [
     {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-    # When a pod is told to stop, all processes save and exit with this code, including those of
+    # When a pod must stop, all processes save and exit with this code, including those of
     # other pods, whose failure would otherwise be counted.
     {
         "action": "FailJob",

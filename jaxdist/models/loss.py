@@ -35,8 +35,8 @@ where the batch is not computed in parts: see `check_adds_up`.
 def weighted(batch: Batch) -> Batch:
     """Add a weight (float32 `[B]`) of 1 to a batch without weights.
 
-    Ones that the compiler sees make the sum of the weights a constant: the mean's gradient then
-    does not wait for other devices.
+    Weights that the compiler knows to be 1 make their sum a constant: the mean's gradient then does
+    not wait for other devices.
     """
     if "weight" in batch:
         return batch
@@ -105,7 +105,6 @@ class ClassificationConfig(Config):
 
     def build(self) -> Loss:
         """Build the loss of a module called as `module(image)`, image in 0..1."""
-
         return partial(classification, label_smoothing=self.label_smoothing)
 
 

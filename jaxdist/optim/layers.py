@@ -99,7 +99,7 @@ class LayeredLeaf:
         """Shorten a summed dim of all tensors up to `FOLD` times, in a single pass.
 
         Two full sums would take two passes over the inputs; fused into one pass they are two chains
-        of additions, each waiting for the one before. Here all elements of a row are added side by
+        of additions, each waiting for the previous. Here all elements of a row are added side by
         side.
         """
         rows = [i for i in self.summed if i != self.ndim - 1]

@@ -73,7 +73,7 @@ def trust_ratio(
     coefficient: float = 1.0,
     eps: float | jax.Array = 0.0,
 ) -> jax.Array:
-    """coefficient * clip(||w||, phi) / (||u|| + eps), clipped to `ratio_bounds`; float32.
+    """Compute coefficient * clip(||w||, phi) / (||u|| + eps), clipped to `ratio_bounds`, float32.
 
     The ratio is 1 where a norm is zero or not finite. Squares are summed in float32, so a norm
     below 1e-19 or above 1e19 counts as zero or infinite.
@@ -194,7 +194,7 @@ def check_betas(**values: object) -> None:
 
 
 def check_bounds(**values: Bounds) -> None:
-    """Refuse bounds other than (lower, upper) with 0 <= lower <= upper; infinity is no upper bound.
+    """Refuse bounds other than (lower, upper) with 0 <= lower <= upper; infinity bounds nothing.
 
     Raises:
       ConfigError: the bounds are invalid.

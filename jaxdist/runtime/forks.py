@@ -143,7 +143,7 @@ def await_fork() -> bool:
     channel, woken = socket.socket(fileno=os.dup(0)), os.pipe()
     os.set_blocking(woken[1], False)
     signal.set_wakeup_fd(woken[1])
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would wake nobody
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # an ignored signal would not wake the loop
     while True:
         ready, _, _ = select.select([channel, woken[0]], [], [])
         if woken[0] in ready:

@@ -111,7 +111,9 @@ def _main() -> None:
     # Standard input, open as long as the process runs, so without `with`.
     lines = open(0, encoding="utf-8", errors="surrogateescape", newline="\n")  # noqa: SIM115
     for line in translate(lines, sys.argv[1], sys.argv[2]):
-        with suppress(OSError):  # nobody reads: continue, or the other process would get a signal
+        with suppress(
+            OSError
+        ):  # without a reader: continue, or the other process would get a signal
             os.write(2, line.encode("utf-8", "surrogateescape"))
 
 

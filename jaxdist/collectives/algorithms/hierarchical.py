@@ -101,7 +101,7 @@ class Hierarchical(Algorithm):
 
         Args:
           kind, payload_bytes: as for `traffic`.
-          size: devices on each axis, slowest first; the last one is inside.
+          size: devices on each axis, slowest first; the last axis is inside.
 
         Raises:
           CollectiveError: `size` has a single axis.

@@ -127,7 +127,8 @@ def table(energy: Energy) -> str:
 
 
 def _scaled(number: float, unit: str) -> str:
-    """
+    """Format a number with three digits and a decimal prefix.
+
     >>> _scaled(54_755.8, "g"), _scaled(0.0471, "g"), _scaled(0.0, "J")
     ('54.8 kg', '47.1 mg', '0.0 J')
     """

@@ -27,7 +27,7 @@ class _Asked(StandIn):
 
 
 def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
-    """The arguments of a loss's call of its module.
+    """Return the arguments of a loss's call of its module.
 
     Raises:
       ConfigError: the loss does not call its module.
@@ -35,7 +35,6 @@ def inputs_of(loss: Loss, batch: Batch) -> tuple[Any, ...]:
     >>> inputs_of(lambda module, batch: module(batch["x"] + 1), {"x": 1})
     (2,)
     """
-
     try:
         loss(_Asked(), batch)
     except _CalledError as called:

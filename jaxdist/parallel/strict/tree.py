@@ -134,7 +134,7 @@ def add_blocks(one: Callable[[jax.Array], PyTree], local: Local, *, flat: bool =
         waiting, blocks = carry
         found = settled(one(number), flat=flat)
         place = number % local.block
-        # As many levels are complete as the place has trailing ones: 0, 1, 0, 2, 0, 1, 0, 3 of a
+        # As many levels are complete as the place has trailing 1 bits: 0, 1, 0, 2, 0, 1, 0, 3 of a
         # block.
         complete = lax.population_count(place & ~(place + 1))
         for level in range(local.levels):

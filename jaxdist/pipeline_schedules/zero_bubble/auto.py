@@ -21,7 +21,7 @@ from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind
 from jaxdist.pipeline_schedules.zero_bubble.fill import Fill
 
 _OVERRUNS = (0.0, 0.5, 1.0)
-"""How far the first forward passes may extend past the first gradient, in forward passes."""
+"""Lengths by which the first forward passes may extend past the first gradient, in passes."""
 _PATIENCES = (1.0, 0.5, 0.0)
 _ROOM = 1e-9
 

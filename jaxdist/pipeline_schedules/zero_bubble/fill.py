@@ -41,7 +41,8 @@ class Fill:
         limit: float,
         patience: float,
     ) -> None:
-        """
+        """Run the placement.
+
         Args:
           orders: for each stage, FORWARD and INPUT tasks; each INPUT task implies its WEIGHT task.
           limit: the most activations that may be live at once on a stage, in the unit of `costs`.

@@ -53,7 +53,7 @@ def zb_h2(stages: int, microbatches: int) -> Schedule:
     """Zero bubble: forward passes begin so early that a stage never waits after its start.
 
     Bubble (stages - 1) (F + I - 2 W), none where the three are equal; every stage keeps
-    2 stages - 1 activations. Stage i begins and ends a step i forward passes after the first one:
+    2 stages - 1 activations. Stage i begins and ends a step i forward passes after the first stage:
     see `Timeline.period`.
 
     Raises:

@@ -1,0 +1,113 @@
+"""Docstrings, config descriptions and comments are plain sentences, not shorthand."""
+
+import ast
+import io
+import re
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from documents import ROOT
+
+PACKAGE = ROOT / "jaxdist"
+
+# Rooms, or modules, that hold the rules; others join as they are rewritten.
+ROOMS = (
+    "__init__", "audit", "checkpoint", "collectives", "compression", "config", "cost", "data",
+    "doctor", "errors", "experiment", "hlo", "inspect", "launch", "mesh", "metrics", "models",
+    "optim", "parallel", "parity", "pipeline_schedules", "planner", "runtime", "sharding", "trees",
+    "types", "validity",
+)  # fmt: skip
+
+# How a docstring never begins, and an entry of `Args:` or `Attributes:`: with a clause that lacks
+# its noun.
+BEGINNING = re.compile(r"(Of|Who|Whom|Whose|What|Whatever|One|So|As it|Where|How)\b")
+ENTRY = re.compile(r"^ +[\w*]+(, [\w*]+)*: (as )?of\b", re.MULTILINE)
+
+# Words in place of which the field has its own: again, reported, continues, instead of ...
+WORDS = (
+    r"\banew\b",
+    r"\b(told|said)\b",
+    r"\blies\b",
+    r"\b(goes|go|went|going) on\b",
+    r"\bso (many|much)\b",
+    r"(?<!soon )\bas (it is|they are)\b",
+    r"\b(stands?|stood)\b(?!-in)",
+    r"\b(plays|rightly)\b",
+    r"\bbeside\b",
+    r"\b(whoever|nobody|somebody)\b",
+    r"(?<!there )(?<!There )\b(is|are) no (?!longer|such)",
+    r"\b(the|newest|first|last|other|own|old|new|next|same|earlier|later|better|best) one\b(?!-)",
+    r"(?<!of )\bones\b",
+)
+WORD = re.compile("|".join(WORDS), re.IGNORECASE)
+
+
+def files(room: str) -> list[Path]:
+    return sorted((PACKAGE / room).rglob("*.py")) or [PACKAGE / f"{room}.py"]
+
+
+def docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of docstrings, and of the strings that describe attributes and settings."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield node.lineno, text
+
+
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def prose(text: str) -> str:
+    """The text without code: backticks, doctests with their results, and names of arguments."""
+    text = re.sub(r"^ *>>>(.*\n)+?(?= *$)", "", f"{text}\n", flags=re.MULTILINE)
+    text = re.sub(r"^ +[\w*]+(, [\w*]+)*:(?! (as )?of\b)", "", text, flags=re.MULTILINE)
+    return re.sub(r"`[^`]*`", "``", text)
+
+
+def faults(path: Path) -> Iterator[str]:
+    text = path.read_text(encoding="utf-8")
+    for line, string in docstrings(ast.parse(text)):
+        if found := BEGINNING.match(string):
+            yield f"{path.relative_to(ROOT)}:{line} begins with {found[0]!r}"
+        for pattern in (ENTRY, WORD):
+            for found in pattern.finditer(prose(string)):
+                yield f"{path.relative_to(ROOT)}:{line} has {found[0].strip()!r}"
+    for line, comment in comments(text):
+        for found in WORD.finditer(prose(comment)):
+            yield f"{path.relative_to(ROOT)}:{line} has {found[0]!r}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_are_plain_sentences(room):
+    assert files(room)[0].exists()
+    found = [fault for path in files(room) for fault in faults(path)]
+    assert not found, "\n".join(found)
+
+
+def test_the_rules_see_what_they_are_for(tmp_path, monkeypatch):
+    """Each rule has a sentence that breaks it; code, and the right words, break none."""
+    path = tmp_path / "module.py"
+    path.write_text(
+        '"""What a device holds."""\n'
+        "seed: int\n"
+        '"""Of parameters and data order."""\n'
+        "def f():\n"
+        '    """Find it.\n\n'
+        "    Args:\n      axis: of the mesh.\n\n"
+        '    >>> "goes on, told anew"\n    \'so many\'\n    """\n'
+        "    # The newest one goes on, as `told` says.\n"
+        "# All else: there is no such stand-in.\n"
+    )
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    assert list(faults(path)) == [
+        "module.py:1 begins with 'What'",
+        "module.py:3 begins with 'Of'",
+        "module.py:5 has 'axis: of'",
+        "module.py:13 has 'newest one'",
+        "module.py:13 has 'goes on'",
+    ]
