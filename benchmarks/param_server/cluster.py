@@ -11,25 +11,22 @@ from functools import partial
 from itertools import count
 
 import numpy as np
-import optax
 
 from benchmarks.core.report import Figure
 from benchmarks.param_server.receivers import TOKEN
+from benchmarks.param_server.serving import served, shard_of, wire_to
 from jaxdist.param_server.aggregation import Direct, Racks
 from jaxdist.param_server.consistency.arrival import SSP, Asynchronous
-from jaxdist.param_server.consistency.contract import Clocks, Consistency
+from jaxdist.param_server.consistency.contract import Consistency
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.aggregator import Aggregator
 from jaxdist.param_server.live.client import Client, Patience
 from jaxdist.param_server.live.layout import Layout, layouts
 from jaxdist.param_server.live.server import Server
-from jaxdist.param_server.live.shard import Shard
 from jaxdist.param_server.placement.balanced import Balanced
 from jaxdist.param_server.placement.ranges import tensors_of
 from jaxdist.param_server.protocol.rack import WITHIN
-from jaxdist.param_server.protocol.server import RangeState
 from jaxdist.param_server.wire.contract import Service
-from jaxdist.param_server.wire.frames import spec_for
 from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
 
 STEP_SECONDS = 0.02
@@ -68,16 +65,12 @@ def played(
     placement = Balanced(range_bytes=range_bytes).place(tensors_of(params), range(servers))
     shards = layouts(placement, params)
     racks = aggregation.racks(range(workers))
-    sgd = optax.with_extra_args_support(optax.sgd(1.0))
     with ExitStack() as stack:
         found: list[Server] = []
         for layout in shards:
-            shard = Shard(layout, model, sgd, layout.flatten(params))
-            server = Server(shard, model, RangeState(Clocks(len(racks) or workers)))
-            stack.callback(server.close)
-            for client in range(len(racks) or workers):
-                server.join(client)
-            found.append(server)
+            shard = shard_of(layout, model, params, 1.0)
+            found.append(served(shard, model, len(racks) or workers))
+            stack.callback(found[-1].close)
         wires = _wires(stack, found, shards)
         ways = dict.fromkeys(range(workers), wires)
         for number, rack in enumerate(racks):
@@ -99,8 +92,7 @@ def _wires(
     for service, layout in zip(services, shards, strict=True):
         rpc = RpcServer(service, TOKEN)
         stack.callback(rpc.close)
-        spec = partial(spec_for, push=layout.spec, shard=layout.spec)
-        wires.append(RpcWire(f"127.0.0.1:{rpc.port}", TOKEN, spec))
+        wires.append(wire_to(rpc.port, layout.spec))
     return wires
 
 

@@ -13,25 +13,15 @@ from functools import partial
 
 import jax
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 
 from benchmarks.collectives.program import compile_local, split
 from benchmarks.core.lab import Lab
-from benchmarks.param_server.receivers import TOKEN
+from benchmarks.param_server.serving import central, listening, served, shard_of, wire_to
 from jaxdist.errors import RunError
 from jaxdist.mesh import MeshConfig, Split, build_mesh
 from jaxdist.param_server.cluster import Cluster
-from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.live.client import Client, Patience
-from jaxdist.param_server.live.layout import Layout, layouts
-from jaxdist.param_server.live.server import Server
-from jaxdist.param_server.live.shard import Shard
-from jaxdist.param_server.placement.central import Central
-from jaxdist.param_server.placement.ranges import tensors_of
-from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
 
 FIRST_PORT = 9920
 RING = "ring"
@@ -81,18 +71,9 @@ def start(floats: int) -> dict[str, np.ndarray]:
     return {"w": np.zeros(floats, np.float32)}
 
 
-def layout_of(floats: int) -> Layout:
-    """Of the one server."""
-    params = start(floats)
-    (layout,) = layouts(Central(range_bytes=None).place(tensors_of(params), [0]), params)
-    return layout
-
-
 def serve(task: Task, case: Case, host: str, port: int) -> list[float]:
     """The server of a case: when each of its updates was made, since the first."""
-    layout, model = layout_of(task.floats), case.cluster().consistency
-    sgd = optax.with_extra_args_support(optax.sgd(0.1))
-    shard = Shard(layout, model, sgd, layout.flatten(start(task.floats)))
+    params, model = start(task.floats), case.cluster().consistency
     times: list[float] = []
     first = threading.Event()
 
@@ -100,22 +81,18 @@ def serve(task: Task, case: Case, host: str, port: int) -> list[float]:
         times.append(time.perf_counter())
         first.set()
 
-    server = Server(shard, model, RangeState(Clocks(case.workers)), applied=applied)
-    for client in range(case.workers):
-        server.join(client)
-    rpc = RpcServer(server, TOKEN, host=host, port=port)
-    if not first.wait(LATE_SECONDS):
-        raise RunError(f"{case.name}: no worker has pushed anything within {LATE_SECONDS:g} s")
-    time.sleep(task.seconds + 2)
-    rpc.close()
-    server.close()
+    shard = shard_of(central(params), model, params, 0.1)
+    with listening(served(shard, model, case.workers, applied), host, port):
+        if not first.wait(LATE_SECONDS):
+            raise RunError(f"{case.name}: no worker has pushed within {LATE_SECONDS:g} s")
+        time.sleep(task.seconds + 2)
     return [at - times[0] for at in times if at - times[0] <= task.seconds]
 
 
 def work(task: Task, case: Case, number: int, address: str) -> None:
     """One worker of a case, until its time is over."""
-    layout, model = layout_of(task.floats), case.cluster().consistency
-    wire = RpcWire(address, TOKEN, partial(spec_for, push=layout.spec, shard=layout.spec))
+    layout, model = central(start(task.floats)), case.cluster().consistency
+    wire = wire_to(address, layout.spec)
     change = np.full(task.floats, 1e-6, np.float32)
     begun = threading.Event()
 

@@ -13,13 +13,10 @@ import optax
 
 from benchmarks.core.report import Figure
 from benchmarks.param_server.pusher import WHOLE, layout_of, started
-from benchmarks.param_server.receivers import TOKEN
+from benchmarks.param_server.serving import listening, served
 from jaxdist.errors import RunError
-from jaxdist.param_server.consistency.contract import Arrival, Clocks, Merge
-from jaxdist.param_server.live.server import Server
+from jaxdist.param_server.consistency.contract import Arrival, Merge
 from jaxdist.param_server.live.shard import Shard
-from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.wire.rpc import RpcServer
 
 LENGTH = 10_000
 WORKERS, KILLS = 3, 10
@@ -68,14 +65,12 @@ def longest_stall(kills: int = KILLS, seed: int = 0) -> Figure:
     """
     rng, gaps = random.Random(seed), Gaps()
     with ExitStack() as stack:
-        server = Server(Counted(gaps), WHOLE, RangeState(Clocks(WORKERS)))
-        stack.callback(server.close)
-        rpc = RpcServer(server, TOKEN)
-        stack.callback(rpc.close)
+        server = served(Counted(gaps), WHOLE, WORKERS)
+        port = stack.enter_context(listening(server))
         team = {}
 
         def start(client: int) -> None:
-            team[client] = started(client, rpc.port, LENGTH)
+            team[client] = started(client, port, LENGTH)
 
         def end(client: int) -> None:
             team[client].kill()
@@ -83,7 +78,6 @@ def longest_stall(kills: int = KILLS, seed: int = 0) -> Figure:
             server.leave(client)
 
         for client in range(WORKERS):
-            server.join(client)
             start(client)
         for new in range(WORKERS, WORKERS + kills):
             _until(lambda: gaps.last.keys() >= team.keys())

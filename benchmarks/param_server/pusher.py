@@ -9,17 +9,14 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from functools import partial
 
 import numpy as np
 
-from benchmarks.param_server.receivers import TOKEN
+from benchmarks.param_server.serving import wire_to
 from jaxdist.param_server.consistency.arrival import Asynchronous
 from jaxdist.param_server.live.client import Client
 from jaxdist.param_server.live.layout import Layout, Piece
 from jaxdist.param_server.placement.ranges import Range
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.rpc import RpcWire
 from jaxdist.runtime.environment import python_module
 
 PAUSE_SECONDS = 0.003
@@ -45,10 +42,7 @@ def started(client: int, port: int, length: int) -> subprocess.Popen[str]:
 
 def main(number: int, port: int, length: int) -> None:
     layout = layout_of(length)
-    wire = RpcWire(
-        f"127.0.0.1:{port}", TOKEN, partial(spec_for, push=layout.spec, shard=layout.spec)
-    )
-    with Client(number, WHOLE, [layout], [wire]) as client:
+    with Client(number, WHOLE, [layout], [wire_to(port, layout.spec)]) as client:
         client.read()
         print(client.clock, flush=True)
         while True:

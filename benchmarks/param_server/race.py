@@ -9,29 +9,19 @@ import statistics
 import subprocess
 import sys
 import time
-from contextlib import ExitStack, suppress
-from functools import partial
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
-import optax
 
 from benchmarks.core.harness import Sample
 from benchmarks.core.report import Figure
 from benchmarks.param_server.peer import __main__ as peer
-from benchmarks.param_server.receivers import TOKEN
+from benchmarks.param_server.serving import central, listening, served, shard_of, wire_to
 from jaxdist.errors import RunError
-from jaxdist.param_server.consistency.contract import Clocks
 from jaxdist.param_server.consistency.rounds import BSP
 from jaxdist.param_server.live.client import Client
-from jaxdist.param_server.live.layout import Layout, joined, layouts
-from jaxdist.param_server.live.server import Server
-from jaxdist.param_server.live.shard import Shard
-from jaxdist.param_server.placement.central import Central
-from jaxdist.param_server.placement.ranges import tensors_of
-from jaxdist.param_server.protocol.server import RangeState
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
+from jaxdist.param_server.live.layout import joined
 from jaxdist.runtime.environment import plan_tunables, python_module
 
 MODULE = "benchmarks.param_server.race"
@@ -92,34 +82,19 @@ def _ours() -> list[float]:
     return _run(python_module(MODULE, "server"))
 
 
-def _layout() -> Layout:
-    weights = peer.initial()
-    (layout,) = layouts(Central(range_bytes=None).place(tensors_of(weights), [0]), weights)
-    return layout
-
-
 def server() -> None:
     """The server, and its workers as processes; prints the seconds of each step."""
-    layout, weights = _layout(), peer.initial()
-    model, sgd = BSP(), optax.with_extra_args_support(optax.sgd(peer.RATE))
+    weights, model = peer.initial(), BSP()
     times: list[float] = []
-    shard = Shard(layout, model, sgd, layout.flatten(weights))
-    serving = Server(
-        shard,
+    serving = served(
+        shard_of(central(weights), model, weights, peer.RATE),
         model,
-        RangeState(Clocks(WORKERS)),
-        applied=lambda version, square: times.append(time.perf_counter()),
+        WORKERS,
+        lambda version, square: times.append(time.perf_counter()),
     )
-    for client in range(WORKERS):
-        serving.join(client)
-    with ExitStack() as stack:
-        stack.callback(serving.close)
-        rpc = RpcServer(serving, TOKEN)
-        stack.callback(rpc.close)
+    with listening(serving) as port:
         command = python_module(MODULE, "worker")
-        team = [
-            subprocess.Popen([*command, str(number), str(rpc.port)]) for number in range(WORKERS)
-        ]
+        team = [subprocess.Popen([*command, str(number), str(port)]) for number in range(WORKERS)]
         for process in team:
             process.wait(LOST_SECONDS)
     print(json.dumps(np.diff(times[peer.WARMUP - 1 :]).tolist()))
@@ -127,11 +102,9 @@ def server() -> None:
 
 def worker(number: int, port: int) -> None:
     """One worker, for all steps."""
-    layout, weights = _layout(), peer.initial()
-    shapes = {name: array.shape for name, array in weights.items()}
-    spec = partial(spec_for, push=layout.spec, shard=layout.spec)
-    size = layout.spec.size_bytes
-    wire = RpcWire(f"127.0.0.1:{port}", TOKEN, spec, shared_bytes=size)
+    weights = peer.initial()
+    layout, shapes = central(weights), {name: array.shape for name, array in weights.items()}
+    wire = wire_to(port, layout.spec, layout.spec.size_bytes)
     x, labels = peer.batch(number)
     with Client(number, BSP(), [layout], [wire]) as client:
         while client.clock < peer.WARMUP + STEPS:

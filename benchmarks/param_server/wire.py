@@ -8,18 +8,16 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 
 import grpc
 import numpy as np
 
 from benchmarks.core.harness import REPEATS, WARMUP, Sample, interleave
 from benchmarks.core.report import Figure
-from benchmarks.param_server.receivers import ONE_METHOD, TOKEN, UNLIMITED, spec_of
+from benchmarks.param_server.receivers import ONE_METHOD, UNLIMITED, spec_of
+from benchmarks.param_server.serving import wire_to
 from jaxdist.errors import RunError
 from jaxdist.param_server.wire.contract import Envelope, Op
-from jaxdist.param_server.wire.frames import spec_for
-from jaxdist.param_server.wire.rpc import RpcWire
 from jaxdist.runtime.environment import python_module
 
 PUSH_BYTES = 64 * 2**20
@@ -85,8 +83,7 @@ def _streamed(payload: np.ndarray, shared_bytes: int = 0) -> Iterator[Push]:
     spec = spec_of(payload.nbytes)
     with _receiver("streamed", payload.nbytes) as port:
         answered = threading.Event()
-        spec_of_all = partial(spec_for, push=spec, shard=spec)
-        wire = RpcWire(f"127.0.0.1:{port}", TOKEN, spec_of_all, shared_bytes=shared_bytes)
+        wire = wire_to(port, spec, shared_bytes)
         session = wire.open(lambda envelope: answered.set(), lambda reason: None)
 
         def push() -> None:

@@ -1,0 +1,69 @@
+"""One server in front of parameters, and the ways to it, as the benches start them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import optax
+
+from benchmarks.param_server.receivers import TOKEN
+from jaxdist.param_server.consistency.contract import Clocks, Consistency
+from jaxdist.param_server.live.layout import Layout, layouts
+from jaxdist.param_server.live.server import Server
+from jaxdist.param_server.live.shard import Shard
+from jaxdist.param_server.placement.central import Central
+from jaxdist.param_server.placement.ranges import tensors_of
+from jaxdist.param_server.protocol.server import RangeState
+from jaxdist.param_server.wire.contract import Spec
+from jaxdist.param_server.wire.frames import spec_for
+from jaxdist.param_server.wire.rpc import RpcServer, RpcWire
+
+LOOPBACK = "127.0.0.1"
+
+
+def central(params: Mapping[str, np.ndarray]) -> Layout:
+    """Return the layout of one server that holds all parameters."""
+    (layout,) = layouts(Central(range_bytes=None).place(tensors_of(params), [0]), params)
+    return layout
+
+
+def shard_of(
+    layout: Layout, model: Consistency, params: Mapping[str, np.ndarray], rate: float
+) -> Shard:
+    """Return what a server holds of some parameters, under plain gradient descent."""
+    sgd = optax.with_extra_args_support(optax.sgd(rate))
+    return Shard(layout, model, sgd, layout.flatten(params))
+
+
+def served(
+    shard: Shard,
+    model: Consistency,
+    workers: int,
+    applied: Callable[[int, float], None] = lambda version, square: None,
+) -> Server:
+    """Return a server that so many workers have joined; `applied` is told of each update."""
+    server = Server(shard, model, RangeState(Clocks(workers)), applied=applied)
+    for client in range(workers):
+        server.join(client)
+    return server
+
+
+@contextmanager
+def listening(server: Server, host: str = LOOPBACK, port: int = 0) -> Iterator[int]:
+    """Serve until the context ends; the port."""
+    rpc = RpcServer(server, TOKEN, host=host, port=port)
+    try:
+        yield rpc.port
+    finally:
+        rpc.close()
+        server.close()
+
+
+def wire_to(address: int | str, spec: Spec, shared_bytes: int = 0) -> RpcWire:
+    """Return the way to a server, by its port on this machine or its address."""
+    place = f"{LOOPBACK}:{address}" if isinstance(address, int) else address
+    both = partial(spec_for, push=spec, shard=spec)
+    return RpcWire(place, TOKEN, both, shared_bytes=shared_bytes)
