@@ -229,3 +229,52 @@ def test_metrics_are_copied_once_and_only_where_they_are_read():
     with pytest.raises(KeyError):
         found["accuracy"]
     assert StepMetrics(("loss",), jnp.ones(1), 0.0)["loss"] == 1.0
+
+
+OF_A_TEAM = """
+import jaxdist
+
+class Everywhere(jaxdist.Hook):
+    every_process = True
+
+    def start(self, run):
+        import jax
+        self.process = jax.process_index()
+        self.file = open(f"seen_{self.process}", "w")
+
+    def step(self, run, step, metrics):
+        print(step, metrics["loss"], file=self.file, flush=True)
+
+    def end(self, run, outcome):
+        print("end", outcome.step, outcome.stopped_by, file=self.file, flush=True)
+
+
+class First(jaxdist.Hook):
+    def step(self, run, step, metrics):
+        if step == 2:
+            run.stop("far enough")
+"""
+
+
+def test_processes_of_an_agent_end_at_one_step_where_a_hook_says_so(jaxdist: Jaxdist):
+    """The run has come to its end: the agent begins nothing anew, and its exit code is 0."""
+    (jaxdist.folder / "team_hooks.py").write_text(OF_A_TEAM)
+    names = ({"type": "import", "path": f"team_hooks:{name}"} for name in ("Everywhere", "First"))
+    train = {"steps": 5000, "batch_size": 64, "log_every": 1000}
+    jaxdist.config(
+        SHORT,
+        run={"hooks": [*names]},
+        train=train,
+        eval={"every": None},
+        checkpoint={"every": 5000},
+    )
+    done = jaxdist.train("--elastic", "--processes", 2)
+    assert done.code == 0, done
+    seen = [(jaxdist.folder / f"seen_{at}").read_text().splitlines() for at in range(2)]
+    assert seen[0] == seen[1]
+    *_, last, end = seen[0]
+    step = int(last.split()[0])
+    assert 3 <= step < 5000
+    assert end == f"end {step} First: far enough"
+    assert steps(jaxdist.run) == [step]
+    assert "generation" not in done.out
