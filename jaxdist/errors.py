@@ -26,11 +26,19 @@ class ConfigError(JaxdistError):
 
     Attributes:
       setting: path of the setting at fault, from the section that is built; empty is the section.
+      more: further errors, found at the same time at other settings.
     """
 
-    def __init__(self, message: str, *, setting: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self, message: str, *, setting: tuple[str, ...] = (), more: Iterable[ConfigError] = ()
+    ) -> None:
         super().__init__(message)
-        self.setting = setting
+        self.setting, self.more = setting, tuple(more)
+
+    def below(self, *path: str) -> ConfigError:
+        """Return the same error, with all its settings below a path."""
+        more = [one.below(*path) for one in self.more]
+        return ConfigError(str(self), setting=(*path, *self.setting), more=more)
 
 
 @contextmanager
@@ -45,7 +53,7 @@ def blamed(*path: str) -> Iterator[None]:
     try:
         yield
     except ConfigError as error:
-        raise ConfigError(str(error), setting=(*path, *error.setting)) from error
+        raise error.below(*path) from error
 
 
 class MeshError(JaxdistError):

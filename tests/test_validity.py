@@ -6,6 +6,7 @@ import itertools
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,13 +19,20 @@ from typer.testing import CliRunner
 from jaxdist.cli import app
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.algorithms.xla import Xla
-from jaxdist.compression.config import CompressQuantize, CompressSign
+from jaxdist.compression.config import (
+    CompressAuto,
+    CompressCast,
+    CompressQuantize,
+    CompressSign,
+    CompressTopK,
+)
 from jaxdist.errors import ConfigError, JaxdistError
 from jaxdist.mesh import MeshConfig, build_mesh
 from jaxdist.parallel.plan import ParallelConfig, plan_exchange
 from jaxdist.parallel.zero import ZeroConfig
 from jaxdist.sharding import ShardingConfig, make_layout
-from jaxdist.validity.features import FEATURES, Facts
+from jaxdist.validity import sections
+from jaxdist.validity.features import FEATURES, Facts, OptimFacts
 from jaxdist.validity.page import footnotes, markdown
 from jaxdist.validity.table import ROWS
 
@@ -88,11 +96,61 @@ SCALARS = [
     )
 ]
 EVERY += SCALARS
-"""Facts of every kind that the features tell apart."""
+EVERY += [replace(facts, strategy="parameter_server") for facts in EVERY[::3]]
+"""Facts of every kind that the features of the matrix tell apart."""
+DATA = Facts({"data": 8}, ("data",))
+UNSHARDED = replace(DATA, zero=ZeroConfig(stage=3))
+
+
+def with_settings(strategy="parameter_server", **settings):
+    """Facts of settings, with `__` for a dot in their paths."""
+    named = {path.replace("__", "."): value for path, value in settings.items()}
+    return replace(DATA, strategy=strategy, settings=named)
+
+
+def with_messages(optim, facts=DATA, kind=CompressSign, **messages):
+    return replace(facts, optim=optim, compression=kind.model_validate(messages))
+
+
+ADAMW, ONEBIT = OptimFacts("adamw", 0.9), OptimFacts("onebit_adam", 0.9, freeze_step=3)
+COMPRESSED = {"type": "compressed_momentum", "b1": 0.9}
+RESCALED = {"strategy": "synchronous", "elastic__batch": "rescale"}
+EVERY += [
+    with_messages(ADAMW, error_feedback={"type": "momentum"}),
+    with_messages(ADAMW, error_feedback=COMPRESSED),
+    with_messages(replace(ONEBIT, momentum=0.8), error_feedback=COMPRESSED),
+    with_messages(ONEBIT),
+    with_messages(ONEBIT, error_feedback=COMPRESSED),
+    with_messages(ADAMW, UNSHARDED, CompressAuto, error_feedback=False),
+    with_messages(
+        ADAMW, UNSHARDED, CompressCast, error_feedback=False, warmup_steps=3,
+        rules=({"pattern": "*", "codec": {"type": "sign"}},),
+    ),
+    with_messages(ADAMW, UNSHARDED, CompressTopK, error_feedback=False),
+    with_settings(**RESCALED),
+    with_settings(**RESCALED, optim__scale_from="{}", train__batch_ramp="{}", train__phases="[]"),
+    replace(with_settings(**RESCALED, optim__scale_from="{}"), shards=8),
+    with_settings(parallel__zero="{}"),
+    replace(DATA, strategy="parameter_server", mesh={"data": 2, "context": 4}),
+    with_settings(train__batch_ramp="{}", train__phases="[]", train__check_replicas="{}"),
+    with_settings(
+        optim__clip_norm="1.0", optim__skip_spikes="{}", optim__loss_scale="{}",
+        optim__master_weights="bfloat16", optim__skip_nonfinite="True", optim__max_grad_norm="1",
+    ),
+    replace(DATA, strategy="parameter_server", optim=ONEBIT),
+    replace(DATA, strategy="parameter_server", optim=replace(ADAMW, averages=True)),
+    replace(DATA, strategy="parameter_server", buffers=("norm/mean",)),
+    with_settings(strategy__codec="sign", strategy__consistency__type="elastic"),
+    with_settings(strategy__aggregation__type="racks", strategy__consistency__type="elastic"),
+    with_settings(strategy__aggregation__type="racks", strategy__consistency__value_bound="1"),
+    with_settings("lookahead", optim__master_weights="bfloat16"),
+    replace(DATA, strategy="lookahead", optim=replace(ADAMW, averages=True)),
+]  # fmt: skip
+"""Facts of each row that speaks of other sections."""
 
 
 def active(facts, name):
-    return FEATURES[name].active(facts)
+    return sections.EVERY[name].active(facts)
 
 
 @cache
@@ -117,7 +175,7 @@ def test_a_row_gives_its_values_its_reason_and_a_remedy(number):
         assert message.endswith(f": {row.why}; {row.instead}")
         for group in row.groups:
             assert any(active(facts, name) for name in group)
-            shown = [FEATURES[name].shown(facts) for name in group if active(facts, name)]
+            shown = [sections.EVERY[name].shown(facts) for name in group if active(facts, name)]
             assert shown[0] in message
 
 
@@ -189,9 +247,9 @@ TWO = {"data": {"dcn": 2, "ici": 4}}
         (TWO, None, {"zero": {"stage": 3, "secondary": True, "scope": "ici"}},
          r"parallel\.zero\.secondary with parallel\.zero\.scope ici: .*scope: all, or "),
         ({"data": 8}, None, {"compression": {**SIGN, "error_feedback": False, "warmup_steps": 3},
-         "zero": {"stage": 3}}, r"warmup_steps in .*stage 2 and 3, .*; leave it out, or "),
+         "zero": {"stage": 3}}, r"warmup_steps 3 with .*stage 3 .*; leave it out, or "),
         ({"data": 8}, None, {"compression": {"type": "topk", "error_feedback": False},
-         "zero": {"stage": 2}}, r"topk in .*stage 2 and 3 sums no shards; take cast, "),
+         "zero": {"stage": 2}}, r"topk, which sums no shards, with .*stage 2 .*; take cast, "),
         (TWO, None, {"compression": SIGN, "zero": {"stage": 1, "scope": "ici"}},
          r"scope ici with parallel\.compression\.type sign over axis data: .*axis: data\.dcn, or "),
         (TWO, None, {"compression": {**SIGN, "axis": "data.dcn"}, "zero": {"stage": 1}},

@@ -139,8 +139,10 @@ def at_setting(document: Document, *path: Key) -> Iterator[None]:
     try:
         yield
     except (ConfigError, MeshError, ShardingError, CollectiveError, DataError, RunError) as error:
-        blamed = (*path, *error.setting) if isinstance(error, ConfigError) else path
-        raise problems_error(document, [Problem(blamed, str(error))]) from error
+        found = error if isinstance(error, ConfigError) else ConfigError(str(error))
+        all_found = [found, *found.more]
+        problems = [Problem((*path, *one.setting), str(one)) for one in all_found]
+        raise problems_error(document, problems) from error
     except (MemoryError, OverflowError) as error:
         problem = Problem(path, f"too large for this machine: {error}")
         raise problems_error(document, [problem]) from error

@@ -12,6 +12,7 @@ from jaxdist.config import Document
 from jaxdist.data import Dataset
 from jaxdist.data.loader import Loader
 from jaxdist.experiment.config import ExperimentConfig, at_setting
+from jaxdist.experiment.facts import config_facts
 from jaxdist.experiment.program import make_program
 from jaxdist.mesh import Device, build_mesh
 from jaxdist.models.mean import scalars_in
@@ -26,10 +27,11 @@ from jaxdist.train.plan import (
     plan_learning_rate,
     plan_stages,
 )
-from jaxdist.train.rescale import Sizes, check_rescaled
+from jaxdist.train.rescale import Sizes
 from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.contract import TrainStage
+from jaxdist.validity.table import check
 
 
 @dataclass(frozen=True)
@@ -106,10 +108,8 @@ def build(
     with at("train", "batch_size"):
         shards = config.parallel.shards
         check_batch(config.train.batch_size, config.train.microbatches, layout, shards)
-    if config.elastic.batch == "rescale":
-        with at("elastic"):
-            strict = config.parallel.deterministic is not None
-            check_rescaled(config.train, config.optim.scale_from, strict=strict)
+    with at():
+        check(config_facts(config, layout))
     with at("data"):
         dataset = config.data.build()
     with at("data"):

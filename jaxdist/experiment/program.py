@@ -14,12 +14,13 @@ from jaxdist.data import Dataset
 from jaxdist.data.loader import WEIGHT
 from jaxdist.experiment.compression import explain_messages, with_compression
 from jaxdist.experiment.config import At, ExperimentConfig, own_code
+from jaxdist.experiment.facts import model_facts
 from jaxdist.experiment.strategies import check_strategy
-from jaxdist.models.build import choose_loss, make_model, notices_of, offloads_of
+from jaxdist.models.build import choose_loss, make_model, notices_of
 from jaxdist.models.functional import Functional, functional
 from jaxdist.models.hints import no_hint
 from jaxdist.models.loss import Loss, weighted
-from jaxdist.models.mean import Sums, scalars_in
+from jaxdist.models.mean import scalars_in
 from jaxdist.optim.build import Optimizer, Rate, build_optimizer
 from jaxdist.parallel.compiler import compiler_options
 from jaxdist.parallel.exchange.strict import Strict
@@ -27,7 +28,7 @@ from jaxdist.parallel.objective import Objective, measures
 from jaxdist.parallel.pipeline.model.parted import plan_parted
 from jaxdist.parallel.pipeline.model.pipeline import Pipeline, plan_pipeline
 from jaxdist.parallel.pipeline.planning.plan import ChunkPlan, plan_chunks, stages_of
-from jaxdist.parallel.plan import facts_of, plan_exchange
+from jaxdist.parallel.plan import plan_exchange
 from jaxdist.parallel.rows import check_rows
 from jaxdist.parallel.strict.check import check_update
 from jaxdist.sharding import Dims, Layout, param_shardings, resolve_dims
@@ -38,6 +39,7 @@ from jaxdist.train.step import Program
 from jaxdist.train.strategy.config import ParameterServer
 from jaxdist.train.strategy.contract import RunSettings
 from jaxdist.trees import flatten_with_names
+from jaxdist.validity.features import Facts
 from jaxdist.validity.optimizer import notices_of as notices_of_optimizer
 from jaxdist.validity.table import check
 
@@ -70,10 +72,12 @@ def make_program(
     stored = layout if chunks is None else chunks.stored(layout)
     with at("sharding"):
         whole = param_shardings(stored, model.params, dims)
+    facts = model_facts(config, layout, dims, model)
+    with at():
+        check(facts)
     with at("parallel"):
         given = (config.parallel, layout, model.params, dims, whole, model.stacked)
-        offloads = offloads_of(config.model)
-        exchange, notices = plan_exchange(*given, offloads=offloads, seed=config.seed)
+        exchange, notices = plan_exchange(*given, offloads=facts.offloads, seed=config.seed)
     with at("parallel"), own("loss", "model") as imported:
         # Built-in models are known to keep rows independent, so only the user's models cost a
         # trace.
@@ -86,11 +90,11 @@ def make_program(
     if config.loss is not None and config.loss.type == "import":
         with at("loss"), own("loss", "model"):
             sums, masks = measures(Objective(model, loss), batch)
-            _check_scalars(config, layout, dims, dataset, sums, batch)
+        with at():
+            check(_loss_facts(facts, config, dataset, scalars_in(sums), layout, batch))
     with at("parallel", "xla"):
         options = compiler_options(config.parallel.xla, list(layout.mesh.local_devices))
-    with at("parallel", "compression"):
-        optim = with_compression(config.optim, config.parallel.compression)
+    optim = with_compression(config.optim, config.parallel.compression)
     with at("optim"), own("optim"):
         optimizer = build_optimizer(
             optim, total_steps=plan.total_steps, params=model.params, dims=dims, rate=rate
@@ -98,9 +102,9 @@ def make_program(
     if config.parallel.deterministic is not None and exchange.zero is not None:
         with at("optim"), own("optim"):
             check_update(optimizer.transform, jax.eval_shape(optimizer.stored, model.params))
-    with at("strategy"):
-        outer = config.strategy.outer(optimizer)
     with at():
+        averages = optimizer.eval_params is not None
+        check(replace(facts, optim=replace(facts.optim, averages=averages)))
         of_strategy = _checked(config, layout, model, dims, plan, optimizer)
     with at("parallel", "pipeline"), own("loss", "model"):
         pipeline = chunks and _pipeline(config, chunks, model, loss, stored, dims, batch)
@@ -111,7 +115,7 @@ def make_program(
         program = assemble(
             model, loss, optimizer, stored, dims, batch,
             seed=config.seed, microbatches=config.train.microbatches,
-            exchange=exchange, pipeline=pipeline, outer=outer, options=options,
+            exchange=exchange, pipeline=pipeline, outer=config.strategy.outer(), options=options,
             skips_empty=skips_empty,
         )  # fmt: skip
         with own("loss", "model"):
@@ -129,36 +133,21 @@ def make_program(
     return program, (*chunks.explained, *explained), (*notices, *more)
 
 
-def _check_scalars(
+def _loss_facts(
+    facts: Facts,
     config: ExperimentConfig,
-    layout: Layout,
-    dims: Mapping[str, Dims],
     dataset: Dataset,
-    sums: Sums,
+    scalars: tuple[str, ...],
+    layout: Layout,
     batch: Mapping[str, jax.ShapeDtypeStruct],
-) -> None:
-    """Refuse a loss that returns a scalar where a batch, or the held-out split, is cut into parts.
-
-    Raises:
-      ConfigError: the reason for the parts, and the lines that return a sum with its weight
-        instead.
-    """
-    scalars = scalars_in(sums)
-    if not scalars:
-        return
-    strategy, train, evaluation = config.strategy, config.train, None
-    if dataset.heldout is not None:
-        given = len(dataset.heldout), config.eval.batches, train.batch_size, layout.data_size
+) -> Facts:
+    """Return the facts, completed by the scalars of a loss and by what cuts a batch into parts."""
+    evaluation = None
+    if scalars and dataset.heldout is not None:
+        size = config.train.batch_size
+        given = len(dataset.heldout), config.eval.batches, size, layout.data_size
         evaluation = why_in_parts(*given)
-    facts = replace(
-        facts_of(config.parallel, layout, dims),
-        scalars=scalars,
-        microbatches=train.microbatches,
-        workers=strategy.workers if isinstance(strategy, ParameterServer) else 1,
-        weighted=WEIGHT in batch,
-        evaluation=evaluation,
-    )
-    check(facts)
+    return replace(facts, scalars=scalars, weighted=WEIGHT in batch, evaluation=evaluation)
 
 
 def _checked(
@@ -174,12 +163,10 @@ def _checked(
         total_steps=plan.total_steps,
         train=config.train,
         optim=config.optim,
-        parallel=config.parallel,
         layout=layout,
         optimizer=optimizer,
         params=model.params,
         dims=dims,
-        buffers=[name for name, _ in flatten_with_names(model.buffers)],
     )
     return check_strategy(config.strategy, given)
 

@@ -10,7 +10,6 @@ import jax
 from jaxdist.collectives.algorithms.build import ReduceConfig
 from jaxdist.collectives.contract import Algorithm
 from jaxdist.collectives.operations import XLA
-from jaxdist.compression import Codec
 from jaxdist.compression.config import CompressAuto, Compression, CompressionConfig
 from jaxdist.config.schema import Config
 from jaxdist.errors import CollectiveError, CompressionError, ConfigError
@@ -111,7 +110,7 @@ def plan_exchange(
     if config.compression is None:
         return explicit_exchange(whole, zero, **settings), told
     if zero is not None and zero.stage >= 2 and config.compression.axis == "data":
-        settings["reduce_codec"] = _layer_codec(config.compression)
+        settings["reduce_codec"] = config.compression.codec
         return explicit_exchange(whole, zero, **settings), told
     compression = _chosen_codec(config.compression, facts, params, whole, scanned)
     inside = zero
@@ -121,35 +120,6 @@ def plan_exchange(
     messages = _messages(compression, facts, inside, params, whole, scanned, seed)
     found = compressed_exchange(zero, whole=whole, messages=messages, inside=inside, **settings)
     return found, told
-
-
-def _layer_codec(config: Compression) -> Codec:
-    """Return the codec of gradients that are sent layer by layer, in the backward pass.
-
-    Raises:
-      ConfigError: the codec does not sum shards, or differs by parameter or by step.
-    """
-    if isinstance(config, CompressAuto):
-        raise ConfigError(
-            "auto in parallel.zero.stage 2 and 3: name a codec, cast, quantize or adaptive",
-            setting=("compression", "type"),
-        )
-    codec = config.codec
-    for name, unset in (("rules", ()), ("warmup_steps", 0)):
-        if getattr(config, name) != unset:
-            raise ConfigError(
-                f"{name} in parallel.zero.stage 2 and 3, where a layer's gradients are sent "
-                "together as soon as they are there; leave it out, or set parallel.zero.stage: 1",
-                setting=("compression", name),
-            )
-    if codec.exchange != "scatter" or codec.unbiased:
-        what = "draws alike in every step" if codec.unbiased else "sums no shards"
-        raise ConfigError(
-            f"{getattr(config, 'type', '')} in parallel.zero.stage 2 and 3 {what}; take cast, "
-            "quantize with rounding nearest, or adaptive, or set parallel.zero.stage: 1",
-            setting=("compression",),
-        )
-    return codec
 
 
 def _chosen_codec(

@@ -1,5 +1,6 @@
-"""The parameter server's pure core: what is placed where, who may read, what is applied when.
+"""Parameter servers: what they agree on, how they talk, and how they train.
 
-No sockets, no processes, no clock of its own: servers, workers and the simulator give it messages
-and the time, and do what it says.
+`consistency`, `protocol` and `placement` are pure: they open no socket and read no clock. `wire`
+and `live` carry them over threads, shared memory and gRPC; `training` has a run's workers and its
+supervisor, and `processes` what each of its processes does.
 """

@@ -10,7 +10,6 @@ from pydantic import Field
 
 from jaxdist.config.schema import LARGEST, Config
 from jaxdist.errors import ConfigError
-from jaxdist.param_server.consistency.contract import Consistency
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,8 @@ class Direct(Config):
         """No racks."""
         return ()
 
-    def check(self, model: Consistency, workers: int) -> None:
-        """Goes with every model."""
+    def check(self, workers: int) -> None:
+        """Accept any number of workers."""
 
     def traffic(self, workers: int, size_bytes: int) -> Traffic:
         """What comes in for one push of all workers.
@@ -71,18 +70,12 @@ class Racks(Config):
         starts = range(0, len(workers), self.size)
         return tuple(tuple(workers[start : start + self.size]) for start in starts)
 
-    def check(self, model: Consistency, workers: int) -> None:
-        """Refuse what racks cannot combine.
+    def check(self, workers: int) -> None:
+        """Refuse a rack of all workers.
 
         Raises:
-          ConfigError: a model that adds up what workers send, or a rack of all workers.
+          ConfigError: `size` is not below the number of workers.
         """
-        if model.payload == "elastic":
-            raise ConfigError(
-                "aggregation type racks sends a mean, and consistency type elastic adds up what "
-                "workers send: take type direct",
-                setting=("type",),
-            )
         if self.size >= workers:
             raise ConfigError(
                 f"strategy.aggregation.size {self.size} puts all {workers} workers in one rack, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from jaxdist.compression import Codec, ErrorFeedback, Feedback, NoFeedback
+from jaxdist.compression import ErrorFeedback, Feedback, NoFeedback
 from jaxdist.compression.codecs.build import CodecConfig
 from jaxdist.config.schema import Config, Count
 from jaxdist.errors import CompressionError, ConfigError, blamed
@@ -23,6 +23,8 @@ from jaxdist.param_server.protocol.rack import WITHIN
 from jaxdist.param_server.scenario import SimulationConfig, shares_by_speed
 from jaxdist.param_server.wire.config import ProcessesConfig
 from jaxdist.types import Params
+from jaxdist.validity.features import Facts
+from jaxdist.validity.table import check
 
 Shares = tuple[Count, ...]
 
@@ -171,35 +173,32 @@ class Cluster(Config):
         """Refuse settings that do not go together.
 
         Raises:
-          ConfigError: with the path of the setting, from here.
+          ConfigError: with the path of the setting, from here; rows of the table of validity have
+            the path in the whole config.
         """
+        check(Facts({}, (), strategy="parameter_server", settings=self.settings))
         with blamed("simulation"):
             self.simulation.check(self.workers, self.servers)
         with blamed("consistency"):
             self.consistency.check(workers=self.clients, learning_rate=learning_rate)
         with blamed("aggregation"):
-            self.aggregation.check(self.consistency, self.workers)
-            self._check_racks()
+            self.aggregation.check(self.workers)
         if self.codec is not None:
-            self._check_codec(self.codec)
+            try:
+                self.feedback.check(self.codec)
+            except CompressionError as error:
+                raise ConfigError(str(error), setting=("codec",)) from None
 
-    def _check_racks(self) -> None:
+    @property
+    def settings(self) -> dict[str, str]:
+        """The settings that the table of validity looks at: dotted path to value."""
         model = self.consistency
-        if self.racks and isinstance(model, OnArrival) and model.value_bound is not None:
-            raise ConfigError(
-                "strategy.consistency.value_bound bounds what each worker has under way, which "
-                "racks combine: leave it out, or take type direct",
-                setting=("type",),
-            )
-
-    def _check_codec(self, codec: Codec) -> None:
-        if self.consistency.payload == "elastic":
-            raise ConfigError(
-                "consistency type elastic pushes what the worker itself moves by: a push that "
-                "leaves something out pulls the two apart; set codec: null",
-                setting=("codec",),
-            )
-        try:
-            self.feedback.check(codec)
-        except CompressionError as error:
-            raise ConfigError(str(error), setting=("codec",)) from None
+        found = {
+            "strategy.consistency.type": model.type,
+            "strategy.aggregation.type": self.aggregation.type,
+        }
+        if self.codec is not None:
+            found["strategy.codec"] = self.codec.type
+        if isinstance(model, OnArrival) and model.value_bound is not None:
+            found["strategy.consistency.value_bound"] = f"{model.value_bound:g}"
+        return found

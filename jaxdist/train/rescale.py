@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jaxdist.errors import ConfigError
 from jaxdist.optim.batch_scaling import RULES, BatchPhase, ScaleFromConfig
 from jaxdist.optim.build import Rate
 from jaxdist.types import Json
 
 if TYPE_CHECKING:
-    from jaxdist.train.plan import TrainConfig
+    pass
 
 Sizes = tuple[tuple[int, int], ...]
 """By the step after which it began, in their order: examples of a step."""
@@ -84,23 +83,3 @@ def rescaled(base: Rate, scale: ScaleFromConfig | None, full: int, sizes: Sizes)
         return jnp.asarray(factor * base.schedule(before + since * share))
 
     return Rate(schedule, (*base.explained, f"{why}, rule {scale.rule}"))
-
-
-def check_rescaled(train: TrainConfig, scale: ScaleFromConfig | None, *, strict: bool) -> None:
-    """Refuse what does not go with batches that shrink and grow.
-
-    Args:
-      strict: whether bits are to be the same on any number of workers.
-
-    Raises:
-      ConfigError: says what to do.
-    """
-    refused = (
-        (scale is None, "needs a rule for the learning rate: give optim.scale_from"),
-        (train.batch_ramp is not None, "does not go with train.batch_ramp: drop one of the two"),
-        (train.phases is not None, "does not go with train.phases: drop one of the two"),
-        (strict, "does not go with parallel.deterministic, whose bits are of one batch size"),
-    )
-    for wrong, words in refused:
-        if wrong:
-            raise ConfigError(f"batch: rescale {words}, or set elastic.batch: same")

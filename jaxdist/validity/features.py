@@ -48,6 +48,23 @@ class ZeroOff:
 
 
 @dataclass(frozen=True)
+class OptimFacts:
+    """The facts about an optimizer.
+
+    Attributes:
+      type: `optim.type`; empty where it does not matter.
+      momentum: decay of its first moment; 0 keeps none.
+      freeze_step: the step after which a onebit optimizer keeps its second moment.
+      averages: whether it has other parameters evaluated than it trains.
+    """
+
+    type: str = ""
+    momentum: float = 0.0
+    freeze_step: int | None = None
+    averages: bool = False
+
+
+@dataclass(frozen=True)
 class Facts:
     """The facts about a config and a model that decide whether they combine, as plain data.
 
@@ -68,6 +85,10 @@ class Facts:
       workers: number of a parameter server's processes that compute a share of a batch.
       weighted: whether the data gives each example a weight.
       evaluation: why the held-out split is not evaluated as a single batch; None where it may be.
+      strategy: `strategy.type`.
+      settings: settings of other sections that are not off: dotted path to the value, as the user
+        knows it.
+      buffers: names of what the model changes in its forward pass besides its parameters.
     """
 
     mesh: Mapping[str, int]
@@ -87,6 +108,10 @@ class Facts:
     workers: int = 1
     weighted: bool = False
     evaluation: str | None = None
+    strategy: str = "synchronous"
+    settings: Mapping[str, str] = field(default_factory=dict)
+    optim: OptimFacts = OptimFacts()
+    buffers: tuple[str, ...] = ()
 
     @property
     def stages(self) -> int:
@@ -233,5 +258,8 @@ FEATURES: Mapping[str, Feature] = {
         lambda f: bool(f.scalars),
         lambda f: "a loss that returns a scalar for " + " and ".join(map(repr, f.scalars)),
     ),
+    "strategy: parameter_server": Feature(
+        lambda f: f.strategy == "parameter_server", lambda f: "strategy.type parameter_server"
+    ),
 }
-"""All features of the table, in the order of the matrix."""
+"""The features of the matrix, in its order; `jaxdist.validity.sections` has those beside it."""

@@ -6,42 +6,12 @@ config and the matrix in the docs. `python -m jaxdist.validity` prints it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from jaxdist.errors import ConfigError
 from jaxdist.models.mean import AS_MEAN, OPAQUE
-from jaxdist.validity.features import FEATURES, FLAT, Facts
-
-COMPRESSION = tuple(name for name in FEATURES if name.startswith("compression over"))
-SCOPES = ("parallel.zero.scope: all", "parallel.zero.scope: ici")
-ZERO_STAGES = ("zero 1", "zero 2", "zero 3")
-REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(FLAT)}", "reduce: hierarchical")
-
-
-@dataclass(frozen=True)
-class Row:
-    """Features that cannot be combined.
-
-    Attributes:
-      groups: groups of features; refused where a feature of each group is active.
-      why, instead: two halves of a sentence.
-    """
-
-    groups: tuple[tuple[str, ...], ...]
-    why: str
-    instead: str
-
-    def problem(self, facts: Facts) -> str | None:
-        """Describe the problem to the user; None where the row does not apply."""
-        found = [
-            [FEATURES[name] for name in group if FEATURES[name].active(facts)]
-            for group in self.groups
-        ]
-        if not all(found):
-            return None
-        settings = " with ".join(features[0].shown(facts) for features in found)
-        return f"{settings}: {self.why}; {self.instead}"
-
+from jaxdist.validity.features import FLAT, Facts
+from jaxdist.validity.messages import MESSAGES
+from jaxdist.validity.row import COMPRESSION, REDUCTIONS, SCOPES, ZERO_STAGES, Row
+from jaxdist.validity.servers import SERVERS
 
 ROWS: tuple[Row, ...] = (
     Row(
@@ -211,17 +181,22 @@ ROWS: tuple[Row, ...] = (
         ),
         f"each part of the batch is computed by itself, and {OPAQUE}",
         AS_MEAN,
+        ("loss",),
     ),
     Row(
         (("a scalar as loss",), ("weights in the data",)),
         "whether rows that weigh 0 are left out is not known of a scalar",
         AS_MEAN,
+        ("loss",),
     ),
     Row(
         (("a scalar as loss",), ("a held-out split in several batches",)),
         f"a scalar is evaluated in one batch without padding, for {OPAQUE}",
         AS_MEAN,
+        ("loss",),
     ),
+    *MESSAGES,
+    *SERVERS,
 )
 """Every combination that is refused."""
 
@@ -241,8 +216,15 @@ def check(facts: Facts) -> None:
     """Refuse combinations of settings that do not work.
 
     Raises:
-      ConfigError: rows of the table apply; the message has a line for each.
+      ConfigError: every row of the table that applies: one error for each setting to blame, with
+        the path of the setting in the whole config; the first holds the others as `more`.
     """
-    found = violations(facts)
-    if found:
-        raise ConfigError("\n".join(found))
+    found: dict[tuple[str, ...], list[str]] = {}
+    for row in ROWS:
+        problem = row.problem(facts)
+        if problem is not None:
+            found.setdefault(row.setting, []).append(problem)
+    errors = [ConfigError("\n".join(lines), setting=path) for path, lines in found.items()]
+    if errors:
+        first, *more = errors
+        raise ConfigError(str(first), setting=first.setting, more=more)

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from jaxdist.config import Document, validate
 from jaxdist.errors import ConfigError
 from jaxdist.param_server.aggregation import AggregationConfig, Direct, Racks, Traffic
+from jaxdist.param_server.cluster import Cluster
 from jaxdist.param_server.consistency.arrays import combined
 from jaxdist.param_server.consistency.arrival import SSP
 from jaxdist.param_server.consistency.elastic import Elastic
@@ -260,19 +261,27 @@ def test_the_root_receives_by_the_racks_size_less():
 
 
 REFUSED = {
-    "sums": (Racks(size=2), Elastic(), 4, "type", r"elastic adds up what workers send"),
-    "one rack": (Racks(size=4), BSP(), 4, "size", r"size 4 puts all 4 workers .* at most 3"),
+    "sums": (
+        Elastic(),
+        2,
+        ("strategy", "aggregation", "type"),
+        "elastic adds up what workers send",
+    ),
+    "one rack": (BSP(), 4, ("aggregation", "size"), "size 4 puts all 4 workers .* at most 3"),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused_with_the_reason(case):
-    racks, model, workers, setting, message = REFUSED[case]
+    model, size, setting, message = REFUSED[case]
+    racks = Cluster(workers=4, consistency=model, aggregation=Racks(size=size))
     with pytest.raises(ConfigError, match=message) as found:
-        racks.check(model, workers)
-    assert found.value.setting == (setting,)
-    Direct().check(model, workers)
-    Racks(size=2).check(BSP(), 4)
+        racks.check_cluster(learning_rate=0.1)
+    assert found.value.setting == setting
+    Cluster(workers=4, consistency=model).check_cluster(learning_rate=0.1)
+    Cluster(workers=4, consistency=BSP(), aggregation=Racks(size=2)).check_cluster(
+        learning_rate=0.1
+    )
 
 
 class Holder(BaseModel):

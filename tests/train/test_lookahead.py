@@ -58,7 +58,7 @@ def program(devices=1, lookahead: Lookahead | None = HALF, **plan):
     found = build_program(Model, squares, OPTIM, rows(0), {"data": devices}, **plan)
     if lookahead is None:
         return found
-    return replace(found, outer=lookahead.outer(found.optimizer))
+    return replace(found, outer=lookahead.outer())
 
 
 def go(found, state, steps, batch):
@@ -274,7 +274,8 @@ DIGITS = {
     ("sections", "message"),
     [
         ({"optim": {"type": "adamw", "learning_rate": 1e-3, "master_weights": "bfloat16"}},
-         "strategy = .* (a config from Python): strategy.type lookahead moves the parameters"),
+         "strategy = .* (a config from Python): strategy.type lookahead with "
+         ".*optim.master_weights bfloat16: it moves the parameters"),
         ({"strategy": {"type": "lookahead", "nesterov": True}},
          "nesterov has no effect without momentum"),
         ({"strategy": {"type": "lookahed"}}, "lookahead"),

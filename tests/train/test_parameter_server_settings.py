@@ -1,6 +1,7 @@
 """`strategy.type: parameter_server` at load: what is refused where, and what is told."""
 
 import itertools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,9 @@ def built(strategy=None, **sections):
     strategy = {"type": "parameter_server", "workers": 4, **(strategy or {})}
     values = {**DIGITS, "optim": SGD, "mesh": {"data": 1}, "strategy": strategy, **sections}
     config = validate(Document(values), ExperimentConfig)
-    return build(config, Document(values), devices=jax.devices()[: values["mesh"]["data"]])
+    return build(
+        config, Document(values), devices=jax.devices()[: math.prod(values["mesh"].values())]
+    )
 
 
 def train(**more):
@@ -39,6 +42,7 @@ def optim(**settings):
     return {"optim": {"learning_rate": 0.1, **settings}}
 
 
+PHASES = [{"batch_size": 64, "examples_fraction": 1.0, "learning_rate": 0.1}]
 REFUSED = {
     "bound": ({"consistency": {"type": "ssp", "bound": -1}}, {}, r"bound = -1 .* at least 0"),
     "servers": ({"servers": 9}, {}, r"strategy.servers = 9 .* make only 4 ranges .* at most 4"),
@@ -96,7 +100,7 @@ REFUSED = {
     "elastic codec": (
         {"codec": {"type": "sign"}, "consistency": {"type": "elastic"}},
         {},
-        r"strategy.codec = .* set codec: null",
+        r"strategy.codec = .* set strategy.codec: null",
     ),
     "clip": ({}, optim(type="sgd", clip_norm=1.0), r"optim.clip_norm = 1.0 .* set null"),
     "spikes": (
@@ -112,7 +116,8 @@ REFUSED = {
     "lamb": (
         {},
         optim(type="lamb", variant="apex"),
-        r"optim.max_grad_norm .* clips the norm over all parameters to 1, .* max_grad_norm: off",
+        r"optim.max_grad_norm .* 1 \(of optim.variant apex\) .* clips the norm over all parameters"
+        r".* max_grad_norm: off",
     ),
     "onebit": (
         {},
@@ -125,6 +130,31 @@ REFUSED = {
         r"optim.path = 'optax:adaptive_grad_clip'",
     ),
     "zero": ({}, {"parallel": {"zero": {"stage": 1}}}, r"parallel.zero = .* strategy.servers"),
+    "deterministic": (
+        {},
+        {"parallel": {"deterministic": {"type": "strict", "shards": 8}}},
+        r"parallel.deterministic = .* in the order of workers, .* `jaxdist replay` has its bits",
+    ),
+    "stage": (
+        {},
+        {"mesh": {"data": 1, "stage": 2}},
+        r"mesh = .*mesh axis stage of 2 devices with .* the mesh is one worker's",
+    ),
+    "compression": (
+        {},
+        {"parallel": {"compression": {"type": "sign"}}},
+        r"parallel.compression = .* set parallel.compression: null, and see strategy.codec",
+    ),
+    "nonfinite": (
+        {},
+        optim(type="sgd", skip_nonfinite=True),
+        r"optim.skip_nonfinite = True .* servers drop pushes that hold a NaN .* set false",
+    ),
+    "replicas": (
+        {},
+        train(check_replicas={"every": 5}),
+        r"train.check_replicas = .* compares devices that take every step together, .* leave it",
+    ),
     "ramp": (
         {},
         train(batch_ramp={"start_batch_size": 16, "increment": 16, "ramp_examples": 96}),
@@ -138,6 +168,16 @@ def test_what_does_not_go_together_is_refused_at_its_setting(case):
     strategy, sections, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         built(strategy, **sections)
+
+
+def test_all_that_is_refused_is_told_at_once():
+    """Each at its own setting."""
+    with pytest.raises(ConfigError) as refused:
+        built(**optim(type="sgd", clip_norm=1.0, skip_nonfinite=True), **train(phases=PHASES))
+    text = str(refused.value)
+    assert text.startswith("3 problems")
+    for setting in ("train.phases", "optim.clip_norm", "optim.skip_nonfinite"):
+        assert f"\n  {setting} = " in text
 
 
 def test_what_is_allowed():

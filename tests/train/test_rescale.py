@@ -8,14 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import SingleDeviceSharding
+from runs import DIGITS
 
+from jaxdist.config import Document, validate
 from jaxdist.data.loader import Loader
 from jaxdist.errors import ConfigError
+from jaxdist.experiment import ExperimentConfig, build
 from jaxdist.optim.batch_scaling import RULES, ScaleFromConfig
 from jaxdist.optim.lamb import LambConfig
 from jaxdist.optim.schedules import ScheduleConfig
 from jaxdist.train.plan import TrainConfig, plan_learning_rate, plan_stages
-from jaxdist.train.rescale import check_rescaled, extended, last_stage, seen
+from jaxdist.train.rescale import extended, last_stage, seen
 
 EXAMPLES, FULL = 40, 8
 CHANGES = st.lists(st.tuples(st.integers(1, 12), st.sampled_from([2, 4, 6, 8, 10])), max_size=6)
@@ -104,14 +107,23 @@ RAMP = {"start_batch_size": 2, "increment": 2, "ramp_examples": 16}
 @pytest.mark.parametrize(
     ("given", "scale", "strict", "words"),
     [
-        ({}, None, False, "needs a rule for the learning rate: give optim.scale_from, or set el"),
-        ({"batch_ramp": RAMP}, 1, False, "does not go with train.batch_ramp"),
+        ({}, None, False, "needs a rule for the learning rate; give optim.scale_from, or set el"),
+        ({"batch_ramp": RAMP}, 1, False,
+         r"rescale with train\.batch_ramp.* drop train\.batch_ramp"),
         ({"phases": [{"batch_size": 8, "examples_fraction": 1.0, "learning_rate": 0.1}]}, 1, False,
-         "does not go with train.phases"),
-        ({}, 1, True, "does not go with parallel.deterministic"),
+         r"rescale with train\.phases.* drop train\.phases"),
+        ({}, 1, True, r"rescale with parallel\.deterministic\.type strict: .* of one batch size"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_with_it_is_refused(given, scale, strict, words):
-    rule = scale and ScaleFromConfig(batch_size=4, learning_rate=0.1)
+    rule = {"scale_from": {"batch_size": 4, "learning_rate": 0.1}} if scale else {}
+    values = {
+        **DIGITS,
+        "elastic": {"batch": "rescale"},
+        "train": {"epochs": 4, "batch_size": FULL, **given},
+        "optim": {"type": "adamw", **rule} if scale else {"type": "adamw", "learning_rate": 0.1},
+        "parallel": {"deterministic": {"type": "strict", "shards": 8}} if strict else {},
+    }
+    document = Document(values)
     with pytest.raises(ConfigError, match=words):
-        check_rescaled(train(FULL, **given), rule, strict=strict)
+        build(validate(document, ExperimentConfig), document, devices=jax.devices()[:1])

@@ -11,7 +11,6 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from jaxdist.config.schema import Config
-from jaxdist.optim.build import Optimizer
 from jaxdist.param_server.cluster import Cluster
 from jaxdist.train.strategy.lookahead import Lookahead
 
@@ -22,7 +21,7 @@ class Synchronous(Config):
     type: Literal["synchronous"] = "synchronous"
     """Selects this strategy."""
 
-    def outer(self, optimizer: Optimizer) -> None:
+    def outer(self) -> None:
         return None
 
 
@@ -36,7 +35,7 @@ class ParameterServer(Cluster):
     type: Literal["parameter_server"] = "parameter_server"
     """Selects this strategy."""
 
-    def outer(self, optimizer: Optimizer) -> None:
+    def outer(self) -> None:
         return None
 
 

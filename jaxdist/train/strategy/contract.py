@@ -15,7 +15,6 @@ from typing import Protocol
 from jaxdist.data.loader import Loader
 from jaxdist.metrics.account import Account
 from jaxdist.optim.build import OptimConfig, Optimizer
-from jaxdist.parallel.plan import ParallelConfig
 from jaxdist.sharding import Dims, Layout
 from jaxdist.train.loop import Hooks
 from jaxdist.train.plan import TrainConfig
@@ -85,27 +84,20 @@ class RunSettings:
     Attributes:
       params: shapes of the model's parameters.
       dims: logical dims of each, by name.
-      buffers: names of what a model changes in its forward pass besides.
     """
 
     total_steps: int
     train: TrainConfig
     optim: OptimConfig
-    parallel: ParallelConfig
     layout: Layout
     optimizer: Optimizer
     params: Params
     dims: Mapping[str, Dims]
-    buffers: Sequence[str]
 
 
 class Strategy(Protocol):
     """The config of how a run is made of steps and processes."""
 
-    def outer(self, optimizer: Optimizer) -> Outer | None:
-        """What exchanges parameters between steps; None where nothing does.
-
-        Raises:
-          ConfigError: it does not go with this optimizer.
-        """
+    def outer(self) -> Outer | None:
+        """Return what exchanges parameters between steps; None where nothing does."""
         ...

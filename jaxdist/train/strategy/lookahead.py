@@ -16,8 +16,6 @@ import optax
 from pydantic import Field, model_validator
 
 from jaxdist.config.schema import Config, Count
-from jaxdist.errors import ConfigError
-from jaxdist.optim.build import Optimizer
 from jaxdist.optim.common import Beta
 from jaxdist.train.state import Outer
 from jaxdist.train.strategy.contract import RunSettings
@@ -50,18 +48,7 @@ class Lookahead(Config):
             raise ValueError("nesterov has no effect without momentum")
         return self
 
-    def outer(self, optimizer: Optimizer) -> Outer:
-        if optimizer.param_dtype is not None:
-            raise ConfigError(
-                "strategy.type lookahead moves the parameters between steps, which "
-                "optim.master_weights would set back from its own copy at the next one; drop one "
-                "of the two"
-            )
-        if optimizer.eval_params is not None:
-            raise ConfigError(
-                "strategy.type lookahead has its slow weights evaluated, and optim an average of "
-                "its own; drop one of the two"
-            )
+    def outer(self) -> Outer:
         sgd = optax.sgd(self.learning_rate, self.momentum or None, self.nesterov)
         return SlowWeights(self.steps, sgd)
 

@@ -1,0 +1,99 @@
+"""The facts of a config that the table of validity decides by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from jaxdist.config.document import shown
+from jaxdist.experiment.config import ExperimentConfig
+from jaxdist.models.build import offloads_of
+from jaxdist.models.functional import Functional
+from jaxdist.optim.build import OptimConfig
+from jaxdist.optim.lamb import LAMB_RULES, LambConfig
+from jaxdist.optim.onebit import OnebitConfig
+from jaxdist.parallel.plan import ParallelConfig, facts_of
+from jaxdist.sharding import Dims, Layout
+from jaxdist.train.strategy.config import ParameterServer
+from jaxdist.trees import flatten_with_names
+from jaxdist.validity.features import Facts, OptimFacts
+
+OFF: Mapping[str, object] = {
+    "parallel.zero": ParallelConfig().model_dump(mode="json")["zero"],
+    "train.batch_ramp": None,
+    "train.phases": None,
+    "train.check_replicas": None,
+    "elastic.batch": "same",
+    "optim.scale_from": None,
+    "optim.clip_norm": None,
+    "optim.skip_spikes": None,
+    "optim.loss_scale": None,
+    "optim.master_weights": None,
+    "optim.skip_nonfinite": False,
+}
+"""Settings that the table looks at, with the value that turns each off."""
+
+
+def config_facts(
+    config: ExperimentConfig, layout: Layout, dims: Mapping[str, Dims] | None = None
+) -> Facts:
+    """Return the facts that need no model.
+
+    Args:
+      dims: logical dims of each parameter, by name; None: they are not known yet.
+    """
+    offloads = offloads_of(config.model)
+    strategy = config.strategy
+    return replace(
+        facts_of(config.parallel, layout, dims or {}, offloads=offloads),
+        microbatches=config.train.microbatches,
+        workers=strategy.workers if isinstance(strategy, ParameterServer) else 1,
+        strategy=strategy.type,
+        settings=_settings(config),
+        optim=_optim_facts(config.optim),
+    )
+
+
+def model_facts(
+    config: ExperimentConfig, layout: Layout, dims: Mapping[str, Dims], model: Functional
+) -> Facts:
+    """Return the facts of a config and its model."""
+    buffers = tuple(name for name, _ in flatten_with_names(model.buffers))
+    return replace(config_facts(config, layout, dims), buffers=buffers)
+
+
+def _settings(config: ExperimentConfig) -> dict[str, str]:
+    values = config.model_dump(mode="json")
+    found: dict[str, str] = {}
+    for path, off in OFF.items():
+        section, name = path.split(".")
+        value = values[section][name]
+        if value != off:
+            found[path] = value if isinstance(value, str) else shown(value)
+    clip = _lamb_clip(config.optim)
+    if clip is not None:
+        found["optim.max_grad_norm"] = clip
+    if isinstance(config.strategy, ParameterServer):
+        found |= config.strategy.settings
+    return found
+
+
+def _lamb_clip(optim: OptimConfig) -> str | None:
+    """The global norm that LAMB scales gradients down to; None where it does not."""
+    if not isinstance(optim, LambConfig):
+        return None
+    clip = optim.max_grad_norm or LAMB_RULES[optim.variant].max_grad_norm
+    if clip == "off" or not math.isfinite(clip):
+        return None
+    return (
+        f"{clip:g} (of optim.variant {optim.variant})" if not optim.max_grad_norm else f"{clip:g}"
+    )
+
+
+def _optim_facts(optim: OptimConfig) -> OptimFacts:
+    return OptimFacts(
+        type=optim.type,
+        momentum=getattr(optim, "momentum", getattr(optim, "b1", 0.0)),
+        freeze_step=optim.freeze_step if isinstance(optim, OnebitConfig) else None,
+    )

@@ -1,0 +1,39 @@
+"""One row of the table: features that do not combine, and the setting to blame."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jaxdist.validity.features import FEATURES, FLAT, Facts
+from jaxdist.validity.sections import EVERY
+
+COMPRESSION = tuple(name for name in FEATURES if name.startswith("compression over"))
+SCOPES = ("parallel.zero.scope: all", "parallel.zero.scope: ici")
+ZERO_STAGES = ("zero 1", "zero 2", "zero 3")
+REDUCTIONS = ("reduce: xla", f"reduce: {', '.join(FLAT)}", "reduce: hierarchical")
+
+
+@dataclass(frozen=True)
+class Row:
+    """Features that do not combine.
+
+    Attributes:
+      groups: refused where one feature of each is active.
+      why, instead: two halves of a sentence.
+      setting: the path of the setting to blame, in the whole config.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    why: str
+    instead: str
+    setting: tuple[str, ...] = ("parallel",)
+
+    def problem(self, facts: Facts) -> str | None:
+        """Return what to tell the user; None where the row does not apply."""
+        found = [
+            [EVERY[name] for name in group if EVERY[name].active(facts)] for group in self.groups
+        ]
+        if not all(found):
+            return None
+        settings = " with ".join(features[0].shown(facts) for features in found)
+        return f"{settings}: {self.why}; {self.instead}"

@@ -1,0 +1,161 @@
+"""Features that a few rows speak of, beside those of the matrix: settings of other sections."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jaxdist.compression import CompressedMomentum, MomentumCorrection, NoFeedback
+from jaxdist.compression.config import CompressAuto
+from jaxdist.validity.features import FEATURES, Facts, Feature
+
+LINEAR = ("sgd", "onebit_adam", "onebit_lamb")
+"""Optimizers that take steps linear in the momentum, as long as their second moment is frozen."""
+
+
+def _setting(path: str) -> Feature:
+    return Feature(lambda f: path in f.settings, lambda f: f"{path} {f.settings[path]}")
+
+
+def _value(path: str, value: str) -> Feature:
+    return Feature(lambda f: f.settings.get(path) == value, lambda f: f"{path} {value}")
+
+
+def _feedback(facts: Facts) -> str:
+    found = None if facts.compression is None else facts.compression.feedback
+    kind = getattr(found, "type", "false" if isinstance(found, NoFeedback) else "true")
+    decay = f", b1 {found.b1:g}" if isinstance(found, CompressedMomentum) else ""
+    return f"parallel.compression.error_feedback {kind}{decay}"
+
+
+def _feeds_back(kind: type) -> Feature:
+    return Feature(
+        lambda f: f.compression is not None and isinstance(f.compression.feedback, kind), _feedback
+    )
+
+
+def _other_feedback(facts: Facts) -> bool:
+    found = facts.compression
+    return found is not None and not isinstance(found.feedback, CompressedMomentum)
+
+
+def _decays_apart(facts: Facts) -> bool:
+    found = None if facts.compression is None else facts.compression.feedback
+    if not isinstance(found, CompressedMomentum) or facts.optim.type not in LINEAR:
+        return False
+    return found.b1 != facts.optim.momentum
+
+
+def _begins_apart(facts: Facts) -> bool:
+    found, freeze = facts.compression, facts.optim.freeze_step
+    return found is not None and freeze is not None and found.warmup_steps != freeze
+
+
+def _sums_no_shards(facts: Facts) -> bool:
+    found = facts.compression
+    if found is None or isinstance(found, CompressAuto):
+        return False
+    return found.codec.exchange != "scatter" or found.codec.unbiased
+
+
+def _warmup(facts: Facts) -> str:
+    found = 0 if facts.compression is None else facts.compression.warmup_steps
+    return f"parallel.compression.warmup_steps {found}"
+
+
+def _optim(facts: Facts) -> str:
+    return f"optim.type {facts.optim.type}"
+
+
+def _codec(facts: Facts) -> str:
+    found = facts.compression
+    assert found is not None
+    assert not isinstance(found, CompressAuto)
+    why = "draws alike in every step" if found.codec.unbiased else "sums no shards"
+    return f"parallel.compression.type {getattr(found, 'type', '')}, which {why},"
+
+
+_PATHS = (
+    "parallel.zero",
+    "train.batch_ramp",
+    "train.phases",
+    "train.check_replicas",
+    "optim.clip_norm",
+    "optim.skip_spikes",
+    "optim.loss_scale",
+    "optim.master_weights",
+    "optim.skip_nonfinite",
+    "optim.max_grad_norm",
+    "strategy.codec",
+    "strategy.consistency.value_bound",
+)
+
+SECTIONS: Mapping[str, Feature] = {
+    **{path: _setting(path) for path in _PATHS},
+    "elastic.batch: rescale": _value("elastic.batch", "rescale"),
+    "strategy.consistency: elastic": _value("strategy.consistency.type", "elastic"),
+    "strategy.aggregation: racks": _value("strategy.aggregation.type", "racks"),
+    "no optim.scale_from": Feature(
+        lambda f: "optim.scale_from" not in f.settings, lambda f: "optim.scale_from null"
+    ),
+    "a mesh axis beside data and tensor": Feature(
+        lambda f: bool(_beside(f)),
+        lambda f: " and ".join(
+            f"mesh axis {name} of {n} devices" for name, n in _beside(f).items()
+        ),
+    ),
+    "strategy: lookahead": Feature(
+        lambda f: f.strategy == "lookahead", lambda f: "strategy.type lookahead"
+    ),
+    "optim: onebit": Feature(lambda f: f.optim.freeze_step is not None, _optim),
+    "an optimizer that evaluates other parameters": Feature(
+        lambda f: f.optim.averages,
+        lambda f: "an optimizer that has other parameters evaluated than it trains",
+    ),
+    "an optimizer with momentum": Feature(
+        lambda f: f.optim.momentum > 0,
+        lambda f: f"{_optim(f)}, which has momentum {f.optim.momentum:g} of its own",
+    ),
+    "an optimizer that is not linear": Feature(
+        lambda f: bool(f.optim.type) and f.optim.type not in LINEAR, _optim
+    ),
+    "another decay in optim": Feature(
+        _decays_apart, lambda f: f"{_optim(f)}, b1 {f.optim.momentum:g}"
+    ),
+    "another optim.freeze_step": Feature(
+        _begins_apart, lambda f: f"optim.freeze_step {f.optim.freeze_step}"
+    ),
+    "state of the model besides parameters": Feature(
+        lambda f: bool(f.buffers), lambda f: f"a model that keeps {f.buffers[0]}"
+    ),
+    "error_feedback: momentum": _feeds_back(MomentumCorrection),
+    "error_feedback: compressed_momentum": _feeds_back(CompressedMomentum),
+    "another error_feedback": Feature(_other_feedback, _feedback),
+    "parallel.compression: auto": Feature(
+        lambda f: isinstance(f.compression, CompressAuto),
+        lambda f: "parallel.compression.type auto",
+    ),
+    "parallel.compression.rules": Feature(
+        lambda f: f.compression is not None and bool(f.compression.rules),
+        lambda f: "parallel.compression.rules",
+    ),
+    "parallel.compression.warmup_steps": Feature(
+        lambda f: f.compression is not None and f.compression.warmup_steps > 0, _warmup
+    ),
+    "parallel.compression": Feature(lambda f: f.compression is not None, _warmup),
+    "a codec that sums no shards": Feature(_sums_no_shards, _codec),
+}
+"""Settings of other sections, and what follows from two of them together."""
+
+
+def _beside(facts: Facts) -> dict[str, int]:
+    """The mesh axes that a worker of a parameter server does not have."""
+    kinds = {name: name.removesuffix("_dcn").removesuffix("_ici") for name in facts.mesh}
+    return {
+        name: size
+        for name, size in facts.mesh.items()
+        if size > 1 and kinds[name] not in ("data", "tensor")
+    }
+
+
+EVERY: Mapping[str, Feature] = {**FEATURES, **SECTIONS}
+"""All that a row can speak of."""
