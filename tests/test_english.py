@@ -14,10 +14,11 @@ PACKAGE = ROOT / "jaxdist"
 
 # Rooms, or modules, that hold the rules; others join as they are rewritten.
 ROOMS = (
-    "__init__", "audit", "checkpoint", "collectives", "compression", "config", "cost", "data",
-    "doctor", "errors", "experiment", "hlo", "inspect", "launch", "mesh", "metrics", "models",
-    "optim", "parallel", "parity", "pipeline_schedules", "planner", "runtime", "sharding", "trees",
-    "types", "validity",
+    "__init__", "audit", "checkpoint", "cli", "collectives", "commands/compare_schedules",
+    "commands/drill", "commands/evaluate", "commands/init", "commands/pipelines", "commands/replay",
+    "commands/tokenize", "compression", "config", "cost", "data", "doctor", "errors", "experiment",
+    "hlo", "inspect", "launch", "mesh", "metrics", "models", "optim", "parallel", "parity",
+    "pipeline_schedules", "planner", "runtime", "sharding", "trees", "types", "validity",
 )  # fmt: skip
 
 # How a docstring never begins, and an entry of `Args:` or `Attributes:`: with a clause that lacks

@@ -1,7 +1,7 @@
 """The command line: parse, call, print.
 
-Nothing here imports jax before the environment is prepared, so that `--help` starts no backend and
-fake devices can still be asked for.
+Nothing here imports jax before the environment is prepared, so `--help` starts no backend, and fake
+devices can still be requested.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
-config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
+config_app = typer.Typer(no_args_is_help=True, help="Show configurations.")
 data_app = typer.Typer(no_args_is_help=True, help="Prepare data.")
-pipeline_app = typer.Typer(no_args_is_help=True, help="Look at pipeline schedules.")
+pipeline_app = typer.Typer(no_args_is_help=True, help="Show and check pipeline schedules.")
 study_app = typer.Typer(
     cls=ConfigOrCommand,
     no_args_is_help=True,
-    help="Compare many runs of one config: `jaxdist study CONFIG` is `study compare CONFIG`.",
+    help="Compare many runs of a config: `jaxdist study CONFIG` is `study compare CONFIG`.",
 )
 simulate_app = typer.Typer(
     cls=ConfigOrFleet,
     no_args_is_help=True,
-    help="Play in virtual time: `jaxdist simulate CONFIG` is `simulate servers CONFIG`.",
+    help="Simulate in virtual time: `jaxdist simulate CONFIG` is `simulate servers CONFIG`.",
 )
 
 launch_app = typer.Typer(
@@ -68,7 +68,7 @@ def _options(
         typer.Option("--version", callback=_print_version, is_eager=True, help="Print versions."),
     ] = False,
 ) -> None:
-    """Take the options that stand before a command."""
+    """Accept the options before a command."""
 
 
 app.command()(preparation.init)

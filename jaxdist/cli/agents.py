@@ -1,4 +1,4 @@
-"""Commands that start the processes of a run, and begin anew what is lost."""
+"""Commands that start the processes of a run, and restart lost processes."""
 
 from __future__ import annotations
 
@@ -18,38 +18,38 @@ def agent(
     *,
     rendezvous: Annotated[
         str,
-        typer.Option(help="Where hosts meet: a directory that all see, or redis://HOST:PORT."),
+        typer.Option(help="Rendezvous of hosts: a shared directory, or redis://HOST:PORT."),
     ],
-    least: Annotated[
-        int, typer.Option("--min", min=1, help="Nothing begins with fewer hosts.")
-    ] = 1,
-    most: Annotated[int, typer.Option("--max", min=1, help="More hosts wait.")] = 64,
+    least: Annotated[int, typer.Option("--min", min=1, help="Fewest hosts to start with.")] = 1,
+    most: Annotated[int, typer.Option("--max", min=1, help="Most hosts; further hosts wait.")] = 64,
     processes: Annotated[
-        int, typer.Option("--processes-per-host", min=1, help="Processes of this host.")
+        int, typer.Option("--processes-per-host", min=1, help="Number of processes on this host.")
     ] = 1,
     host: Annotated[
         str | None,
         typer.Option(
             metavar="NAME/ADDRESS",
-            help="This host for people, and where the others reach it; its own name by default.",
+            help="Name and address of this host for the others; its own name by default.",
         ),
     ] = None,
     devices: shared.Devices = None,
     token_file: Annotated[
         Path | None,
-        typer.Option(help="File with a token that all hosts share; else the rendezvous has one."),
+        typer.Option(
+            help="File with the hosts' shared token; by default the rendezvous makes a token."
+        ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")
+        bool, typer.Option("--resume", help="Resume from the newest complete checkpoint.")
     ] = False,
     restarts: Annotated[
-        int, typer.Option(min=1, help="Losses in a row without a new step that end it.")
+        int, typer.Option(min=1, help="Consecutive losses without a new step that end the run.")
     ] = 3,
     join_timeout: Annotated[
         int, typer.Option(min=1, help="Seconds to wait for enough hosts.")
     ] = JOIN_SECONDS,
 ) -> None:
-    """Train as CONFIG says on all hosts that run this command, as they come and go."""
+    """Train CONFIG on all hosts that run this command, which may join and leave."""
     extra = shared.prepare(config, overrides, devices)
     from jaxdist.cli import fork_server
     from jaxdist.elastic.hosts.start import agent_of

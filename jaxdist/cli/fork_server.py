@@ -1,8 +1,8 @@
-"""The process that forks those of an agent's run: it imports everything before they are needed.
+"""The process that forks an agent's training processes: it imports everything in advance.
 
-`python -m jaxdist.cli.fork_server` is started by `jaxdist.elastic.agent` alone: the agent has
-prepared the environment, which JAX reads once. A forked process reads one JSON line on its standard
-input, which says what it trains.
+Only `jaxdist.elastic.agent` starts `python -m jaxdist.cli.fork_server`: the agent has prepared the
+environment, which JAX reads once. A forked process reads a JSON line on its standard input, which
+names its run.
 """
 
 from __future__ import annotations
@@ -44,8 +44,7 @@ def main() -> None:
 
 
 def _end_with_agent() -> None:
-    """Save and stop when the agent is gone, because nobody would restart this process after a
-    failure."""
+    """Save and stop when the agent is gone, since no restart would follow a failure."""
     from jaxdist.runtime.children import wait_for_input_end
 
     wait_for_input_end()

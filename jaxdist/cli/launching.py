@@ -1,4 +1,4 @@
-"""Commands that start jobs on clusters, and ask after them."""
+"""Commands that start jobs on clusters, and query them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Folder = Annotated[Path, typer.Argument(help="Folder of the launch.")]
 
 
 class ConfigOrQuestion(ConfigOrCommand):
-    """A config is launched; other words ask about what was."""
+    """A group in which a config is launched, and other words query a launch."""
 
     default = "job"
 
@@ -27,22 +27,25 @@ def job(
     overrides: shared.Overrides = None,
     *,
     on: Annotated[str, typer.Option(help="local, slurm, mpi, ray, gke or tpu-vm.")] = "local",
-    nodes: Annotated[int, typer.Option(min=1, help="Machines.")] = 1,
+    nodes: Annotated[int, typer.Option(min=1, help="Number of machines.")] = 1,
     processes: Annotated[
-        int, typer.Option("--processes-per-node", min=1, help="Processes on each machine.")
+        int,
+        typer.Option("--processes-per-node", min=1, help="Number of processes on each machine."),
     ] = 1,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A setting of the engine, as partition=gpu; may be repeated."),
+        typer.Option(
+            "--set", help="A setting of the engine, such as partition=gpu; may be repeated."
+        ),
     ] = None,
     name: Annotated[
-        str | None, typer.Option(help="Of the job; the config's file by default.")
+        str | None, typer.Option(help="Name of the job; by default the config file's.")
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be submitted, and stop.")
+        bool, typer.Option("--dry-run", help="Print the submission without running it.")
     ] = False,
 ) -> None:
-    """Train as CONFIG says, on a cluster: the same `jaxdist train --resume` in every process."""
+    """Train CONFIG on a cluster, with the same `jaxdist train --resume` in every process."""
     from jaxdist import cli
     from jaxdist.config import read, validate
     from jaxdist.experiment import ExperimentConfig
@@ -52,7 +55,8 @@ def job(
 
     one = engine(on, settings or [])
     extra = tuple(overrides or [])
-    if os.path.exists(config) or on not in ("gke", "tpu-vm"):  # those have it where they run
+    # these engines have the config where they run
+    if os.path.exists(config) or on not in ("gke", "tpu-vm"):
         validate(read(config, extra), ExperimentConfig)
     called = name or config.stem.replace("_", "-")
     what = Job(str(config), extra, called, cli.__name__, nodes, processes, Path.cwd())
@@ -67,7 +71,7 @@ def job(
 
 
 def explain() -> None:
-    """Say what schedulers and engines are found here, by which variables."""
+    """Print the schedulers and engines detected here, and the variables that reveal them."""
     from jaxdist.launch.explain import explain as lines
 
     for line in lines(os.environ):
@@ -83,12 +87,12 @@ def _ask(what: str, folder: Path) -> None:
 
 
 def status(folder: Folder) -> None:
-    """Ask the engine how a job is."""
+    """Query the engine for the status of a job."""
     _ask("status", folder)
 
 
 def logs(folder: Folder) -> None:
-    """Print the end of what a job's processes have said."""
+    """Print the end of the output of a job's processes."""
     _ask("logs", folder)
 
 

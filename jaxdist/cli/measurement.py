@@ -12,20 +12,20 @@ from jaxdist.cli import shared
 
 
 class ConfigOrCommand(TyperGroup):
-    """A group with a command that is meant where none is named."""
+    """A group with a default command."""
 
     default = "compare"
 
     # typer's own class of contexts has no public name, and the public one is narrower.
     def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """The arguments, with that command where they begin with something else."""
+        """Return the arguments, preceded by the default command if they name no command."""
         if args and args[0] not in {*self.commands, *ctx.help_option_names}:
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
 
 class ConfigOrFleet(ConfigOrCommand):
-    """The same for what is simulated: a config with a parameter server."""
+    """The group of simulations, whose default is a config with a parameter server."""
 
     default = "servers"
 
@@ -53,24 +53,25 @@ def bench(
     torch: Annotated[
         str | None,
         typer.Option(
-            help="compression --lab, elastic: a Python that has torch, if this one has not."
+            help="compression --lab, elastic: a Python with torch, if this Python lacks it."
         ),
     ] = None,
     ray: Annotated[
-        str | None, typer.Option(help="param-server: a Python that has ray, jax and numpy.")
+        str | None, typer.Option(help="param-server: a Python with ray, jax and numpy.")
     ] = None,
     sigterms: Annotated[
-        int | None, typer.Option(min=1, help="elastic: so many runs more are told to stop.")
+        int | None,
+        typer.Option(min=1, help="elastic: number of further runs that are stopped by a signal."),
     ] = None,
     scoreboard: Annotated[
         str | None,
-        typer.Option(help="elastic: faults on purpose, all or some rows: all, R08=20,R29."),
+        typer.Option(help="elastic: injected faults, all or some rows: all, R08=20,R29."),
     ] = None,
     programs: Annotated[
         int | None,
         typer.Option(
             min=0,
-            help="plan: so many are laid out, seconds each, six compiled; 0 is formulas alone.",
+            help="plan: number of plans to lay out, seconds each, six compiled; 0: formulas only.",
         ),
     ] = None,
     maxtext: Annotated[
@@ -81,10 +82,10 @@ def bench(
         Path | None, typer.Option(help="collectives, zero: draw into this directory.")
     ] = None,
     record: Annotated[
-        Path | None, typer.Option(help="Add the ratios to DIR/NAME.jsonl, beside earlier runs.")
+        Path | None, typer.Option(help="Append the ratios to DIR/NAME.jsonl.")
     ] = None,
 ) -> None:
-    """Measure jaxdist and a reference in turn; a goal that is missed is told, and is no error."""
+    """Measure jaxdist and a reference in turn; missed goals are reported, but are not errors."""
     from jaxdist.runtime import environment
 
     environment.prepare(fake_devices=devices)
@@ -113,12 +114,10 @@ def compare(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    of: Annotated[
-        str | None, typer.Option(help="A set of variants that come along: compression.")
-    ] = None,
+    of: Annotated[str | None, typer.Option(help="A built-in set of variants: compression.")] = None,
     variant: Annotated[
         list[str] | None,
-        typer.Option(help="One of your own: NAME='section.key=value section.key=value' ..."),
+        typer.Option(help="A variant: NAME='section.key=value section.key=value' ..."),
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each variant.")] = 3,
     json_file: Annotated[
@@ -129,9 +128,8 @@ def compare(
 ) -> None:
     """Train variants of CONFIG on the same batches, and compare their held-out loss.
 
-    The first is CONFIG itself (with --of compression, without any); the others
-    take equal steps from the same parameters, seed by seed. A study that was
-    interrupted goes on where it was.
+    The first variant is CONFIG itself (with --of compression, without any); the others take equal
+    steps from the same parameters, seed by seed. An interrupted study resumes where it was.
     """
     extra = shared.prepare(config, overrides, devices)
     from jaxdist.study.compare import compare as run
@@ -147,7 +145,9 @@ def batch_scaling(
     overrides: shared.Overrides = None,
     *,
     batches: Annotated[str, typer.Option(help="Batch sizes: 64,256,1024.")],
-    seeds: Annotated[int, typer.Option(min=1, help="Runs for each number in the table.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Number of runs for each figure in the table.")
+    ] = 3,
     optimizers: Annotated[
         str, typer.Option(help="Optimizers to compare.")
     ] = "sgd,nesterov,lars,lamb,adamw",
@@ -165,10 +165,10 @@ def batch_scaling(
 ) -> None:
     """Compare optimizers at growing batch sizes: one rule for all, and tuned at each size.
 
-    Trains on all devices there are (one axis, data), whatever mesh CONFIG
-    names. A study that was interrupted goes on where it was.
+    Trains on all devices (one axis, data), whatever mesh CONFIG names. An interrupted study resumes
+    where it was.
     """
-    # First, so that the fake devices of the config's own mesh are not asked for.
+    # First, so that the fake devices of the config's own mesh are not requested.
     extra = shared.prepare(config, ["mesh={data: -1}", *(overrides or [])], devices)
     from jaxdist.study.batch_scaling import batch_scaling as compare
     from jaxdist.study.definition import BatchScalingStudy
@@ -188,7 +188,7 @@ def batch_scaling(
 def run_study(
     file: Annotated[Path, typer.Argument(help="YAML file of the study.")],
     settings: Annotated[
-        list[str] | None, typer.Argument(help="Settings that replace its own: key=value ...")
+        list[str] | None, typer.Argument(help="Settings that override the file: key=value ...")
     ] = None,
     *,
     json_file: Annotated[
@@ -199,7 +199,7 @@ def run_study(
 ) -> None:
     """Run a study of your own: a config, the variants or batch sizes, and the seeds, as YAML.
 
-    A study that was interrupted goes on where it was.
+    An interrupted study resumes where it was.
     """
     from jaxdist.study.definition import BatchScalingStudy, read_study
     from jaxdist.study.variants import overrides_of
@@ -240,8 +240,8 @@ def servers(
 ) -> None:
     """Train CONFIG's parameter server in virtual time: real gradients, scripted speeds and faults.
 
-    What workers, network and faults are is in CONFIG's strategy.simulation. The
-    same command gives the same bits.
+    CONFIG's strategy.simulation describes workers, network and faults. The same command gives the
+    same bits.
     """
     extra = shared.prepare(config, overrides, devices)
     from jaxdist.simulation.command import run
@@ -273,11 +273,11 @@ def fleet(
         Path | None, typer.Option(help="Draw goodput over the interval into this directory.")
     ] = None,
 ) -> None:
-    """Let a fleet of devices fail in virtual time: goodput over the interval between saves.
+    """Simulate a fleet of devices that fail: goodput over the interval between saves.
 
-    With checkpoints on disk alone, and with snapshots in memory beside them.
-    Without settings it is Llama 3's fleet: 16,384 devices, 466 failures in 54
-    days. Keys: devices, failures_per_1000_device_days, days, detect_seconds,
+    With checkpoints on disk only, and with snapshots in memory as well. Without settings it is
+    Llama 3's fleet: 16,384 devices, 466 failures in 54 days.
+    Keys: devices, failures_per_1000_device_days, days, detect_seconds,
     restart_seconds, restore_seconds, memory_restore_seconds,
     checkpoint_seconds, snapshot_seconds, both_copies_lost,
     checkpoint_every_seconds, runs, seed.
@@ -297,9 +297,9 @@ def choice(
         Path | None, typer.Option("--json", help="Write the config and every row as JSON.")
     ] = None,
 ) -> None:
-    """Parameter servers or an all-reduce? Step times of both, by link, straggler and sparsity.
+    """Compare step times of parameter servers and an all-reduce, by link, straggler and sparsity.
 
-    By the simulator and the cost model of collectives, for a model of any size.
+    Uses the simulator and the cost model of collectives, for a model of any size.
     Keys: parameter_bytes, touched, step_seconds, gbits, latency_seconds,
     workers, servers, slower, noise.
     """

@@ -1,7 +1,7 @@
-"""Standard output and error that may go away: a reader that has seen enough, a disk that is full.
+"""Standard output and error that may fail: a closed pipe, a full disk.
 
-A run of days does not end because the pipe that shows it did. What can no longer be written is
-dropped, and said once on standard error where that is still there.
+A run of days does not end because the pipe that shows it has closed. Output that can no longer be
+written is dropped, with a single message on standard error if that still works.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, TextIO
 
 @contextmanager
 def lasting_output() -> Iterator[None]:
-    """Inside, writing to standard output or error never raises.
+    """Let writes to standard output or error inside the block never raise.
 
-    A reader that went away (`| head -1`, a closed terminal) wanted no more. Where output was lost
-    for any other reason, a command that ends well exits with code 1 all the same.
+    A reader that has gone (`| head -1`, a closed terminal) needs no more output. If output is lost
+    for any other reason, a command that would succeed exits with code 1.
     """
     streams = _Lasting(1), _Lasting(2)
     before = sys.stdout, sys.stderr
@@ -40,7 +40,7 @@ def lasting_output() -> Iterator[None]:
 
 
 class _Lasting(io.FileIO):
-    """A descriptor that leads nowhere from the first write that fails."""
+    """A file descriptor whose output is discarded after the first failed write."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(_opened(descriptor), "w", closefd=False)
@@ -48,7 +48,7 @@ class _Lasting(io.FileIO):
         self._terminal = self.isatty()
 
     def write(self, data: Any, /) -> int | None:
-        """Bytes taken, as `io.RawIOBase.write` has it."""
+        """Write bytes, and return their number, as `io.RawIOBase.write` does."""
         try:
             return super().write(data)
         except OSError as error:
@@ -64,7 +64,7 @@ class _Lasting(io.FileIO):
 
 
 def _opened(descriptor: int) -> int:
-    """The descriptor; where the caller had closed it, nowhere, so that no file takes its number."""
+    """Return the descriptor, opened on /dev/null if it was closed, so that no file takes it."""
     try:
         os.fstat(descriptor)
     except OSError:

@@ -1,4 +1,4 @@
-"""Commands that look at pipeline schedules; they need no device, and no jax."""
+"""Commands for pipeline schedules, which need neither a device nor jax."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ def show(
     settings: Settings = None,
     *,
     stages: Annotated[
-        int | None, typer.Option(min=1, help="Devices along the stage axis; a CSV file says it.")
+        int | None,
+        typer.Option(min=1, help="Devices along the stage axis; by default the CSV file's."),
     ] = None,
     microbatches: Annotated[
-        int | None, typer.Option(min=1, help="Pieces of a batch; a CSV file says it.")
+        int | None, typer.Option(min=1, help="Pieces of a batch; by default the CSV file's.")
     ] = None,
     svg: Annotated[Path | None, typer.Option(help="Draw the schedule into this file.")] = None,
     trace: Annotated[
@@ -57,7 +58,7 @@ def compare(
     stages: Annotated[int, typer.Option(min=1, help="Devices along the stage axis.")],
     microbatches: Annotated[int, typer.Option(min=1, help="Pieces of a batch.")],
 ) -> None:
-    """Print bubble, activations and messages of every schedule. Costs are of a whole stage."""
+    """Print bubble, activations and messages of every schedule, at costs of a whole stage."""
     from jaxdist.commands.compare_schedules import compare as judge
 
     judge(settings or [], stages=stages, microbatches=microbatches, console=shared.console())
@@ -66,7 +67,7 @@ def compare(
 def check(
     file: Annotated[Path, typer.Argument(help="CSV file: a row for each stage.")],
 ) -> None:
-    """Check a schedule of your own; if it breaks a rule, says the first and ends with code 2."""
+    """Check a schedule of your own; print the first violation of a rule, and exit with code 2."""
     from jaxdist.commands.pipelines import check as judge
 
     judge(file, console=shared.console())

@@ -52,9 +52,9 @@ def plan(
 ) -> None:
     """Search for the mesh, ZeRO, remat, microbatches and schedule that train CONFIG fastest.
 
-    By formulas of memory and time: no device is needed, and nothing is run. What
-    CONFIG says of mesh, sharding, parallel, model.remat and train.microbatches
-    is searched anew; all else is taken as it is.
+    The search uses formulas of memory and time: it needs no device, and runs nothing. CONFIG's
+    mesh, sharding, parallel, model.remat and train.microbatches are searched; all other settings
+    are kept.
     """
     from jaxdist.runtime import environment
 

@@ -1,4 +1,4 @@
-"""Commands for before a run: its configuration, its data, its machine."""
+"""Commands before a run: its configuration, its data, its machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxdist.cli import shared
 
 
 def show(config: shared.ConfigFile, overrides: shared.Overrides = None) -> None:
-    """Print the resolved tree, each value with where it came from, and what derives from it."""
+    """Print the resolved tree, with the origin of each value, and derived values."""
     shared.prepare(config, overrides, None)
     from jaxdist.config import provenance, render
     from jaxdist.experiment import explain_config, load
@@ -30,7 +30,7 @@ def init(
     *,
     to: Annotated[Path, typer.Option(help="The folder to write them into.")] = Path("configs"),
 ) -> None:
-    """Write the configurations that come with jaxdist, to run and to change."""
+    """Write the shipped configurations, to run and to change."""
     from jaxdist.commands.init import init as write
 
     write(name, to, console=shared.console())
@@ -43,7 +43,7 @@ def eject(
     out: Annotated[Path | None, typer.Option(help="The file to write; none prints it.")] = None,
     devices: shared.Devices = None,
 ) -> None:
-    """Write CONFIG's training as one readable file of plain JAX, without jaxdist.
+    """Write CONFIG's training as a readable file of plain JAX, without jaxdist.
 
     Model, loss, optimizer, shardings and communication of this config alone, in
     at most 300 lines, to read and to change. It trains to the same losses.
@@ -77,7 +77,9 @@ def tokenize(
     vocab_size: Annotated[int, typer.Option(help="Tokens to learn.")] = 4096,
     heldout_fraction: Annotated[
         float,
-        typer.Option(min=0, max=0.99, help="Left out, as by the config's data.heldout_fraction."),
+        typer.Option(
+            min=0, max=0.99, help="Fraction left out; the config's data.heldout_fraction."
+        ),
     ] = 0.05,
 ) -> None:
     """Train a BPE tokenizer, for `data.tokenizer: {type: bpe, file: OUT}`."""
@@ -96,7 +98,7 @@ def doctor(
     devices: shared.Devices = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Check what a run depends on: versions, devices, memory, caches."""
+    """Check the requirements of a run: versions, devices, memory, caches."""
     from jaxdist.doctor import main as examine
 
     raise typer.Exit(examine(devices=devices, as_json=as_json))

@@ -1,4 +1,4 @@
-"""Commands that ask compiled programs."""
+"""Commands that examine compiled programs."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ def inspect(
     topology: shared.TopologyOption = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="A setting like the overrides; may be given again."),
+        typer.Option("--set", help="A further setting, like the overrides; may be repeated."),
     ] = None,
     json_file: shared.JsonFile = None,
     diff: Annotated[
         Path | None,
-        typer.Option(help="Print what differs in a second config, with the same overrides."),
+        typer.Option(help="Print the differences to a second config, with the same overrides."),
     ] = None,
     diff_set: Annotated[
         list[str] | None,
-        typer.Option(help="Print what changes with this setting; may be given again."),
+        typer.Option(help="Print the differences made by this setting; may be repeated."),
     ] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw the predicted step (TPUs) into this directory.")
     ] = None,
 ) -> None:
-    """Print what a train step will cost: bytes, FLOPs, memory, on TPUs time. Nothing is run."""
+    """Print the cost of a train step: bytes, FLOPs, memory, time on TPUs. Nothing is run."""
     extra = shared.compile_for(devices, topology, [*(overrides or []), *(settings or [])])
     changes = diff_set or []
     other = (diff or config, [*extra, *changes])
@@ -61,16 +61,16 @@ def audit(
     full: Annotated[
         bool,
         typer.Option(
-            "--full", help="Print what each changes in bytes, memory, FLOPs; compiles for each."
+            "--full", help="Print each setting's change in bytes, memory, FLOPs; compiles for each."
         ),
     ] = False,
     options: Annotated[
         bool,
-        typer.Option("--options", help="Instead, print what each option for the compiler changes."),
+        typer.Option("--options", help="Instead, print the effect of each compiler option."),
     ] = False,
     json_file: shared.JsonFile = None,
 ) -> None:
-    """Check that each setting of CONFIG changes the train step; exit code 1 if one does not."""
+    """Check that each setting of CONFIG changes the train step; exit code 1 if any does not."""
     extra = shared.compile_for(devices, topology, overrides or [])
     shared.set_environment((config, extra), topology=topology)
     if options:
@@ -102,27 +102,26 @@ def parity(
             "--full", help="Every plan without stages, and more pipelines; takes an hour."
         ),
     ] = False,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that compare side by side.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Number of processes that compare.")] = 1,
     json_file: shared.JsonFile = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Leave out what is in the file of --json.")
+        bool, typer.Option("--resume", help="Skip the results in the file of --json.")
     ] = False,
     draw: Annotated[
         int | None, typer.Option(min=1, help="Instead, compare this many configs drawn at random.")
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the first draw; the next ones count up.")
+        int, typer.Option(min=0, help="Seed of the first draw; later draws count up.")
     ] = 0,
 ) -> None:
-    """Check that plans train CONFIG's model as one device does; exit code 1 if one differs.
+    """Check that plans train CONFIG's model like a single device; exit code 1 if any differs.
 
-    Meshes, ZeRO stages, reductions, microbatches, remat, a split sequence,
-    pipeline schedules and activations, on 8 fake CPU devices, in float32,
-    with AdamW, whatever CONFIG says of them.
+    The plans vary meshes, ZeRO stages, reductions, microbatches, remat, a split sequence, pipeline
+    schedules and activations, on 8 fake CPU devices, in float32, with AdamW; CONFIG's own values
+    are ignored.
 
-    With --draw: models, meshes, plans, batches and optimizers at random, each
-    against one device, and its checkpoint loaded by another plan. What goes
-    wrong is printed with its config.
+    With --draw: random models, meshes, plans, batches and optimizers, each compared with a single
+    device, and its checkpoint loaded by another plan. Failures are printed with their config.
     """
     from jaxdist.runtime import environment
 

@@ -1,4 +1,4 @@
-"""Commands that train, and that use what was trained."""
+"""Commands that train, and that use trained models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LATE_MODULES = (
     "tensorboardX.proto.event_pb2",
     "tensorboardX.record_writer",
 )
-"""Of other packages: imported where they are first used, which not every command does."""
+"""Modules of other packages that are imported on first use, which not every command reaches."""
 
 
 def train(
@@ -32,7 +32,7 @@ def train(
     *,
     devices: shared.Devices = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest whole checkpoint.")
+        bool, typer.Option("--resume", help="Resume from the newest complete checkpoint.")
     ] = False,
     profile: Annotated[
         str | None,
@@ -56,13 +56,16 @@ def train(
         ),
     ] = False,
     count: Annotated[
-        int, typer.Option("--processes", min=1, help="--elastic: how many processes.")
+        int, typer.Option("--processes", min=1, help="--elastic: number of processes.")
     ] = 1,
     restarts: Annotated[
-        int, typer.Option(min=1, help="--elastic: losses in a row without a new step that end it.")
+        int,
+        typer.Option(
+            min=1, help="--elastic: consecutive losses without a new step that end the run."
+        ),
     ] = 3,
 ) -> None:
-    """Train as CONFIG says."""
+    """Train the experiment of a config file."""
     extra = shared.prepare(config, overrides, devices)
     if elastic:
         shared.alone(
@@ -106,16 +109,22 @@ def drill(
     config: shared.ConfigFile,
     overrides: shared.Overrides = None,
     *,
-    failures: Annotated[int, typer.Option(min=1, help="Processes to kill or stop, in turn.")],
-    count: Annotated[int, typer.Option("--processes", min=1, help="Processes of the run.")] = 2,
-    seed: Annotated[int, typer.Option(min=0, help="Of when, who, and how.")] = 0,
+    failures: Annotated[
+        int, typer.Option(min=1, help="Number of processes to kill or stop, in turn.")
+    ],
+    count: Annotated[
+        int, typer.Option("--processes", min=1, help="Number of processes of the run.")
+    ] = 2,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the time, process and kind of failures.")
+    ] = 0,
     devices: shared.Devices = None,
     json_file: shared.JsonFile = None,
 ) -> None:
     """Train CONFIG under an agent, and kill and stop its processes on purpose.
 
-    Prints each recovery, and the share of the time that was kept beside the
-    one predicted; ends with exit code 3 where it is less than nine tenths.
+    Prints each recovery, and the fraction of time kept, next to the predicted fraction; exits with
+    code 3 if it is less than nine tenths of that.
     """
     extra = shared.prepare(config, overrides, devices)
     from jaxdist.cli import fork_server
@@ -134,9 +143,9 @@ def drill(
 
 
 def import_all() -> None:
-    """Import what training needs, which takes longer than all that comes before its first step.
+    """Import the modules of training, which takes longer than the rest of a start.
 
-    Also what most runs import when they first read data, save, and write down numbers.
+    It includes modules that most runs import when they first read data, save, and write metrics.
     """
     for module in ("jaxdist.runtime.connection", "jaxdist.runtime.processes", "jaxdist.run.train"):
         importlib.import_module(module)
@@ -159,14 +168,14 @@ def train_process(
     join_timeout: int = JOIN_SECONDS,
     begun: int,
 ) -> int:
-    """Be one process of a run, whose environment is prepared; its exit code.
+    """Run a process of a run, whose environment is prepared; return its exit code.
 
     Args:
-      run: which run is meant, as `jaxdist.checkpoint.identity.Identity.plain` gives it.
-      begun: as `jaxdist.run.train.train` has it.
+      run: identity of the run, from `jaxdist.checkpoint.identity.Identity.plain`.
+      begun: see `jaxdist.run.train.train`.
 
     Raises:
-      JaxdistError: anything that the user can mend.
+      JaxdistError: any error that the user can fix.
     """
     from jaxdist.checkpoint.identity import Identity
     from jaxdist.run.train import train as trained
@@ -208,9 +217,9 @@ def evaluate(
 
 
 def replay(run: shared.Run, *, devices: shared.Devices = None) -> None:
-    """Compute a run with parameter servers again, in the order that its servers took messages in.
+    """Repeat a run with parameter servers, in the order in which its servers received messages.
 
-    Prints whether what they saved last comes out the same to the bit.
+    Prints whether their last saved state is reproduced to the bit.
     """
     shared.prepare_run(run, [], devices)
     from jaxdist.commands.replay import replay as again
@@ -241,7 +250,7 @@ def report(
         ),
     ] = True,
 ) -> None:
-    """Print where the time of a run went: every second of it, over all its restarts."""
+    """Print the time of a run by activity: every second of it, over all its restarts."""
     from jaxdist.errors import ConfigError
 
     if html is None:
@@ -274,8 +283,8 @@ def _inspected(config: Path) -> JsonObject:
     """Compile the step of a run's config for fake CPU devices.
 
     Raises:
-      JaxdistError: it imports the user's code, which a report runs for nobody; its mesh does not
-        say how many devices there were; or it cannot be compiled here.
+      JaxdistError: it imports the user's code, which a report never runs; its mesh does not
+        determine the number of devices; or it cannot be compiled here.
     """
     from jaxdist.config import read
     from jaxdist.config.importing import foreign_code
@@ -299,7 +308,7 @@ def generate(
     prompt: Annotated[str, typer.Option(help="Text to continue.")],
     tokens: Annotated[int, typer.Option(min=1, help="Number of tokens to add.")] = 256,
     temperature: Annotated[
-        float, typer.Option(min=0, help="0 takes the likeliest token each time.")
+        float, typer.Option(min=0, help="0 always takes the likeliest token.")
     ] = 0.8,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random choices.")] = 0,
     step: shared.CheckpointStep = None,

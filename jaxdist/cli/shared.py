@@ -1,4 +1,4 @@
-"""What the commands have in common: their options, the environment, and how errors are told."""
+"""The common part of commands: options, the environment, and the reporting of errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[Path, typer.Argument(help="YAML file of the experiment.")]
 Overrides = Annotated[
-    list[str] | None, typer.Argument(help="Settings that replace its own: section.key=value ...")
+    list[str] | None, typer.Argument(help="Settings that override the file: section.key=value ...")
 ]
 Devices = Annotated[int | None, typer.Option(min=1, help="Use this many fake CPU devices.")]
 Coordinator = Annotated[str | None, typer.Option(help="HOST:PORT of process 0.")]
@@ -38,7 +38,7 @@ CompileDevices = Annotated[
 ]
 TopologyOption = Annotated[
     str | None,
-    typer.Option(help="Compile for TPUs that need not be there: v5e:2x4, v5p:4x4x4, ..."),
+    typer.Option(help="Compile for TPUs, without the TPUs: v5e:2x4, v5p:4x4x4, ..."),
 ]
 JsonFile = Annotated[
     Path | None, typer.Option("--json", help="Write the result to this file as well, as JSON.")
@@ -50,12 +50,12 @@ SHOWN_RUNS = 5
 def console() -> Console:
     from rich.console import Console
 
-    # Without emoji: of the import path data:one:x rich would make a picture.
+    # Without emoji: rich would turn the import path data:one:x into a picture.
     return Console(highlight=False, emoji=False)
 
 
 def prepare(path: Path, overrides: list[str] | None, devices: int | None) -> list[str]:
-    """The overrides with `devices`; sets the environment for the fake devices that they mean."""
+    """Return the overrides with `devices`; set the environment for the fake devices."""
     extra = list(overrides or [])
     if devices is not None:
         extra.append(f"mesh.fake_devices={devices}")
@@ -67,7 +67,7 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
     """Prepare for the run in a directory as `prepare` does for a config.
 
     Raises:
-      RunError: there is no run in the directory; names those that are in it or beside it.
+      RunError: there is no run in the directory; the message names runs in it or next to it.
     """
     from jaxdist.errors import RunError
 
@@ -85,7 +85,7 @@ def prepare_run(run: Path, overrides: list[str] | None, devices: int | None) -> 
 
 
 def set_environment(*programs: tuple[Path, list[str]], topology: str | None = None) -> None:
-    """Ask for as many fake devices as any of these configs does, before jax is imported."""
+    """Request the largest number of fake devices of these configs, before jax is imported."""
     from jaxdist.runtime import environment
 
     count = 1 if topology else max(_fake_devices(*program) for program in programs)
@@ -93,7 +93,7 @@ def set_environment(*programs: tuple[Path, list[str]], topology: str | None = No
 
 
 def compile_for(devices: int | None, topology: str | None, overrides: list[str]) -> list[str]:
-    """The overrides, and with them what to compile for, which is one thing."""
+    """Return the overrides, with the single target to compile for."""
     from jaxdist.errors import MeshError
 
     if devices is not None and topology is not None:
@@ -104,10 +104,10 @@ def compile_for(devices: int | None, topology: str | None, overrides: list[str])
 
 
 def alone(option: str, **others: object) -> None:
-    """Refuse what has no effect beside an option.
+    """Refuse options that have no effect with an option.
 
     Raises:
-      ConfigError: one of the others is given.
+      ConfigError: another option is set.
     """
     from jaxdist.errors import ConfigError
 
@@ -117,7 +117,7 @@ def alone(option: str, **others: object) -> None:
 
 
 def _fake_devices(path: Path, overrides: list[str]) -> int:
-    """The number of fake devices that a config asks for, or 0."""
+    """Return the number of fake devices that a config requests, or 0."""
     from jaxdist.config import read
 
     mesh = read(path, overrides).values.get("mesh")
@@ -126,14 +126,14 @@ def _fake_devices(path: Path, overrides: list[str]) -> int:
 
 
 def devices_of(run: Path) -> int | None:
-    """The number of devices that a run's mesh has; None where its config does not say it."""
+    """Return the number of devices of a run's mesh; None if its config does not determine it."""
     from jaxdist.config import read
     from jaxdist.errors import JaxdistError
 
     try:
         mesh = read(run / "config.yaml").values.get("mesh")
     except JaxdistError:
-        return None  # told where the run is read
+        return None  # reported where the run is read
     axes = dict(mesh) if isinstance(mesh, dict) else {}
     fake = axes.pop("fake_devices", None)
     sizes = [size.values() if isinstance(size, dict) else [size] for size in axes.values()]
@@ -142,7 +142,7 @@ def devices_of(run: Path) -> int | None:
 
 
 def report(error: BaseException) -> int:
-    """Say what went wrong, in one message where a user can mend it; returns the exit code."""
+    """Print an error, as a message if the user can fix it; return the exit code."""
     from jaxdist.errors import JaxdistError
 
     if isinstance(error, JaxdistError):
@@ -156,7 +156,7 @@ def report(error: BaseException) -> int:
 
 
 def find_benchmarks() -> None:
-    """Make `benchmarks` importable, the folder beside this package in a checkout.
+    """Make `benchmarks` importable, the folder next to this package in a checkout.
 
     Raises:
       ConfigError: jaxdist was installed from a wheel, which has no benchmarks.

@@ -1,4 +1,4 @@
-"""`jaxdist pipeline compare`: all schedules on the same stages. No device, and no jax."""
+"""`jaxdist pipeline compare`: all schedules on the same stages, without a device or jax."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jaxdist.pipeline_schedules.schedule import Schedule
 from jaxdist.pipeline_schedules.simulate import Timeline, simulate
 
 AUTO_MEMORY = (1.0, 2.0)
-"""Limits under which `compare` shows schedules that take one."""
+"""Memory limits for which `compare` shows schedules that have a limit."""
 
 
 class StageCosts(Config):
-    """What a whole stage's tasks take, whatever the number of its chunks."""
+    """Costs of a whole stage's tasks, for any number of chunks."""
 
     forward: Time = 1.0
     """Time of a microbatch's forward pass through a stage, in any unit."""
@@ -37,7 +37,7 @@ class StageCosts(Config):
     """Time of a message from one stage to another."""
 
     def of_chunks(self, count: int) -> CostsConfig:
-        """The times of one of `count` chunks of a stage; a message takes as long as before."""
+        """Return the times of each of `count` chunks of a stage; a message takes the same time."""
         return CostsConfig(
             forward=self.forward / count,
             backward_input=self.backward_input / count,
@@ -47,24 +47,24 @@ class StageCosts(Config):
 
 
 class Comparison(Config):
-    """What all schedules of a comparison have in common."""
+    """Settings of all schedules in a comparison."""
 
     chunks: Annotated[int, Field(ge=2, le=1024)] = 2
     """Chunks on each stage, for the schedules that let one choose."""
     costs: StageCosts = StageCosts()
-    """What the tasks of a stage take."""
+    """Costs of a stage's tasks."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One schedule of a comparison.
+    """A schedule of a comparison.
 
     Attributes:
-      label: its type, and what was chosen for it.
-      timeline: None where it is refused.
-      reason: why it is refused.
-      least: the fewest microbatches it takes on these stages.
-      whole_rounds: it takes multiples of `least` only.
+      label: its type, with the chosen settings.
+      timeline: its timeline; None where it is refused.
+      reason: the reason of a refusal.
+      least: the fewest microbatches that it accepts on these stages.
+      whole_rounds: whether it accepts only multiples of `least`.
     """
 
     label: str
@@ -80,8 +80,8 @@ def compare(
     """Print a table of all schedules that a config can name, for these stages and microbatches.
 
     Args:
-      overrides: `key=value` of `Comparison`. Costs are those of a stage: one that holds several
-        chunks has as much to do as one that holds one.
+      overrides: `key=value` of `Comparison`. Costs are those of a stage: a stage with several
+        chunks has as much work as a stage with a single chunk.
 
     Raises:
       ConfigError: a setting that does not fit.
@@ -104,7 +104,7 @@ def compare(
 
 
 def _alternatives(chunks: int) -> Iterator[tuple[str, PipelineScheduleConfig]]:
-    """Every schedule with a generator, with its label."""
+    """Yield every generated schedule, with its label."""
     for name, alternative in ALTERNATIVES.items():
         fields = alternative.model_fields
         if "chunks" in fields:
@@ -133,7 +133,7 @@ def _entry(
 
 
 def _choices(chunks: int) -> str:
-    """What was chosen for the schedules that leave a choice."""
+    """Describe the settings that were chosen for schedules that have a choice."""
     found = {
         field: [name for name, kind in ALTERNATIVES.items() if field in kind.model_fields]
         for field in ("chunks", "memory_limit")
@@ -146,7 +146,7 @@ def _choices(chunks: int) -> str:
 
 
 def _made(config: PipelineScheduleConfig, stages: int, microbatches: int) -> Schedule | str:
-    """The schedule, or why there is none."""
+    """Return the schedule, or the reason of its refusal."""
     try:
         return config.build(stages, microbatches)
     except ConfigError as error:

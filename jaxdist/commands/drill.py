@@ -1,4 +1,4 @@
-"""`jaxdist drill`: a run whose processes are killed and stopped on purpose."""
+"""`jaxdist drill`: a run whose processes are deliberately killed and stopped."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def drill(
     say: Callable[[str], None],
     fork_module: str,
 ) -> Drilled:
-    """Train as the config says, elastically, with failures at seeded steps.
+    """Train a config elastically, with failures at seeded steps.
 
     Args:
-      failures: so many processes are killed, or stopped, one at a time.
-      say: tells the user a line.
+      failures: number of processes to kill, or stop, one after another.
+      say: function that prints a line to the user.
       fork_module: see `jaxdist.elastic.agent.Agent`.
 
     Raises:
       ConfigError: the config has no number of steps.
-      RunError: the run does not come to its end, is done before all failures, or kept less than
-        nine tenths of what was predicted.
+      RunError: the run does not finish, finishes before all failures, or kept less than nine tenths
+        of the predicted time.
     """
     values = read(path, overrides).values
     train, saves = (_section(values, name) for name in ("train", "checkpoint"))
@@ -85,6 +85,6 @@ def drill(
 
 
 def _section(values: JsonObject, name: str) -> JsonObject:
-    """A section of a config that is not checked yet: the run does so, and tells."""
+    """Return a section of an unvalidated config; the run validates it and reports errors."""
     found = values.get(name)
     return found if isinstance(found, dict) else {}

@@ -28,7 +28,7 @@ from jaxdist.trees import flatten_with_names
 def open_run(
     run: Path, overrides: Sequence[str], *, step: int | None, console: Console
 ) -> tuple[Experiment, Restored]:
-    """The experiment of a run directory and its newest whole checkpoint (or that of `step`).
+    """Open a run directory: its experiment, with the newest complete checkpoint (or `step`'s).
 
     Raises:
       RunError: there is no run in the directory.
@@ -61,7 +61,7 @@ def open_run(
 def evaluate_run(
     run: Path, overrides: Sequence[str] = (), *, step: int | None = None, console: Console
 ) -> dict[str, float]:
-    """Means over the whole held-out split, printed and returned.
+    """Print and return the means over the whole held-out split.
 
     Raises:
       RunError: no run, or data without a held-out split.

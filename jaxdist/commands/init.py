@@ -1,4 +1,4 @@
-"""`jaxdist init`: copies the shipped configurations, to be edited."""
+"""`jaxdist init`: copying the shipped configurations, to be edited."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from jaxdist.config.shipped import FOLDER, name_of, shipped
 from jaxdist.errors import ConfigError, did_you_mean
 
 FIRST = FOLDER / "gpt/quickstart.yaml"
-"""The config to begin with, of several."""
+"""The recommended first config."""
 
 
 def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
     """Write the configuration `name`, all of a kind (`gpt`), or all, with what they include.
 
-    A file that is there already is kept, if it is the same.
+    An existing file is kept, if it has the same content.
 
     Returns:
-      the files that were asked for, in `folder`.
+      The requested files, in `folder`.
 
     Raises:
-      ConfigError: no such name, or a file that is there and differs, or cannot be written; then
+      ConfigError: no such name, or a file that exists and differs, or cannot be written; then
         nothing has been replaced.
     """
     asked = _asked(name)
@@ -48,7 +48,7 @@ def init(name: str | None, folder: Path, *, console: Console) -> list[Path]:
 
 
 def _command(source: Path, target: Path) -> str:
-    """The command that a config names in its first line, with the file that was written."""
+    """Return the command in a config's first line, with the written file."""
     named = source.read_text().splitlines()[0].removeprefix("# command:").strip()
     return named.replace(f"configs/{name_of(source)}.yaml", shlex.quote(str(target)))
 

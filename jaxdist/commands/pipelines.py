@@ -1,4 +1,4 @@
-"""`jaxdist pipeline show` and `check`: looks at a schedule. No device, and no jax."""
+"""`jaxdist pipeline show` and `check`: a single schedule, without a device or jax."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ ALTERNATIVES: dict[str, type[Any]] = {
 
 
 class Request(NamedTuple):
-    """One schedule, and the times under which it is looked at."""
+    """A schedule, and the costs of its tasks."""
 
     config: PipelineScheduleConfig
     costs: CostsConfig
@@ -59,12 +59,12 @@ def show(
     Args:
       schedule: a type of `PipelineScheduleConfig`, or the path of a CSV file.
       overrides: `key=value` of the schedule, `costs.key=value` of its times.
-      stages, microbatches: of a CSV file those found in it, where not given.
+      stages, microbatches: sizes; by default those in a CSV file.
       svg, trace, csv: files to write.
 
     Raises:
-      ConfigError: a setting that does not fit, a schedule that refuses these sizes, a CSV file that
-        is not a whole schedule.
+      ConfigError: a setting that does not fit, a schedule that refuses these sizes, an invalid CSV
+        file.
       RunError: a file cannot be written.
     """
     request = read_request(schedule, overrides)
@@ -86,10 +86,10 @@ def show(
 
 
 def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
-    """What `show` is asked for.
+    """Parse the schedule and costs for `show`.
 
     Raises:
-      ConfigError: one line for each setting that does not fit.
+      ConfigError: a line for each setting that does not fit.
 
     >>> read_request("interleaved", ["chunks=4", "costs.transfer=0.5"]).config
     Interleaved(type='interleaved', chunks=4)
@@ -112,10 +112,10 @@ def read_request(schedule: str, overrides: Iterable[str] = ()) -> Request:
 
 
 def build(request: Request, stages: int | None, microbatches: int | None) -> Schedule:
-    """The schedule that is asked for; a CSV file says itself how large it is.
+    """Build the requested schedule; a CSV file determines its own sizes.
 
     Raises:
-      ConfigError: no size, or one that the schedule refuses.
+      ConfigError: no size, or a size that the schedule refuses.
     """
     config = request.config
     if isinstance(config, Csv):
@@ -130,7 +130,7 @@ def build(request: Request, stages: int | None, microbatches: int | None) -> Sch
 
 
 def check(path: Path, *, console: Console) -> Schedule:
-    """Say that a CSV file is a whole schedule, and what its ring buffers need.
+    """Print that a CSV file is a valid schedule, and the ring buffers that it needs.
 
     Raises:
       ConfigError: the file cannot be read, or breaks a rule: the first violation.
@@ -154,7 +154,7 @@ def _is_path(text: str) -> bool:
 
 
 def document_of(overrides: Iterable[str], section: Mapping[str, str] | None = None) -> Document:
-    """What the command line says: a section, with the overrides on top."""
+    """Return the command line as a document: a section, with the overrides on top."""
     chosen = {key: Node(value, COMMAND_LINE) for key, value in (section or {}).items()}
     root = Node(chosen, COMMAND_LINE)
     for text in overrides:
@@ -163,7 +163,7 @@ def document_of(overrides: Iterable[str], section: Mapping[str, str] | None = No
 
 
 def with_costs(config: PipelineScheduleConfig, costs: CostsConfig) -> PipelineScheduleConfig:
-    """A schedule that is made for given times, made for these."""
+    """Return a schedule that depends on costs, for these costs."""
     if "costs" in type(config).model_fields:
         return config.model_copy(update={"costs": costs})
     return config
@@ -194,7 +194,7 @@ def _by_stage(timeline: Timeline) -> Table:
 
 
 def plain_table(columns: Sequence[str], title: str | None = None) -> Table:
-    """The first column to the left, numbers to the right."""
+    """Create a table with the first column left-aligned, numbers right-aligned."""
     table = Table(title=title, title_justify="left", show_edge=False)
     for index, column in enumerate(columns):
         justify = "right" if index else "left"

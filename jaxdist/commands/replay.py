@@ -1,4 +1,4 @@
-"""`jaxdist replay`: a run with parameter servers again, from the order that was written down."""
+"""`jaxdist replay`: a repetition of a run with parameter servers, from its recorded order."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from jaxdist.trees import flatten_with_names
 
 @dataclass(frozen=True)
 class Life:
-    """A part of a run that was not interrupted.
+    """A part of a run without interruption.
 
     Attributes:
-      first: the clock that it began with.
-      last: the newest that all its servers saved.
-      slots: by client, which part of each batch was its.
+      first: its first clock.
+      last: the newest clock that all its servers saved.
+      slots: the part of each batch of every client.
     """
 
     first: int
@@ -50,13 +50,11 @@ class Life:
 
 
 def replay(run: Path, console: Console) -> bool:
-    """Compute a run again, from where its processes were started last; whether what its servers
-    saved last is the same to the bit.
+    """Repeat a run from its last start; return whether its servers' last saved state is reproduced.
 
     Raises:
-      RunError: no run with parameter servers, none that saved anything, or one that cannot be
-        computed again.
-      CheckpointError: what it began with is not there any more.
+      RunError: no run with parameter servers, no saved state, or a run that cannot be repeated.
+      CheckpointError: the state at its start no longer exists.
     """
     if not RunDirectory(run).occupied or not os.path.isdir(run / "order"):
         raise RunError(f"{run} is no run with strategy.type parameter_server: it has no order/")
@@ -81,10 +79,10 @@ def replay(run: Path, console: Console) -> bool:
 
 
 def life_of(run: Path, servers: int) -> Life:
-    """The newest part of a run that saved anything.
+    """Return the newest part of a run with a saved state.
 
     Raises:
-      RunError: there is none.
+      RunError: there is no such part.
     """
     saved = [set(steps_present(directory_of(run, at))) for at in range(servers)]
     clocks = set.intersection(*saved)
@@ -140,7 +138,7 @@ def _work_of(
 
 
 def _compared(found: ShardState, wanted: ShardState) -> list[str]:
-    """What differs, by name."""
+    """List the differences by name."""
     differs = [] if found.version == wanted.version else ["version"]
     pairs = zip(
         flatten_with_names({"params": found.params, "optimizer": found.optimizer}),

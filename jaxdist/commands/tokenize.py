@@ -1,4 +1,4 @@
-"""`jaxdist data tokenize`: learn a tokenizer from the text that a run would train on."""
+"""`jaxdist data tokenize`: learning a tokenizer from the text on which a run would train."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def tokenize(
     heldout_fraction: float,
     console: Console,
 ) -> None:
-    """Train a byte-level BPE on the training split alone and write it as a tokenizer.json.
+    """Train a byte-level BPE on the training split only, and write it as a tokenizer.json.
 
     Args:
-      files: globs; none is the standard library of the running Python.
-      heldout_fraction: as in the run's `data.heldout_fraction`, so that nothing held out is seen.
+      files: globs; none uses the standard library of the running Python.
+      heldout_fraction: the run's `data.heldout_fraction`, so that held-out text is not used.
 
     Raises:
       DataError: files that cannot be read, a vocabulary too small or too large, no text, or `out`

@@ -135,7 +135,7 @@ class Parent:
                 self._out.write(json.dumps({"event": event, **what}) + "\n")
                 self._out.flush()
             except BrokenPipeError:
-                os._exit(1)  # there is nobody to work for
+                os._exit(1)  # without a parent there is no work
 
     def hear(self) -> Iterator[JsonObject]:
         """Read the parent's messages, until it closes the input or ends."""

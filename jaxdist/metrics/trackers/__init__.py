@@ -1,1 +1,1 @@
-"""Trackers: services and databases that get a run's numbers beside its own files."""
+"""Trackers: services and databases that receive a run's numbers, in addition to its files."""

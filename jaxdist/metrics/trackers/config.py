@@ -32,7 +32,7 @@ class PackagedConfig(Config):
         """Refuse a tracker whose package is missing.
 
         Raises:
-          ConfigError: it is not installed.
+          ConfigError: the package is not installed.
         """
         if find_spec(self.package) is None:
             raise ConfigError(
@@ -43,12 +43,12 @@ class PackagedConfig(Config):
 
     @property
     def key(self) -> str:
-        """What tells this tracker from others of the run, when it goes on."""
+        """The key that distinguishes this tracker from others when the run resumes."""
         return f"{self.package}:{self.project}"
 
 
 class WandbConfig(PackagedConfig):
-    """Weights & Biases; its files lie in the run directory."""
+    """Weights & Biases, with its files in the run directory."""
 
     package = "wandb"
     type: Literal["wandb"]
@@ -56,10 +56,10 @@ class WandbConfig(PackagedConfig):
     entity: str | None = None
     """The user or team that owns the project; null is your default."""
     mode: Mode | None = None
-    """Whether to send records now, to keep them for `wandb sync`, or neither; null is as the
-    variable WANDB_MODE says."""
+    """Whether to send records now, to keep them for `wandb sync`, or neither; null follows the
+    variable WANDB_MODE."""
     tags: tuple[str, ...] = ()
-    """Words to find the run by."""
+    """Tags of the run, to search for."""
 
     def build(self) -> Tracker:
         """Make the tracker."""
@@ -67,7 +67,7 @@ class WandbConfig(PackagedConfig):
 
 
 class TrackioConfig(PackagedConfig):
-    """Trackio; its database lies where the variable TRACKIO_DIR says."""
+    """Trackio, with its database in the directory of the variable TRACKIO_DIR."""
 
     package = "trackio"
     type: Literal["trackio"]
@@ -87,8 +87,8 @@ class MlflowConfig(PackagedConfig):
     type: Literal["mlflow"]
     """Selects this tracker."""
     uri: str | None = None
-    """The tracking server or database, such as sqlite:///mlflow.db; null is as the variable
-    MLFLOW_TRACKING_URI says."""
+    """The tracking server or database, such as sqlite:///mlflow.db; null follows the
+    variable MLFLOW_TRACKING_URI."""
 
     def build(self) -> Tracker:
         """Make the tracker."""
@@ -103,18 +103,18 @@ class ImportedTrackerConfig(Config):
     path: str
     """Import path of the class or function, `mypkg.module:Name`."""
     args: Kwargs = Field(default_factory=dict)
-    """Keyword arguments for it."""
+    """Keyword arguments for the class or function."""
 
     @property
     def key(self) -> str:
-        """What tells this tracker from others of the run, when it goes on."""
+        """The key that distinguishes this tracker from others when the run resumes."""
         return f"import:{self.path}"
 
     def check(self) -> None:
-        """Import it.
+        """Import the class or function.
 
         Raises:
-          ConfigError: there is nothing of this name, or its module fails.
+          ConfigError: the name does not exist, or its module fails.
         """
         load_object(self.path)
 
@@ -122,7 +122,7 @@ class ImportedTrackerConfig(Config):
         """Make the tracker.
 
         Raises:
-          ConfigError: it cannot be made, or lacks a method of `Tracker`.
+          ConfigError: the tracker cannot be made, or lacks a method of `Tracker`.
         """
         found = call_object(self.path, load_object(self.path), self.args)
         missing = [name for name in ("start", "record", "end") if not hasattr(found, name)]
@@ -142,7 +142,7 @@ TrackerConfig = Annotated[
 
 
 class MetricsConfig(Config):
-    """Where the numbers of a run go, besides its own metrics.jsonl and TensorBoard events."""
+    """Destinations of a run's numbers, besides its own metrics.jsonl and TensorBoard events."""
 
     trackers: tuple[TrackerConfig, ...] = ()
-    """Trackers that get every record, by type."""
+    """Trackers that receive every record, by type."""

@@ -1,4 +1,4 @@
-"""The contract of a tracker. A new one is a file beside this one and a name in `config.py`."""
+"""The contract of a tracker. A new tracker is a file in this folder and a name in `config.py`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ Status = Literal["finished", "stopped", "failed"]
 
 @dataclass(frozen=True)
 class Tracked:
-    """What a tracker is told of the run that it tracks.
+    """The facts about a run that its tracker receives.
 
     Attributes:
-      id: stays the same when the run goes on after an interruption.
-      name: of the run directory.
+      id: id of the run, which stays the same when the run resumes.
+      name: name of the run directory.
       config: the whole config, resolved.
-      versions: of Python and of the packages that decide a run's numbers.
-      kept: what `start` returned when this run was tracked before; None for the first time.
+      versions: versions of Python and of the packages that determine a run's numbers.
+      kept: the result of `start` when this run was tracked before; None for the first time.
     """
 
     id: str
@@ -33,38 +33,38 @@ class Tracked:
 
     @property
     def unique_name(self) -> str:
-        """The name with the beginning of the id: other runs have directories of this name, too."""
+        """The name with the beginning of the id: other runs may have directories of this name."""
         return f"{self.name}-{self.id[:8]}"
 
 
 class Tracker(Protocol):
-    """Takes a run's numbers; what it raises is told once, and does not end the run.
+    """A receiver of a run's numbers; its errors are reported once, and do not end the run.
 
-    It is called by process 0, from the thread that trains.
+    Process 0 calls it, from the thread that trains.
     """
 
     def start(self, run: Tracked) -> str:
-        """Begin to track a run, or go on; returns what finds the tracked run again.
+        """Begin to track a run, or continue; return the key of the tracked run.
 
-        That is kept in the run directory and comes back as `Tracked.kept`.
+        The key is stored in the run directory and passed again as `Tracked.kept`.
         """
         ...
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """Take a record of `metrics.jsonl`; after a resume those of some steps come again."""
+        """Receive a record of `metrics.jsonl`; after a resume those of some steps are repeated."""
         ...
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """End, and send what was not sent yet; called only after a `start` that has returned.
+        """Send everything that remains, and end; called only after a `start` that has returned.
 
         Args:
-          summary: the last metrics by `split/name`, and where the time of the run went.
+          summary: the last metrics by `split/name`, and the time of the run by kind.
         """
         ...
 
 
 def named(split: str, values: Mapping[str, float]) -> dict[str, float]:
-    """The values under names that say their split.
+    """Return the values under names that include their split.
 
     >>> named("train", {"loss": 1.5})
     {'train/loss': 1.5}

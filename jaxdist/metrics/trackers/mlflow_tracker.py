@@ -11,16 +11,16 @@ from jaxdist.metrics.trackers.contract import Status, Tracked, named
 from jaxdist.types import Json
 
 MOST_PARAMS = 100
-"""A server takes no more in one request."""
+"""The most parameters that a server accepts in a request."""
 LONGEST_VALUE = 500
 _STATUS = {"finished": "FINISHED", "stopped": "KILLED", "failed": "FAILED"}
 
 
 @dataclass
 class MlflowTracker:
-    """Sends records to a run of MLflow; `project` is MLflow's experiment.
+    """A tracker that sends records to a run of MLflow; `project` is MLflow's experiment.
 
-    It speaks to the server by a client of its own, so that `mlflow.active_run()` stays what it is.
+    It uses its own client, so that `mlflow.active_run()` does not change.
     """
 
     project: str
@@ -28,7 +28,7 @@ class MlflowTracker:
     uri: str | None
 
     def start(self, run: Tracked) -> str:
-        """See `Tracker`."""
+        """Begin to track a run, or continue."""
         from mlflow import MlflowClient
 
         self._client: Any = MlflowClient(self.uri)
@@ -54,7 +54,7 @@ class MlflowTracker:
             self._client.log_batch(self._id, params=params[at : at + MOST_PARAMS])
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
+        """Send a record."""
         self._log(step, named(split, values))
 
     def _log(self, step: int, values: Mapping[str, float]) -> None:
@@ -66,13 +66,13 @@ class MlflowTracker:
         self._client.log_batch(self._id, metrics=metrics)
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """See `Tracker`."""
+        """Send the summary, and end."""
         self._log(self._step, {f"final/{name}": value for name, value in summary.items()})
         self._client.set_terminated(self._id, _STATUS[status])
 
 
 def flat(value: Json, path: str = "") -> Iterator[tuple[str, Json]]:
-    """The values of nested dicts by dotted path.
+    """Return the values of nested dicts by dotted path.
 
     >>> list(flat({"a": {"b": 1}, "c": [2]}))
     [('a.b', 1), ('c', [2])]

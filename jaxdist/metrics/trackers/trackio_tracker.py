@@ -11,14 +11,14 @@ from jaxdist.metrics.trackers.contract import Status, Tracked, named
 
 @dataclass
 class TrackioTracker:
-    """Sends records to a run of Trackio, which goes on by its name."""
+    """A tracker that sends records to a run of Trackio, which resumes by its name."""
 
     project: str
     name: str | None
     space: str | None
 
     def start(self, run: Tracked) -> str:
-        """See `Tracker`."""
+        """Begin to track a run, or continue."""
         import trackio
 
         name = run.kept or self.name or run.unique_name
@@ -36,12 +36,12 @@ class TrackioTracker:
         return name
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
+        """Send a record."""
         self._last = step
         self._run.log(named(split, values), step=step)
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """See `Tracker`."""
+        """Send the summary, and end."""
         final = {f"final/{name}": value for name, value in summary.items()}
         self._run.log({**final, "final/status": status}, step=self._last)
         self._run.finish()

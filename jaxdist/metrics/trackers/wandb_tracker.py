@@ -13,10 +13,10 @@ Mode = Literal["online", "offline", "disabled"]
 
 @dataclass
 class WandbTracker:
-    """Sends records to a run of Weights & Biases, whose files lie in the run directory.
+    """A tracker that sends records to a run of Weights & Biases, with files in the run directory.
 
-    `step` is a metric and the axis of all others: after a resume some steps come again, and the
-    package's own counter of steps only goes up.
+    `step` is a metric and the axis of all others: after a resume some steps are repeated,
+    and the package's own counter of steps only increases.
     """
 
     project: str
@@ -26,7 +26,7 @@ class WandbTracker:
     tags: tuple[str, ...]
 
     def start(self, run: Tracked) -> str:
-        """See `Tracker`."""
+        """Begin to track a run, or continue."""
         import wandb
 
         quiet = {"silent": True, "console": "off", "disable_git": True, "save_code": False}
@@ -40,7 +40,7 @@ class WandbTracker:
             config={**run.config, "jaxdist": {"id": run.id, "versions": run.versions}},
             tags=list(self.tags) or None,
             mode=self.mode,
-            # Beside a run of the user's own: `wandb.run` stays what it is.
+            # In addition to a run of the user's own: `wandb.run` does not change.
             reinit="create_new",
             settings=wandb.Settings(**quiet),
         )
@@ -48,10 +48,10 @@ class WandbTracker:
         return self._run.id
 
     def record(self, step: int, split: str, values: Mapping[str, float]) -> None:
-        """See `Tracker`."""
+        """Send a record."""
         self._run.log({"step": step, **named(split, values)})
 
     def end(self, summary: Mapping[str, float], status: Status) -> None:
-        """See `Tracker`."""
+        """Send the summary, and end."""
         self._run.summary.update({**summary, "status": status})
         self._run.finish(exit_code=int(status == "failed"))
