@@ -213,12 +213,12 @@ def exit_of(*, told: bool, team: Team, over: bool) -> int | None:
     """Return the exit code of an agent whose processes have all ended well; None to join the next
     generation.
 
-    When one host is told to stop, all hosts save and stop at the same step. That host then leaves
+    When one host is asked to stop, all hosts save and stop at the same step. That host then leaves
     the run, whether its agent received a signal or one of its processes received a preemption
     notice. The others continue without it.
 
     Args:
-      told: whether this machine was told to stop.
+      told: whether this machine was asked to stop.
       over: whether the run has reached its last step.
     """
     if not (told or over):

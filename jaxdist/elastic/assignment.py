@@ -1,4 +1,4 @@
-"""What an agent asks about the hosts of its run, and the answers for a single machine."""
+"""The interface between an agent and the hosts of its run, and its form for a single machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jaxdist.runtime.rendezvous import free_port
 
 @dataclass(frozen=True)
 class Assignment:
-    """What a machine has to do in a generation.
+    """The task of a machine in a generation.
 
     Attributes:
       generation: the generation's number, which starts at 1 and only grows.
@@ -113,7 +113,7 @@ class Hosts(Protocol):
 
     def why(self, assignment: Assignment) -> str:
         """Return why a generation ended, if all its processes saved and stopped before the end of
-        the run although this machine was not told to stop."""
+        the run although this machine was not asked to stop."""
         ...
 
     def named(self) -> dict[str, str]:
@@ -121,7 +121,7 @@ class Hosts(Protocol):
         ...
 
     def leave(self) -> None:
-        """Announce that this machine was told to stop; its processes will stop shortly."""
+        """Announce that this machine was asked to stop; its processes will stop shortly."""
         ...
 
     def fail(self, code: int, words: str) -> None:

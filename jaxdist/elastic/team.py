@@ -22,7 +22,7 @@ POLL_SECONDS, LOOK_SECONDS = 0.05, 0.25
 """Seconds between two checks for processes that ended; and, once a generation takes steps, between
 two reads of their status."""
 END_SECONDS = 120.0
-"""The time that the remaining processes may take after one has ended well, or after all were told
+"""The time that the remaining processes may take after one has ended well, or after all were asked
 to stop."""
 STACK_SECONDS, STACK_LINES = 0.5, 200
 
@@ -92,7 +92,7 @@ class Team:
     Attributes:
       newest: the last step that any process of the run has finished.
       told: returns why this machine has to stop; None while it need not.
-      stopped: whether a process was told to stop, and did so after a save, before the end of the
+      stopped: whether a process was asked to stop, and did so after a save, before the end of the
         run.
     """
 
@@ -179,7 +179,7 @@ class Team:
         return Failure(at, f"ended ({how_ended(code)})", self.members[at].last_words(), code)
 
     def _ended(self, member: Member) -> int | None:
-        """Return the exit code of a process; 0 if it was told to stop, and did so after a save."""
+        """Return the exit code of a process; 0 if it was asked to stop, and did so after a save."""
         code = member.poll()
         self.stopped = self.stopped or code == STOPPED
         return 0 if code == STOPPED else code
@@ -199,7 +199,7 @@ class Team:
                 member.signal(signal.SIGTERM)
 
     def _leave(self) -> None:
-        """Tell the other hosts, once, that this machine was told to stop."""
+        """Tell the other hosts, once, that this machine was asked to stop."""
         if not self._left and self.told() is not None:
             self._left = True
             self.hosts.leave()

@@ -1,8 +1,8 @@
-"""How often to save: closed forms for failures that come at random, at one rate.
+"""How often to save: closed forms for failures at random times and a constant rate.
 
-Notation: `work` is the time between two saves, `cost` what a save takes of it, `mttf` the mean time
-between two failures of the whole fleet, `recovery` from a failure until work goes on from the last
-save; all in seconds.
+Notation: `work` is the time between two saves, `cost` the time that a save takes, `mttf` the mean
+time between two failures of the whole fleet, and `recovery` the time from a failure until work
+continues from the last save; all in seconds.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ DAY_SECONDS = 86_400.0
 
 
 def mttf_of(parts: float, failures_per_day: float) -> float:
-    """Mean seconds between failures of a fleet whose parts each fail so often a day.
+    """Return the mean seconds between failures of a fleet, given the failures of each part per day.
 
-    Meta's fit for jobs of more than 32 GPUs (arXiv 2410.21680, section IV), in nodes.
+    Meta's fit for jobs of more than 32 GPUs (arXiv 2410.21680, section IV), in nodes:
 
     >>> round(mttf_of(2048, 6.5e-3))
     6490
@@ -24,7 +24,7 @@ def mttf_of(parts: float, failures_per_day: float) -> float:
 
 
 def young(cost: float, mttf: float) -> float:
-    """Work between saves at which least is lost, to first order: sqrt(2 cost mttf).
+    """Return the work between saves that loses the least time, to first order: sqrt(2 cost mttf).
 
     J. W. Young, "A first order approximation to the optimum checkpoint interval" (CACM 17, 1974).
 
@@ -35,10 +35,10 @@ def young(cost: float, mttf: float) -> float:
 
 
 def daly(cost: float, mttf: float) -> float:
-    """The same to a higher order, which counts too that saves fail and work is lost in part.
+    """Return the same to a higher order, which includes failures during saves and partly lost work.
 
-    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps"
-    (FGCS 22, 2006), equation 37.
+    J. T. Daly, "A higher order estimate of the optimum checkpoint interval for restart dumps" (FGCS
+    22, 2006), equation 37.
 
     >>> round(daly(60, mttf_of(2048, 6.5e-3)))
     843
@@ -50,22 +50,22 @@ def daly(cost: float, mttf: float) -> float:
 
 
 def expected(work: float, cost: float, mttf: float, recovery: float) -> float:
-    """Expected seconds until so much work is done and saved, whatever fails, saves and recoveries
-    too.
+    """Return the expected seconds until `work` is done and saved, with all failures and recoveries.
 
-    mttf e^(recovery / mttf) (e^((work + cost) / mttf) - 1): Daly 2006, section 3. Infinite where
-    it is beyond a float.
+    mttf e^(recovery / mttf) (e^((work + cost) / mttf) - 1): Daly 2006, section 3. The result is
+    infinite if it exceeds the range of a float.
 
     >>> expected(100, 0, 1e9, 0)
     100.00000...
     """
     if max(recovery, work + cost) > 300 * mttf:
-        return math.inf  # it never comes to its end, and not to that of a float either
+        return math.inf  # the work is never done, and the result would overflow
     return mttf * math.exp(recovery / mttf) * math.expm1((work + cost) / mttf)
 
 
 def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
-    """The share of time that is work which is kept, 0 to 1, where each `work` seconds are saved.
+    """Return the share of time that is work which is kept, 0 to 1, with a save after each `work`
+    seconds.
 
     >>> round(goodput(883, 60, mttf_of(2048, 6.5e-3), 600), 3)
     0.793
@@ -74,9 +74,9 @@ def goodput(work: float, cost: float, mttf: float, recovery: float) -> float:
 
 
 def planned(work: float, cost: float, between: float, recovery: float) -> float:
-    """The same share where failures are made on purpose, each after `between` seconds of work.
+    """Return the same share for injected failures, each after `between` seconds of work.
 
-    None comes while a run recovers, and each takes half of what lies between two saves.
+    No failure occurs during a recovery, and each loses half of an interval between two saves.
 
     >>> planned(10, 0.1, 60, 5)
     0.84...

@@ -77,7 +77,7 @@ class RunFolder:
     @property
     def done(self) -> Path:
         """The file that exists once the generation has finished the run, without having been
-        told to stop."""
+        asked to stop."""
         return self.folder / f"done_{self.generation}"
 
     @property

@@ -218,7 +218,7 @@ def test_hosts_that_waited_at_a_rendezvous_that_was_deleted_end_and_new_ones_mee
     )
     assert [assignment.total for assignment in parts if assignment] == [2, 2]
     waiting.join()
-    assert "has lost its content: end all agents and begin them again with --resume" in ended[0]
+    assert "has lost its content: stop all agents, and start them again with --resume" in ended[0]
 
 
 def _refusal(host: MultiHost, folder: Path) -> str:
@@ -229,7 +229,7 @@ def _refusal(host: MultiHost, folder: Path) -> str:
 
 def test_a_host_of_a_rendezvous_that_was_deleted_is_told_so_and_not_of_a_token():
     here, there = (identity.compatibility({}, {}, host, host, host.encode()) for host in "ab")
-    words = r"one began before the rendezvous meet was deleted .*: end all agents .*--resume"
+    words = r"joined before the rendezvous meet was deleted .*: stop all agents.*--resume"
     with pytest.raises(ConfigError, match=words):
         identity.check(here, there, "meet")
 

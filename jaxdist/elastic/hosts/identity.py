@@ -57,9 +57,8 @@ def check(own: Mapping[str, Any], leader: Mapping[str, Any], address: str) -> No
     """
     if own["rendezvous"] != leader.get("rendezvous"):
         raise ConfigError(
-            f"of this host, {own['host']}, and {leader['host']} one began before the rendezvous "
-            f"{address} was deleted and made anew: end all agents and begin them again with "
-            "--resume"
+            f"this host, {own['host']}, or {leader['host']} joined before the rendezvous {address} "
+            "was deleted and recreated: stop all agents, and start them again with --resume"
         )
     if own["proof"] != leader["proof"]:
         raise ConfigError(

@@ -27,7 +27,7 @@ class LostError(RendezvousError):
 
     def __init__(self, address: str) -> None:
         super().__init__(
-            f"the rendezvous {address} has lost its content: end all agents and begin them again "
+            f"the rendezvous {address} has lost its content: stop all agents, and start them again "
             "with --resume"
         )
 
