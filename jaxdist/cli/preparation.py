@@ -45,8 +45,8 @@ def eject(
 ) -> None:
     """Write CONFIG's training as a readable file of plain JAX, without jaxdist.
 
-    Model, loss, optimizer, shardings and communication of this config alone, in
-    at most 300 lines, to read and to change. It trains to the same losses.
+    Model, loss, optimizer, shardings and communication of this config alone, to
+    read and to change. It trains to the same losses.
     """
     extra = shared.prepare(config, overrides, devices)
     from jaxdist.commands.eject.eject import eject as write

@@ -22,6 +22,10 @@ WIDTH = 100
 _MARK = re.compile(r"  #: (not )?(\w+)(?: # (.*))?$")
 
 
+class Name(str):
+    """A value that is written as it is: an expression of other constants."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """A module as an ejected file takes it.
@@ -57,16 +61,20 @@ def assemble(
     defined: dict[str, str] = {}
     for line in constants:
         defined.setdefault(line.split(" = ")[0], line)
-    sections: dict[str, list[str]] = {}
+    before, bodies = "", []
     for one in pieces:
-        if one.body:
-            sections.setdefault(one.title, []).append(one.body)
-    body = "\n\n\n".join(
-        f"# {title}\n\n\n" + "\n\n\n".join(bodies) for title, bodies in sections.items()
-    )
+        subject = one.title.split(":")[0]
+        bodies.append(one.body if subject == before else f"{comment(one.title)}\n{one.body}")
+        before = subject
+    body = "\n\n\n".join(bodies)
     code = "\n".join(defined.values()) + "\n\n\n" + body + "\n"
     imports = sorted_imports({line for one in pieces for line in one.imports}, code)
     return f'"""{docstring}"""\n\n{imports}\n\n{code}'
+
+
+def comment(text: str) -> str:
+    """The text as lines of a comment."""
+    return "\n".join(f"# {line}".rstrip() for line in text.splitlines())
 
 
 def piece(name: str, flags: Collection[str], values: Mapping[str, Any]) -> Piece:
@@ -126,6 +134,8 @@ def _constant(name: str, value: Any, comment: re.Match[str] | None) -> str:
 
 def literal(value: Any, indent: int = 0) -> str:
     """A value as it is written: a mapping or list that is too long takes a line for each entry."""
+    if isinstance(value, Name):
+        return str(value)
     if isinstance(value, PartitionSpec):
         return f"P({', '.join(map(literal, value))})"
     if isinstance(value, dict):

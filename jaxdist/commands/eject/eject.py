@@ -9,9 +9,12 @@ from pathlib import Path
 
 from jaxdist.commands.eject.assemble import assemble
 from jaxdist.commands.eject.facts import facts_of
-from jaxdist.commands.eject.refuse import check
+from jaxdist.commands.eject.refuse import check, check_built
 from jaxdist.errors import ConfigError
 from jaxdist.experiment import build, load
+
+MOST_LINES = 300
+"""A file that would be longer leaves out the evaluation of held-out examples."""
 
 
 def eject(path: Path, overrides: Sequence[str] = (), *, out: Path | None = None) -> str:
@@ -26,16 +29,21 @@ def eject(path: Path, overrides: Sequence[str] = (), *, out: Path | None = None)
     """
     document, config = load(path, overrides)
     check(config)
-    facts = facts_of(build(config, document))
+    experiment = build(config, document)
+    check_built(experiment)
     words = map(shlex.quote, ["jaxdist", "eject", str(path), *overrides])
-    lines = textwrap.wrap(" ".join(words), 94, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(" ".join(words), 90, break_long_words=False, break_on_hyphens=False)
     command = " \\\\\n      ".join(lines)
     docstring = (
-        f"{path.parent.name}/{path.stem} in plain JAX: all of its training, in one file.\n\n"
-        f"Written by\n\n    {command}\n\nand yours to change. Its losses are those of `jaxdist "
-        "train` with the same settings; it keeps no\ncheckpoints, and runs in one process.\n"
+        f"{path.parent.name}/{path.stem} as one file of plain JAX, written by\n\n    {command}\n\n"
+        "Its losses are those of `jaxdist train`. It keeps no checkpoints, and is one process.\n"
     )
-    text = assemble(docstring, facts.pieces, facts.flags, facts.values)
+    text = ""
+    for held in (experiment.heldout is not None, False):
+        facts = facts_of(experiment, held=held)
+        text = assemble(docstring, facts.pieces, facts.flags, facts.values)
+        if len(text.splitlines()) <= MOST_LINES:
+            break
     if out is not None:
         _write(text, out)
     return text

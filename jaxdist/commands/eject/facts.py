@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 from jax.sharding import PartitionSpec as P
 
+from jaxdist.collectives.algorithms.ring import Ring
+from jaxdist.collectives.bucket import fusion_bytes, plan_buckets
+from jaxdist.commands.eject.assemble import Name
+from jaxdist.commands.eject.timeline import slots_of, timeline
+from jaxdist.data.images.dataset import ImagesConfig
+from jaxdist.data.text.dataset import TextConfig
 from jaxdist.experiment import Experiment
+from jaxdist.mesh import axis_size
 from jaxdist.models.gpt import GptConfig
 from jaxdist.models.mlp import MlpConfig
 from jaxdist.optim.batch_scaling import scale
-from jaxdist.optim.build import AdamWConfig
+from jaxdist.optim.build import AdamWConfig, SgdConfig
+from jaxdist.optim.lamb import LambConfig
+from jaxdist.types import PyTree
 
 
 @dataclass
@@ -22,38 +32,75 @@ class Facts:
     flags: set[str] = field(default_factory=set)
     values: dict[str, Any] = field(default_factory=dict)
 
+    def flag(self, **given: object) -> None:
+        """Add the flags that are given something true."""
+        self.flags |= {name for name, value in given.items() if value}
 
-def facts_of(experiment: Experiment) -> Facts:
-    """What a config, whose settings are all supported, is written as."""
+
+def facts_of(experiment: Experiment, *, held: bool) -> Facts:
+    """What a config, whose settings are all supported, is written as.
+
+    Args:
+      held: whether it evaluates the held-out examples, after the last step.
+    """
     facts = Facts()
-    for add in (_data, _model, _optimizer, _step):
+    for add in (_data, _model, _optimizer, _rate, _step):
         add(facts, experiment)
-    facts.pieces += ["steps/evaluation", "steps/loop"]
+    measured = held or "steps/pipeline" not in facts.pieces
+    facts.flag(heldout=held, measured=measured, limited=experiment.config.eval.batches)
+    facts.pieces += ["steps/evaluation", "steps/loop"] if held else ["steps/loop"]
     return facts
 
 
 def _data(facts: Facts, experiment: Experiment) -> None:
-    config = experiment.config
-    facts.pieces += ["data/digits", "data/order"]
+    config, data = experiment.config, experiment.config.data
+    if isinstance(data, TextConfig):
+        facts.pieces.append("data/text")
+        facts.values |= {"WINDOW": data.window, "HELDOUT_FRACTION": data.heldout_fraction}
+    else:
+        assert isinstance(data, ImagesConfig)
+        facts.pieces.append("data/digits")
+    facts.pieces.append("data/order")
     facts.values |= {"SEED": config.seed, "BATCH": config.train.batch_size}
 
 
 def _model(facts: Facts, experiment: Experiment) -> None:
-    config = experiment.config
-    model, params = config.model, experiment.program.model.params
+    config, params = experiment.config, experiment.program.model.params
+    model = config.model
     if isinstance(model, MlpConfig):
-        kernels = [params["layers"][str(i)]["kernel"].shape for i in range(len(params["layers"]))]
+        kernels = [layer["kernel"].shape for layer in own_tree(params)]
         smoothing = getattr(config.loss, "label_smoothing", 0.0)
         facts.pieces.append("models/mlp")
-        facts.values |= {
-            "SIZES": (kernels[0][0], *(shape[1] for shape in kernels)),
-            "LABEL_SMOOTHING": smoothing,
-        }
-        facts.flags |= {"smoothing"} if smoothing else set()
-    assert isinstance(model, MlpConfig | GptConfig)
+        facts.values["SIZES"] = (kernels[0][0], *(shape[1] for shape in kernels))
+        facts.values["LABEL_SMOOTHING"] = smoothing
+        facts.flag(smoothing=smoothing)
+        return
+    assert isinstance(model, GptConfig)
+    facts.pieces.append("models/gpt")
+    facts.values |= {
+        "LAYERS": model.layers,
+        "EMBED": model.embed,
+        "HEADS": model.heads,
+        "KV_HEADS": model.kv_heads or model.heads,
+        "HEAD_SIZE": model.head_dim,
+        "MLP": model.mlp_width,
+        "VOCAB": experiment.dataset.vocab_size,
+        "PADDED_VOCAB": params["embedding"].shape[0],
+        "ROPE_THETA": model.rope_theta,
+        "ATTENTION_WINDOW": model.attention_window,
+        "SCAN_UNROLL": model.scan_unroll,
+    }
+    facts.flag(
+        window=model.attention_window,
+        untied=not model.tied_head,
+        remat=model.remat == "full",
+        unroll=model.scan_unroll > 1,
+        stacked=True,
+        tensor=axis_size(experiment.layout.mesh, "tensor") > 1,
+    )
 
 
-def _optimizer(facts: Facts, experiment: Experiment) -> None:
+def _rate(facts: Facts, experiment: Experiment) -> None:
     config, total = experiment.config.optim, experiment.total_steps
     schedule, peak, warmup = config.schedule, config.learning_rate, config.schedule.warmup_steps
     if config.scale_from is not None:
@@ -66,46 +113,110 @@ def _optimizer(facts: Facts, experiment: Experiment) -> None:
         peak = found.learning_rate.value
         warmup = int(found.warmup_steps.value) if config.scale_from.warmup else warmup
     decays = schedule.type != "constant" and total > warmup
-    scheduled = decays or bool(warmup)
     facts.values |= {
         "LEARNING_RATE": peak,
         "STEPS": total,
         "WARMUP_STEPS": warmup,
         "END_FRACTION": schedule.end_fraction,
         "POWER": schedule.power or 1.0,
-        "CLIP_NORM": config.clip_norm,
     }
-    shape = "cosine" if schedule.type == "cosine" else "poly"
-    given = {
-        "scheduled": scheduled,
-        "decays": decays,
-        shape: decays,
-        "warmup": bool(warmup),
-        "ramped": decays and warmup,
-        "unramped": decays and not warmup,
-        "clip": config.clip_norm is not None,
-    }
-    if scheduled:
-        facts.pieces.append("optimizers/rate")
-    if isinstance(config, AdamWConfig):
-        facts.pieces.append("optimizers/adamw")
+    facts.flag(
+        scheduled=decays or warmup,
+        decays=decays,
+        cosine=decays and schedule.type == "cosine",
+        poly=decays and schedule.type != "cosine",
+        warmup=warmup,
+        ramped=decays and warmup,
+        unramped=decays and not warmup,
+    )
+    facts.pieces += ["optimizers/rate"] if decays or warmup else []
+
+
+def _optimizer(facts: Facts, experiment: Experiment) -> None:
+    config = experiment.config.optim
+    assert isinstance(config, AdamWConfig | LambConfig | SgdConfig)
+    facts.pieces.append(f"optimizers/{config.type}")
+    facts.values |= {"CLIP_NORM": config.clip_norm, "WEIGHT_DECAY": config.weight_decay}
+    facts.flag(clip=config.clip_norm is not None, decay=config.weight_decay)
+    if isinstance(config, SgdConfig):
+        facts.values["MOMENTUM"] = config.momentum
+        facts.flag(nesterov=config.nesterov)
+    else:
         facts.values |= {"B1": config.b1, "B2": config.b2, "EPS": config.eps}
-        facts.values["WEIGHT_DECAY"] = config.weight_decay
-        given["decay"] = bool(config.weight_decay)
-    facts.flags |= {name for name, value in given.items() if value}
 
 
 def _step(facts: Facts, experiment: Experiment) -> None:
-    config, mesh = experiment.config, experiment.layout.mesh
-    facts.pieces.append("steps/automatic")
+    config, layout = experiment.config, experiment.layout
+    exchange = experiment.program.exchange
+    zero, stage = exchange.zero, config.parallel.zero.stage
     facts.values |= {
-        "MESH_SHAPE": tuple(mesh.shape.values()),
-        "MESH_AXES": tuple(mesh.shape),
-        "PARAMS": P(),
-        "MOMENTS": (P(), P()),
+        "MESH": dict(layout.mesh.shape),
+        "ROWS": shortened(layout.spec(("batch",))),
+        "PARAMS": _specs(exchange.placements.params),
+        "SHARDS": _specs(exchange.placements.shares),
         "LOG_EVERY": config.train.log_every,
         "EVAL_BATCHES": config.eval.batches,
         "FAKE_DEVICES": config.mesh.fake_devices,
     }
-    facts.flags |= {"fake"} if config.mesh.fake_devices else set()
-    facts.flags |= {"limited"} if config.eval.batches else set()
+    shards = "SHARDS" if stage in (1, 2) else "PARAMS"
+    moments = shards if isinstance(config.optim, SgdConfig) else f"({shards}, {shards})"
+    facts.values["MOMENTS"] = Name(moments)
+    facts.flag(fake=config.mesh.fake_devices, zero=stage, apart=stage in (1, 2))
+    facts.flag(**{f"zero{stage}": True}, whole=zero is None and layout.data_size > 1)
+    if axis_size(layout.mesh, "stage") > 1:
+        _pipeline(facts, experiment)
+    elif isinstance(config.parallel.reduce, Ring):
+        _ring(facts, experiment)
+    else:
+        facts.pieces.append("steps/automatic")
+
+
+def _ring(facts: Facts, experiment: Experiment) -> None:
+    ring, size = experiment.config.parallel.reduce, experiment.layout.data_size
+    assert isinstance(ring, Ring)
+    one_way, both = [(1, size - 1)], [(1, size // 2), (-1, (size - 1) // 2)]
+    leaves = jax.tree.leaves(own_tree(experiment.program.model.params))
+    facts.pieces.append("steps/ring")
+    facts.values |= {
+        "DEVICES": size,
+        "WAYS": tuple(way for way in (one_way if ring.directions == 1 else both) if way[1]),
+        "BUCKETS": tuple(map(tuple, plan_buckets(leaves, fusion_bytes(ring)))),
+    }
+
+
+def _pipeline(facts: Facts, experiment: Experiment) -> None:
+    config, stages = experiment.config, axis_size(experiment.layout.mesh, "stage")
+    schedule = config.parallel.pipeline.schedule.build(stages, config.train.microbatches)
+    rows = timeline(schedule)
+    names = own_tree(experiment.program.model.params)
+    specs = {name: P("stage") if name == "blocks" else P() for name in names}
+    facts.pieces.append("steps/pipeline")
+    facts.flag(data=experiment.layout.data_size > 1)
+    facts.values |= {
+        "PARAMS": specs,
+        "SCHEDULE": tuple(" ".join(row) for row in rows),
+        "STAGES": stages,
+        "MICROBATCHES": schedule.microbatches,
+        "SLOTS": slots_of(rows),
+    }
+
+
+def own_tree(tree: PyTree) -> PyTree:
+    """A tree like jaxdist's parameters as the file has it: layers of an MLP are a list."""
+    layers = tree.get("layers") if isinstance(tree, dict) else None
+    return tree if layers is None else [layers[str(i)] for i in range(len(layers))]
+
+
+def _specs(shardings: PyTree) -> PyTree:
+    """Partition specs by parameter; one for all where they are alike."""
+    specs = jax.tree.map(lambda sharding: shortened(sharding.spec), own_tree(shardings))
+    found = {*jax.tree.leaves(specs)}
+    return found.pop() if len(found) == 1 else specs
+
+
+def shortened(spec: P) -> P:
+    """The spec without the dims at its end that nothing splits."""
+    entries = [*spec]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return P(*entries)

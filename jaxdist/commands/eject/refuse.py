@@ -8,16 +8,21 @@ from typing import Any
 
 from jaxdist.config import Config
 from jaxdist.errors import ConfigError
-from jaxdist.experiment import ExperimentConfig
+from jaxdist.experiment import Experiment, ExperimentConfig
+from jaxdist.mesh import axis_size
 
 WRITTEN = (
-    "seed", "mesh.data", "mesh.fake_devices",
-    "model.type", "model.hidden",
-    "loss.type", "loss.label_smoothing",
-    "data.type", "data.source",
-    "optim.type", "optim.learning_rate", "optim.schedule.*", "optim.scale_from.*",
-    "optim.clip_norm", "optim.b1", "optim.b2", "optim.eps", "optim.weight_decay",
-    "train.steps", "train.epochs", "train.batch_size", "train.log_every",
+    "seed", "mesh.data", "mesh.tensor", "mesh.stage", "mesh.fake_devices",
+    "model.hidden", "model.layers", "model.embed", "model.heads", "model.head_size",
+    "model.kv_heads", "model.mlp", "model.vocab_multiple", "model.tied_head", "model.rope_theta",
+    "model.attention_window", "model.scan_unroll",
+    "loss.label_smoothing",
+    "data.window", "data.heldout_fraction",
+    "optim.learning_rate", "optim.schedule.*", "optim.scale_from.*", "optim.clip_norm",
+    "optim.b1", "optim.b2", "optim.eps", "optim.weight_decay", "optim.momentum", "optim.nesterov",
+    "train.steps", "train.epochs", "train.batch_size", "train.log_every", "train.microbatches",
+    "parallel.reduce.directions", "parallel.reduce.bucket_bytes",
+    "parallel.zero.stage", "parallel.zero.whole_below",
     "eval.batches",
 )  # fmt: skip
 """Settings that it has; `*` is any text."""
@@ -25,14 +30,19 @@ BESIDE = ("eval.every", "checkpoint.*", "run.*", "energy.*", "train.prefetch")
 """Settings of what it leaves out, on which no number that it trains to depends."""
 NOT_BESIDE = ("checkpoint.begin_with*",)
 """Of these: what they begin with is not what the seed draws."""
-TYPES = {
-    "model.type": ("mlp",),
-    "loss.type": ("classification",),
-    "data.type": ("images",),
+CHOICES: dict[str, tuple[object, ...]] = {
+    "model.type": ("mlp", "gpt"),
+    "model.attention": ("plain",),
+    "model.remat": ("full",),
+    "loss.type": ("classification", "next_token"),
+    "data.type": ("images", "text"),
     "data.source": ("digits",),
-    "optim.type": ("adamw",),
+    "data.tokenizer.type": ("bytes",),
+    "optim.type": ("adamw", "lamb", "sgd"),
+    "parallel.reduce.type": ("ring",),
+    "parallel.pipeline.schedule.type": ("1f1b", "gpipe"),
 }
-"""Choices that it has, of settings that have others."""
+"""What it can of settings that choose, besides their defaults."""
 
 
 def check(config: ExperimentConfig) -> None:
@@ -42,6 +52,7 @@ def check(config: ExperimentConfig) -> None:
       ConfigError: every such setting, and what to do about it.
     """
     problems = [line for path, value in chosen(config) if (line := _problem(path, value))]
+    problems += [f"  {text}" for text in _together(config)]
     if problems:
         raise ConfigError(
             "eject cannot write these settings in plain JAX; leave them out, or set what it can:\n"
@@ -49,10 +60,51 @@ def check(config: ExperimentConfig) -> None:
         )
 
 
+def _together(config: ExperimentConfig) -> Iterator[str]:
+    """What each can be written, but not with one another."""
+    parallel, mesh, optim = config.parallel, config.mesh.sizes(), config.optim
+    reduced, stages = parallel.reduce is not None, mesh.get("stage", 1) != 1
+    zero, tensor = parallel.zero.stage > 0, mesh.get("tensor", 1) != 1
+    given = {"parallel.reduce": reduced, "mesh.stage": stages, "parallel.zero": zero}
+    given |= {"mesh.tensor": tensor}
+    names = [name for name, there in given.items() if there]
+    if len(names) > 1 and (reduced or stages):
+        yield f"{' with '.join(names)}: it can one of them, or parallel.zero with mesh.tensor"
+    if config.train.microbatches > 1 and not stages:
+        yield f"train.microbatches: {config.train.microbatches} without mesh.stage"
+    if stages and config.model.type != "gpt":
+        yield f"mesh.stage with model.type {config.model.type}: it can gpt"
+    if optim.type == "sgd" and not optim.momentum:
+        yield "optim.momentum: 0.0"
+
+
+def check_built(experiment: Experiment) -> None:
+    """Refuse what only a built experiment tells.
+
+    Raises:
+      ConfigError: the first of them, and what to do about it.
+    """
+    config, zero = experiment.config, experiment.program.exchange.zero
+    stages = axis_size(experiment.layout.mesh, "stage")
+    if zero is not None and zero.padded:
+        raise ConfigError(
+            f"eject: {', '.join(zero.padded)} would be filled up to divide over the devices "
+            "(parallel.zero); take a number of devices that divides, or a larger "
+            "parallel.zero.whole_below"
+        )
+    layers = getattr(config.model, "layers", 1)
+    if layers % stages:
+        raise ConfigError(
+            f"eject: model.layers {layers} do not divide by mesh.stage {stages}; take a multiple"
+        )
+
+
 def _problem(path: str, value: Any) -> str | None:
-    known = TYPES.get(path)
+    known = CHOICES.get(path)
     if known is not None:
-        return None if value in known else f"  {path}: {value} (it can: {', '.join(known)})"
+        return (
+            None if value in known else f"  {path}: {value} (it can: {', '.join(map(str, known))})"
+        )
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in NOT_BESIDE):
         return f"  {path}: {value}"
     if any(fnmatch.fnmatchcase(path, pattern) for pattern in (*WRITTEN, *BESIDE)):

@@ -19,13 +19,3 @@ def load_data() -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     cut = len(label) - len(label) // 5
     train = {"image": image[:cut], "label": label[:cut]}
     return train, {"image": image[cut:], "label": label[cut:]}
-
-
-def count(data: dict[str, np.ndarray]) -> int:
-    """How many examples there are."""
-    return len(data["label"])
-
-
-def take(data: dict[str, np.ndarray], rows: np.ndarray) -> dict[str, np.ndarray]:
-    """The examples with these numbers."""
-    return {name: values[rows] for name, values in data.items()}

@@ -1,6 +1,7 @@
 """Data: a new order of the examples in each epoch, computed and never stored."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -8,7 +9,7 @@ SEED = 0  # of the order and of the initial parameters
 BATCH = 64  # examples of a step, over all devices
 
 
-def mix(x: np.ndarray) -> np.ndarray:
+def mix(x: Any) -> Any:
     """Scatter uint64 numbers, each to one of its own: the finaliser of splitmix64."""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -16,8 +17,9 @@ def mix(x: np.ndarray) -> np.ndarray:
     return x ^ (x >> np.uint64(31))
 
 
-def rows_of(step: int, length: int) -> np.ndarray:
+def batch_of(data: dict[str, np.ndarray], step: int) -> dict[str, np.ndarray]:
     """The examples of a step: a Feistel network permutes side * side >= length numbers."""
+    length = len(next(iter(data.values())))
     place = np.arange(step * BATCH, (step + 1) * BATCH, dtype=np.uint64)
     epoch, row = np.divmod(place, np.uint64(length))
     key = mix(epoch ^ np.random.SeedSequence(SEED).generate_state(1, np.uint64))
@@ -30,4 +32,4 @@ def rows_of(step: int, length: int) -> np.ndarray:
             left, right = right, (left + noise) % side
         row[out] = left * side + right
         out = row >= length
-    return row.astype(np.int64)
+    return {name: values[row.astype(np.int64)] for name, values in data.items()}

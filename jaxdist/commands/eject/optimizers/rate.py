@@ -16,8 +16,8 @@ def learning_rate(step: jax.Array) -> jax.Array:
     done = jnp.clip(step / STEPS, 0, 1)  #: unramped
     left = (1 + jnp.cos(jnp.pi * done)) / 2  #: cosine
     left = (1 - done) ** POWER  #: poly
-    decayed = LEARNING_RATE * (END_FRACTION + (1 - END_FRACTION) * left)  #: decays
+    decayed = LEARNING_RATE * (END_FRACTION + (1 - END_FRACTION) * left)  #: ramped
     decayed = LEARNING_RATE  #: not decays
     warming = LEARNING_RATE * (step + 1) / WARMUP_STEPS  #: warmup
     return jnp.where(step < WARMUP_STEPS, warming, decayed)  #: warmup
-    return decayed  #: not warmup
+    return LEARNING_RATE * (END_FRACTION + (1 - END_FRACTION) * left)  #: not warmup

@@ -8,11 +8,11 @@ from jax.sharding import PartitionSpec as P
 from jaxdist.commands.eject.models.mlp import measure
 from jaxdist.commands.eject.optimizers.adamw import update
 
-MESH_SHAPE = (8,)  # devices along each axis
-MESH_AXES = ("data",)
+MESH = {"data": 8}  # devices along each axis
+ROWS = P("data")  # where a batch lies
 PARAMS = P()  # where parameters lie
-SHARDS = P()  #: zero # where each device keeps its share of the moments
-MOMENTS = (P(), P())  # where the optimizer's state lies
+SHARDS = P()  #: apart # where each device's share of the moments lies, which it updates
+MOMENTS = (PARAMS, PARAMS)  # where the optimizer's state lies
 
 
 def mean_loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
@@ -20,11 +20,16 @@ def mean_loss(params: Any, batch: dict[str, jax.Array]) -> jax.Array:
     return measure(params, batch)["loss"].mean()
 
 
-def train_step(
-    params: Any, moments: Any, batch: dict[str, jax.Array], step: jax.Array
-) -> tuple[Any, Any, jax.Array]:
+def train_step(params: Any, moments: Any, batch: Any, step: jax.Array) -> tuple[Any, ...]:
     """Parameters and moments after a step, and the loss before it."""
-    # The batch is split over `data` and parameters are not: XLA sums gradients by an all-reduce.
+    constrain = jax.lax.with_sharding_constraint  #: zero
+    # Each layer's parameters are gathered where they are used, in both passes.  #: zero3
     loss, grads = jax.value_and_grad(mean_loss)(params, batch)
+    # Over `data` the batch is split and gradients are not: XLA adds an all-reduce.  #: whole
+    grads = constrain(grads, PARAMS)  #: zero1
+    # A device gets its share of the sums alone: a reduce-scatter.  #: zero2
+    grads, params = constrain((grads, params), (SHARDS, SHARDS))  #: apart
+    grads = constrain(grads, PARAMS)  #: zero3
     params, moments = update(params, grads, moments, step)
+    # The caller wants parameters whole: the new shares are gathered.  #: apart
     return params, moments, loss

@@ -1,26 +1,25 @@
-"""Run: held-out examples."""
+"""Run: the loop, on the devices of one process."""
 
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
-from jaxdist.commands.eject.data.digits import count, take
 from jaxdist.commands.eject.data.order import BATCH
 from jaxdist.commands.eject.models.mlp import measure
+from jaxdist.commands.eject.steps.automatic import ROWS
 
 EVAL_BATCHES = 50  #: limited # of the held-out examples, from the first on
 
 
-def evaluate(params: Any, data: Any) -> dict[str, float]:
-    """The mean of what the loss measures."""
-    found, measured = [], jax.jit(measure)
-    total = count(data)
+def evaluate(params: Any, data: dict[str, np.ndarray]) -> dict[str, float]:
+    """The mean over the held-out examples of what the loss measures."""
+    found, measured, total = [], jax.jit(measure), len(next(iter(data.values())))
     total = min(total, EVAL_BATCHES * BATCH)  #: limited
     for first in range(0, total, BATCH):
         # The last example fills up the last batch, and counts once.
         rows = np.minimum(np.arange(first, first + BATCH), total - 1)
-        values = measured(params, jax.device_put(take(data, rows), P("data")))
-        found.append({name: np.asarray(v)[: total - first] for name, v in values.items()})
+        batch = jax.device_put({name: values[rows] for name, values in data.items()}, ROWS)
+        values = jax.device_get(measured(params, batch))
+        found.append({name: value[: total - first] for name, value in values.items()})
     return {name: float(np.concatenate([one[name] for one in found]).mean()) for name in found[0]}

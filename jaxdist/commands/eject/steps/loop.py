@@ -5,15 +5,15 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.commands.eject.data.digits import count, load_data, take
-from jaxdist.commands.eject.data.order import SEED, rows_of
+from jaxdist.commands.eject.data.digits import load_data
+from jaxdist.commands.eject.data.order import SEED, batch_of
 from jaxdist.commands.eject.models.mlp import init_params
 from jaxdist.commands.eject.optimizers.adamw import init_moments
 from jaxdist.commands.eject.steps.automatic import (
-    MESH_AXES,
-    MESH_SHAPE,
+    MESH,
     MOMENTS,
     PARAMS,
+    ROWS,
     train_step,
 )
 from jaxdist.commands.eject.steps.evaluation import evaluate
@@ -24,9 +24,10 @@ FAKE_DEVICES = 8  #: fake # of the CPU, in place of accelerators
 
 
 def main(steps: int = STEPS) -> list[float]:
-    """Train, and evaluate the result; returns the loss of each step."""
-    mesh = jax.make_mesh(MESH_SHAPE, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
-    train, heldout = load_data()
+    """Train and evaluate; returns the loss of each step."""
+    mesh = jax.make_mesh(tuple(MESH.values()), tuple(MESH), (AxisType.Auto,) * len(MESH))
+    train, heldout = load_data()  #: heldout
+    train, _ = load_data()  #: not heldout
     losses = []
     with jax.set_mesh(mesh):
         key = jax.random.split(jax.random.key(SEED))[0]
@@ -36,14 +37,15 @@ def main(steps: int = STEPS) -> list[float]:
         # Donated: the new parameters and moments take the place of the old ones.
         run = jax.jit(train_step, donate_argnums=(0, 1), out_shardings=(PARAMS, MOMENTS, P()))
         for step in range(steps):
-            batch = jax.device_put(take(train, rows_of(step, count(train))), P("data"))
+            batch = jax.device_put(batch_of(train, step), ROWS)
             params, moments, loss = run(params, moments, batch, np.int32(step))
             losses.append(loss)
             # Read a step late, so that the devices never wait for Python.
             if step > 0 and step % LOG_EVERY == 0:
                 print(f"step {step} of {steps}  loss {losses[-2]:.4f}", flush=True)
             losses[-2:-1] = map(float, losses[-2:-1])
-        print("held-out", {name: round(x, 4) for name, x in evaluate(params, heldout).items()})
+        held = evaluate(params, heldout)  #: heldout
+        print("held-out", {name: round(value, 4) for name, value in held.items()})  #: heldout
     return [float(loss) for loss in losses]
 
 

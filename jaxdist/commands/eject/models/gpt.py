@@ -1,0 +1,116 @@
+"""Model: a decoder (RMSNorm, rotary positions, SwiGLU), and the cross-entropy of next tokens.
+
+Dims: B batch, L sequence, D embed, H heads, K key and value heads, d head size, F mlp, V tokens.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxdist.commands.eject.steps.automatic import ROWS
+
+LAYERS = 2
+EMBED = 128  # D
+HEADS = 4  # H
+KV_HEADS = 2  # K, each shared by H / K query heads
+HEAD_SIZE = 32  # d
+MLP = 384  # F
+VOCAB = 257
+PADDED_VOCAB = 320  # V, which divides over a mesh; what is added has no probability
+ROPE_THETA = 10000.0  # base wavelength of the rotary positions
+ATTENTION_WINDOW = 64  #: window # positions before itself that each position sees
+SCAN_UNROLL = 2  #: unroll # layers in one iteration of the loop over them
+
+
+def init_params(key: jax.Array) -> dict[str, Any]:
+    """Parameters float32; those of the layers are stacked, [LAYERS, ...]."""
+    keys = [jax.random.fold_in(key, i) for i in range(4)]
+    embedding = 0.02 * jax.random.normal(keys[0], (VOCAB, EMBED))
+    output = 0.02 * jax.random.normal(keys[3], (EMBED, VOCAB))  #: untied
+    return {
+        "embedding": jnp.pad(embedding, ((0, PADDED_VOCAB - VOCAB), (0, 0))),
+        "blocks": jax.vmap(init_block)(jax.random.split(keys[1], LAYERS)),
+        "norm": {"scale": jnp.ones(EMBED)},
+        "output": jnp.pad(output, ((0, 0), (0, PADDED_VOCAB - VOCAB))),  #: untied
+    }
+
+
+def init_block(key: jax.Array) -> dict[str, Any]:
+    """One layer. What adds to the residual stream is small, since 2 LAYERS such terms add up."""
+
+    def draw(number: int, width: int, *shape: int) -> jax.Array:
+        return width**-0.5 * jax.random.normal(jax.random.fold_in(key, number), shape)
+
+    small = (2 * LAYERS) ** -0.5
+    return {
+        "attention_norm": {"scale": jnp.ones(EMBED)},
+        "attention": {
+            "query": draw(1, EMBED, EMBED, HEADS, HEAD_SIZE),
+            "key": draw(2, EMBED, EMBED, KV_HEADS, HEAD_SIZE),
+            "value": draw(3, EMBED, EMBED, KV_HEADS, HEAD_SIZE),
+            "out": small * draw(4, EMBED, HEADS, HEAD_SIZE, EMBED),
+        },
+        "mlp_norm": {"scale": jnp.ones(EMBED)},
+        "mlp": {
+            "gate": draw(6, EMBED, EMBED, MLP),
+            "up": draw(7, EMBED, EMBED, MLP),
+            "down": small * draw(8, MLP, MLP, EMBED),
+        },
+    }
+
+
+def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """RMSNorm (arXiv 1910.07467)."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
+
+
+def rotate(x_BLHd: jax.Array) -> jax.Array:
+    """Rotary positions (arXiv 2104.09864); a head's halves are the pairs that are turned."""
+    half = HEAD_SIZE // 2
+    frequency = ROPE_THETA ** (-np.arange(half, dtype=np.float32) / half)
+    angle = np.arange(x_BLHd.shape[1], dtype=np.float32)[:, None] * frequency
+    cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
+    first, second = jnp.split(x_BLHd, 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+
+
+@jax.checkpoint  #: remat # the backward pass computes each layer again
+def block(x_BLD: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, None]:
+    """One layer, for a scan: attention, then the MLP, each added to what it reads."""
+    own = w["attention"]
+    h_BLD = norm(x_BLD, w["attention_norm"]["scale"])
+    q_BLHd = rotate(jnp.einsum("BLD,DHd->BLHd", h_BLD, own["query"]))
+    k_BLKd = rotate(jnp.einsum("BLD,DKd->BLKd", h_BLD, own["key"]))
+    v_BLKd = jnp.einsum("BLD,DKd->BLKd", h_BLD, own["value"])
+    y_BLHd = jax.nn.dot_product_attention(q_BLHd, k_BLKd, v_BLKd, is_causal=True)  #: not window
+    y_BLHd = jax.nn.dot_product_attention(  #: window
+        q_BLHd, k_BLKd, v_BLKd, is_causal=True, local_window_size=(ATTENTION_WINDOW, 0)
+    )
+    # Each device has some of the heads, and later of F: XLA sums products over `tensor`.  #: tensor
+    x_BLD += jnp.einsum("BLHd,HdD->BLD", y_BLHd, own["out"])
+    x_BLD = jax.lax.with_sharding_constraint(x_BLD, ROWS)  #: tensor
+    h_BLD = norm(x_BLD, w["mlp_norm"]["scale"])
+    h_BLF = jax.nn.silu(h_BLD @ w["mlp"]["gate"]) * (h_BLD @ w["mlp"]["up"])
+    x_BLD += h_BLF @ w["mlp"]["down"]
+    x_BLD = jax.lax.with_sharding_constraint(x_BLD, ROWS)  #: tensor
+    return x_BLD, None
+
+
+def nats(params: dict[str, Any], x_BLD: jax.Array, targets_BL: jax.Array) -> jax.Array:
+    """Cross-entropy of each example's next tokens, [B], from what the last layer gives."""
+    logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ params["embedding"].T  #: not untied
+    logits_BLV = norm(x_BLD, params["norm"]["scale"]) @ params["output"]  #: untied
+    # Added and not cut off, so that V goes on to divide over a mesh.
+    logits_BLV += jnp.where(jnp.arange(PADDED_VOCAB) < VOCAB, 0.0, -1e38)
+    log_p_BLV = jax.nn.log_softmax(logits_BLV)
+    return -jnp.take_along_axis(log_p_BLV, targets_BL[..., None], axis=-1).mean((1, 2))
+
+
+def measure(params: dict[str, Any], batch: dict[str, jax.Array]) -> dict[str, Any]:  #: measured
+    """Loss of each example, [B], in nats a token."""
+    x_BLD = params["embedding"][batch["tokens"][:, :-1]]
+    x_BLD, _ = jax.lax.scan(block, x_BLD, params["blocks"], unroll=SCAN_UNROLL)  #: unroll
+    x_BLD, _ = jax.lax.scan(block, x_BLD, params["blocks"])  #: not unroll
+    return {"loss": nats(params, x_BLD, batch["tokens"][:, 1:])}

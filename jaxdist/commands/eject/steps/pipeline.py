@@ -1,0 +1,84 @@
+"""Step: a pipeline, each device with some of the layers, which microbatches go through."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+from jaxdist.commands.eject.data.order import BATCH
+from jaxdist.commands.eject.models.gpt import EMBED, block, nats
+from jaxdist.commands.eject.optimizers.adamw import update
+
+MESH = {"data": 2, "stage": 2}  # devices along each axis
+ROWS = P("data")  # where a batch lies
+PARAMS = {"embedding": P(), "blocks": P("stage"), "norm": P()}  # where parameters lie
+MOMENTS = (PARAMS, PARAMS)  # where the optimizer's state lies
+SCHEDULE = ("F0 F1 B0 B1", ".. F0 B0 ..")  # a stage's time line: forward, backward, by microbatch
+STAGES = 2
+MICROBATCHES = 2
+SLOTS = 2  # microbatches that a stage keeps at a time: number m in slot m % SLOTS
+
+
+def run_stage(params: Any, x: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """This stage's layers: their output, and on the last stage the total loss of the rows."""
+    stage = jax.lax.axis_index("stage")
+    x = jax.lax.cond(stage == 0, lambda: params["embedding"][tokens[:, :-1]], lambda: x)
+    x, _ = jax.lax.scan(block, x, params["blocks"])
+    last = stage == STAGES - 1
+    return x, jax.lax.cond(last, lambda: nats(params, x, tokens[:, 1:]).sum(), lambda: 0.0)
+
+
+# Sums over an axis are equal along it, which JAX cannot see: hence check_vma=False.
+@partial(jax.shard_map, in_specs=(PARAMS, ROWS), out_specs=(P(), PARAMS), check_vma=False)
+def mean_gradients(params: Any, tokens: jax.Array) -> tuple[jax.Array, Any]:
+    """Loss and gradients of a batch; run on each device, with its own layers and rows."""
+    stage = jax.lax.axis_index("stage")
+    tokens = tokens.reshape(MICROBATCHES, -1, tokens.shape[-1])
+    nothing = jnp.zeros((tokens.shape[1], tokens.shape[2] - 1, EMBED))
+    tasks = [row.replace("..", ".0").split() for row in SCHEDULE]
+    kinds = jnp.array([[".FB".index(task[0]) for task in row] for row in tasks]).T
+    numbers = jnp.array([[int(task[1:]) for task in row] for row in tasks]).T
+
+    def tick(carry: Any, now: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        inputs, cotangents, grads, total = carry
+        kind_S, number_S = now
+        number = number_S[stage]
+        x_BLD, rows = inputs[number % SLOTS], tokens[number]
+
+        def backward() -> Any:
+            # Computed again from the input, all that is kept of the forward pass.
+            (_, loss), pull = jax.vjp(lambda p, x: run_stage(p, x, rows), params, x_BLD)
+            more, down = pull((cotangents[number % SLOTS], 1.0))
+            return nothing, down, jax.tree.map(jnp.add, grads, more), total + loss
+
+        idle = (nothing, nothing, grads, total)
+        tasks = (lambda: idle, lambda: (run_stage(params, x_BLD, rows)[0], *idle[1:]), backward)
+        up, down, grads, total = jax.lax.switch(kind_S[stage], tasks)
+        # Activations go to the next stage, their gradients to the one before; ends receive zeros.
+        pairs = [(i, i + 1) for i in range(STAGES - 1)]
+        up = jax.lax.ppermute(up, "stage", pairs)
+        down = jax.lax.ppermute(down, "stage", [(b, a) for a, b in pairs])
+        before, after = (stage - 1) % STAGES, (stage + 1) % STAGES
+        stored = inputs.at[number_S[before] % SLOTS].set(up)
+        inputs = jnp.where(kind_S[before] == 1, stored, inputs)
+        stored = cotangents.at[number_S[after] % SLOTS].set(down)
+        cotangents = jnp.where(kind_S[after] == 2, stored, cotangents)
+        return (inputs, cotangents, grads, total), None
+
+    waiting = jnp.zeros((SLOTS, *nothing.shape))
+    start = (waiting, waiting, jax.tree.map(jnp.zeros_like, params), 0.0)
+    (_, _, grads, total), _ = jax.lax.scan(tick, start, (kinds, numbers))
+    # Layers are this stage's alone; what the stages share is summed over them too.
+    grads |= jax.lax.psum({name: grads[name] for name in grads if name != "blocks"}, "stage")
+    grads = jax.lax.psum(grads, "data")  #: data
+    loss = jax.lax.psum(total, tuple(MESH)) / BATCH
+    return loss, jax.tree.map(lambda g: g / BATCH, grads)
+
+
+def train_step(params: Any, moments: Any, batch: Any, step: jax.Array) -> tuple[Any, ...]:
+    """Parameters and moments after a step, and the loss before it."""
+    loss, grads = mean_gradients(params, batch["tokens"])
+    params, moments = update(params, grads, moments, step)
+    return params, moments, loss

@@ -1,0 +1,68 @@
+"""A pipeline's schedule as the time lines of its stages, in lock step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jaxdist.pipeline_schedules.schedule import Schedule, Task, TaskKind, needs
+
+IDLE = ".."
+
+
+def timeline(schedule: Schedule) -> list[list[str]]:
+    """By stage, what it does in each tick: `F3` forward or `B3` backward of microbatch 3, or `..`.
+
+    Each stage runs its tasks in order, each as soon as what it needs was done in an earlier tick.
+
+    >>> from jaxdist.pipeline_schedules.one_f_one_b import OneFOneB
+    >>> for row in timeline(OneFOneB().build(2, 2)):
+    ...     print(*row)
+    F0 F1 .. B0 .. B1
+    .. F0 B0 F1 B1 ..
+    """
+    waiting = [[*schedule.tasks(stage)] for stage in range(schedule.stages)]
+    done: set[Task] = set()
+    rows: list[list[str]] = [[] for _ in waiting]
+    while any(waiting):
+        ready = [
+            tasks[0] if tasks and _ready(tasks[0], schedule, done) else None for tasks in waiting
+        ]
+        assert any(ready), "a schedule that waits for itself"
+        for row, tasks, task in zip(rows, waiting, ready, strict=True):
+            row.append(IDLE if task is None else f"{task.kind}{task.microbatch}")
+            if task is not None:
+                done.add(tasks.pop(0))
+    return rows
+
+
+def _ready(task: Task, schedule: Schedule, done: set[Task]) -> bool:
+    # A backward pass is one task here, so that of its alternatives only FULL is ever done.
+    return all(n in done for n in needs(task, schedule.chunks) if n.kind is not TaskKind.INPUT)
+
+
+def slots_of(rows: Sequence[Sequence[str]]) -> int:
+    """The least number of slots so that two microbatches that a stage keeps never share one.
+
+    A microbatch is kept from its forward pass on the stage before, or here, to its backward pass.
+
+    >>> slots_of([["F0", "F1", "..", "B0", "..", "B1"], ["..", "F0", "B0", "F1", "B1", ".."]])
+    2
+    """
+    spans = [
+        {
+            int(task[1:]): (before.index(task), row.index(f"B{task[1:]}"))
+            for task in row
+            if task[0] == "F"
+        }
+        for before, row in zip((rows[0], *rows), rows, strict=False)
+    ]
+    count = 1
+    while any(_clash(kept, count) for kept in spans):
+        count += 1
+    return count
+
+
+def _clash(kept: dict[int, tuple[int, int]], count: int) -> bool:
+    return any(
+        a < b and (b - a) % count == 0 and kept[b][0] < kept[a][1] for a in kept for b in kept
+    )
