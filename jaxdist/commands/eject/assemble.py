@@ -1,4 +1,4 @@
-"""One file out of pieces: each is a module of this package, taken as text.
+"""One file out of pieces: each is a module of `pieces`, taken as text.
 
 A line that ends with `#: NAME` is for configs with that flag alone, `#: not NAME` for the others; a
 compound statement goes or stays as a whole. A constant is given the config's value. Imports of
@@ -17,7 +17,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parent / "pieces"
 WIDTH = 100
 _MARK = re.compile(r"  #: (not )?(\w+)(?: # (.*))?$")
 
@@ -52,7 +52,7 @@ def assemble(
     """The text of a file.
 
     Args:
-      names: of the pieces, `optimizers/adamw`, in order.
+      names: of the pieces, in order.
       flags: what marked lines ask for.
       values: of constants, by name; one that no piece has is left out.
     """

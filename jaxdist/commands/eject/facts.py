@@ -46,21 +46,21 @@ def facts_of(experiment: Experiment, *, held: bool) -> Facts:
     facts = Facts()
     for add in (_data, _model, _optimizer, _rate, _step):
         add(facts, experiment)
-    measured = held or "steps/pipeline" not in facts.pieces
+    measured = held or "pipeline" not in facts.pieces
     facts.flag(heldout=held, measured=measured, limited=experiment.config.eval.batches)
-    facts.pieces += ["steps/evaluation", "steps/loop"] if held else ["steps/loop"]
+    facts.pieces += ["evaluation", "loop"] if held else ["loop"]
     return facts
 
 
 def _data(facts: Facts, experiment: Experiment) -> None:
     config, data = experiment.config, experiment.config.data
     if isinstance(data, TextConfig):
-        facts.pieces.append("data/text")
+        facts.pieces.append("text")
         facts.values |= {"WINDOW": data.window, "HELDOUT_FRACTION": data.heldout_fraction}
     else:
         assert isinstance(data, ImagesConfig)
-        facts.pieces.append("data/digits")
-    facts.pieces.append("data/order")
+        facts.pieces.append("digits")
+    facts.pieces.append("order")
     facts.values |= {"SEED": config.seed, "BATCH": config.train.batch_size}
 
 
@@ -70,13 +70,13 @@ def _model(facts: Facts, experiment: Experiment) -> None:
     if isinstance(model, MlpConfig):
         kernels = [layer["kernel"].shape for layer in own_tree(params)]
         smoothing = getattr(config.loss, "label_smoothing", 0.0)
-        facts.pieces.append("models/mlp")
+        facts.pieces.append("mlp")
         facts.values["SIZES"] = (kernels[0][0], *(shape[1] for shape in kernels))
         facts.values["LABEL_SMOOTHING"] = smoothing
         facts.flag(smoothing=smoothing)
         return
     assert isinstance(model, GptConfig)
-    facts.pieces.append("models/gpt")
+    facts.pieces.append("gpt")
     facts.values |= {
         "LAYERS": model.layers,
         "EMBED": model.embed,
@@ -129,13 +129,13 @@ def _rate(facts: Facts, experiment: Experiment) -> None:
         ramped=decays and warmup,
         unramped=decays and not warmup,
     )
-    facts.pieces += ["optimizers/rate"] if decays or warmup else []
+    facts.pieces += ["rate"] if decays or warmup else []
 
 
 def _optimizer(facts: Facts, experiment: Experiment) -> None:
     config = experiment.config.optim
     assert isinstance(config, AdamWConfig | LambConfig | SgdConfig)
-    facts.pieces.append(f"optimizers/{config.type}")
+    facts.pieces.append(f"{config.type}")
     facts.values |= {"CLIP_NORM": config.clip_norm, "WEIGHT_DECAY": config.weight_decay}
     facts.flag(clip=config.clip_norm is not None, decay=config.weight_decay)
     if isinstance(config, SgdConfig):
@@ -168,7 +168,7 @@ def _step(facts: Facts, experiment: Experiment) -> None:
     elif isinstance(config.parallel.reduce, Ring):
         _ring(facts, experiment)
     else:
-        facts.pieces.append("steps/automatic")
+        facts.pieces.append("automatic")
 
 
 def _ring(facts: Facts, experiment: Experiment) -> None:
@@ -176,7 +176,7 @@ def _ring(facts: Facts, experiment: Experiment) -> None:
     assert isinstance(ring, Ring)
     one_way, both = [(1, size - 1)], [(1, size // 2), (-1, (size - 1) // 2)]
     leaves = jax.tree.leaves(own_tree(experiment.program.model.params))
-    facts.pieces.append("steps/ring")
+    facts.pieces.append("ring")
     facts.values |= {
         "DEVICES": size,
         "WAYS": tuple(way for way in (one_way if ring.directions == 1 else both) if way[1]),
@@ -190,7 +190,7 @@ def _pipeline(facts: Facts, experiment: Experiment) -> None:
     rows = timeline(schedule)
     names = own_tree(experiment.program.model.params)
     specs = {name: P("stage") if name == "blocks" else P() for name in names}
-    facts.pieces.append("steps/pipeline")
+    facts.pieces.append("pipeline")
     facts.flag(data=experiment.layout.data_size > 1)
     facts.values |= {
         "PARAMS": specs,

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxdist.commands.eject.steps.automatic import ROWS
+from jaxdist.commands.eject.pieces.automatic import ROWS
 
 LAYERS = 2
 EMBED = 128  # D

@@ -1,17 +1,18 @@
-"""Optimizer: Adam with decoupled weight decay (arXiv 1711.05101)."""
+"""Optimizer: LAMB (arXiv 1904.00962), Adam scaled to the norm of each layer's weights."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxdist.commands.eject.optimizers.rate import learning_rate
+from jaxdist.commands.eject.pieces.rate import learning_rate
 
 LEARNING_RATE = 1e-3  #: not scheduled
 B1 = 0.9  # decay of the first moment
 B2 = 0.999  # decay of the second moment
-EPS = 1e-8
-WEIGHT_DECAY = 0.1  #: decay
+EPS = 1e-6
+WEIGHT_DECAY = 0.01  #: decay
 CLIP_NORM = 1.0  #: clip # gradients of a larger global norm are scaled down to it
 
 
@@ -29,14 +30,17 @@ def update(params: Any, grads: Any, moments: Any, step: jax.Array) -> tuple[Any,
     rate = LEARNING_RATE  #: not scheduled
     mu = jax.tree.map(lambda m, g: B1 * m + (1 - B1) * g, moments[0], grads)
     nu = jax.tree.map(lambda v, g: B2 * v + (1 - B2) * g * g, moments[1], grads)
+    # 1 - b^t, the weights that a moment has summed; as a difference it would lose digits.
+    sum1, sum2 = (-jnp.expm1((step + 1.0) * math.log(b)) for b in (B1, B2))
 
-    def decayed(path: Any, p: jax.Array) -> jax.Array:  #: decay
-        return p if path[-1].key in ("bias", "scale") else p - rate * WEIGHT_DECAY * p
+    def moved(path: Any, p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
+        move = m / sum1 / (jnp.sqrt(v / sum2) + EPS)
+        if path[-1].key in ("bias", "scale"):  # vectors move as with Adam, and do not decay
+            return p - rate * move
+        move += WEIGHT_DECAY * p  #: decay
+        dims = range(1 if path[0].key == "blocks" else 0, p.ndim)  #: stacked # one norm a layer
+        dims = range(p.ndim)  #: not stacked
+        weight, size = (jnp.sqrt(jnp.sum(x * x, dims, keepdims=True)) for x in (p, move))
+        return p - rate * jnp.where((weight > 0) & (size > 0), weight / size, 1.0) * move
 
-    def moved(p: jax.Array, m: jax.Array, v: jax.Array) -> jax.Array:
-        # Moments begin at zero: divided by the weights that they have summed so far.
-        m, v = m / (1 - B1 ** (step + 1)), v / (1 - B2 ** (step + 1))
-        return p - rate * m / (jnp.sqrt(v) + EPS)
-
-    params = jax.tree_util.tree_map_with_path(decayed, params)  #: decay
-    return jax.tree.map(moved, params, mu, nu), (mu, nu)
+    return jax.tree_util.tree_map_with_path(moved, params, mu, nu), (mu, nu)

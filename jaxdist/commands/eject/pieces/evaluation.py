@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxdist.commands.eject.data.order import BATCH
-from jaxdist.commands.eject.models.mlp import measure
-from jaxdist.commands.eject.steps.automatic import ROWS
+from jaxdist.commands.eject.pieces.automatic import ROWS
+from jaxdist.commands.eject.pieces.mlp import measure
+from jaxdist.commands.eject.pieces.order import BATCH
 
 EVAL_BATCHES = 50  #: limited # of the held-out examples, from the first on
 

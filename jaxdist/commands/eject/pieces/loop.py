@@ -5,18 +5,18 @@ import numpy as np
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.commands.eject.data.digits import load_data
-from jaxdist.commands.eject.data.order import SEED, batch_of
-from jaxdist.commands.eject.models.mlp import init_params
-from jaxdist.commands.eject.optimizers.adamw import init_moments
-from jaxdist.commands.eject.steps.automatic import (
+from jaxdist.commands.eject.pieces.adamw import init_moments
+from jaxdist.commands.eject.pieces.automatic import (
     MESH,
     MOMENTS,
     PARAMS,
     ROWS,
     train_step,
 )
-from jaxdist.commands.eject.steps.evaluation import evaluate
+from jaxdist.commands.eject.pieces.digits import load_data
+from jaxdist.commands.eject.pieces.evaluation import evaluate
+from jaxdist.commands.eject.pieces.mlp import init_params
+from jaxdist.commands.eject.pieces.order import SEED, batch_of
 
 STEPS = 449
 LOG_EVERY = 10

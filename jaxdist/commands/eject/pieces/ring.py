@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxdist.commands.eject.data.order import BATCH
-from jaxdist.commands.eject.models.mlp import measure
-from jaxdist.commands.eject.optimizers.adamw import update
+from jaxdist.commands.eject.pieces.adamw import update
+from jaxdist.commands.eject.pieces.mlp import measure
+from jaxdist.commands.eject.pieces.order import BATCH
 
 MESH = {"data": 8}  # devices along each axis
 ROWS = P("data")  # where a batch lies

@@ -1,1 +1,0 @@
-"""Pieces of an ejected file: its examples, and the order in which it takes them."""

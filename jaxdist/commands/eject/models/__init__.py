@@ -1,1 +1,0 @@
-"""Pieces of an ejected file: the model with its initial parameters, and the loss."""

@@ -1,1 +1,0 @@
-"""Pieces of an ejected file: the optimizer's update, and the learning rate."""

@@ -1,1 +1,0 @@
-"""Pieces of an ejected file: how a step lies on the devices, and the loop."""
