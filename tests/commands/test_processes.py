@@ -13,7 +13,7 @@ import flips
 import numpy as np
 import pytest
 from runs import Finished, Jaxdist, checkpoint, finish, metrics, steps, wait_for_step
-from warm import Process
+from warm import Forked
 
 from jaxdist.runtime.environment import TIMEOUT_FLAGS
 from jaxdist.runtime.rendezvous import free_port
@@ -71,7 +71,7 @@ GLOO = re.compile(rf"^(?:{PIECE}|\d|\s)*{PIECE}(?:{PIECE}|\d|\s)*", re.MULTILINE
 WAITING = re.compile(r"^waiting for 127\.0\.0\.1:\d+ \(.*\n", re.MULTILINE)
 
 
-def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[Process]:
+def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[Forked]:
     """`jaxdist train config.yaml args...` as two processes of two devices."""
     peers = ["--coordinator", f"127.0.0.1:{free_port()}", "--num-processes", 2, "--devices", 2]
     return [
@@ -80,7 +80,7 @@ def pair(jaxdist: Jaxdist, *args: str, **options: Any) -> list[Process]:
     ]
 
 
-def finish_all(processes: list[Process]) -> list[Finished]:
+def finish_all(processes: list[Forked]) -> list[Finished]:
     """What each printed, without what gloo prints: its threads may mix the parts of their lines."""
     ended = [finish(process) for process in processes]
     return [end._replace(out=WAITING.sub("", GLOO.sub("", end.out))) for end in ended]
@@ -204,10 +204,13 @@ def test_a_second_ctrl_c_ends_both_at_once(jaxdist: Jaxdist) -> None:
     jaxdist.config(train={"steps": 100_000}, checkpoint={"every": 1})
     processes = pair(jaxdist, xla_flags=IMPATIENT)
     wait_for_step(processes[0], jaxdist.run, 20)
-    for _ in range(2):
-        for process in processes:
-            process.send_signal(signal.SIGINT)
-        time.sleep(0.1)
+    for process in processes:
+        process.send_signal(signal.SIGINT)
+    while "once more ends it at once" not in processes[0].printed():
+        assert processes[0].poll() is None, finish(processes[0])  # two at once would be one
+        time.sleep(0.001)
+    for process in processes:
+        process.send_signal(signal.SIGINT)
     ended = finish_all(processes)
     assert 130 in [end.code for end in ended], ended
     for index, end in enumerate(ended):

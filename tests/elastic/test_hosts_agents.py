@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,14 +34,15 @@ def lost_and_back(play: Play, victim: int) -> None:
     assert [one["agent"] for one in both] == [host.pid for host in hosts]  # as they came
     assert "extra" in both[0]
     assert both[0]["extra"] == []
-    time.sleep(1.2)  # each has a copy of what the other keeps
+    step = 100 * both[0]["generation"]
+    parts = [f"step_{step:08d}.{index}_of_2" for index in range(2)]
+    play.wait_for(parts, both)  # each has a copy of what the other keeps
     kill(hosts[victim])
     (alone,) = play.wait(count_of(1))
     assert alone["agent"] == hosts[1 - victim].pid
     assert alone["resume"]
     assert alone["extra"] == ["mesh.data=1", "train.microbatches=2"]
-    step = 100 * both[0]["generation"]
-    assert alone["parts"] == [f"step_{step:08d}.0_of_2", f"step_{step:08d}.1_of_2"]
+    assert alone["parts"] == parts
     hosts.append(play.start("c", most=2))
     again = play.wait(count_of(2))
     assert [one["agent"] for one in again] == [hosts[1 - victim].pid, hosts[2].pid]

@@ -56,7 +56,8 @@ count = int(os.environ.get("JAX_NUM_PROCESSES", "1"))
 told = {
     "generation": place.generation, "index": index, "count": count, "pid": os.getpid(),
     "agent": agent, "parts": sorted(path.name for path in place.snapshots.iterdir()),
-    "address": os.environ.get("JAX_COORDINATOR_ADDRESS"), "fence": place.fence, **order["args"],
+    "address": os.environ.get("JAX_COORDINATOR_ADDRESS"), "fence": place.fence,
+    "snapshots": str(place.snapshots), **order["args"],
 }
 with (folder / "marks").open("a") as file:
     file.write(json.dumps(told) + "\\n")
@@ -133,6 +134,14 @@ class Play:
             time.sleep(0.02)
         said = [finish(one) if one.poll() is not None else "alive" for one in self.started]
         raise AssertionError(f"{found}; {said}")
+
+    def wait_for(self, parts: list[str], marks: list[dict[str, Any]]) -> None:
+        """Return when all these processes' folders of snapshots have these parts."""
+        missing = [Path(one["snapshots"], part) for one in marks for part in parts]
+        deadline = time.monotonic() + SECONDS
+        while missing := [path for path in missing if not path.exists()]:
+            assert time.monotonic() < deadline, missing
+            time.sleep(0.02)
 
     def end(self) -> None:
         """Let all processes end well."""

@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import IO
 from unittest.mock import patch
 
 from jaxdist.runtime.environment import plan_tunables
@@ -69,7 +70,9 @@ class Warm(ForkServer):
 class Forked:
     """A process, with what `subprocess.Popen` has of it."""
 
-    def __init__(self, server: Warm, pid: int, args: list[str], files: tuple) -> None:
+    def __init__(
+        self, server: Warm, pid: int, args: list[str], files: tuple[IO[bytes], IO[bytes]]
+    ) -> None:
         self.pid, self.args = pid, args
         self.returncode: int | None = None
         self._server, self._files = server, files
@@ -98,11 +101,15 @@ class Forked:
         """What it has printed, when it has ended: standard output and error."""
         self.wait(timeout)
         if self._said is None:
-            out, err = (os.pread(file.fileno(), MOST_BYTES, 0).decode() for file in self._files)
+            out, err = map(_text, self._files)
             self._said = out, err
             for file in self._files:
                 file.close()
         return self._said
+
+    def printed(self) -> str:
+        """What it has printed so far on standard output."""
+        return self._said[0] if self._said else _text(self._files[0])
 
     def send_signal(self, number: int) -> None:
         """Send a signal, if it lives."""
@@ -113,6 +120,10 @@ class Forked:
     def kill(self) -> None:
         """End it at once."""
         self.send_signal(signal.SIGKILL)
+
+
+def _text(file: IO[bytes]) -> str:
+    return os.pread(file.fileno(), MOST_BYTES, 0).decode()
 
 
 Process = subprocess.Popen[str] | Forked
