@@ -20,6 +20,7 @@ def broadcast_json(value: Json) -> Json:
         return value
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     size = int(multihost_utils.broadcast_one_to_all(np.int32(data.size)))
+    # All processes must pass arrays of the same shape, whatever they hold.
     padded = np.resize(data, size)
     return json.loads(np.asarray(multihost_utils.broadcast_one_to_all(padded)).tobytes())
 
@@ -41,6 +42,7 @@ def gather_json(value: Json) -> list[Json]:
         return [value]
     data = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = np.asarray(multihost_utils.process_allgather(np.int32(data.size))).tolist()
+    # All processes must pass arrays of the same shape; what fills them up is cut off below.
     padded = np.resize(data, max(sizes))
     rows = np.asarray(multihost_utils.process_allgather(padded))
     return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]

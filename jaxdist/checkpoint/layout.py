@@ -101,6 +101,7 @@ def commit(staging: Path, final: Path) -> None:
         if replaced.exists() and not final.exists():
             os.rename(replaced, final)
         raise
+    # Only now is the new name certain to survive a power failure, so that the old files can go.
     fsync_directory(final.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
@@ -112,6 +113,7 @@ def delete(path: Path) -> None:
       OSError: the rename failed, and the checkpoint is untouched.
     """
     doomed = path.with_name(_DELETED + path.name)
+    # A deletion that was interrupted may have left files here, to which the rename would fail.
     shutil.rmtree(doomed, ignore_errors=True)
     os.rename(path, doomed)
     shutil.rmtree(doomed, ignore_errors=True)

@@ -44,6 +44,7 @@ def claim(directory: Path, run: Identity) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         staging = folder / f".{OWNER}_{os.getpid()}"
         staging.write_text(json.dumps({**run.plain, "path": str(run.path.absolute())}))
+        # By a rename, because all processes of a machine write this file at the same time.
         staging.rename(folder / OWNER)
     except OSError as error:
         raise CheckpointError(

@@ -148,10 +148,13 @@ def seal(
     manifest = Manifest(step=step, metric=metric, leaves=leaves, files=files, **more)
     left_out = {"cuts": cuts, "generation": generation is not None}
     body = manifest.model_dump_json(exclude={name for name, told in left_out.items() if not told})
+    # "x" refuses to replace a manifest: a sealed directory never changes.
     with (directory / MANIFEST).open("xb") as file:
         file.write(_wrap(body.encode()))
         file.flush()
         os.fsync(file.fileno())
+    # The content of a file survives a power failure by its own fsync, its name by that of the
+    # directory.
     for path in [*directory.rglob("*"), directory]:
         if path.is_dir():
             fsync_directory(path)

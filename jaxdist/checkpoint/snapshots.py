@@ -118,6 +118,8 @@ class Snapshots:
                 file.write(_header(pieces, metadata))
                 for piece in pieces:
                     file.write(_raw(piece.array))
+                # A rename may reach the disk before the content; in memory there is no order to
+                # keep, and fsync would only cost time.
                 if self._lasts:
                     file.flush()
                     os.fsync(file.fileno())

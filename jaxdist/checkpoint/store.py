@@ -256,12 +256,15 @@ class CheckpointStore:
         try:
             self._writer.wait()
             written, failure = self._place(pending)
+            # Process 0 digests all files: every process must have written its own before that.
             self._writer.barrier(f"jaxdist_pieces_{self._saves}")
             try:
                 if self._primary and failure is None:
                     self._commit(pending, written)
             except Exception as error:
                 failure = self._abandon(pending.step, error)
+            # Also after a failure, since the others wait here: none may report the save as done
+            # before process 0 has committed it.
             self._writer.barrier(f"jaxdist_checkpoint_{self._saves}")
             met = True
         except Exception as error:

@@ -1,4 +1,4 @@
-"""What compressed gradients need of an optimizer, and what was chosen for them."""
+"""The demands of compressed gradients on an optimizer, and a line about the choice for them."""
 
 from __future__ import annotations
 

@@ -78,6 +78,8 @@ def _backward(
 
     found = (_zeros(layers), _zeros(operands), cotangent)
     params = fetch(_layer(layers, count - 1))
+    # The last layer is outside of the loop: the forward pass did not stack its input. So is the
+    # first, since no layer is left to fetch while it computes.
     if count > 1:
         before = fetch(_layer(layers, count - 2))
         found = pulled(count - 1, params, last, found)

@@ -237,12 +237,16 @@ def _place(stacked: jax.Array, leaf: LayeredLeaf, axes: tuple[str, ...]) -> jax.
 
     The shape changes from `[tensors, ...]` to `[devices along mixed axes, tensors, ...]`.
     """
+    # Along an axis that neither splits the summed dims nor the kept dims, devices hold copies: a
+    # sum over it would count each copy, so that only the first device contributes.
     for axis in axes:
         if axis not in leaf.summed_axes and axis not in leaf.kept_axes:
             stacked = jnp.where(jax.lax.axis_index(axis) == 0, stacked, 0.0)
     mixed = _mixed(leaf, axes)
     if not mixed:
         return stacked[None]
+    # The sum goes over all axes at once. Devices with different layers would be added together, if
+    # each did not have a slot of its own.
     slots = jnp.arange(math.prod(jax.lax.axis_size(axis) for axis in mixed))
     own = (slots == jax.lax.axis_index(mixed)).reshape(-1, *(1,) * stacked.ndim)
     return jnp.where(own, stacked[None], 0.0)

@@ -18,7 +18,7 @@ NARROW = (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float16))
 
 
 def stochastic_round(x: jax.Array, key: jax.Array) -> jax.Array:
-    """float32 to bfloat16, up or down at random, so that the mean of the result is `x`.
+    """Round float32 to bfloat16, up or down at random, so that the mean of the result is `x`.
 
     Of the two neighbours in bfloat16 the upper one is drawn with probability (x - lower) /
     (upper - lower); a representable value, NaN and infinities stay. Values beyond the largest
@@ -50,7 +50,7 @@ class MomentsState(NamedTuple):
 def bf16_moments(
     inner: optax.GradientTransformation, *, seed: int = 0
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner`, with its float32 moments kept in bfloat16 between steps, stochastically rounded.
+    """Keep the float32 moments of `inner` in bfloat16 between steps, stochastically rounded.
 
     Moments are the leaves of the state that belong to a parameter. With b2 = 0.999 a second moment
     decreases by at most 1/1000 of itself in a step, a change that rounding to nearest (steps of
@@ -138,7 +138,7 @@ def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def master_weights(
     inner: optax.GradientTransformation, dtype: DTypeLike = jnp.bfloat16
 ) -> optax.GradientTransformationExtraArgs:
-    """`inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
+    """Run `inner` on float32 parameters kept in the state, for a model that computes in `dtype`.
 
     After `optax.apply_updates` the narrow parameters are the master weights rounded to nearest, to
     the bit, provided that they were before the step: `init` accepts float32 parameters, and the

@@ -82,6 +82,7 @@ def _divides(leaf: jax.Array, sharding: NamedSharding) -> bool:
     parts = sharding.mesh.shape
     return all(
         length % math.prod(parts[name] for name in entry_names(entry)) == 0
+        # A spec may be shorter than the shape: the dims beyond it are whole.
         for length, entry in zip(leaf.shape, sharding.spec, strict=False)
     )
 
@@ -94,6 +95,8 @@ def total_square(leaves: Sequence[jax.Array], specs: Sequence[PartitionSpec]) ->
         return sum(squares, start=jnp.float32(0))
     total = jnp.float32(0)
     for square, spec in zip(squares, specs, strict=True):
+        # The sum below goes over all axes at once, also over those along which this leaf is only
+        # copied, which would count each copy.
         copies = set(axes) - _axes(spec)
         total += square / (lax.axis_size(tuple(copies)) if copies else 1)
     return lax.psum(total, axes)

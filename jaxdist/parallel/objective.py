@@ -84,6 +84,8 @@ class Objective:
     ) -> tuple[jax.Array, tuple[Sums, Any]]:
         """Compute the mean loss of a batch, times the loss scale, and the rest of `sums`."""
         total, aux = self.sums(params, buffers, batch, key, around)
+        # The mean divides by a constant, as `total_gradients` followed by a division does, even
+        # where a loss computes its weight from the outputs of the model.
         weight = jax.lax.stop_gradient(aux[0]["loss"].weight)
         if held.scale is None:
             return total / divisor(weight), aux

@@ -158,6 +158,7 @@ def _gathered_forward(
     wire: Wire, splits: Splits, shards: list[jax.Array], seconds: list[jax.Array]
 ) -> tuple[list[jax.Array], PyTree]:
     # The gradient of `seconds` is zero: the whole gradient belongs to the shards.
+    # The backward pass needs only dtypes, and a residual must be an array: scalars hold no memory.
     like = [[jnp.zeros((), x.dtype) for x in part] for part in (shards, seconds)]
     return _gathered(wire, splits, shards, seconds), like
 
@@ -168,6 +169,7 @@ def _gathered_backward(
     shards, seconds = saved
     summed = _scattered(wire, splits, cotangents)
     count = axis_size(wire.slow)
+    # `seconds` is empty where no second shards are stored.
     zeros = [jnp.zeros((count, *s.shape), x.dtype) for s, x in zip(summed, seconds, strict=False)]
     return [s.astype(x.dtype) for s, x in zip(summed, shards, strict=True)], zeros
 

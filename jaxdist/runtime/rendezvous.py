@@ -162,6 +162,8 @@ def _gather(
             newcomer = None
             with suppress(TimeoutError):
                 newcomer, _ = server.accept()
+            # A process that was restarted while the others are waited for comes again under its
+            # number: its first connection must not block the second.
             for index in [index for index, peer in came.items() if _is_gone(peer)]:
                 came.pop(index).close()
             if newcomer is not None:
@@ -184,6 +186,8 @@ def _refuse(came: dict[int, socket.socket], text: str) -> RunError:
 def _listen(bind: str) -> socket.socket:
     host, port = split_address(bind)
     try:
+        # All addresses are those of IPv4 too: the other processes may resolve the host's name to
+        # either.
         if host in ("", "::") and socket.has_dualstack_ipv6():
             return socket.create_server(
                 ("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=1024
@@ -232,6 +236,8 @@ def _join(coordinator: str, count: int, index: int, wait: Wait, told: Json) -> J
         try:
             with socket.create_connection(address, timeout=_RETRY_SECONDS * 10) as peer:
                 _send(peer, f"jaxdist {who} {json.dumps(told)}")
+                # Process 0 answers when its own time limit is reached, with the names of the
+                # missing processes: an equal limit here might be reached first.
                 peer.settimeout(wait.seconds + _RETRY_SECONDS * 10)
                 answer = _line(peer).decode(errors="replace").strip()
         except OSError as error:

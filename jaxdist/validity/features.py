@@ -262,4 +262,4 @@ FEATURES: Mapping[str, Feature] = {
         lambda f: f.strategy == "parameter_server", lambda f: "strategy.type parameter_server"
     ),
 }
-"""The features of the matrix, in its order; `jaxdist.validity.sections` has those beside it."""
+"""The features of the matrix, in its order; `jaxdist.validity.sections` has further features."""

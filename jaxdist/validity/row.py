@@ -1,4 +1,4 @@
-"""One row of the table: features that do not combine, and the setting to blame."""
+"""A row of the table: features that do not combine, and the setting to blame."""
 
 from __future__ import annotations
 

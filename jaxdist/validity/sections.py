@@ -1,4 +1,4 @@
-"""Features that a few rows speak of, beside those of the matrix: settings of other sections."""
+"""Features of a few rows in addition to those of the matrix: settings of other sections."""
 
 from __future__ import annotations
 

@@ -60,6 +60,7 @@ def reduce_scatter(blocks: jax.Array, axis: Axis, combine: Combine) -> jax.Array
     for more, fewer in rounds(axis_size(axis)):
         sent = jnp.concatenate(rows[fewer:more])
         arrived = jnp.split(shift(sent, axis, fewer), more - fewer)
+        # Where `more` is odd, fewer blocks arrive than are kept: the last of these is unchanged.
         reduced = [combine(a, b) for a, b in zip(rows, arrived, strict=False)]
         rows = reduced + rows[more - fewer : fewer]
     return rows[0]

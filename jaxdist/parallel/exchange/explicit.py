@@ -87,6 +87,7 @@ class Explicit(Base):
         around = Surroundings(self.axes, self.axes if self.global_statistics else ())
 
         def run(params: Params, buffers: Buffers, batch: PyTree, key: jax.Array) -> Gradients:
+            # With the same key, all devices would drop the same units of their different rows.
             key = jax.random.fold_in(key, jax.lax.axis_index(self.axes))
             own = held._replace(params=enter(params), buffers=buffers)
             found = compute.gradients(own, batch, key, around)

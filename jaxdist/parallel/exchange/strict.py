@@ -223,6 +223,8 @@ class Strict(Explicit):
             given = held._replace(params=self._entered(stored), stored=(), buffers=buffers)
 
             def one(number: jax.Array) -> Gradients:
+                # By the shard's index in the batch, not on the device: another number of devices
+                # must not change the masks.
                 own = jax.random.fold_in(key, first + number)
                 ready, mine = settled((given, take(rows, number)), flat=self._alone)
                 found = compute.gradients(ready, mine, own, Surroundings())

@@ -48,9 +48,8 @@ def check_devices(mesh: Mesh, batch_axes: tuple[str, ...], shards: int) -> None:
     """Check that the shards divide over the devices of the batch, and the other axes.
 
     Raises:
-      ConfigError: the shards do not divide; an axis other than data that is not known to keep bits,
-      or that spans processes.
-        processes.
+      ConfigError: the shards do not divide; an axis other than data is not known to keep bits, or
+        spans processes.
     """
     sizes = dict(mesh.shape)
     count = 1

@@ -42,6 +42,8 @@ class Reduction:
         """Sum all shards from each device's few, small blocks; of integers, return the last."""
 
         def total(flat: jax.Array) -> jax.Array:
+            # The barrier separates the sum, whose code must be the same for any number of devices,
+            # from the gather, whose code is not.
             return self.order.add(lax.optimization_barrier(all_gather(flat, self.axes)))
 
         leaves, structure = jax.tree.flatten(blocks)

@@ -77,6 +77,7 @@ class Order:
         [66.0, 4.5]
         """
         runs = self.shards // self.run
+        # The devices may have added some levels already: the tree continues from any level.
         while len(blocks) > runs:
             pairs = blocks.reshape(len(blocks) // 2, 2, *blocks.shape[1:])
             blocks = pairs[:, 0] + pairs[:, 1]
@@ -148,6 +149,8 @@ def add_blocks(one: Callable[[jax.Array], PyTree], local: Local, *, flat: bool =
 
 
 def _joined(level: int, complete: jax.Array, waiting: jax.Array, x: jax.Array) -> jax.Array:
+    # A counter in the buffers, such as a batch norm's, is the same for every shard; it is not a
+    # sum.
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     return jnp.where(level < complete, waiting[level] + x, x)

@@ -115,6 +115,8 @@ class Pipeline:
         x = jax.eval_shape(parts.embed, shared, visit)
 
         def weight(rows: PyTree) -> jax.Array:
+            # A loss gives its weight only together with its total, for which any activations will
+            # do.
             zeros = jnp.zeros(x.shape, x.dtype)
             return parts.head(shared, zeros, visit._replace(rows=rows))[1]["loss"].weight
 
