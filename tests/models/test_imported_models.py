@@ -19,6 +19,7 @@ from jaxdist.experiment import Experiment, ExperimentConfig, build
 
 STEPS = 2
 full = partial(pytest.param, marks=pytest.mark.full)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 EXPLICIT = {"reduce": {"type": "ring"}, "zero": {"stage": 3, "whole_below": 0}}
 THREE = {"data": 2, "stage": 2, "tensor": 2}
 VMAP = "Helped by nnx.vmap"
@@ -72,8 +73,8 @@ def alone(name: str) -> tuple[Any, list[float], Any]:
     [
         ("Listed", {"data": 4, "tensor": 2}, {}),
         full("Vmapped", {"data": 4, "tensor": 2}, EXPLICIT),
-        full("Vmapped", THREE, {}),
-        full("Helped", {"data": 4, "tensor": 2}, EXPLICIT),
+        slow("Vmapped", THREE, {}),  # in stages below with another schedule
+        slow("Helped", {"data": 4, "tensor": 2}, EXPLICIT),  # as Vmapped is
         full("Helped", THREE, {"zero": {"stage": 2}}),
         full(VMAP, THREE, {"pipeline": {"schedule": {"type": "interleaved", "chunks": 2}}}),
     ],

@@ -173,6 +173,7 @@ FIVE, THREE = {"data": 5}, {"data": 3, "tensor": 2}
 NETWORKS = {"data": {"dcn": 2, "ici": 3}}
 XLA, RING = Xla(), Ring(type="ring")
 full = partial(pytest.param, marks=pytest.mark.full)
+slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(
@@ -302,9 +303,9 @@ def test_the_state_is_split(stage, reduce, devices):
 @pytest.mark.parametrize(
     ("stage", "reduce"),
     [
-        (1, None), full(2, None), full(3, None),
-        full(1, XLA), full(2, XLA), (3, XLA),
-        full(1, RING), (2, RING), full(3, RING),
+        (1, None), slow(2, None), full(3, None),
+        slow(1, XLA), full(2, XLA), (3, XLA),
+        full(1, RING), (2, RING), slow(3, RING),
     ],
     ids=str,
 )  # fmt: skip
